@@ -1,0 +1,47 @@
+# Two commands matter:  make course  (the first chapters, end to end)   and   make test  (everything CI runs).
+# Both build .venv first; they need Python 3.11 or newer and make, nothing else.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+JOBS   ?= 2
+ONLY   ?=
+
+.PHONY: course test bench lab doctor install exercises nbgrader clean
+
+course: install
+	@$(BIN)/minitrain doctor
+	@$(BIN)/minitrain run 00 01 02 03
+	@echo "Open them in JupyterLab with: make lab"
+
+test: install
+	@$(BIN)/python -m pytest --atlas -n $(JOBS) --dist loadscope \
+		--nbval --nbval-current-env --nbval-cell-timeout=120 tests notebooks
+
+bench: install
+	@$(BIN)/python -m benchmarks $(ONLY)
+
+lab: install
+	@$(BIN)/minitrain lab
+
+doctor: install
+	@$(BIN)/minitrain doctor
+
+exercises: install
+	@$(BIN)/python -m minitrain.exercises build
+
+nbgrader: install          # proves that student notebooks are what nbgrader would write; it is no dependency, so it has a venv of its own
+	@test -x build/nbgrader/bin/nbgrader || ($(PYTHON) -m venv build/nbgrader && build/nbgrader/bin/pip install --quiet nbgrader==0.9.6)
+	@NBGRADER=$(CURDIR)/build/nbgrader/bin/nbgrader $(BIN)/python -m pytest tests/test_exercises.py
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Python %d.%d found; minitrain needs 3.11 or newer: make PYTHON=python3.12" % v[:2])'
+	@echo "Installing into $(VENV) (the first time takes a minute or two) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info
