@@ -1,0 +1,45 @@
+"""What one rank did, in order: the three events which the ledger writes and the replay and the pictures read.
+
+One rank runs one stream of computation. A collective is handed to the network (`Issue`) and later waited for (`Wait`);
+what stands between the two can overlap with it. A blocking call is an `Issue` directly followed by its `Wait`.
+Events hold counts, never times: equal in a real run and in a dry run, so that two lists can be compared with ==.
+This module imports nothing of torch.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """One operator: a matrix product, an addition, a fill. Views, which move nothing, are not events."""
+
+    name: str           # torch's name of the operator: "mm", "add", "_softmax_backward_data"
+    flops: int          # 2 per multiply-add of a contraction (matrix product, convolution, attention), else 0
+    bytes: int          # bytes of the input tensors read plus the output tensors written, each tensor once
+    phase: str = ""     # the text given to `ledger.phase(...)`
+    dtype: str = ""     # of the first floating-point output ("bfloat16"): decides which peak rate of a device applies
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A collective, or one message, handed to the network."""
+
+    id: int                     # 0, 1, 2, ... in the order of issue on this rank
+    op: str                     # "all_reduce", ...; a message from one rank to another is "send" or "receive"
+    axis: str                   # the mesh axis of the group: "dp", "dp_cp", "world"
+    members: tuple[int, ...]    # global ranks that take part; for "send" and "receive": (source, destination)
+    payload_bytes: int          # the size S of the paper's formulas
+    sent_bytes: int             # what this rank put on the wire
+    seq: int                    # counted per group (messages: per peer and direction): the same on all members
+    site: str                   # "file.py:41", the line that made the call
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The stream of computation stops here until the collective `id` is complete."""
+
+    id: int
+
+
+Event = Compute | Issue | Wait

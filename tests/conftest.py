@@ -1,0 +1,22 @@
+"""With --atlas (as `make test` runs it): every test that the atlas names must have run and passed, or the run fails."""
+from minitrain import atlas
+
+PASSED: set[str] = set()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--atlas", action="store_true", help="fail unless every test that the atlas names ran and passed")
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and report.passed:
+        PASSED.add(report.nodeid.split("[")[0])
+
+
+def pytest_sessionfinish(session):
+    if not session.config.getoption("--atlas") or hasattr(session.config, "workerinput"):
+        return                                     # under xdist the controller hears of every test; the workers do not judge
+    missing = [f"{row.id}: {row.test}" for row in atlas.rows() if row.test not in PASSED]
+    if missing:
+        session.exitstatus = 1
+        print(f"\n{len(missing)} rows of the atlas have no test that ran and passed:\n  " + "\n  ".join(missing))

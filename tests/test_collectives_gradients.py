@@ -1,0 +1,145 @@
+"""The differentiable pairs: each backward is the adjoint of its forward, by inner products and by finite differences.
+
+A tensor over the ranks is either "same" (one value, a copy on every rank: counted once) or "own" (every rank its part).
+"""
+import pytest
+import torch
+import torch.distributed as dist
+
+from minitrain import collectives, launch
+
+N, COLUMNS = 8, 3       # a whole tensor is [8, 3]; a shard along dim 0 is [8/n, 3]
+
+
+def swap_uneven(x, group):
+    n, rank = group.size(), group.rank()
+    sends = [[0, 2, 1, 5], [3, 3, 2, 0], [1, 1, 6, 0], [0, 0, 0, 8]] if n == 4 else [[1, 7], [6, 2]]
+    return collectives.all_to_all(x, group, send_sizes=sends[rank], receive_sizes=[row[rank] for row in sends])
+
+
+PAIRS = {       # name: (function of x and group, kind of x, x is a shard, kind of y)
+    "copy_to": (collectives.copy_to, "same", False, "own"),
+    "reduce_from": (collectives.reduce_from, "own", False, "same"),
+    "gather_from": (collectives.gather_from, "own", True, "same"),
+    "gather_to": (collectives.gather_to, "own", True, "own"),
+    "scatter_to": (collectives.scatter_to, "same", False, "own"),
+    "reduce_scatter_to": (collectives.reduce_scatter_to, "own", False, "own"),
+    "all_to_all": (collectives.all_to_all, "own", False, "own"),
+    "all_to_all uneven": (swap_uneven, "own", False, "own"),
+    "gather_to, dim 1": (lambda x, group: collectives.gather_to(x, group, dim=1), "own", True, "own"),
+    "reduce_scatter_to, dim -1": (lambda x, group: collectives.reduce_scatter_to(x.repeat(1, 4), group, dim=-1),
+                                  "own", False, "own"),
+}
+WRONG = {       # plausible mistakes, as a control: each must fail
+    "all-reduce in both directions": (lambda x, group: collectives.reduce_from(collectives.copy_to(x, group), group),
+                                      "own", False, "same"),
+    "no sum in backward": (lambda x, group: x * 1, "same", False, "own"),
+    "gather that only slices": (collectives.gather_from, "own", True, "own"),
+    "gather that sums too": (collectives.gather_to, "own", True, "same"),
+}
+
+
+def values(kind, shape, seed):
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(seed + (1000 * group.rank() if kind == "own" else 0))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(launch.device())
+
+
+def shape_of_x(sharded):
+    return (N // dist.get_world_size() if sharded else N, COLUMNS)
+
+
+def inner(a, b, kind):
+    """<a, b> over the ranks: a "same" pair counts once."""
+    product = (a.detach() * b.detach()).sum()
+    return (product if kind == "same" else collectives.all_reduce(product, dist.group.WORLD)).item()
+
+
+def adjoint_error(pair):
+    """|<f(x), y> - <x, f*(y)>|, which is zero for every x and y only if f* is the adjoint of f."""
+    f, kind_x, sharded, kind_y = pair
+    x = values(kind_x, shape_of_x(sharded), seed=1).requires_grad_()
+    out = f(x, dist.group.WORLD)
+    y = values(kind_y, out.shape, seed=2)
+    out.backward(y)
+    return abs(inner(out, y, kind_y) - inner(x, x.grad, kind_x))
+
+
+def gradient_error(pair, step=1e-6, directions=3):
+    """Largest difference between <gradient, d> and the central difference of loss = <weights, sin(f(x))> along d.
+
+    The d are random; where ranks own different x, they move one rank at a time.
+    """
+    f, kind_x, sharded, kind_y = pair
+    group = dist.group.WORLD
+    x = values(kind_x, shape_of_x(sharded), seed=3).requires_grad_()
+    weights = values(kind_y, f(x.detach(), group).shape, seed=4)
+
+    def loss(x):
+        return inner(torch.sin(f(x, group)), weights, kind_y)
+
+    torch.sum(torch.sin(f(x, group)) * weights).backward()
+    worst = 0.0
+    for owner in range(group.size() if kind_x == "own" else 1):
+        for seed in range(directions):
+            d = values(kind_x, x.shape, seed=10 + seed) * (kind_x == "same" or owner == group.rank())
+            slope = (loss(x.detach() + step * d) - loss(x.detach() - step * d)) / (2 * step)
+            worst = max(worst, abs(slope - inner(x.grad, d, kind_x)))
+    return worst
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_backward_is_the_adjoint_of_forward(ranks):
+    pairs = {name: pair for name, pair in PAIRS.items() if ranks > 1 or pair[0] is not swap_uneven}
+    for errors in launch.run(lambda: {name: adjoint_error(pair) for name, pair in pairs.items()}, ranks=ranks):
+        assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_equal_finite_differences(ranks):
+    for errors in launch.run(lambda: {name: gradient_error(pair) for name, pair in PAIRS.items()}, ranks=ranks):
+        assert max(errors.values()) < 1e-7, errors
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_plausible_mistakes_are_no_adjoints(ranks):
+    """The control: both measures see each of them."""
+    measured = launch.run(lambda: {name: (adjoint_error(pair), gradient_error(pair)) for name, pair in WRONG.items()},
+                          ranks=ranks)
+    for name in WRONG:
+        assert max(errors[name][0] for errors in measured) > 1e-3, name
+        assert max(errors[name][1] for errors in measured) > 1e-3, name
+
+
+def who_calls():
+    group, device = dist.group.WORLD, launch.device()
+    x = torch.ones(8, 3, device=device, requires_grad=True)
+    y = collectives.gather_to(collectives.scatter_to(x, group), group)
+    before = len(collectives.last_calls())
+    y.sum().backward()
+    return [(call.op, call.site.split(":")[1], call.sent_bytes) for call in collectives.last_calls()[before - 1:]]
+
+
+def test_a_backward_call_is_logged_at_the_line_of_its_forward():
+    line = who_calls.__code__.co_firstlineno + 3
+    size = 8 * 3 * 4
+    assert launch.run(who_calls, ranks=2)[0] == [
+        ("all_gather", str(line), size // 2), ("reduce_scatter", f"{line} backward", size // 2),
+        ("all_gather", f"{line} backward", size // 2)]
+
+
+def frozen():
+    """Nothing to differentiate: no graph, and a blocking all_to_all on a plain tensor is the plain collective."""
+    group = dist.group.WORLD
+    x = torch.ones(8, 3, device=launch.device())
+    with torch.no_grad():
+        weight = torch.nn.Parameter(x)
+        assert not collectives.all_to_all(weight, group).requires_grad
+        assert not collectives.reduce_from(weight, group).requires_grad
+    assert collectives.all_to_all(weight, group).requires_grad
+    assert not collectives.all_to_all(weight, group, async_op=True).wait().requires_grad
+    assert not collectives.all_to_all(x, group).requires_grad
+
+
+def test_nothing_is_recorded_where_nothing_needs_a_gradient():
+    launch.run(frozen, ranks=2)
