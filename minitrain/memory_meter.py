@@ -1,0 +1,211 @@
+"""Every block of tensor memory from its birth to its death, and what it was for.
+
+A block (torch says storage; any number of tensors and views share one) is born when an operator returns it and dies
+when the last tensor on it is gone: a weak reference tells. Each birth and death is written down, so that
+
+    live bytes = blocks older than the meter and seen by it + births - deaths          peak = the largest value it had
+
+are exact sums, no samples; a test holds them against the events of torch's own CPU allocator. A block that an operator
+reads but nobody was seen to make existed before: it counts from the start. What existed before and was never touched is
+unseen, as are scratch memory inside a kernel and the rounding up of an allocator (CUDA's, to 512 bytes). Memory held by
+a reference cycle lives until Python's collector comes by.
+
+The kind of a block is asked when all is over, for a gradient gets its name only after it was born:
+
+    parameters         some nn.Parameter lies on it, or a tensor that an optimizer updates
+    gradients          it was the .grad of a parameter at some moment
+    optimizer state    an optimizer keeps it in its `state`
+    buffers            scratch of a collective, or of an optimizer's step
+    activations        everything else: what forward and backward make, and the batch
+
+Memory that two kinds share belongs to the first that fits, with buffers before activations. A block resized in place
+(`resize_`) is measured anew when it is next used. Costs about one microsecond per tensor seen.
+"""
+
+import weakref
+from array import array
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
+PRECEDENCE = ("parameters", "gradients", "optimizer state", "buffers", "activations")
+
+
+class _Block(weakref.ref):
+    """A weak reference to a storage which knows the number and size of its block."""
+
+    __slots__ = ("key", "number", "bytes", "is_parameter")
+
+
+class MemoryMeter:
+    """`now()` is the index of the event during which something happens."""
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        self._now = now
+        self._alive: dict[int, _Block] = {}              # address of the storage -> its block
+        self._kinds: list[str] = []                      # block number -> kind
+        self._older: list[tuple[int, int]] = []          # (block number, bytes) of blocks older than the meter
+        self._changes = array("q")                       # event, block number, bytes (deaths: negative), event, ...
+        self._parameters: dict[int, weakref.ref] = {}    # id of a parameter -> it, unless it is gone
+        self._hooks: list = []
+        self._kind_of_births = "activations"
+
+    # ---- watching --------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        self._hooks = [register_optimizer_step_pre_hook(self._before_step),
+                       register_optimizer_step_post_hook(self._after_step)]
+
+    def close(self) -> None:
+        """Stop watching. Nothing of the run is kept alive; only numbers remain."""
+        self._name_gradients()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._parameters, self._alive = [], {}, {}
+        self._now = None
+
+    def read(self, tensor: Tensor) -> int:
+        """An operator reads `tensor`; if its block is unknown, it is older than the meter. -> bytes of its block."""
+        storage = tensor.untyped_storage()
+        block = self._alive.get(storage._cdata)
+        if block is None or block.bytes != storage.nbytes():
+            block = self._meet(storage, block, older=True)
+        if type(tensor) is not Tensor and not block.is_parameter and isinstance(tensor, Parameter):
+            self._adopt(tensor, block)
+        return block.bytes
+
+    def write(self, tensor: Tensor) -> int:
+        """An operator returns `tensor`; if its block is unknown, it was born just now. -> bytes of its block."""
+        storage = tensor.untyped_storage()
+        block = self._alive.get(storage._cdata)
+        if block is None or block.bytes != storage.nbytes():
+            block = self._meet(storage, block, older=False)
+        return block.bytes
+
+    def name(self, tensor: Tensor, kind: str, older: bool = True) -> None:
+        """The block of `tensor` is of this kind, unless it has a kind that comes first."""
+        (self.read if older else self.write)(tensor)
+        number = self._alive[tensor.untyped_storage()._cdata].number
+        self._kinds[number] = min(kind, self._kinds[number], key=PRECEDENCE.index)
+
+    def _meet(self, storage: torch.UntypedStorage, block: _Block | None, older: bool) -> _Block:
+        """A block seen for the first time, or with another size than last time."""
+        size = storage.nbytes()
+        if block is not None:
+            self._change(block.number, size - block.bytes)
+            block.bytes = size
+            return block
+        block = self._alive[storage._cdata] = _Block(storage, self._died)
+        block.key, block.number, block.bytes, block.is_parameter = storage._cdata, len(self._kinds), size, False
+        self._kinds.append("activations" if older else self._kind_of_births)
+        if older:
+            self._older.append((block.number, size))
+        else:
+            self._change(block.number, size)
+        return block
+
+    def _died(self, block: _Block) -> None:
+        if self._alive.get(block.key) is block:
+            del self._alive[block.key]
+            self._change(block.number, -block.bytes)
+
+    def _change(self, number: int, size: int) -> None:
+        # Tensors die in any thread at any moment: one call that cannot be interrupted, and no sums are kept on the way.
+        # An array holds no objects, so that long runs give the garbage collector nothing to look at.
+        self._changes.extend((self._now(), number, size))
+
+    # ---- naming ----------------------------------------------------------------------------------------------------
+
+    def _adopt(self, parameter: Parameter, block: _Block) -> None:
+        block.is_parameter = True
+        self._kinds[block.number] = "parameters"
+        known = self._parameters.get(id(parameter))
+        if known is None or known() is not parameter:
+            self._parameters[id(parameter)] = weakref.ref(parameter)
+            if parameter.requires_grad and parameter.is_leaf:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._name_gradient))
+                # Ours goes first in line: a reducer's hook may send the gradient away and drop it.
+                hooks = parameter._post_accumulate_grad_hooks
+                for key in list(hooks)[:-1]:
+                    hooks[key] = hooks.pop(key)
+            self._name_gradient(parameter)
+
+    def _name_gradient(self, parameter: Parameter) -> None:
+        if parameter.grad is not None:
+            self.name(parameter.grad, "gradients")
+
+    def _name_gradients(self) -> None:
+        for known in self._parameters.values():
+            if (parameter := known()) is not None:
+                self._name_gradient(parameter)
+
+    def _before_step(self, optimizer: Optimizer, args, kwargs) -> None:
+        self._name_what_it_holds(optimizer)
+        self._kind_of_births = "buffers"    # what does not turn out to be state is the step's scratch memory
+
+    def _after_step(self, optimizer: Optimizer, args, kwargs) -> None:
+        self._kind_of_births = "activations"
+        self._name_what_it_holds(optimizer)
+
+    def _name_what_it_holds(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.name(parameter, "parameters")
+                self._name_gradient(parameter)
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self.name(value, "optimizer state")
+
+    # ---- answers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def births(self) -> int:
+        """How many blocks have been seen so far."""
+        return len(self._kinds)
+
+    @property
+    def live_bytes(self) -> int:
+        return self._totals()[-1]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self._totals())
+
+    def live_by_kind(self) -> dict[str, int]:
+        return self._by_kind(after=len(self._totals()) - 1)
+
+    def peak_by_kind(self) -> dict[str, int]:
+        """Of the first moment at which the peak was reached."""
+        totals = self._totals()
+        return self._by_kind(after=totals.index(max(totals)))
+
+    def timeline(self) -> Iterator[tuple[int, dict[str, int]]]:
+        """(event, live bytes by kind at its fullest moment), for every event in which something was born or died."""
+        live, totals = self._by_kind(after=0), self._totals()
+        event, fullest, most = 0, dict(live), totals[0]
+        for index, number, size, total in zip(*(self._changes[i::3] for i in range(3)), totals[1:]):
+            if index != event:
+                yield event, fullest
+                event, most = index, -1
+            live[self._kinds[number]] += size
+            if total > most:
+                fullest, most = dict(live), total
+        yield event, fullest
+
+    def _totals(self) -> list[int]:
+        """Live bytes at the start and after each change."""
+        return list(accumulate(self._changes[2::3], initial=sum(size for _, size in self._older)))
+
+    def _by_kind(self, after: int) -> dict[str, int]:
+        """Live bytes after so many changes."""
+        self._name_gradients()
+        live = dict.fromkeys(KINDS, 0)
+        for number, size in [*self._older, *zip(self._changes[1:3 * after:3], self._changes[2:3 * after:3])]:
+            live[self._kinds[number]] += size
+        return live
