@@ -1,0 +1,221 @@
+"""Play the events of a run on a described machine: when would everything happen?
+
+Each rank runs its events in order. Compute takes the larger of two costs (roofline: Williams et al. 2009)
+
+    max(flops / (peak x efficiency), bytes / (memory bandwidth x efficiency)) + launch_s
+
+Issue hands a transfer to the stream of its group and costs the rank nothing. The transfer starts when its last member
+has issued it and the group's previous transfer has ended; it takes what `simulate.collectives` says and ends on all
+members together. Wait stops the rank until that end. So: one stream of computation and one per group, as with NCCL;
+messages have one per (source, destination), and start when both sides are there.
+
+Ranks that take part in a transfer but have no events here are taken to be in step with those that do: the events of
+one rank of a dry run stand for 1,024. The start of everything is the longest path through a fixed graph. Hence equal
+input gives equal output, no step beats its critical path or exceeds the sum of all its parts, and a faster device or
+network never makes a step slower. (A scheduler which reorders work has no such guarantee: Graham 1969.)
+
+Not modelled: streams slowing each other down (two groups on one network card, a collective that takes cores from a
+product); a message waits for its receiver, however small it is.
+Raises ValueError, naming rank, collective and line, when the ranks do not issue the same collectives in the same order.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from minitrain.events import Compute, Event, Issue, Wait
+from minitrain.simulate import collectives
+from minitrain.simulate.machines import Machine
+from minitrain.simulate.timeline import Span, Timeline
+
+_MESSAGE = {"send", "receive"}
+
+
+def replay(events_by_rank: Mapping[int, Iterable[Event]], machine: Machine, *, dtype: str | None = None,
+           algorithms: Mapping[str, str] | None = None, launch_s: float = 0.0) -> Timeline:
+    """The timeline of `events_by_rank` (global rank -> its events in order) on `machine`.
+
+    `dtype` ("bf16") takes every product at that rate instead of at its own dtype's; bytes stay as counted.
+    `algorithms` ({"all_reduce": "ring"}) fixes what is otherwise the cheapest; `launch_s` is the dead time before each
+    operator.
+    """
+    return _Player(events_by_rank, machine, dtype, algorithms or {}, launch_s).play()
+
+
+class _Transfer:
+    """One collective or message on its way; `arrived` holds (rank, its Issue, when)."""
+
+    __slots__ = ("arrived", "ready_s", "payload_bytes", "end_s", "waiting")
+
+    def __init__(self):
+        self.arrived: list[tuple[int, Issue, float]] = []
+        self.ready_s = 0.0
+        self.payload_bytes = 0
+        self.end_s: float | None = None
+        self.waiting: list[int] = []
+
+
+class _Stream:
+    """The transfers of one group in order. Members issue in order, so the last arrival finds all earlier ones timed."""
+
+    def __init__(self, members: Sequence[int], machine: Machine, given: set[int]):
+        self.expected = sorted(given.intersection(members))
+        self.placement = collectives.place(members, machine)
+        self.transfers: list[_Transfer] = []
+        self.count = dict.fromkeys(self.expected, 0)        # transfers issued so far, by rank
+        self.free_s = 0.0
+        self.cost: dict[tuple[str, int], float] = {}
+
+
+class _Rank:
+    """Where one rank stands in its events."""
+
+    def __init__(self, events: Iterable[Event]):
+        self.events = list(events)
+        self.position = 0
+        self.now_s = 0.0
+        self.issued: dict[int, tuple[Issue, _Transfer]] = {}        # by the id of the Issue
+        self.spans: list[Span] = []
+
+    @property
+    def finished(self) -> bool:
+        return self.position == len(self.events)
+
+
+class _Player:
+    def __init__(self, events_by_rank, machine, dtype, algorithms, launch_s):
+        if not events_by_rank:
+            raise ValueError("there is nothing to replay: give the events of at least one rank, {rank: events}")
+        self.machine, self.dtype, self.algorithms, self.launch_s = machine, dtype, algorithms, launch_s
+        self.ranks = {rank: _Rank(events) for rank, events in sorted(events_by_rank.items())}
+        self.streams: dict[tuple, _Stream] = {}
+        self.by_identity: dict[tuple, _Stream] = {}
+        self.runnable = deque(self.ranks)
+        self.peak = {}
+        self.memory_rate = machine.device.memory_bandwidth_bytes_per_s * machine.memory_efficiency
+
+    def play(self) -> Timeline:
+        while self.runnable:
+            self.advance(self.runnable.popleft())
+        self.complain_if_stuck()
+        for state in self.ranks.values():
+            state.spans.sort(key=lambda span: (span.start_s, span.end_s))
+        return Timeline(self.machine, {rank: state.spans for rank, state in self.ranks.items()})
+
+    def advance(self, rank: int) -> None:
+        """Run one rank until its events end or it waits for a transfer whose end is not known yet."""
+        state = self.ranks[rank]
+        while not state.finished:
+            event = state.events[state.position]
+            if isinstance(event, Compute):
+                start, state.now_s = state.now_s, state.now_s + self.duration(event)
+                state.spans.append(Span("compute", "compute", start, state.now_s, event, start))
+            elif isinstance(event, Issue):
+                state.issued[event.id] = event, self.issue(rank, event, state.now_s)
+            elif not self.wait(rank, state, event):
+                return
+            state.position += 1
+
+    def duration(self, event: Compute) -> float:
+        seconds = event.bytes / self.memory_rate
+        if event.flops:
+            dtype = self.dtype or event.dtype
+            if dtype not in self.peak:
+                self.peak[dtype] = self.machine.device.peak(dtype) * self.machine.compute_efficiency
+            seconds = max(seconds, event.flops / self.peak[dtype])
+        return seconds + self.launch_s
+
+    def issue(self, rank: int, event: Issue, now_s: float) -> _Transfer:
+        """This rank arrives at its next transfer of that group; the last to arrive settles when it starts and ends."""
+        stream = self.stream_of(rank, event)
+        index = stream.count[rank]
+        stream.count[rank] += 1
+        if index == len(stream.transfers):
+            stream.transfers.append(_Transfer())
+        transfer = stream.transfers[index]
+        if transfer.arrived:
+            self.check_same(transfer.arrived[0], rank, event)
+        transfer.arrived.append((rank, event, now_s))
+        transfer.ready_s = max(transfer.ready_s, now_s)
+        transfer.payload_bytes = max(transfer.payload_bytes, event.payload_bytes)
+        if len(transfer.arrived) == len(stream.expected):
+            self.settle(stream, transfer)
+        return transfer
+
+    def settle(self, stream: _Stream, transfer: _Transfer) -> None:
+        op = transfer.arrived[0][1].op
+        key = op, transfer.payload_bytes
+        if key not in stream.cost:
+            stream.cost[key] = collectives.seconds(*key, stream.placement, self.algorithms.get(op, "auto"))
+        start = max(transfer.ready_s, stream.free_s)
+        transfer.end_s = stream.free_s = start + stream.cost[key]
+        for rank, event, issued_s in transfer.arrived:
+            self.ranks[rank].spans.append(
+                Span(_stream_name(event), "transfer", start, transfer.end_s, event, issued_s))
+        self.runnable.extend(transfer.waiting)
+
+    def wait(self, rank: int, state: _Rank, event: Wait) -> bool:
+        """Whether the rank can go on."""
+        if event.id not in state.issued:
+            raise ValueError(f"rank {rank} waits for transfer {event.id}, which it has not issued: events are missing")
+        issue, transfer = state.issued[event.id]
+        if transfer.end_s is None:
+            transfer.waiting.append(rank)
+            return False
+        if transfer.end_s > state.now_s:
+            state.spans.append(Span("compute", "wait", state.now_s, transfer.end_s, issue, state.now_s))
+            state.now_s = transfer.end_s
+        return True
+
+    def stream_of(self, rank: int, event: Issue) -> _Stream:
+        # Groups of 100,000 ranks are common and hashing one takes a millisecond, but the events share the tuple object.
+        message = event.op in _MESSAGE
+        identity = event.axis, message, id(event.members)
+        stream = self.by_identity.get(identity)
+        if stream is None:
+            key = event.axis, message, tuple(event.members)
+            if key not in self.streams:
+                self.streams[key] = _Stream(event.members, self.machine, set(self.ranks))
+            stream = self.by_identity[identity] = self.streams[key]
+        if rank not in stream.count:
+            raise ValueError(f"rank {rank} issues {_call(event)}, whose members are {_some(event.members)}")
+        return stream
+
+    def check_same(self, first: tuple[int, Issue, float], rank: int, event: Issue) -> None:
+        other_rank, other, _ = first
+        wanted = _MESSAGE - {other.op} if other.op in _MESSAGE else {other.op}
+        if event.op not in wanted:
+            raise ValueError(f"rank {rank} issues {_call(event)} where rank {other_rank} issues {_call(other)}: "
+                             "all members of a group must issue the same collectives in the same order")
+
+    def complain_if_stuck(self) -> None:
+        missing = []                # (seq, rank that never comes, where another one is)
+        for stream in self.streams.values():
+            for transfer in stream.transfers:
+                if transfer.end_s is None:
+                    here = {rank for rank, _, _ in transfer.arrived}
+                    rank, event, _ = transfer.arrived[0]
+                    missing += [(event.seq, absent, rank, event) for absent in stream.expected
+                                if absent not in here and self.ranks[absent].finished]
+        if missing:
+            _, absent, rank, event = min(missing, key=lambda entry: entry[:3])
+            raise ValueError(f"rank {absent} never arrives in {_call(event)}, where rank {rank} is: "
+                             f"the events of rank {absent} end before it")
+        stuck = [(rank, state) for rank, state in self.ranks.items() if not state.finished]
+        if stuck:
+            waits = ((rank, state.events[state.position].id) for rank, state in stuck[:4])
+            heads = (f"rank {rank} in {_call(self.ranks[rank].issued[id][0])}" for rank, id in waits)
+            raise ValueError("deadlock, each waits for another: " + "; ".join(heads))
+
+
+def _stream_name(event: Issue) -> str:
+    if event.op == "send":
+        return f"{event.axis} to {event.members[1]}"
+    return f"{event.axis} from {event.members[0]}" if event.op == "receive" else event.axis
+
+
+def _call(event: Issue) -> str:
+    return f"{event.op} #{event.seq} on {event.axis} ({event.site})"
+
+
+def _some(members: Sequence[int]) -> str:
+    return ", ".join(map(str, members[:6])) + (", ..." if len(members) > 6 else "")
