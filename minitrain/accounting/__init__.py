@@ -1,0 +1,1 @@
+"""What training costs, as formulas: one file a quantity, plain numbers in and out, no torch."""

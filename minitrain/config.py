@@ -1,0 +1,176 @@
+"""What a GPT is, as plain values; and the published ones by name.
+
+A `GPTConfig` says everything that fixes the parameters of a model and the arithmetic of one token, and nothing about
+ranks, precision or training. It is frozen, needs no torch (planners read it too) and is checked when it is made: a
+wrong value is a `ValueError` of one line that names the value, what is allowed and what to do.
+
+    parameters of a block, MHA with biases, LayerNorm, F = 4D:   12·D² + 13·D
+    (attention 4·D² + 4·D, MLP 8·D² + 5·D, two norms 4·D)
+
+`presets` holds models whose exact parameter counts were published; tests count each of them on the meta device.
+Left out, because neither sizes nor FLOPs depend on it: Llama 3.1's rescaled RoPE frequencies, GPT-3's alternating
+sparse attention, GLM's two-dimensional positions.
+"""
+import difflib
+from dataclasses import dataclass, fields
+
+CHOICES = {
+    "norm": ("rms", "layer"),
+    "positions": ("rope", "learned", "alibi", "none"),
+    "activation": ("gelu", "fastgelu", "swiglu", "geglu"),
+    "residual": ("pre", "parallel", "post", "deepnorm"),
+}
+GATED = ("swiglu", "geglu")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes and variants of one model. `None` is derived from the width, and replaced by the derived number."""
+
+    vocab_size: int = 256
+    d_model: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int | None = None      # None: as many as heads (MHA); 1: MQA; between: GQA
+    head_dim: int | None = None          # None: d_model / num_heads
+    d_ff: int | None = None              # None: 4·d_model; for a gated MLP 8/3·d_model, up to a multiple of 64
+    max_positions: int = 1024
+    norm: str = "rms"
+    norm_eps: float = 1e-5
+    positions: str = "rope"
+    rope_theta: float = 10_000.0
+    rope_fraction: float = 1.0           # the part of each head that is rotated (GPT-NeoX: 1/4)
+    activation: str = "swiglu"
+    residual: str = "pre"                # where norms and sums stand; see model.Block
+    bias: bool = False                   # in the linears and norms of the blocks; the head never has one
+    tied: bool = False                   # the head uses the token table
+    embedding_norm: bool = False         # BLOOM: a norm right after the token table
+    dropout: float = 0.0                 # on attention probabilities and on both outputs of a block
+    kv_latent: int = 0                   # > 0: multi-head latent attention with a key-value latent this wide
+    query_latent: int = 0                # MLA: width of the query latent; 0: queries come straight from the input
+    rope_head_dim: int = 0               # MLA: width of the rotated part of each head
+
+    def __new__(cls, *args, **settings):
+        names = [field.name for field in fields(cls)]
+        for name in settings:
+            if name not in names:
+                raise ValueError(f"unknown setting {name!r}; {_meant(name, names)}")
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        self._check_types()
+        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}; use at least 1")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} = {getattr(self, name)!r}; {_meant(getattr(self, name), choices)}")
+        if _derived(self.head_dim) and self.d_model % self.num_heads:
+            near = sorted(_divisors(self.d_model), key=lambda n: abs(n - self.num_heads))[:2]
+            raise ValueError(f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
+                             f"try num_heads {' or '.join(map(str, sorted(near)))}")
+        self._derive("head_dim", self.d_model // self.num_heads)
+        self._derive("num_kv_heads", self.num_heads)
+        gated = self.activation in GATED
+        self._derive("d_ff", -(-8 * self.d_model // (3 * 64)) * 64 if gated else 4 * self.d_model)
+        self._check_attention()
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout = {self.dropout}; must be in [0, 1)")
+        if self.norm_eps <= 0 or self.rope_theta <= 0:
+            raise ValueError(f"norm_eps = {self.norm_eps} and rope_theta = {self.rope_theta} must both be > 0")
+
+    def _check_types(self):
+        for field in fields(self):
+            value, kind = getattr(self, field.name), int if field.default is None else type(field.default)
+            fits = isinstance(value, (int, float) if kind is float else kind) or value is field.default
+            if not fits or (isinstance(value, bool) and kind is not bool):
+                raise ValueError(f"{field.name} = {value!r} is {type(value).__name__}; expected {kind.__name__}")
+
+    def _derive(self, name: str, value: int):
+        if _derived(getattr(self, name)):
+            object.__setattr__(self, name, Derived(value))
+        elif getattr(self, name) < 1:
+            raise ValueError(f"{name} = {getattr(self, name)}; use at least 1, or None for {value}")
+
+    def _check_attention(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
+                             f"allowed {', '.join(map(str, _divisors(self.num_heads)))}")
+        if self.kv_latent:
+            for name, value, wanted, fits in (
+                ("positions", self.positions, "'rope'", self.positions == "rope"),
+                ("rope_head_dim", self.rope_head_dim, "at least 2", self.rope_head_dim >= 2),
+                ("num_kv_heads", self.num_kv_heads, f"None or {self.num_heads}", self.num_kv_heads == self.num_heads),
+            ):
+                if not fits:
+                    raise ValueError(f"{name} = {value!r}; with kv_latent {self.kv_latent} (MLA) it must be {wanted}")
+        if not 0.0 < self.rope_fraction <= 1.0:
+            raise ValueError(f"rope_fraction = {self.rope_fraction}; must be in (0, 1]")
+        if self.positions == "rope" and self.rotated_dim % 2:
+            raise ValueError(f"rotated head size {self.rotated_dim} is odd; RoPE turns pairs and needs an even one")
+
+    @property
+    def rotated_dim(self) -> int:
+        """Width of the part of a head that RoPE turns."""
+        return self.rope_head_dim if self.kv_latent else int(self.head_dim * self.rope_fraction)
+
+
+class Derived(int):
+    """A width nobody chose. It remembers that, so that `dataclasses.replace(config, d_model=128)` derives it anew."""
+
+
+def _derived(value: int | None) -> bool:
+    return value is None or isinstance(value, Derived)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _meant(given: str, allowed) -> str:
+    near = difflib.get_close_matches(given, allowed, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
+
+
+def _gpt2(d_model: int, num_layers: int, num_heads: int, **other) -> GPTConfig:
+    """Radford et al. 2019, section 2.3: pre-norm, learned positions, GELU, biases everywhere, tied head."""
+    style = dict(vocab_size=50_257, max_positions=1024, norm="layer", positions="learned", activation="gelu",
+                 bias=True, tied=True)
+    return GPTConfig(d_model=d_model, num_layers=num_layers, num_heads=num_heads, **{**style, **other})
+
+
+def _llama(d_model: int, num_layers: int, num_heads: int, num_kv_heads: int, d_ff: int, **other) -> GPTConfig:
+    """Touvron et al. 2023, section 2.2: RMSNorm, RoPE, SwiGLU, no biases, untied head."""
+    return GPTConfig(d_model=d_model, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
+                     d_ff=d_ff, **other)
+
+
+_LLAMA3 = dict(vocab_size=128_256, max_positions=8192, rope_theta=500_000.0)
+
+presets = {
+    # For laptops: text as bytes, so 256 tokens.
+    "tiny": GPTConfig(d_model=64, num_layers=2, num_heads=4, max_positions=256),
+    "small": GPTConfig(d_model=256, num_layers=6, num_heads=8, max_positions=512),
+    "medium": GPTConfig(d_model=1024, num_layers=8, num_heads=16, num_kv_heads=8, max_positions=1024),
+    # Radford et al. 2019 (the repository's readme corrects the paper's 117M to 124M).
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    # Brown et al. 2020, table 2.1.
+    "gpt3-175b": _gpt2(12_288, 96, 96, max_positions=2048),
+    # Black et al. 2022, section 2: attention and MLP side by side, RoPE on a quarter of each head, own output table.
+    "gpt-neox-20b": _gpt2(6144, 44, 64, vocab_size=50_432, max_positions=2048, positions="rope", rope_fraction=0.25,
+                          residual="parallel", tied=False),
+    # BigScience 2022, section 3.2: ALiBi, a norm after the embedding.
+    "bloom-176b": _gpt2(14_336, 70, 112, vocab_size=250_880, max_positions=2048, positions="alibi",
+                        embedding_norm=True),
+    # Zeng et al. 2022, section 2.1 and appendix B: DeepNorm, RoPE, GeGLU with F = 8/3 D.
+    "glm-130b": _gpt2(12_288, 70, 96, vocab_size=150_528, max_positions=2048, positions="rope", activation="geglu",
+                      residual="deepnorm"),
+    # Touvron et al. 2023b, appendix A.2.1; Jiang et al. 2023, table 1.
+    "llama2-7b": _llama(4096, 32, 32, 32, 11_008, vocab_size=32_000, max_positions=4096),
+    "mistral-7b": _llama(4096, 32, 32, 8, 14_336, vocab_size=32_000, max_positions=8192),
+    # Llama team 2024, table 3.
+    "llama3-8b": _llama(4096, 32, 32, 8, 14_336, **_LLAMA3),
+    "llama3-70b": _llama(8192, 80, 64, 8, 28_672, **_LLAMA3),
+    "llama3.1-405b": _llama(16_384, 126, 128, 8, 53_248, **{**_LLAMA3, "max_positions": 131_072}),
+}

@@ -1,0 +1,1 @@
+"""What training keeps in memory, and ways to keep less: one file an idea."""

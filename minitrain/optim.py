@@ -1,0 +1,202 @@
+"""AdamW on whatever tensors it is given, one norm over parameters cut in any way, and the schedule of the rate.
+
+With gradient g, step t, moments m and v, for every element (the paper's symbols):
+
+    θ ← θ - lr·λ·θ                      weight decay, decoupled: not through the moments
+    m ← β1·m + (1 - β1)·g               exp_avg
+    v ← β2·v + (1 - β2)·g²              exp_avg_sq
+    θ ← θ - lr · m̂ / (√v̂ + ε)           m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t)
+
+Nothing here mixes elements, so the optimizer of a shard is the same optimizer: it never asks who holds the rest. Only
+the norm of all gradients does, and it learns from `param.shards` over which groups to sum its squares.
+
+Memory per parameter: 8 bytes in float32, and 4 more for a float32 master copy of a bfloat16 parameter: with weight and
+gradient 2 + 2 + 12 = 16. Sends nothing; the norm one number per way of cutting and group of it, in an all-reduce.
+Raises ValueError in one line for a rate, beta, eps, decay or norm out of range and for a state of other shapes.
+Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; master weights: Micikevicius et al. 2018, arXiv:1710.03740,
+section 3.1. Differs from torch.optim.AdamW: the loop below is read in a minute and runs on fake tensors (the step is
+an int); `state_dict` and `load_state_dict` copy, where torch's share the tensors, so that training would go on
+writing into a checkpoint held in memory. On a CPU torch's foreach form of this loop takes twice the time (each pass
+streams all parameters through memory anew); only its fused kernel is faster.
+"""
+
+import math
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitrain import collectives
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW over parameters or groups of them (`[{"params": ..., "weight_decay": 0.0}, ...]`).
+
+    With `master_dtype=torch.float32` a parameter of lower precision is updated in a float32 copy and rounded once a
+    step: bfloat16 keeps 8 bits, so a weight would not notice a change below 1/512 of itself.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        master_dtype: torch.dtype | None = None,
+    ):
+        defaults = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, master_dtype=master_dtype)
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param] or self._new_state(param, group["master_dtype"])
+                state["step"] += 1
+                weight = state.get("master", param)
+                adamw_update(weight, param.grad.to(weight.dtype), state, group)
+                if weight is not param:
+                    param.copy_(weight)
+
+    def _new_state(self, param: Tensor, master_dtype: torch.dtype | None) -> dict[str, Any]:
+        state = self.state[param]
+        weight = param
+        if master_dtype is not None and master_dtype != param.dtype:
+            weight = state["master"] = param.detach().to(master_dtype)
+        state.update(step=0, exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
+        return state
+
+    # The four methods below replace torch's. The first use of torch's imports its compiler, two seconds in every rank;
+    # and torch's load_state_dict shares tensors with the caller, casts a float32 state to a bfloat16 parameter's dtype,
+    # and takes a state of another shape.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param in self._params():
+            if param.grad is not None:
+                param.grad = None if set_to_none else param.grad.detach().zero_()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        group = {**self.defaults, **param_group}
+        params = group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        unknown = sorted(set(group) - set(self.defaults) - {"params"})
+        if unknown:
+            raise ValueError(f"unknown setting {unknown[0]!r}; AdamW knows {', '.join(self.defaults)}")
+        _check_settings(**{name: group[name] for name in self.defaults})
+        for param in params:
+            if not isinstance(param, Tensor) or not param.is_leaf:
+                raise ValueError(f"AdamW updates leaf tensors, got {type(param).__name__}: pass model.parameters()")
+        if len({*params, *self._params()}) < len(params) + len(self._params()):
+            raise ValueError("a parameter is given twice: it would be updated twice a step; list each one once")
+        self.param_groups.append(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of all state, parameters by their number, to save or to keep in memory."""
+        number = {param: i for i, param in enumerate(self._params())}
+        groups = [{**group, "params": [number[param] for param in group["params"]]} for group in self.param_groups]
+        return {"state": {number[param]: _copy(state) for param, state in self.state.items()}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a copy of `state_dict`, on each parameter's device, in the dtypes it was saved in."""
+        saved, params = state_dict["param_groups"], self._params()
+        sizes, saved_sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved]
+        if sizes != saved_sizes:
+            raise ValueError(f"the state has groups of {saved_sizes} parameters, this optimizer of {sizes}: "
+                             "build it over the same model and groups")
+        for i, state in state_dict["state"].items():
+            if state["exp_avg"].shape != params[i].shape:
+                raise ValueError(f"the state of parameter {i} has shape {list(state['exp_avg'].shape)}, "
+                                 f"the parameter {list(params[i].shape)}: it is of another model")
+        self.state.clear()
+        for i, state in state_dict["state"].items():
+            self.state[params[i]] = _copy(state, params[i].device)
+        for group, saved_group in zip(self.param_groups, saved):
+            group.update({name: value for name, value in saved_group.items() if name != "params"})
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+
+def adamw_update(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """One step of one tensor, in place. `state` holds exp_avg, exp_avg_sq and the step, counted from 1."""
+    (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"]
+    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    weight.mul_(1 - lr * group["weight_decay"])
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+    weight.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+
+
+@torch.no_grad()
+def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale all gradients by min(1, max_norm / norm); return the norm of the whole gradient from before, a tensor.
+
+    A parameter cut over groups is held once by all their ranks together: its squares are summed over exactly those
+    groups. One that is not cut is the same everywhere and counts once. Hence the same number on every rank, which must
+    all call this with the same parameters in the same order.
+
+    A NaN or infinite gradient makes the norm NaN or infinite and the gradients useless: the caller reads the norm, when
+    it can afford to wait for it, and stops. `max_norm=math.inf` only measures.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm}: must be > 0 (math.inf measures without clipping)")
+    params = list(params)
+    if not params:
+        raise ValueError("no parameters: there is no norm to clip")
+    cuts: dict[tuple, list[Tensor]] = {}  # the groups that cut -> the parameters they cut; also those without gradient,
+    for param in params:  # or a rank whose expert saw no token would miss the all-reduce of the others
+        cuts.setdefault(tuple(shard.group for shard in getattr(param, "shards", ())), []).append(param)
+
+    dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
+    squares = [_sum_of_squares(held, groups, dtype) for groups, held in cuts.items()]
+    norm = torch.stack(squares).sum().sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's epsilon: no division by zero
+    for param in params:
+        if param.grad is not None:
+            param.grad.mul_(scale)
+    return norm
+
+
+def _sum_of_squares(params: list[Tensor], groups: tuple, dtype: torch.dtype) -> Tensor:
+    """Of the whole gradients of parameters that are all cut over the same groups."""
+    total = torch.zeros((), dtype=dtype, device=params[0].device)
+    for param in params:
+        if param.grad is not None:
+            total = total + torch.linalg.vector_norm(param.grad, dtype=dtype).square()
+    for group in groups:
+        total = collectives.all_reduce(total, group)
+    return total
+
+
+def warmup_cosine(step: int, peak_lr: float, warmup_steps: int, total_steps: int, min_lr: float = 0.0) -> float:
+    """The rate of step 0, 1, 2, ...: up in a line, at the peak after `warmup_steps`, then half a cosine down to
+    `min_lr` at `total_steps`, where it stays. Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5."""
+    if not 0 <= warmup_steps <= total_steps:
+        raise ValueError(f"warmup_steps={warmup_steps} of total_steps={total_steps}: the peak is never reached")
+    if not 0 <= min_lr <= peak_lr < math.inf:
+        raise ValueError(f"min_lr={min_lr}, peak_lr={peak_lr}: need 0 <= min_lr <= peak_lr, finite")
+    if step < warmup_steps:
+        return peak_lr * (step + 1) / warmup_steps
+    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return min_lr + (peak_lr - min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _check_settings(lr, betas, eps, weight_decay, master_dtype) -> None:
+    for name, value, most in (("lr", lr, math.inf), ("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf),
+                              ("betas[0]", betas[0], 1), ("betas[1]", betas[1], 1)):
+        if not isinstance(value, (int, float)):
+            raise ValueError(f"{name}={value!r} is {type(value).__name__}, not a number: write {name}=1e-3")
+        if not 0 <= value < most:
+            raise ValueError(f"{name}={value}: must be in [0, {most})" + ("" if most == 1 else ", finite"))
+    if master_dtype is not None and not getattr(master_dtype, "is_floating_point", False):
+        raise ValueError(f"master_dtype={master_dtype}: must be a floating-point dtype such as torch.float32, or None")
+
+
+def _copy(state: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    return {name: value.detach().to(device or value.device, copy=True) if isinstance(value, Tensor) else value
+            for name, value in state.items()}

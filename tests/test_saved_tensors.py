@@ -1,0 +1,76 @@
+"""The instrument that lists what autograd keeps, on graphs whose answer is known by hand."""
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from minitrain.memory.saved_tensors import Saved, SavedTensors
+
+
+class Twice(nn.Module):
+    """Two projections of one input, multiplied: keeps the input once, and both products."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 5), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.left(x) * self.right(x)
+
+
+def test_each_block_once_under_the_module_that_kept_it():
+    module, x = Twice(), torch.randn(3, 8)
+    with SavedTensors(module) as saved:
+        y = module(x)
+    assert saved.saved == [Saved("left", (3, 8), torch.float32, 96), Saved("", (3, 5), torch.float32, 60),
+                           Saved("", (3, 5), torch.float32, 60)]
+    assert saved.bytes == 216 and saved.by_place == {"left": 96, "": 120}
+    assert torch.equal(y, module(x))                                  # watching changes nothing
+    y.sum().backward()
+    assert torch.allclose(module.left.bias.grad, module.right(x).sum(0))
+    assert "all" in saved.table(unit=24) and "9.000" in saved.table(unit=24)
+
+
+def test_nothing_is_kept_without_gradients_and_nothing_stays_watched():
+    module, x = Twice(), torch.randn(3, 8)
+    with SavedTensors(module) as saved, torch.no_grad():
+        module(x)
+    assert saved.bytes == 0
+    module(x)
+    assert saved.bytes == 0 and not module.left._forward_hooks and not module._forward_pre_hooks
+
+
+def test_an_error_inside_leaves_no_hook():
+    module = Twice()
+    with pytest.raises(RuntimeError), SavedTensors(module):
+        module(torch.randn(3, 7))
+    assert not module.left._forward_hooks
+    module(torch.randn(3, 8)).sum().backward()
+
+
+def test_a_frozen_weight_needs_no_input():
+    module, x = Twice(), torch.randn(3, 8)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    with SavedTensors(module) as saved:
+        module(x.requires_grad_())
+    assert saved.by_place == {"": 120}
+
+
+def test_fake_tensors_give_the_same_account():
+    real = SavedTensors(module := Twice())
+    with real:
+        module(torch.randn(3, 8))
+    with FakeTensorMode():
+        fake = SavedTensors(module := Twice())
+        with fake:
+            module(torch.randn(3, 8))
+    assert real.saved == fake.saved
+
+
+def test_one_forward_each():
+    saved = SavedTensors(module := Twice())
+    with saved:
+        module(torch.randn(3, 8))
+    with pytest.raises(ValueError, match="make a new one"), saved:
+        pass
