@@ -1,0 +1,73 @@
+"""Recursive halving and doubling: partners at distances 1, 2, 4, ... exchange; n ranks need log2 n steps and not n-1.
+
+                                  steps      sent by a rank
+    halving_doubling_all_reduce   2 log2 n   2(n-1)/n S   exchanges halve what is left: S/2, S/4, ..., S/n, and back
+    doubling_all_reduce           log2 n     log2 n · S   exchanges of everything: for tensors too small to cut
+
+The bytes of a ring in a logarithm of its steps: on equal links it beats the ring at every size. What equal links hide
+is distance: half of the tensor crosses the first one. With `near_first` that is to the neighbour (same node, same
+rack) and only S/n goes farthest; with far first rank r ends with chunk r, as a reduce-scatter promises. A ring never
+passes its neighbour.
+
+If n is no power of two, let m be the largest one below and e = n-m: e ranks first hand everything to a neighbour, m
+ranks run, and the e get the result back. Two more steps; each of the e sends S and its neighbour S more than the
+others' 2(m-1)/m S. The reduce-scatter alone has no such detour: it raises ValueError, naming the powers of two that
+would do.
+
+Thakur, Rabenseifner and Gropp 2005, section 4.5 (MPICH's all-reduce, near first). Differs: Rabenseifner's detour has
+the two neighbours swap halves, so that both add one half each; here one adds everything.
+"""
+from minitrain.communication.schedule import Schedule, Transfer, mirror, place, then
+
+
+def halving_reduce_scatter(n: int, near_first: bool = False) -> Schedule:
+    """In each exchange a rank keeps the half with its own chunk: r or, near first, r with its bits reversed."""
+    power = _power_of_two_below(n)
+    if power != n:
+        raise ValueError(
+            f"n={n} is not a power of two; use {power} or {2 * power} ranks, the ring, or the all-reduce of this file"
+        )
+    bits = [1 << s for s in range(n.bit_length() - 1)]
+    windows = [range(n)] * n  # [rank] -> the chunks it still gathers
+    steps = []
+    for bit in bits if near_first else reversed(bits):
+        step = []
+        for rank, window in enumerate(windows):
+            lower, upper = window[: len(window) // 2], window[len(window) // 2 :]
+            keep, give = (upper, lower) if rank & bit else (lower, upper)
+            step.append(Transfer(rank, rank ^ bit, give, reduce=True))
+            windows[rank] = keep
+        steps.append(tuple(step))
+    return Schedule(n, n, tuple(steps))
+
+
+def halving_doubling_all_reduce(n: int, near_first: bool = True) -> Schedule:
+    half = halving_reduce_scatter(_power_of_two_below(n), near_first)
+    return _with_the_rest(n, then(half, mirror(half)))
+
+
+def doubling_all_reduce(n: int) -> Schedule:
+    """Partners swap all they have and both add: a + b and b + a are the same number, so all ranks get equal bits."""
+    power = _power_of_two_below(n)
+    steps = (
+        tuple(Transfer(rank, rank ^ (1 << s), range(1), reduce=True) for rank in range(power))
+        for s in range(power.bit_length() - 1)
+    )
+    return _with_the_rest(n, Schedule(power, 1, tuple(steps)))
+
+
+def _with_the_rest(n: int, inner: Schedule) -> Schedule:
+    """`inner`, for a power of two, made to serve n ranks: of the first 2·rest ranks the odd ones step aside."""
+    rest, everything = n - inner.ranks, range(inner.chunks)
+    if not rest:
+        return inner
+    aside = tuple(Transfer(2 * i + 1, 2 * i, everything, reduce=True) for i in range(rest))
+    fold = Schedule(n, inner.chunks, (aside,))
+    staying = [*range(0, 2 * rest, 2), *range(2 * rest, n)]
+    return then(fold, place(inner, staying, everything, of=(n, inner.chunks)), mirror(fold))
+
+
+def _power_of_two_below(n: int) -> int:
+    if n < 1:
+        raise ValueError(f"n={n} ranks; an algorithm needs at least 1")
+    return 1 << (n.bit_length() - 1)

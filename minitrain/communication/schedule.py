@@ -1,0 +1,130 @@
+"""A collective algorithm is data: in every step, who sends which chunks to whom, and if the receiver adds or replaces.
+
+A tensor of S bytes is cut into C equal chunks. A `Schedule` is a tuple of steps, a step a tuple of `Transfer`s; all
+transfers of a step read what the ranks held before it, so they may travel at the same time. From this one text
+`interpreter.run` moves real tensors, `check` proves the result without a process, `cost` predicts the time on a
+described network, and `plot.chunk_matrix` draws it. Small schedules combine into large ones; most published
+algorithms come so:
+
+    then(a, b)                    first a, then b                     all_reduce = then(reduce_scatter, all_gather)
+    mirror(a)                     a backwards, arrows turned round    all_gather = mirror(reduce_scatter)
+    place(a, ranks, chunks, of=)  a, by these ranks, on these chunks  a ring in one node; a tree on half of the tensor
+    together([a, b, ...])         step i of all at the same time      all nodes; both trees
+
+Bytes: rank r sends `sent_shares(schedule)[r]` · S, an exact fraction; `sent_elements` is exact for sizes that do not
+divide. Memory: one `Transfer` a message. A ring of n ranks has 2n(n-1) of them, 8,064 for 64 ranks and 1.2e9 for
+24,576: write out schedules of the size you run or draw, and take the closed forms that the tests hold them to
+(`selector`, `tree`) beyond. Raises ValueError when ranks or chunks do not fit together.
+
+SCCL (Cai et al. 2021) also treats an algorithm as a list of (chunk, source, destination, step), to search for the
+best one. Differs: there chunks are only placed, here they are added as well, and large schedules are composed and not
+searched.
+"""
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import zip_longest
+from typing import NamedTuple
+
+
+class Transfer(NamedTuple):
+    """One message. `chunks` is contiguous, so that it is one slice of a flat tensor and needs no packing."""
+
+    source: int
+    to: int
+    chunks: range
+    reduce: bool  # True: the receiver adds to what it holds; False: it replaces
+
+
+Step = tuple[Transfer, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    ranks: int
+    chunks: int
+    steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        for index, step in enumerate(self.steps):
+            for source, to, chunks, _ in step:
+                ranks_fit = 0 <= source < self.ranks and 0 <= to < self.ranks and source != to
+                if not ranks_fit or chunks.step != 1 or not 0 <= chunks.start < chunks.stop <= self.chunks:
+                    raise ValueError(
+                        f"step {index} sends {chunks} from rank {source} to rank {to}: two different ranks below "
+                        f"{self.ranks} and contiguous chunks within {self.chunks} are needed"
+                    )
+
+
+def then(*schedules: Schedule) -> Schedule:
+    """One after the other."""
+    ranks, chunks = _common_size(schedules)
+    return Schedule(ranks, chunks, sum((each.steps for each in schedules), ()))
+
+
+def together(schedules: Iterable[Schedule]) -> Schedule:
+    """Step i of every schedule in one step; the short ones end early."""
+    schedules = list(schedules)
+    ranks, chunks = _common_size(schedules)
+    steps = zip_longest(*(each.steps for each in schedules), fillvalue=())
+    return Schedule(ranks, chunks, tuple(sum(parallel, ()) for parallel in steps))
+
+
+def mirror(schedule: Schedule) -> Schedule:
+    """The dual: what was gathered by adding is handed back by copying, last step first, every arrow turned round."""
+    if not all(transfer.reduce for step in schedule.steps for transfer in step):
+        raise ValueError("only a schedule that reduces in every transfer has a mirror; mirror its reducing half alone")
+    turned = (
+        tuple(Transfer(to, source, chunks, reduce=False) for source, to, chunks, _ in step)
+        for step in reversed(schedule.steps)
+    )
+    return Schedule(schedule.ranks, schedule.chunks, tuple(turned))
+
+
+def place(schedule: Schedule, ranks: Sequence[int], chunks: range, *, of: tuple[int, int]) -> Schedule:
+    """The schedule as part of a larger one, `of` = (ranks, chunks): rank i becomes ranks[i].
+
+    Each of its chunks becomes a block of len(chunks) / schedule.chunks of the new ones.
+    """
+    block, rest = divmod(len(chunks), schedule.chunks)
+    if rest or len(set(ranks)) != schedule.ranks:
+        raise ValueError(
+            f"{schedule.ranks} ranks with {schedule.chunks} chunks cannot be placed on {len(set(ranks))} ranks with "
+            f"{len(chunks)} chunks; give one rank for each and a multiple of the chunks"
+        )
+
+    def moved(transfer: Transfer) -> Transfer:
+        first, last = (chunks.start + block * end for end in (transfer.chunks.start, transfer.chunks.stop))
+        return Transfer(ranks[transfer.source], ranks[transfer.to], range(first, last), transfer.reduce)
+
+    return Schedule(*of, tuple(tuple(map(moved, step)) for step in schedule.steps))
+
+
+def span(chunks: range, schedule: Schedule, numel: int) -> tuple[int, int]:
+    """Where `chunks` begin and end in a flat tensor of any size: cut as by `tensor_split`, the first ones longer."""
+    size, longer = divmod(numel, schedule.chunks)
+    return chunks.start * size + min(chunks.start, longer), chunks.stop * size + min(chunks.stop, longer)
+
+
+def sent_elements(schedule: Schedule, rank: int, numel: int) -> int:
+    """Elements of a tensor of `numel` that `rank` sends, whether the chunks divide it or not."""
+    spans = (span(t.chunks, schedule, numel) for step in schedule.steps for t in step if t.source == rank)
+    return sum(stop - start for start, stop in spans)
+
+
+def sent_shares(schedule: Schedule, counts: Callable[[Transfer], bool] = lambda transfer: True) -> list[Fraction]:
+    """[rank] -> what it sends, as a fraction of S. `counts` picks transfers: those that leave a node, for instance."""
+    sent = [0] * schedule.ranks
+    for step in schedule.steps:
+        for transfer in step:
+            if counts(transfer):
+                sent[transfer.source] += len(transfer.chunks)
+    return [Fraction(each, schedule.chunks) for each in sent]
+
+
+def _common_size(schedules: Sequence[Schedule]) -> tuple[int, int]:
+    sizes = sorted({(each.ranks, each.chunks) for each in schedules})
+    if len(sizes) != 1:
+        found = " and ".join(f"{ranks} ranks with {chunks} chunks" for ranks, chunks in sizes) or "no schedule"
+        raise ValueError(f"cannot join {found}; bring all to one size with place()")
+    return sizes[0]

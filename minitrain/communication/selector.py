@@ -1,0 +1,147 @@
+"""Which algorithm for how many bytes: the choice that a library such as NCCL makes at every call, by alpha-beta.
+
+n ranks, h = ceil(log2 n); a message costs alpha seconds, a port carries B bytes a second, a tree attains the share e
+of it:
+
+    ring                   2(n-1) (alpha + S/(n B))        least bytes, most steps
+    double tree, k pieces  2(h-1+k) (alpha + S/(k e B))    few steps; pieces fill the tree like a pipe
+    halving and doubling   2h alpha + 2(n-1)/n S/B         n a power of two, all links equal
+    recursive doubling     h (alpha + S/B)                 n a power of two
+
+Small S is latency, large S is bandwidth: the tree wins below a crossover S*, the ring above. The best k for a given S
+is one of the two integers beside sqrt((h-1) S / (alpha e B)). For a given k both times are straight lines in S, and
+the tree with its best k is faster exactly below the largest of their meeting points:
+
+    S* = alpha B · max over k of  k (n-h-k) / (p + q k)      p = (h-1)/e,  q = 1/e - (n-1)/n
+
+with k beside (sqrt(p^2 + p q (n-h)) - p) / q. `crossover_by_sweep` finds the same by trying sizes. S* is
+proportional to alpha·B, the bytes that fit into one latency, and larger in larger worlds (save where h jumps).
+
+On equal links halving and doubling beats both at every S. NCCL does without it, since real links are not equal
+(`halving`, `cost`), and so does `choose` unless asked. These are closed forms: no schedule is written out, 24,576
+ranks cost nothing. Raises ValueError for n < 1, a negative size, an unknown algorithm, or one that n does not allow.
+
+Jeaugey 2019, NVIDIA's blog on NCCL 2.4; NCCL's src/graph/tuning.cc, where e = 0.92; Thakur, Rabenseifner and Gropp
+2005, section 4 (choice by size). Differs: NCCL has measured constants for each protocol and architecture in the place
+of our three.
+"""
+from math import ceil, floor, sqrt
+from typing import NamedTuple
+
+from minitrain.communication.algorithms import ring_all_reduce
+from minitrain.communication.halving import doubling_all_reduce, halving_doubling_all_reduce
+from minitrain.communication.schedule import Schedule
+from minitrain.communication.tree import double_tree_all_reduce
+
+AS_NCCL = ("ring", "double tree")
+POWERS_OF_TWO_ONLY = ("halving and doubling", "recursive doubling")
+
+
+class Network(NamedTuple):
+    alpha_s: float
+    bytes_per_s: float
+    tree_efficiency: float = 1.0
+
+
+class Choice(NamedTuple):
+    algorithm: str
+    seconds: float
+    pieces: int = 1  # of each half of the tensor, for the double tree
+
+
+def steps(algorithm: str, n: int, pieces: int = 1) -> int:
+    """Messages that follow one another, at any n."""
+    _check(algorithm, n)
+    height = _height(n)
+    return {
+        "ring": 2 * (n - 1),
+        "double tree": 2 * (height - 1 + pieces) if n > 1 else 0,
+        "halving and doubling": 2 * height,
+        "recursive doubling": height,
+    }[algorithm]
+
+
+def time_s(algorithm: str, n: int, size_bytes: float, network: Network, pieces: int = 1) -> float:
+    """Seconds of an all-reduce; `pieces` concerns the double tree."""
+    latency_s = steps(algorithm, n, pieces) * network.alpha_s
+    if size_bytes < 0:
+        raise ValueError(f"size_bytes={size_bytes} is negative")
+    at_port = {
+        "ring": 2 * (n - 1) / n,
+        "double tree": steps("double tree", n, pieces) / pieces / network.tree_efficiency,
+        "halving and doubling": 2 * (n - 1) / n,
+        "recursive doubling": _height(n),
+    }[algorithm]
+    return latency_s + at_port * size_bytes / network.bytes_per_s
+
+
+def best_pieces(n: int, size_bytes: float, network: Network) -> int:
+    """The integer k with the least time for the double tree: one of the two beside the root of the derivative."""
+    bytes_in_a_latency = network.alpha_s * network.tree_efficiency * network.bytes_per_s
+    ideal = sqrt(max(0, _height(n) - 1) * size_bytes / bytes_in_a_latency)
+    return min(_beside(ideal), key=lambda pieces: time_s("double tree", n, size_bytes, network, pieces))
+
+
+def choose(n: int, size_bytes: float, network: Network, among: tuple[str, ...] = AS_NCCL) -> Choice:
+    """The fastest of `among`; at equal times the earlier one."""
+    def priced(algorithm: str) -> Choice:
+        pieces = best_pieces(n, size_bytes, network) if algorithm == "double tree" else 1
+        return Choice(algorithm, time_s(algorithm, n, size_bytes, network, pieces), pieces)
+
+    return min(map(priced, among), key=lambda choice: choice.seconds)
+
+
+def schedule_of(choice: Choice, n: int) -> Schedule:
+    """What was chosen, ready for the interpreter."""
+    _check(choice.algorithm, n)
+    if choice.algorithm == "double tree":
+        return double_tree_all_reduce(n, choice.pieces)
+    build = {
+        "ring": ring_all_reduce,
+        "halving and doubling": halving_doubling_all_reduce,
+        "recursive doubling": doubling_all_reduce,
+    }[choice.algorithm]
+    return build(n)
+
+
+def crossover_bytes(n: int, network: Network) -> float:
+    """S*: below it the double tree is faster than the ring. 0 for n <= 3, where the ring is never slower."""
+    if n < 2:
+        _check("ring", n)
+        return 0.0
+    height, share = _height(n), network.tree_efficiency
+    p, q = (height - 1) / share, 1 / share - (n - 1) / n
+    ideal = (sqrt(p * p + p * q * (n - height)) - p) / q
+    meeting_points = (k * (n - height - k) / (p + q * k) for k in _beside(ideal))
+    return max(0.0, *meeting_points) * network.alpha_s * network.bytes_per_s
+
+
+def crossover_by_sweep(n: int, network: Network) -> float:
+    """The same without algebra: double the size until the ring wins, then halve the interval."""
+    def tree_wins(size_bytes: float) -> bool:
+        return choose(n, size_bytes, network).algorithm == "double tree"
+
+    low, high = 0.0, 1.0
+    while tree_wins(high):
+        low, high = high, 2 * high
+    while high - low > 1e-12 * high and high > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if tree_wins(middle) else (low, middle)
+    return low
+
+
+def _height(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+def _beside(ideal: float) -> set[int]:
+    return {max(1, floor(ideal)), max(1, ceil(ideal))}
+
+
+def _check(algorithm: str, n: int) -> None:
+    if algorithm not in AS_NCCL + POWERS_OF_TWO_ONLY:
+        raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {', '.join(AS_NCCL + POWERS_OF_TWO_ONLY)}")
+    if n < 1:
+        raise ValueError(f"n={n} ranks; an algorithm needs at least 1")
+    if algorithm in POWERS_OF_TWO_ONLY and n & (n - 1):
+        raise ValueError(f"{algorithm} has this cost for powers of two only, not n={n}; choose {' or '.join(AS_NCCL)}")
