@@ -1,0 +1,1 @@
+"""Data parallelism: every rank holds the whole model and its own part of the batch."""

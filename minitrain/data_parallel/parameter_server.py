@@ -1,0 +1,90 @@
+"""A parameter server: servers own the weights in slices, workers push gradients and pull weights.
+
+    push: worker -> server k:   grad[slice k]           server:  w[slice k] <- step(w[slice k], sum over workers)
+    pull: server k -> worker:   w[slice k]              staleness d: the worker computes step t with the weights of step t - d
+
+The first `servers` ranks of the group serve, the others work. Synchronous (staleness 0) it equals data parallelism with the same
+optimizer. With staleness d a worker never waits for the answer to its last d pushes, so network and computation overlap, and
+w[t+1] = w[t] - lr · g(w[t-d]): exact, repeatable, and another training run than the synchronous one.
+Sends, with n workers, s servers and S bytes of weights: a worker S a step; a server n·S/s, and it receives as much, so one server
+carries 2nS where an all-reduce costs every rank 2(n-1)/n · S each way: the bottleneck that ring all-reduce removed.
+Memory: weights and optimizer state once, on the servers; a worker holds weights and gradients.
+Raises ValueError when no rank is left to work, or for a negative staleness.
+Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI, sections 3.1 and 3.3. Differs: slices of one flat
+vector instead of hashed keys; staleness fixed instead of bounded, so that a test can compare.
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain.collectives import receive, send
+from minitrain.data_parallel.naive import trainable_once, with_gradients
+
+
+def slices(numel: int, servers: int) -> list[slice]:
+    """Equal slices of a flat vector, the first ones larger by one when `servers` does not divide it."""
+    edges = [(numel * k + servers - 1) // servers for k in range(servers + 1)]
+    return [slice(a, b) for a, b in zip(edges, edges[1:])]
+
+
+def check(group: ProcessGroup, servers: int, staleness: int) -> int:
+    """Number of workers. Raises ValueError for a division of ranks that cannot run."""
+    if not 1 <= servers < group.size():
+        raise ValueError(f"servers={servers} of {group.size()} ranks leaves nobody to work; choose 1 to {group.size() - 1}")
+    if staleness < 0:
+        raise ValueError(f"staleness={staleness}; 0 waits for every answer, 1 lets one push be under way")
+    return group.size() - servers
+
+
+def serve(params: Iterable[nn.Parameter], make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer], steps: int,
+          group: ProcessGroup, *, servers: int = 1, staleness: int = 0) -> Tensor:
+    """Run a server rank for `steps` steps; returns its slice of the final weights [numel/servers]."""
+    check(group, servers, staleness)
+    trainable = trainable_once(params)
+    flat = torch.cat([param.detach().reshape(-1) for param in trainable])
+    mine = nn.Parameter(flat[slices(flat.numel(), servers)[group.rank()]].clone())
+    optimizer, workers = make_optimizer([mine]), range(servers, group.size())
+    for _ in range(steps):
+        pushed = [receive(mine, worker, group) for worker in workers]
+        mine.grad = torch.stack(pushed).sum(0)                       # in rank order: the same sum on every run
+        optimizer.step()
+        for handle in [send(mine.detach(), worker, group, async_op=True) for worker in workers]:
+            handle.wait()
+    return mine.detach()
+
+
+class Worker:
+    """A working rank: `push_pull()` after each backward, in place of reducer.finish() and optimizer.step()."""
+
+    def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup, *, servers: int = 1, staleness: int = 0):
+        check(group, servers, staleness)
+        self.params, self.group, self.servers, self.staleness = trainable_once(params), group, servers, staleness
+        self._under_way: deque[list] = deque()
+
+    def push_pull(self) -> None:
+        """Push this step's gradients; take in the weights of `staleness` steps ago."""
+        grad = torch.cat([param.grad.reshape(-1) for param in with_gradients(self.params)])
+        pieces = [grad[part] for part in slices(grad.numel(), self.servers)]
+        answers = []
+        for server, piece in enumerate(pieces):
+            send(piece, server, self.group, async_op=True).wait()
+            answers.append(receive(piece, server, self.group, async_op=True))
+        self._under_way.append(answers)
+        if len(self._under_way) > self.staleness:
+            self._take(self._under_way.popleft())
+
+    def finish(self) -> None:
+        """Take in every answer still under way: the weights after the last step."""
+        while self._under_way:
+            self._take(self._under_way.popleft())
+
+    @torch.no_grad()
+    def _take(self, answers: list) -> None:
+        flat = torch.cat([answer.wait() for answer in answers])
+        for param, part in zip(self.params, flat.split([param.numel() for param in self.params])):
+            param.copy_(part.view_as(param))

@@ -1,0 +1,113 @@
+"""The equality harness: whatever a technique does on N ranks must equal one process, in float64, to 1e-12.
+
+A `Problem` holds the traps on purpose: a tied table, a frozen parameter, ranks seeded apart, different data and unequal token
+masks per rank, an uneven last batch, clipping. `one_process` trains it in the plainest way there is, with torch's own optimizer
+and clipping and nothing of minitrain's but the model. `on_ranks` trains it through a technique. `difference` says how far apart.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minitrain import collectives, launch
+from minitrain.data import MASKED, random_tokens, rows_of
+from minitrain.model import GPT, GPTConfig, cross_entropy_sum
+from minitrain.optim import AdamW
+from minitrain.sharding import full_tensor
+from minitrain.train import Batch, accumulate, train_step, valid_tokens
+
+TOLERANCE = 1e-12
+
+
+def small(**changes) -> GPTConfig:
+    settings = dict(vocab_size=29, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=8, tied=True, norm="rms",
+                    positions="rope", activation="swiglu")
+    return GPTConfig(**(settings | changes))
+
+
+@dataclass(frozen=True)
+class Problem:
+    config: GPTConfig = field(default_factory=small)
+    batch_sizes: tuple[int, ...] = (8, 8, 7)            # one step each; 7 sequences fall unevenly on 2 and on 4 ranks
+    length: int = 8
+    microbatches: int = 1
+    clip: float | None = 0.5
+    lr: float = 1e-2
+    frozen: str = "layers.1.norm1.weight"
+
+    def model(self) -> GPT:
+        model = GPT(self.config, seed=3, dtype=torch.float64)
+        model.get_parameter(self.frozen).requires_grad_(False)
+        return model
+
+    def batch(self, step: int, rank: int = 0, size: int = 1) -> tuple[Tensor, Tensor]:
+        """This rank's rows of the step's batch; row i has its last i % 5 targets masked, so ranks differ in valid tokens."""
+        count = self.batch_sizes[step]
+        tokens, targets = random_tokens(step, 0, 1, count, self.length, self.config.vocab_size, seed=5)
+        targets = targets.clone()
+        for row in range(count):
+            targets[row, self.length - row % 5:] = MASKED
+        rows = rows_of(rank, size, count)
+        return tokens[rows.start:rows.stop], targets[rows.start:rows.stop]
+
+
+@dataclass
+class Outcome:
+    """What is compared: the loss of every step, the clipped gradients of the last, the parameters after it."""
+
+    losses: list[float]
+    grads: dict[str, Tensor]
+    params: dict[str, Tensor]
+
+
+def one_process(problem: Problem) -> Outcome:
+    """The reference: whole batch, one backward, torch.optim.AdamW, torch.nn.utils.clip_grad_norm_."""
+    model, losses = problem.model(), []
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=problem.lr)
+    for step in range(len(problem.batch_sizes)):
+        tokens, targets = problem.batch(step)
+        optimizer.zero_grad()
+        loss = cross_entropy_sum(model(tokens), targets) / (targets != MASKED).sum()
+        loss.backward()
+        if problem.clip:
+            torch.nn.utils.clip_grad_norm_(trainable, problem.clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return Outcome(losses, {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
+                   {name: param.detach() for name, param in model.named_parameters()})
+
+
+def train_on_rank(problem: Problem, make_reducer: Callable) -> Outcome:
+    """One rank's training through `train_step`; `make_reducer(params, group)` is the technique under test."""
+    group = collectives.world()
+    torch.manual_seed(1000 + group.rank())              # ranks seeded apart: names, not streams, decide the weights
+    model = problem.model()
+    params = list(model.parameters())
+    reducer = make_reducer(params, group)
+    optimizer = AdamW([param for param in params if param.requires_grad], lr=problem.lr)
+    forward_backward = accumulate(model, cross_entropy_sum, problem.microbatches, reducer)
+    losses = []
+    for step in range(len(problem.batch_sizes)):
+        tokens, targets = problem.batch(step, group.rank(), group.size())
+        batch = Batch(tokens, targets, valid_tokens(targets, group))
+        losses.append(collectives.all_reduce(train_step(forward_backward, batch, optimizer, reducer, problem.clip).loss, group))
+    return Outcome([loss.item() for loss in losses],
+                   {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None},
+                   {name: full_tensor(param).detach().clone() for name, param in model.named_parameters()})
+
+
+def on_ranks(problem: Problem, make_reducer: Callable, ranks: int) -> list[Outcome]:
+    return launch.run(train_on_rank, problem, make_reducer, ranks=ranks)
+
+
+def difference(outcome: Outcome, reference: Outcome) -> float:
+    """The largest absolute difference in losses, gradients and parameters; names must be the same."""
+    assert outcome.grads.keys() == reference.grads.keys() and outcome.params.keys() == reference.params.keys()
+    pairs = [(outcome.grads[name], reference.grads[name]) for name in reference.grads]
+    pairs += [(outcome.params[name], reference.params[name]) for name in reference.params]
+    pairs.append((torch.tensor(outcome.losses, dtype=torch.float64), torch.tensor(reference.losses, dtype=torch.float64)))
+    return max((ours - theirs).abs().max().item() for ours, theirs in pairs)
