@@ -1,0 +1,198 @@
+"""The `minitrain` command: check this machine, list and run chapters, open JupyterLab, grade exercises, replay a big machine."""
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from minitrain import notebook
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+                  help="Learn how large models are trained on many machines, by running it.")
+ROOT = notebook.CHAPTERS.parent
+
+
+def main() -> None:
+    """Entry point: an error of ours is one line on stderr and exit code 2, never a traceback."""
+    try:
+        app()
+    except (ValueError, RuntimeError, FileNotFoundError) as error:
+        typer.echo(f"minitrain: {error}", err=True)
+        sys.exit(2)
+
+
+@app.command()
+def doctor() -> None:
+    """Check Python, torch, four ranks over loopback and the GPUs; exit 1 if something needed is missing."""
+    import torch
+
+    problems = 0
+
+    def line(good: bool, what: str, found: str, cure: str = "") -> None:
+        nonlocal problems
+        problems += not good
+        typer.echo(f"{'ok  ' if good else 'FAIL'}  {what:14} {found}" + ("" if good else f"   -> {cure}"))
+
+    line(sys.version_info >= (3, 11), "python", platform.python_version(), "install Python 3.11 or newer")
+    line(_version(torch.__version__) >= (2, 11), "torch", torch.__version__, "pip install -c constraints.txt torch")
+    line(True, "cores", str(os.cpu_count()))
+    free_gb = __import__("psutil").virtual_memory().available / 1e9
+    line(free_gb > 2, "free memory", f"{free_gb:.1f} GB", "the chapters need 2 GB; close something")
+    line(torch.distributed.is_available(), "distributed", "gloo", "this torch build has no torch.distributed")
+    try:
+        first, later = _time_to_launch(), _time_to_launch()
+        line(True, "4 ranks", f"first launch {first:.1f} s, next {later:.2f} s")
+    except Exception as error:                     # whatever stops four ranks from meeting is what the reader must see
+        line(False, "4 ranks", str(error).splitlines()[0], "see 'When ranks cannot meet' in the README")
+    gpus = torch.cuda.device_count()
+    line(True, "GPUs", f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "none (every chapter runs without)")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _version(text: str) -> tuple[int, int]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def _sum_of_ranks() -> float:
+    import torch
+    from minitrain.collectives import all_reduce, world
+    return all_reduce(torch.ones(1), world()).item()
+
+
+def _time_to_launch() -> float:
+    from minitrain import launch
+    started = time.perf_counter()
+    sums = launch.run(_sum_of_ranks, ranks=4)
+    if sums != [4.0] * 4:
+        raise RuntimeError(f"four ranks added 1 and got {sums}")
+    return time.perf_counter() - started
+
+
+@app.command("list")
+def list_chapters() -> None:
+    """The chapters there are, with the time and the ranks each needs."""
+    for path in notebook.chapters().values():
+        title, facts = notebook.heading(path)
+        typer.echo(f"{title}\n    {facts}\n    notebooks/{path.name}")
+
+
+@app.command()
+def run(numbers: Annotated[Optional[list[str]], typer.Argument(help="chapters, such as 00 03; all when none is given")] = None,
+        save: Annotated[bool, typer.Option(help="write the outputs into the notebook itself (for authors)")] = False,
+        out: Annotated[Path, typer.Option(help="folder for the executed copies")] = ROOT / "runs") -> None:
+    """Run chapters from the first cell to the last without a browser, with a progress bar."""
+    from tqdm import tqdm
+
+    paths = [notebook.chapter(number) for number in numbers or notebook.chapters()]
+    started = time.perf_counter()
+    for path in paths:
+        with tqdm(desc=path.stem, unit="cell", leave=False, disable=not sys.stderr.isatty()) as bar:
+            def on_cell(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+            elapsed_s = notebook.execute(path, path if save else out / path.name, on_cell)
+        typer.echo(f"ok  {path.stem:24} {elapsed_s:5.1f} s")
+    where = "in place" if save else f"in {_short(out)}/"
+    typer.echo(f"{len(paths)} of {len(paths)} chapters ran in {time.perf_counter() - started:.0f} s; executed notebooks are {where}")
+
+
+def _short(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+@app.command()
+def lab() -> None:
+    """Open JupyterLab in the folder of the chapters."""
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "jupyterlab", "--notebook-dir", str(ROOT)]))
+
+
+@app.command()
+def grade(chapter: Annotated[Optional[str], typer.Argument(help="chapter, such as 02; a table of all when none is given")] = None,
+          detail: Annotated[bool, typer.Option(help="show the traceback of each failed task")] = False) -> None:
+    """Grade your exercise notebooks: points per task, and what to look at next."""
+    from minitrain import exercises
+
+    typer.echo(exercises.grade(chapter, detail=detail).table())
+
+
+@app.command()
+def replay(model: Annotated[str, typer.Argument(help="a preset, such as llama3-8b or gpt2")],
+           machine: Annotated[str, typer.Option(help="a described machine, such as h100 or a100")] = "h100",
+           ranks: Annotated[int, typer.Option(help="data-parallel ranks")] = 64,
+           batch: Annotated[int, typer.Option(help="sequences on each rank")] = 1,
+           length: Annotated[int, typer.Option(help="tokens in a sequence")] = 1024,
+           bucket_mb: Annotated[float, typer.Option(help="size of the gradient buckets")] = 25,
+           trace: Annotated[Optional[Path], typer.Option(help="write a trace for ui.perfetto.dev here")] = None,
+           picture: Annotated[Optional[Path], typer.Option(help="draw the timeline here (.png, .svg, .pdf)")] = None) -> None:
+    """What a data-parallel step of a published model would take on a described machine: dry run, then replay."""
+    from minitrain import dryrun, plot
+    from minitrain.config import presets
+    from minitrain.simulate.machines import machine as described
+    from minitrain.simulate.replay import replay as play
+
+    if model not in presets:
+        raise ValueError(f"no preset is called {model!r}; choose from {', '.join(presets)}")
+    target = described(machine)
+    ledger = dryrun.run(_one_step, model, batch, length, int(bucket_mb * 1e6), rank=0, ranks=ranks)
+    timeline = play({0: ledger.events}, target, dtype="float16")
+    typer.echo(f"{model} on {ranks} ranks of {target.device.name}, {batch} x {length} tokens each, float16 products\n")
+    typer.echo(timeline.table())
+    peak_gb = ledger.peak_bytes / 1e9
+    typer.echo(f"\npeak memory {peak_gb:.1f} GB of {target.device.memory_bytes / 1e9:.0f} GB"
+               + ("" if peak_gb * 1e9 <= target.device.memory_bytes else ": DOES NOT FIT; shard it or make the batch smaller"))
+    typer.echo(f"MFU {timeline.mfu(ledger.flops, 'float16'):.1%}")
+    if trace:
+        typer.echo(f"trace in {timeline.to_chrome_trace(trace)}")
+    if picture:
+        plot.timeline(timeline, title=f"{model}, {ranks} x {target.device.name}").savefig(picture)
+        typer.echo(f"picture in {picture}")
+
+
+def _one_step(model: str, batch: int, length: int, bucket_bytes: int):
+    """One data-parallel training step of a preset under the ledger, in bfloat16 with float32 master weights."""
+    import torch
+    from minitrain.collectives import world
+    from minitrain.config import presets
+    from minitrain.data import random_tokens
+    from minitrain.ledger import Ledger
+    from minitrain.mesh import Mesh
+    from minitrain.model import GPT, cross_entropy_sum
+    from minitrain.optim import AdamW
+    from minitrain.parallelize import parallelize
+
+    config, group = presets[model], world()
+    with Ledger() as ledger:
+        gpt = GPT(config, dtype=torch.bfloat16)
+        parallel = parallelize(gpt, Mesh(dp=group.size()), bucket_bytes=bucket_bytes)
+        optimizer = AdamW(gpt.parameters(), lr=1e-4, master_dtype=torch.float32)
+        tokens, targets = random_tokens(0, group.rank(), group.size(), batch * group.size(), length, config.vocab_size)
+        with ledger.phase("forward"):
+            loss = cross_entropy_sum(gpt(tokens), targets) / (batch * group.size() * length)
+        with ledger.phase("backward"):
+            loss.backward()
+            parallel.reducer.finish()
+        with ledger.phase("optimizer"):
+            optimizer.step()
+    return ledger
+
+
+@app.command()
+def atlas(words: Annotated[Optional[list[str]], typer.Argument(help="only rows with all these words")] = None) -> None:
+    """Search the systems the course covers; each names the test that proves it."""
+    from minitrain.atlas import search
+
+    found = search(" ".join(words or []))
+    for row in found:
+        typer.echo(f"{row.chapter}  {row.kind:5} {row.name}\n          {row.idea}\n          {row.module}  proved by {row.test}")
+    typer.echo(f"{len(found)} systems")
+
+
+if __name__ == "__main__":
+    main()
