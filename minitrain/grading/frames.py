@@ -1,0 +1,169 @@
+"""What the judge and an answer's process say to each other: JSON and raw bytes, never pickle.
+
+    frame    4 bytes: size of the header | header, a JSON object with "is" and "bytes" | that many raw bytes
+    value    None, bool, int, float, str, lists, tuples and dicts with text keys as JSON; a tensor as
+             {"tensor": [dtype, shape]} in the JSON and its memory, little endian, in the raw bytes
+
+Reading a frame runs no code of the sender. A frame that breaks a rule raises `BadFrame`, and the judge ends the run.
+"""
+import json
+import math
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+HEADER_LIMIT_BYTES, PAYLOAD_LIMIT_BYTES = 1 << 20, 1 << 28
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128)}
+
+
+class BadFrame(ValueError):
+    """The bytes are not a frame: the sender is broken or hostile."""
+
+
+class NotData(TypeError):
+    """A value that is neither a tensor nor plain data."""
+
+
+class Line:
+    """One end of a stream socket that carries frames."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._buffer, self._header = bytearray(), None
+
+    def send(self, header: dict, payload: bytes = b"") -> None:
+        text = json.dumps({**header, "bytes": len(payload)}).encode()
+        self.sock.sendall(struct.pack("<I", len(text)) + text)
+        if payload:
+            self.sock.sendall(payload)
+
+    def receive(self) -> tuple[dict, bytes] | None:
+        """Wait for the next frame; None if the other side has closed the line."""
+        while (frame := self._take()) is None:
+            if not self._read():
+                return None
+        return frame
+
+    def arrived(self) -> Iterator[tuple[dict, bytes]]:
+        """The frames that are complete after reading once. Raises ConnectionError at the end of the line."""
+        if not self._read():
+            raise ConnectionResetError
+        while (frame := self._take()) is not None:
+            yield frame
+
+    def _read(self) -> bool:
+        data = self.sock.recv(1 << 20)
+        self._buffer += data
+        return bool(data)
+
+    def _take(self) -> tuple[dict, bytes] | None:
+        if self._header is None:
+            length = int.from_bytes(self._buffer[:4], "little")
+            if length > HEADER_LIMIT_BYTES:
+                raise BadFrame("the header is too long")
+            if len(self._buffer) < 4 + length or len(self._buffer) < 4:
+                return None
+            self._header = self._parsed(self._buffer[4:4 + length])
+            del self._buffer[:4 + length]
+        size = self._header["bytes"]
+        if len(self._buffer) < size:
+            return None
+        frame, self._header = (self._header, bytes(self._buffer[:size])), None
+        del self._buffer[:size]
+        return frame
+
+    @staticmethod
+    def _parsed(text: bytes) -> dict:
+        try:
+            header = json.loads(text)
+            size, _ = header["bytes"], header["is"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise BadFrame("the header is not a JSON object with 'is' and 'bytes'") from None
+        if type(size) is not int or not 0 <= size <= PAYLOAD_LIMIT_BYTES:
+            raise BadFrame("the payload is too long")
+        return header
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def tensor_from(data: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
+    """A tensor in memory of its own. Raises BadFrame if the sizes disagree."""
+    if tensor_size(dtype, shape) != len(data):
+        raise BadFrame("a tensor's shape and bytes disagree")
+    if not data:
+        try:
+            return torch.empty(shape, dtype=DTYPES[dtype])
+        except RuntimeError:
+            raise BadFrame("an empty tensor of an absurd shape") from None
+    if dtype == "bool":  # a byte that is neither 0 nor 1 would be a boolean that equals nothing
+        return (torch.frombuffer(bytearray(data), dtype=torch.uint8) != 0).reshape(shape)
+    return torch.frombuffer(bytearray(data), dtype=DTYPES[dtype]).reshape(shape)
+
+
+def tensor_size(dtype: str, shape: list[int]) -> int:
+    """Bytes of a tensor somebody announced. Raises BadFrame if no tensor is like that."""
+    if type(dtype) is not str or dtype not in DTYPES or type(shape) is not list or len(shape) > 16 \
+            or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
+        raise BadFrame("not a tensor's dtype and shape")
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def pack(value: Any) -> tuple[Any, bytes]:
+    """A value as (JSON tree, raw bytes). Raises NotData naming the type that is no data."""
+    payload: list[bytes] = []
+
+    def walk(node):
+        kind = type(node)  # not isinstance, which believes what an object says of itself
+        if issubclass(kind, torch.Tensor):
+            dtype = str(node.dtype).removeprefix("torch.")
+            if dtype not in DTYPES:
+                raise NotData(f"a {node.dtype} tensor")
+            payload.append(tensor_bytes(node))
+            return {"tensor": [dtype, list(node.shape)]}
+        if issubclass(kind, (type(None), bool, int, float, str)):
+            return {"value": node}
+        if issubclass(kind, (list, tuple)):
+            return {"list" if issubclass(kind, list) else "tuple": [walk(item) for item in node]}
+        if issubclass(kind, dict):
+            return {"dict": [[str(key), walk(item)] for key, item in node.items()]}
+        raise NotData(f"a {kind.__name__}")
+
+    return walk(value), b"".join(payload)
+
+
+def unpack(tree: Any, payload: bytes) -> Any:
+    """The value that `pack` was given. Raises BadFrame on anything `pack` does not write."""
+    position = 0
+
+    def walk(node):
+        nonlocal position
+        if type(node) is not dict or len(node) != 1:
+            raise BadFrame("not a packed value")
+        (kind, body), = node.items()
+        if kind == "value" and (body is None or isinstance(body, (bool, int, float, str))):
+            return body
+        if kind in ("list", "tuple") and type(body) is list:
+            items = [walk(item) for item in body]
+            return items if kind == "list" else tuple(items)
+        if kind == "dict" and type(body) is list and all(
+                type(pair) is list and len(pair) == 2 and type(pair[0]) is str for pair in body):
+            return {key: walk(item) for key, item in body}
+        if kind == "tensor" and type(body) is list and len(body) == 2:
+            start, position = position, position + tensor_size(*body)
+            return tensor_from(payload[start:position], *body)
+        raise BadFrame("not a packed value")
+
+    try:
+        value = walk(tree)
+    except RecursionError:
+        raise BadFrame("a value nested too deeply") from None
+    if position != len(payload):
+        raise BadFrame("bytes are left over")
+    return value
