@@ -1,0 +1,90 @@
+"""How the benchmarks measure: two functions in turns, A B A B, in one run on the same ranks; a ratio of medians.
+
+A time on a shared machine means little; two times taken in turns can be compared. `ratio` is better when lower.
+"""
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results.json"
+BEGIN, END = "<!-- table: make bench -->", "<!-- end of table -->"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `ratio` = ours / theirs (for a share of the hardware: our time / time at the best rate)."""
+
+    name: str
+    peer: str
+    ours: float
+    theirs: float
+    unit: str
+    ratio: float
+    goal: float
+    machine: str
+
+
+def row(name: str, peer: str, ours: float, theirs: float, unit: str, goal: float) -> Row:
+    return Row(name, peer, round(ours, 4), round(theirs, 4), unit, round(ours / theirs, 3), goal, machine())
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    gpu = f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
+    return f"{os.cpu_count()} cores, {model}{gpu}, torch {torch.__version__}"
+
+
+def in_turns(ours: Callable[[], object], theirs: Callable[[], object], rounds: int = 15, warmup: int = 3,
+             meet: Callable[[], object] = lambda: None) -> tuple[list[float], list[float]]:
+    """Seconds of each call, taken alternately; `meet` (a barrier) starts all ranks together, and the order swaps every round."""
+    for _ in range(warmup):
+        ours()
+        theirs()
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds):
+        for which in (0, 1) if turn % 2 == 0 else (1, 0):
+            meet()
+            started = time.perf_counter()
+            (ours, theirs)[which]()
+            times[which].append(time.perf_counter() - started)
+    return times
+
+
+def slowest_then_median(per_rank: list[tuple[list[float], list[float]]]) -> tuple[float, float]:
+    """A collective step is as slow as its slowest rank: the maximum over ranks of each round, then the median over rounds."""
+    return tuple(statistics.median(max(rank[which][turn] for rank in per_rank) for turn in range(len(per_rank[0][which])))
+                 for which in (0, 1))
+
+
+def save(rows: list[Row]) -> None:
+    """Merge into results.json (a row of the same name and peer is replaced) and rewrite the table in README.md."""
+    known = {(old["name"], old["peer"]): old for old in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
+    known |= {(new.name, new.peer): asdict(new) for new in rows}
+    RESULTS.write_text(json.dumps(list(known.values()), indent=1) + "\n")
+    readme = FOLDER / "README.md"
+    head, _, rest = readme.read_text().partition(BEGIN)
+    readme.write_text(f"{head}{BEGIN}\n{table(list(known.values()))}\n{END}{rest.partition(END)[2]}")
+
+
+def table(rows: list[dict]) -> str:
+    lines = ["| what | against | ours | theirs | unit | ratio | goal | |", "|---|---|--:|--:|---|--:|--:|---|"]
+    for r in rows:
+        verdict = "met" if r["ratio"] <= r["goal"] else "**not met**"
+        lines.append(f"| {r['name']} | {r['peer']} | {r['ours']:g} | {r['theirs']:g} | {r['unit']} | {r['ratio']:.2f} "
+                     f"| {r['goal']:.2f} | {verdict} |")
+    machines = sorted({r["machine"] for r in rows})
+    return "\n".join(lines) + "\n\n" + "\n".join(f"Measured on: {name}." for name in machines)
