@@ -1,0 +1,59 @@
+"""One list of dependencies in three files: pyproject.toml names the bounds, environment.yml repeats them, constraints.txt pins them."""
+import ast
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DECLARED = {Requirement(line).name: Requirement(line) for line in PROJECT["dependencies"]}
+PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+IMPORT_NAMES = {"pytest-xdist": "xdist"}
+
+
+def conda_file() -> dict:
+    return yaml.safe_load((ROOT / "environment.yml").read_text())
+
+
+def test_environment_yml_names_the_same_packages_and_bounds():
+    pip_lines = next(entry["pip"] for entry in conda_file()["dependencies"] if isinstance(entry, dict))
+    assert pip_lines[0] == "-c constraints.txt" and pip_lines[-1] == "-e ."
+    assert {str(Requirement(line)) for line in pip_lines[1:-1]} == {str(r) for r in DECLARED.values()}
+
+
+def test_conda_gives_python_and_pip_only():
+    plain = [entry for entry in conda_file()["dependencies"] if isinstance(entry, str)]
+    assert [Requirement(entry).name for entry in plain] == ["python", "pip"]
+    floor = next(spec.version for spec in Requirement(plain[0]).specifier if spec.operator == ">=")
+    assert PROJECT["requires-python"] == f">={floor}"
+
+
+def test_every_bound_has_a_floor_and_a_ceiling_and_admits_its_pin():
+    for name, requirement in DECLARED.items():
+        operators = {spec.operator for spec in requirement.specifier}
+        assert operators == {">=", "<"}, f"{name} needs a floor and a ceiling, has {requirement.specifier}"
+        assert name in PINNED, f"{name} is not pinned in constraints.txt"
+        assert requirement.specifier.contains(PINNED[name]), f"{name}=={PINNED[name]} is outside {requirement.specifier}"
+    assert DECLARED["torch"].specifier.contains("2.11.0") and PINNED["torch"] == "2.13.0"
+
+
+def test_what_is_installed_is_inside_the_bounds():
+    for name, requirement in DECLARED.items():
+        installed = Version(metadata.version(name)).public
+        assert requirement.specifier.contains(installed), f"{name} {installed} is outside {requirement.specifier}"
+
+
+def test_every_import_of_the_package_is_declared():
+    known = {IMPORT_NAMES.get(name, name) for name in DECLARED} | set(sys.stdlib_module_names) | {"minitrain"}
+    known |= {"nbformat", "IPython", "PIL"}                        # come with nbclient, ipykernel and matplotlib, always
+    for path in (ROOT / "minitrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else \
+                [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            for name in names:
+                assert name.split(".")[0] in known, f"{path.relative_to(ROOT)} imports {name}, which pyproject.toml does not declare"
