@@ -1,37 +1,53 @@
-"""Our collectives over send and receive against stock gloo's, 4 ranks, 256 KB to 16 MB."""
+"""Our collectives over send and receive against stock gloo's, 4 ranks, 256 KB to 16 MB.
+
+A turn is as many calls as move 4 MB, so that a short call is not measured by how far apart the ranks leave the barrier.
+"""
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
 from minitrain import collectives, launch
 
-from benchmarks.measure import Row, in_turns, row, slowest_then_median
+from benchmarks.measure import Row, in_turns, row, slowest_then_median, stock_group
 
 GOALS = {"reduce_scatter": 0.6, "all_gather": 1.0, "all_reduce": 1.0}
 SIZES = (256_000, 1_000_000, 4_000_000, 16_000_000)
 
 
-def turn(op: str, size_bytes: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Times of ours and of gloo's on this rank; `size_bytes` is the whole vector in float32."""
-    group, n = dist.group.WORLD, dist.get_world_size()
+def turn(op: str, size_bytes: int, calls: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds a call of ours and of gloo's took on this rank, in each turn; `size_bytes` is the whole vector in float32."""
+    group, stock, n = dist.group.WORLD, stock_group(), dist.get_world_size()
     whole = torch.randn(size_bytes // 4 // n * n)
     part = whole[: whole.numel() // n].clone()
-    out_whole, out_part = torch.empty_like(whole), torch.empty_like(part)
+    out_whole, out_part = torch.zeros_like(whole), torch.empty_like(part)  # summed in place, zeros stay what they are
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    pairs = {
-        "reduce_scatter": (lambda: collectives.reduce_scatter(whole, group), lambda: scatter(out_part, whole)),
-        "all_gather": (lambda: collectives.all_gather(part, group), lambda: gather(out_whole, part)),
-        "all_reduce": (lambda: collectives.all_reduce(out_whole.zero_(), group, out=out_whole),
-                       lambda: dist.all_reduce(out_whole.zero_())),
-    }
-    return in_turns(*pairs[op], rounds=rounds, meet=dist.barrier)
+    ours, theirs = {
+        "reduce_scatter": (lambda: collectives.reduce_scatter(whole, group, out=out_part),
+                           lambda: scatter(out_part, whole, group=stock)),
+        "all_gather": (lambda: collectives.all_gather(part, group, out=out_whole),
+                       lambda: gather(out_whole, part, group=stock)),
+        "all_reduce": (lambda: collectives.all_reduce(out_whole, group, out=out_whole),
+                       lambda: dist.all_reduce(out_whole, group=stock)),
+    }[op]
+    times = in_turns(repeated(ours, calls), repeated(theirs, calls), rounds=rounds, meet=dist.barrier)
+    return tuple([seconds / calls for seconds in side] for side in times)
+
+
+def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(times):
+            call()
+    return run
 
 
 def rows() -> list[Row]:
     table = []
     for op, goal in GOALS.items():
         for size_bytes in SIZES:
-            times = launch.run(turn, op, size_bytes, 31 if size_bytes < 10_000_000 else 15, ranks=4, checked=False)
+            calls = max(1, 4_000_000 // size_bytes)
+            times = launch.run(turn, op, size_bytes, calls, 31, ranks=4, checked=False)
             ours, theirs = slowest_then_median(times)
             table.append(row(f"{op}, 4 ranks, {size_bytes / 1e6:g} MB", "gloo", ours * 1e3, theirs * 1e3, "ms", goal))
     return table

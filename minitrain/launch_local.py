@@ -29,6 +29,8 @@ ECHO_BYTES = 1_000_000                  # of prints shown per rank
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 # Read when numpy and torch are loaded: a process with threads cannot be forked safely, and the ranks share the cores.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Read when a process starts: the kernel gives large tensors pages of 2 MB, 300 times fewer faults for the same memory.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def run(call: bytes, ranks: int, timeout_s: float, start_timeout_s: float, checked: bool, echo: bool) -> list:
@@ -71,7 +73,7 @@ class Helper:
                 [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(self.owner), *sys.path, root],
                 stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, pass_fds=[theirs.fileno()],
                 start_new_session=True,         # an interrupt typed at the terminal is for the caller alone
-                env=os.environ | ONE_THREAD)
+                env=HUGE_PAGES | os.environ | ONE_THREAD)
         atexit.register(self.close)
 
     def close(self) -> None:
