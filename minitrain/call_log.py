@@ -179,9 +179,17 @@ def announce_buffer(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def announce_resized(tensor: torch.Tensor) -> torch.Tensor:
+    """Tell the observers that `tensor`, a gathered copy of parameters, has just been given memory or lost it."""
+    if _observers:
+        tell("resized", tensor)
+    return tensor
+
+
 @contextmanager
 def observe(callback: Callable) -> Iterator[None]:
-    """Call `callback(kind, subject)`: "issue" and "wait" with a `Call`, "buffer" with scratch memory just allocated."""
+    """Call `callback(kind, subject)`: "issue" and "wait" with a `Call`, "buffer" with scratch memory just allocated,
+    "resized" with a gathered tensor whose storage has just grown or shrunk."""
     _observers.append(callback)
     try:
         yield

@@ -37,7 +37,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitrain import call_log, transport
-from minitrain.call_log import last_calls, log_to, name_file, observe, read_log  # noqa: F401  with the next four
+from minitrain.call_log import (announce_buffer, announce_resized, last_calls, log_to,  # noqa: F401  with the next four
+                                name_file, observe, read_log)
 from minitrain.channel import (Channel, Handle, channel, check_rank, contiguous, new_call, new_scratch, open_channel,
                                sketch)
 from minitrain.checked import CollectiveMismatch, set_checked  # noqa: F401  lines the door to the modules behind

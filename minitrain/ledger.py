@@ -167,6 +167,8 @@ class Ledger:
     def _on_call(self, kind: str, subject) -> None:
         if kind == "buffer":
             self._memory.name(subject, "buffers", older=False)
+        elif kind == "resized":
+            self._memory.resized(subject)
         elif kind == "issue":
             issued = self._pending[id(subject)] = _Issued(subject, len(self._calls), self._phase, _members(subject))
             self._calls.append(issued)

@@ -15,11 +15,11 @@ The kind of a block is asked when all is over, for a gradient gets its name only
     parameters         some nn.Parameter lies on it, or a tensor that an optimizer updates
     gradients          it was the .grad of a parameter at some moment
     optimizer state    an optimizer keeps it in its `state`
-    buffers            scratch of a collective, or of an optimizer's step
+    buffers            scratch of a collective or of an optimizer's step, gathered parameters
     activations        everything else: what forward and backward make, and the batch
 
-Memory that two kinds share belongs to the first that fits, with buffers before activations. A block resized in place
-(`resize_`) is measured anew when it is next used. Costs about one microsecond per tensor seen.
+Memory that two kinds share belongs to the first that fits, with buffers before activations; where sharded parameters are
+gathered for a while is a buffer. A block resized in place (`resize_`) is measured anew when it is next used, or announced. Costs about one microsecond per tensor seen.
 """
 
 import weakref
@@ -92,6 +92,12 @@ class MemoryMeter:
         (self.read if older else self.write)(tensor)
         number = self._alive[tensor.untyped_storage()._cdata].number
         self._kinds[number] = min(kind, self._kinds[number], key=PRECEDENCE.index)
+
+    def resized(self, tensor: Tensor) -> None:
+        """The block of `tensor`, where parameters are gathered for a while, has a new size. It is a buffer for good."""
+        self.write(tensor)
+        block = self._alive[tensor.untyped_storage()._cdata]
+        block.is_parameter, self._kinds[block.number] = True, "buffers"
 
     def _meet(self, storage: torch.UntypedStorage, block: _Block | None, older: bool) -> _Block:
         """A block seen for the first time, or with another size than last time."""

@@ -1,0 +1,262 @@
+"""ZeRO stage 3, fully sharded data parallelism: stage 2, and parameters are whole only while a layer needs them.
+
+    forward    all_gather(W shard) -> W    y = layer(x)    free W                      the next layer's W is on its way
+    backward   all_gather(W shard) -> W    dx, dW          free W    reduce_scatter(dW) -> grad shard[P/n]
+    step       optimizer.step() on the shards, and nothing to gather: the next forward does
+
+The unit of gathering is a module (of `units`; by default each element of every ModuleList and Sequential). A unit inside
+another keeps its own parameters, what no unit has belongs to the model itself. A rank holds its shards, 16/n bytes a
+parameter with Adam in mixed precision, and beside them one unit whole, two with prefetch. A parameter that several units
+share (a tied table) is gathered for each of them in forward and stays whole in backward until its last use.
+
+A gathered buffer keeps its address in life: freeing it shrinks its storage to nothing, gathering grows it again. So the
+views of a weight that autograd saved in forward find the data again in backward. Between times a parameter reads as NaN.
+
+Sends 3 (n-1)/n of the parameters a step (two gathers, one reduce-scatter); with `reshard=False` parameters stay whole from
+forward to backward, and it is 2 (n-1)/n. Under recomputation the layers of backward are gathered once, as without.
+Accumulation: as in zero2.py, and every microbatch gathers anew. Whoever has memory for it sets `reshard=False`.
+Raises ValueError for units without parameters and other values of `accumulate`, in `finish()` for missing gradients, and
+what flat.py refuses.
+Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3 and 7.2.2 (P_os+g+p); Zhao et al. 2023, PyTorch FSDP,
+arXiv:2304.11277, section 3.2.1 and 3.3 (units, prefetch). Differs: SUM instead of mean; the last unit is freed after
+forward like all others; the order of prefetch is the order of the last forward.
+"""
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from minitrain import collectives
+from minitrain.collectives import Handle
+from minitrain.data_parallel.flat import Flat, MakeOptimizer, Shards, named_once
+from minitrain.data_parallel.zero2 import check_accumulate
+
+
+class Gathered(Flat):
+    """A flat buffer that comes and goes: the whole of it is there between `gather` and `free`."""
+
+    def __init__(self, params: list[nn.Parameter], group: ProcessGroup):
+        super().__init__(params, group)
+        self.whole = self.pack(params)
+        self.places = self.views(self.whole)
+        self.cut(self.own(self.whole).clone())
+        self.handle: Handle | None = None
+        self.grads: Tensor | None = None  # of the whole, while they come in
+        self.arrived = 0
+        self.free()
+
+    @property
+    def is_whole(self) -> bool:
+        return self.whole.untyped_storage().nbytes() > 0
+
+    def start(self, gather) -> None:
+        """Set the gather in motion, unless the whole is there or on its way."""
+        if not self.is_whole:
+            self._resize(self.numel)
+            self.handle = gather(self)
+
+    def wait(self) -> None:
+        """The parameters are whole."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+        for param, place in zip(self.params, self.places):
+            param.data = place
+
+    def free(self) -> None:
+        if self.handle is not None:  # gathered for nothing
+            self.handle.wait()
+            self.handle = None
+        for param in self.params:
+            param.data = param.new_full((), float("nan")).expand(param.shape)
+        self._resize(0)
+
+    def _resize(self, numel: int) -> None:
+        self.whole.untyped_storage().resize_(numel * self.whole.element_size())
+        collectives.announce_resized(self.whole)
+
+
+class Unit:
+    """A module and the buffers it needs."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.flats = module, []
+
+
+class Zero3(Shards):
+    """Reducer and optimizer of a training step: train_step(forward_backward, batch, zero, zero)."""
+
+    stage = 3
+
+    def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer: MakeOptimizer, units: Iterable[nn.Module] | None = None,
+                 *, reshard: bool = True, prefetch: bool = True, accumulate: str = "scatter"):
+        check_accumulate(accumulate)
+        self.keep, self.reshard, self.prefetch = accumulate == "keep", reshard, prefetch
+        names = named_once(model)
+        self.units = assign(model, list(elements(model) if units is None else units), group)
+        self.order = list(self.units)  # in which forward came by; a guess before the first
+        self.seen: list[Unit] = []
+        flats = list(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
+        super().__init__(flats, names, group, make_optimizer)
+        self._in_flight: tuple[Gathered, Handle] | None = None
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
+            unit.module.register_forward_hook(partial(self._after_forward, unit))
+        for flat in flats:
+            for param in flat.params:
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(partial(self._on_grad, flat))
+
+    # ---- how bytes travel: what hybrid sharding and ZeRO++ replace -----------------------------------------------------
+
+    def gather(self, flat: Gathered) -> Handle:
+        """Start to fill flat.whole from everyone's shards."""
+        return collectives.all_gather(flat.shard.detach(), self.group, out=flat.whole, async_op=True)
+
+    def scatter(self, flat: Gathered, grads: Tensor) -> Handle:
+        """Start to add up everyone's whole gradient; the result is this rank's slice."""
+        return collectives.reduce_scatter(grads, self.group, async_op=True)
+
+    # ---- forward and backward ------------------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: tuple) -> None:
+        if not in_backward():  # else a recomputation: what it needs is whole
+            if unit in self.seen:  # a new pass through the model
+                self.seen = []
+            self.seen.append(unit)
+            if len(self.seen) == len(self.units):
+                self.order = list(self.seen)
+            inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if inputs and any(not flat.shard.requires_grad for flat in unit.flats):
+                register_multi_grad_hook(inputs, lambda grads: self._free_frozen(unit))
+        self._make_whole(unit, ahead=+1)
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output) -> None:
+        if in_backward():
+            return
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for result in results:
+            result.register_hook(lambda grad: self._before_backward(unit))
+        if self.reshard or not results:
+            for flat in unit.flats:
+                flat.free()
+
+    def _before_backward(self, unit: Unit) -> None:
+        self._make_whole(unit, ahead=-1)
+
+    def _make_whole(self, unit: Unit, ahead: int) -> None:
+        """Gather what the unit needs, and start on its neighbour."""
+        for flat in unit.flats:
+            flat.start(self.gather)
+        for flat in unit.flats:
+            flat.wait()
+        position = self.order.index(unit) + ahead
+        if self.prefetch and 0 <= position < len(self.order):
+            for flat in self.order[position].flats:
+                flat.start(self.gather)
+
+    def _on_grad(self, flat: Gathered, param: nn.Parameter) -> None:
+        """A parameter's gradient is complete for this backward. With the last of a buffer, its part of the step is over."""
+        if flat.grads is None:
+            flat.grads = collectives.announce_buffer(param.new_zeros(flat.numel))
+        place = next(place for known, place in zip(flat.params, flat.views(flat.grads)) if known is param)
+        place.add_(param.grad)
+        param.grad = None
+        flat.arrived += 1
+        if flat.arrived < len(flat.params):
+            return
+        flat.arrived = 0
+        flat.free()  # every operator that used these parameters has been differentiated
+        if self.enabled or not self.keep:
+            self._settle()
+            grads, flat.grads = flat.grads, None
+            self._in_flight = flat, self.scatter(flat, grads)
+
+    def _free_frozen(self, unit: Unit) -> None:
+        """No gradient says that frozen parameters are done with; that of the unit's input does."""
+        for flat in unit.flats:
+            if not flat.shard.requires_grad:
+                flat.free()
+
+    def _settle(self) -> None:
+        """Wait for the gradients in flight and add what came to the shard's."""
+        if self._in_flight is not None:
+            (flat, handle), self._in_flight = self._in_flight, None
+            mine = handle.wait()
+            flat.shard.grad = mine if flat.shard.grad is None else flat.shard.grad.add_(mine)
+
+    def finish(self) -> None:
+        """Every shard has its gradient, summed over the group and over the microbatches; nothing is whole any more."""
+        self._settle()
+        for flat in self.flats:
+            flat.free()
+        trainable = [flat for flat in self.flats if flat.shard.requires_grad]
+        missing = [flat for flat in trainable if flat.shard.grad is None or flat.arrived or flat.grads is not None]
+        if missing:
+            names = [self.names[param] for flat in missing for param in flat.params]
+            raise ValueError(f"no gradient for some of {', '.join(names[:3])}; use every parameter in the loss on every rank, freeze it "
+                             f"with requires_grad_(False), or set enabled=True before the last backward")
+
+    def step(self) -> None:
+        """Update the shards."""
+        self.optimizer.step()
+
+    def publish(self) -> None:
+        """Nothing to do: parameters are gathered when they are used."""
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the model's parameters can be read: `with zero.whole(): print(model.head.weight)`."""
+        for flat in self.flats:
+            flat.start(self.gather)
+            flat.wait()
+        try:
+            yield
+        finally:
+            for flat in self.flats:
+                flat.free()
+
+
+def in_backward() -> bool:
+    """Is autograd at work in this thread (so that a forward is a recomputation)?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def elements(model: nn.Module) -> list[nn.Module]:
+    """The members of the model's outermost lists of modules."""
+    found = []
+    for module in model.children():
+        found += list(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else elements(module)
+    return found
+
+
+def assign(model: nn.Module, modules: list[nn.Module], group: ProcessGroup) -> list[Unit]:
+    """Units, the model itself first, each with its buffers; a parameter belongs to the innermost unit around it."""
+    units = {module: Unit(module) for module in [model, *modules]}
+    inner: dict[nn.Parameter, dict[Unit, None]] = {}  # the units that use a parameter, by whatever name
+
+    def visit(module: nn.Module, unit: Unit) -> None:
+        unit = units.get(module, unit)
+        for param in module.parameters(recurse=False):
+            inner.setdefault(param, {})[unit] = None
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, units[model])
+    kinds: dict[tuple, list[nn.Parameter]] = {}
+    for param, users in inner.items():
+        kinds.setdefault((tuple(users), param.dtype, param.requires_grad), []).append(param)
+    for (users, *_), params in kinds.items():
+        flat = Gathered(params, group)
+        for unit in users:
+            unit.flats.append(flat)
+    empty = [module for module in modules if not units[module].flats]
+    if empty:
+        raise ValueError(f"unit {type(empty[0]).__name__} has no parameters of its own; leave it out of units, or give modules of "
+                         f"the model that was passed")
+    return [unit for unit in units.values() if unit.flats]
