@@ -19,6 +19,8 @@ BAD = [
      lambda intra, inter: hierarchical_all_gather(torch.zeros(2), intra, inter, out=torch.zeros(7))),
     ("it must be [8] torch.float32",
      lambda intra, inter: hierarchical_all_gather(torch.zeros(2), intra, inter, out=torch.zeros(8).double())),
+    ("it must be [8] torch.float32 on cpu, contiguous",
+     lambda intra, inter: hierarchical_all_gather(torch.zeros(2), intra, inter, out=torch.zeros(8, 2)[:, 0])),
 ]
 
 
