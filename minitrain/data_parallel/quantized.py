@@ -70,10 +70,10 @@ def quantize(x: Tensor, bits: int, block: int) -> Quantized:
     length = x.shape[-1]
     blocks = _in_blocks(x.detach().to(torch.promote_types(x.dtype, torch.float32)), block)
     scales = blocks.abs().amax(-1).float()
-    divisors = torch.where(scales == 0, 1.0, scales).unsqueeze(-1)      # a block of zeros: 0/1, not 0/0
-    codes = (blocks / divisors).mul_(levels(bits)).round_()
-    codes = codes.clamp_(-levels(bits), levels(bits))                   # a float64 may exceed its float32 scale
-    codes = codes.nan_to_num_(nan=0.0).to(torch.int8).flatten(-2)       # NaN as an integer is undefined
+    codes = (blocks / scales.unsqueeze(-1)).mul_(levels(bits)).round_()
+    codes = codes.clamp_(-levels(bits), levels(bits))       # a float64 may exceed its scale, which is a float32
+    codes = codes.nan_to_num_(nan=0.0)                      # 0/0 in a block of zeros; NaN as an integer is undefined
+    codes = codes.to(torch.int8).flatten(-2)
     if bits == 4:
         nibbles = (codes[..., :length + length % 2] + 8).view(torch.uint8)
         codes = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
