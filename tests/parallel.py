@@ -89,15 +89,33 @@ def train_on_rank(problem: Problem, make_reducer: Callable) -> Outcome:
     params = list(model.parameters())
     reducer = make_reducer(params, group)
     optimizer = AdamW([param for param in params if param.requires_grad], lr=problem.lr)
+    losses = run_steps(problem, model, group, optimizer, reducer)
+    return Outcome(losses, {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None},
+                   {name: full_tensor(param).detach().clone() for name, param in model.named_parameters()})
+
+
+def train_sharded(problem: Problem, make_sharded: Callable) -> Outcome:
+    """The same for a technique that holds the optimizer too: `make_sharded(model, group, make_optimizer)`, as in ZeRO."""
+    group = collectives.world()
+    torch.manual_seed(1000 + group.rank())
+    model = problem.model()
+    zero = make_sharded(model, group, lambda shards: AdamW(shards, lr=problem.lr))
+    losses = run_steps(problem, model, group, zero, zero)
+    sharded = {param for flat in zero.flats for param in flat.params}
+    return Outcome(losses, {name: zero.full_grad(param) for name, param in model.named_parameters() if param.requires_grad},
+                   {name: zero.full_tensor(param) if param in sharded else param.detach().clone()
+                    for name, param in model.named_parameters()})
+
+
+def run_steps(problem: Problem, model: GPT, group, optimizer, reducer) -> list[float]:
+    """All steps of the problem; the loss of each, summed over the group."""
     forward_backward = accumulate(model, cross_entropy_sum, problem.microbatches, reducer)
     losses = []
     for step in range(len(problem.batch_sizes)):
         tokens, targets = problem.batch(step, group.rank(), group.size())
         batch = Batch(tokens, targets, valid_tokens(targets, group))
         losses.append(collectives.all_reduce(train_step(forward_backward, batch, optimizer, reducer, problem.clip).loss, group))
-    return Outcome([loss.item() for loss in losses],
-                   {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None},
-                   {name: full_tensor(param).detach().clone() for name, param in model.named_parameters()})
+    return [loss.item() for loss in losses]
 
 
 def on_ranks(problem: Problem, make_reducer: Callable, ranks: int) -> list[Outcome]:

@@ -127,7 +127,7 @@ class Shards:
 
     def full_state_dict(self) -> dict[str, Any]:
         """Whole parameters and optimizer state by name, the same on every rank; any stage and world size can load it."""
-        full: dict[str, Any] = {"parameters": {}, "optimizer": {}}
+        full: dict[str, Any] = {"parameters": {self.names[param]: param.detach().clone() for param in self._not_cut()}, "optimizer": {}}
         for flat in self.flats:
             state = self.optimizer.state.get(flat.shard, {})
             whole = {key: flat.views(all_gather(value.detach(), self.group)) for key, value in state.items() if is_cut(value, flat)}
@@ -147,6 +147,8 @@ class Shards:
             raise ValueError(f"the state lacks {sorted(ours - theirs)[:3]} and has {sorted(theirs - ours)[:3]} too many: "
                              f"it is of another model")
         with torch.no_grad():
+            for param in self._not_cut():
+                param.copy_(full["parameters"][self.names[param]])
             for flat in self.flats:
                 names = [self.names[param] for param in flat.params]
                 flat.shard.copy_(flat.own(flat.pack([full["parameters"][name] for name in names])))
@@ -158,6 +160,11 @@ class Shards:
                     if isinstance(value, Tensor) and value.shape == flat.params[0].shape else copied(value)
                     for key, value in states[0].items()}
         self.publish()
+
+    def _not_cut(self) -> list[nn.Parameter]:
+        """Parameters that every rank holds whole: the frozen ones, in stages 1 and 2."""
+        cut = {param for flat in self.flats for param in flat.params}
+        return [param for param in self.names if param not in cut]
 
     def publish(self) -> None:
         """Bring the model up to date with the shards."""

@@ -100,7 +100,8 @@ class Zero3(Shards):
         names = named_once(model)
         self.units = assign(model, list(elements(model) if units is None else units), group)
         self.order = list(self.units)  # in which forward came by; a guess before the first
-        self.seen: list[Unit] = []
+        self.seen: list[Unit] = []  # in this forward
+        self.done: set[Unit] = set()  # whose backward has begun
         flats = list(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
         super().__init__(flats, names, group, make_optimizer)
         self._in_flight: tuple[Gathered, Handle] | None = None
@@ -126,15 +127,15 @@ class Zero3(Shards):
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple) -> None:
         if not in_backward():  # else a recomputation: what it needs is whole
-            if unit in self.seen:  # a new pass through the model
-                self.seen = []
+            if unit in self.seen or self.done:  # a new pass through the model
+                self.seen, self.done = [], set()
             self.seen.append(unit)
             if len(self.seen) == len(self.units):
                 self.order = list(self.seen)
             inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
             if inputs and any(not flat.shard.requires_grad for flat in unit.flats):
                 register_multi_grad_hook(inputs, lambda grads: self._free_frozen(unit))
-        self._make_whole(unit, ahead=+1)
+        self._make_whole(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output) -> None:
         if in_backward():
@@ -147,16 +148,17 @@ class Zero3(Shards):
                 flat.free()
 
     def _before_backward(self, unit: Unit) -> None:
-        self._make_whole(unit, ahead=-1)
+        self.done.add(unit)
+        self._make_whole(unit)
 
-    def _make_whole(self, unit: Unit, ahead: int) -> None:
+    def _make_whole(self, unit: Unit) -> None:
         """Gather what the unit needs, and start on its neighbour."""
         for flat in unit.flats:
             flat.start(self.gather)
         for flat in unit.flats:
             flat.wait()
-        position = self.order.index(unit) + ahead
-        if self.prefetch and 0 <= position < len(self.order):
+        position = self.order.index(unit) + (-1 if in_backward() else 1)
+        if self.prefetch and 0 <= position < len(self.order) and self.order[position] not in self.done:
             for flat in self.order[position].flats:
                 flat.start(self.gather)
 
@@ -229,10 +231,9 @@ def in_backward() -> bool:
 
 def elements(model: nn.Module) -> list[nn.Module]:
     """The members of the model's outermost lists of modules."""
-    found = []
-    for module in model.children():
-        found += list(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else elements(module)
-    return found
+    if isinstance(model, (nn.ModuleList, nn.Sequential)):
+        return list(model)
+    return [element for child in model.children() for element in elements(child)]
 
 
 def assign(model: nn.Module, modules: list[nn.Module], group: ProcessGroup) -> list[Unit]:
