@@ -21,7 +21,7 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3 and 7.2.2 (P_os+g+p
 arXiv:2304.11277, section 3.2.1 and 3.3 (units, prefetch). Differs: SUM instead of mean; the last unit is freed after
 forward like all others; the order of prefetch is the order of the last forward.
 """
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -40,15 +40,20 @@ from minitrain.data_parallel.zero2 import check_accumulate
 class Gathered(Flat):
     """A flat buffer that comes and goes: the whole of it is there between `gather` and `free`."""
 
-    def __init__(self, params: list[nn.Parameter], group: ProcessGroup):
-        super().__init__(params, group)
+    def __init__(self, params: list[nn.Parameter], *groups: ProcessGroup):
+        super().__init__(params, *groups)
         self.whole = self.pack(params)
         self.places = self.views(self.whole)
-        self.cut(self.own(self.whole).clone())
+        self.divide()
         self.handle: Handle | None = None
         self.grads: Tensor | None = None  # of the whole, while they come in
+        self.sum: Tensor | None = None  # of what came back, over the microbatches
         self.arrived = 0
         self.free()
+
+    def divide(self) -> None:
+        """The shard gets memory of its own."""
+        self.cut(self.own(self.whole).clone())
 
     @property
     def is_whole(self) -> bool:
@@ -98,12 +103,13 @@ class Zero3(Shards):
         check_accumulate(accumulate)
         self.keep, self.reshard, self.prefetch = accumulate == "keep", reshard, prefetch
         names = named_once(model)
-        self.units = assign(model, list(elements(model) if units is None else units), group)
+        self.group = group
+        self.units = assign(model, list(elements(model) if units is None else units), self.make_flat)
         self.order = list(self.units)  # in which forward came by; a guess before the first
         self.seen: list[Unit] = []  # in this forward
         self.done: set[Unit] = set()  # whose backward has begun
         flats = list(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
-        super().__init__(flats, names, group, make_optimizer)
+        super().__init__(flats, names, make_optimizer)
         self._in_flight: tuple[Gathered, Handle] | None = None
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
@@ -113,7 +119,10 @@ class Zero3(Shards):
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(partial(self._on_grad, flat))
 
-    # ---- how bytes travel: what hybrid sharding and ZeRO++ replace -----------------------------------------------------
+    # ---- how parameters are cut and bytes travel: what hybrid sharding and ZeRO++ replace ------------------------------
+
+    def make_flat(self, params: list[nn.Parameter]) -> Gathered:
+        return Gathered(params, self.group)
 
     def gather(self, flat: Gathered) -> Handle:
         """Start to fill flat.whole from everyone's shards."""
@@ -122,6 +131,10 @@ class Zero3(Shards):
     def scatter(self, flat: Gathered, grads: Tensor) -> Handle:
         """Start to add up everyone's whole gradient; the result is this rank's slice."""
         return collectives.reduce_scatter(grads, self.group, async_op=True)
+
+    def complete(self, flat: Gathered) -> Tensor:
+        """The shard's gradient from the sum of what came back: here it is that."""
+        return flat.sum
 
     # ---- forward and backward ------------------------------------------------------------------------------------------
 
@@ -190,7 +203,7 @@ class Zero3(Shards):
         if self._in_flight is not None:
             (flat, handle), self._in_flight = self._in_flight, None
             mine = handle.wait()
-            flat.shard.grad = mine if flat.shard.grad is None else flat.shard.grad.add_(mine)
+            flat.sum = mine if flat.sum is None else flat.sum.add_(mine)
 
     def finish(self) -> None:
         """Every shard has its gradient, summed over the group and over the microbatches; nothing is whole any more."""
@@ -198,11 +211,13 @@ class Zero3(Shards):
         for flat in self.flats:
             flat.free()
         trainable = [flat for flat in self.flats if flat.shard.requires_grad]
-        missing = [flat for flat in trainable if flat.shard.grad is None or flat.arrived or flat.grads is not None]
+        missing = [flat for flat in trainable if flat.sum is None or flat.arrived or flat.grads is not None]
         if missing:
             names = [self.names[param] for flat in missing for param in flat.params]
             raise ValueError(f"no gradient for some of {', '.join(names[:3])}; use every parameter in the loss on every rank, freeze it "
                              f"with requires_grad_(False), or set enabled=True before the last backward")
+        for flat in trainable:
+            flat.shard.grad, flat.sum = self.complete(flat), None
 
     def step(self) -> None:
         """Update the shards."""
@@ -236,7 +251,7 @@ def elements(model: nn.Module) -> list[nn.Module]:
     return [element for child in model.children() for element in elements(child)]
 
 
-def assign(model: nn.Module, modules: list[nn.Module], group: ProcessGroup) -> list[Unit]:
+def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable[[list[nn.Parameter]], Gathered]) -> list[Unit]:
     """Units, the model itself first, each with its buffers; a parameter belongs to the innermost unit around it."""
     units = {module: Unit(module) for module in [model, *modules]}
     inner: dict[nn.Parameter, dict[Unit, None]] = {}  # the units that use a parameter, by whatever name
@@ -253,7 +268,7 @@ def assign(model: nn.Module, modules: list[nn.Module], group: ProcessGroup) -> l
     for param, users in inner.items():
         kinds.setdefault((tuple(users), param.dtype, param.requires_grad), []).append(param)
     for (users, *_), params in kinds.items():
-        flat = Gathered(params, group)
+        flat = make_flat(params)
         for unit in users:
             unit.flats.append(flat)
     empty = [module for module in modules if not units[module].flats]

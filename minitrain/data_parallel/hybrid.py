@@ -1,0 +1,116 @@
+"""Hybrid sharding: each model state is cut as finely as its memory asks and no finer, in a cluster of two levels.
+
+                    N: not cut          I: cut inside the node, over `intra`       G: over all ranks, intra then inter
+    parameters      whole, as in DDP    gathered inside the node                   across nodes, then inside
+    gradients       add up locally      reduce-scattered inside, every microbatch  inside, then across, every microbatch
+    optimizer       same on all ranks   same on all nodes                          once in the world
+
+A word names the three choices, "NNG" say; parameters are cut no finer than gradients, gradients no finer than the
+optimizer state, which leaves ten words. NNN is plain data parallelism, NNG and NGG are ZeRO 1 and 2, GGG is ZeRO 3, III
+is MiCS and FSDP's HYBRID_SHARD. Whatever has not been added up by then is added up once a step, at the boundary of
+accumulation: MiCS's second hop is an all-reduce of shards over `inter`, however many microbatches there were.
+
+Cutting first inside the node makes every collective hierarchical by itself: what crosses nodes is a shard of the node's
+1/k. Bytes sent and memory, word by word, are the formulas of choices.py, which finds the cheapest word under a limit.
+In GGG the hop across nodes, the slow one, runs ahead of the layer that needs it; the hop inside follows when it is needed.
+Raises ValueError for other words, and what flat.py and zero3.py refuse.
+Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section 3.2.2; Zhang et al. 2022, MiCS, arXiv:2205.00119, sections 3.2
+to 3.4; Wu et al. 2023, PaRO, arXiv:2310.06003; Chen et al. 2023, AMSP, arXiv:2311.00257. Differs: two levels and factors
+1, k and W, where AMSP allows any; gradients of all words are counted and sent per unit of zero3.py.
+"""
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain.collectives import Handle, all_gather, all_reduce, reduce_scatter
+from minitrain.data_parallel.flat import MakeOptimizer
+from minitrain.data_parallel.zero3 import Gathered, Zero3
+
+WORDS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
+
+
+class Held(Gathered):
+    """A flat buffer of which this rank holds what `kept` cuts leave, and updates what `updated` cuts leave."""
+
+    def __init__(self, params: list[nn.Parameter], intra: ProcessGroup, inter: ProcessGroup, kept: int, updated: int):
+        self.kept, self.updated = kept, updated
+        super().__init__(params, intra, inter)
+
+    def divide(self) -> None:
+        self.held = self.own(self.whole, slice(self.kept)).clone() if self.kept else self.whole
+        self.cut(self.own(self.held, slice(self.kept, self.updated)), slice(self.updated))
+
+    def free(self) -> None:
+        if self.kept:
+            super().free()
+        else:
+            self.wait()  # whole it stays
+
+
+class Ready:
+    """A handle for something that has been done, or whose last hops are taken when it is waited for."""
+
+    def __init__(self, result: Tensor | None = None, first: Handle | None = None, *hops: Callable[[Tensor], Tensor]):
+        self.result, self.first, self.hops = result, first, hops
+
+    def wait(self) -> Tensor:
+        if self.first is not None:
+            self.result, self.first = self.first.wait(), None
+            for hop in self.hops:
+                self.result = hop(self.result)
+        return self.result
+
+
+class Hybrid(Zero3):
+    """Reducer and optimizer of a training step: train_step(forward_backward, batch, hybrid, hybrid)."""
+
+    def __init__(self, model: nn.Module, intra: ProcessGroup, inter: ProcessGroup, make_optimizer: MakeOptimizer, word: str = "III",
+                 units: Iterable[nn.Module] | None = None, *, reshard: bool = True, prefetch: bool = True):
+        if word not in WORDS:
+            raise ValueError(f"word={word!r}; parameters, gradients and optimizer state are each N, I or G, none cut finer than the "
+                             f"next: use {', '.join(WORDS)}")
+        self.groups, self.stage = (intra, inter), word
+        self.kept, self.summed, self.updated = ("NIG".index(letter) for letter in word)
+        super().__init__(model, intra, make_optimizer, units, reshard=reshard, prefetch=prefetch)
+
+    def make_flat(self, params: list[nn.Parameter]) -> Held:
+        return Held(params, *self.groups, self.kept, self.updated)
+
+    def gather(self, flat: Held) -> Handle | Ready:
+        """Whole parameters from what ranks hold: inside the node, or across and then inside."""
+        intra, inter = self.groups
+        if self.kept == 1:
+            return all_gather(flat.held, intra, out=flat.whole, async_op=True)
+        return Ready(None, all_gather(flat.held, inter, async_op=True), lambda piece: all_gather(piece, intra, out=flat.whole))
+
+    def scatter(self, flat: Held, grads: Tensor) -> Handle | Ready:
+        """What a microbatch adds up: nothing, inside the node, or over all ranks."""
+        intra, inter = self.groups
+        if self.summed == 0:
+            return Ready(grads)
+        first = reduce_scatter(grads, intra, async_op=True)
+        return first if self.summed == 1 else Ready(None, first, lambda piece: reduce_scatter(piece, inter))
+
+    def complete(self, flat: Held) -> Tensor:
+        """Once a step: cut the gradient as finely as the optimizer state, and add up over the replicas of that."""
+        for group in self.groups[self.summed:self.updated]:
+            flat.sum = reduce_scatter(flat.sum, group)
+        intra, inter = self.groups
+        if self.updated == 2:
+            return flat.sum
+        piece = flat.sum if self.updated == 1 else reduce_scatter(flat.sum, intra)  # across nodes travels 1/k
+        all_reduce(piece, inter, out=piece)
+        return piece if self.updated == 1 else all_gather(piece, intra, out=flat.sum)
+
+    def step(self) -> None:
+        """Update the shards, then give every rank what it holds of the parameters."""
+        self.optimizer.step()
+        self.publish()
+
+    def publish(self) -> None:
+        for flat in self.flats:
+            if flat.shard.requires_grad:
+                for cuts in range(self.updated, self.kept, -1):
+                    piece = flat.own(flat.held, slice(self.kept, cuts))
+                    all_gather(piece, self.groups[cuts - 1], out=flat.own(flat.held, slice(self.kept, cuts - 1)))
