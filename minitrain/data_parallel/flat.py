@@ -16,6 +16,7 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5; Zhao et al. 2023, Py
 3.2.3 (FlatParameter). Differs from FSDP2, which cuts every parameter along its dim 0 and so keeps its shape, at the
 price of a copy into and out of the buffer at each collective.
 """
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,19 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.collectives import all_gather
 from minitrain.sharding import Shard, full_tensor
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Flat:
-    """The layout of some parameters in one padded buffer."""
+    """The layout of some parameters in one padded buffer, cut over one group or over several, one inside the other."""
 
-    def __init__(self, params: list[nn.Parameter], group: ProcessGroup):
-        self.params, self.group = params, group
+    def __init__(self, params: list[nn.Parameter], *groups: ProcessGroup):
+        self.params, self.groups = params, groups
         self.numels = [param.numel() for param in params]
-        self.padding = -sum(self.numels) % group.size()
+        self.padding = -sum(self.numels) % math.prod(group.size() for group in groups)
         self.numel = sum(self.numels) + self.padding
         self.shard: nn.Parameter | None = None
 
@@ -49,28 +49,34 @@ class Flat:
         parts = flat.narrow(0, 0, sum(self.numels)).split(self.numels)
         return [part.view(param.shape) for part, param in zip(parts, self.params)]
 
-    def own(self, flat: Tensor) -> Tensor:
-        """This rank's slice [P/n] of a flat buffer."""
-        size = self.numel // self.group.size()
-        return flat.narrow(0, self.group.rank() * size, size)
+    def own(self, flat: Tensor, cuts: slice = slice(None)) -> Tensor:
+        """This rank's slice of a flat buffer: [P/n] if all groups cut it, or those in `cuts` only."""
+        for group in self.groups[cuts]:
+            size = flat.numel() // group.size()
+            flat = flat.narrow(0, group.rank() * size, size)
+        return flat
 
-    def cut(self, own: Tensor) -> nn.Parameter:
+    def cut(self, own: Tensor, cuts: slice = slice(None)) -> nn.Parameter:
         """Make this rank's slice the shard."""
         self.shard = nn.Parameter(own.detach(), requires_grad=self.params[0].requires_grad)
-        self.shard.shards = (Shard(0, self.group),)
+        self.shard.shards = tuple(Shard(0, group) for group in self.groups[cuts])
         return self.shard
+
+    def own_like_shard(self, flat: Tensor) -> Tensor:
+        """What of a whole buffer the shard stands for."""
+        return self.own(flat, slice(len(self.shard.shards)))
 
 
 class Shards:
     """The shards of a model and their optimizer. A stage of ZeRO adds how parameters and gradients get about."""
 
-    stage: int
+    stage: int | str
 
-    def __init__(self, flats: list[Flat], names: dict[nn.Parameter, str], group: ProcessGroup, make_optimizer: MakeOptimizer):
+    def __init__(self, flats: list[Flat], names: dict[nn.Parameter, str], make_optimizer: MakeOptimizer):
         if isinstance(make_optimizer, torch.optim.Optimizer):
             raise ValueError(f"{type(make_optimizer).__name__} was built before sharding, over whole parameters; give a function "
                              f"that builds it over the shards: lambda shards: {type(make_optimizer).__name__}(shards, lr=...)")
-        self.flats, self.names, self.group = flats, names, group
+        self.flats, self.names = flats, names
         self.optimizer = make_optimizer([flat.shard for flat in flats if flat.shard.requires_grad])
         self.enabled = True
 
@@ -105,13 +111,11 @@ class Shards:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of this rank's shards and optimizer state, for the same stage and world size."""
-        return {"stage": self.stage, "ranks": self.group.size(), "rank": self.group.rank(),
-                "shards": [flat.shard.detach().clone() for flat in self.flats], "optimizer": copied(self.optimizer.state_dict())}
+        return {**self._place(), "shards": [flat.shard.detach().clone() for flat in self.flats], "optimizer": copied(self.optimizer.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave on the same rank."""
-        ours = {"stage": self.stage, "ranks": self.group.size(), "rank": self.group.rank()}
-        for what, mine in ours.items():
+        for what, mine in self._place().items():
             if state.get(what) != mine:
                 raise ValueError(f"the state is of {what} {state.get(what)}, this is {what} {mine}: save with full_state_dict(), "
                                  f"which any stage and any number of ranks can load")
@@ -130,8 +134,8 @@ class Shards:
         full: dict[str, Any] = {"parameters": {self.names[param]: param.detach().clone() for param in self._not_cut()}, "optimizer": {}}
         for flat in self.flats:
             state = self.optimizer.state.get(flat.shard, {})
-            whole = {key: flat.views(all_gather(value.detach(), self.group)) for key, value in state.items() if is_cut(value, flat)}
-            weights = flat.views(all_gather(flat.shard.detach(), self.group))
+            whole = {key: flat.views(full_tensor(value, flat.shard.shards)) for key, value in state.items() if is_cut(value, flat)}
+            weights = flat.views(full_tensor(flat.shard))
             for position, param in enumerate(flat.params):
                 name = self.names[param]
                 full["parameters"][name] = weights[position].clone()
@@ -151,15 +155,21 @@ class Shards:
                 param.copy_(full["parameters"][self.names[param]])
             for flat in self.flats:
                 names = [self.names[param] for param in flat.params]
-                flat.shard.copy_(flat.own(flat.pack([full["parameters"][name] for name in names])))
+                flat.shard.copy_(flat.own_like_shard(flat.pack([full["parameters"][name] for name in names])))
                 if names[0] not in full["optimizer"]:
                     continue
                 states = [full["optimizer"][name] for name in names]
                 self.optimizer.state[flat.shard] = {
-                    key: flat.own(flat.pack([state[key] for state in states])).clone()
+                    key: flat.own_like_shard(flat.pack([state[key] for state in states])).clone()
                     if isinstance(value, Tensor) and value.shape == flat.params[0].shape else copied(value)
                     for key, value in states[0].items()}
         self.publish()
+
+    def _place(self) -> dict[str, Any]:
+        """What must be equal for a rank's shards to fit."""
+        groups = self.flats[0].groups
+        ranks, rank = [group.size() for group in groups], [group.rank() for group in groups]
+        return {"stage": self.stage, "ranks": ranks[0] if len(ranks) == 1 else ranks, "rank": rank[0] if len(rank) == 1 else rank}
 
     def _not_cut(self) -> list[nn.Parameter]:
         """Parameters that every rank holds whole: the frozen ones, in stages 1 and 2."""

@@ -43,7 +43,8 @@ class Zero1(Shards):
                 self.place[param] = flat, grad
                 param.register_post_accumulate_grad_hook(self._on_ready)
             flat.cut(flat.own(weights))
-        super().__init__(flats, names, group, make_optimizer)
+        super().__init__(flats, names, make_optimizer)
+        self.group = group
         self._arrived = dict.fromkeys(flats, 0)
         self._started: list[Handle] = []
 

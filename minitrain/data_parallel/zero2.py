@@ -45,7 +45,8 @@ class Zero2(Shards):
                 self.flat_of[param] = flat
                 param.register_post_accumulate_grad_hook(self._on_ready)
             flat.cut(flat.own(weights))
-        super().__init__(flats, names, group, make_optimizer)
+        super().__init__(flats, names, make_optimizer)
+        self.group = group
         self._ready: dict[Flat, int] = dict.fromkeys(flats, 0)
         self._next = 0  # the first bucket that has not been sent in this backward
         self._in_flight: tuple[Flat, Handle] | None = None
