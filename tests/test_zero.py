@@ -14,8 +14,10 @@ from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.ledger import Ledger
+from minitrain.mesh import Mesh
 from minitrain.model import GPT, GPTConfig, cross_entropy_sum
 from minitrain.optim import AdamW
+from minitrain.parallelize import parallelize
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
 from minitrain.train import Batch, accumulate, train_step
@@ -269,6 +271,53 @@ def test_fsdp_peak_is_the_shards_and_the_largest_units():
         for sizes, whole, left, shards in launch.run(rank, prefetch, ranks=2):
             expected = max(a + b for a, b in zip(sizes, sizes[1:])) if prefetch else max(sizes)
             assert whole == expected and left == 0 and shards == sum(sizes) // 2
+
+
+def test_fsdp_trains_as_torchs_fully_shard():
+    """The same model under torch's own ZeRO-3 on gloo: equal parameters after three steps."""
+    def rank():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        group, x = collectives.world(), torch.linspace(-1, 1, 16, dtype=torch.float64).view(2, 8)
+        x = x + collectives.world().rank()
+        ours, theirs = Nested(), Nested()
+        zero = Zero3(ours, group, lambda shards: torch.optim.SGD(shards, lr=0.01))
+        for layer in theirs.outer:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (group.size(),)))
+        fully_shard(theirs, mesh=init_device_mesh("cpu", (group.size(),)))
+        optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
+        for _ in range(3):
+            zero.zero_grad()
+            ours(x).square().sum().backward()
+            zero.finish()
+            zero.step()
+            optimizer.zero_grad()
+            (theirs(x).square().sum() * group.size()).backward()         # theirs divides by the ranks
+            optimizer.step()
+        return max((zero.full_tensor(a) - b.full_tensor()).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters()))
+
+    assert max(launch.run(rank, ranks=2, checked=False)) < TOLERANCE
+
+
+def test_zero_2_frees_what_it_has_sent():
+    """Gradients alive at any moment of backward: the shards, a bucket filling up, and the one under way in its buffer."""
+    def rank(stage, bucket_bytes):
+        group = collectives.world()
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+        zero = stage(model, group, lambda shards: torch.optim.SGD(shards, lr=0.1), bucket_bytes)
+        with Ledger() as ledger:
+            model(torch.ones(1, 64)).sum().backward()
+            zero.finish()
+            zero.step()
+        most = max(kinds["gradients"] for _, kinds in ledger.timeline())
+        return most, ledger.live_by_kind["gradients"]
+
+    matrix, n = 64 * 64 * 4, 4
+    for most, left in launch.run(rank, Zero2, 2 * matrix, ranks=n):
+        assert left == 16 * matrix // n and most <= left + 3 * matrix
+    for most, left in launch.run(rank, Zero1, 2 * matrix, ranks=n):
+        assert left == 16 * matrix
 
 
 CONFIG_7B = GPTConfig(vocab_size=50_176, d_model=4096, num_layers=35, num_heads=32, max_positions=1024, norm="layer",
@@ -528,3 +577,30 @@ def test_nan_in_a_gradient_reaches_the_norm_of_every_rank():
         return train_step(forward_backward, None, zero, zero, clip=1.0).norm.item()
 
     assert all(math.isnan(norm) for norm in launch.run(rank, ranks=2))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3, "III"])
+def test_parallelize_takes_every_stage(zero, references):
+    def rank():
+        problem = problems()[0]
+        mesh = Mesh(inter=2, intra=1) if isinstance(zero, str) else Mesh(dp=2)
+        model = problem.model()
+        parallel = parallelize(model, mesh, zero=zero, make_optimizer=lambda shards: AdamW(shards, lr=problem.lr))
+        losses = run_steps(problem, model, parallel.data_group, parallel.optimizer, parallel.reducer)
+        return max(abs(a - b) for a, b in zip(losses, references[0].losses))
+
+    assert max(launch.run(rank, ranks=2)) < TOLERANCE
+
+
+def test_parallelize_refuses_what_it_does_not_know():
+    def rank():
+        mesh, said = Mesh(dp=2), []
+        for settings in (dict(zero=4), dict(zero=1), dict(zero="III", make_optimizer=AdamW)):
+            try:
+                parallelize(nn.Linear(4, 4), mesh, **settings)
+            except ValueError as error:
+                said.append(str(error))
+        return said
+
+    for stage, optimizer, axis in launch.run(rank, ranks=2):
+        assert "zero=4" in stage and "make_optimizer=lambda" in optimizer and "'dp' of size 2" in axis
