@@ -101,10 +101,8 @@ def train_sharded(problem: Problem, make_sharded: Callable) -> Outcome:
     model = problem.model()
     zero = make_sharded(model, group, lambda shards: AdamW(shards, lr=problem.lr))
     losses = run_steps(problem, model, group, zero, zero)
-    sharded = {param for flat in zero.flats for param in flat.params}
     return Outcome(losses, {name: zero.full_grad(param) for name, param in model.named_parameters() if param.requires_grad},
-                   {name: zero.full_tensor(param) if param in sharded else param.detach().clone()
-                    for name, param in model.named_parameters()})
+                   {name: zero.full_tensor(param) for name, param in model.named_parameters()})
 
 
 def run_steps(problem: Problem, model: GPT, group, optimizer, reducer) -> list[float]:

@@ -320,6 +320,30 @@ def test_zero_2_frees_what_it_has_sent():
         assert left == 16 * matrix
 
 
+@pytest.mark.parametrize("stage", [Zero2, Zero3])
+def test_accumulating_whole_gradients_costs_their_memory_and_saves_the_sends(stage):
+    """Two microbatches, both ways: `keep` holds all of the gradient between them, `scatter` a shard, and sends twice."""
+    def rank(how):
+        group = collectives.world()
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+        zero = stage(model, group, lambda shards: torch.optim.SGD(shards, lr=0.1), accumulate=how,
+                     **({"bucket_bytes": 2 * 64 * 64 * 4} if stage is Zero2 else {}))
+        between = []
+        with Ledger() as ledger:
+            for last in (False, True):
+                zero.enabled = last
+                model(torch.ones(1, 64)).sum().backward()
+                between.append(ledger.live_bytes)
+            zero.finish()
+            zero.step()
+        return between[0], ledger.live_bytes, ledger.sent_bytes("reduce_scatter")
+
+    whole, n = 16 * 64 * 64 * 4, 4
+    for (kept, after, once), (scattered, _, twice) in zip(launch.run(rank, "keep", ranks=n), launch.run(rank, "scatter", ranks=n)):
+        assert twice == 2 * once == 2 * whole * (n - 1) // n
+        assert kept - scattered > 0.5 * whole
+
+
 CONFIG_7B = GPTConfig(vocab_size=50_176, d_model=4096, num_layers=35, num_heads=32, max_positions=1024, norm="layer",
                       activation="gelu", positions="learned")
 

@@ -94,6 +94,8 @@ class Shards:
 
     def full_tensor(self, param: nn.Parameter) -> Tensor:
         """The whole of a parameter of the model, on every rank (all of them must ask)."""
+        if any(param is whole for whole in self._not_cut()):
+            return param.detach().clone()
         return self._whole(param, lambda flat: flat.shard)
 
     def full_grad(self, param: nn.Parameter) -> Tensor:
