@@ -75,7 +75,7 @@ class MemoryMeter:
         block = self._alive.get(storage._cdata)
         if block is None or block.bytes != storage.nbytes():
             block = self._meet(storage, block, older=True)
-        if type(tensor) is not Tensor and not block.is_parameter and isinstance(tensor, Parameter):
+        if type(tensor) is not Tensor and isinstance(tensor, Parameter):
             self._adopt(tensor, block)
         return block.bytes
 
@@ -128,10 +128,10 @@ class MemoryMeter:
     # ---- naming ----------------------------------------------------------------------------------------------------
 
     def _adopt(self, parameter: Parameter, block: _Block) -> None:
-        block.is_parameter = True
-        self._kinds[block.number] = "parameters"
+        if not block.is_parameter:
+            block.is_parameter, self._kinds[block.number] = True, "parameters"
         known = self._parameters.get(id(parameter))
-        if known is None or known() is not parameter:
+        if known is None or known() is not parameter:  # several may lie on one block
             self._parameters[id(parameter)] = weakref.ref(parameter)
             if parameter.requires_grad and parameter.is_leaf:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._name_gradient))

@@ -198,6 +198,14 @@ def test_a_gradient_is_one_even_if_a_hook_takes_it_away():
     assert ledger.peak_by_kind["gradients"] == 40_000 and ledger.live_by_kind["gradients"] == 0
 
 
+def test_parameters_on_one_block_all_have_gradients():
+    flat = torch.ones(200)
+    weights = [torch.nn.Parameter(part) for part in flat.split(100)]
+    with Ledger() as ledger:
+        sum((weight * weight).sum() for weight in weights).backward()
+    assert ledger.live_by_kind["parameters"] == 800 and ledger.live_by_kind["gradients"] == 800
+
+
 def test_a_frozen_parameter_is_a_parameter_and_a_shared_one_counts_once():
     linear = nn.Linear(10, 10, bias=False).requires_grad_(False)
     ledger = account(lambda x: linear(linear(x)), torch.ones(1, 10))
