@@ -19,9 +19,9 @@
 #
 #     N  not cut           I  over the k ranks of a node           G  over all W ranks
 #
-# A word of three letters names them in this order. Parameters are cut no finer than gradients, and these no finer than the optimizer state, which
-# leaves ten words (Wu et al. 2023, PaRO, arXiv:2310.06003). III is hybrid sharding (Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section 3.2.2)
-# and MiCS with a partition group of one node (Zhang et al. 2022, arXiv:2205.00119, section 3).
+# A word of three letters names them in this order, as in PaRO (Wu et al. 2023, arXiv:2310.06003). Here parameters are cut no finer than
+# gradients, and these no finer than the optimizer state, which leaves ten words. III is hybrid sharding (Zhao et al. 2023, PyTorch FSDP,
+# arXiv:2304.11277, section 3.2.2) and MiCS with a partition group of one node (Zhang et al. 2022, arXiv:2205.00119, section 3).
 
 # %% given="setup"
 import math
@@ -100,9 +100,11 @@ def expect_slices(per_node, nodes, words, size):
                 expect(all(slices[rank][0] == rank % per_node * size // per_node for rank in ranks), "inside the node",
                        "the ranks of each node hold the buffer together, from left to right; which number of a rank is its place?")
             if letter == "G":
-                expect(len(set(slices)) == len(slices), "every element once", "two ranks of the world hold the same elements; then nobody holds others")
-                expect(all(start * per_node // size == rank % per_node == (stop - 1) * per_node // size for rank, (start, stop) in enumerate(slices)),
-                       "inside the node first", "what a rank holds of G lies inside what its place holds of I; in rank order it does not")
+                expect(len(set(slices)) == len(slices), "every element once",
+                       "two ranks of the world hold the same elements; then nobody holds others")
+                expect(all(start * per_node // size == rank % per_node == (stop - 1) * per_node // size
+                           for rank, (start, stop) in enumerate(slices)), "inside the node first",
+                       "what a rank holds of G lies inside what its place holds of I; in rank order it does not")
                 expect(all(slices[rank] < slices[rank + per_node] for rank in range(per_node * (nodes - 1))), "then across nodes",
                        "ranks of one place: the first node holds the first part of what the place has")
 
@@ -216,8 +218,10 @@ def expect_gathered(shards, per_node):
     """Run the answer with these shards, look at the order, and return the outcome."""
     outcome = run(hierarchical_all_gather_on_a_rank, [(shard, per_node) for shard in shards])
     for said in outcome.results:
-        expect(isinstance(said, torch.Tensor) and said.shape == torch.cat(shards).shape, "all shards", "every rank returns [p·d, ..]: as many rows as all shards have")
-        expect(torch.equal(said.flatten().sort().values, torch.cat(shards).flatten().sort().values), "all shards", "each shard is there once, and none twice")
+        expect(isinstance(said, torch.Tensor) and said.shape == torch.cat(shards).shape, "all shards",
+               "every rank returns [p·d, ..]: as many rows as all shards have")
+        expect(torch.equal(said.flatten().sort().values, torch.cat(shards).flatten().sort().values), "all shards",
+               "each shard is there once, and none twice")
     expect_equal(outcome.results, [torch.cat(shards)] * len(shards), "rank order",
                  "all shards are there, in a wrong order; after the second hop, which index runs faster, the node or the place?")
     return outcome
@@ -304,27 +308,30 @@ def numbers(draw, numel, block, scales):
     x[::block] = -1  # a negative one
     return x * torch.tensor(scales).repeat_interleave(block)[:numel]
 
-def quantize_there(*arguments):
-    return quantize_blocks(*arguments)
+def quantize_there(cases):
+    return [quantize_blocks(x, bits, block) for x, bits, block in cases]
 
-def dequantize_here(*arguments):
-    return dequantize_blocks(*arguments)
+def dequantize_here(cases, sent):
+    return [dequantize_blocks(*of_case, bits, block, x.numel()) for (x, bits, block), of_case in zip(cases, sent)]
 
-def there_and_back(x, bits, block):
-    """(codes and scales, what comes back): one process quantises, another dequantises."""
-    sent = ask(quantize_there, x, bits, block)
-    expect(isinstance(sent, (list, tuple)) and len(sent) == 2 and all(isinstance(tensor, torch.Tensor) for tensor in sent), "two tensors",
-           "return codes and scales, and nothing else")
-    return sent, ask(dequantize_here, *sent, bits, block, x.numel())
+def expect_blocks(*cases):
+    """Cases (x, bits, block, property, hint): one process quantises, another dequantises. Returns the pairs of tensors that were sent.
 
-def expect_blocks(x, bits, block, property, hint):
-    """Zeros are zeros, and nothing is wrong by more than half a step of its block, up to the rounding of float32."""
-    sent, back = there_and_back(x, bits, block)
-    expect(isinstance(back, torch.Tensor) and back.shape == x.shape and back.dtype == torch.float32, "shape",
-           "as many numbers come back as were there, in float32; the last block may be short")
-    expect(bool((back[x == 0] == 0).all()), "zeros", "a zero comes back as another number; what does code 0 stand for, and what is the step of a block of zeros?")
-    steps = torch.cat([part.abs().amax().expand(part.numel()) for part in x.split(block)]) / (2 ** (bits - 1) - 1)
-    expect(bool(((back - x).abs() <= steps * (0.5 + 2**-14)).all()), property, hint)
+    Zeros are zeros, and nothing is wrong by more than half a step of its block, up to the rounding of float32.
+    """
+    given = [case[:3] for case in cases]
+    sent = ask(quantize_there, given)
+    expect(all(isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(tensor, torch.Tensor) for tensor in pair)
+               for pair in sent), "two tensors", "return codes and scales, and nothing else")
+    # what is sent is tensors: shapes of the originals are known on the other side, their numbers are not
+    backs = ask(dequantize_here, [(torch.empty_like(x), bits, block) for x, bits, block in given], sent)
+    for (x, bits, block, property, hint), back in zip(cases, backs):
+        expect(isinstance(back, torch.Tensor) and back.shape == x.shape and back.dtype == torch.float32, "shape",
+               "as many numbers come back as were there, in float32; the last block may be short")
+        expect(bool((back[x == 0] == 0).all()), "zeros",
+               "a zero comes back as another number; what does code 0 stand for, and what is the step of a block of zeros?")
+        steps = torch.cat([part.abs().amax().expand(part.numel()) for part in x.split(block)]) / (2 ** (bits - 1) - 1)
+        expect(bool(((back - x).abs() <= steps * (0.5 + 2**-14)).all()), property, hint)
     return sent
 
 OWN_BLOCK = "an outlier stays in its block", "numbers far from the outlier got worse; whose scale do they use?"
@@ -334,38 +341,37 @@ SHORT = "a short last block", "the last block may be short; it has its own scale
 # %% check="quantize_blocks-error" points=1
 # Nothing is wrong by more than half a step of its own block, and zeros are zeros.
 for bits in (8, 4):
-    expect_blocks(numbers(draw, 48, 8, [1.0] * 6), bits, 8, *HALF)
-    expect_blocks(numbers(draw, 48, 8, [1.0, 1.0, 1000.0, 1.0, 0.0, 1.0]), bits, 8, *OWN_BLOCK)
+    expect_blocks((numbers(draw, 48, 8, [1.0] * 6), bits, 8, *HALF),
+                  (numbers(draw, 48, 8, [1.0, 1.0, 1000.0, 1.0, 0.0, 1.0]), bits, 8, *OWN_BLOCK))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for bits in (8, 4):
+cases = [(numbers(draw, 3, 8, [draw.random.uniform(1, 2)]), 8, 8, *SHORT)]
+for bits in (8, 4, 8, 4):
     block, blocks = draw.integer(5, 20), draw.integer(3, 8)
-    expect_blocks(numbers(draw, block * blocks, block, [draw.random.uniform(1e-3, 1e3)] * blocks), bits, block, *HALF)
+    alike = [draw.random.uniform(1e-3, 1e3)] * blocks
     scales = [0.0, *(draw.random.uniform(0.5, 2) for _ in range(blocks))]
     scales[draw.integer(1, blocks)] *= 10**draw.integer(3, 6)
-    expect_blocks(numbers(draw, block * len(scales), block, scales), bits, block, *OWN_BLOCK)
-    scales = [1.0, 1000.0, 1.0, 1000.0, 1.0]
-    expect_blocks(numbers(draw, block * 4 + draw.integer(1, 2), block, scales), bits, block, *SHORT)
-expect_blocks(numbers(draw, 3, 8, [draw.random.uniform(1, 2)]), 8, 8, *SHORT)
+    cases += [(numbers(draw, block * blocks, block, alike), bits, block, *HALF),
+              (numbers(draw, block * len(scales), block, scales), bits, block, *OWN_BLOCK),
+              (numbers(draw, block * 4 + draw.integer(1, 2), block, [1.0, 1000.0, 1.0, 1000.0, 1.0]), bits, block, *SHORT)]
+expect_blocks(*cases)
 ### END HIDDEN TESTS
 
 # %% check="quantize_blocks-bytes" points=1
 # Codes take `bits` bits each, scales four bytes a block.
-def expect_small(numel, bits, block):
-    x = numbers(draw, numel, block, [1.0] * math.ceil(numel / block))
-    codes, scales = expect_blocks(x, bits, block, *HALF)
-    expect(scales.dtype == torch.float32 and scales.nbytes <= 4 * math.ceil(numel / block), "bytes of the scales", "one float32 for each block")
-    expect(codes.nbytes <= math.ceil(numel * bits / 8), "bytes of the codes",
-           f"{bits} bits: how many codes share a byte? what fills up a short block needs not be sent")
+def expect_small(*sizes):
+    """Sizes (numel, bits, block)."""
+    cases = [(numbers(draw, numel, block, [1.0] * math.ceil(numel / block)), bits, block, *HALF) for numel, bits, block in sizes]
+    for (numel, bits, block), (codes, scales) in zip(sizes, expect_blocks(*cases)):
+        expect(scales.dtype == torch.float32 and scales.nbytes <= 4 * math.ceil(numel / block), "bytes of the scales", "one float32 for each block")
+        expect(codes.nbytes <= math.ceil(numel * bits / 8), "bytes of the codes",
+               f"{bits} bits: how many codes share a byte? what fills up a short block needs not be sent")
 
-expect_small(48, 8, 8)
-expect_small(48, 4, 8)
+expect_small((48, 8, 8), (48, 4, 8))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for bits in (8, 4):
-    block = 2 * draw.integer(3, 9)
-    expect_small(block * draw.integer(2, 6) + 1, bits, block)
-expect_small(2 * draw.integer(30, 60) + 1, 4, draw.choice([16, 32]))
+sizes = [(draw.integer(2, 6) * block + 1, bits, block) for bits in (8, 4) for block in (2 * draw.integer(3, 9), 2 * draw.integer(3, 9) + 1)]
+expect_small(*sizes, (2 * draw.integer(30, 60) + 1, 4, draw.choice([16, 32])))
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -376,8 +382,8 @@ expect_small(2 * draw.integer(30, 60) + 1, 4, draw.choice([16, 32]))
 #
 #     2Ψ/F_p + 2Ψ/F_g + 12Ψ/F_o bytes
 #
-# With M = 2Ψ, the passage from f to h pieces costs a rank M (1/f - 1/h) bytes, in either direction. It goes inside the node as far as it can, to
-# c = max(f, min(h, k)) pieces; what is left goes between nodes: M (1/c - 1/h). A step with m microbatches has these passages:
+# With M = 2Ψ, the passage from f to h pieces costs a rank M (1/f - 1/h) bytes, in either direction. It goes inside the node as far as it can,
+# to c = max(f, min(h, k)) pieces; what is left goes between nodes: M (1/c - 1/h). A step with m microbatches has these passages:
 #
 #     2m times  1 → F_p        gather parameters, in each forward and backward
 #      m times  1 → F_g        reduce-scatter gradients
@@ -386,8 +392,8 @@ expect_small(2 * draw.integer(30, 60) + 1, 4, draw.choice([16, 32]))
 #      once     F_p → F_o      gather what was updated
 #
 # Of the words whose states fit into `limit_bytes`, choose the one that sends the fewest bytes between nodes; of equals the one that sends the
-# fewest bytes in all; then the one that holds the fewest; then the first in `WORDS`. If none fits, raise a ValueError that says so in one line. Ψ is a
-# multiple of W, so that all bytes are whole numbers; only exact numbers tell equals.
+# fewest bytes in all; then the one that holds the fewest; then the first in `WORDS`. If none fits, raise a ValueError that says so in one
+# line. Ψ is a multiple of W, so that all bytes are whole numbers; only exact numbers tell equals.
 #
 # Ψ = 1.6e9, 64 ranks, 8 in a node, m = 8: a passage to W pieces puts M (1/8 - 1/64) = 0.35 GB between nodes. IIG holds 1.1 GB and sends 0.7 GB
 # between nodes, IGG 0.75 GB and 3.15 GB, GGG 0.4 GB and 8.4 GB. With a limit of 2 GB the answer is IIG.
@@ -442,7 +448,8 @@ expect(words == ["IIG", "IGG", "GGG"], "bytes between nodes", "the example of th
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 from minitrain.data_parallel import choices
-for per_node, nodes in ((2, 2), (draw.choice([4, 8]), draw.integer(2, 9)), (draw.integer(3, 6), draw.integer(2, 5)), (1, draw.integer(2, 6)), (6, 1)):
+drawn = (draw.choice([4, 8]), draw.integer(2, 9)), (draw.integer(3, 6), draw.integer(2, 5)), (1, draw.integer(2, 6))
+for per_node, nodes in ((2, 2), *drawn, (6, 1)):
     cluster, numel = choices.Cluster(per_node * nodes, per_node), per_node * nodes * draw.integer(10**5, 10**8)
     held = {word: sum(choices.memory_bytes(choices.paro(word, cluster), numel).values()) for word in WORDS}
     limits = sorted({int(size) + more for size in held.values() for more in (0, draw.integer(1, 9))})
@@ -458,13 +465,16 @@ for per_node, nodes in ((2, 2), (draw.choice([4, 8]), draw.integer(2, 9)), (draw
 # Of words that send the same between nodes: the fewest bytes in all, then the smallest, then the first.
 of_the_text = 1_600_000_000, 64, 8
 words = choose([(*of_the_text, limit, 8) for limit in (7 * 10**9, 4 * 10**9)])
-expect(words[0][:2] == "NN" and words[1][0] == "N", "bytes in all", "the example of the text, limits 7 and 4 GB: several words send the same between nodes")
+expect(words[0][:2] == "NN" and words[1][0] == "N", "bytes in all",
+       "the example of the text, limits 7 and 4 GB: several words send the same between nodes")
 words = choose([(*of_the_text, 10**11, 1)])
-expect(words[0] not in ("NNN", "NNI", "NII"), "ties", "the example of the text, all words fit: of those that send the same, choose the one that holds the least")
+expect(words[0] not in ("NNN", "NNI", "NII"), "ties",
+       "the example of the text, all words fit: of those that send the same, choose the one that holds the least")
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 from minitrain.data_parallel import choices
-for per_node, nodes in ((3, 2), (6, 2), (7, 3), (draw.choice([4, 8]), draw.integer(2, 9)), (draw.integer(3, 7), draw.integer(3, 7)), (1, draw.integer(2, 6)), (6, 1)):
+drawn = (draw.choice([4, 8]), draw.integer(2, 9)), (draw.integer(3, 7), draw.integer(3, 7)), (1, draw.integer(2, 6))
+for per_node, nodes in ((3, 2), (6, 2), (7, 3), *drawn, (6, 1)):
     cluster, numel = choices.Cluster(per_node * nodes, per_node), per_node * nodes * draw.integer(10**5, 10**8)
     held = {word: sum(choices.memory_bytes(choices.paro(word, cluster), numel).values()) for word in WORDS}
     limits = sorted({int(size) + more for size in held.values() for more in (0, draw.integer(1, 9))})
