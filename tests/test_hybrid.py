@@ -114,7 +114,7 @@ def test_the_sharding_factor_trades_memory_for_bytes():
         assert [live["parameters"] for _, _, live, *_ in runs] == [2 * runs[0][0] // factor for factor in (1, 2, 4)]
         totals = [sum(sent.values()) for _, sent, *_ in runs]
         assert totals[0] < totals[2] and totals[1] < totals[2]
-        assert runs[1][1]["inter"] < runs[0][1]["inter"] < runs[2][1]["inter"] or runs[1][1]["inter"] < runs[2][1]["inter"]
+        assert runs[0][1]["inter"] == runs[1][1]["inter"] < runs[2][1]["inter"]      # across nodes both add up shards
 
 
 def test_mics_reduces_across_groups_once_a_step():
