@@ -392,15 +392,17 @@ expect_small(*sizes, (2 * draw.integer(30, 60) + 1, 4, draw.choice([16, 32])))
 #      once     F_p → F_o      gather what was updated
 #
 # Of the words whose states fit into `limit_bytes`, choose the one that sends the fewest bytes between nodes; of equals the one that sends the
-# fewest bytes in all; then the one that holds the fewest; then the first in `WORDS`. If none fits, raise a ValueError that says so in one
-# line. Ψ is a multiple of W, so that all bytes are whole numbers; only exact numbers tell equals.
+# fewest bytes in all; then the one that holds the fewest; then the first in `WORDS`. Return the word and the bytes it sends between nodes, an
+# int. If none fits, raise a ValueError that says so in one line. Ψ is a multiple of W, so that all bytes are whole numbers; only exact
+# numbers tell equals.
 #
 # Ψ = 1.6e9, 64 ranks, 8 in a node, m = 8: a passage to W pieces puts M (1/8 - 1/64) = 0.35 GB between nodes. IIG holds 1.1 GB and sends 0.7 GB
-# between nodes, IGG 0.75 GB and 3.15 GB, GGG 0.4 GB and 8.4 GB. With a limit of 2 GB the answer is IIG.
+# between nodes, IGG 0.75 GB and 3.15 GB, GGG 0.4 GB and 8.4 GB. With a limit of 2 GB the answer is
+# `("IIG", 700000000)`.
 
 # %% answer="cheapest_word"
 def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
-    """One of WORDS. Raises ValueError if the states fit with none of them."""
+    """(one of WORDS, the bytes a rank sends between nodes with it). Raises ValueError if the states fit with none of them."""
     ### BEGIN SOLUTION
     def price(word):
         p, g, o = ({"N": 1, "I": per_node, "G": ranks}[letter] for letter in word)
@@ -414,12 +416,13 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
     fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
     if not fitting:
         raise ValueError(f"no word holds at most {limit_bytes} bytes on each of {ranks} ranks; take more ranks")
-    return min(fitting, key=price)
+    word = min(fitting, key=price)
+    return word, price(word)[0]
     ### END SOLUTION
 
 # %% given="choosing"
 def words_for(cases):
-    """What cheapest_word answers in each case: (word, ""), or (None, message) for a ValueError."""
+    """What cheapest_word answers in each case: (answer, ""), or (None, message) for a ValueError."""
     said = []
     for case in cases:
         try:
@@ -429,22 +432,27 @@ def words_for(cases):
     return said
 
 def choose(cases, refused=()):
-    """Ask for the words of these cases, and for refusals of the others. Returns the words."""
+    """Ask for the words of these cases, and for refusals of the others. Returns the pairs (word, bytes between nodes)."""
     said = ask(words_for, [*cases, *refused])
-    for word, _ in said[:len(cases)]:
-        expect(word is not None, "fits", "refused, though a word fits; states that fill the limit to the last byte do fit")
-        expect(word in WORDS, "one of the words", "the answer is a word of three letters out of WORDS")
-    for word, message in said[len(cases):]:
-        expect(word is None, "a refusal", "no word fits, and none may be returned: raise a ValueError")
+    for pair, _ in said[:len(cases)]:
+        expect(pair is not None, "fits", "refused, though a word fits; states that fill the limit to the last byte do fit")
+        expect(isinstance(pair, (list, tuple)) and len(pair) == 2 and pair[0] in WORDS and type(pair[1]) is int, "a word and its bytes",
+               "return two things: one of WORDS, and a whole number of bytes")
+    for pair, message in said[len(cases):]:
+        expect(pair is None, "a refusal", "no word fits, and none may be returned: raise a ValueError")
         expect(message.strip() and "\n" not in message, "a refusal", "say in one line what does not fit")
-    return [word for word, _ in said[:len(cases)]]
+    return [tuple(pair) for pair, _ in said[:len(cases)]]
+
+OWN_BYTES = "bytes of the word", "a good word, and other bytes between nodes than it sends; which passages does a step have, and what has to cross?"
 
 # %% check="cheapest_word-across" points=1
 # The word fits, and no other that fits sends less between nodes.
 of_the_text = 1_600_000_000, 64, 8
-words = choose([(*of_the_text, limit, 8) for limit in (2 * 10**9, 10**9, 4 * 10**8)], [(*of_the_text, 2 * 10**8, 8)])
+pairs = choose([(*of_the_text, limit, 8) for limit in (2 * 10**9, 10**9, 4 * 10**8)], [(*of_the_text, 2 * 10**8, 8)])
+words = [word for word, _ in pairs]
 expect(words[0] not in WORDS[:7] and words[1] not in WORDS[:8], "fits", "which bytes does a rank hold of each state?")
 expect(words == ["IIG", "IGG", "GGG"], "bytes between nodes", "the example of the text, limits 2, 1 and 0.4 GB; how often does each passage happen?")
+expect_equal([sent for _, sent in pairs], [700_000_000, 3_150_000_000, 8_400_000_000], *OWN_BYTES)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 from minitrain.data_parallel import choices
@@ -454,21 +462,22 @@ for per_node, nodes in ((2, 2), *drawn, (6, 1)):
     held = {word: sum(choices.memory_bytes(choices.paro(word, cluster), numel).values()) for word in WORDS}
     limits = sorted({int(size) + more for size in held.values() for more in (0, draw.integer(1, 9))})
     cases = [(numel, cluster.ranks, per_node, limit, m) for m in (1, draw.integer(2, 4), draw.integer(8, 32)) for limit in limits]
-    for word, (*_, limit, m) in zip(choose(cases, [(numel, cluster.ranks, per_node, limits[0] - 1, 1)]), cases):
+    for (word, sent), (*_, limit, m) in zip(choose(cases, [(numel, cluster.ranks, per_node, limits[0] - 1, 1)]), cases):
         expect(held[word] <= limit, "fits", "a word was chosen whose states do not fit; which bytes does a rank hold of each state?")
         across = {word: choices.traffic(choices.paro(word, cluster), numel, cluster, m).inter_bytes for word in WORDS}
         expect(across[word] == min(across[other] for other in WORDS if held[other] <= limit), "bytes between nodes",
                "another word that fits sends less between nodes; which passages are needed in every microbatch, and what stays inside the node?")
+        expect(sent == across[word], *OWN_BYTES)
 ### END HIDDEN TESTS
 
 # %% check="cheapest_word-ties" points=1
 # Of words that send the same between nodes: the fewest bytes in all, then the smallest, then the first.
 of_the_text = 1_600_000_000, 64, 8
-words = choose([(*of_the_text, limit, 8) for limit in (7 * 10**9, 4 * 10**9)])
+words = [word for word, _ in choose([(*of_the_text, limit, 8) for limit in (7 * 10**9, 4 * 10**9)])]
 expect(words[0][:2] == "NN" and words[1][0] == "N", "bytes in all",
        "the example of the text, limits 7 and 4 GB: several words send the same between nodes")
-words = choose([(*of_the_text, 10**11, 1)])
-expect(words[0] not in ("NNN", "NNI", "NII"), "ties",
+[(word, sent)] = choose([(*of_the_text, 10**11, 1)])
+expect(word not in ("NNN", "NNI", "NII"), "ties",
        "the example of the text, all words fit: of those that send the same, choose the one that holds the least")
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
@@ -479,7 +488,7 @@ for per_node, nodes in ((3, 2), (6, 2), (7, 3), *drawn, (6, 1)):
     held = {word: sum(choices.memory_bytes(choices.paro(word, cluster), numel).values()) for word in WORDS}
     limits = sorted({int(size) + more for size in held.values() for more in (0, draw.integer(1, 9))})
     cases = [(numel, cluster.ranks, per_node, limit, m) for m in (1, draw.integer(2, 4), draw.integer(8, 32)) for limit in limits]
-    for word, (*_, limit, m) in zip(choose(cases), cases):
+    for (word, _), (*_, limit, m) in zip(choose(cases), cases):
         sent = {word: choices.traffic(choices.paro(word, cluster), numel, cluster, m) for word in WORDS if held[word] <= limit}
         expect(word in sent, "fits", "a word was chosen whose states do not fit")
         best = min(sent, key=lambda word: (sent[word].inter_bytes, sent[word].total_bytes, held[word], WORDS.index(word)))

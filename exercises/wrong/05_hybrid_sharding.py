@@ -100,7 +100,7 @@ def hierarchical_all_gather(shard, intra, inter):
     pieces = collectives.all_gather(collectives.all_gather(shard, inter), intra).view(inter.size(), intra.size(), *shard.shape)
     return pieces.transpose(0, 1).reshape(-1, *shard.shape[1:])
 
-# %% wrong="hierarchical_all_gather" fails="bytes between nodes" why="inside first, which needs no reordering: every rank brings the whole node across"
+# %% wrong="hierarchical_all_gather" fails="bytes between nodes" why="inside first: no reordering, but every rank brings the whole node across"
 def hierarchical_all_gather(shard, intra, inter):
     return collectives.all_gather(collectives.all_gather(shard, intra), inter)
 
@@ -254,7 +254,7 @@ def dequantize_blocks(codes, scales, bits, block, numel):
 def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
     if 16 * parameters // ranks > limit_bytes:
         raise ValueError("no word fits")
-    return "GGG"
+    return "GGG", 3 * microbatches * 2 * (parameters // per_node - parameters // ranks)
 
 # %% wrong="cheapest_word" fails="bytes between nodes" why="one microbatch, whatever their number"
 def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
@@ -262,34 +262,37 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
         p, g, o = ({"N": 1, "I": per_node, "G": ranks}[letter] for letter in word)
         across = total = 0
         for times, f, h in ((2, 1, p), (1, 1, g), (1, g, o), (2, o, ranks), (1, p, o)):
-            across += times * (parameters // max(f, min(h, per_node)) - parameters // h)
-            total += times * (parameters // f - parameters // h)
+            across += times * 2 * (parameters // max(f, min(h, per_node)) - parameters // h)
+            total += times * 2 * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
     fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
-    return min(fitting, key=price)
+    word = min(fitting, key=price)
+    return word, price(word)[0]
 
 # %% wrong="cheapest_word" fails="bytes between nodes" why="the fewest bytes in all, wherever they go"
 def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
     def price(word):
         p, g, o = ({"N": 1, "I": per_node, "G": ranks}[letter] for letter in word)
-        total = 0
+        across = total = 0
         for times, f, h in ((2 * microbatches, 1, p), (microbatches, 1, g), (1, g, o), (2, o, ranks), (1, p, o)):
-            total += times * (parameters // f - parameters // h)
-        return total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
+            across += times * 2 * (parameters // max(f, min(h, per_node)) - parameters // h)
+            total += times * 2 * (parameters // f - parameters // h)
+        return total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o, across
 
     fitting = [word for word in WORDS if price(word)[1] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
-    return min(fitting, key=price)
+    word = min(fitting, key=price)
+    return word, price(word)[2]
 
 # %% wrong="cheapest_word" fails="bytes between nodes" why="only DDP and the stages of ZeRO, nothing is cut inside the node"
 def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
-    for word in ("NNG", "NGG", "GGG"):
+    for word, times in (("NNG", 2), ("NGG", microbatches + 1), ("GGG", 3 * microbatches)):
         if sum(each * parameters // (ranks if letter == "G" else 1) for each, letter in zip((2, 2, 12), word)) <= limit_bytes:
-            return word
+            return word, times * 2 * (parameters // per_node - parameters // ranks)
     raise ValueError("no word fits")
 
 # %% wrong="cheapest_word" fails="fits" why="the fp32 copy of the parameters is forgotten: 8 bytes of optimizer state"
@@ -298,14 +301,15 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
         p, g, o = ({"N": 1, "I": per_node, "G": ranks}[letter] for letter in word)
         across = total = 0
         for times, f, h in ((2 * microbatches, 1, p), (microbatches, 1, g), (1, g, o), (2, o, ranks), (1, p, o)):
-            across += times * (parameters // max(f, min(h, per_node)) - parameters // h)
-            total += times * (parameters // f - parameters // h)
+            across += times * 2 * (parameters // max(f, min(h, per_node)) - parameters // h)
+            total += times * 2 * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 8 * parameters // o
 
     fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
-    return min(fitting, key=price)
+    word = min(fitting, key=price)
+    return word, price(word)[0]
 
 # %% wrong="cheapest_word" fails="fits" why="states that fill the limit to the last byte are refused"
 def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
@@ -313,14 +317,15 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
         p, g, o = ({"N": 1, "I": per_node, "G": ranks}[letter] for letter in word)
         across = total = 0
         for times, f, h in ((2 * microbatches, 1, p), (microbatches, 1, g), (1, g, o), (2, o, ranks), (1, p, o)):
-            across += times * (parameters // max(f, min(h, per_node)) - parameters // h)
-            total += times * (parameters // f - parameters // h)
+            across += times * 2 * (parameters // max(f, min(h, per_node)) - parameters // h)
+            total += times * 2 * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
     fitting = [word for word in WORDS if price(word)[2] < limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
-    return min(fitting, key=price)
+    word = min(fitting, key=price)
+    return word, price(word)[0]
 
 # %% wrong="cheapest_word" fails="a refusal" why="nothing fits, and GGG is the answer"
 def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
@@ -328,11 +333,12 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
         p, g, o = ({"N": 1, "I": per_node, "G": ranks}[letter] for letter in word)
         across = total = 0
         for times, f, h in ((2 * microbatches, 1, p), (microbatches, 1, g), (1, g, o), (2, o, ranks), (1, p, o)):
-            across += times * (parameters // max(f, min(h, per_node)) - parameters // h)
-            total += times * (parameters // f - parameters // h)
+            across += times * 2 * (parameters // max(f, min(h, per_node)) - parameters // h)
+            total += times * 2 * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
-    return min((word for word in WORDS if price(word)[2] <= limit_bytes), key=price, default="GGG")
+    word = min((word for word in WORDS if price(word)[2] <= limit_bytes), key=price, default="GGG")
+    return word, price(word)[0]
 
 # %% wrong="cheapest_word" fails="bytes in all" why="of words that send the same between nodes the smallest, whatever it sends inside"
 def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
@@ -340,13 +346,14 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
         p, g, o = ({"N": 1, "I": per_node, "G": ranks}[letter] for letter in word)
         across = 0
         for times, f, h in ((2 * microbatches, 1, p), (microbatches, 1, g), (1, g, o), (2, o, ranks), (1, p, o)):
-            across += times * (parameters // max(f, min(h, per_node)) - parameters // h)
+            across += times * 2 * (parameters // max(f, min(h, per_node)) - parameters // h)
         return across, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
     fitting = [word for word in WORDS if price(word)[1] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
-    return min(fitting, key=price)
+    word = min(fitting, key=price)
+    return word, price(word)[0]
 
 # %% wrong="cheapest_word" fails="ties" why="of words that send the same the first: DDP, where ZeRO-1 sends as much and holds less"
 def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
@@ -354,15 +361,16 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
         p, g, o = ({"N": 1, "I": per_node, "G": ranks}[letter] for letter in word)
         across = total = 0
         for times, f, h in ((2 * microbatches, 1, p), (microbatches, 1, g), (1, g, o), (2, o, ranks), (1, p, o)):
-            across += times * (parameters // max(f, min(h, per_node)) - parameters // h)
-            total += times * (parameters // f - parameters // h)
+            across += times * 2 * (parameters // max(f, min(h, per_node)) - parameters // h)
+            total += times * 2 * (parameters // f - parameters // h)
         return across, total
 
     fitting = [word for word in WORDS if sum(
         each * parameters // {"N": 1, "I": per_node, "G": ranks}[letter] for each, letter in zip((2, 2, 12), word)) <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
-    return min(fitting, key=price)
+    word = min(fitting, key=price)
+    return word, price(word)[0]
 
 # %% wrong="cheapest_word" fails="ties" why="fractions of 1 in floating point: what is equal differs in the last bit"
 def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
@@ -377,4 +385,53 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
     fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
-    return min(fitting, key=price)
+    word = min(fitting, key=price)
+    return word, round(price(word)[0] * 2 * parameters)
+
+# %% wrong="cheapest_word" fails="bytes of the word" why="updated parameters are never gathered: the order of the words is right, their bytes are not"
+def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
+    def price(word):
+        p, g, o = ({"N": 1, "I": per_node, "G": ranks}[letter] for letter in word)
+        across = total = 0
+        for times, f, h in ((2 * microbatches, 1, p), (microbatches, 1, g), (1, g, o), (2, o, ranks)):
+            across += times * 2 * (parameters // max(f, min(h, per_node)) - parameters // h)
+            total += times * 2 * (parameters // f - parameters // h)
+        return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
+
+    fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
+    if not fitting:
+        raise ValueError("no word fits")
+    word = min(fitting, key=price)
+    return word, price(word)[0]
+
+# %% wrong="cheapest_word" fails="bytes of the word" why="elements are counted instead of bytes"
+def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
+    def price(word):
+        p, g, o = ({"N": 1, "I": per_node, "G": ranks}[letter] for letter in word)
+        across = total = 0
+        for times, f, h in ((2 * microbatches, 1, p), (microbatches, 1, g), (1, g, o), (2, o, ranks), (1, p, o)):
+            across += times * (parameters // max(f, min(h, per_node)) - parameters // h)
+            total += times * (parameters // f - parameters // h)
+        return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
+
+    fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
+    if not fitting:
+        raise ValueError("no word fits")
+    word = min(fitting, key=price)
+    return word, price(word)[0]
+
+# %% wrong="cheapest_word" fails="bytes of the word" why="nothing is reduced inside the node first: all that goes to W pieces crosses nodes"
+def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
+    def price(word):
+        p, g, o = ({"N": 1, "I": per_node, "G": ranks}[letter] for letter in word)
+        across = total = 0
+        for times, f, h in ((2 * microbatches, 1, p), (microbatches, 1, g), (1, g, o), (2, o, ranks), (1, p, o)):
+            across += times * 2 * (parameters // (h if h < ranks else f) - parameters // h)
+            total += times * 2 * (parameters // f - parameters // h)
+        return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
+
+    fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
+    if not fitting:
+        raise ValueError("no word fits")
+    word = min(fitting, key=price)
+    return word, price(word)[0]
