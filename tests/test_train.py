@@ -270,7 +270,9 @@ def test_a_file_is_replaced_in_one_piece_or_not_at_all(tmp_path):
 
 
 def command(*arguments, **settings):
+    """Listens to interrupts even if these tests run in the background of a shell, which has them ignored."""
     return subprocess.Popen([sys.executable, "-m", "minitrain.train", *map(str, arguments)], text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings)
 
 
