@@ -42,6 +42,7 @@ class Call:
     dim: int = 0
     source: int | None = None  # of a broadcast
     uneven: bool = False  # all_to_all with sizes: members' shapes differ along dim
+    reduction: str = "sum"  # of an all_reduce, or "max"
     sent_bytes: int = 0  # grows while buffers are handed to the network: final once the call is done
     planned: bool = False  # True: the backend moves the data itself, so the plan's volume is charged
     order: int = -1  # position among all calls of this process
@@ -75,6 +76,7 @@ def describe(call: Call) -> str:
     """What all members must agree on, in words: "all_gather(float32[4, 8], dim=1)"."""
     shape = tuple("*" if call.uneven and i == call.dim else size for i, size in enumerate(call.shape))
     extra = f", dim={call.dim}" * bool(call.dim) + (f", source={call.source}" if call.source is not None else "")
+    extra += f", op={call.reduction}" * (call.reduction != "sum")
     return f"{call.op}({signature(shape, call.dtype)}{extra})"
 
 

@@ -3,8 +3,9 @@
 gloo does not look: it adds float32 to the bits of int32, sums two tensors of one shape in swapped order, and aborts the
 process when sizes differ. A header of 256 bytes carries what is called, where, and under which `name`:
 
-    collective  The description (operation, dtype, shape, dim, source) must be the same on all members, and so must the
-                call site: SPMD code is one program, and two tensors summed in swapped order differ in nothing else.
+    collective  The description (operation, dtype, shape, dim, source, sum or max) must be the same on all members, and
+                so must the call site: SPMD code is one program, and two tensors summed in swapped order differ in
+                nothing else.
                 Where branches meet on purpose (`if rank == 0: broadcast(..) else: broadcast(..)`), or where one line
                 issues many tensors (a loop over buckets), pass `name=`: then names must agree, and sites may differ.
     all_to_all  With uneven sizes, what each rank sends must be what its receiver expects.

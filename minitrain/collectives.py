@@ -3,7 +3,7 @@
 `group` is always an argument, `world()` for everyone; a `source` or `to` is a rank in the group. With n ranks and S the
 bytes of the full tensor a rank sends
 
-    all_reduce      [..]           -> [..] the sum                        2(n-1)/n S
+    all_reduce      [..]           -> [..] the sum, or the maximum        2(n-1)/n S
     all_gather      [.., d, ..]    -> [.., n·d, ..] in rank order          (n-1)/n S
     reduce_scatter  [.., n·d, ..]  -> [.., d, ..] of the sum               (n-1)/n S
     all_to_all      [.., n·d, ..]  -> [.., n·d, ..] piece j to rank j      (n-1)/n S
@@ -23,9 +23,10 @@ pairs further down only: each is a linear map whose backward is its adjoint.
 
 In checked mode the members of a group first compare what they are about to call: checked.py has the rule.
 Raises ValueError, before any rank waits for another, for a group without this rank, ranks outside the group, sizes that
-do not divide or add up, dtypes that cannot be added, tensors where the backend cannot reach them; CollectiveMismatch in
-checked mode. copy_to and reduce_from are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3),
-gather_to and reduce_scatter_to the pair for the sequence of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2.2).
+do not divide or add up, dtypes that cannot be added or compared, another reduction than "sum" and "max", tensors where
+the backend cannot reach them; CollectiveMismatch in checked mode.
+copy_to and reduce_from are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3), gather_to and
+reduce_scatter_to the pair for the sequence of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2.2).
 Differs: any group, any dim.
 """
 
@@ -45,7 +46,9 @@ from minitrain.checked import CollectiveMismatch, set_checked  # noqa: F401  lin
 from minitrain.messages import exchange, receive, rotate, send  # noqa: F401
 from minitrain.transport import Job
 
-CANNOT_BE_ADDED = {torch.bool} | {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
+FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
+REFUSED = {"sum": (FLOAT8 | {torch.bool}, "added; convert first, x.int() or x.float()"),
+           "max": (FLOAT8 | {torch.complex64, torch.complex128}, "compared; convert first, x.float() or x.abs()")}
 
 
 def world() -> dist.ProcessGroup:
@@ -60,14 +63,19 @@ def axis_of(group: dist.ProcessGroup) -> str:
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup, *, out: Tensor | None = None, name: str | None = None,
-               async_op: bool = False) -> Tensor | Handle:
-    """The sum over the group. `out=x` adds in place."""
+def all_reduce(x: Tensor, group: dist.ProcessGroup, *, op: str = "sum", out: Tensor | None = None,
+               name: str | None = None, async_op: bool = False) -> Tensor | Handle:
+    """The sum over the group, or with `op="max"` the maximum of each element. `out=x` works in place.
+
+    Both cost the same bytes. A NaN of any rank is the maximum, as for torch.maximum (over NCCL, what NCCL makes of it).
+    """
     ch = open_channel(group, "all_reduce", x)
-    _check_can_add("all_reduce", x)
+    _check_can_reduce("all_reduce", op, x)
     out = _result("all_reduce", x, x.shape, out)
     src = contiguous(x).view(-1)
-    job = Job(new_call(ch, "all_reduce", x, name), src, src if out is x else out.detach().view(-1))
+    call = new_call(ch, "all_reduce", x, name)
+    call.reduction = op
+    job = Job(call, src, src if out is x else out.detach().view(-1))
     return _perform(ch, group, job, lambda: out, async_op)
 
 
@@ -84,7 +92,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int = 0, *, out: Te
                    name: str | None = None, async_op: bool = False) -> Tensor | Handle:
     """This rank's piece [.., d, ..] along `dim` of the sum of everyone's x [.., n·d, ..]."""
     ch = open_channel(group, "reduce_scatter", x)
-    _check_can_add("reduce_scatter", x)
+    _check_can_reduce("reduce_scatter", "sum", x)
     dim = _checked_dim("reduce_scatter", x, dim, divisor=ch)
     call = new_call(ch, "reduce_scatter", x, name, dim)
     return _along(ch, group, call, x, dim, x.shape[dim] // ch.size, out, async_op)
@@ -159,8 +167,8 @@ def _perform(ch: Channel, group: dist.ProcessGroup, job: Job, finish: Callable, 
         own = transport.chunk_size(job.src.numel(), ch.size, ch.rank)
         scratch = ch.lane(job.call).scratch if async_op else new_scratch
         job.received = scratch(job.src, (ch.size - 1) * own, job.src.dtype)
-        if job.src.dtype in (torch.bfloat16, torch.float16):  # a sum has more digits than its terms
-            job.wide = scratch(job.src, own, torch.float32)
+        if job.src.dtype in (torch.bfloat16, torch.float16) and job.call.reduction == "sum":
+            job.wide = scratch(job.src, own, torch.float32)  # a sum has more digits than its terms
     if ch.backend != "gloo":
         job.call.sent_bytes, job.call.planned = transport.planned_bytes(ch, job), True
     call_log.issued(job.call)
@@ -255,9 +263,12 @@ def _result(op: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None) -> T
     return out
 
 
-def _check_can_add(op: str, x: Tensor) -> None:
-    if x.dtype in CANNOT_BE_ADDED:
-        raise ValueError(f"{op}: {x.dtype} cannot be added; convert first, x.int() or x.float()")
+def _check_can_reduce(what: str, op: str, x: Tensor) -> None:
+    if op not in tuple(REFUSED):
+        raise ValueError(f"{what}: op={op!r}; it is 'sum' or 'max' (the mean is the sum / group.size())")
+    dtypes, reason = REFUSED[op]
+    if x.dtype in dtypes:
+        raise ValueError(f"{what}: {x.dtype} cannot be {reason}")
 
 
 def _checked_dim(op: str, x: Tensor, dim: int, divisor: Channel | None = None) -> int:

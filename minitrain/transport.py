@@ -42,7 +42,7 @@ class Job:
     src: Tensor
     dst: Tensor
     received: Tensor | None = None  # room for the n-1 chunks to add, or more
-    wide: Tensor | None = None  # room for a float32 chunk, or more, to add bf16 and fp16 in
+    wide: Tensor | None = None  # room for a float32 chunk, or more, to add bf16 and fp16 in (a maximum rounds nothing)
     send_sizes: list[int] | None = None  # elements for each rank; None: the plan's chunks
     receive_sizes: list[int] | None = None
     source: int = 0  # of a broadcast
@@ -136,7 +136,8 @@ def reduce_scatter(ch: Channel, job: Job, tag: int) -> None:
 
 
 def reduce_pieces(ch: Channel, job: Job, outgoing: list[Tensor], dst: Tensor, tag: int) -> None:
-    """dst = the sum, over the ranks in order, of the pieces meant for this one."""
+    """dst = the sum (or the maximum), over the ranks in order, of the pieces meant for this one."""
+    combine = torch.maximum if job.call.reduction == "max" else torch.add
     own = dst.numel()
     terms = [job.received[i * own:(i + 1) * own] for i in range(ch.size - 1)]
     terms.insert(ch.rank, outgoing[ch.rank])
@@ -151,8 +152,8 @@ def reduce_pieces(ch: Channel, job: Job, outgoing: list[Tensor], dst: Tensor, ta
     else:  # dst may be the memory of the own term: nothing is read after it has been written
         partial, spare = terms[0], job.received[:own]  # the lowest received chunk is the first to be read
         for term in terms[1:-1]:
-            partial = torch.add(partial, term, out=spare)
-        torch.add(partial, terms[-1], out=dst)
+            partial = combine(partial, term, out=spare)
+        combine(partial, terms[-1], out=dst)
 
 
 def all_gather(ch: Channel, job: Job, tag: int) -> None:
@@ -248,7 +249,8 @@ def start_on_nccl(ch: Channel, group: dist.ProcessGroup, job: Job):
     if op == "all_reduce":
         if dst.data_ptr() != src.data_ptr():
             dst.copy_(src)
-        return dist.all_reduce(dst, group=group, async_op=True)
+        reduction = dist.ReduceOp.MAX if job.call.reduction == "max" else dist.ReduceOp.SUM
+        return dist.all_reduce(dst, reduction, group=group, async_op=True)
     if op == "all_gather":
         return renamed("all_gather_single", "all_gather_into_tensor")(dst, src, group=group, async_op=True)
     if op == "reduce_scatter":

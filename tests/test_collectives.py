@@ -233,6 +233,52 @@ def test_low_precision_is_added_in_float32_and_rounded_once(dtype):
     assert not torch.equal(narrow, wide.to(dtype))      # control: rounding at every step is something else
 
 
+# ---- the maximum -----------------------------------------------------------------------------------------------------
+
+MAX_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+
+def ascending(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of both signs, of which every rank has some that are the largest; in a float one rank has a NaN."""
+    x = torch.randn(1001, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 100
+    if dtype.is_floating_point:
+        x[3], x[500 + rank], x[9] = -math.inf, math.nan, math.inf if rank == 1 else 0
+    return x > 150 if dtype == torch.bool else x.to(dtype)
+
+
+def maxima():
+    group, results = dist.group.WORLD, []
+    for dtype in MAX_DTYPES:
+        x = ascending(group.rank(), dtype).to(launch.device())
+        blocking = collectives.all_reduce(x, group, op="max")
+        sent = collectives.last_calls()[-1].sent_bytes
+        again = collectives.all_reduce(x, group, op="max", async_op=True).wait()
+        in_place = x.clone()
+        assert collectives.all_reduce(in_place, group, op="max", out=in_place) is in_place
+        assert torch.equal(x.cpu().nan_to_num(), ascending(group.rank(), dtype).nan_to_num()), "an input was written to"
+        results.append([value.cpu() for value in (blocking, again, in_place)] + [sent])
+    scalar = collectives.all_reduce(torch.tensor(-1. - group.rank(), device=launch.device()), group, op="max")
+    return results, scalar.item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_maximum_of_each_element(ranks):
+    everyone = per_rank(maxima, ranks)
+    for i, dtype in enumerate(MAX_DTYPES):
+        expected = ascending(0, dtype)
+        for rank in range(1, ranks):
+            expected = torch.maximum(expected, ascending(rank, dtype))
+        for results, scalar in everyone:
+            for value in results[i][:-1]:
+                if dtype.is_floating_point and torch.cuda.is_available():
+                    value[500:500 + ranks] = math.nan       # NCCL has rules of its own for a NaN
+                torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
+            assert scalar == -1
+        sent, size = [results[i][-1] for results, _ in everyone], 1001 * dtype.itemsize
+        assert sum(sent) == 2 * (ranks - 1) * size and max(sent) - min(sent) <= 2 * dtype.itemsize
+        assert not dtype.is_floating_point or expected.isnan().sum() == ranks       # control: NaNs do propagate
+
+
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 def volumes(elements):

@@ -22,6 +22,12 @@ REFUSED = {
     "sum of bool": (lambda g: collectives.all_reduce(EYE.bool(), g), "torch.bool cannot be added; convert first"),
     "sum of fp8": (lambda g: collectives.reduce_scatter(EYE[:2].to(torch.float8_e4m3fn), g),
                    "float8_e4m3fn cannot be added"),
+    "mean": (lambda g: collectives.all_reduce(EYE, g, op="mean"),
+             "all_reduce: op='mean'; it is 'sum' or 'max' (the mean is the sum / group.size())"),
+    "torch's op": (lambda g: collectives.all_reduce(EYE, g, op=dist.ReduceOp.MAX), "it is 'sum' or 'max'"),
+    "max of complex": (lambda g: collectives.all_reduce(EYE.cfloat(), g, op="max"),
+                       "torch.complex64 cannot be compared; convert first"),
+    "max of fp8": (lambda g: collectives.all_reduce(EYE.to(torch.float8_e5m2), g, op="max"), "cannot be compared"),
     "out": (lambda g: collectives.all_reduce(EYE, g, out=torch.empty(9)),
             "out is float32[9] on cpu; it must be float32[3, 3] on cpu, contiguous"),
     "out transposed": (lambda g: collectives.all_reduce(EYE, g, out=EYE.T),
@@ -139,6 +145,10 @@ def other_source(rank, group):
     return collectives.broadcast(torch.ones(4), 1 if rank == 0 else 0, group)
 
 
+def other_reduction(rank, group):
+    return collectives.all_reduce(torch.ones(4), group, op="max" if rank == 2 else "sum")
+
+
 def in_the_background(rank, group):
     return collectives.all_reduce(torch.ones(rank + 1), group, async_op=True).wait()
 
@@ -166,6 +176,8 @@ WRONG = {
                "ranks 1, 3 call all_gather(float32[4, 4], dim=1) at {1}",
     other_source: "collective #0: rank 0 calls broadcast(float32[4], source=1) at {1}, "
                   "others broadcast(float32[4], source=0) at {1}",
+    other_reduction: "collective #0: rank 2 calls all_reduce(float32[4], op=max) at {1}, "
+                     "others all_reduce(float32[4]) at {1}",
     in_the_background: "collective #0: " + ", ".join(f"rank {rank} calls all_reduce(float32[{rank + 1}]) at {{1}}"
                                                      for rank in range(4)),
     other_name: "collective #0: rank 1 calls all_reduce(float32[4]) named 'bucket 1' at {2}, "

@@ -56,6 +56,7 @@ def every_kind_of_call():
             collectives.all_to_all(torch.ones(sum(sizes), 2), group, send_sizes=sizes, receive_sizes=[me + 1] * n)
             out = torch.ones(9)
             collectives.all_reduce(out, group, out=out)
+            collectives.all_reduce(x, group, op="max", async_op=True).wait()
             collectives.barrier(group)
         if rank % 2 == 0:
             collectives.send(x, rank + 1, dist.group.WORLD)
