@@ -6,6 +6,7 @@
 No layer stores how many heads it has: it counts them in the width it finds (`unflatten(-1, (-1, head_dim))`), so that a
 layer whose weights were cut to H/tp heads is still the same layer. The *core* of the attention is an argument,
 `core(q, k, v)` with q `[B, H, T, K]` and k, v `[B, H_kv, T, K]`; it is causal in the order of the tokens it is given.
+So is the way one input meets several matrices, `project(x, linears)`: who cuts these matrices over ranks brings x there.
 `positions` `[T]` or `[B, T]` are data and come along with the tokens: a rank that holds the second half of a sequence
 is given T/2, T/2 + 1, … and needs to know nothing else.
 
@@ -88,6 +89,11 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> t
     return g.sub_(normed.mul_(mean)).mul_(scale).to(x.dtype), dweight
 
 
+def project(x: Tensor, linears: tuple[nn.Module, ...]) -> tuple[Tensor, ...]:
+    """One input, several matrices: Q, K and V, or up and gate."""
+    return tuple(linear(x) for linear in linears)
+
+
 def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
     """RoPE: turns the pair (x_i, x_{i+R/2}) of a head by the angle position · theta^(-2i/R).
 
@@ -134,6 +140,8 @@ def future(length: int, like: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Multi-head attention whose keys and values may be shared by groups of heads (GQA; one group: MQA)."""
 
+    project = staticmethod(project)
+
     def __init__(self, config: GPTConfig, core: Callable = causal_attention, **place):
         super().__init__()
         self.config, self.core = config, core
@@ -146,8 +154,8 @@ class Attention(nn.Module):
             self.register_buffer("slopes", torch.tensor(alibi_slopes(config.num_heads), **place), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        q, k, v = (linear(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-                   for linear in (self.q, self.k, self.v))                                       # [B, H, T, K]
+        q, k, v = (y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+                   for y in self.project(x, (self.q, self.k, self.v)))                           # [B, H, T, K]
         if self.config.positions == "rope":
             q, k = self._rotated(q, positions), self._rotated(k, positions)
         out = self.core(q, k, v, **self._extras(positions))
@@ -236,6 +244,8 @@ class LatentAttention(nn.Module):
 class MLP(nn.Module):
     """Two matrices of width F = 4·D, or with a gate three of width 8/3·D: 8·D² parameters either way."""
 
+    project = staticmethod(project)
+
     def __init__(self, config: GPTConfig, **place):
         super().__init__()
         self.activation = config.activation
@@ -245,15 +255,16 @@ class MLP(nn.Module):
         self.down = Linear(config.d_ff, config.d_model, bias=config.bias, **place)
 
     def forward(self, x: Tensor) -> Tensor:
+        up, *gate = self.project(x, (self.up, self.gate) if self.activation in GATED else (self.up,))
         match self.activation:
             case "gelu":
-                hidden = F.gelu(self.up(x))
+                hidden = F.gelu(up)
             case "fastgelu":
-                hidden = fast_gelu(self.up(x))
+                hidden = fast_gelu(up)
             case "swiglu":
-                hidden = F.silu(self.gate(x)) * self.up(x)
+                hidden = F.silu(*gate) * up
             case "geglu":
-                hidden = F.gelu(self.gate(x)) * self.up(x)
+                hidden = F.gelu(*gate) * up
         return self.down(hidden)
 
 

@@ -34,8 +34,21 @@ __all__ = ["GPT", "Block", "Embedding", "GPTConfig", "Head", "cross_entropy_sum"
 MASKED = -100       # a target that does not count
 
 
+def lookup(table: Tensor, ids: Tensor, what: str, limit: str) -> Tensor:
+    """Rows `ids` of the table. Where torch notices a wrong id (on a CPU) the error names it; to look first would cost
+    an operator everywhere and a synchronisation on a GPU."""
+    try:
+        return F.embedding(ids, table)
+    except IndexError:
+        place = ((ids < 0) | (ids >= table.size(0))).nonzero()[0].tolist()
+        raise ValueError(f"{what} {ids[tuple(place)].item()} at {place}; {limit} is {table.size(0)} "
+                         f"(0..{table.size(0) - 1})") from None
+
+
 class Embedding(nn.Module):
     """Layer 0: rows of the token table, plus learned positions, plus a norm where the model has them."""
+
+    token_rows = position_rows = staticmethod(lookup)       # who cuts the tables over ranks brings their own
 
     def __init__(self, config: GPTConfig, name: str, **place):
         super().__init__()
@@ -52,21 +65,10 @@ class Embedding(nn.Module):
         if tokens.size(1) > self.config.max_positions:
             raise ValueError(f"sequence {tokens.size(1)} > max_positions {self.config.max_positions}; "
                              "cut the sequence or raise max_positions")
-        x = lookup(self.tokens, tokens, "token", "vocab_size")
+        x = self.token_rows(self.tokens, tokens, "token", "vocab_size")
         if self.config.positions == "learned":
-            x = x + lookup(self.positions, positions, "position", "max_positions")
+            x = x + self.position_rows(self.positions, positions, "position", "max_positions")
         return self.dropout(self.norm(x))
-
-
-def lookup(table: Tensor, ids: Tensor, what: str, limit: str) -> Tensor:
-    """Rows `ids` of the table. Where torch notices a wrong id (on a CPU) the error names it; to look first would cost
-    an operator everywhere and a synchronisation on a GPU."""
-    try:
-        return F.embedding(ids, table)
-    except IndexError:
-        place = ((ids < 0) | (ids >= table.size(0))).nonzero()[0].tolist()
-        raise ValueError(f"{what} {ids[tuple(place)].item()} at {place}; {limit} is {table.size(0)} "
-                         f"(0..{table.size(0) - 1})") from None
 
 
 class Block(nn.Module):

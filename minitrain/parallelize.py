@@ -1,45 +1,80 @@
 """Put the techniques together: the only module that knows the model, the mesh and the techniques. One function, one order.
 
-    model (a list of layers)  +  mesh (dp=8, ...)   ->   what a training step needs: model, reducer, optimizer, data group
+    model (a list of layers)  +  mesh (dp=4, tp=2)   ->   what a training step needs: model, loss, reducer, optimizer, data group
 
-Today's axes are `dp` and, for hybrid sharding, `inter` (nodes) and `intra` (places in a node). Each further axis cuts the
-model before the data axes look at its parameters: tp, then pp, then these.
+The axes are `dp`, or `inter` (nodes) and `intra` (places in a node) for hybrid sharding, and `tp`, innermost. Tensor parallelism
+cuts the model first; the data axes then look at the parameters that are left. The ranks of a `tp` group take the same batch.
 Sends nothing itself. Raises ValueError for an axis of more than one rank that no technique here takes, for an unknown way of
-sharding, and where sharding is asked for without the function that builds the optimizer over the shards.
+sharding, where sharding is asked for without the function that builds the optimizer over the shards, and for what cannot be
+cut: sizes that do not divide, latent attention, ZeRO under tensor parallelism.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minitrain import collectives
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.flat import MakeOptimizer, Shards
 from minitrain.data_parallel.hybrid import WORDS, Hybrid
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
+from minitrain.layers import Dropout, LatentAttention
 from minitrain.mesh import Mesh
+from minitrain.model import Block, Embedding, Head, cross_entropy_sum, lookup
+from minitrain.tensor_parallel import linear, sequence, vocabulary
+from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp
+from minitrain.tensor_parallel.random import RandomStates
+
+WAYS = {(False, False): (linear.column, linear.row), (True, False): (sequence.column, sequence.row)}  # (sequence_parallel, overlap)
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """What `train_step` runs: the model on this rank, the reducer of its gradients, the group whose ranks hold different data,
-    and the optimizer, if the function that builds it was given."""
+    """What `train_step` runs: the model on this rank, the reducer of its gradients, the group whose ranks hold different data, the
+    optimizer, if the function that builds it was given, and the loss of the logits that this rank computes."""
 
     model: nn.Module
-    reducer: GradReducer | Shards
+    reducer: GradReducer | Shards | Reducers
     data_group: ProcessGroup
     optimizer: torch.optim.Optimizer | Shards | None = None
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+
+
+class Reducers:
+    """Several reducers as one: parameters whose gradients are summed over different groups."""
+
+    def __init__(self, *reducers: GradReducer):
+        self.reducers = reducers
+
+    @property
+    def enabled(self) -> bool:
+        return self.reducers[0].enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        for reducer in self.reducers:
+            reducer.enabled = value
+
+    def finish(self) -> None:
+        for reducer in self.reducers:
+            reducer.finish()
 
 
 def parallelize(model: nn.Module, mesh: Mesh, *, bucket_bytes: int = 25_000_000, zero: int | str = 0,
-                make_optimizer: MakeOptimizer | None = None) -> Parallel:
-    """Attach data parallelism to `model` (any nn.Module, built equal on every rank).
+                make_optimizer: MakeOptimizer | None = None, sequence_parallel: bool = False, overlap: bool = False,
+                dropout_seed: int = 0) -> Parallel:
+    """Cut `model` over the mesh's `tp` axis, if it has one (it must be a GPT then), and attach data parallelism.
 
     `zero` is the stage, 1, 2 or 3, over the mesh's `dp` axis, or a word of hybrid.py, "III" say, over `inter` and `intra`.
+    `sequence_parallel` cuts the activations between the matrices too, `overlap` hides what is sent behind the products;
+    `dropout_seed` starts the streams of random numbers of the ranks of `tp`.
     """
     if zero not in (0, 1, 2, 3, *WORDS):
         raise ValueError(f"zero={zero!r}; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: {', '.join(WORDS)}")
@@ -47,10 +82,23 @@ def parallelize(model: nn.Module, mesh: Mesh, *, bucket_bytes: int = 25_000_000,
         raise ValueError(f"zero={zero!r} needs make_optimizer=lambda shards: AdamW(shards, lr=...): an optimizer over whole parameters "
                          "would hold what sharding is to save")
     axes = ("inter", "intra") if isinstance(zero, str) else ("dp",)
-    unknown = [axis for axis, size in mesh.shape.items() if axis not in axes and size > 1]
+    unknown = [axis for axis, size in mesh.shape.items() if axis not in (*axes, "tp") and size > 1]
     if unknown:
-        raise ValueError(f"no technique takes the axis {unknown[0]!r} of size {mesh.shape[unknown[0]]}; use {', '.join(axes)}")
+        raise ValueError(f"no technique takes the axis {unknown[0]!r} of size {mesh.shape[unknown[0]]}; use {', '.join(axes)}, tp")
+    if zero and mesh.shape.get("tp", 1) > 1:
+        raise ValueError(f"zero={zero!r} with tp={mesh.shape['tp']}: sharding of cut parameters is not built yet; use zero=0 with tp, "
+                         "or tp=1")
+    if (sequence_parallel or overlap) and "tp" not in mesh.shape:
+        raise ValueError(f"{'sequence_parallel' if sequence_parallel else 'overlap'}=True needs an axis tp; the mesh has {', '.join(mesh.shape)}")
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise ValueError(f"the mesh has no axis {axis}: give it one, of size 1 if need be, Mesh({axis}=1, "
+                             f"{', '.join(f'{name}={size}' for name, size in mesh.shape.items())})")
     group = mesh.group(*axes)
+    loss_fn: Callable = cross_entropy_sum
+    if "tp" in mesh.shape:
+        tp = mesh.group("tp")
+        loss_fn = cut_over_tp(model, tp, sequence_parallel, overlap, dropout_seed * group.size() + group.rank())
     if zero:
         if isinstance(zero, str):
             sharded = Hybrid(model, mesh.group("intra"), mesh.group("inter"), make_optimizer, zero)
@@ -58,6 +106,49 @@ def parallelize(model: nn.Module, mesh: Mesh, *, bucket_bytes: int = 25_000_000,
             sharded = Zero3(model, group, make_optimizer)
         else:
             sharded = (Zero1 if zero == 1 else Zero2)(model, group, make_optimizer, bucket_bytes)
-        return Parallel(model, sharded, group, sharded)
+        return Parallel(model, sharded, group, sharded, loss_fn)
     optimizer = make_optimizer([param for param in model.parameters() if param.requires_grad]) if make_optimizer else None
-    return Parallel(model, GradReducer(model.parameters(), group, bucket_bytes), group, optimizer)
+    if sequence_parallel:       # some parameters saw one slice of the sequence: theirs are summed over tp as well
+        sliced = params_of_slices(model)
+        reducer = Reducers(GradReducer((param for param in model.parameters() if param not in sliced), group, bucket_bytes),
+                           GradReducer((param for param in model.parameters() if param in sliced), mesh.group(*axes, "tp"), bucket_bytes))
+    else:
+        reducer = GradReducer(model.parameters(), group, bucket_bytes)
+    return Parallel(model, reducer, group, optimizer, loss_fn)
+
+
+def cut_over_tp(model: nn.Module, group: ProcessGroup, sequence_parallel: bool, overlap: bool, seed: int) -> Callable:
+    """Cut every layer of a GPT, or of a slice of one, in place; returns the loss of the logits that are left on this rank."""
+    column, row = WAYS[sequence_parallel, overlap]
+    states = RandomStates(seed, group, next(model.parameters()).device)
+    leave = sequence.scatter_time if sequence_parallel else collectives.reduce_from
+    layers = {type(layer): layer for layer in model.layers}
+    tied = Embedding in layers and Head in layers and layers[Head].out.weight is layers[Embedding].tokens
+    for layer in model.layers:
+        if isinstance(layer, Embedding):
+            layer.tokens = vocabulary.cut_table(layer.tokens, group)
+            layer.token_rows = partial(vocabulary.lookup, group=group, leave=leave)
+            if sequence_parallel:
+                layer.position_rows = lambda table, positions, *names: lookup(table, sequence.own_time(positions, group), *names)
+        elif isinstance(layer, Block):
+            if isinstance(layer.attention, LatentAttention):
+                raise ValueError("tensor parallelism does not cut latent attention (kv_latent); use multi-head or grouped-query attention")
+            cut_attention(layer.attention, model.config.head_dim, group, column, row)
+            cut_mlp(layer.mlp, group, column, row)
+            if model.config.dropout:
+                layer.attention.core = states.different(layer.attention.core)
+        elif isinstance(layer, Head):
+            vocabulary.check_size(layer.out.out_features, group)
+            layer.out = linear.ColumnLinear(layer.out, group, column)
+            if tied:
+                layer.out.weight = layers[Embedding].tokens
+        for module in layer.modules() if model.config.dropout else ():
+            if isinstance(module, Dropout):
+                module.forward = (states.different if sequence_parallel else states.same)(module.forward)
+    return partial(vocabulary.cross_entropy_sum, group=group)
+
+
+def params_of_slices(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that, with sequence parallelism, see only this rank's tokens: those that no rank has cut."""
+    shared = {param for module in model.modules() if isinstance(module, SharedHead) for param in module.parameters()}
+    return {param for param in model.parameters() if not hasattr(param, "shards")} - shared

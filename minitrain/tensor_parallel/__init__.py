@@ -1,0 +1,1 @@
+"""Tensor parallelism: the matrices of a layer cut over ranks, in one dimension and on grids."""

@@ -1,0 +1,101 @@
+"""The vocabulary cut over ranks: a table that looks up its own rows, and a loss that never sees all logits.
+
+    lookup           rows[B, T, D] = Σ_i table_i[V/t, D] at the ids that rank i owns, 0 elsewhere            one all-reduce
+    cross-entropy    loss = Σ log Σ_v exp(l_v - m) - (l_target - m),   l_i[B, T, V/t]                        3·B·T elements
+
+The last matrix of the model is column-parallel: rank i has the logits of its own V/t words. Gathering them would move B·T·V
+elements. The loss needs three numbers a token of the others: the largest logit m, the sum of the exponentials and the target's
+logit. Backward needs nobody: dl = softmax(l) - onehot(target), each rank its own columns.
+A tied table serves both ends: it is cut once, along the vocabulary, and both gradients are of the same rows.
+
+Sends, per rank, 2(t-1)/t · B·T·D elements in `lookup` and 2(t-1)/t · 3·B·T in the loss, both in forward only. Memory: logits and
+their softmax are [B, T, V/t]; the softmax is kept for backward in at least float32.
+Raises ValueError in one line for a vocabulary that does not divide and, where torch notices (on a CPU), on every rank alike for
+ids and targets outside the vocabulary.
+Shoeybi et al. 2019, arXiv:1909.08053, section 3 (end). Differs: the vocabulary is not padded; the message says to what size.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain import collectives
+from minitrain.sharding import shard
+
+MASKED = -100       # a target that does not count
+
+
+def cut_table(table: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
+    """[V, D] -> this rank's rows [V/t, D]."""
+    check_size(table.size(0), group)
+    return shard(table, 0, group)
+
+
+def check_size(vocabulary: int, group: ProcessGroup) -> None:
+    ranks = group.size()
+    if vocabulary % ranks:
+        raise ValueError(f"a vocabulary of {vocabulary} does not divide by the {ranks} ranks of {collectives.axis_of(group)}; pad it to "
+                         f"{-(-vocabulary // ranks) * ranks}, with rows that no token uses")
+
+
+def lookup(table: Tensor, ids: Tensor, what: str, limit: str, *, group: ProcessGroup, leave=collectives.reduce_from) -> Tensor:
+    """ids `[B, T]`, the same on all ranks -> rows `[B, T, D]`; `leave` sums what the ranks found."""
+    own, place = owned(ids, len(table), group, f"{what} %s; {limit} is %s")
+    rows = F.embedding(place, table)
+    return leave(rows.masked_fill(~own.unsqueeze(-1), 0.0), group)
+
+
+def owned(ids: Tensor, rows: int, group: ProcessGroup, complaint: str) -> tuple[Tensor, Tensor]:
+    """Which ids are this rank's, and their places in its rows (0 for the others).
+
+    The first is read from a table of the whole vocabulary, so that a wrong id is an error on every rank and not a silent zero.
+    """
+    first = group.rank() * rows
+    mine = ids.new_zeros(rows * group.size(), 1, dtype=torch.bool)
+    mine[first:first + rows] = True
+    try:
+        own = F.embedding(ids, mine).squeeze(-1)
+    except IndexError:
+        wrong = ids[(ids < 0) | (ids >= len(mine))][0].item()
+        raise ValueError(complaint % (wrong, len(mine)) + f" (0..{len(mine) - 1})") from None
+    return own, (ids - first).masked_fill(~own, 0)
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
+    """logits `[B, T, V/t]` of this rank's words, targets `[B, T]` of the whole vocabulary -> Σ -log p(target), on all ranks."""
+    return _CrossEntropy.apply(logits, targets, group)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
+        loss, *kept = cross_entropy_forward(logits, targets, group)
+        ctx.save_for_backward(*kept)
+        ctx.dtype = logits.dtype
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss: Tensor):
+        return (cross_entropy_backward(*ctx.saved_tensors) * dloss).to(ctx.dtype), None, None
+
+
+def cross_entropy_forward(logits: Tensor, targets: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+    """The loss, and for backward: softmax `[B, T, V/t]`, which targets are here, where, and which count `[B, T]`."""
+    counts = targets != MASKED
+    own, place = owned(targets.masked_fill(~counts, 0), logits.size(-1), group, "target %s; the vocabulary is %s")
+    largest = collectives.all_reduce(logits.amax(-1), group, op="max")
+    shifted = logits.to(torch.promote_types(logits.dtype, torch.float32)) - largest.unsqueeze(-1)
+    at_target = shifted.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0.0)
+    exponentials = shifted.exp_()
+    total, at_target = collectives.all_reduce(torch.stack((exponentials.sum(-1), at_target)), group)
+    loss = ((total.log() - at_target) * counts).sum()
+    return loss, exponentials.div_(total.unsqueeze(-1)), own, place, counts
+
+
+def cross_entropy_backward(softmax: Tensor, own: Tensor, place: Tensor, counts: Tensor) -> Tensor:
+    """dlogits `[B, T, V/t]` of the summed loss."""
+    dlogits = softmax * counts.unsqueeze(-1)
+    return dlogits.scatter_add_(-1, place.unsqueeze(-1), -(own & counts).unsqueeze(-1).to(dlogits.dtype))
