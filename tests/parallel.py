@@ -14,8 +14,10 @@ from torch import Tensor
 
 from minitrain import collectives, launch
 from minitrain.data import MASKED, random_tokens, rows_of
+from minitrain.mesh import Mesh
 from minitrain.model import GPT, GPTConfig, cross_entropy_sum
 from minitrain.optim import AdamW
+from minitrain.parallelize import parallelize
 from minitrain.sharding import full_tensor
 from minitrain.train import Batch, accumulate, train_step, valid_tokens
 
@@ -105,9 +107,21 @@ def train_sharded(problem: Problem, make_sharded: Callable) -> Outcome:
                    {name: zero.full_tensor(param) for name, param in model.named_parameters()})
 
 
-def run_steps(problem: Problem, model: GPT, group, optimizer, reducer) -> list[float]:
+def train_parallel(problem: Problem, shape: dict[str, int], **settings) -> Outcome:
+    """The same through `parallelize`, over a mesh of that shape, with what it says: model, loss, reducer, optimizer."""
+    mesh = Mesh(**shape)
+    torch.manual_seed(1000 + mesh.rank(*shape))
+    model = problem.model()
+    run = parallelize(model, mesh, bucket_bytes=3000, make_optimizer=lambda params: AdamW(params, lr=problem.lr), **settings)
+    losses = run_steps(problem, model, run.data_group, run.optimizer, run.reducer, run.loss_fn)
+    return Outcome(losses, {name: full_tensor(param.grad, getattr(param, "shards", ())) for name, param in model.named_parameters()
+                            if param.grad is not None},
+                   {name: full_tensor(param).clone() for name, param in model.named_parameters()})
+
+
+def run_steps(problem: Problem, model: GPT, group, optimizer, reducer, loss_fn: Callable = cross_entropy_sum) -> list[float]:
     """All steps of the problem; the loss of each, summed over the group."""
-    forward_backward = accumulate(model, cross_entropy_sum, problem.microbatches, reducer)
+    forward_backward = accumulate(model, loss_fn, problem.microbatches, reducer)
     losses = []
     for step in range(len(problem.batch_sizes)):
         tokens, targets = problem.batch(step, group.rank(), group.size())

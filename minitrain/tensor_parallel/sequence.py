@@ -6,9 +6,9 @@
 
 Norm and dropout work on each token alone, so the ranks need not all do the same work on all tokens. What plain tensor parallelism
 keeps whole on every rank, 10 of the 34 s·b·h bytes of a layer, is cut by t as well.
-Sends what linear.py sends: (t-1)/t · B·T·D elements each way and pass, an all-reduce split into its halves. For backward only the
-slice of X is kept; the whole is gathered once more, in the shadow of the product dY · Aᵀ: (t-1)/t · B·T·D on top, as the paper does.
-The gradient of dX is scattered in the shadow of Xᵀ · dY.
+`column_keeping` sends what linear.py sends, an all-reduce split into its halves: (t-1)/t · B·T·D elements into a pair of matrices
+and out of it, in each pass. But it keeps X whole for backward. `column` keeps the slice and gathers the whole once more, behind the
+product dY · Aᵀ, for (t-1)/t · B·T·D on top, as the paper does; and dX is scattered behind Xᵀ · dY.
 
 A parameter that is used on a slice of the sequence (norms, the bias behind the scatter, positions) sees T/t tokens on each rank: its
 gradients are terms of a sum over the group, as over data-parallel ranks. Whoever reduces gradients adds `group` for these.
@@ -32,8 +32,15 @@ from minitrain.tensor_parallel.linear import check_column, check_row
 TIME = -2           # the dim of the sequence in [.., T, D]
 
 
-def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> tuple[Tensor, ...]:
+def column_keeping(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> tuple[Tensor, ...]:
     """x `[B, T/t, D]`, this rank's tokens -> for each matrix `[B, T, F/t]`: all tokens, this rank's columns."""
+    check_column(x, linears, group)
+    x = collectives.gather_to(x, group, TIME)
+    return tuple(F.linear(x, *linear.own()) for linear in linears)
+
+
+def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> tuple[Tensor, ...]:
+    """The same, keeping this rank's tokens only."""
     check_column(x, linears, group)
     weights, biases = zip(*(linear.own() for linear in linears))
     return _Column.apply(x, group, *weights, *biases)

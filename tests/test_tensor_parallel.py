@@ -1,0 +1,336 @@
+"""Tensor parallelism in one dimension: equal to one process, bytes and activations as the papers say, dropout, clear refusals."""
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from minitrain import collectives, dryrun, launch, layers
+from minitrain.accounting.memory import activation_bytes
+from minitrain.collectives import world
+from minitrain.layers import naive_attention
+from minitrain.ledger import Ledger
+from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.mesh import Mesh
+from minitrain.model import GPT, GPTConfig, cross_entropy_sum
+from minitrain.parallelize import parallelize
+from minitrain.sharding import full_tensor
+from minitrain.tensor_parallel import linear, sequence, vocabulary
+from minitrain.tensor_parallel.block import cut_attention, cut_mlp
+from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
+from minitrain.tensor_parallel.random import RandomStates
+from minitrain.train import Batch, accumulate, train_step
+from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
+
+CONFIGS = {
+    "tied, RoPE, SwiGLU, 2 K/V heads": small(vocab_size=32),
+    "GPT-2: biases, learned positions": small(vocab_size=32, tied=False, norm="layer", positions="learned", activation="gelu",
+                                              bias=True, num_kv_heads=4),
+    "ALiBi, parallel residual, norm behind the table": small(vocab_size=32, positions="alibi", residual="parallel", embedding_norm=True),
+}
+MESHES = [dict(dp=1, tp=2), dict(dp=1, tp=4), dict(dp=2, tp=2)]
+WAYS = {"plain": {}, "sequence": dict(sequence_parallel=True), "plain, overlap": dict(overlap=True),
+        "sequence, overlap": dict(sequence_parallel=True, overlap=True)}
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {name: one_process(problem) for name, problem in problems().items()}
+
+
+def problems():
+    found = {name: Problem(config=config) for name, config in CONFIGS.items()}
+    return found | {"3 microbatches": Problem(config=small(vocab_size=32), batch_sizes=(6, 6, 7), microbatches=3)}
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_megatron_tp_1d(shape, references):
+    """Loss, every gradient, every parameter after three steps; tied, frozen, masked, clipped, uneven."""
+    def rank():
+        return {(way, name): train_parallel(problem, shape, **settings)
+                for way, settings in WAYS.items() for name, problem in problems().items()}
+
+    for outcomes in launch.run(rank, ranks=shape["dp"] * shape["tp"]):
+        for (way, name), outcome in outcomes.items():
+            assert difference(outcome, references[name]) < TOLERANCE, (way, name)
+
+
+@pytest.mark.parametrize("broken", ["f", "g", "slices"])
+def test_without_its_collective_it_fails(broken, references):
+    def rank():
+        if broken == "f":
+            collectives.copy_to = lambda x, group: x
+        elif broken == "g":
+            collectives.reduce_from = lambda x, group: x
+        else:                                           # norms that saw half of the tokens are not summed over tp
+            Mesh.group = lambda self, *axes, group=Mesh.group: group(self, *[axis for axis in axes if axis != "tp" or len(axes) == 1])
+        return train_parallel(problem, dict(dp=1, tp=2), sequence_parallel=broken == "slices")
+
+    name, problem = next(iter(problems().items()))
+    assert max(difference(outcome, references[name]) for outcome in launch.run(rank, ranks=2)) > 1e-4
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+B, T, D = 2, 16, 32
+PLAIN = GPTConfig(vocab_size=64, d_model=D, num_layers=1, num_heads=4, max_positions=T)
+
+
+def layer_of(config, group, ways, core=naive_attention, dtype=torch.float64):
+    """One block of a model, cut over the group."""
+    column, row = ways
+    block = GPT(config, dtype=dtype, layers=[1], attention=core).layers[0]
+    cut_attention(block.attention, config.head_dim, group, column, row)
+    cut_mlp(block.mlp, group, column, row)
+    return block
+
+
+def one_layer(way):
+    """A layer forward and backward: the log of what it sent, by operation."""
+    group = world()
+    ways = {"plain": (linear.column, linear.row), "keeping": (sequence.column_keeping, sequence.row),
+            "sequence": (sequence.column, sequence.row)}[way]
+    block = layer_of(PLAIN, group, ways)
+    x = torch.ones(B, T if way == "plain" else T // group.size(), D, dtype=torch.float64, requires_grad=True)
+    with Ledger() as ledger:
+        block(x, torch.arange(T)).sum().backward()
+    calls = [event.op for event in ledger.events if type(event).__name__ == "Issue"]
+    return {op: (calls.count(op), ledger.sent_bytes(op)) for op in ("all_reduce", "all_gather", "reduce_scatter")}, ledger.sent_bytes()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_of_a_layer(ranks):
+    """Four all-reduces of b·s·h, 8(t-1)/t·bsh elements; cut along the sequence the same bytes, split, and two more gathers."""
+    bsh, share = 8 * B * T * D, (ranks - 1) / ranks
+    for way, calls in (("plain", (4, 0, 0)), ("keeping", (0, 4, 4)), ("sequence", (0, 6, 4))):
+        for counted, total in launch.run(one_layer, way, ranks=ranks):
+            assert tuple(count for count, _ in counted.values()) == calls
+            assert counted["all_reduce"][1] == 2 * calls[0] * share * bsh
+            assert counted["all_gather"][1] == calls[1] * share * bsh and counted["reduce_scatter"][1] == calls[2] * share * bsh
+            assert total == (10 if way == "sequence" else 8) * share * bsh
+        assert dryrun.run(one_layer, way, rank=1, ranks=ranks)[0] == counted
+
+
+def test_weights_per_rank():
+    def rank():
+        block = layer_of(PLAIN, world(), (linear.column, linear.row))
+        return sum(param.numel() for param in block.parameters() if hasattr(param, "shards"))
+
+    whole = sum(param.numel() for param in GPT(PLAIN, layers=[1]).parameters() if param.dim() == 2)
+    assert launch.run(rank, ranks=4) == [whole // 4] * 4
+
+
+def whole_step(shape, settings):
+    mesh = Mesh(**shape)
+    model = GPT(replace(PLAIN, num_layers=2), dtype=torch.float64)
+    run = parallelize(model, mesh, **settings)
+    tokens = torch.zeros(B, T, dtype=torch.long)
+    batch = Batch(tokens, tokens, torch.tensor(B * T * shape["dp"]))
+    with Ledger() as ledger:
+        accumulate(model, run.loss_fn, 1, run.reducer)(batch)
+        run.reducer.finish()
+    return ledger.flops, ledger.sent_bytes(), ledger.sent_bytes(axis="tp"), ledger.peak_bytes, dict(ledger.peak_by_kind)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dry_run_counts_what_a_real_run_counts(way):
+    for shape in (dict(dp=1, tp=2), dict(dp=2, tp=2)):
+        ranks = shape["dp"] * shape["tp"]
+        for rank, measured in enumerate(launch.run(whole_step, shape, WAYS[way], ranks=ranks)):
+            assert dryrun.run(whole_step, shape, WAYS[way], rank=rank, ranks=ranks) == measured
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+PAPER = dict(norm="layer", positions="learned", activation="gelu", bias=True, dropout=0.1)
+GPT3 = GPTConfig(vocab_size=64, d_model=12288, num_layers=1, num_heads=96, max_positions=2048, **PAPER)
+
+
+def kept(config, length, batch, sequence_parallel):
+    """Bytes that a layer keeps for backward in bfloat16, without mean and deviation of its two norms."""
+    group = world()
+    block = layer_of(config, group, (sequence.column, sequence.row) if sequence_parallel else (linear.column, linear.row),
+                     dtype=torch.bfloat16)
+    tokens = length // group.size() if sequence_parallel else length
+    x = torch.zeros(batch, tokens, config.d_model, dtype=torch.bfloat16, requires_grad=True)
+    with SavedTensors(block) as saved:
+        block(x, torch.arange(length))
+    return saved.bytes - sum(item.bytes for item in saved.saved if item.shape == (batch, tokens, 1))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_megatron_sp(ranks):
+    """sbh(10 + 24/t + 5as/ht), and sbh/t(34 + 5as/h): counted in what autograd saved on real ranks."""
+    config = GPTConfig(vocab_size=64, d_model=32, num_layers=1, num_heads=4, max_positions=16, **PAPER)
+    for sequence_parallel in (False, True):
+        expected = activation_bytes(16, 3, 32, 4, tensor_parallel=ranks, sequence_parallel=sequence_parallel)
+        assert launch.run(kept, config, 16, 3, sequence_parallel, ranks=ranks) == [expected] * ranks
+
+
+def test_activations_of_gpt3():
+    """114 sbh on one device; at t = 8 it is 23, with sequence parallelism 14.25."""
+    sbh = 2048 * 12288
+    assert dryrun.run(kept, GPT3, 2048, 1, False, ranks=1) == 114 * sbh
+    assert dryrun.run(kept, GPT3, 2048, 1, False, ranks=8) == 23 * sbh
+    assert dryrun.run(kept, GPT3, 2048, 1, True, ranks=8) == 14.25 * sbh
+
+
+# ---- the vocabulary --------------------------------------------------------------------------------------------------
+
+def test_vocab_parallel():
+    """Equal to the dense loss, gradient included; 3·b·s elements are summed and nothing of size V."""
+    words = 40
+
+    def rank():
+        torch.manual_seed(0)
+        logits = 30 * torch.randn(B, T, words, dtype=torch.float64)
+        targets = torch.randint(words, (B, T)).masked_fill(torch.rand(B, T) < 0.3, -100)
+        dense, own = logits.clone().requires_grad_(), logits.chunk(world().size(), -1)[world().rank()].clone().requires_grad_()
+        cross_entropy_sum(dense, targets).mul(0.25).backward()
+        with Ledger() as ledger:
+            loss = vocabulary.cross_entropy_sum(own, targets, world())
+            loss.mul(0.25).backward()
+        nothing = vocabulary.cross_entropy_sum(own, torch.full((B, T), -100), world())
+        nothing.backward()
+        low = vocabulary.cross_entropy_sum(own.detach().bfloat16(), targets, world())
+        grad = full_tensor(own.grad, linear.shard(torch.empty(1, 1, words), 2, world()).shards)
+        return ((loss - cross_entropy_sum(logits, targets)).abs().item(), (grad - dense.grad).abs().max().item(), nothing.item(),
+                ledger.payload_bytes(), ledger.sent_bytes(), low.dtype, (low - cross_entropy_sum(logits.bfloat16(), targets)).abs().item())
+
+    for ranks in (2, 4):
+        for loss, grad, nothing, payload, sent, dtype, low in launch.run(rank, ranks=ranks):
+            assert loss < 1e-9 and grad < TOLERANCE and nothing == 0.0
+            assert payload == 8 * 3 * B * T and sent == 2 * (ranks - 1) / ranks * 8 * 3 * B * T
+            assert dtype == torch.float32 and low < 1e-2
+
+
+def test_the_table_finds_its_rows():
+    def rank(cut):
+        table = torch.arange(24, dtype=torch.float64).view(12, 2)
+        own = vocabulary.cut_table(nn.Parameter(table), world())
+        ids = torch.tensor([[0, 5, 11], [6, 6, 3]])
+        rows = vocabulary.lookup(own, ids, "token", "vocab_size", group=world())
+        rows.sum().backward()
+        counts = torch.bincount(ids.flatten(), minlength=12).double().unsqueeze(-1).expand(12, 2)
+        return torch.equal(rows, table[ids]), torch.equal(full_tensor(own.grad, own.shards), counts)
+
+    assert launch.run(rank, None, ranks=4) == [(True, True)] * 4
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+def dropped_model(shape, settings, masks=None):
+    """Logits' loss and a gradient of a model with dropout; the masks that were drawn, or those given instead of drawing."""
+    drawn = []
+
+    def drop(x, p):
+        if not p:
+            return x
+        mask = masks.pop(0) if masks else torch.rand_like(x) >= p
+        drawn.append(mask)
+        return x * mask / (1 - p)
+
+    layers.drop = drop
+    model = GPT(replace(CONFIGS["GPT-2: biases, learned positions"], dropout=0.3), dtype=torch.float64, attention=naive_attention)
+    tokens = torch.arange(16).view(2, 8)
+    loss_fn = cross_entropy_sum
+    if shape:
+        loss_fn = parallelize(model, Mesh(**shape), **settings).loss_fn
+    loss = loss_fn(model(tokens), tokens)
+    loss.backward()
+    weight = model.layers[1].mlp.up.weight
+    return loss.item(), full_tensor(weight.grad, getattr(weight, "shards", ())), drawn
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_agrees_where_it_must_and_differs_where_it_must(sequence_parallel):
+    """The masks of the ranks, put together as the activations are cut, make one process compute the very same."""
+    def rank():
+        return dropped_model(dict(dp=1, tp=2), dict(sequence_parallel=sequence_parallel))
+
+    (loss, grad, first), (_, _, second) = launch.run(rank, ranks=2)
+    whole = []
+    for one, other in zip(first, second):
+        cut = 1 if one.dim() == 4 or sequence_parallel else None         # heads [B, H, T, T]; tokens [B, T, D]
+        assert torch.equal(one, other) == (cut is None)
+        whole.append(one if cut is None else torch.cat((one, other), cut))
+    expected, expected_grad, _ = launch.run(dropped_model, None, {}, whole, ranks=1)[0]
+    assert abs(loss - expected) < 1e-9 and (grad - expected_grad).abs().max() < TOLERANCE
+
+
+def test_streams_go_on_where_they_stopped_and_leave_torchs_alone():
+    def rank():
+        mesh = Mesh(dp=2, tp=2)
+        states = RandomStates(7 * 2 + mesh.rank("dp"), mesh.group("tp"))
+        torch.manual_seed(3)
+        same, different = states.same(torch.rand), states.different(torch.rand)
+        drawn = [same(4), different(4), same(4), different(4)]
+        left = torch.rand(1).item()
+        torch.manual_seed(3)
+        return [draw.tolist() for draw in drawn], left == torch.rand(1).item()
+
+    runs = [drawn for drawn, untouched in launch.run(rank, ranks=4) if untouched]
+    assert len(runs) == 4
+    for place in (0, 2):                                                 # same: within tp, not across dp, and not over time
+        assert runs[0][place] == runs[1][place] != runs[2][place] == runs[3][place]
+    assert runs[0][0] != runs[0][2]
+    assert len({tuple(draw) for drawn in runs for draw in (drawn[1], drawn[3])}) == 8
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+def cut(**settings):
+    """A model over tp=2: settings of its config, and of `parallelize` where it knows them."""
+    ours = {name: settings.pop(name) for name in ("sequence_parallel", "zero", "make_optimizer") if name in settings}
+    model = GPT(replace(PLAIN, **settings), dtype=torch.float64)
+    parallelize(model, Mesh(dp=1, tp=2), **ours)
+    return model
+
+
+def bias_cut_twice():
+    layer = nn.Linear(32, 32)
+    layer.bias = ColumnLinear(nn.Linear(8, 32), world()).bias
+    RowLinear(layer, world())
+
+
+def groups_mixed():
+    mesh = Mesh(a=2, b=1)
+    linear.column(torch.ones(1, 8), (ColumnLinear(nn.Linear(8, 32), mesh.group("a")),), mesh.group("b"))
+
+
+REFUSED = {
+    "ColumnLinear: out_features = 33 is not a multiple of the 2 ranks of world": lambda: ColumnLinear(nn.Linear(8, 33), world()),
+    "RowLinear: in_features = 33 is not a multiple of the 2 ranks of world": lambda: RowLinear(nn.Linear(33, 8), world()),
+    "query heads = 3 is not a multiple of the 2 ranks of tp; change": lambda: cut(d_model=48, num_heads=3),
+    "3 K/V heads over 2 ranks of tp: neither divides the other; take 1 or 3": lambda: cut(d_model=48, num_heads=6, num_kv_heads=3),
+    "a vocabulary of 63 does not divide by the 2 ranks of tp; pad it to 64": lambda: cut(vocab_size=63),
+    "T=7 tokens are not a multiple of tp=2; pad the sequence": lambda: cut(sequence_parallel=True)(torch.zeros(1, 7, dtype=torch.long)),
+    "weight [16, 8] is cut already, along dim 0 over world": lambda: ColumnLinear(ColumnLinear(nn.Linear(8, 32), world()), world()),
+    "bias [16] is cut already": bias_cut_twice,
+    "is cut over a, but the call is over b; use one group": groups_mixed,
+    "is 4 wide, the matrix takes 8: give the whole width": lambda: ColumnLinear(nn.Linear(8, 32), world())(torch.ones(1, 4)),
+    "is 8 wide, this rank's slice of the matrix takes 4 of 8": lambda: RowLinear(nn.Linear(8, 32), world())(torch.ones(1, 8)),
+    "token 64; vocab_size is 64 (0..63)": lambda: cut()(torch.full((1, 4), 64)),
+    "target 64; the vocabulary is 64 (0..63)":
+        lambda: vocabulary.cross_entropy_sum(torch.zeros(1, 4, 32), torch.full((1, 4), 64), world()),
+    "does not cut latent attention": lambda: cut(kv_latent=8, rope_head_dim=4),
+    "zero=1 with tp=2": lambda: cut(zero=1, make_optimizer=torch.optim.AdamW),
+    "sequence_parallel=True needs an axis tp": lambda: parallelize(GPT(PLAIN), Mesh(dp=2), sequence_parallel=True),
+    "the mesh has no axis dp: give it one, of size 1 if need be, Mesh(dp=1, tp=2)": lambda: parallelize(GPT(PLAIN), Mesh(tp=2)),
+    "seed = 0.5 is float": lambda: RandomStates(0.5, world()),
+}
+
+
+def test_refusals_are_one_line_on_every_rank():
+    """No rank waits: each says so by itself, in one line."""
+    def rank():
+        found = {}
+        for message, call in REFUSED.items():
+            with pytest.raises(ValueError) as error:
+                call()
+            found[message] = str(error.value)
+        return found
+
+    for found in launch.run(rank, ranks=2):
+        for message, said in found.items():
+            assert message in said and "\n" not in said
