@@ -158,11 +158,11 @@ class Norm2D(nn.Module):
 
 def _check_cut(what: str, module: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup) -> None:
     q = grid_side(row_group, column_group)
-    for tensor in filter(None.__ne__, (module.weight, getattr(module, "bias", None))):
-        check_whole(what, tensor)
-        if wrong := [size for size in tensor.shape if size % q]:
-            raise ValueError(f"{what}: {wrong[0]} of {list(tensor.shape)} is not a multiple of q={q}; choose widths that "
-                             f"are, or a grid whose side divides {wrong[0]}")
+    for name, param in module.named_parameters():
+        check_whole(f"{what}, {name}", param)
+        if wrong := [size for size in param.shape if size % q]:
+            raise ValueError(f"{what}: {wrong[0]} of {name} {list(param.shape)} is not a multiple of q={q}; choose widths "
+                             f"that are, or a grid whose side divides {wrong[0]}")
 
 
 # ---- the layers of a Transformer, in place ---------------------------------------------------------------------------
