@@ -28,11 +28,12 @@ from minitrain.data_parallel.zero3 import Zero3
 from minitrain.layers import Dropout, LatentAttention
 from minitrain.mesh import Mesh
 from minitrain.model import Block, Embedding, Head, cross_entropy_sum, lookup
-from minitrain.tensor_parallel import linear, sequence, vocabulary
+from minitrain.tensor_parallel import linear, overlap as chunked, ring_overlap, sequence, vocabulary
 from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp
 from minitrain.tensor_parallel.random import RandomStates
 
-WAYS = {(False, False): (linear.column, linear.row), (True, False): (sequence.column, sequence.row)}  # (sequence_parallel, overlap)
+WAYS = {(False, False): (linear.column, linear.row), (True, False): (sequence.column, sequence.row),       # (sequence_parallel, overlap)
+        (False, True): (chunked.column, chunked.row), (True, True): (ring_overlap.column, ring_overlap.row)}
 
 
 @dataclass(frozen=True)
