@@ -12,7 +12,7 @@ from minitrain.mesh import Mesh
 from minitrain.model import Block, GPTConfig
 from minitrain.optim import AdamW
 from minitrain.sharding import full_tensor, shard
-from minitrain.tensor_parallel import optimus, summa as summa_module, tesseract
+from minitrain.tensor_parallel import optimus, summa as products, tesseract
 from minitrain.tensor_parallel.cannon import cannon
 from minitrain.tensor_parallel.optimus import Linear2D, Norm2D
 from minitrain.tensor_parallel.summa import block, summa, summa_nt, summa_overlapped, summa_tn, whole
@@ -89,9 +89,11 @@ def test_after_the_skew_cannon_speaks_to_neighbours_only():
         assert {call.op for call in calls} == {"send", "receive"}
         return [call.peer for call in calls if call.op == "send"]
 
+    def place(i: int, j: int) -> int:
+        return i % side * side + j % side
+
     for me in range(side * side):
         i, j = divmod(me, side)
-        place = lambda i, j: i % side * side + j % side                                          # noqa: E731
         skew = [place(i, j - i)] * (i > 0) + [place(i - j, j)] * (j > 0)
         assert dryrun.run(messages, rank=me, ranks=side * side) == skew + [place(i, j - 1), place(i - 1, j)] * (side - 1)
 
@@ -108,6 +110,39 @@ def test_each_rank_sends_its_share_on_any_grid():
         for me in (0, side + 1, side * side - 1):
             for product in (summa, summa_nt, summa_tn):
                 assert dryrun.run(rank, side, product, rank=me, ranks=side**2) == (side - 1) * (15 + 21) * DOUBLE
+
+
+@pytest.mark.parametrize("product", [summa, summa_overlapped, summa_nt, summa_tn, cannon])
+def test_nothing_is_larger_than_a_block(product):
+    """Beside operands and result a product holds at most two blocks of each operand, whatever q."""
+    def rank(side):
+        groups = grid(side)
+        left, right = torch.zeros(16, 16), torch.zeros(16, 16)
+        with Ledger() as ledger:
+            product(left, right, *groups)
+        return ledger.peak_bytes // left.nbytes
+
+    for side in (2, 8):
+        assert dryrun.run(rank, side, ranks=side * side) <= 2 + 1 + 4
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_any_float(dtype, tolerance):
+    """Results keep the dtype; a norm's statistics are at least float32."""
+    def rank():
+        groups, x = grid(2), random(4, T, 16, dtype=dtype)
+        far = []
+        for module, cut in ((nn.Linear(16, 24), Linear2D), (nn.LayerNorm(16), Norm2D), (nn.RMSNorm(16), Norm2D)):
+            module = filled(module).to(dtype)
+            ours, x_block = cut(module, *groups), block(x, *groups).requires_grad_()
+            y = ours(x_block)
+            y.backward(y.detach())
+            assert y.dtype == x_block.grad.dtype == ours.weight.grad.dtype == dtype
+            expected = module.double()(x.double())
+            far.append(apart(whole(y, *groups).double(), expected) / expected.abs().max().item())
+        return max(far)
+
+    assert max(launch.run(rank, ranks=4)) < tolerance
 
 
 def test_overlapped_issues_the_next_step_before_it_multiplies():
@@ -163,9 +198,10 @@ def difference(module: nn.Module, ours: nn.Module, x: Tensor, cut: Callable, joi
     return max(distances)
 
 
-def on_grid(module: nn.Module, cut_module: Callable, side: int, *args, make=make_block, x_shape=(4, T, 16)) -> float:
+def on_grid(module: nn.Module, cut_module: Callable, side: int, *args) -> float:
     groups = grid(side)
-    return difference(module, cut_module(*groups), random(*x_shape), lambda x: block(x, *groups), lambda x: whole(x, *groups), *args)
+    return difference(module, cut_module(*groups), random(4, T, 16), lambda x: block(x, *groups), lambda x: whole(x, *groups),
+                      *args)
 
 
 def in_place(cut: Callable, module: nn.Module) -> Callable:
@@ -183,8 +219,9 @@ def layers() -> list[tuple[nn.Module, Callable, tuple]]:
     for norm in (nn.LayerNorm(16, **double), nn.LayerNorm(16, bias=False, **double), nn.RMSNorm(16, **double)):
         found.append((filled(norm), lambda *groups, norm=norm: Norm2D(norm, *groups), ()))
     for settings in CONFIGS.values():
-        found.append((make_block(**settings).mlp, in_place(optimus.cut_mlp, make_block(**settings).mlp), ()))
-        found.append((make_block(**settings).attention, in_place(optimus.cut_attention, make_block(**settings).attention), (POSITIONS,)))
+        theirs, ours = make_block(**settings), make_block(**settings)
+        found.append((theirs.mlp, in_place(optimus.cut_mlp, ours.mlp), ()))
+        found.append((theirs.attention, in_place(optimus.cut_attention, ours.attention), (POSITIONS,)))
     return found
 
 
@@ -196,22 +233,24 @@ def test_layers_equal_one_process():
         assert max(launch.run(rank, side, ranks=side * side)) < TOLERANCE
 
 
-def blocks_on_grid(side: int = 2) -> list[float]:
-    return [on_grid(make_block(**settings), in_place(optimus.cut_block, make_block(**settings)), side, POSITIONS)
-            for settings in CONFIGS.values()]
+def block_on_grid(settings: dict) -> float:
+    return on_grid(make_block(**settings), in_place(optimus.cut_block, make_block(**settings)), 2, POSITIONS)
 
 
 def test_a_block_equals_one_process():
-    assert max(max(distances) for distances in launch.run(blocks_on_grid, ranks=4)) < TOLERANCE
+    def rank():
+        return max(block_on_grid(settings) for settings in CONFIGS.values())
+
+    assert max(launch.run(rank, ranks=4)) < TOLERANCE
 
 
 def test_without_its_collectives_it_does_not(monkeypatch):
     """Controls: no broadcast in a product, no sum in a norm, no sum of a vector's gradient over the grid column."""
     def rank(module, name, deaf):
         monkeypatch.setattr(module, name, deaf)
-        return min(blocks_on_grid())
+        return block_on_grid(CONFIGS["gated, rms, rope, grouped heads"])
 
-    controls = [(summa_module, "broadcast", lambda x, source, group: x.contiguous()), (optimus, "all_reduce", lambda x, group: x),
+    controls = [(products, "broadcast", lambda x, source, group: x.contiguous()), (optimus, "all_reduce", lambda x, group: x),
                 (optimus, "copy_to", lambda x, group: x)]
     for control in controls:
         assert min(launch.run(rank, *control, ranks=4)) > 1e-3
@@ -319,29 +358,30 @@ def test_bytes_of_linear_and_norms(side):
 # ---- two and a half dimensions ---------------------------------------------------------------------------------------
 
 def test_two_and_a_half_dimensions_equal_one_process(monkeypatch):
-    def rank(deaf):
-        groups = cuboid(2, 2)
-        if deaf:
-            monkeypatch.setattr(tesseract, "copy_to", lambda x, group: x)
-        double, distances = dict(dtype=torch.float64), []
+    def distances(groups):
+        double, found = dict(dtype=torch.float64), []
         linear, norm = filled(nn.Linear(16, 24, **double)), filled(nn.RMSNorm(16, **double))
         made = [(linear, Linear25D(linear, *groups), ()), (norm, Norm25D(norm, *groups), ())]
         for settings in list(CONFIGS.values())[:2]:
-            layer, attention, mlp = (make_block(**settings) for _ in range(3))
+            whole_block, theirs, layer, ours = (make_block(**settings) for _ in range(4))
             tesseract.cut_block(layer, *groups)
-            tesseract.cut_attention(attention.attention, *groups)
-            tesseract.cut_mlp(mlp.mlp, *groups)
-            made += [(make_block(**settings), layer, (POSITIONS,)), (make_block(**settings).attention, attention.attention, (POSITIONS,)),
-                     (make_block(**settings).mlp, mlp.mlp, ())]
+            tesseract.cut_attention(ours.attention, *groups)
+            tesseract.cut_mlp(ours.mlp, *groups)
+            made += [(whole_block, layer, (POSITIONS,)), (theirs.attention, ours.attention, (POSITIONS,)),
+                     (theirs.mlp, ours.mlp, ())]
         for module, ours, args in made:
-            distances.append(difference(module, ours, random(8, T, 16), lambda x: batch_block(x, *groups),
-                                        lambda x: whole_batch(x, *groups), *args))
-        return distances
+            found.append(difference(module, ours, random(8, T, 16), lambda x: batch_block(x, *groups),
+                                    lambda x: whole_batch(x, *groups), *args))
+        return found
 
-    for distances in launch.run(rank, False, ranks=8):
-        assert max(distances) < TOLERANCE
-    for distances in launch.run(rank, True, ranks=8):
-        assert min(distances) > 1e-3
+    def rank():
+        groups = cuboid(2, 2)
+        equal = max(distances(groups))
+        monkeypatch.setattr(tesseract, "copy_to", lambda x, group: x)           # the control: nothing is summed over depth
+        return equal, min(distances(groups))
+
+    for equal, without in launch.run(rank, ranks=8):
+        assert equal < TOLERANCE and without > 1e-3
 
 
 def test_depth_one_is_two_dimensions_to_the_bit():
@@ -402,8 +442,8 @@ def test_bad_grids_are_refused_before_anyone_waits():
         row, column, depth = mesh.group("column"), mesh.group("row"), mesh.group("depth")
         linear, x = nn.Linear(8, 8), torch.zeros(4, 4)
         calls = [lambda: product(x, x, row, column) for product in (summa, summa_overlapped, summa_nt, summa_tn, cannon)]
-        calls += [lambda: block(x, row, column), lambda: Linear2D(linear, row, column), lambda: Norm2D(nn.LayerNorm(8), row, column),
-                  lambda: Linear25D(linear, row, column, depth)]
+        calls += [lambda: block(x, row, column), lambda: Linear2D(linear, row, column),
+                  lambda: Norm2D(nn.LayerNorm(8), row, column), lambda: Linear25D(linear, row, column, depth)]
         for call in calls:
             assert refusal(call).startswith("the grid is not square: row group of 4 ranks, column group of 2; use q×q ranks")
         assert refusal(lambda: summa(x, x, column, column)) == (

@@ -3,8 +3,8 @@
 Every matrix is cut into q×q blocks and rank (i, j) of the grid, in row i and column j, holds block (i, j) of each:
 
     summa      C(i, j) = Σ_s A(i, s) · B(s, j)       at step s column s of A goes along the rows, row s of B along the columns
-    summa_nt   A(i, l) = Σ_j C(i, j) · B(l, j)ᵀ      C · Bᵀ: row l of B goes along the columns, sums along the rows
-    summa_tn   B(l, j) = Σ_i A(i, l)ᵀ · C(i, j)      Aᵀ · C: column l of A goes along the rows, sums along the columns
+    summa_nt   A(i, l) = Σ_j C(i, j) · B(l, j)ᵀ      C · Bᵀ: row l of B goes along the columns, sums go along the rows
+    summa_tn   B(l, j) = Σ_i A(i, l)ᵀ · C(i, j)      Aᵀ · C: column l of A goes along the rows, sums go along the columns
 
 If C = A · B then dA = dC · Bᵀ and dB = Aᵀ · dC: the three are forward and backward of a linear layer, and no matrix
 leaves its place, whatever is differentiated. `row_group` is the q ranks of my grid row: they differ in their column, so
@@ -15,22 +15,23 @@ With A[m, k], B[k, n] and C[m, n] a rank receives, and sends just as much,
     summa      (q-1)/q² · (mk + kn)          summa_nt   (q-1)/q² · (kn + mk)          summa_tn   (q-1)/q² · (mk + kn)
 
 elements: over the q steps it takes every place in the tree of a broadcast once. As a share of the matrices this falls
-with 1/√p, where cutting one dim only (Megatron) moves (p-1)/p of the activations whatever p is. Memory beside the
-blocks: of `summa` one received block of A and one of B (overlapped: two each); of the other two one block, q partial
-products of the size of the result, and what the reduce-scatter receives.
+with 1/√p, where cutting one dim only (Megatron) moves (p-1)/p of the activations whatever p is. Memory beside operands
+and result: a block of A and of B, each with the next one on its way; of the other two products a broadcast block and a
+sum that arrives. So nothing is ever larger than a block, 1/q² of a matrix.
 Raises ValueError, before any rank waits, for a grid that is not square, for groups that do not cross in exactly this
 rank, for a matrix that is cut already, for sizes not a multiple of q and for blocks that do not fit each other.
 
 van de Geijn and Watts 1997, SUMMA, Concurrency: Practice and Experience 9(4), with C · Bᵀ and Aᵀ · C as there. Differs:
-one panel is a whole block (they pipeline narrower ones), and where they reduce to one root at each step, the q reduces
-along an axis are one reduce-scatter of q partial products: the same bytes and sums in one call, at the price of holding
-the q products together.
+one panel is a whole block (they pipeline narrower ones). Where they reduce to one root at each step, here q sums travel
+at once, each around the ring of its axis to the rank where it belongs, and every rank it passes adds its product: a
+reduce-scatter whose terms come into being on the way. It sends the same bytes, keeps all ranks busy, and never holds
+the q partial products together which a reduce-scatter takes for its input.
 """
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.collectives import axis_of, broadcast, channel, reduce_scatter
+from minitrain.collectives import axis_of, broadcast, channel, rotate
 from minitrain.sharding import Shard, full_tensor, shard
 
 
@@ -69,25 +70,31 @@ def summa_overlapped(a: Tensor, b: Tensor, row_group: ProcessGroup, column_group
 @torch.no_grad()
 def summa_nt(c: Tensor, b: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
     """A = C · Bᵀ. Blocks c `[.., m/q, n/q]` and b `[k/q, n/q]` -> a `[.., m/q, k/q]`."""
-    rows = grid_side(row_group, column_group)
+    steps, me = grid_side(row_group, column_group), row_group.rank()
     _check_fit("summa_nt", c, b, c.size(-1), b.size(1))
-    partials = c.new_empty(rows, *c.shape[:-1], b.size(0))
-    for row in range(rows):
+    a = c.new_zeros(*c.shape[:-1], b.size(0))
+    for step in range(steps):
+        if step > 0:
+            a = rotate(a, row_group)
+        row = (me - 1 - step) % steps                           # whose sum is here: it ends at rank `row` of my row
         b_row = broadcast(b, row, column_group)                                                  # B(row, j)
-        torch.mm(_rows(c), b_row.t(), out=_rows(partials[row]))
-    return reduce_scatter(partials, row_group)[0]
+        _rows(a).addmm_(_rows(c), b_row.t())
+    return a
 
 
 @torch.no_grad()
 def summa_tn(a: Tensor, c: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
     """B = Aᵀ · C. Blocks a `[.., m/q, k/q]` and c `[.., m/q, n/q]` -> b `[k/q, n/q]`."""
-    columns = grid_side(row_group, column_group)
+    steps, me = grid_side(row_group, column_group), column_group.rank()
     _check_fit("summa_tn", a, c, a[..., 0].numel(), c[..., 0].numel())
-    partials = c.new_empty(columns, a.size(-1), c.size(-1))
-    for column in range(columns):
+    b = c.new_zeros(a.size(-1), c.size(-1))
+    for step in range(steps):
+        if step > 0:
+            b = rotate(b, column_group)
+        column = (me - 1 - step) % steps                        # whose sum is here: it ends at rank `column` of mine
         a_column = broadcast(a, column, row_group)                                               # A(i, column)
-        torch.mm(_rows(a_column).t(), _rows(c), out=partials[column])
-    return reduce_scatter(partials, column_group)[0]
+        b.addmm_(_rows(a_column).t(), _rows(c))
+    return b
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ Wang et al. 2021, Tesseract, arXiv:2105.14500, section 3; Solomonik and Demmel 2
 matrix multiplication, Euro-Par 2011, LNCS 6853, who copy both factors and share the q steps out over the layers.
 Differs: any depth (the paper has d <= q); vectors as in optimus.py.
 """
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -76,21 +77,23 @@ def over_depth(module: nn.Module, depth_group: ProcessGroup) -> list[Tensor | No
 
 def cut_block(block: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup) -> None:
     """norm1, attention, norm2 and mlp: block(x, positions) takes and gives `[B/(q·d), T, D/q]`, positions are `[T]`."""
-    groups = dict(row_group=row_group, column_group=column_group, depth_group=depth_group)
-    replace_in_block(block, partial(Linear25D, **groups), partial(Norm25D, **groups), row_group)
+    replace_in_block(block, *_makers(row_group, column_group, depth_group), row_group)
 
 
 def cut_attention(attention: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup,
                   depth_group: ProcessGroup) -> None:
-    """q, k, v and out. `[B/(q·d), T, D/q]` -> the same."""
-    groups = dict(row_group=row_group, column_group=column_group, depth_group=depth_group)
-    replace_in_attention(attention, partial(Linear25D, **groups), row_group)
+    """q, k, v and out; a rank has 1/q of the heads, and of ALiBi's slopes. `[B/(q·d), T, D/q]` -> the same."""
+    replace_in_attention(attention, _makers(row_group, column_group, depth_group)[0], row_group)
 
 
 def cut_mlp(mlp: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup) -> None:
-    """up, gate (if there is one) and down. `[B/(q·d), T, D/q]` -> the same."""
+    """up, gate (if there is one) and down. `[B/(q·d), T, D/q]` -> the same; between them `[B/(q·d), T, F/q]`."""
+    replace_in_mlp(mlp, _makers(row_group, column_group, depth_group)[0])
+
+
+def _makers(row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup) -> list[Callable]:
     groups = dict(row_group=row_group, column_group=column_group, depth_group=depth_group)
-    replace_in_mlp(mlp, partial(Linear25D, **groups))
+    return [partial(kind, **groups) for kind in (Linear25D, Norm25D)]
 
 
 # ---- activations and their blocks ------------------------------------------------------------------------------------
