@@ -53,6 +53,15 @@ def test_depth_one_is_two_dimensions():
     assert (flat.both, flat.path, flat.weights, flat.activations) == (deep.both, deep.path, deep.weights, deep.activations)
 
 
+def test_tesseract_section_3():
+    """Its counts of transfers at p = 64, and what a rank sends: weights are in blocks d times as large."""
+    p, square = 64, Layer(1, ((1, 1),))                                    # m = k = n: in units of one matrix
+    assert (2 * p ** 1.5 - 2 * p ** 0.5) / (2 * p ** (2 / 3)) == pytest.approx(31.5)
+    deep, flat = cost(square, Grid("2.5-D", 4, 4)), cost(square, Grid("2-D", 8))
+    assert deep.forward / flat.forward == pytest.approx(15 / 14)
+    assert deep.weights == 4 * flat.weights and deep.activations == flat.activations
+
+
 def test_grids_that_exist():
     def names(ranks):
         return [str(grid) for grid in grids(ranks)]

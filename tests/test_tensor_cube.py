@@ -41,8 +41,8 @@ def whole_linear(bias=True):
 
 
 def whole_mlp(activation, d_ff=12):
-    mlp = MLP(GPTConfig(d_model=8, num_heads=2, num_kv_heads=2, d_ff=d_ff, activation=activation, bias=activation == "gelu"),
-              dtype=torch.float64)
+    config = GPTConfig(d_model=8, num_heads=2, num_kv_heads=2, d_ff=d_ff, activation=activation, bias=activation == "gelu")
+    mlp = MLP(config, dtype=torch.float64)
     for seed, param in enumerate(mlp.parameters()):
         param.data = random(*param.shape, seed=seed) / 3
     return mlp
@@ -159,7 +159,7 @@ def measure():
 def one_dimension():
     """The same MLP cut by columns and rows over all ranks: elements sent forward, and by both passes."""
     group, mlp = collectives.world(), whole_mlp("gelu", d_ff=16)
-    up, down = (weight.detach().chunk(group.size(), dim)[group.rank()] for weight, dim in ((mlp.up.weight, 0), (mlp.down.weight, 1)))
+    up, down = (linear.weight.detach().chunk(group.size(), dim)[group.rank()] for linear, dim in ((mlp.up, 0), (mlp.down, 1)))
     x = random(M, 8, seed=9).requires_grad_()
     with Ledger() as forward:
         hidden = torch.nn.functional.gelu(collectives.copy_to(x, group) @ up.T)
@@ -172,8 +172,7 @@ def one_dimension():
 def test_bytes_and_memory_are_the_formulas():
     share, bias = 1 / 8, 2 / 8 * N           # (l-1)/l³; (l-1)/l² n is 1/4 n, counted once each way
     mk, kn, mn = M * K, K * N, M * N
-    mlp, model = (grid_costs.mlp(tokens=M, width=8, inner=12), grid_costs.Grid("3-D", 2))
-    cost = grid_costs.cost(mlp, model)
+    cost = grid_costs.cost(grid_costs.mlp(tokens=M, width=8, inner=12), grid_costs.Grid("3-D", 2))
     for sent in launch.run(measure, ranks=8):
         assert sent["plain"] == (share * (mk + kn + mn), share * (2 * mk + 2 * kn + mn))
         assert sent["biased"] == (sent["plain"][0] + bias, sent["plain"][1] + bias)
@@ -190,10 +189,11 @@ def test_one_dimension_sends_what_the_chooser_says():
 
 def refusals():
     x, y, z = grid()
-    mesh = Mesh(a=1, b=2, c=4)
+    mesh, flat = Mesh(a=1, b=2, c=4), Mesh(d=2, e=4)
     linear = whole_linear()
     small = Linear3D(linear, x, y, z)
     attempts = [lambda: Linear3D(linear, mesh.group("a"), mesh.group("b"), mesh.group("c")),
+                lambda: Linear3D(linear, x, y, flat.group("e")),
                 lambda: Linear3D(linear, x, y, x),
                 lambda: Linear3D(linear, x, mesh.group("b"), z),
                 lambda: Linear3D(Linear(K, 10, dtype=torch.float64), x, y, z),
@@ -217,6 +217,7 @@ def test_refuses_in_one_line():
         assert all("\n" not in text for text in texts)
     assert said[0] == [
         "input, weight and output group have 1, 2 and 4 ranks, no cube; make a mesh l·l·l, with l=2",
+        "input, weight and output group have 2, 2 and 4 ranks, no cube; make a mesh l·l·l, with 8 or 27 ranks",
         "the output group [0, 4] and the input group [0, 4] share ranks [0, 4], not this one alone; pass the groups of three "
         "axes of one mesh",
         "the input group [0, 4] and the weight group [0, 4] share ranks [0, 4], not this one alone; pass the groups of three "

@@ -147,7 +147,7 @@ def check_cube(input_group: ProcessGroup, weight_group: ProcessGroup, output_gro
     sizes = [group.size() for group in groups.values()]
     if len(set(sizes)) > 1:
         ranks = math.prod(sizes)
-        side = round(ranks ** (1 / 3))
+        side = int(ranks ** (1 / 3) + 1e-9)                                 # the cube below
         fits = f"{side ** 3} or {(side + 1) ** 3} ranks" if side ** 3 != ranks else f"l={side}"
         raise ValueError(f"input, weight and output group have {sizes[0]}, {sizes[1]} and {sizes[2]} ranks, no cube; make a "
                          f"mesh l·l·l, with {fits}")

@@ -2,8 +2,8 @@
 
 A layer is a chain of products y[m, n] = x[m, k] · W[k, n] with m tokens. On p ranks each rank sends, for one product,
 
-            grid       forward                          backward (dx and dW)
-    1-D     p          per pair of products: 2(p-1)/p · mn of the second        2(p-1)/p · mk of the first
+            grid       forward                          backward, dx and dW
+    1-D     p          2(p-1)/p · mn of every second    2(p-1)/p · mk of every first
     2-D     q·q        (q-1)/q² · (mk + kn)             (q-1)/q² · 2(mk + kn)
     2.5-D   q·q·d      (q-1)/q² · (mk/d + kn)           (q-1)/q² · 2(mk/d + kn) + 2(d-1)/d · kn/q²
     3-D     l·l·l      (l-1)/l³ · (mk + kn + mn)        (l-1)/l³ · (2mk + 2kn + mn)
@@ -20,21 +20,24 @@ and holds of it (weights; the inputs kept for backward; what a product needs for
 2-D is SUMMA: in q steps blocks of x travel along the rows of the grid, of W along its columns, y stays. A rank that passes
 them on in a binomial tree sends q-1 blocks in all, but the q steps come one after the other and each is as deep as the tree:
 `path`, what passes one after the other, has q·log2 q blocks where `forward` has q-1. Of a collective or a ring, path = sent.
-1-D and RTP send what does not fall with p; 2-D falls with 1/√p, 3-D with p^(-2/3). RTP sends no activations, 1-D no
-weights, which is the choice between them: many tokens a rank, or few.
+In 1-D and RTP that does not fall with p; in 2-D it falls with 1/√p, in 3-D with p^(-2/3). RTP sends no activations, 1-D no
+weights, which is the choice between them: many tokens, or few.
 
-Time is the longest path over each axis of the grid at the speed of the slowest link that its groups cross. The axis that is
-innermost has neighbours for groups; the best order of the axes is taken. No latency; no overlap, though what RTP sends can
-hide behind its products; the products themselves take the same time on every grid, 1/p. No dropout, norms, biases.
+Time is the path along each axis of the grid at the speed of the slowest link that its groups cross, one axis after the other.
+The groups of the innermost axis are neighbours; the best order of the axes is taken. No latency; no overlap, though what
+RTP sends can hide behind its products; these take the same time on every grid, 1/p. No dropout, norms, biases.
 Raises ValueError for a grid that is none, sizes, speeds or limits that are not positive, an odd number of products in
 1-D, and a limit which no grid meets.
 
 Shoeybi et al. 2019 (1-D), arXiv:1909.08053, section 3; Xu et al. 2021 (Optimus, 2-D), arXiv:2104.05343, table 1; Wang et al.
 2021 (Tesseract, 2.5-D), arXiv:2105.14500, section 3; Bian et al. 2021 (3-D), arXiv:2105.14450, section 3.1; Luo et al. 2023
 (RTP), arXiv:2311.01635. Differs: Optimus's forward of a layer, log(p)/(2√p) · (7mh + 12h²), is `path` summed over its four
-products, for (log2 q)/q = log2(p)/(2√p): the time of trees, set beside 1-D's bytes, 4(p-1)/p · mh. By bytes alone 2-D is
-ahead from the second grid there is, in their comparison from p = 64 (`crossover`). Their backward counts one forward that is
-recomputed, ours none. 3-D gathers dy once for both gradients: 5 terms, 6 if the two were products on their own.
+products, for (log2 q)/q = log2(p)/(2√p): the time of trees, set beside the elements of 1-D, 4(p-1)/p · mh. With many tokens
+2-D sends less than 1-D from p = 4, by that comparison from p = 64 (`crossover`). Their backward has one forward that is
+recomputed, ours none. Tesseract counts transfers, 2p^(3/2) - 2√p for Cannon's algorithm on p ranks beside 2p^(2/3), which is
+31.5 times as much at p = 64; but 2p^(2/3) = 2q² is the number of broadcasts in one of the d layers, each to q-1 others, and
+its blocks of W are d times as large. In elements 4·4·4 sends for square matrices 1.07 times what 8·8 does: depth pays where
+activations are larger than weights. 3-D gathers dy once for both gradients: 5 terms, 6 if each were on its own.
 """
 import math
 from collections.abc import Sequence
@@ -52,7 +55,8 @@ class Layer:
     def __post_init__(self):
         sizes = [self.tokens, *(size for product in self.products for size in product)]
         if not self.products or min(sizes) < 1:
-            raise ValueError(f"a layer of {self.tokens} tokens and products {self.products}; give at least one (k, n), all positive")
+            raise ValueError(f"a layer of {self.tokens} tokens and products {self.products}; give at least one (k, n), all of "
+                             f"them positive")
 
 
 def mlp(tokens: int, width: int, inner: int) -> Layer:
@@ -77,8 +81,8 @@ class Grid:
         if self.kind not in ("1-D", "2-D", "2.5-D", "3-D", "RTP"):
             raise ValueError(f"kind {self.kind!r}; use '1-D', '2-D', '2.5-D', '3-D' or 'RTP'")
         if min(self.side, self.depth) < 1 or (self.kind != "2.5-D" and self.depth > 1) or self.depth > self.side:
-            raise ValueError(f"{self.kind} grid of side {self.side} and depth {self.depth}; sides are positive, and only 2.5-D has a "
-                             f"depth, at most its side")
+            raise ValueError(f"{self.kind} grid of side {self.side} and depth {self.depth}; sides are positive, and only 2.5-D "
+                             f"has a depth, at most its side")
 
     @property
     def axes(self) -> tuple[int, ...]:
