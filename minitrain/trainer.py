@@ -78,6 +78,8 @@ class Trainer:
         self.model, self.reducer, self.group = parallel.model, parallel.reducer, parallel.data_group
         if report_every < 1:
             raise ValueError(f"report_every={report_every}: use at least 1 step")
+        if any(hasattr(param, "shards") for param in self.model.parameters()):
+            raise ValueError("the Trainer saves whole parameters, and these are cut over ranks: train with tp=1, or call train_step")
         self.text, self.held_out, self.recipe, self.out = text, held_out, recipe, out
         self.report_every, self.peak_flops = report_every, peak_flops
         self.rank, self.ranks = self.group.rank(), self.group.size()

@@ -8,6 +8,7 @@ from torch import nn
 from minitrain import collectives, dryrun, launch, layers
 from minitrain.accounting.memory import activation_bytes
 from minitrain.collectives import world
+from minitrain.events import Issue
 from minitrain.layers import naive_attention
 from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
@@ -19,7 +20,8 @@ from minitrain.tensor_parallel import linear, sequence, vocabulary
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 from minitrain.tensor_parallel.random import RandomStates
-from minitrain.train import Batch, accumulate, train_step
+from minitrain.train import Batch, accumulate
+from minitrain.trainer import Recipe, Trainer
 from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
 
 CONFIGS = {
@@ -44,7 +46,7 @@ def problems():
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_megatron_tp_1d(shape, references):
+def test_equals_one_process(shape, references):
     """Loss, every gradient, every parameter after three steps; tied, frozen, masked, clipped, uneven."""
     def rank():
         return {(way, name): train_parallel(problem, shape, **settings)
@@ -86,38 +88,54 @@ def layer_of(config, group, ways, core=naive_attention, dtype=torch.float64):
 
 
 def one_layer(way):
-    """A layer forward and backward: the log of what it sent, by operation."""
+    """A layer forward and backward: what it sent by operation, as (calls, bytes); what it gave; how much of its matrices is here."""
     group = world()
     ways = {"plain": (linear.column, linear.row), "keeping": (sequence.column_keeping, sequence.row),
             "sequence": (sequence.column, sequence.row)}[way]
     block = layer_of(PLAIN, group, ways)
-    x = torch.ones(B, T if way == "plain" else T // group.size(), D, dtype=torch.float64, requires_grad=True)
+    x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D)
+    x = x if way == "plain" else x.chunk(group.size(), 1)[group.rank()]
+    x = x.clone().requires_grad_()
     with Ledger() as ledger:
-        block(x, torch.arange(T)).sum().backward()
-    calls = [event.op for event in ledger.events if type(event).__name__ == "Issue"]
-    return {op: (calls.count(op), ledger.sent_bytes(op)) for op in ("all_reduce", "all_gather", "reduce_scatter")}, ledger.sent_bytes()
+        y = block(x, torch.arange(T))
+        y.square().sum().backward()
+    calls = [event.op for event in ledger.events if isinstance(event, Issue)]
+    sent = {op: (calls.count(op), ledger.sent_bytes(op)) for op in ("all_reduce", "all_gather", "reduce_scatter")}
+    cut = [param for param in block.parameters() if hasattr(param, "shards")]
+    return sent, (y, x.grad, full_tensor(block.mlp.up.weight.grad, block.mlp.up.weight.shards)), sum(param.numel() for param in cut)
+
+
+def whole_layer():
+    block = GPT(PLAIN, dtype=torch.float64, layers=[1], attention=naive_attention).layers[0]
+    x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D).requires_grad_()
+    y = block(x, torch.arange(T))
+    y.square().sum().backward()
+    return (y, x.grad, block.mlp.up.weight.grad), sum(param.numel() for param in block.parameters() if param.dim() == 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_of_a_layer(ranks):
-    """Four all-reduces of b·s·h, 8(t-1)/t·bsh elements; cut along the sequence the same bytes, split, and two more gathers."""
-    bsh, share = 8 * B * T * D, (ranks - 1) / ranks
-    for way, calls in (("plain", (4, 0, 0)), ("keeping", (0, 4, 4)), ("sequence", (0, 6, 4))):
-        for counted, total in launch.run(one_layer, way, ranks=ranks):
-            assert tuple(count for count, _ in counted.values()) == calls
-            assert counted["all_reduce"][1] == 2 * calls[0] * share * bsh
-            assert counted["all_gather"][1] == calls[1] * share * bsh and counted["reduce_scatter"][1] == calls[2] * share * bsh
-            assert total == (10 if way == "sequence" else 8) * share * bsh
-        assert dryrun.run(one_layer, way, rank=1, ranks=ranks)[0] == counted
+def test_megatron_tp_1d(ranks):
+    """A layer and its gradients as unsplit; exactly four all-reduces of b·s·h, 8(t-1)/t·bsh elements; 1/t of the weights."""
+    expected, numel = whole_layer()
+    for sent, found, cut in launch.run(one_layer, "plain", ranks=ranks):
+        assert all((ours - theirs).abs().max() < TOLERANCE for ours, theirs in zip(found, expected))
+        assert sent == {"all_reduce": (4, 8 * 8 * (ranks - 1) // ranks * B * T * D), "all_gather": (0, 0), "reduce_scatter": (0, 0)}
+        assert cut * ranks == numel
 
 
-def test_weights_per_rank():
-    def rank():
-        block = layer_of(PLAIN, world(), (linear.column, linear.row))
-        return sum(param.numel() for param in block.parameters() if hasattr(param, "shards"))
-
-    whole = sum(param.numel() for param in GPT(PLAIN, layers=[1]).parameters() if param.dim() == 2)
-    assert launch.run(rank, ranks=4) == [whole // 4] * 4
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_of_a_layer_cut_along_the_sequence(ranks):
+    """The same bytes, split into halves; and two gathers more where only the slice is kept."""
+    expected, _ = whole_layer()
+    unit = 8 * B * T * D * (ranks - 1) // ranks
+    for way, gathers in (("keeping", 4), ("sequence", 6)):
+        runs = launch.run(one_layer, way, ranks=ranks)
+        for sent, found, _ in runs:
+            assert sent == {"all_reduce": (0, 0), "all_gather": (gathers, gathers * unit), "reduce_scatter": (4, 4 * unit)}
+            assert (found[2] - expected[2]).abs().max() < TOLERANCE
+        for place in (0, 1):
+            assert (torch.cat([found[place] for _, found, _ in runs], 1) - expected[place]).abs().max() < TOLERANCE
+        assert dryrun.run(one_layer, way, rank=1, ranks=ranks)[0] == runs[1][0]
 
 
 def whole_step(shape, settings):
@@ -160,11 +178,13 @@ def kept(config, length, batch, sequence_parallel):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_megatron_sp(ranks):
-    """sbh(10 + 24/t + 5as/ht), and sbh/t(34 + 5as/h): counted in what autograd saved on real ranks."""
+    """sbh(10 + 24/t + 5as/ht), and sbh/t(34 + 5as/h): counted in what autograd saved on real ranks; and the same bytes are sent."""
     config = GPTConfig(vocab_size=64, d_model=32, num_layers=1, num_heads=4, max_positions=16, **PAPER)
     for sequence_parallel in (False, True):
         expected = activation_bytes(16, 3, 32, 4, tensor_parallel=ranks, sequence_parallel=sequence_parallel)
         assert launch.run(kept, config, 16, 3, sequence_parallel, ranks=ranks) == [expected] * ranks
+    sent = {way: sum(size for _, size in launch.run(one_layer, way, ranks=ranks)[0][0].values()) for way in ("plain", "keeping")}
+    assert sent["plain"] == sent["keeping"]
 
 
 def test_activations_of_gpt3():
@@ -317,6 +337,8 @@ REFUSED = {
     "zero=1 with tp=2": lambda: cut(zero=1, make_optimizer=torch.optim.AdamW),
     "sequence_parallel=True needs an axis tp": lambda: parallelize(GPT(PLAIN), Mesh(dp=2), sequence_parallel=True),
     "the mesh has no axis dp: give it one, of size 1 if need be, Mesh(dp=1, tp=2)": lambda: parallelize(GPT(PLAIN), Mesh(tp=2)),
+    "saves whole parameters, and these are cut over ranks":
+        lambda: Trainer(parallelize(GPT(PLAIN), Mesh(dp=1, tp=2)), None, Recipe()),
     "seed = 0.5 is float": lambda: RandomStates(0.5, world()),
 }
 
