@@ -79,7 +79,7 @@ def test_products_and_their_bytes(side):
 
 
 def test_after_the_skew_cannon_speaks_to_neighbours_only():
-    side = 4
+    side = 3
 
     def messages():
         groups = grid(side)
@@ -477,7 +477,11 @@ def test_bad_sizes_are_refused():
         assert "the input is 8 wide, but this rank's block of the weight takes 4" in refusal(
             lambda: Linear2D(linear, *flat)(torch.zeros(2, 8)))
         linear.weight = shard(linear.weight, 0, depth)
-        assert "Linear2D, weight: the tensor [4, 8] is cut already, over depth" in refusal(lambda: Linear2D(linear, *flat))
+        assert "Linear, weight: the tensor [4, 8] is cut already, over depth" in refusal(lambda: Linear2D(linear, *flat))
+        twice = make_block()
+        optimus.cut_block(twice, *flat)
+        for cut, part in ((optimus.cut_block, twice), (optimus.cut_attention, twice.attention), (optimus.cut_mlp, twice.mlp)):
+            assert "is cut already, over row, column" in refusal(lambda: cut(part, *flat))
         assert "batch 6 is not a multiple of q·d = 2·2 = 4" in refusal(lambda: batch_block(torch.zeros(6, 4), *groups))
         assert "batch_block: the tensor [2, 2] is cut already" in refusal(lambda: batch_block(once, *groups))
         assert "attention.k: 1 heads are not a multiple of q=2" in refusal(

@@ -158,11 +158,16 @@ class Norm2D(nn.Module):
 
 def _check_cut(what: str, module: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup) -> None:
     q = grid_side(row_group, column_group)
+    _check_whole(module)
     for name, param in module.named_parameters():
-        check_whole(f"{what}, {name}", param)
         if wrong := [size for size in param.shape if size % q]:
             raise ValueError(f"{what}: {wrong[0]} of {name} {list(param.shape)} is not a multiple of q={q}; choose widths "
                              f"that are, or a grid whose side divides {wrong[0]}")
+
+
+def _check_whole(module: nn.Module) -> None:
+    for name, param in module.named_parameters():
+        check_whole(f"{type(module).__name__}, {name}", param)
 
 
 # ---- the layers of a Transformer, in place ---------------------------------------------------------------------------
@@ -200,6 +205,7 @@ def replace_in_attention(attention: nn.Module, cut_linear: Callable, row_group: 
     if missing := [name for name in ("q", "k", "v", "out") if not hasattr(attention, name)]:
         raise ValueError(f"{type(attention).__name__} has no {', '.join(missing)}; only heads of their own can be dealt "
                          "to the columns of a grid: use plain attention (kv_latent=0)")
+    _check_whole(attention)
     q, head_dim = row_group.size(), attention.config.head_dim
     for name in ("q", "k"):
         heads, left = divmod(getattr(attention, name).out_features // head_dim, q)
@@ -213,6 +219,7 @@ def replace_in_attention(attention: nn.Module, cut_linear: Callable, row_group: 
 
 
 def replace_in_mlp(mlp: nn.Module, cut_linear: Callable) -> None:
+    _check_whole(mlp)
     for name in ("up", "gate", "down"):
         if hasattr(mlp, name):
             setattr(mlp, name, cut_linear(getattr(mlp, name)))
