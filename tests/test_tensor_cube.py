@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitrain import collectives, launch
+from minitrain import collectives, dryrun, launch
 from minitrain.config import GPTConfig
 from minitrain.layers import MLP, Linear
 from minitrain.ledger import Ledger
@@ -179,6 +179,27 @@ def test_bytes_and_memory_are_the_formulas():
         assert sent["mlp"][0] == cost.forward and sum(sent["mlp"]) == cost.both
         assert sent["kept"] == (mk + kn + mn) / 8                          # x, W and y: what is gathered is gone
         assert sent["peak"] <= sent["kept"] + (mk + kn + 2 * mn) / 4       # x, W, the product and what the sum receives
+
+
+@pytest.mark.parametrize("side", [3, 4])
+def test_larger_cubes_send_what_the_chooser_says(side):
+    tokens, width, inner = 2 * side ** 2, side ** 2, 2 * side ** 2
+
+    def rank():
+        mesh = Mesh(x=side, y=side, z=side)
+        groups = mesh.group("x"), mesh.group("y"), mesh.group("z")
+        first = Linear3D(nn.Linear(width, inner, bias=False), *groups)
+        second = Linear3D(nn.Linear(inner, width, bias=False), *swapped(groups))
+        x = cut_activations(torch.ones(tokens, width), *groups).requires_grad_()
+        with Ledger() as forward:
+            y = second(first(x))
+        with Ledger() as ledger:
+            y.sum().backward()
+        return [forward.sent_bytes(axis=axis) / 4 for axis in "xyz"], (forward.sent_bytes() + ledger.sent_bytes()) / 4
+
+    cost = grid_costs.cost(grid_costs.mlp(tokens, width, inner), grid_costs.Grid("3-D", side))
+    by_axis, both = dryrun.run(rank, rank=side ** 3 - 2, ranks=side ** 3)
+    assert by_axis == pytest.approx(cost.forward_sent.elements) and both == pytest.approx(cost.both)
 
 
 def test_one_dimension_sends_what_the_chooser_says():
