@@ -16,20 +16,26 @@ tokens that rank j brings or takes, A and B: this rank's slices of the matrices)
 Layers and shapes are those of sequence.py: column X[B, T/t, D] -> Y[B, T, F/t], row Y[B, T, F/t] -> Z[B, T/t, D].
 Sends what sequence.py sends, to the byte: t-1 messages of B·T/t·D elements a round; one round in each forward, two in column's
 backward (one where all its weights are frozen, as X has no use then), one in row's.
-Memory: no rank ever holds all of X, Z or their gradients. In flight are two slices in pass_round, the one at work and the one
-that arrives, and three in sum_round, with the term at work.
+Memory: no rank ever holds all of X, Z or their gradients. pass_round holds two slices of B·T/t·D, the one at work and the one that
+arrives; sum_round three, with the term at work.
 
-What it costs. The products are t times smaller: each reads the whole matrix, and dA and dB are read and written t times, so
-that a slice must have enough tokens (half of their number is FLOPs per byte of bf16; an H100 wants 295). One layer of GPT-3,
-T=2048, t=8, replayed on an H100: with 4 sequences 2.38 ms of exposed communication become 0.12 and the step 14.8 ms instead of
-17.1; with 1 sequence, slices of 256 tokens, 0.62 become 0.02, but the step 5.6 instead of 4.2. The sums are added in the order of the ring, one each hop, and rounded
-each time: in bf16 that is coarser than reduce_scatter, which rounds once. On a CPU, where the ranks' processes compute and
-communicate with the same cores, it rarely gains.
+What it costs. The products are t times smaller. Each reads the whole matrix, and dA and dB are read and written t times: half of the
+number of tokens in a slice is their FLOPs per byte in bf16, and an H100 wants 295. `dw_by_slice=False` takes dA and dB whole, in one
+product each, and holds all of X and dY in backward: column's backward is then sequence.py's, which finds enough to hide behind as
+it is; row's collects dY as it passes. One layer of GPT-3, T=2048, t=8, replayed on an H100, in ms:
+
+                      B=1   step   exposed   peak            B=4   step   exposed   peak
+    sequence.py              4.2     0.62   1.11 GB               17.1      2.38   2.05 GB
+    dw_by_slice=True         5.5     0.02   0.96 GB               14.4      0.12   1.20 GB
+    dw_by_slice=False        4.0     0.03   1.11 GB               15.0      0.24   2.05 GB
+
+The sums are added in the order of the ring, and rounded at each hop: in bf16 that is coarser than reduce_scatter, which rounds
+once. On a CPU, where the ranks' processes compute and communicate with the same cores, it rarely gains.
 
 Raises ValueError in one line, before any rank waits, for what sequence.py and linear.py refuse.
-Wang et al. 2023, Overlap communication with dependent computation via decomposition in large deep learning models, ASPLOS;
-PyTorch's asynchronous tensor parallelism and Megatron's --tp-comm-overlap do the same. Differs: one ring,
-one way (they use both directions, or copies from peer to peer inside a node); Megatron and PyTorch leave dA and dB whole.
+Wang et al. 2023, Overlap communication with dependent computation via decomposition in large deep learning models, ASPLOS. PyTorch's
+asynchronous tensor parallelism and Megatron's --tp-comm-overlap do the same. Differs: one ring that turns one way, where Wang et
+al. use both; Megatron takes dA and dB whole.
 """
 from __future__ import annotations
 
@@ -41,22 +47,23 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.tensor_parallel import sequence
 from minitrain.tensor_parallel.linear import check_column, check_row
 from minitrain.tensor_parallel.sequence import TIME, add_bias, check_time
 
 
-def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> tuple[Tensor, ...]:
+def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, dw_by_slice: bool = True) -> tuple[Tensor, ...]:
     """x `[B, T/t, D]`, this rank's tokens -> for each matrix `[B, T, F/t]`: all tokens, this rank's columns."""
     check_column(x, linears, group)
     weights, biases = zip(*(linear.own() for linear in linears))
-    return _Column.apply(x, group, *weights, *biases)
+    return _Column.apply(x, group, dw_by_slice, *weights, *biases)
 
 
-def row(x: Tensor, linear: nn.Module, group: ProcessGroup) -> Tensor:
+def row(x: Tensor, linear: nn.Module, group: ProcessGroup, *, dw_by_slice: bool = True) -> Tensor:
     """x `[B, T, F/t]` -> this rank's tokens of the whole product, `[B, T/t, D]`."""
     check_row(x, linear, group)
     check_time(x.size(TIME), group)
-    return add_bias(_Row.apply(x, group, linear.weight), linear)
+    return add_bias(_Row.apply(x, group, dw_by_slice, linear.weight), linear)
 
 
 # ---- the ring --------------------------------------------------------------------------------------------------------
@@ -78,7 +85,7 @@ def sum_round(term: Callable[[int], Tensor], group: ProcessGroup) -> Tensor:
     for step in range(1, size):
         arriving = collectives.rotate(total, group, async_op=True)
         own = term((rank - 1 - step) % size)
-        total = arriving.wait().add_(own)
+        total = own.add_(arriving.wait())
     return total
 
 
@@ -107,7 +114,7 @@ def column_backward(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor],
     def term(owner: int) -> Tensor:
         dx = slices[0][owner] @ weights[0]
         for dy, weight in zip(slices[1:], weights[1:]):
-            dx += dy[owner] @ weight
+            add_product(dx.flatten(0, -2), dy[owner].flatten(0, -2), weight)
         return dx
 
     dx = sum_round(term, group)
@@ -116,7 +123,7 @@ def column_backward(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor],
     def add_products(owner: int, x: Tensor) -> None:
         for dy, dweight in zip(slices, dweights):
             if dweight is not None:
-                add_product(dweight, dy[owner], x)
+                add_product(dweight, dy[owner].flatten(0, -2).T, x.flatten(0, -2))
 
     if any(wanted):
         pass_round(x, group, add_products)
@@ -139,15 +146,29 @@ def row_backward(dy: Tensor, x: Tensor, weight: Tensor, wanted: bool, group: Pro
     def multiply(owner: int, dy: Tensor) -> None:
         dx_slices[owner].copy_(dy @ weight)
         if dweight is not None:
-            add_product(dweight, dy, x_slices[owner])
+            add_product(dweight, dy.flatten(0, -2).T, x_slices[owner].flatten(0, -2))
 
     pass_round(dy, group, multiply)
     return dx, dweight
 
 
-def add_product(dweight: Tensor, dy: Tensor, x: Tensor) -> None:
-    """dW += dYᵀ · X over the tokens of a slice, in one operator and without a second matrix of dW's size."""
-    torch.addmm(dweight, dy.flatten(0, -2).T, x.flatten(0, -2), out=dweight)
+@torch.no_grad()
+def row_backward_whole(dy: Tensor, x: Tensor, weight: Tensor, wanted: bool, group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
+    """The same, but dW in one product, of all of dY `[B, T, D]`."""
+    dx, dys = x.new_empty(x.shape), [dy] * group.size()
+    dx_slices = dx.chunk(group.size(), TIME)
+
+    def multiply(owner: int, dy: Tensor) -> None:
+        dx_slices[owner].copy_(dy @ weight)
+        dys[owner] = dy
+
+    pass_round(dy, group, multiply)
+    return dx, torch.cat(dys, TIME).flatten(0, -2).T @ x.flatten(0, -2) if wanted else None
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a · b, in one operator: no second matrix of its size."""
+    torch.addmm(total, a, b, out=total)
 
 
 # ---- autograd only saves and calls -----------------------------------------------------------------------------------
@@ -156,31 +177,31 @@ class _Column(torch.autograd.Function):
     """Saves the slice of x. `params`: all weights, then a bias or None for each."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup, *params: Tensor | None):
+    def forward(ctx, x: Tensor, group: ProcessGroup, dw_by_slice: bool, *params: Tensor | None):
         weights, biases = params[:len(params) // 2], params[len(params) // 2:]
         ctx.save_for_backward(x, *weights)
-        ctx.group = group
+        ctx.group, ctx.backward_of = group, column_backward if dw_by_slice else sequence.column_backward
         return column_forward(x, weights, biases, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *dys: Tensor):
         x, *weights = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
-        dx, dweights = column_backward(dys, x, weights, wanted[:len(weights)], ctx.group)
+        wanted = ctx.needs_input_grad[3:]
+        dx, dweights = ctx.backward_of(dys, x, weights, wanted[:len(weights)], ctx.group)
         dbiases = [dy.flatten(0, -2).sum(0) if want else None for dy, want in zip(dys, wanted[len(weights):])]
-        return dx, None, *dweights, *dbiases
+        return dx, None, None, *dweights, *dbiases
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup, weight: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, group: ProcessGroup, dw_by_slice: bool, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group = group
+        ctx.group, ctx.backward_of = group, row_backward if dw_by_slice else row_backward_whole
         return row_forward(x, weight, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor):
-        dx, dweight = row_backward(dy, *ctx.saved_tensors, ctx.needs_input_grad[2], ctx.group)
-        return dx, None, dweight
+        dx, dweight = ctx.backward_of(dy, *ctx.saved_tensors, ctx.needs_input_grad[3], ctx.group)
+        return dx, None, None, dweight
