@@ -23,7 +23,8 @@ memory of the parameter, and comes home with one hop more; so does a gradient, o
 hop lets the parameter be itself again whenever a forward or a backward is over: for a second microbatch, an evaluation, a
 recomputation, a checkpoint. A bias b[n/p] does not travel: it is all-gathered, (p-1)/p · n, and its gradient reduce-scattered.
 
-A gradient in bfloat16 is rounded at every hop. Ranks may have batches of different sizes. All must run the same layers in the same order, forward and backward.
+A gradient in bfloat16 is rounded at every hop. Ranks may have batches of different sizes. All must run
+the same layers in the same order, forward and backward.
 Raises ValueError in one line, before any rank waits, for out_features that are not a multiple of p, a weight that is cut
 already or used by two layers, a module without an nn.Linear, and an input of another width.
 Luo et al. 2023, RTP, arXiv:2311.01635, section 3 (rotation; in-place and out-of-place). Differs: the authors' weights
