@@ -1,0 +1,118 @@
+"""A block of attention that can be put together with others: its output, and the log-sum-exp that says how much it counts.
+
+    S = Q Kᵀ / sqrt(K)      lse = log Σ_j exp S_j      O = softmax(S) V                     Q[B, H, Tq, K]   K, V[B, H_kv, Tk, K]
+
+Keys may come in blocks, in any order, on any rank: with (O, lse) of two sets of keys, those of their union are
+
+    lse' = log(exp lse_1 + exp lse_2)          O' = O_1 exp(lse_1 - lse') + O_2 exp(lse_2 - lse')          neutral: O = 0, lse = -inf
+
+and backward of a block needs nothing of the others but the final O and lse: P = exp(S - lse), D = rowsum(dO · O),
+
+    dV = Pᵀ dO          dS = P (dO Vᵀ - D)          dQ = dS K / sqrt(K)          dK = dSᵀ Q / sqrt(K)
+
+so that blocks are done again in backward and their sums are the gradients. `plain_*` writes this down and keeps [Tq, Tk] scores while it
+works; `fused_*` calls torch's flash kernels (CPU: any float; CUDA: fp16 and bf16), which do not. Sends nothing. Grouped queries: k, v may
+have fewer heads; they are repeated where they are used and their gradients summed.
+
+Raises ValueError in one line for heads that do not divide and for a triangle that is not square.
+Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); Rabe and Staats 2021, arXiv:2112.05682, section 2; Dao et al. 2022
+(FlashAttention), arXiv:2205.14135, section 3.1 and appendix B. Differs: nothing is tiled here; flash.py does that.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Blocks(NamedTuple):
+    """How a block is computed: `forward(q, k, v, causal) -> out, lse`, `backward(dout, q, k, v, out, lse, causal) -> dq, dk, dv`."""
+
+    forward: Callable
+    backward: Callable
+
+
+def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Takes another set of keys into `out` `[B, H, Tq, K]` and `lse` `[B, H, Tq]`, in place."""
+    both = torch.logaddexp(lse, other_lse)
+    out.mul_((lse - both).exp_().unsqueeze(-1)).add_(other_out * (other_lse - both).exp_().unsqueeze(-1))
+    lse.copy_(both)
+
+
+def nothing_yet(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The neutral element for queries q: out and lse in at least float32."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    return q.new_zeros(q.shape, dtype=exact), q.new_full(q.shape[:-1], -math.inf, dtype=exact)
+
+
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    k, v = spread(q, k, v)
+    scores = _scores(q, k, causal)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v, lse
+
+
+def plain_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, ...]:
+    kv_heads, (k, v) = k.size(1), spread(q, k, v)
+    p = (_scores(q, k, causal) - lse.unsqueeze(-1)).exp()
+    delta = (dout * out).sum(-1, keepdim=True)
+    ds = (p * (dout @ v.transpose(-2, -1) - delta)).to(q.dtype) / math.sqrt(q.size(-1))
+    return ds @ k, together(ds.transpose(-2, -1) @ q, kv_heads), together(p.transpose(-2, -1).to(dout.dtype) @ dout, kv_heads)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    scores = (q @ k.transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1))
+    if not causal:
+        return scores
+    _check_square(q, k)
+    return scores + scores.new_full(scores.shape[-2:], -math.inf).triu(1)
+
+
+def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    if causal:
+        _check_square(q, k)
+    k, v = spread(q, k, v)
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if q.dtype in (torch.float16, torch.bfloat16):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    return plain_forward(q, k, v, causal)
+
+
+def fused_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, ...]:
+    kv_heads, (k, v) = k.size(1), spread(q, k, v)
+    if not q.is_cuda:
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, causal)
+    elif q.dtype in (torch.float16, torch.bfloat16):
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)                     # random state of a dropout that is not there
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(dout, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal,
+                                                                       unused, unused)
+    else:
+        return plain_backward(dout, q, k, v, out, lse, causal)
+    return dq, together(dk, kv_heads), together(dv, kv_heads)
+
+
+PLAIN, FUSED = Blocks(plain_forward, plain_backward), Blocks(fused_forward, fused_backward)
+
+
+def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v `[B, H_kv, T, K]` with a copy of each head for every query head that uses it: `[B, H, T, K]`."""
+    groups, rest = divmod(q.size(1), k.size(1))
+    if rest:
+        raise ValueError(f"{q.size(1)} query heads over {k.size(1)} K/V heads: not a multiple; every K/V head serves as many queries")
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
+
+
+def together(dx: Tensor, kv_heads: int) -> Tensor:
+    """The adjoint of `spread`: sums the copies' gradients `[B, H, T, K]` -> `[B, H_kv, T, K]`."""
+    return dx if dx.size(1) == kv_heads else dx.unflatten(1, (kv_heads, -1)).sum(2)
+
+
+def _check_square(q: Tensor, k: Tensor) -> None:
+    if q.size(-2) != k.size(-2):
+        raise ValueError(f"causal: {q.size(-2)} queries and {k.size(-2)} keys are no triangle; give as many of both")

@@ -1,0 +1,142 @@
+"""Who holds which tokens: a sequence is laid out over ranks once, and its positions travel with it.
+
+    contiguous   0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3      one run of T/n tokens
+    zigzag       0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0      pieces r and 2n-1-r of 2n: early tokens, which see few, and late ones
+    striped      0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3      every n-th token
+
+A layout is a function `(rank, ranks, length) -> runs`, a run being a Python range of positions, all runs of a layout with one stride.
+Everything else follows: `split` cuts a batch by it, `positions` are what RoPE, learned positions and the loss need to be right
+anywhere, and `tiles` says which rectangles of the score matrix two ranks have between them. Under a causal mask query i sees keys
+j <= i, so a tile is there in full, or as a triangle ("causal"), or not at all; nobody looks at a mask made of numbers.
+
+Sends nothing (`join` gathers (n-1)/n of the whole). Memory: `split` copies. Raises ValueError in one line for a length that the
+layout does not divide, and for two layouts whose runs do not fit each other under a causal mask.
+Zig-zag: Megatron-LM's context parallelism, and Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2). Striped: Brandon et al.
+2023, arXiv:2311.09431, section 3. Differs: one description for all, from which masks, work and equality tests are made.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain import collectives
+
+Layout = Callable[[int, int, int], list[range]]
+
+
+def contiguous(rank: int, ranks: int, length: int) -> list[range]:
+    size = _piece("contiguous", length, ranks)
+    return [range(rank * size, (rank + 1) * size)]
+
+
+def zigzag(rank: int, ranks: int, length: int) -> list[range]:
+    size = _piece("zigzag", length, 2 * ranks)
+    return [range(piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank)]
+
+
+def striped(rank: int, ranks: int, length: int) -> list[range]:
+    _piece("striped", length, ranks)
+    return [range(rank, length, ranks)]
+
+
+def _piece(name: str, length: int, pieces: int) -> int:
+    if length % pieces or not length:
+        raise ValueError(f"{name}: T={length} is not a multiple of {pieces} pieces; pad the sequence to {-(-max(length, 1) // pieces) * pieces}")
+    return length // pieces
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+def positions(layout: Layout, group: ProcessGroup, length: int, device: torch.device | None = None) -> Tensor:
+    """`[T/n]` positions of this rank's tokens, in the order in which it holds them."""
+    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device)
+                      for run in layout(group.rank(), group.size(), length)])
+
+
+def split(x: Tensor, layout: Layout, group: ProcessGroup, dim: int = 1) -> Tensor:
+    """This rank's part along `dim` of an x that all ranks have: `[B, T, ..]` -> `[B, T/n, ..]`."""
+    return x.index_select(dim, positions(layout, group, x.size(dim), x.device))
+
+
+def join(x: Tensor, layout: Layout, group: ProcessGroup, dim: int = 1) -> Tensor:
+    """The whole in its natural order, on all ranks, outside autograd: `[B, T/n, ..]` -> `[B, T, ..]`."""
+    ranks, length = group.size(), x.size(dim) * group.size()
+    order = torch.tensor([place for rank in range(ranks) for run in layout(rank, ranks, length) for place in run], device=x.device)
+    return collectives.all_gather(x.detach(), group, dim).index_select(dim, order.argsort())
+
+
+# ---- work ------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of scores: queries and keys by their places on the two ranks. `causal`: query i of it sees keys 0..i."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+
+    @property
+    def entries(self) -> int:
+        """Scores that count."""
+        q, k = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+        return q * (q + 1) // 2 if self.causal else q * k
+
+
+def tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
+    """What one rank's queries see of another rank's keys (or its own), as few tiles as possible."""
+    if not causal:
+        return [Tile(slice(0, _count(queries)), slice(0, _count(keys)))]
+    if queries == keys and _ascending(queries):
+        return [Tile(slice(0, _count(queries)), slice(0, _count(keys)), causal=True)]
+    found = [tile for q, here in _places(queries) for k, there in _places(keys) for tile in _between(q, here, k, there)]
+    return _joined(found)
+
+
+def _between(q: range, here: slice, k: range, there: slice) -> Iterator[Tile]:
+    """Two runs: all, nothing, or a triangle where they interleave."""
+    if q[0] >= k[-1]:
+        yield Tile(here, there)
+    elif q[-1] >= k[0]:
+        if q.step != k.step or len(q) != len(k) or abs(q.start - k.start) >= q.step:
+            raise ValueError(f"a causal mask between positions {q} and {k} is no triangle; lay queries and keys out alike")
+        shift = int(q.start < k.start)          # striped, and the keys come one place later: query i sees keys 0..i-1
+        if len(q) > shift:
+            yield Tile(slice(here.start + shift, here.stop), slice(there.start, there.stop - shift), causal=True)
+
+
+def _joined(tiles: list[Tile]) -> list[Tile]:
+    """Full tiles that touch become one: first along the queries, then along the keys."""
+    def touch(a: Tile, b: Tile) -> Tile | None:
+        if a.causal or b.causal:
+            return None
+        if a.keys == b.keys and a.queries.stop == b.queries.start:
+            return Tile(slice(a.queries.start, b.queries.stop), a.keys)
+        if a.queries == b.queries and a.keys.stop == b.keys.start:
+            return Tile(a.queries, slice(a.keys.start, b.keys.stop))
+        return None
+
+    for i, a in enumerate(tiles):
+        for j, b in enumerate(tiles):
+            if i != j and (both := touch(a, b)):
+                return _joined([tile for n, tile in enumerate(tiles) if n not in (i, j)] + [both])
+    return tiles
+
+
+def _places(runs: list[range]) -> Iterator[tuple[range, slice]]:
+    """Each run with the places of its tokens on the rank."""
+    start = 0
+    for run in runs:
+        yield run, slice(start, start + len(run))
+        start += len(run)
+
+
+def _count(runs: list[range]) -> int:
+    return sum(len(run) for run in runs)
+
+
+def _ascending(runs: list[range]) -> bool:
+    return all(a[-1] < b[0] for a, b in zip(runs, runs[1:]))
