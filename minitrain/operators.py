@@ -66,7 +66,7 @@ def describe(func: torch._ops.OpOverload) -> Operator:
     written = [_is_written(argument) for argument in schema.arguments]
     return Operator(
         name=name,
-        flops=OUR_FORMULAS.get(packet) or flop_registry.get(packet),
+        flops=_formula(packet) or _formula(getattr(aten, name.removesuffix("_"), None)),        # c.addmm_(a, b) as addmm(c, a, b)
         written=tuple(i for i, a in enumerate(schema.arguments) if written[i] and not a.kwarg_only),
         written_keywords=frozenset(a.name for i, a in enumerate(schema.arguments) if written[i] and a.kwarg_only),
         mutates=any(written),
@@ -79,6 +79,10 @@ def describe(func: torch._ops.OpOverload) -> Operator:
         and not has_kernel(func.name(), "CPU") and not has_kernel(func.name(), "CUDA"),
         bookkeeping=bookkeeping,
     )
+
+
+def _formula(packet) -> Callable[..., int] | None:
+    return OUR_FORMULAS.get(packet) or flop_registry.get(packet)
 
 
 def _is_written(argument) -> bool:

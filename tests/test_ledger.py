@@ -88,6 +88,8 @@ def tensor(*shape):
     (2 * 3 * 4 * 5, lambda: tensor(2, 3, 4) @ tensor(2, 4, 5)),
     (3 * 4 * 5, lambda: torch.addmm(tensor(5), tensor(3, 4), tensor(4, 5))),
     (2 * 3 * 4 * 5, lambda: torch.baddbmm(tensor(5), tensor(2, 3, 4), tensor(2, 4, 5))),
+    (3 * 4 * 5, lambda: tensor(3, 5).addmm_(tensor(3, 4), tensor(4, 5))),
+    (2 * 3 * 4 * 5, lambda: tensor(2, 3, 5).baddbmm_(tensor(2, 3, 4), tensor(2, 4, 5))),
     (2 * 3 * 4 * 5, lambda: torch.addbmm(tensor(5), tensor(2, 3, 4), tensor(2, 4, 5))),
     (3 * 4, lambda: tensor(3, 4) @ tensor(4)),
     (3 * 4, lambda: torch.addmv(tensor(3), tensor(3, 4), tensor(4))),
