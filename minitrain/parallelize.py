@@ -32,8 +32,10 @@ from minitrain.tensor_parallel import linear, overlap as chunked, ring_overlap, 
 from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp
 from minitrain.tensor_parallel.random import RandomStates
 
-WAYS = {(False, False): (linear.column, linear.row), (True, False): (sequence.column, sequence.row),       # (sequence_parallel, overlap)
-        (False, True): (chunked.column, chunked.row), (True, True): (ring_overlap.column, ring_overlap.row)}
+# (sequence_parallel, overlap) -> how activations get to the matrices and from them. The ring takes dW whole, which is faster.
+WAYS = {(False, False): (linear.column, linear.row), (True, False): (sequence.column, sequence.row),
+        (False, True): (chunked.column, chunked.row),
+        (True, True): tuple(partial(way, dw_by_slice=False) for way in (ring_overlap.column, ring_overlap.row))}
 
 
 @dataclass(frozen=True)
