@@ -16,6 +16,8 @@ from minitrain.mesh import Mesh
 from minitrain.model import GPT, GPTConfig, cross_entropy_sum
 from minitrain.parallelize import parallelize
 from minitrain.sharding import full_tensor
+from minitrain.simulate.machines import machine
+from minitrain.simulate.replay import replay
 from minitrain.tensor_parallel import linear, sequence, vocabulary
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
@@ -356,3 +358,37 @@ def test_refusals_are_one_line_on_every_rank():
     for found in launch.run(rank, ranks=2):
         for message, said in found.items():
             assert message in said and "\n" not in said
+
+
+# ---- on machines -----------------------------------------------------------------------------------------------------
+
+def test_a_cut_nvlink_costs_its_bandwidth():
+    """H800 is an H100 whose NVLink has 400 GB/s in place of 900: a large all-reduce takes 9/4 of the time, one of GPT-3 almost."""
+    def rank(batch):
+        with Ledger() as ledger:
+            collectives.all_reduce(torch.empty(batch, 2048, 12288, dtype=torch.bfloat16), world())
+        return ledger.events
+
+    ratio = {}
+    for batch in (1, 64):
+        events = dryrun.run(rank, batch, ranks=8)
+        h100, h800 = (replay({0: events}, machine(name)).step_s for name in ("h100", "h800"))
+        ratio[batch] = h800 / h100
+    assert 2 < ratio[1] < ratio[64] < 900 / 400 < ratio[64] * 1.01
+
+
+def test_tensor_parallelism_stays_inside_the_node():
+    """A layer of GPT-3 on H100: what a rank gets done per second falls with t, and most where the group leaves its node of 8."""
+    def rank():
+        block = layer_of(GPT3, world(), (linear.column, linear.row), dtype=torch.bfloat16)
+        x = torch.zeros(1, 2048, 12288, dtype=torch.bfloat16, requires_grad=True)
+        with Ledger() as ledger:
+            block(x, torch.arange(2048)).sum().backward()
+        return ledger.events
+
+    events = {ranks: dryrun.run(rank, ranks=ranks) for ranks in (1, 2, 4, 8, 16)}
+    for name in ("h100", "h800"):
+        step = {ranks: replay({0: events[ranks]}, machine(name)).step_s for ranks in events}
+        efficiency = [step[1] / step[ranks] / ranks for ranks in events]
+        falls = [before - after for before, after in zip(efficiency, efficiency[1:])]
+        assert falls == sorted(falls) and efficiency[3] > 0.6 > 0.51 > efficiency[4]
