@@ -222,6 +222,35 @@ def test_sums_are_taken_in_rank_order_and_equal_to_the_last_bit(ranks):
         assert not torch.equal(backwards, expected)
 
 
+def cuts(dtype):
+    """The same numbers as one tensor, in pieces, and as a scattered bucket whose buffer is overwritten at once."""
+    group = dist.group.WORLD
+    n, rank = group.size(), group.rank()
+    x = torch.cat([awkward(rank, dtype)] * 8 * n)[:1000 * 8 * n]
+    whole = collectives.all_reduce(x, group)
+    for sizes in ([len(x) - 1, 1], [7, len(x) // 2, len(x) - 7 - len(x) // 2], [1000] * 8 * n):
+        handles = [collectives.all_reduce(piece, group, name=f"{len(sizes)} pieces, {i}", async_op=True)
+                   for i, piece in enumerate(x.split(sizes))]
+        assert torch.equal(torch.cat([handle.wait() for handle in handles]), whole)
+    shard = whole.chunk(n)[rank]
+    assert torch.equal(collectives.reduce_scatter(x, group), shard)
+    for _ in range(5):
+        buffer = x.clone()
+        assert torch.equal(collectives.reduce_scatter(buffer, group, out=buffer.chunk(n)[rank]), shard)
+        buffer.fill_(math.nan)      # a call that returns has sent all it had to
+    collectives.barrier(group)
+    return whole
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL adds in an order of its own")
+def test_the_bits_of_a_sum_do_not_depend_on_how_a_tensor_is_cut(ranks, dtype):
+    """Plain, bucketed and sharded gradients are the same numbers in other cuts; a ring would give them other bits."""
+    first, *others = per_rank(cuts, ranks, dtype)
+    assert all(torch.equal(other, first) for other in others)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL rounds at every hop")
 def test_low_precision_is_added_in_float32_and_rounded_once(dtype):
