@@ -1,0 +1,60 @@
+"""Dynamic sequence parallelism: where stages work along different dims, cut the one that the stage at hand leaves alone.
+
+A video is x[B, T, S, D]: T frames of S patches. Its transformer attends within a frame, then along time, and so on. A stage that
+works along S sees every frame by itself; cut T, and it needs no communication. Before the stage along T, one all-to-all:
+
+    x[B, T/n, S, D]   stage along S   ->   switch   ->   x[B, T, S/n, D]   stage along T   ->   switch   ->   x[B, T/n, S, D]
+
+A stage is any layer on [N, length, D], attention and MLP; it does not know that it is run in parallel, and its heads do not matter.
+
+    one stage along S, one along T     M = B·T·S·D elements, each all-to-all sends (P-1)/P · M/P
+    here                               2 · M/P      whatever the stages do inside
+    Ulysses, T cut throughout          4 · M/P      q, k, v and o of the stage along T; along S nothing has to be sent
+    Ulysses in every stage             8 · M/P      a sequence cut in one place, with no regard to the dims
+
+Backward the same. Memory: activations 1/n everywhere; a switch holds x twice. More dims (height and width apart) are more stages.
+
+Parameters see a part of the rows on each rank: their gradients are sums over `group`, as over the data-parallel ranks.
+Raises ValueError in one line for a dim that n does not divide, a stage along no dim of the sequence, and fewer than two such dims.
+Zhao et al. 2024, DSP, arXiv:2403.10266, section 3. Differs: switches are found from the stages, where there the user places
+them; splitting and gathering at both ends are collectives.scatter_to and gather_from.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain.context.ulysses import switch
+
+Stage = tuple[int, Callable[[Tensor], Tensor]]
+
+
+def run_stages(x: Tensor, stages: Sequence[Stage], group: ProcessGroup, *, cut: int) -> Tensor:
+    """x `[B, T, S, .., D]`, of which this rank has 1/n along dim `cut` -> the same after all stages, cut as it came.
+
+    A stage is (dim, layer): the layer maps `[N, length, D]` to `[N, length, D]` along that dim.
+    """
+    dims = tuple(range(1, x.dim() - 1))
+    if len(dims) < 2 or {cut, *(dim for dim, _ in stages)} - set(dims):
+        raise ValueError(f"stages along dims {[dim for dim, _ in stages]} of x {list(x.shape)}, cut along {cut}; the dims of a sequence "
+                         f"here are {list(dims)}, and there must be two, one to work along and one to cut")
+    here = cut
+    for number, (dim, layer) in enumerate(stages):
+        if dim == here:
+            here = next_cut([later for later, _ in stages[number:]], dims)
+            x = switch(x, group, cut=here, join=dim)
+        x = along(x, dim, layer)
+    return x if here == cut else switch(x, group, cut=cut, join=here)
+
+
+def next_cut(coming: Sequence[int], dims: Sequence[int]) -> int:
+    """Which dim to cut now: the one that the coming stages (the first is at hand) need whole last, so that switches are few."""
+    return max(dims, key=lambda dim: coming.index(dim) if dim in coming else len(coming))
+
+
+def along(x: Tensor, dim: int, layer: Callable[[Tensor], Tensor]) -> Tensor:
+    """The layer along one dim of `[B, T, S, .., D]`; all others are rows of its batch."""
+    rows = x.movedim(dim, -2)
+    return layer(rows.flatten(0, -3)).unflatten(0, rows.shape[:-2]).movedim(-2, dim)

@@ -1,0 +1,204 @@
+"""Heads and rings together: Ulysses over one axis of a mesh, ring attention over the other, and rings within rings.
+
+    n = u · r ranks, Mesh(ring=r, ulysses=u)          USP, or the 2D-attention of LoongTrain
+    Q[B, H, T/n, K]  -all-to-all over ulysses->  Q[B, H/u, T/r, K]  -ring attention over ring->  O[B, H/u, T/r, K]  -all-to-all->  O[B, H, T/n, K]
+
+u must divide the heads, r may be anything, so that more ranks than heads can be used. What is sent is the sum of the two:
+
+    all-to-all over ulysses   (u-1)/u · (2H + 2H'_kv) · B·T/n·K           backward the same          H'_kv: with the copies that u asks for
+    ring over ring            (r-1) · 2 · H'_kv/u · B·T/r·K               backward twice that
+
+The layout. The ring wants zig-zag halves of T/r tokens on each of *its* ranks, after the all-to-all. So ring rank j's tokens are laid
+out first, and then dealt in u pieces, in order: `dealt(zigzag, u)` is that layout for the n ranks of mesh.group("ring", "ulysses").
+
+    r=2, u=2, 8 tokens      ring rank 0: 0 1 6 7     ring rank 1: 2 3 4 5         ranks (0,0) 0 1   (0,1) 6 7   (1,0) 2 3   (1,1) 4 5
+
+Placement is the order of the axes, for neighbours share a node: head-first, Mesh(ring=, ulysses=), keeps the all-to-alls inside and
+the ring crosses, behind the products; context-first, Mesh(ulysses=, ring=), keeps the ring inside. The bytes of each axis are the same.
+
+Rings within rings. A ring over m nodes of w ranks crosses a border in every step, and of a node's w network cards one sends. Let
+the ring turn inside the node, on w blocks of keys, while the next w, one for each card, come from the node before:
+
+                              steps across    KV blocks across, of a node     of its busiest rank
+    one ring of m·w ranks     m·w - 1         m·w - 1                         m·w - 1
+    outer m, inner w          m - 1           w (m - 1)                       m - 1                 one block: 2·B·H_kv·T/(mw)·K
+
+In backward gradients travel as keys do, twice the blocks in both cases. So the bytes of a node hardly change, (mw-1)/(mw-w), but all
+cards carry them, and a step across has w inner steps to hide behind. A rank sends (m·w - 1) blocks in either case.
+Memory: as ring.py, and one more block (two in backward) on its way for each ring further out.
+
+Raises ValueError in one line, before any rank waits, for heads that u does not divide, for groups that do not cross in this rank
+only, and for lengths that the layout does not divide.
+Fang and Zhao 2024, USP, arXiv:2405.07719, section 3; Gu et al. 2024, LoongTrain, arXiv:2406.18485, sections 4.1 to 4.4. Differs: any
+layout in the ring, from one function; rings nest to any depth; K/V heads are copied only as far as u asks for it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain import collectives
+from minitrain.context.blocks import FUSED, Blocks, merge, nothing_yet
+from minitrain.context.layout import Layout, Tile, tiles, zigzag
+from minitrain.context.ring import check_shapes, ring_attention
+from minitrain.context.ulysses import ulysses_attention
+
+
+def usp_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, ring: ProcessGroup, layout: Layout = zigzag,
+                  causal: bool = True, blocks: Blocks = FUSED) -> Tensor:
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens as `dealt(layout, u)` says -> `[B, H, T/n, K]`. `layout`: that of the ring."""
+    check_crossing(ulysses=ulysses, ring=ring)
+    layout(ring.rank(), ring.size(), q.size(2) * ulysses.size() * ring.size())          # refused here, before the all-to-all
+    core = partial(ring_attention, group=ring, layout=layout, causal=causal, blocks=blocks)
+    return ulysses_attention(q, k, v, group=ulysses, core=core)
+
+
+def loongtrain_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup,
+                         layout: Layout = zigzag, causal: bool = True, blocks: Blocks = FUSED) -> Tensor:
+    """The same with a double ring; its ranks are numbered outer · w + inner, as in mesh.group("outer", "inner")."""
+    check_crossing(ulysses=ulysses, outer=outer, inner=inner)
+    ranks = outer.size() * inner.size()
+    layout(number_in((outer, inner)), ranks, q.size(2) * ulysses.size() * ranks)
+    core = partial(double_ring_attention, outer=outer, inner=inner, layout=layout, causal=causal, blocks=blocks)
+    return ulysses_attention(q, k, v, group=ulysses, core=core)
+
+
+def dealt(layout: Layout, ulysses: int, *, ulysses_inner: bool = True) -> Layout:
+    """The layout of n = r · u ranks in mesh order: the tokens of a ring rank, in `layout`, dealt to u ranks in equal pieces.
+
+    `ulysses_inner` says how the ranks are numbered: j · u + i (head-first), else i · r + j (context-first), j being the ring rank.
+    """
+    def both(rank: int, ranks: int, length: int) -> list[range]:
+        if ranks % ulysses or length % ranks or not length:
+            raise ValueError(f"dealt: T={length} over {ranks} ranks, {ulysses} of them to a ring rank; ranks are to be a multiple of "
+                             f"{ulysses} and T of {ranks}")
+        ring = ranks // ulysses
+        j, i = divmod(rank, ulysses) if ulysses_inner else reversed(divmod(rank, ring))
+        return _piece(layout(j, ring, length), i * (length // ranks), length // ranks)
+    return both
+
+
+def _piece(runs: list[range], start: int, size: int) -> list[range]:
+    """`size` tokens from the start-th on."""
+    found = []
+    for run in runs:
+        found.append(run[max(start, 0):max(start + size, 0)])
+        start -= len(run)
+    return [run for run in found if run]
+
+
+# ---- rings within rings ----------------------------------------------------------------------------------------------
+
+def double_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, outer: ProcessGroup, inner: ProcessGroup, layout: Layout = zigzag,
+                          causal: bool = True, blocks: Blocks = FUSED) -> Tensor:
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens by `layout` over the n = m · w ranks outer · w + inner -> `[B, H, T/n, K]`."""
+    check_shapes("double_ring_attention", q, k, v)
+    check_crossing(outer=outer, inner=inner)
+    return _Rings.apply(q, k, v, (outer, inner), layout, causal, blocks)
+
+
+def rings_forward(q: Tensor, k: Tensor, v: Tensor, rings: Sequence[ProcessGroup], layout: Layout, causal: bool,
+                  blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`. The first ring is the outermost."""
+    out, lse = nothing_yet(q)
+
+    def meet(kv: Tensor, steps: tuple[int, ...]) -> None:
+        for tile in seen(rings, steps, layout, q.size(-2), causal):
+            rows = (..., tile.queries, slice(None))
+            merge(out[rows], lse[..., tile.queries], *blocks.forward(q[rows], *kv[..., tile.keys, :], tile.causal))
+
+    carry(torch.stack((k, v)), rings, meet)
+    return out.to(q.dtype), lse
+
+
+def rings_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rings: Sequence[ProcessGroup], layout: Layout,
+                   causal: bool, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dq, dk, dv of this rank's tokens."""
+    dq = torch.zeros_like(q)
+
+    def meet(kv: Tensor, steps: tuple[int, ...]) -> Tensor:
+        dkv = torch.zeros_like(kv)
+        for tile in seen(rings, steps, layout, q.size(-2), causal):
+            rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
+            tile_dq, *tile_dkv = blocks.backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
+            dq[rows] += tile_dq
+            dkv[columns] += torch.stack(tile_dkv)
+        return dkv
+
+    return dq, *carry_and_collect(torch.stack((k, v)), rings, meet)
+
+
+def carry(kv: Tensor, rings: Sequence[ProcessGroup], meet: Callable, steps: tuple[int, ...] = ()) -> None:
+    """meet(kv of every rank, the steps it has come in each ring); the next block of a ring arrives behind all that is inside."""
+    if not rings:
+        return meet(kv, steps)
+    ring, *inside = rings
+    for step in range(ring.size()):
+        last = step == ring.size() - 1
+        arriving = None if last else collectives.rotate(kv, ring, async_op=True)
+        carry(kv, inside, meet, (*steps, step))
+        kv = kv if last else arriving.wait()
+
+
+def carry_and_collect(kv: Tensor, rings: Sequence[ProcessGroup], meet: Callable, steps: tuple[int, ...] = ()) -> Tensor:
+    """The same, and meet returns gradients of the kv it is given -> their sum over all ranks, at home. Own shares never leave."""
+    if not rings:
+        return meet(kv, steps)
+    ring, *inside = rings
+    home = travelling = None
+    for step in range(ring.size()):
+        last = step == ring.size() - 1
+        arriving = None if last else collectives.rotate(kv, ring, async_op=True)
+        shares = None if step < 2 else collectives.rotate(travelling, ring, async_op=True)      # gradients of the block that is here
+        dkv = carry_and_collect(kv, inside, meet, (*steps, step))
+        if step == 0:
+            home = dkv
+        else:
+            travelling = dkv if shares is None else dkv.add_(shares.wait())
+        kv = kv if last else arriving.wait()
+    return home if travelling is None else home.add_(collectives.rotate(travelling, ring))
+
+
+def seen(rings: Sequence[ProcessGroup], steps: tuple[int, ...], layout: Layout, tokens: int, causal: bool) -> list[Tile]:
+    """What this rank's queries see of the keys that have come so many steps in each ring."""
+    ranks = 1
+    for ring in rings:
+        ranks *= ring.size()
+    here, there = (layout(number_in(rings, back), ranks, tokens * ranks) for back in ((0,) * len(rings), steps))
+    return tiles(here, there, causal)
+
+
+def number_in(rings: Sequence[ProcessGroup], steps: Sequence[int] = (0, 0)) -> int:
+    """The number, the last ring being innermost, of the rank so many steps behind this one."""
+    number = 0
+    for ring, step in zip(rings, steps):
+        number = number * ring.size() + (ring.rank() - step) % ring.size()
+    return number
+
+
+class _Rings(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, rings: Sequence[ProcessGroup], layout: Layout, causal: bool, blocks: Blocks) -> Tensor:
+        out, lse = rings_forward(q, k, v, rings, layout, causal, blocks)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.way = rings, layout, causal, blocks
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout: Tensor):
+        return *rings_backward(dout, *ctx.saved_tensors, *ctx.way), None, None, None, None
+
+
+def check_crossing(**groups: ProcessGroup) -> None:
+    """Axes of a grid have this rank in common, and no other."""
+    for axis, group in groups.items():
+        for other, other_group in groups.items():
+            ours, theirs = (collectives.channel(g).members for g in (group, other_group))
+            if axis < other and len(shared := sorted(set(ours) & set(theirs))) != 1:
+                raise ValueError(f"{axis} group {list(ours)} and {other} group {list(theirs)} share ranks {shared}, but must cross in this "
+                                 f"rank only; on Mesh({axis}=, {other}=) they are group({axis!r}) and group({other!r})")

@@ -1,0 +1,141 @@
+"""WallFacer: queries and keys are bodies, every query meets every key; teams that hold more of both let the rings be shorter.
+
+P ranks are P/C teams of C. A team gathers its tokens, C·T/P of them, on all its members, and there are P/C blocks of keys. Each
+member takes a C-th of them, P/C², so that C rings turn side by side, one for each place in a team, and each goes a C-th of the way:
+
+    gather       Q, K, V[B, ·, C·T/P, K] of team t on all members (t, c)
+    skip         K, V go c·S teams up the ring of place c at once                               S = P/C² blocks for each member
+    ring         O, lse of Q_team with the blocks of teams t - c·S - s, s = 0 .. S-1            S - 1 more steps
+    scatter      member c gets everyone's (O, lse) for its own T/P tokens and merges them       a reduce-scatter whose sum is the merge
+
+Mesh(ring=P/C, team=C), tokens by `layout` over mesh.group("ring", "team"). With U = B·H·T/P·K and V = B·H_kv·T/P·K elements, c > 0:
+
+                            in the team                              in the ring, C times larger blocks
+    forward                 (C-1) (U + 2V)  +  (C-1) (U + U/K)       S · 2CV = 2V · P/C               c = 0: one block less, nothing is skipped
+    backward                (C-1) (3U + 2V + U/K)  +  (C-1) (U + 2V)    twice that, dK and dV with K and V
+    ring attention                                                   (P-1) · 2V                       backward twice that
+
+So at most S = P/C² messages in the place of P-1, and 1/C of the ring's bytes, for 2(C-1) blocks of queries inside the team. Zig-zag and
+striped tokens give the members equal work under a causal mask; contiguous ones do not. C = 1 is the ring.
+In backward a team gathers dO, O and lse too; dQ, a share on each member, is reduce-scattered; dK and dV add up along each ring, skip
+home at once, and the shares of the C rings are reduce-scattered. The paper gives forward only; this backward is its mirror, derived here.
+
+Memory: q, k, v, O of C·T/P tokens and two blocks as large: C times that of ring attention.
+Raises ValueError in one line, before any rank waits, unless C² divides P, for groups that do not cross in this rank only, and what
+ring.py and the layout refuse.
+Liu et al. 2024, WallFacer, arXiv:2407.00611, section 4; Driscoll et al. 2013, a communication-optimal n-body algorithm, IPDPS. Differs:
+one all-gather for q, k and v; what it overlaps is the ring, not the gather and the scatter; any layout; grouped K/V heads.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain import collectives
+from minitrain.context.blocks import FUSED, Blocks, merge, nothing_yet
+from minitrain.context.hybrid import check_crossing
+from minitrain.context.layout import Layout, Tile, tiles, zigzag
+from minitrain.context.ring import check_shapes
+
+TIME = 2
+
+
+def wallfacer_attention(q: Tensor, k: Tensor, v: Tensor, *, team: ProcessGroup, ring: ProcessGroup, layout: Layout = zigzag,
+                        causal: bool = True, blocks: Blocks = FUSED) -> Tensor:
+    """q `[B, H, T/P, K]`, k, v `[B, H_kv, T/P, K]`, tokens by `layout` over the ranks ring · C + team -> `[B, H, T/P, K]`."""
+    check_shapes("wallfacer_attention", q, k, v)
+    check_crossing(ring=ring, team=team)
+    if ring.size() % team.size():
+        raise ValueError(f"teams of C={team.size()} on P={ring.size() * team.size()} ranks: P/C² = {ring.size() / team.size():g} blocks for "
+                         "each member; take a C whose square divides P")
+    plan = tiles_by_step(team, ring, layout, q.size(TIME), causal)
+    return _WallFacer.apply(q, k, v, team, ring, plan, blocks)
+
+
+def wallfacer_forward(q: Tensor, k: Tensor, v: Tensor, team: ProcessGroup, ring: ProcessGroup, plan: list[list[Tile]],
+                      blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """-> out `[B, H, T/P, K]` in q's dtype, and lse `[B, H, T/P]`."""
+    q, k, v = gathered((q, k, v), team)                                                          # [B, ·, C·T/P, K]
+    out, lse = nothing_yet(q)
+    kv = collectives.rotate(torch.stack((k, v)), ring, shift=skipped(team, plan))
+    for step, seen in enumerate(plan):
+        last = step == len(plan) - 1
+        arriving = None if last else collectives.rotate(kv, ring, async_op=True)
+        for tile in seen:
+            rows = (..., tile.queries, slice(None))
+            merge(out[rows], lse[..., tile.queries], *blocks.forward(q[rows], *kv[..., tile.keys, :], tile.causal))
+        kv = kv if last else arriving.wait()
+    out, lse = merged_scatter(out, lse, team)
+    return out.to(q.dtype), lse
+
+
+def wallfacer_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, team: ProcessGroup, ring: ProcessGroup,
+                       plan: list[list[Tile]], blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dq, dk, dv of this rank's tokens."""
+    q, k, v, dout, out = gathered((q, k, v, dout, out), team)
+    lse = collectives.all_gather(lse, team, TIME)
+    dq = torch.zeros_like(q)
+    skip = skipped(team, plan)
+    kv = collectives.rotate(torch.stack((k, v)), ring, shift=skip)
+    travelling = None
+    for step, seen in enumerate(plan):
+        last = step == len(plan) - 1
+        arriving = None if last else collectives.rotate(kv, ring, async_op=True)
+        shares = None if step == 0 else collectives.rotate(travelling, ring, async_op=True)      # gradients of the block that is here
+        dkv = torch.zeros_like(kv)
+        for tile in seen:
+            rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
+            tile_dq, *tile_dkv = blocks.backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
+            dq[rows] += tile_dq
+            dkv[columns] += torch.stack(tile_dkv)
+        travelling = dkv if shares is None else dkv.add_(shares.wait())
+        kv = kv if last else arriving.wait()
+    dkv = collectives.rotate(travelling, ring, shift=-(skip + len(plan) - 1))
+    return collectives.reduce_scatter(dq, team, TIME), *collectives.reduce_scatter(dkv, team, 1 + TIME)
+
+
+def gathered(tensors: tuple[Tensor, ...], team: ProcessGroup) -> tuple[Tensor, ...]:
+    """Each `[B, H, T/P, K]` -> `[B, H, C·T/P, K]`, the members' tokens one after the other; one message for all."""
+    heads = [x.size(1) for x in tensors]
+    return collectives.all_gather(torch.cat(tensors, 1), team, TIME).split(heads, 1)
+
+
+def merged_scatter(out: Tensor, lse: Tensor, team: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Shares `[B, H, C·T/P, K]` and lse -> the whole for this rank's tokens. A member that saw no key of a row has lse = -inf there."""
+    shares = torch.cat((out, lse.unsqueeze(-1)), -1).unflatten(TIME, (team.size(), -1)).movedim(TIME, 0)
+    outs, lses = collectives.all_to_all(shares, team).split((out.size(-1), 1), -1)
+    whole = lses.logsumexp(0)
+    return (outs * (lses - whole).exp()).sum(0), whole.squeeze(-1)
+
+
+def skipped(team: ProcessGroup, plan: list[list[Tile]]) -> int:
+    """How many teams away this member's first block of keys is."""
+    return team.rank() * len(plan)
+
+
+def tiles_by_step(team: ProcessGroup, ring: ProcessGroup, layout: Layout, tokens: int, causal: bool) -> list[list[Tile]]:
+    """For each of this member's S = P/C² blocks what the team's queries see of it."""
+    members, teams = team.size(), ring.size()
+    steps = teams // members
+
+    def runs(number: int) -> list[range]:
+        ranks = range(number * members, (number + 1) * members)
+        return [run for rank in ranks for run in layout(rank, members * teams, tokens * members * teams)]
+
+    here = ring.rank()
+    return [tiles(runs(here), runs((here - team.rank() * steps - step) % teams), causal) for step in range(steps)]
+
+
+class _WallFacer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, *way) -> Tensor:
+        out, lse = wallfacer_forward(q, k, v, *way)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.way = way
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout: Tensor):
+        return *wallfacer_backward(dout, *ctx.saved_tensors, *ctx.way), None, None, None, None
