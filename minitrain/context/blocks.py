@@ -39,9 +39,10 @@ class Blocks(NamedTuple):
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Takes another set of keys into `out` `[B, H, Tq, K]` and `lse` `[B, H, Tq]`, in place."""
-    both = torch.logaddexp(lse, other_lse)
+    total = torch.logaddexp(lse, other_lse)
+    both = total.clamp_min(torch.finfo(lse.dtype).min)              # nothing and nothing are nothing, not nan
     out.mul_((lse - both).exp_().unsqueeze(-1)).add_(other_out * (other_lse - both).exp_().unsqueeze(-1))
-    lse.copy_(both)
+    lse.copy_(total)
 
 
 def nothing_yet(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +61,7 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor
 def plain_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, ...]:
     kv_heads, (k, v) = k.size(1), spread(q, k, v)
     p = (_scores(q, k, causal) - lse.unsqueeze(-1)).exp()
-    delta = (dout * out).sum(-1, keepdim=True)
+    delta = row_sums(dout, out).unsqueeze(-1)
     ds = (p * (dout @ v.transpose(-2, -1) - delta)).to(q.dtype) / math.sqrt(q.size(-1))
     return ds @ k, together(ds.transpose(-2, -1) @ q, kv_heads), together(p.transpose(-2, -1).to(dout.dtype) @ dout, kv_heads)
 
@@ -98,6 +99,20 @@ def fused_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 
 PLAIN, FUSED = Blocks(plain_forward, plain_backward), Blocks(fused_forward, fused_backward)
+
+
+def row_sums(dout: Tensor, out: Tensor) -> Tensor:
+    """D = rowsum(dO · O) `[B, H, T]`, in at least float32: all that backward needs to know of O."""
+    exact = torch.promote_types(dout.dtype, torch.float32)
+    return (dout.to(exact) * out).sum(-1)
+
+
+def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
+    """An O' with the row sums D, from D alone: the projection of O on dO. Kernels ask for O, form D of it and use nothing else of it."""
+    exact, tiny = dout.to(delta.dtype), torch.finfo(delta.dtype).tiny
+    largest = exact.abs().amax(-1, keepdim=True).clamp_min(tiny)                          # gradients may be too small to be squared
+    along = exact / largest
+    return (along * (delta.unsqueeze(-1) / largest / along.square().sum(-1, keepdim=True).clamp_min(tiny))).to(dout.dtype)
 
 
 def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,21 +4,27 @@
 
 n ranks hold T/n tokens each and after n steps every query has met every key, though nobody ever held more than two blocks of keys.
 A block travels as K and V in one message, of the few heads that there are (GQA), and hides behind the products with the block before.
-Backward goes round again: P is computed anew from the final lse, dQ stays, and dK, dV of a block travel with it, gathering every
-rank's share until they are home; the owner's own share never leaves.
+Backward goes round again: P is computed anew from the final lse, dQ stays, and dK, dV of a block travel one step behind it, gathering
+every rank's share until they are home; the owner's own share never leaves. That last hop home is the one nothing hides.
 
-`layout` (layout.py) says which tokens a rank holds. Under a causal mask contiguous runs leave the first rank idle in all steps but
-one; zig-zag halves and stripes give all ranks the same work in every step.
+`carry` is this ring for any tensors and any work; burst.py puts one inside another. `layout` (layout.py) says which tokens a rank
+holds. Under a causal mask contiguous runs leave the first rank idle in all steps but one; zig-zag halves and stripes give all ranks
+the same work in every step (work.py counts it).
 
     forward     (n-1) · 2 · B·H_kv·T/n·K elements          backward     twice that: K, V once more, and dK, dV
 
-Memory beside q, k, v, O: two blocks of K and V (four in backward, with their gradients); what `blocks` needs for one tile.
-Raises ValueError in one line, before any rank waits, for shapes that do not fit each other and what the layout refuses.
+Sums are made in at least float32 (O, lse, dQ, and the shares of dK, dV), and a travelling sum is rounded to k's dtype for each hop.
+Memory beside q, k, v, O, lse: two blocks of K, V (what is here and what arrives); in backward also the gradients of this block, of
+the one before on its way out, of this one's on its way in, and of the block at home; in both what `blocks` needs for one tile.
+Raises ValueError in one line, before any rank waits, for shapes that do not fit each other, for a bias or dropout (a model with
+ALiBi hands its core a bias over this rank's keys, and here come others'), and for what the layout refuses.
 
 Li et al. 2021, arXiv:2105.13120 (ring_self_attention.py has its two passes); Liu et al. 2023 (Ring Attention), arXiv:2310.01889, section
 3; Brandon et al. 2023 (Striped Attention), arXiv:2311.09431. Differs: one text for all layouts; the block at home sends no gradient.
 """
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,9 +36,9 @@ from minitrain.context.layout import Layout, Tile, contiguous, tiles
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,
-                   blocks: Blocks = FUSED) -> Tensor:
+                   blocks: Blocks = FUSED, bias: None = None, dropout: float = 0.0) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. A core for the model's attention."""
-    check_shapes("ring_attention", q, k, v)
+    check_core("ring_attention", q, k, v, bias, dropout)
     return _Ring.apply(q, k, v, group, layout, causal, blocks)
 
 
@@ -40,14 +46,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: L
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
     plan = tiles_by_step(group, layout, q.size(-2), causal)
     out, lse = nothing_yet(q)
-    kv = torch.stack((k, v))
-    for step, seen in enumerate(plan):
-        last = step == len(plan) - 1
-        arriving = None if last else collectives.rotate(kv, group, async_op=True)
-        for tile in seen:
-            rows = (..., tile.queries, slice(None))
-            merge(out[rows], lse[..., tile.queries], *blocks.forward(q[rows], *kv[..., tile.keys, :], tile.causal))
-        kv = kv if last else arriving.wait()
+    carry(torch.stack((k, v)), group, lambda step, kv: attend(plan[step], q, kv, out, lse, blocks))
     return out.to(q.dtype), lse
 
 
@@ -55,26 +54,9 @@ def ring_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
                   causal: bool, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
     plan = tiles_by_step(group, layout, q.size(-2), causal)
-    dq, kv = torch.zeros_like(q), torch.stack((k, v))
-    home = travelling = None
-    for step, seen in enumerate(plan):
-        last = step == len(plan) - 1
-        arriving = None if last else collectives.rotate(kv, group, async_op=True)
-        shares = None if step < 2 else collectives.rotate(travelling, group, async_op=True)     # gradients of the block that is here
-        dkv = torch.zeros_like(kv)
-        for tile in seen:
-            rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
-            tile_dq, *tile_dkv = blocks.backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
-            dq[rows] += tile_dq
-            dkv[columns] += torch.stack(tile_dkv)
-        if step == 0:
-            home = dkv
-        else:
-            travelling = dkv if shares is None else dkv.add_(shares.wait())
-        kv = kv if last else arriving.wait()
-    if travelling is not None:
-        home = home.add_(collectives.rotate(travelling, group))
-    return dq, *home
+    dq = zeros(q)
+    dkv = carry(torch.stack((k, v)), group, lambda step, kv: attend_backward(plan[step], dout, q, kv, out, lse, dq, zeros(kv), blocks))
+    return dq.to(q.dtype), *dkv.to(k.dtype)
 
 
 def tiles_by_step(group: ProcessGroup, layout: Layout, tokens: int, causal: bool) -> list[list[Tile]]:
@@ -82,6 +64,52 @@ def tiles_by_step(group: ProcessGroup, layout: Layout, tokens: int, causal: bool
     rank, ranks = group.rank(), group.size()
     own = layout(rank, ranks, tokens * ranks)
     return [tiles(own, layout((rank - step) % ranks, ranks, tokens * ranks), causal) for step in range(ranks)]
+
+
+# ---- the ring --------------------------------------------------------------------------------------------------------
+
+def carry(x: Tensor, group: ProcessGroup, visit: Callable[[int, Tensor], Tensor | None]) -> Tensor | None:
+    """visit(step, x of rank - step), step = 0..n-1, while the next x arrives.
+
+    What `visit` returns is this rank's share of a sum that belongs to the x's owner: the sum travels one step behind x, in x's dtype
+    (`[0]`'s, of a tuple), hides as x does, and the own x's sum is returned.
+    """
+    size, dtype = group.size(), x.dtype if isinstance(x, Tensor) else x[0].dtype
+    home = travelling = None
+    for step in range(size):
+        last = step == size - 1
+        arriving = None if last else collectives.rotate(x, group, async_op=True)
+        before = None if travelling is None else collectives.rotate(travelling, group, async_op=True)
+        share = visit(step, x)
+        if step == 0:
+            home = share
+        elif share is not None:
+            travelling = (share if before is None else share.add_(before.wait())).to(dtype)
+        x = x if last else arriving.wait()
+    return home if travelling is None else home.add_(collectives.rotate(travelling, group))
+
+
+def attend(seen: list[Tile], q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, blocks: Blocks) -> None:
+    """Takes what q sees of kv `[2, B, H_kv, T/n, K]` into out and lse."""
+    for tile in seen:
+        rows = (..., tile.queries, slice(None))
+        merge(out[rows], lse[..., tile.queries], *blocks.forward(q[rows], *kv[..., tile.keys, :], tile.causal))
+
+
+def attend_backward(seen: list[Tile], dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dkv: Tensor,
+                    blocks: Blocks) -> Tensor:
+    """Adds to dq, and to dkv `[2, B, H_kv, T/n, K]`, which it returns."""
+    for tile in seen:
+        rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
+        found = blocks.backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
+        for total, part in zip((dq[rows], *dkv[columns]), found):
+            total += part
+    return dkv
+
+
+def zeros(x: Tensor) -> Tensor:
+    """Where gradients of x are summed: in at least float32."""
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 class _Ring(torch.autograd.Function):
@@ -98,8 +126,21 @@ class _Ring(torch.autograd.Function):
         return *ring_backward(dout, *ctx.saved_tensors, *ctx.way), None, None, None, None
 
 
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+def check_core(what: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, dropout: float = 0.0) -> None:
+    """What a core over ranks can be given; before anything is sent."""
+    check_shapes(what, q, k, v)
+    if bias is not None:
+        raise ValueError(f"{what}: a bias {list(bias.shape)} is about this rank's keys, others come by too; use positions=\"rope\", not alibi")
+    if dropout:
+        raise ValueError(f"{what}: dropout={dropout} on scores that are computed twice, on different ranks; train with dropout=0")
+
+
 def check_shapes(what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() != 4 or k.shape != v.shape or (q.size(0), *q.shape[2:]) != (k.size(0), *k.shape[2:]):
         raise ValueError(f"{what}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; expected [B, H, T/n, K] and twice [B, H_kv, T/n, K]")
     if q.size(1) % k.size(1):
         raise ValueError(f"{what}: {q.size(1)} query heads are not a multiple of {k.size(1)} K/V heads")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"{what}: q {q.dtype}, k {k.dtype}, v {v.dtype}; they must be of one dtype")

@@ -1,0 +1,205 @@
+"""DistFlashAttention: under a causal mask early ranks, which see little, take over work of late ones.
+
+Contiguous tokens, n = 5, tile (q owner, k owner); rank 0 has one tile of its own, rank 4 five. Who computes what:
+
+    rank       0       1       2       3       4
+    round 0   0,0     1,1     2,2     3,3     4,4        triangles: nobody waits for anything
+    round 1   4,0*    1,0     2,1     3,2     4,3        * a helper: has the keys, is sent the queries, returns (O, lse)
+    round 2   3,0*    4,1*    2,0     3,1     4,2
+
+In round t rank r >= t is sent K, V of rank r - t, and rank r < t is sent Q of rank r - t mod n and gives back a partial (O, lse), which
+the owner merges (blocks.py): log-sum-exps do not care who computed them. n // 2 + 1 rounds instead of n; for even n the last
+round has only n/2 tiles for n ranks. A schedule is a list of rounds, each a list over ranks: a tile, or None. `unbalanced` is the ring's.
+Whatever `run` is given, it sends what the schedule needs: data of a round during the round before, results during the round after.
+
+    one tile by its query's rank     forward K, V: 2·B·H_kv·T/n·K                backward K, V, and dK, dV back: 4·B·H_kv·T/n·K
+    one by a helper                  Q, O: 2·B·H·T/n·K, lse: B·H·T/n             Q, dO, and dQ back: 3·B·H·T/n·K, lse, D: 2·B·H·T/n
+
+Nothing is handed on: every block goes from its owner to where it is used, in all (n²-n)/2 messages there instead of n²-n hops.
+Memory beside q, k, v, O: what is at work and what arrives for the next round, and results on their way.
+Raises ValueError in one line, before any rank waits, for shapes that do not fit and, in `check`, for a schedule that misses a tile.
+
+Li et al. 2023 (DistFlashAttn; first LightSeq), arXiv:2310.03294, section 3.1: the schedule; 3.2: overlap; sparing.py has its
+checkpoints. Differs: the schedule is data; D = rowsum(dO · O) is sent in place of O; any number of K/V heads.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain import collectives
+from minitrain.context.blocks import FUSED, Blocks, merge, nothing_yet, row_sums, stand_in
+from minitrain.context.ring import check_core, zeros
+
+
+class Work(NamedTuple):
+    """A tile: the queries of one rank against the keys of another (or its own: a triangle)."""
+
+    queries: int
+    keys: int
+
+
+Schedule = list[list[Work | None]]
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+def balanced(ranks: int) -> Schedule:
+    """n // 2 + 1 rounds."""
+    rounds: Schedule = [[Work(rank, rank) for rank in range(ranks)]]
+    for t in range(1, ranks // 2 + 1):
+        helped = 2 * t < ranks              # n even, last round: what helpers would do is what the others are doing
+        rounds.append([Work(rank, rank - t) if rank >= t else Work(rank - t + ranks, rank) if helped else None for rank in range(ranks)])
+    return rounds
+
+
+def unbalanced(ranks: int) -> Schedule:
+    """n rounds: each rank computes for its own queries, as in a ring."""
+    return [[Work(rank, rank - t) if rank >= t else None for rank in range(ranks)] for t in range(ranks)]
+
+
+def check(schedule: Schedule) -> None:
+    """Every tile under the causal mask once, by a rank that owns its queries or its keys."""
+    ranks = len(schedule[0])
+    done = [work for round in schedule for work in round if work]
+    missing = {Work(q, k) for q in range(ranks) for k in range(q + 1)} ^ set(done)
+    strangers = [(rank, *work) for round in schedule for rank, work in enumerate(round) if work and rank not in work]
+    if missing or strangers or len(set(done)) < len(done):
+        raise ValueError(f"schedule of {ranks} ranks: {len(missing)} tiles missing or masked, {len(done) - len(set(done))} twice, "
+                         f"{len(strangers)} computed by a rank that owns neither queries nor keys")
+
+
+def idle_slots(schedule: Schedule) -> int:
+    """(rank, round) in which nothing is computed."""
+    return sum(work is None for round in schedule for work in round)
+
+
+def idle_fraction(schedule: Schedule) -> Fraction:
+    """As the paper counts: of n² slots, which the unbalanced schedule takes."""
+    return Fraction(idle_slots(schedule), len(schedule[0]) ** 2)
+
+
+# ---- one rank's part of a schedule -----------------------------------------------------------------------------------
+
+def needs(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
+    """Whose "keys" or "queries" the rank must be sent for round t; None if both are its own, and where it has nothing to do."""
+    work = schedule[t][rank] if t < len(schedule) else None
+    if work is None or work.queries == work.keys:
+        return None
+    return (work.keys, "keys") if work.queries == rank else (work.queries, "queries")
+
+
+def given(schedule: Schedule, t: int, rank: int) -> list[tuple[int, str]]:
+    """To whom this rank sends its "keys" or "queries" for round t."""
+    wanted = [(other, needs(schedule, t, other)) for other in range(len(schedule[0]))]
+    return [(other, need[1]) for other, need in wanted if need and need[0] == rank]
+
+
+Tensors = tuple[Tensor, ...]
+
+
+def run(schedule: Schedule, group: ProcessGroup, sent: dict[str, Tensors], returned: dict[str, Tensors],
+        compute: Callable[[str, Tensors], Tensors], take: Callable[[str, Tensors], None]) -> None:
+    """compute(what came, the tensors) -> what goes back; what came is "" where both sides are here. take(what was sent, what came back).
+
+    sent["keys"], sent["queries"] are this rank's; `returned` has the shapes of what comes back for them. All ranks' are alike.
+    """
+    rank = group.rank()
+
+    def fetch(t: int) -> tuple[list, list]:
+        need = needs(schedule, t, rank)
+        outgoing = [collectives.send(x, other, group, async_op=True) for other, what in given(schedule, t, rank) for x in sent[what]]
+        return outgoing, [collectives.receive(like, need[0], group, async_op=True) for like in sent[need[1]]] if need else []
+
+    def give_back(t: int, result: Tensors) -> tuple[list, list]:
+        need = needs(schedule, t, rank)
+        outgoing = [collectives.send(x, need[0], group, async_op=True) for x in result] if need else []
+        return outgoing, [(what, [collectives.receive(like, other, group, async_op=True) for like in returned[what]])
+                          for other, what in given(schedule, t, rank) if returned[what]]
+
+    def settle(outgoing: list, results: list) -> None:
+        for handle in outgoing:
+            handle.wait()
+        for what, incoming in results:
+            take(what, tuple(handle.wait() for handle in incoming))
+
+    fetching, returning = fetch(0), ([], [])
+    for t, round in enumerate(schedule):
+        (outgoing, incoming), fetching = fetching, fetch(t + 1)                       # the next round's data travel during this one
+        need, result = needs(schedule, t, rank), ()
+        data = tuple(handle.wait() for handle in incoming)
+        if round[rank]:
+            result = compute(need[1] if need else "", data)
+        settle(outgoing, [])
+        settle(*returning)                                                            # the last round's results travelled during this one
+        returning = give_back(t, result)
+    settle(*returning)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+def balanced_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, schedule: Callable[[int], Schedule] = balanced,
+                       blocks: Blocks = FUSED, bias: None = None, dropout: float = 0.0) -> Tensor:
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, contiguous tokens -> `[B, H, T/n, K]`, causal. A core for the model's attention."""
+    check_core("balanced_attention", q, k, v, bias, dropout)
+    return _Balanced.apply(q, k, v, group, schedule(group.size()), blocks)
+
+
+def balanced_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
+    out, lse = nothing_yet(q)
+
+    def compute(came: str, data: Tensors) -> Tensors:
+        if came == "queries":
+            part, part_lse = blocks.forward(*data, k, v, False)
+            return part.to(q.dtype), part_lse
+        merge(out, lse, *blocks.forward(q, *(data[0] if came else (k, v)), not came))
+        return ()
+
+    run(schedule, group, {"keys": (torch.stack((k, v)),), "queries": (q,)}, {"keys": (), "queries": (q, lse)},
+        compute, lambda what, result: merge(out, lse, *result))
+    return out.to(q.dtype), lse
+
+
+def balanced_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: ProcessGroup, schedule: Schedule,
+                      blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+    """The same tiles by the same ranks -> dq, dk, dv of this rank's tokens."""
+    kv = torch.stack((k, v))
+    dq, dkv = zeros(q), zeros(kv)
+
+    def compute(came: str, data: Tensors) -> Tensors:
+        if came == "queries":
+            (its_q, its_dout), (its_lse, delta) = data
+            part, *own = blocks.backward(its_dout, its_q, k, v, stand_in(its_dout, delta), its_lse, False)
+            dkv.add_(torch.stack(own))
+            return (part,)
+        part, *theirs = blocks.backward(dout, q, *(data[0] if came else kv), out, lse, not came)
+        dq.add_(part)
+        if came:
+            return (torch.stack(theirs),)
+        dkv.add_(torch.stack(theirs))
+        return ()
+
+    run(schedule, group, {"keys": (kv,), "queries": (torch.stack((q, dout)), torch.stack((lse, row_sums(dout, out))))},
+        {"keys": (kv,), "queries": (q,)}, compute, lambda what, result: (dkv if what == "keys" else dq).add_(result[0]))
+    return dq.to(q.dtype), *dkv.to(k.dtype)
+
+
+class _Balanced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, blocks: Blocks) -> Tensor:
+        check(schedule)
+        out, lse = balanced_forward(q, k, v, group, schedule, blocks)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.way = group, schedule, blocks
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout: Tensor):
+        return *balanced_backward(dout, *ctx.saved_tensors, *ctx.way), None, None, None
