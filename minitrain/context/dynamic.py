@@ -43,15 +43,16 @@ def run_stages(x: Tensor, stages: Sequence[Stage], group: ProcessGroup, *, cut: 
     here = cut
     for number, (dim, layer) in enumerate(stages):
         if dim == here:
-            here = next_cut([later for later, _ in stages[number:]], dims)
+            fit = [other for other in dims if x.size(other) % group.size() == 0 and other != dim]
+            here = next_cut([later for later, _ in stages[number:]], fit or dims, home=cut)
             x = switch(x, group, cut=here, join=dim)
         x = along(x, dim, layer)
     return x if here == cut else switch(x, group, cut=cut, join=here)
 
 
-def next_cut(coming: Sequence[int], dims: Sequence[int]) -> int:
-    """Which dim to cut now: the one that the coming stages (the first is at hand) need whole last, so that switches are few."""
-    return max(dims, key=lambda dim: coming.index(dim) if dim in coming else len(coming))
+def next_cut(coming: Sequence[int], dims: Sequence[int], home: int) -> int:
+    """Which dim to cut now, for few switches: the one that the coming stages need whole last (if none does: as x came)."""
+    return max(dims, key=lambda dim: (coming.index(dim) if dim in coming else len(coming), dim == home))
 
 
 def along(x: Tensor, dim: int, layer: Callable[[Tensor], Tensor]) -> Tensor:

@@ -80,13 +80,18 @@ def carry(x: Tensor, group: ProcessGroup, visit: Callable[[int, Tensor], Tensor 
         last = step == size - 1
         arriving = None if last else collectives.rotate(x, group, async_op=True)
         before = None if travelling is None else collectives.rotate(travelling, group, async_op=True)
-        share = visit(step, x)
         if step == 0:
-            home = share
-        elif share is not None:
-            travelling = (share if before is None else share.add_(before.wait())).to(dtype)
+            home = visit(step, x)
+        else:
+            travelling = _with_share(before, visit(step, x), dtype)
         x = x if last else arriving.wait()
     return home if travelling is None else home.add_(collectives.rotate(travelling, group))
+
+
+def _with_share(before: collectives.Handle | None, share: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if share is None:
+        return None
+    return (share if before is None else share.add_(before.wait())).to(dtype)
 
 
 def attend(seen: list[Tile], q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, blocks: Blocks) -> None:

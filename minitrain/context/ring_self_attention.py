@@ -50,14 +50,14 @@ def rows_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: L
 
     def average(step: int, v: Tensor) -> None:
         v, _ = spread(q, v, v)
-        out.add_(p[owner(group, step)] @ v)
+        out.add_(p.chunk(group.size(), -1)[owner(group, step)] @ v)
 
     carry(k, group, score)
     if causal:
         scores.masked_fill_(hidden, -math.inf)
-    p = scores.sub_(scores.logsumexp(-1, keepdim=True)).exp_().to(q.dtype).chunk(group.size(), -1)
+    p = scores.sub_(scores.logsumexp(-1, keepdim=True)).exp_().to(q.dtype)
     carry(v, group, average)
-    return out.to(q.dtype), torch.cat(p, -1) if scores.dtype != q.dtype else scores
+    return out.to(q.dtype), p
 
 
 def rows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
