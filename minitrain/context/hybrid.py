@@ -62,7 +62,7 @@ def loongtrain_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGro
     """The same with a double ring; its ranks are numbered outer · w + inner, as in mesh.group("outer", "inner")."""
     check_crossing(ulysses=ulysses, outer=outer, inner=inner)
     ranks = outer.size() * inner.size()
-    layout(number_in((outer, inner)), ranks, q.size(2) * ulysses.size() * ranks)
+    layout(number_in((outer, inner), (0, 0)), ranks, q.size(2) * ulysses.size() * ranks)
     core = partial(double_ring_attention, outer=outer, inner=inner, layout=layout, causal=causal, blocks=blocks)
     return ulysses_attention(q, k, v, group=ulysses, core=core)
 
@@ -172,7 +172,7 @@ def seen(rings: Sequence[ProcessGroup], steps: tuple[int, ...], layout: Layout, 
     return tiles(here, there, causal)
 
 
-def number_in(rings: Sequence[ProcessGroup], steps: Sequence[int] = (0, 0)) -> int:
+def number_in(rings: Sequence[ProcessGroup], steps: Sequence[int]) -> int:
     """The number, the last ring being innermost, of the rank so many steps behind this one."""
     number = 0
     for ring, step in zip(rings, steps):

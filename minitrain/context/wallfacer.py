@@ -11,12 +11,12 @@ member takes a C-th of them, P/C², so that C rings turn side by side, one for e
 Mesh(ring=P/C, team=C), tokens by `layout` over mesh.group("ring", "team"). With U = B·H·T/P·K and V = B·H_kv·T/P·K elements, c > 0:
 
                             in the team                              in the ring, C times larger blocks
-    forward                 (C-1) (U + 2V)  +  (C-1) (U + U/K)       S · 2CV = 2V · P/C               c = 0: one block less, nothing is skipped
-    backward                (C-1) (3U + 2V + U/K)  +  (C-1) (U + 2V)    twice that, dK and dV with K and V
-    ring attention                                                   (P-1) · 2V                       backward twice that
+    forward                 (C-1) (U + 2V)  +  (C-1) (U + U/K)       S · 2CV = 2V · P/C                c = 0 skips nothing: a block less
+    backward                (C-1) (3U + 2V + U/K)  +  (C-1) (U + 2V)  twice that, dK, dV as K, V        (in each way if S = 1)
+    ring attention                                                    (P-1) · 2V, backward twice that
 
 So at most S = P/C² messages in the place of P-1, and 1/C of the ring's bytes, for 2(C-1) blocks of queries inside the team. Zig-zag and
-striped tokens give the members equal work under a causal mask; contiguous ones do not. C = 1 is the ring.
+striped tokens give the members equal work under a causal mask; contiguous ones do not. The skip is not hidden. C = 1 is the ring.
 In backward a team gathers dO, O and lse too; dQ, a share on each member, is reduce-scattered; dK and dV add up along each ring, skip
 home at once, and the shares of the C rings are reduce-scattered. The paper gives forward only; this backward is its mirror, derived here.
 
