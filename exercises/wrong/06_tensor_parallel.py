@@ -320,6 +320,13 @@ def row_forward(x, weight, bias, group):
 def row_backward(dy, x, weight, group):
     return collectives.all_reduce(dy @ weight, group), dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
 
+# %% wrong="row" fails="gradient of the weight" why="dW is all-reduced too, as data parallelism does"
+def row_forward(x, weight, bias, group):
+    return collectives.all_reduce(x @ weight.T, group) + bias
+
+def row_backward(dy, x, weight, group):
+    return dy @ weight, collectives.all_reduce(dy.flatten(0, 1).T @ x.flatten(0, 1), group), dy.sum((0, 1))
+
 # %% wrong="row" fails="gradient of the bias" why="the gradient of the bias is reduced: t times too large"
 def row_forward(x, weight, bias, group):
     return collectives.all_reduce(x @ weight.T, group) + bias
@@ -450,6 +457,60 @@ def cross_entropy_forward(logits, targets, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - (group.rank() > 0) * words
     own = counts & (place >= 0) & (place < words)
+    place = place.masked_fill(~own, 0).unsqueeze(-1)
+    largest = collectives.all_reduce(logits.amax(-1), group, op="max")
+    shifted = logits - largest.unsqueeze(-1)
+    at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
+    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    loss = ((total.log() - at_target) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
+def cross_entropy_backward(dloss, kept, group):
+    softmax, place, own, counts = kept
+    onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
+    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
+# %% wrong="cross_entropy" fails="the loss" why="the first word of each rank is nobody's"
+def cross_entropy_forward(logits, targets, group):
+    words, counts = logits.size(-1), targets != -100
+    place = targets - group.rank() * words
+    own = counts & (place > 0) & (place < words)
+    place = place.masked_fill(~own, 0).unsqueeze(-1)
+    largest = collectives.all_reduce(logits.amax(-1), group, op="max")
+    shifted = logits - largest.unsqueeze(-1)
+    at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
+    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    loss = ((total.log() - at_target) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
+def cross_entropy_backward(dloss, kept, group):
+    softmax, place, own, counts = kept
+    onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
+    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
+# %% wrong="cross_entropy" fails="no error" why="the first word of the next rank is taken for this rank's last"
+def cross_entropy_forward(logits, targets, group):
+    words, counts = logits.size(-1), targets != -100
+    place = targets - group.rank() * words
+    own = counts & (place >= 0) & (place <= words)
+    place = place.masked_fill(~own, 0).unsqueeze(-1)
+    largest = collectives.all_reduce(logits.amax(-1), group, op="max")
+    shifted = logits - largest.unsqueeze(-1)
+    at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
+    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    loss = ((total.log() - at_target) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
+def cross_entropy_backward(dloss, kept, group):
+    softmax, place, own, counts = kept
+    onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
+    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
+# %% wrong="cross_entropy" fails="no error" why="the place of a masked token is looked up like any other"
+def cross_entropy_forward(logits, targets, group):
+    words, counts = logits.size(-1), targets != -100
+    place = targets - group.rank() * words
+    own = (place < words) & ((place >= 0) | ~counts)
     place = place.masked_fill(~own, 0).unsqueeze(-1)
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
