@@ -5,16 +5,20 @@ import pytest
 import torch
 
 from minitrain import dryrun, launch
-from minitrain.collectives import world
+from minitrain.collectives import all_reduce, world
 from minitrain.context import wallfacer
 from minitrain.context.blocks import PLAIN
 from minitrain.context.hybrid import dealt, double_ring_attention, loongtrain_attention, rings_backward, rings_forward, usp_attention
 from minitrain.context.layout import contiguous, split, striped, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.wallfacer import wallfacer_attention
+from minitrain.data import random_tokens
 from minitrain.events import Issue
+from minitrain.layers import naive_attention
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
+from minitrain.model import GPT, cross_entropy_sum
+from tests.parallel import small
 from tests.test_ulysses import TOLERANCE, distance, example, whole_attention
 
 HEADS = ((8, 8), (8, 2))
@@ -119,7 +123,7 @@ def test_tokens_must_be_dealt():
 
     runs = launch.run(rank, ranks=4)
     assert max(error for error, _ in runs) > 1e-2
-    assert [runs for _, runs in runs] == [[range(0, 2)], [range(6, 8)], [range(2, 4)], [range(4, 6)]]
+    assert [tokens for _, tokens in runs] == [[range(0, 2)], [range(6, 8)], [range(2, 4)], [range(4, 6)]]
 
 
 # ---- rings within rings ----------------------------------------------------------------------------------------------
@@ -261,6 +265,58 @@ def test_shares_of_a_team_are_merged_by_their_lse():
         return teams(2, [(8, 8, zigzag, False)])[0][0]
 
     assert min(launch.run(rank, ranks=4)) > 1e-2
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+def cores(a, b):
+    """name -> the core on a grid of two axes, and the layout of its tokens."""
+    return {"usp": (partial(usp_attention, ring=a, ulysses=b), dealt(zigzag, b.size())),
+            "double ring": (partial(double_ring_attention, outer=a, inner=b), zigzag),
+            "wallfacer": (partial(wallfacer_attention, ring=a, team=b), zigzag)}
+
+
+def test_a_model_needs_only_another_core():
+    """Loss and every gradient of a model whose tokens are spread over 2 x 2 ranks: positions, tokens and targets follow the layout."""
+    config = small(max_positions=16)
+    tokens, targets = random_tokens(0, 0, 1, 2, 16, config.vocab_size, seed=5)
+
+    def gradients(core, cut=lambda x, dim=1: x, add=lambda x: x):
+        model = GPT(config, seed=3, dtype=torch.float64, attention=core)
+        loss = cross_entropy_sum(model(cut(tokens), cut(torch.arange(16), 0)), cut(targets))
+        loss.backward()
+        return [add(x) for x in (loss.detach(), *(param.grad for param in model.parameters()))]
+
+    def rank():
+        mesh = Mesh(a=2, b=2)
+        everyone = mesh.group("a", "b")
+        return {name: gradients(core, lambda x, dim=1: split(x, layout, everyone, dim), lambda x: all_reduce(x, everyone))
+                for name, (core, layout) in cores(mesh.group("a"), mesh.group("b")).items()}
+
+    expected = gradients(naive_attention)
+    for found in launch.run(rank, ranks=4):
+        for name, ours in found.items():
+            assert max((a - b).abs().max() for a, b in zip(ours, expected)) < 1e-11, name
+
+
+def peak(name, a, b):
+    """Peak memory of the core in forward and in backward, in units of q's bytes."""
+    mesh = Mesh(a=a, b=b)
+    core = partial(ring_attention, group=world()) if name == "ring" else cores(mesh.group("a"), mesh.group("b"))[name][0]
+    q, k, v = (torch.ones(1, 8, 64, 32).requires_grad_() for _ in range(3))
+    with Ledger() as ledger:
+        out = core(q, k, v, causal=False)
+        forward = ledger.peak_bytes
+        out.backward(torch.ones_like(out))
+    return forward / q.nbytes, ledger.peak_bytes / q.nbytes
+
+
+def test_memory_of_rings_and_teams():
+    forward, backward = dryrun.run(peak, "ring", 4, 4, rank=1, ranks=16)
+    assert dryrun.run(peak, "double ring", 4, 4, rank=1, ranks=16) == (forward + 2 * 2, backward + 6 * 2)
+    for count, factor in ((2, 2.3), (4, 4)):
+        found = dryrun.run(peak, "wallfacer", 16 // count, count, rank=1, ranks=16)
+        assert found == pytest.approx((factor * forward, factor * backward), rel=0.05)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_without_it_the_result_is_another(broken):
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 B, T, D = 2, 16, 32
-CONFIG = GPTConfig(vocab_size=64, d_model=D, num_layers=1, num_heads=8, max_positions=T)
+CONFIG = GPTConfig(vocab_size=64, d_model=D, num_layers=1, num_heads=8, max_positions=T, positions="rope")
 
 
 def block(core=naive_attention, config=CONFIG):
@@ -153,6 +153,19 @@ def test_bytes_of_grouped_heads(heads, kv_heads, sent_kv_heads):
     elements = (2 * heads + 2 * sent_kv_heads) * 2 * 16 // 4 * 3
     for calls, sent in [dryrun.run(core_bytes, heads, kv_heads, rank=1, ranks=4)]:
         assert (calls, sent) == (2, 8 * elements * 3 // 4)
+
+
+def core_memory():
+    q = torch.ones(1, 8, 64, 32)
+    k, v = torch.ones_like(q), torch.ones_like(q)
+    with Ledger() as ledger:
+        ulysses_attention(q, k, v, group=world(), core=lambda q, k, v: q)
+    return ledger.peak_bytes / q.nbytes
+
+
+def test_memory():
+    """Inputs, and twice as much while they travel; nothing that grows with the number of ranks."""
+    assert [dryrun.run(core_memory, rank=1, ranks=ranks) for ranks in (2, 8)] == [9, 9]
 
 
 # ---- dynamic ---------------------------------------------------------------------------------------------------------

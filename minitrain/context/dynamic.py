@@ -16,8 +16,8 @@ Backward the same. Memory: activations 1/n everywhere; a switch holds x twice. M
 
 Parameters see a part of the rows on each rank: their gradients are sums over `group`, as over the data-parallel ranks.
 Raises ValueError in one line for a dim that n does not divide, a stage along no dim of the sequence, and fewer than two such dims.
-Zhao et al. 2024, DSP, arXiv:2403.10266, section 3. Differs: switches are found from the stages, where there the user places
-them; splitting and gathering at both ends are collectives.scatter_to and gather_from.
+Zhao et al. 2024, DSP, arXiv:2403.10266 (at least 50 % less, they say). Differs: switches are found from the stages, where there the
+user places them; splitting and gathering at both ends are collectives.scatter_to and gather_from.
 """
 from __future__ import annotations
 

