@@ -1,12 +1,14 @@
 """Put the techniques together: the only module that knows the model, the mesh and the techniques. One function, one order.
 
-    model (a list of layers)  +  mesh (dp=4, tp=2)   ->   what a training step needs: model, loss, reducer, optimizer, data group
+    model (a list of layers)  +  mesh (dp=2, cp=2, tp=2)   ->   what a training step needs: model, loss, reducer, optimizer, groups
 
-The axes are `dp`, or `inter` (nodes) and `intra` (places in a node) for hybrid sharding, and `tp`, innermost. Tensor parallelism
-cuts the model first; the data axes then look at the parameters that are left. The ranks of a `tp` group take the same batch.
+The axes are `dp`, or `inter` (nodes) and `intra` (places in a node) for hybrid sharding, then `cp`, then `tp`, innermost. Tensor
+parallelism cuts the model first, context parallelism gives its attention another core, and the data axes look at the parameters that
+are left: their gradients are summed over all ranks with different tokens, dp × cp. Ranks of a `cp` group take the same rows and
+`lay_out` gives each its tokens of them; those of a `tp` group take the same tokens.
 Sends nothing itself. Raises ValueError for an axis of more than one rank that no technique here takes, for an unknown way of
 sharding, where sharding is asked for without the function that builds the optimizer over the shards, and for what cannot be
-cut: sizes that do not divide, latent attention, ZeRO under tensor parallelism.
+cut: sizes that do not divide, latent attention under tp, ALiBi or dropout of the scores under cp, ZeRO under tp.
 """
 from __future__ import annotations
 
@@ -19,6 +21,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.context import layout as layouts
+from minitrain.context.layout import Layout, zigzag
+from minitrain.context.ring import ring_attention
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.flat import MakeOptimizer, Shards
 from minitrain.data_parallel.hybrid import WORDS, Hybrid
@@ -31,6 +36,7 @@ from minitrain.model import Block, Embedding, Head, cross_entropy_sum, lookup
 from minitrain.tensor_parallel import linear, overlap as chunked, ring_overlap, sequence, vocabulary
 from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp
 from minitrain.tensor_parallel.random import RandomStates
+from minitrain.train import Batch, valid_tokens
 
 # (sequence_parallel, overlap) -> how activations get to the matrices and from them. The ring takes dW whole, which is faster.
 WAYS = {(False, False): (linear.column, linear.row), (True, False): (sequence.column, sequence.row),
@@ -40,14 +46,26 @@ WAYS = {(False, False): (linear.column, linear.row), (True, False): (sequence.co
 
 @dataclass(frozen=True)
 class Parallel:
-    """What `train_step` runs: the model on this rank, the reducer of its gradients, the group whose ranks hold different data, the
-    optimizer, if the function that builds it was given, and the loss of the logits that this rank computes."""
+    """What `train_step` runs: the model on this rank, the reducer of its gradients, the group whose ranks take different rows, the
+    optimizer, if the function that builds it was given, the loss of the logits that this rank computes, and the group whose ranks
+    hold different tokens: losses and counts of tokens are summed over it."""
 
     model: nn.Module
     reducer: GradReducer | Shards | Reducers
     data_group: ProcessGroup
-    optimizer: torch.optim.Optimizer | Shards | None = None
-    loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+    optimizer: torch.optim.Optimizer | Shards | None
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    token_group: ProcessGroup
+    context: tuple[Layout, ProcessGroup] | None = None
+
+    def lay_out(self, tokens: Tensor, targets: Tensor) -> Batch:
+        """This rank's tokens of its rows `[B, T]`, with their positions and the number of targets that count on all ranks."""
+        positions = None
+        if self.context:
+            layout, group = self.context
+            positions = layouts.positions(layout, group, tokens.size(1), tokens.device)
+            tokens, targets = (layouts.split(x, layout, group) for x in (tokens, targets))
+        return Batch(tokens, targets, valid_tokens(targets, self.token_group), positions)
 
 
 class Reducers:
@@ -72,22 +90,24 @@ class Reducers:
 
 def parallelize(model: nn.Module, mesh: Mesh, *, bucket_bytes: int = 25_000_000, zero: int | str = 0,
                 make_optimizer: MakeOptimizer | None = None, sequence_parallel: bool = False, overlap: bool = False,
-                dropout_seed: int = 0) -> Parallel:
-    """Cut `model` over the mesh's `tp` axis, if it has one (it must be a GPT then), and attach data parallelism.
+                core: Callable = ring_attention, layout: Layout = zigzag, dropout_seed: int = 0) -> Parallel:
+    """Cut `model` over the mesh's `tp` and `cp` axes, if it has them (it must be a GPT then), and attach data parallelism.
 
     `zero` is the stage, 1, 2 or 3, over the mesh's `dp` axis, or a word of hybrid.py, "III" say, over `inter` and `intra`.
     `sequence_parallel` cuts the activations between the matrices too, `overlap` hides what is sent behind the products;
-    `dropout_seed` starts the streams of random numbers of the ranks of `tp`.
+    `core(q, k, v, group=, layout=)` is the attention over the ranks of `cp`, whose tokens are laid out by `layout`; `dropout_seed`
+    starts the streams of random numbers of the ranks of `tp`.
     """
     if zero not in (0, 1, 2, 3, *WORDS):
         raise ValueError(f"zero={zero!r}; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: {', '.join(WORDS)}")
     if zero and make_optimizer is None:
         raise ValueError(f"zero={zero!r} needs make_optimizer=lambda shards: AdamW(shards, lr=...): an optimizer over whole parameters "
                          "would hold what sharding is to save")
-    axes = ("inter", "intra") if isinstance(zero, str) else ("dp",)
+    rows = ("inter", "intra") if isinstance(zero, str) else ("dp",)
+    axes = rows if isinstance(zero, str) or "cp" not in mesh.shape else (*rows, "cp")
     unknown = [axis for axis, size in mesh.shape.items() if axis not in (*axes, "tp") and size > 1]
     if unknown:
-        raise ValueError(f"no technique takes the axis {unknown[0]!r} of size {mesh.shape[unknown[0]]}; use {', '.join(axes)}, tp")
+        raise ValueError(f"no technique takes the axis {unknown[0]!r} of size {mesh.shape[unknown[0]]}; use {', '.join(rows)}, cp, tp")
     if zero and mesh.shape.get("tp", 1) > 1:
         raise ValueError(f"zero={zero!r} with tp={mesh.shape['tp']}: sharding of cut parameters is not built yet; use zero=0 with tp, "
                          "or tp=1")
@@ -97,11 +117,20 @@ def parallelize(model: nn.Module, mesh: Mesh, *, bucket_bytes: int = 25_000_000,
         if axis not in mesh.shape:
             raise ValueError(f"the mesh has no axis {axis}: give it one, of size 1 if need be, Mesh({axis}=1, "
                              f"{', '.join(f'{name}={size}' for name, size in mesh.shape.items())})")
-    group = mesh.group(*axes)
-    loss_fn: Callable = cross_entropy_sum
+    group, loss_fn = mesh.group(*axes), cross_entropy_sum
     if "tp" in mesh.shape:
-        tp = mesh.group("tp")
-        loss_fn = cut_over_tp(model, tp, sequence_parallel, overlap, dropout_seed * group.size() + group.rank())
+        loss_fn = cut_over_tp(model, mesh.group("tp"), sequence_parallel, overlap, dropout_seed * group.size() + group.rank())
+    if "cp" in axes:
+        for layer in model.layers:
+            if isinstance(layer, Block):
+                layer.attention.core = partial(core, group=mesh.group("cp"), layout=layout)
+    reducer, optimizer = reduce_over(group, model, mesh, axes, bucket_bytes, zero, make_optimizer, sequence_parallel)
+    return Parallel(model, reducer, mesh.group(*rows), optimizer, loss_fn, group, (layout, mesh.group("cp")) if "cp" in axes else None)
+
+
+def reduce_over(group: ProcessGroup, model: nn.Module, mesh: Mesh, axes: tuple[str, ...], bucket_bytes: int, zero: int | str,
+                make_optimizer: MakeOptimizer | None, sequence_parallel: bool) -> tuple:
+    """(what sums the gradients, the optimizer) over the ranks with different tokens."""
     if zero:
         if isinstance(zero, str):
             sharded = Hybrid(model, mesh.group("intra"), mesh.group("inter"), make_optimizer, zero)
@@ -109,15 +138,13 @@ def parallelize(model: nn.Module, mesh: Mesh, *, bucket_bytes: int = 25_000_000,
             sharded = Zero3(model, group, make_optimizer)
         else:
             sharded = (Zero1 if zero == 1 else Zero2)(model, group, make_optimizer, bucket_bytes)
-        return Parallel(model, sharded, group, sharded, loss_fn)
+        return sharded, sharded
     optimizer = make_optimizer([param for param in model.parameters() if param.requires_grad]) if make_optimizer else None
-    if sequence_parallel:       # some parameters saw one slice of the sequence: theirs are summed over tp as well
-        sliced = params_of_slices(model)
-        reducer = Reducers(GradReducer((param for param in model.parameters() if param not in sliced), group, bucket_bytes),
-                           GradReducer((param for param in model.parameters() if param in sliced), mesh.group(*axes, "tp"), bucket_bytes))
-    else:
-        reducer = GradReducer(model.parameters(), group, bucket_bytes)
-    return Parallel(model, reducer, group, optimizer, loss_fn)
+    if not sequence_parallel:
+        return GradReducer(model.parameters(), group, bucket_bytes), optimizer
+    sliced = params_of_slices(model)       # they saw one slice of the sequence: theirs are summed over tp as well
+    return Reducers(GradReducer((param for param in model.parameters() if param not in sliced), group, bucket_bytes),
+                    GradReducer((param for param in model.parameters() if param in sliced), mesh.group(*axes, "tp"), bucket_bytes)), optimizer
 
 
 def cut_over_tp(model: nn.Module, group: ProcessGroup, sequence_parallel: bool, overlap: bool, seed: int) -> Callable:

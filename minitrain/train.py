@@ -36,6 +36,7 @@ class Batch(NamedTuple):
     tokens: Tensor  # int64 [B/dp, T]
     targets: Tensor  # int64 [B/dp, T], MASKED where no loss is taken
     num_valid: Tensor  # of the global batch; `valid_tokens` counts
+    positions: Tensor | None = None  # int64 [T] of the tokens, where they are not 0 .. T-1
 
 
 class StepResult(NamedTuple):
@@ -106,7 +107,8 @@ def accumulate(
         total = torch.zeros((), device=batch.tokens.device)
         for number, (tokens, targets) in enumerate(microbatches, start=1):
             reducer.enabled = number == num_microbatches
-            loss = loss_fn(model(tokens), targets) / batch.num_valid
+            logits = model(tokens) if batch.positions is None else model(tokens, batch.positions)
+            loss = loss_fn(logits, targets) / batch.num_valid
             loss.backward()
             total = total + loss.detach()
         return total

@@ -80,6 +80,8 @@ class Trainer:
             raise ValueError(f"report_every={report_every}: use at least 1 step")
         if any(hasattr(param, "shards") for param in self.model.parameters()):
             raise ValueError("the Trainer saves whole parameters, and these are cut over ranks: train with tp=1, or call train_step")
+        if parallel.token_group is not parallel.data_group:
+            raise ValueError("the Trainer gives each rank whole rows, and these are cut over cp: train with cp=1, or call train_step")
         self.text, self.held_out, self.recipe, self.out = text, held_out, recipe, out
         self.report_every, self.peak_flops = report_every, peak_flops
         self.rank, self.ranks = self.group.rank(), self.group.size()
@@ -143,8 +145,8 @@ class Trainer:
         self.model.eval()
         total = torch.zeros((), device=self.device)
         for step in range(batches):
-            tokens, targets, num_valid = self.batch(self.held_out, step, seed=0)
-            total = total + cross_entropy_sum(self.model(tokens), targets) / num_valid / batches
+            batch = self.batch(self.held_out, step, seed=0)
+            total = total + cross_entropy_sum(self.model(batch.tokens), batch.targets) / batch.num_valid / batches
         self.model.train()
         return collectives.all_reduce(total, self.group).item()
 

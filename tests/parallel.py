@@ -113,15 +113,22 @@ def train_parallel(problem: Problem, shape: dict[str, int], **settings) -> Outco
     torch.manual_seed(1000 + mesh.rank(*shape))
     model = problem.model()
     run = parallelize(model, mesh, bucket_bytes=3000, make_optimizer=lambda params: AdamW(params, lr=problem.lr), **settings)
-    losses = run_steps(problem, model, run.data_group, run.optimizer, run.reducer, run.loss_fn)
-    return Outcome(losses, {name: full_tensor(param.grad, getattr(param, "shards", ())) for name, param in model.named_parameters()
-                            if param.grad is not None},
+    forward_backward, losses = accumulate(model, run.loss_fn, problem.microbatches, run.reducer), []
+    for step in range(len(problem.batch_sizes)):
+        batch = run.lay_out(*problem.batch(step, run.data_group.rank(), run.data_group.size()))
+        result = train_step(forward_backward, batch, run.optimizer, run.reducer, problem.clip)
+        losses.append(collectives.all_reduce(result.loss, run.token_group).item())
+    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if settings.get("zero"):
+        return Outcome(losses, {name: run.optimizer.full_grad(param) for name, param in trainable.items()},
+                       {name: run.optimizer.full_tensor(param) for name, param in model.named_parameters()})
+    return Outcome(losses, {name: full_tensor(param.grad, getattr(param, "shards", ())) for name, param in trainable.items()},
                    {name: full_tensor(param).clone() for name, param in model.named_parameters()})
 
 
-def run_steps(problem: Problem, model: GPT, group, optimizer, reducer, loss_fn: Callable = cross_entropy_sum) -> list[float]:
+def run_steps(problem: Problem, model: GPT, group, optimizer, reducer) -> list[float]:
     """All steps of the problem; the loss of each, summed over the group."""
-    forward_backward = accumulate(model, loss_fn, problem.microbatches, reducer)
+    forward_backward = accumulate(model, cross_entropy_sum, problem.microbatches, reducer)
     losses = []
     for step in range(len(problem.batch_sizes)):
         tokens, targets = problem.batch(step, group.rank(), group.size())
