@@ -165,8 +165,9 @@ def product_of(on_a_rank, a_blocks, b_blocks, factors):
                   secrets=[{f"factor {s}": factor for s, factor in enumerate(factors)}] * side**2)
     for rank, said in enumerate(outcome.results):
         i, j = divmod(rank, side)
-        expect_equal(said, sum(factor * (a_blocks[i * side + s] @ b_blocks[s * side + j]) for s, factor in enumerate(factors)), "the product",
-                     f"C(i, j) on rank i·q + j: are all q terms there, each once, with blocks and factor of the same s? (seen at rank {rank} of {side}×{side})")
+        wanted = sum(factor * (a_blocks[i * side + s] @ b_blocks[s * side + j]) for s, factor in enumerate(factors))
+        expect_equal(said, wanted, "the product", "C(i, j) on rank i·q + j: are all q terms there, each once, with blocks and factor of the "
+                     f"same s? (seen at rank {rank} of {side}×{side})")
     return outcome
 
 def drawn_product(on_a_rank, draw, side, m, k, n):
@@ -216,7 +217,7 @@ def expect_bytes_of_summa(side, m, k, n):
     for rank in range(side**2):
         for messages, block, name in zip(sent_by(outcome, rank, side), (a_bytes, b_bytes), ("A along the row", "B along the column")):
             expect(sum(message.bytes for message in messages) <= (side - 1) * block, "bytes on the wire",
-                   f"{name}: a block has q-1 others to reach, and everyone who passes it on sends it once; what else is on its way? (seen at rank {rank})")
+                   f"{name}: the blocks that a rank sends are q-1 in all steps together; what else is on its way? (seen at rank {rank})")
 
 expect_bytes_of_summa(2, 4, 5, 3)
 print("the visible checks pass")
@@ -299,7 +300,7 @@ def expect_neighbours(side, m, k, n):
         for messages, way, skew, block in zip((left, up), ways, (i, j), block_bytes):
             wanted = sorted([1] * (side - 1) + [skew] * (skew > 0))
             expect(len(way) <= len(wanted), "q-1 shifts",
-                   "more messages than one for the skew and q-1 shifts; is the skew one message, and who needs what is sent after the last product?")
+                   "more messages than one for the skew and q-1 shifts; is the skew one message, and who needs what leaves after the last product?")
             expect(sorted(way) == wanted, "neighbours only",
                    "after one message for the skew, A goes one place left and B one place up, q-1 times; somebody else was spoken to, or nobody")
             expect(sum(message.bytes for message in messages) <= len(wanted) * block, "bytes on the wire", "a message is one block")
@@ -380,7 +381,8 @@ def rotated_of(draw, rows, shard_rows, width):
         expect_equal(said[0], sum(factors[rank][f"dX {s}"] * (pieces[rank][s] @ weights[s]) for s in ranks), "gradient of x",
                      f"each shard with the columns of dY that belong to it; whose shard is here after t hops? (seen at rank {rank} of {len(rows)})")
         expect_equal(said[1], sum(factors[r][f"dW {rank}"] * (pieces[r][rank].T @ xs[r]) for r in ranks), "gradient of the weight",
-                     f"the terms of all ranks, of the rank's own shard; where does each sum begin, and where does it end? (seen at rank {rank} of {len(rows)})")
+                     "the terms of all ranks, of the rank's own shard; where does each sum begin, and where does it end? "
+                     f"(seen at rank {rank} of {len(rows)})")
     return outcome, weights[0].nbytes
 
 # %% check="rotated_backward-gradients" points=1
