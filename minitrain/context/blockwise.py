@@ -10,7 +10,7 @@ In 2 bytes, with F = 4D and as many K/V heads as heads, in units of B·T·D (the
 
     widest tensor that is kept     8 with attention by tiles alone (the MLP's)           2 blockwise (X, K or V)
     all that is kept               36 in this model (GELU, RMSNorm, no dropout)          6: X, K and V
-    temporary, per block           about 36 · rows / T, in forward as in backward
+    temporary, per block           about 36 · rows / T
 
 The paper's 8bsh -> 2bsh are the widest tensors. Costs: forward of all but K and V once more. A checkpoint around the whole layer leaves
 X alone, 2bsh, for computing K and V again too. Sends nothing.
@@ -41,7 +41,7 @@ def blockwise_layer(x: Tensor, positions: Tensor, query: Callable, keys_values: 
     `query(x_i, positions_i) -> [B, H, r, K]`, `keys_values(x, positions) -> k, v [B, H_kv, T, K]`, and `finish(x_i, attended [B, H, r, K])
     -> [B, r, D]` is all that follows, residuals included. Queries of `core` are the last ones of the keys that it is given.
     """
-    k, v = keys_values(x, positions)
+    k, v = checkpoint(keys_values, x, positions, use_reentrant=False)
 
     def block(x_i: Tensor, positions_i: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return finish(x_i, core(query(x_i, positions_i), k, v, causal=causal))
