@@ -142,7 +142,6 @@ def test_balanced_data_travel_a_round_ahead():
     for rank in range(8):
         calls = hidden(dryrun.run(run, rank=rank, ranks=8))
         assert calls and all(products == 1 for op, products in calls if op == "receive")
-        assert all(products <= 1 for _, products in calls)
 
 
 def attention_time(core, n, tokens=1024):
