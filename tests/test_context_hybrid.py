@@ -18,6 +18,8 @@ from minitrain.layers import naive_attention
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.model import GPT, cross_entropy_sum
+from minitrain.simulate.machines import machine
+from minitrain.simulate.replay import replay
 from tests.parallel import small
 from tests.test_ulysses import TOLERANCE, distance, example, whole_attention
 
@@ -106,7 +108,8 @@ def test_three_heads_on_six_ranks():
 def test_placement_decides_what_leaves_the_node():
     """2 nodes of 2: the bytes of each axis are the same in both orders, but either the ring's or the all-to-alls' cross the border."""
     case = [(8, 2, zigzag, True)]
-    for rank, found in enumerate(launch.run(lambda: [usp(sizes, case)[0] for sizes in (dict(ring=2, ulysses=2), dict(ulysses=2, ring=2))], ranks=4)):
+    placements = dict(ring=2, ulysses=2), dict(ulysses=2, ring=2)
+    for rank, found in enumerate(launch.run(lambda: [usp(sizes, case)[0] for sizes in placements], ranks=4)):
         for inner, outer, (error, (forward, both)) in zip(("ulysses", "ring"), ("ring", "ulysses"), found):
             assert error < TOLERANCE
             for events, formula in zip((forward, both), usp_bytes(2, 2, 8, 2)):
@@ -147,7 +150,8 @@ def single_ring(cases):
 def test_loongtrain():
     """Heads x context of 4x1, 2x2, 1x4 give one output; on 2 nodes of w=2 a double ring takes cp/w - 1 steps across, not cp - 1."""
     cases = [(*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)]
-    runs = launch.run(lambda: [loongtrain(4, 1, 1, cases), loongtrain(2, 2, 1, cases), loongtrain(1, 2, 2, cases), single_ring(cases[:1])], ranks=4)
+    grids = (4, 1, 1), (2, 2, 1), (1, 2, 2)
+    runs = launch.run(lambda: [*(loongtrain(*grid, cases) for grid in grids), single_ring(cases[:1])], ranks=4)
     for by_grid in runs:
         assert max(error for found in by_grid for error, _ in found) < TOLERANCE
 
@@ -176,6 +180,24 @@ def test_bytes_of_long_double_rings():
         forward, both, steps = dryrun.run(rings_in_a_dry_run, m, w, rank=5, ranks=16)
         assert steps == {"outer": m - 1, "inner": m * (w - 1)}
         assert forward == {axis: n * block for axis, n in steps.items()} and both == {axis: 3 * n * block for axis, n in steps.items()}
+
+
+def attention_of_two_nodes(length, outer, inner):
+    mesh = Mesh(outer=outer, inner=inner)
+    core = partial(double_ring_attention, outer=mesh.group("outer"), inner=mesh.group("inner"))
+    q, k, v = (torch.empty(1, heads, length // 16, 128, dtype=torch.bfloat16, requires_grad=True) for heads in (32, 8, 8))
+    with Ledger() as ledger:
+        out = core(q, k, v)
+        out.backward(torch.empty_like(out))
+    return ledger.events
+
+
+@pytest.mark.parametrize("length, single_ms, double_ms", [(16384, 4.2, 1.7), (131072, 43.6, 42.9)])
+def test_replay_of_a_double_ring(length, single_ms, double_ms):
+    """The table in hybrid.py: two nodes of 8 H100, by the rank that sends across the border."""
+    times = [1e3 * replay({7: dryrun.run(attention_of_two_nodes, length, *grid, rank=7, ranks=16)}, machine("h100"), dtype="bf16").step_s
+             for grid in ((16, 1), (2, 8))]
+    assert times == pytest.approx([single_ms, double_ms], rel=0.05)
 
 
 def test_three_rings():

@@ -15,10 +15,11 @@ Mesh(ring=P/C, team=C), tokens by `layout` over mesh.group("ring", "team"). With
     backward                (C-1) (3U + 2V + U/K)  +  (C-1) (U + 2V)  twice that, dK, dV as K, V        (in each way if S = 1)
     ring attention                                                    (P-1) · 2V, backward twice that
 
-So at most S = P/C² messages in the place of P-1, and 1/C of the ring's bytes, for 2(C-1) blocks of queries inside the team. Zig-zag and
-striped tokens give the members equal work under a causal mask; contiguous ones do not. The skip is not hidden. C = 1 is the ring.
+So at most S = P/C² messages in the place of P-1 and 1/C of the ring's bytes, for (C-1) (2U + 2V + U/K) inside the team. Zig-zag and
+striped tokens give the members equal work under a causal mask; contiguous ones do not. The skip is not hidden behind anything.
 In backward a team gathers dO, O and lse too; dQ, a share on each member, is reduce-scattered; dK and dV add up along each ring, skip
-home at once, and the shares of the C rings are reduce-scattered. The paper gives forward only; this backward is its mirror, derived here.
+home at once, and the shares of the C rings are reduce-scattered. It is derived here, as the mirror of forward. C = 1 is the ring, but
+that its own gradients travel, too.
 
 Memory: q, k, v, O of C·T/P tokens and two blocks as large: 2.3 times the peak of ring attention for C = 2, 4 times for C = 4.
 Raises ValueError in one line, before any rank waits, unless C² divides P, for groups that do not cross in this rank only, and what
