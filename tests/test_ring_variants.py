@@ -73,9 +73,8 @@ def test_balanced_schedules_are_complete():
             check(schedule)
             assert len(schedule) == rounds and idle_fraction(schedule) == idle
             for t in range(rounds):                     # what one is given, another needs; each gives and takes at most once
-                gifts = [(rank, *gift) for rank in range(n) for gift in given(schedule, t, rank)]
+                gifts = [(rank, *gift) for rank in range(n) if (gift := given(schedule, t, rank))]
                 assert sorted(gifts) == sorted((need[0], rank, need[1]) for rank in range(n) if (need := needs(schedule, t, rank)))
-                assert len({gift[0] for gift in gifts}) == len(gifts)
     assert Fraction(idle_slots(balanced(8)), 8 * 5) == Fraction(1, 10)          # of its own slots: 1/(n+2)
 
 
@@ -84,10 +83,11 @@ def test_a_schedule_with_a_fault_is_refused():
         q = torch.empty(1, 1, 4, 4)
         balanced_attention(q, q, q, group=collectives.world(), schedule=lambda n: schedule)
 
-    missing, twice, stranger = balanced(4), balanced(4), balanced(4)
+    missing, twice, stranger, busy = (balanced(4) for _ in range(4))
+    busy[1][2], busy[2][2] = Work(2, 0), Work(2, 1)
     missing[1][2], twice[2][0], stranger[1][0], stranger[1][1] = None, Work(3, 0), Work(1, 0), Work(3, 0)
     for schedule, text in ((missing, "1 tiles missing or masked, 0 twice"), (twice, "0 tiles missing or masked, 1 twice"),
-                           (stranger, "1 computed by a rank that owns neither")):
+                           (stranger, "1 computed by a rank that owns neither"), (busy, "two ranks want data of the same rank in one round")):
         with pytest.raises(ValueError, match=text):
             dryrun.run(run, schedule, ranks=4)
 
@@ -97,9 +97,9 @@ def tile_bytes(schedule, rank, heads, tokens):
     block, row = B * tokens * K * 8, B * heads[0] * tokens * 8
     forward = backward = 0
     for t in range(len(schedule)):
-        for _, what in given(schedule, t, rank):
-            forward += 2 * heads[1] * block if what == "keys" else heads[0] * block
-            backward += 2 * heads[1] * block if what == "keys" else 2 * heads[0] * block + 2 * row
+        if gift := given(schedule, t, rank):
+            forward += 2 * heads[1] * block if gift[1] == "keys" else heads[0] * block
+            backward += 2 * heads[1] * block if gift[1] == "keys" else 2 * heads[0] * block + 2 * row
         if need := needs(schedule, t, rank):
             forward += 0 if need[1] == "keys" else heads[0] * block + row
             backward += 2 * heads[1] * block if need[1] == "keys" else heads[0] * block
@@ -227,6 +227,14 @@ def side_bytes(side, heads, n, tokens):
     return (n - 1) * (4 * heads[1] * block if side == "keys" else 3 * heads[0] * block + 2 * heads[0] * row)
 
 
+def two_level(q, k, v, mesh):
+    return burst_attention(q, k, v, inside=mesh.group("tp"), across=mesh.group("dp"), causal=False)
+
+
+def flat(q, k, v, mesh):
+    return ring_attention(q, k, v, group=collectives.world(), causal=False)
+
+
 def burst_steps(core, tokens, nodes, devices):
     def run():
         mesh = Mesh(dp=nodes, tp=devices)
@@ -263,9 +271,8 @@ def test_burst_attention():
         step, far = max(product, block / inside), block / across
         inner = (devices - 1) * step + product
         where = ideal(flops, inside, across, devices)
-        two_rings = replay(burst_steps(lambda q, k, v, mesh: burst_attention(q, k, v, inside=mesh.group("tp"), across=mesh.group("dp"),
-                                                                             causal=False), tokens, nodes, devices), where)
-        one_ring = replay(burst_steps(lambda q, k, v, mesh: ring_attention(q, k, v, group=collectives.world(), causal=False), tokens, nodes, devices), where)
+        two_rings = replay(burst_steps(two_level, tokens, nodes, devices), where)
+        one_ring = replay(burst_steps(flat, tokens, nodes, devices), where)
         assert two_rings.step_s == pytest.approx((nodes - 1) * max(far, inner) + inner, rel=1e-6)
         assert one_ring.step_s == pytest.approx((nodes * devices - 1) * max(far, product) + product, rel=1e-6)
         shown = (nodes - 1) * max(0, far - inner) + nodes * (devices - 1) * max(0, block / inside - product)
@@ -273,7 +280,7 @@ def test_burst_attention():
 
 
 def test_a_node_s_next_block_is_on_its_way_during_the_whole_inner_ring():
-    events = burst_steps(lambda q, k, v, mesh: burst_attention(q, k, v, inside=mesh.group("tp"), across=mesh.group("dp"), causal=False), 16, 3, 4)[5]
+    events = burst_steps(two_level, 16, 3, 4)[5]
     assert sum(event.axis == "dp" and event.op == "send" for event in events if isinstance(event, Issue)) == 2      # N - 1
     assert sum(event.axis == "tp" and event.op == "send" for event in events if isinstance(event, Issue)) == 9      # N·(M - 1)
     assert sorted(Counter(hidden(events)).items()) == [(("receive", 1), 9), (("receive", 4), 2), (("send", 1), 9), (("send", 4), 2)]

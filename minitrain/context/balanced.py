@@ -19,13 +19,13 @@ Nothing is handed on: every block goes from its owner to where it is used, in al
 Memory beside q, k, v, O: what is at work and what arrives for the next round, and results on their way.
 Raises ValueError in one line, before any rank waits, for shapes that do not fit and, in `check`, for a schedule that misses a tile.
 
-Li et al. 2023 (DistFlashAttn; first LightSeq), arXiv:2310.03294, section 3.1: the schedule; 3.2: overlap; sparing.py has its
-checkpoints. Differs: the schedule is data; D = rowsum(dO · O) is sent in place of O; any number of K/V heads.
+Li et al. 2023 (DistFlashAttn; first LightSeq), arXiv:2310.03294, section 3: schedule and overlap; sparing.py has its checkpoints. Differs: the schedule is data; D = rowsum(dO · O) is sent in place of O; any number of K/V heads.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.collectives import Handle
 from minitrain.context.blocks import FUSED, Blocks, merge, nothing_yet, row_sums, stand_in
 from minitrain.context.ring import check_core, zeros
 
@@ -64,11 +65,14 @@ def unbalanced(ranks: int) -> Schedule:
 
 
 def check(schedule: Schedule) -> None:
-    """Every tile under the causal mask once, by a rank that owns its queries or its keys."""
+    """Every tile under the causal mask once, by a rank that owns its queries or its keys; a rank sends to one other in a round."""
     ranks = len(schedule[0])
     done = [work for round in schedule for work in round if work]
     missing = {Work(q, k) for q in range(ranks) for k in range(q + 1)} ^ set(done)
     strangers = [(rank, *work) for round in schedule for rank, work in enumerate(round) if work and rank not in work]
+    wanted = [(t, need[0]) for t in range(len(schedule)) for rank in range(ranks) if not strangers and (need := needs(schedule, t, rank))]
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(f"schedule of {ranks} ranks: {len(wanted) - len(set(wanted))} times two ranks want data of the same rank in one round")
     if missing or strangers or len(set(done)) < len(done):
         raise ValueError(f"schedule of {ranks} ranks: {len(missing)} tiles missing or masked, {len(done) - len(set(done))} twice, "
                          f"{len(strangers)} computed by a rank that owns neither queries nor keys")
@@ -94,10 +98,10 @@ def needs(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
     return (work.keys, "keys") if work.queries == rank else (work.queries, "queries")
 
 
-def given(schedule: Schedule, t: int, rank: int) -> list[tuple[int, str]]:
-    """To whom this rank sends its "keys" or "queries" for round t."""
-    wanted = [(other, needs(schedule, t, other)) for other in range(len(schedule[0]))]
-    return [(other, need[1]) for other, need in wanted if need and need[0] == rank]
+def given(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
+    """To whom this rank sends its "keys" or "queries" for round t, if to anybody."""
+    wanted = ((other, needs(schedule, t, other)) for other in range(len(schedule[0])))
+    return next(((other, need[1]) for other, need in wanted if need and need[0] == rank), None)
 
 
 Tensors = tuple[Tensor, ...]
@@ -111,34 +115,46 @@ def run(schedule: Schedule, group: ProcessGroup, sent: dict[str, Tensors], retur
     """
     rank = group.rank()
 
-    def fetch(t: int) -> tuple[list, list]:
-        need = needs(schedule, t, rank)
-        outgoing = [collectives.send(x, other, group, async_op=True) for other, what in given(schedule, t, rank) for x in sent[what]]
-        return outgoing, [collectives.receive(like, need[0], group, async_op=True) for like in sent[need[1]]] if need else []
+    def fetch(t: int) -> list[Handle]:
+        gift, need = given(schedule, t, rank), needs(schedule, t, rank)
+        return swap(sent[gift[1]] if gift else (), gift and gift[0], sent[need[1]] if need else (), need and need[0], group)
 
-    def give_back(t: int, result: Tensors) -> tuple[list, list]:
-        need = needs(schedule, t, rank)
-        outgoing = [collectives.send(x, need[0], group, async_op=True) for x in result] if need else []
-        return outgoing, [(what, [collectives.receive(like, other, group, async_op=True) for like in returned[what]])
-                          for other, what in given(schedule, t, rank) if returned[what]]
+    def give_back(t: int, result: Tensors) -> list[Handle]:
+        gift, need = given(schedule, t, rank), needs(schedule, t, rank)
+        return swap(result if need else (), need and need[0], returned[gift[1]] if gift else (), gift and gift[0], group)
 
-    def settle(outgoing: list, results: list) -> None:
-        for handle in outgoing:
-            handle.wait()
-        for what, incoming in results:
-            take(what, tuple(handle.wait() for handle in incoming))
-
-    fetching, returning = fetch(0), ([], [])
+    fetching, returning, gift = fetch(0), [], None
     for t, round in enumerate(schedule):
-        (outgoing, incoming), fetching = fetching, fetch(t + 1)                       # the next round's data travel during this one
-        need, result = needs(schedule, t, rank), ()
-        data = tuple(handle.wait() for handle in incoming)
-        if round[rank]:
-            result = compute(need[1] if need else "", data)
-        settle(outgoing, [])
-        settle(*returning)                                                            # the last round's results travelled during this one
-        returning = give_back(t, result)
-    settle(*returning)
+        arriving, fetching = fetching, fetch(t + 1)                                   # the next round's data travel during this one
+        need, data = needs(schedule, t, rank), received(arriving)
+        result = compute(need[1] if need else "", data) if round[rank] else ()
+        put_in(gift, received(returning), take)                                       # the last round's results travelled during this one
+        gift, returning = given(schedule, t, rank), give_back(t, result)
+    put_in(gift, received(returning), take)
+
+
+def swap(mine: Tensors, to: int | None, likes: Tensors, source: int | None, group: ProcessGroup) -> list[Handle]:
+    """Starts to send tensors to one rank and to receive some like `likes` from another, each pair together: all send at once, and over NCCL
+    a rank whose send must end before its receive begins would wait for all others, and they for it."""
+    handles = []
+    for x, like in zip_longest(mine, likes):
+        if x is None:
+            handles.append(collectives.receive(like, source, group, async_op=True))
+        elif like is None:
+            handles.append(collectives.send(x, to, group, async_op=True))
+        else:
+            handles.append(collectives.exchange(x, to, source, group, like=like, async_op=True))
+    return handles
+
+
+def received(handles: list[Handle]) -> Tensors:
+    """What came; all that was sent has arrived, too."""
+    return tuple(x for handle in handles if (x := handle.wait()) is not None)
+
+
+def put_in(gift: tuple[int, str] | None, result: Tensors, take: Callable[[str, Tensors], None]) -> None:
+    if gift and result:
+        take(gift[1], result)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

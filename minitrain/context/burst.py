@@ -16,8 +16,8 @@ they are and sends Q, dO with the two numbers a row that backward needs of forwa
 Memory: one more block than the ring, that which arrives from the next node (double buffer), and one more sum on its way.
 q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`; rank = node · M + device in the layout. Raises ValueError in one line as ring.py does, and
 for a side that is neither.
-Sun et al. 2024 (BurstAttention), arXiv:2403.09347, sections 3.1 and 3.2 (global attention optimisation), 3.3 (double buffer,
-topology). Differs: PyTorch's flash kernels tile inside a device, where the paper has its own; either side in backward.
+Sun et al. 2024 (BurstAttention), arXiv:2403.09347, section 3: the queries' side in backward, double buffer; Sun et al. 2025 (BurstEngine),
+arXiv:2509.19836: rings that follow the topology. Differs: inside a device PyTorch's flash kernels tile; either side in backward.
 """
 from __future__ import annotations
 

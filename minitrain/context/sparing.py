@@ -13,7 +13,7 @@ saves, of the 4/3 of a step's FLOPs that recomputation costs, the part that is a
 checkpoint that keeps x only. Sends nothing. One core may serve all layers of a model; each checkpoint has its own store.
 Raises ValueError in one line for shapes that do not fit each other, and where a layer is computed again otherwise than the first time.
 
-Li et al. 2023 (DistFlashAttn), arXiv:2310.03294, section 3.3 (rematerialization-aware checkpointing). Differs: any core with an
+Li et al. 2023 (DistFlashAttn), arXiv:2310.03294, section 3 (rematerialization-aware checkpointing). Differs: any core with an
 (O, lse), by torch's own checkpoint.
 """
 from __future__ import annotations
