@@ -102,6 +102,8 @@ def double_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, outer: ProcessGrou
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens by `layout` over the n = m · w ranks outer · w + inner -> `[B, H, T/n, K]`."""
     check_shapes("double_ring_attention", q, k, v)
     check_crossing(outer=outer, inner=inner)
+    ranks = outer.size() * inner.size()
+    layout(number_in((outer, inner), (0, 0)), ranks, q.size(2) * ranks)                 # refused here, before anything is sent
     return _Rings.apply(q, k, v, (outer, inner), layout, causal, blocks)
 
 
