@@ -76,7 +76,7 @@ class Reducers:
 
     @property
     def enabled(self) -> bool:
-        return self.reducers[0].enabled
+        return all(reducer.enabled for reducer in self.reducers)
 
     @enabled.setter
     def enabled(self, value: bool) -> None:
@@ -143,8 +143,10 @@ def reduce_over(group: ProcessGroup, model: nn.Module, mesh: Mesh, axes: tuple[s
     if not sequence_parallel:
         return GradReducer(model.parameters(), group, bucket_bytes), optimizer
     sliced = params_of_slices(model)       # they saw one slice of the sequence: theirs are summed over tp as well
-    return Reducers(GradReducer((param for param in model.parameters() if param not in sliced), group, bucket_bytes),
-                    GradReducer((param for param in model.parameters() if param in sliced), mesh.group(*axes, "tp"), bucket_bytes)), optimizer
+    summed = {group: [param for param in model.parameters() if param not in sliced],
+              mesh.group(*axes, "tp"): [param for param in model.parameters() if param in sliced]}
+    return Reducers(*(GradReducer(params, over, bucket_bytes) for over, params in summed.items()
+                      if any(param.requires_grad for param in params))), optimizer
 
 
 def cut_over_tp(model: nn.Module, group: ProcessGroup, sequence_parallel: bool, overlap: bool, seed: int) -> Callable:

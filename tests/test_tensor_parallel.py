@@ -140,6 +140,20 @@ def test_bytes_of_a_layer_cut_along_the_sequence(ranks):
         assert dryrun.run(one_layer, way, rank=1, ranks=ranks)[0] == runs[1][0]
 
 
+def test_norms_may_all_be_frozen():
+    def rank():
+        model = GPT(PLAIN, dtype=torch.float64)
+        for name, param in model.named_parameters():
+            param.requires_grad_("norm" not in name)
+        run = parallelize(model, Mesh(dp=1, tp=2), sequence_parallel=True)
+        tokens = torch.zeros(B, T, dtype=torch.long)
+        accumulate(model, run.loss_fn, 1, run.reducer)(run.lay_out(tokens, tokens))
+        run.reducer.finish()
+        return all((param.grad is not None) == param.requires_grad for param in model.parameters())
+
+    assert launch.run(rank, ranks=2) == [True, True]
+
+
 def whole_step(shape, settings):
     mesh = Mesh(**shape)
     model = GPT(replace(PLAIN, num_layers=2), dtype=torch.float64)
