@@ -8,12 +8,13 @@ checkpointed function, and again in backward, block by block.
 
 In 2 bytes, with F = 4D and as many K/V heads as heads, in units of B·T·D (the paper's bsh):
 
-    widest tensor that is kept     8 with attention by tiles alone (the MLP's)           2 blockwise (X, K or V)
-    all that is kept               36 in this model (GELU, RMSNorm, no dropout)          6: X, K and V
-    temporary, per block           about 36 · rows / T
+                              attention by tiles alone        blockwise
+    widest tensor kept        8   (the MLP's)                 2   (X, K or V)
+    all that is kept          36  (GELU, RMSNorm)             6   (X, K and V)
+    peak with backward        44                              25, gradients of X, K, V included (T = 256, rows = 16)
 
-The paper's 8bsh -> 2bsh are the widest tensors. Costs: forward of all but K and V once more. A checkpoint around the whole layer leaves
-X alone, 2bsh, for computing K and V again too. Sends nothing.
+The paper's 8bsh -> 2bsh are the widest tensors. Costs one more forward. A checkpoint around the whole layer leaves X alone, 2bsh, and
+computes K and V a third time. Sends nothing.
 Raises ValueError in one line for blocks of no size; `blockwise_block` for a block that is not pre-norm, has a latent or ALiBi.
 
 Liu and Abbeel 2023, arXiv:2305.19370, section 3 and its table of activation sizes. Differs: keys and values of the whole sequence are

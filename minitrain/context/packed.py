@@ -33,7 +33,8 @@ from torch import Tensor
 from minitrain.context.flash import flash_attention
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Sequence[int], causal: bool = True, core: Callable = flash_attention) -> Tensor:
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Sequence[int], causal: bool = True,
+                     core: Callable = flash_attention) -> Tensor:
     """q `[1, H, N, K]`, k, v `[1, H_kv, N, K]`, all sequences one after the other -> `[1, H, N, K]`; `core` sees them one by one."""
     if q.size(0) != 1:
         raise ValueError(f"packed q has {q.size(0)} rows; pack all sequences into one, [1, H, N, K]")
