@@ -13,7 +13,8 @@ MHA, GQA, MQA = (4, 4), (4, 2), (4, 1)                  # query heads, K/V heads
 def inputs(heads=GQA, length=T, dtype=torch.float64):
     """q, k, v and what dO is to be: whole, and alike on all ranks."""
     generator = torch.Generator().manual_seed(7)
-    return [torch.randn(B, count, length, K, dtype=torch.float64, generator=generator).to(dtype) for count in (heads[0], heads[1], heads[1], heads[0])]
+    counts = heads[0], heads[1], heads[1], heads[0]
+    return [torch.randn(B, count, length, K, dtype=torch.float64, generator=generator).to(dtype) for count in counts]
 
 
 def whole(heads=GQA, causal=True, length=T, dtype=torch.float64):

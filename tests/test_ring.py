@@ -37,7 +37,8 @@ def everywhere(layouts, all_heads, kinds=(FUSED,)):
             expected = whole(heads, causal)
             for layout in layouts:
                 for blocks in kinds:
-                    found, sent[heads] = over(partial(ring_attention, group=group, layout=layout, causal=causal, blocks=blocks), group, layout, heads)
+                    core = partial(ring_attention, group=group, layout=layout, causal=causal, blocks=blocks)
+                    found, sent[heads] = over(core, group, layout, heads)
                     apart[heads, causal, layout.__name__, blocks is PLAIN] = furthest(found, expected)
     return apart, sent
 
@@ -230,9 +231,9 @@ def ideal(flops, bytes_per_s, per_node=64):
     return Machine("ideal", Device("device", {"bfloat16": flops, "float32": flops}, 80e9, 1e30, "the same"), per_node, link, link, per_node)
 
 
-def exposed(tokens, where, ranks=4):
+def exposed(tokens, where, ranks=4, kv_heads=8):
     def run():
-        q, k, v = (torch.empty(1, 8, tokens, 128, dtype=torch.bfloat16) for _ in range(3))
+        q, k, v = (torch.empty(1, heads, tokens, 128, dtype=torch.bfloat16) for heads in (8, kv_heads, kv_heads))
         with Ledger() as ledger:
             ring_forward(q, k, v, collectives.world(), contiguous, False, FUSED)
         return ledger.events
@@ -263,6 +264,7 @@ def test_blockwise_ring():
         assert exposed(tokens, where) == 0 < exposed(tokens - 1, where)
     assert first_hidden(ideal(312e12, 300e9), 512, 2048) == 1040
     assert [round(6 * 312e12 / rate / 1e3, 1) for rate in (300e9, 12.5e9)] == [6.2, 149.8]            # shortest sequence, in thousands
+    assert exposed(130, ideal(312e12, 300e9), kv_heads=1) == 0 < exposed(129, ideal(312e12, 300e9), kv_heads=1)
     assert first_hidden(machine("a100"), 128, 1040) < 500       # merging partial outputs takes time too, behind which a transfer hides
     _, (forward, _) = launch.run(lambda: over(partial(ring_attention, group=collectives.world()), collectives.world(), heads=MHA), ranks=4)[0]
     assert forward == 2 * 3 * B * T * (4 * K) // 4 * 8

@@ -8,18 +8,21 @@ Contiguous tokens, n = 5, tile (q owner, k owner); rank 0 has one tile of its ow
     round 2   3,0*    4,1*    2,0     3,1     4,2
 
 In round t rank r >= t is sent K, V of rank r - t, and rank r < t is sent Q of rank r - t mod n and gives back a partial (O, lse), which
-the owner merges (blocks.py): log-sum-exps do not care who computed them. n // 2 + 1 rounds instead of n; for even n the last
-round has only n/2 tiles for n ranks. A schedule is a list of rounds, each a list over ranks: a tile, or None. `unbalanced` is the ring's.
-Whatever `run` is given, it sends what the schedule needs: data of a round during the round before, results during the round after.
+the owner merges (blocks.py): log-sum-exps do not care who computed them. n // 2 + 1 rounds instead of n. Nobody is idle for odd n; for
+even n half of the ranks are in the last round: 1/(2n) of the n² slots which the ring takes (and uses half of), 1/(n+2) of those here.
+
+A schedule is a list of rounds, each a list over ranks: a tile, or None; `unbalanced` is the ring's. Whatever `run` is given, it sends
+what the schedule needs: data of a round during the round before, results during the round after.
 
     one tile by its query's rank     forward K, V: 2·B·H_kv·T/n·K                backward K, V, and dK, dV back: 4·B·H_kv·T/n·K
     one by a helper                  Q, O: 2·B·H·T/n·K, lse: B·H·T/n             Q, dO, and dQ back: 3·B·H·T/n·K, lse, D: 2·B·H·T/n
 
 Nothing is handed on: every block goes from its owner to where it is used, in all (n²-n)/2 messages there instead of n²-n hops.
-Memory beside q, k, v, O: what is at work and what arrives for the next round, and results on their way.
+Memory: beside what the ring holds, a result on its way out and one on its way in: a few blocks, whatever n is.
 Raises ValueError in one line, before any rank waits, for shapes that do not fit and, in `check`, for a schedule that misses a tile.
 
-Li et al. 2023 (DistFlashAttn; first LightSeq), arXiv:2310.03294, section 3: schedule and overlap; sparing.py has its checkpoints. Differs: the schedule is data; D = rowsum(dO · O) is sent in place of O; any number of K/V heads.
+Li et al. 2023 (DistFlashAttn; first LightSeq), arXiv:2310.03294, section 3: schedule and overlap; sparing.py has its
+checkpoints. Differs: the schedule is data; D = rowsum(dO · O) is sent in place of O; any number of K/V heads.
 """
 from __future__ import annotations
 
