@@ -77,11 +77,12 @@ def execute(path: Path, out: Path, on_cell: Callable[[int, int], None] = lambda 
         done = cell_index + 1
         on_cell(done, total)
 
-    client = NotebookClient(notebook, timeout=cell_timeout_s, kernel_name="python3", record_timing=False, on_cell_complete=finished,
+    client = NotebookClient(notebook, timeout=cell_timeout_s, kernel_name="python3", record_timing=False, on_cell_executed=finished,
                             resources={"metadata": {"path": str(path.parent)}},
                             extra_arguments=["--log-level=ERROR"])      # without the kernel's remarks on every start
     try:
         client.execute()
+        on_cell(total, total)                           # what follows the last code cell is text
     except CellExecutionError as error:
         raise RuntimeError(f"{path.name} stopped in cell {done}: {error.ename}: {error.evalue}") from None
     except CellTimeoutError:
