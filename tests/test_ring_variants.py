@@ -300,3 +300,16 @@ def test_bad_input_is_one_line():
         with pytest.raises(ValueError, match=text) as error:
             dryrun.run(partial(run, core, **more), ranks=2)
         assert "\n" not in str(error.value)
+
+
+def test_bfloat16_stays_near():
+    """Sums are in float32 in all of them; what travels is rounded once a hop."""
+    def rank():
+        group, mesh = collectives.world(), Mesh(dp=2, tp=2)
+        burst = partial(burst_attention, inside=mesh.group("tp"), across=mesh.group("dp"))
+        cores = (ring_self_attention, dict(group=group)), (balanced_attention, dict(group=group)), (burst, {}), (burst, dict(backward_sends="keys"))
+        return [furthest(over(partial(core, **more), group, dtype=torch.bfloat16)[0], whole()) for core, more in cores]
+
+    alone = furthest(whole(dtype=torch.bfloat16), whole())
+    for found in launch.run(rank, ranks=4):
+        assert all(1e-4 < apart < 2 * alone for apart in found), (found, alone)
