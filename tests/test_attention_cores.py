@@ -130,6 +130,13 @@ def test_rabe_memeff():
         return saved_by(lambda: lazy.summarize(q, k, v, rows, columns, 0)).bytes
     assert chunk_bytes(16) == chunk_bytes(64)
 
+    def products(core):
+        q, k, v = inputs(24)
+        with Ledger() as ledger:
+            core(q, k, v).sum().backward()
+        return ledger.flops
+    assert products(partial(lazy_attention, causal=False, query_chunk=6)) * 6 == products(naive_attention) * 9
+
     chunked = partial(lazy_attention, query_chunk=16, key_chunk=16)
     assert extra_bytes(chunked, 64, False) == extra_bytes(chunked, 192, False)
     assert extra_bytes(naive_attention, 192, False) > 8 * extra_bytes(naive_attention, 64, False)
@@ -246,6 +253,8 @@ def test_keys_and_values_may_differ_in_width(core):
 @pytest.mark.parametrize("wrong, says", [
     (lambda q, k, v: flash_attention(q, k, v, blocks=flash_1(0)), "fast memory of 0"),
     (lambda q, k, v: lazy_attention(q, k, v, query_chunk=2, key_chunk=-1), "tiles of -1 tokens"),
+    (lambda q, k, v: lazy_attention(q, k, v, query_chunk=0), "tiles of 0 tokens"),
+    (lambda q, k, v: lazy_attention(q, k, v, key_chunk=0), "tiles of 0 tokens"),
     (lambda q, k, v: flash_attention(q[:, :1], k, v, blocks=flash_2()), "not a multiple"),
     (lambda q, k, v: lazy_attention(q, k[..., :2, :], v[..., :2, :]), "first ones see nothing"),
 ])
@@ -375,4 +384,5 @@ def test_a_scale_for_each_block_keeps_an_outlier_to_itself():
     x[0, 7, 0] = 1e6
     first = x[:, :4]
     assert (to_fp8(x)[:, :4] - first).abs().max() > 0.1
+    assert torch.equal(to_fp8(0 * x), 0 * x)
     assert ((to_fp8(x, rows=4)[:, :4] - first).abs() / first.abs()).max() < 2**-4      # half of the last of 3 bits

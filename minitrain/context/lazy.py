@@ -14,7 +14,7 @@ are kept (Tk/key_chunk of them) and the scores of one chunk are computed anew. P
     forward    beside q, k, v, O:  O(c_q · (c_k + K))       flat in T
     backward   beside q, k, v, O and the gradients:  O(c_q · (c_k + K · Tk / c_k))       c_k = sqrt(Tk):  O(sqrt(Tk))
 
-for three times the forward's products before those of backward itself. `key_chunk=None` takes sqrt(Tk). Sends nothing.
+for 9 products instead of 6: forward twice, and once more S, after which torch has what backward needs and stops. `key_chunk=None` takes sqrt(Tk). Sends nothing.
 Raises ValueError in one line for chunks of no size, heads that do not divide and causal queries without keys.
 
 Rabe and Staats 2021, arXiv:2112.05682, sections 2 to 4 (listing 1: chunks of 1,024 queries and 4,096 keys). Differs: chunks that a
@@ -35,9 +35,9 @@ from minitrain.context.score_tiles import diagonal, largest, pieces, score_tile,
 def lazy_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, query_chunk: int = 1024, key_chunk: int | None = None) -> Tensor:
     """q `[B, H, Tq, K]`, k, v `[B, H_kv, Tk, K]` -> `[B, H, Tq, K]`. A core for the model's attention."""
     shift = diagonal(q, k, causal)
-    key_chunk = key_chunk or max(1, math.isqrt(k.size(-2)))
+    key_chunk = math.isqrt(k.size(-2)) if key_chunk is None else key_chunk
     return torch.cat([_again(attend_rows, q_i, k, v, rows, shift, key_chunk)
-                      for q_i, rows in zip(q.split(query_chunk, dim=-2), pieces(q.size(-2), query_chunk))], dim=-2)
+                      for rows, q_i in zip(pieces(q.size(-2), query_chunk), q.split(query_chunk, dim=-2))], dim=-2)
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: slice, shift: int | None, key_chunk: int) -> Tensor:

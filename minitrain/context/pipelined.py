@@ -108,13 +108,18 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 def to_fp8(x: Tensor, rows: int | None = None) -> Tensor:
     """x `[.., T, K]` rounded to 8 bits and back, with a scale for each `rows` of its rows; None: one for the whole tensor."""
     if rows is None:
-        scale = x.abs().amax() / LARGEST
+        scale = _scale(x.abs().amax())
         return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
     rounded = torch.empty_like(x)
     for here in pieces(x.size(-2), rows):
-        scale = x[..., here, :].abs().amax((-2, -1), keepdim=True) / LARGEST
+        scale = _scale(x[..., here, :].abs().amax((-2, -1), keepdim=True))
         rounded[..., here, :] = (x[..., here, :] / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
     return rounded
+
+
+def _scale(largest: Tensor) -> Tensor:
+    """What takes the largest value to the end of the format; of nothing but zeros it is small, not zero."""
+    return largest.clamp(min=torch.finfo(largest.dtype).tiny * LARGEST) / LARGEST
 
 
 def hadamard(x: Tensor) -> Tensor:

@@ -14,17 +14,19 @@ flash.py are ordinary code. Loops run on meta tensors too, so that the traffic o
     forward      2·N² + 3·N·d         2·N² + N·d          N           S = Q Kᵀ;  P = softmax S;  O = P V
     backward     5·N² + 5·N·d         2·N² + 3·N·d        0           dV = Pᵀ dO;  dP = dO Vᵀ;  dS;  dQ = dS K;  dK = dSᵀ Q
 
-which is Θ(N·d + N²). `flash_traffic` is the same table for tiles and is Θ(N²·d²/M): forward of version 1 is
-12·N²·d²/M + ..., of version 2 8·N²·d²/M + ...
+which is Θ(N·d + N²). `flash_traffic` is the same table for tiles and is Θ(N²·d²/M): forward of version 1 has 12·N²·d²/M and lower terms,
+that of version 2 has 8·N²·d²/M.
+
 A GPT-2 layer (N = 1,024, d = 64, 16 heads, batch 64, 2 bytes), forward and backward, has 25.2 GB with whole matrices and 4.1 GB with
-version 1's tiles for an A100, where the paper measured 40.3 and 4.4. The rest of the first is what their baseline does to N² numbers besides: a pass over them costs
-2.1 GB, dropout with a byte a number for its mask makes five (36.0 GB), a causal mask as an operator of its own four more (44.6 GB).
+version 1's tiles for an A100, where the paper measured 40.3 and 4.4. We count what algorithms 0 and 3 name; a baseline also drops and masks.
+A pass over N² numbers costs 2.1 GB; dropout, with a byte a number for its mask, makes five (36.0 GB), and a causal mask as an operator
+of its own four more (44.6 GB), which has the measured number in between.
 Tiles cost products: 7 instead of 6, times 1.17 (paper: 75.2 / 66.6 GFLOPs = 1.13; six products of all those heads are 825 GFLOPs, so their
 figures are not of the whole batch).
 
 Memory: nothing of its own. Sends nothing. Raises nothing of its own.
 Dao et al. 2022, arXiv:2205.14135, algorithms 0 to 4, theorem 2, figure 2. Differs: counts elements and no bytes; scale and mask belong
-to the product; `standard_backward` counts dP, dS as two matrices, which algorithm 3 does too; caches are not modelled.
+to the product; caches are not modelled.
 """
 from __future__ import annotations
 
