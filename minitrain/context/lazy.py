@@ -14,7 +14,8 @@ are kept (Tk/key_chunk of them) and the scores of one chunk are computed anew. P
     forward    beside q, k, v, O:  O(c_q · (c_k + K))       flat in T
     backward   beside q, k, v, O and the gradients:  O(c_q · (c_k + K · Tk / c_k))       c_k = sqrt(Tk):  O(sqrt(Tk))
 
-for 9 products instead of 6: forward twice, and once more S, after which torch has what backward needs and stops. `key_chunk=None` takes sqrt(Tk). Sends nothing.
+for 9 products instead of 6: forward twice, and once more S, after which torch has what backward needs and stops.
+`key_chunk=None` takes sqrt(Tk). Sends nothing.
 Raises ValueError in one line for chunks of no size, heads that do not divide and causal queries without keys.
 
 Rabe and Staats 2021, arXiv:2112.05682, sections 2 to 4 (listing 1: chunks of 1,024 queries and 4,096 keys). Differs: chunks that a
