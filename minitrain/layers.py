@@ -157,11 +157,12 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
                    for y in self.project(x, (self.q, self.k, self.v)))                           # [B, H, T, K]
         if self.config.positions == "rope":
-            q, k = self._rotated(q, positions), self._rotated(k, positions)
+            q, k = self.rotated(q, positions), self.rotated(k, positions)
         out = self.core(q, k, v, **self._extras(positions))
         return self.out(out.transpose(1, 2).flatten(-2))
 
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries or keys `[B, H, T, K]` with RoPE, on as much of a head as the model turns."""
         width = self.config.rotated_dim
         if width == x.size(-1):
             return rotate(x, positions, self.config.rope_theta)

@@ -1,5 +1,4 @@
 """Attention cores of one process: each equals naive attention, forward and every gradient, and remembers no scores."""
-import time
 from functools import partial
 
 import pytest
@@ -91,19 +90,10 @@ def extra_bytes(core, tokens, backward):
 # ---- naive -----------------------------------------------------------------------------------------------------------
 
 def test_attention_op():
-    """It saves 2·a·s²·b bytes of scores in bf16, and twice the length takes four times as long."""
+    """It saves 2·a·s²·b bytes of scores in bf16, and twice the length is four times the work."""
     heads, tokens, batch = 4, 64, 2
     saved = saved_by(naive_attention, *inputs(tokens, heads, heads, batch=batch, dtype=torch.bfloat16)).saved
     assert sum(block.bytes for block in saved if block.bytes >= heads * tokens**2 * batch) == 2 * heads * tokens**2 * batch
-
-    def seconds(tokens):                                                            # of this process alone: the machine may be busy
-        q, k, v = inputs(tokens, width=16, batch=1, dtype=torch.float32)
-        times = []
-        for _ in range(3):
-            start = time.process_time()
-            naive_attention(q, k, v).sum().backward()
-            times.append(time.process_time() - start)
-        return min(times)
 
     def flops(tokens):
         with Ledger() as ledger:
@@ -111,9 +101,6 @@ def test_attention_op():
         return ledger.flops
 
     assert flops(64) == 4 * flops(32)
-    seconds(256)
-    ratios = (seconds(1024) / seconds(512) for _ in range(6))                       # one of them undisturbed
-    assert any(2.8 < ratio < 5.7 for ratio in ratios)
 
 
 # ---- lazy softmax ----------------------------------------------------------------------------------------------------

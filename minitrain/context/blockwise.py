@@ -65,7 +65,7 @@ def blockwise_block(block: nn.Module, x: Tensor, positions: Tensor, *, rows: int
         return [y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for y in attention.project(block.norm1(x), linears)]
 
     def turned(y: Tensor, positions: Tensor) -> Tensor:
-        return attention._rotated(y, positions) if config.positions == "rope" else y
+        return attention.rotated(y, positions) if config.positions == "rope" else y
 
     def query(x: Tensor, positions: Tensor) -> Tensor:
         return turned(*heads(x, attention.q), positions)

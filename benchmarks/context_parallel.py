@@ -1,0 +1,124 @@
+"""Attention over a cut sequence, causal, forward and backward: our zig-zag ring against torch's ring and against gathering all keys.
+
+torch's `context_parallel` has no CPU kernel registered; its ring itself takes any kernel, so it is given the one that ours uses. It
+runs with its load balancing (the same zig-zag halves). The other peer gathers K and V and calls the fused kernel twice: a rank's
+queries against all keys before them, and against their own; contiguous tokens, so the last rank has the most work.
+Peak memory is what torch's CPU allocator had given out at most during one forward and backward, each side in a launch of its own.
+"""
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from minitrain import collectives, launch
+from minitrain.context.blocks import FUSED, merge, nothing_yet
+from minitrain.context.layout import contiguous, join, split, zigzag
+from minitrain.context.ring import ring_attention
+
+from benchmarks.measure import Row, in_turns, row, slowest_then_median, stock_group
+
+BATCH, HEADS, WIDTH = 1, 8, 64
+LENGTHS = (1024, 4096)
+aten = torch.ops.aten
+
+
+class _TorchsRing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+        out, lse = torchs._templated_ring_attention(group, 2, aten._scaled_dot_product_flash_attention_for_cpu, q, k, v, is_causal=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = torchs._templated_ring_attention_backward(
+            ctx.group, 2, aten._scaled_dot_product_flash_attention_for_cpu_backward.default, dout, "grad_out", q, k, v, out, lse, True, dropout_p=0.0)
+        return *grads[:3], None
+
+
+class _Gathered(torch.autograd.Function):
+    """All keys and values on every rank; dK, dV of all ranks reduce-scattered."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+        kv, start = collectives.all_gather(torch.stack((k, v)), group, 3), group.rank() * q.size(2)
+        out, lse = nothing_yet(q)
+        merge(out, lse, *FUSED.forward(q, k, v, True))
+        if start:
+            merge(out, lse, *FUSED.forward(q, *kv[..., :start, :], False))
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        q, kv, out, lse = ctx.saved_tensors
+        start, tokens = ctx.group.rank() * q.size(2), q.size(2)
+        dkv, own = torch.zeros_like(kv), slice(start, start + tokens)
+        dq, *found = FUSED.backward(dout, q, *kv[..., own, :], out, lse, True)
+        dkv[..., own, :] = torch.stack(found)
+        if start:
+            more, *found = FUSED.backward(dout, q, *kv[..., :start, :], out, lse, False)
+            dq += more
+            dkv[..., :start, :] = torch.stack(found)
+        return dq, *collectives.reduce_scatter(dkv, ctx.group, 3), None
+
+
+WAYS = {"ours": (zigzag, lambda q, k, v, group: ring_attention(q, k, v, group=group, layout=zigzag)),
+        "torch's ring attention": (zigzag, _TorchsRing.apply), "all keys gathered": (contiguous, _Gathered.apply)}
+
+
+def step(way: str, length: int, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
+    """Forward and backward of this rank's tokens; the gradients."""
+    layout, attention = WAYS[way]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (split(torch.randn(BATCH, HEADS, length, WIDTH, generator=generator), layout, group, 2) for _ in range(3))
+
+    def run() -> list[Tensor]:
+        parts = [x.detach().requires_grad_() for x in (q, k, v)]
+        attention(*parts, group).square().sum().backward()
+        return [part.grad for part in parts]
+    return run
+
+
+def turn(peer: str, length: int, rounds: int) -> tuple[list[float], list[float]]:
+    stock, group = stock_group(), dist.group.WORLD
+    theirs_group = stock if peer.startswith("torch") else group
+    ours, theirs = step("ours", length, group), step(peer, length, theirs_group)
+    times = in_turns(ours, theirs, rounds=rounds, meet=dist.barrier)
+    for a, b in zip(ours(), theirs()):
+        drift = (join(a, zigzag, group, 2) - join(b, WAYS[peer][0], group, 2)).abs().max().item()
+        assert drift < 1e-3, f"gradients differ by {drift}"
+    return times
+
+
+def peak_bytes(way: str, length: int) -> int:
+    run = step(way, length, dist.group.WORLD)
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with record_function("measured"):
+            run()
+    live = most = 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    return most
+
+
+def rows() -> list[Row]:
+    table = []
+    for ranks, length, peer in itertools.product((2, 4), LENGTHS, list(WAYS)[1:]):
+        times = launch.run(turn, peer, length, 31, ranks=ranks, timeout_s=300, checked=False)
+        ours, theirs = slowest_then_median(times)
+        name = f"attention, {length} tokens, cp={ranks}"
+        table.append(row(name, peer, ours * 1e3, theirs * 1e3, "ms", 0.9))
+        ours, theirs = (max(launch.run(peak_bytes, way, length, ranks=ranks, checked=False)) for way in ("ours", peer))
+        table.append(row(f"{name}, peak memory", peer, ours / 1e6, theirs / 1e6, "MB", 1.0))
+    return table
