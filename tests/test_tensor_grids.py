@@ -1,5 +1,6 @@
 """Matrices on grids of ranks: SUMMA, Cannon, two dimensions and two and a half; equal to one process, bytes as promised."""
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +127,18 @@ def test_nothing_is_larger_than_a_block(product):
         assert dryrun.run(rank, side, ranks=side * side) <= 2 + 1 + 4
 
 
+def test_a_linear_needs_two_blocks_of_each_for_a_moment():
+    """x, W and y, this step's blocks and the next's; whose turn it is to send W copies it, to have Wᵀ in consecutive memory."""
+    def rank(side):
+        groups, x, weight = grid(side), torch.zeros(16, 16), torch.zeros(16, 16)
+        with Ledger() as forward:
+            optimus.linear_forward(x, weight, *groups)
+        return forward.peak_bytes // x.nbytes
+
+    for side in (2, 8):
+        assert [dryrun.run(rank, side, rank=me, ranks=side * side) for me in (0, side * side - 1)] == [3 + 4, 3 + 4 + 1]
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 def test_any_float(dtype, tolerance):
     """Results keep the dtype; a norm's statistics are at least float32."""
@@ -146,15 +159,17 @@ def test_any_float(dtype, tolerance):
 
 
 def test_overlapped_issues_the_next_step_before_it_multiplies():
-    def order(product):
-        groups = grid(3)
+    """And so does a linear forward."""
+    def order(forward):
+        groups, x = grid(3), torch.zeros(4, 4)
         with Ledger() as ledger:
-            product(torch.zeros(4, 4), torch.zeros(4, 4), *groups)
+            forward(x, x, *groups)
         kinds = [type(event).__name__ if type(event).__name__ != "Compute" else event.name for event in ledger.events]
         return "".join({"Issue": "i", "Wait": "w"}.get(kind, "x" if "addmm" in kind else "") for kind in kinds)
 
     assert dryrun.run(order, summa, ranks=9) == "iwiwx" * 3
-    assert dryrun.run(order, summa_overlapped, ranks=9) == "iiww" + "iixww" * 2 + "x"
+    for forward in (summa_overlapped, optimus.linear_forward):
+        assert dryrun.run(order, forward, ranks=9) == "iiww" + "iixww" * 2 + "x"
 
 
 # ---- layers: forward, gradients of the input and of every parameter --------------------------------------------------
@@ -250,8 +265,10 @@ def test_without_its_collectives_it_does_not(monkeypatch):
         monkeypatch.setattr(module, name, deaf)
         return block_on_grid(CONFIGS["gated, rms, rope, grouped heads"])
 
-    controls = [(products, "broadcast", lambda x, source, group: x.contiguous()), (optimus, "all_reduce", lambda x, group: x),
-                (optimus, "copy_to", lambda x, group: x)]
+    def unsent(x, source, group, async_op=False):
+        return SimpleNamespace(wait=x.contiguous) if async_op else x.contiguous()
+
+    controls = [(products, "broadcast", unsent), (optimus, "all_reduce", lambda x, group: x), (optimus, "copy_to", lambda x, group: x)]
     for control in controls:
         assert min(launch.run(rank, *control, ranks=4)) > 1e-3
 

@@ -12,20 +12,25 @@ A layer is a chain of products y[m, n] = x[m, k] · W[k, n] with m tokens. On p 
 and holds of it (weights; the inputs kept for backward; what a product needs for a moment besides)
 
     1-D     kn/p       mk of the first, mk/p of the second     mn, a sum that is not complete
-    2-D     kn/q²      mk/q²                                   (mk + kn)/q²
-    2.5-D   kn/q²      mk/(dq²)                                (mk/d + kn)/q²
+    2-D     kn/q²      mk/q²                                   2(mk + kn)/q², the next blocks on their way
+    2.5-D   kn/q²      mk/(dq²)                                2(mk/d + kn)/q²
     3-D     kn/l³      mk/l³                                   (mk + kn + mn)/l²
     RTP     kn/p       mk/p                                    2kn/p with prefetch
 
 2-D is SUMMA: in q steps blocks of x travel along the rows of the grid, of W along its columns, y stays. A rank that passes
 them on in a binomial tree sends q-1 blocks in all, but the q steps come one after the other and each is as deep as the tree:
-`path`, what passes one after the other, has q·log2 q blocks where `forward` has q-1. Of a collective or a ring, path = sent.
-In 1-D and RTP that does not fall with p; in 2-D it falls with 1/√p, in 3-D with p^(-2/3). RTP sends no activations, 1-D no
-weights, which is the choice between them: many tokens, or few.
+`path`, what passes one after the other, has q·log2 q blocks where `forward` has q-1. Each gradient needs q broadcasts again,
+of one operand; its sums go round a ring in q-1 hops. Of a collective or a ring, path = sent. In 1-D and RTP that does not
+fall with p; in 2-D it falls with 1/√p, in 3-D with p^(-2/3). RTP sends no activations, 1-D no weights, which is the choice
+between them: many tokens, or few.
 
-Time is the path along each axis of the grid at the speed of the slowest link that its groups cross, one axis after the other.
-The groups of the innermost axis are neighbours; the best order of the axes is taken. No latency; no overlap, though what
-RTP sends can hide behind its products; these take the same time on every grid, 1/p. No dropout, norms, biases.
+`seconds` takes one axis after the other. A collective flows through its group in chunks: a ring takes the elements it sends,
+a broadcast its block, however deep the tree. In a node it runs at the link inside; if it leaves nodes and has m ranks in
+each, these feed m rings, one for each rank's share of the network cards: min(inside, m · outside), the rule of
+simulate/collectives.py. A hop (2-D's sums, RTP's weights) is one message: the one in the group that leaves the node goes at a
+single share, and all wait for it. The innermost axis joins neighbours; the best order is taken. No latency: with large
+matrices on 64 ranks within 15 % of a replay of the modules, on 64·64 far below it. No overlap, though SUMMA forward and RTP
+hide some of it behind their products, and these take the same time on every grid, 1/p. No dropout, norms, biases.
 Raises ValueError for a grid that is none, sizes, speeds or limits that are not positive, an odd number of products in
 1-D, and a limit which no grid meets.
 
@@ -33,15 +38,17 @@ Shoeybi et al. 2019 (1-D), arXiv:1909.08053, section 3; Xu et al. 2021 (Optimus,
 2021 (Tesseract, 2.5-D), arXiv:2105.14500, section 3; Bian et al. 2021 (3-D), arXiv:2105.14450, section 3.1; Luo et al. 2023
 (RTP), arXiv:2311.01635. Differs: Optimus's forward of a layer, log(p)/(2√p) · (7mh + 12h²), is `path` summed over its four
 products, for (log2 q)/q = log2(p)/(2√p): the time of trees, set beside the elements of 1-D, 4(p-1)/p · mh. With many tokens
-2-D sends less than 1-D from p = 4, by that comparison from p = 64 (`crossover`). Their backward has one forward that is
-recomputed, ours none. Tesseract counts transfers, 2p^(3/2) - 2√p for Cannon's algorithm on p ranks beside 2p^(2/3), which is
-31.5 times as much at p = 64; but 2p^(2/3) = 2q² is the number of broadcasts in one of the d layers, each to q-1 others, and
-its blocks of W are d times as large. In elements 4·4·4 sends for square matrices 1.07 times what 8·8 does: depth pays where
-activations are larger than weights. 3-D gathers dy once for both gradients: 5 terms, 6 if each were on its own.
+2-D sends less than 1-D from p = 4, by that comparison from p = 64 (`crossover`). Their backward sums in trees, too, and has
+one forward that is recomputed; ours neither. Tesseract counts transfers, 2p^(3/2) - 2√p for Cannon's algorithm on p ranks
+beside 2p^(2/3), 31.5 times as much at p = 64; but 2p^(2/3) = 2q² is the number of broadcasts in one of the d layers, each to
+q-1 others, and its blocks of W are d times as large. In elements 4·4·4 sends for square matrices 1.07 times what 8·8 does:
+depth pays where activations are larger than weights. 3-D gathers dy once for both gradients: 5 terms, 6 if each were alone.
 """
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from itertools import permutations
 
 
@@ -117,13 +124,16 @@ def grids(ranks: int) -> list[Grid]:
 
 @dataclass(frozen=True)
 class Sent:
-    """Elements sent along each axis of the grid, and how many of them one after the other."""
+    """Elements along each axis of the grid: sent; one after the other, whole blocks down a tree; through links that
+    collectives keep busy with chunks; in hops."""
 
     elements: tuple[float, ...]
     path: tuple[float, ...]
+    streamed: tuple[float, ...]
+    hopped: tuple[float, ...]
 
     def __add__(self, other: "Sent") -> "Sent":
-        return Sent(tuple(map(sum, zip(self.elements, other.elements))), tuple(map(sum, zip(self.path, other.path))))
+        return Sent(*(tuple(map(sum, zip(getattr(self, field.name), getattr(other, field.name)))) for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -181,12 +191,10 @@ def _product_25d(m: int, k: int, n: int, grid: Grid, _) -> tuple:
     """SUMMA on each of d layers, which have 1/d of the tokens each and the same weights. One layer: 2-D."""
     q, d = grid.side, grid.depth
     x, w = m * k / (d * q * q), k * n / (q * q)                            # a block
-    depth = 2 * (d - 1) / d * w                                            # the layers' weight gradients are added up
-    tree = q * math.ceil(math.log2(q))
-    axes = len(grid.axes) - 2
-    forward = Sent(((q - 1) * x, (q - 1) * w) + (0,) * axes, (tree * x, tree * w) + (0,) * axes)
-    backward = forward + forward + Sent((0, 0) + (depth,) * axes, (0, 0) + (depth,) * axes)
-    return forward, backward, w, x, x + w
+    depth = [2 * (d - 1) / d * w] * (len(grid.axes) - 2)                   # the layers' weight gradients are added up
+    forward = _broadcasts(q, x, w, *(0 for _ in depth))
+    backward = forward + _hops((q - 1) * x, (q - 1) * w, *(0 for _ in depth)) + _ring(0, 0, *depth)
+    return forward, backward, w, x, min(2, q) * (x + w)
 
 
 def _product_3d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
@@ -203,18 +211,30 @@ def _product_rotated(m: int, k: int, n: int, grid: Grid, _) -> tuple:
     """rotated.py: the weights pass by, forward and backward, and their gradients once."""
     p, w = grid.side, k * n
     once = (p - 1) / p * w
-    return _ring(once), _ring(2 * once), w / p, m * k / p, min(2, p - 1) * w / p
+    return _hops(once), _hops(2 * once), w / p, m * k / p, min(2, p - 1) * w / p
 
 
 def _ring(*elements: float) -> Sent:
-    return Sent(elements, elements)
+    return Sent(elements, elements, elements, (0,) * len(elements))
+
+
+def _hops(*elements: float) -> Sent:
+    return Sent(elements, elements, (0,) * len(elements), elements)
+
+
+def _broadcasts(q: int, *blocks: float) -> Sent:
+    """Each of the q ranks of an axis broadcasts its block."""
+    def times(number):
+        return tuple(number * block for block in blocks)
+    return Sent(times(q - 1), times(q * math.ceil(math.log2(q))), times(q if q > 1 else 0), times(0))
 
 
 # ---- time, and the choice --------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of a rank's link inside a node of `per_node` ranks, and of its way out of the node."""
+    """Bytes per second, per direction, of a rank's link inside a node of `per_node` ranks, and of its share of the node's
+    network cards."""
 
     per_node: int
     intra_bytes_per_s: float
@@ -240,17 +260,27 @@ class Row:
 
 def seconds(cost: Cost, links: Links, element_bytes: int = 2) -> float:
     """Forward and backward, the axes of the grid in the best order from the innermost outwards."""
-    paths = (cost.forward_sent + cost.backward_sent).path
-    return min(_seconds_in_order(order, links) for order in permutations(zip(cost.grid.axes, paths))) * element_bytes
+    sent = cost.forward_sent + cost.backward_sent
+    axes = zip(cost.grid.axes, sent.streamed, sent.hopped)
+    return min(_seconds_in_order(order, cost.grid.ranks, links) for order in permutations(axes)) * element_bytes
 
 
-def _seconds_in_order(order: Sequence[tuple[int, float]], links: Links) -> float:
-    total, span = 0.0, 1                                                   # neighbours on an axis are `span` ranks apart
-    for ranks, path in order:
-        span *= ranks
-        inside = links.per_node % span == 0
-        total += path / (links.intra_bytes_per_s if inside else links.inter_bytes_per_s)
+def _seconds_in_order(order: Sequence[tuple[int, float, float]], ranks: int, links: Links) -> float:
+    total, stride = 0.0, 1                                                 # neighbours on an axis are `stride` ranks apart
+    for size, streamed, hopped in order:
+        inside = _ranks_inside(ranks, size, stride, links.per_node)
+        stream = hop = links.intra_bytes_per_s
+        if inside < size:
+            stream, hop = (min(links.intra_bytes_per_s, rings * links.inter_bytes_per_s) for rings in (inside, 1))
+        total += streamed / stream + hopped / hop
+        stride *= size
     return total
+
+
+@cache
+def _ranks_inside(ranks: int, size: int, stride: int, per_node: int) -> int:
+    """How many ranks of a group of `size` share a node: the fewest in any of its nodes, in the axis' worst group."""
+    return min(Counter((rank // (stride * size), rank % stride, rank // per_node) for rank in range(ranks)).values())
 
 
 def table(layer: Layer, ranks: int, links: Links, weight_bytes: int = 16, element_bytes: int = 2) -> list[Row]:

@@ -5,8 +5,8 @@
     attention    rank (i, j) has sequences i and heads j: the core, RoPE and ALiBi are local
     MLP          the activation and the gate work on elements: local, as is the residual
 
-Grid row i holds 1/q of the batch, grid column j holds 1/q of the width. A linear is one product of summa.py forward and
-the two others backward. `row_group` is the q ranks of my grid row, which differ in their column: mesh.group("column") of
+Grid row i holds 1/q of the batch, grid column j holds 1/q of the width. A linear is one product of summa.py forward, in
+which the next step's blocks travel behind the present multiplication, and the two others backward. `row_group` is the q ranks of my grid row, which differ in their column: mesh.group("column") of
 Mesh(row=q, column=q); `column_group` is mesh.group("row"). Modules are cut in place and run their own forward; a layer
 counts its heads in the width it finds. `block` and `whole` of summa.py cut activations and put them together.
 
@@ -16,8 +16,10 @@ where their gradients are summed: so a bias is added exactly once to every eleme
 
 With m = B·T rows a linear sends (q-1)/q² · (m·in + in·out) elements forward, twice that backward, and 2(q-1)/q · out/q
 for the gradient of a bias; a norm sends 2(q-1)/q · m/q for each sum, two in a LayerNorm and one in an RMSNorm, each way.
-Memory with p = q² ranks: matrices, their gradients and all activations 1/p, vectors 1/q. In one dimension (linear.py)
-the weights are 1/p as well, but each rank holds the input of every linear, B·T·D, as a whole.
+Memory with p = q² ranks: matrices, their gradients and all activations 1/p, vectors 1/q; for a moment, in the forward of a
+linear, two blocks of x and two of A besides, this step's and the next's, and a copy of its own which the source of A makes,
+since Wᵀ is no consecutive memory. In one dimension (linear.py) the weights are 1/p as well, but each rank holds the input of
+every linear, B·T·D, as a whole.
 Raises ValueError, before any rank waits, for a grid that summa.py refuses, widths that are not a multiple of q, heads
 that cannot be dealt to the columns, dropout, an attention without q, k and v, a layer that is cut already, and an input
 of another width.
@@ -35,14 +37,14 @@ from torch.distributed import ProcessGroup
 
 from minitrain.collectives import all_reduce, copy_to
 from minitrain.sharding import shard
-from minitrain.tensor_parallel.summa import check_whole, grid_side, summa, summa_nt, summa_tn
+from minitrain.tensor_parallel.summa import check_whole, grid_side, summa_nt, summa_overlapped, summa_tn
 
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
 
 def linear_forward(x: Tensor, weight: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
     """x `[.., m/q, in/q]`, weight `[out/q, in/q]` -> `[.., m/q, out/q]`."""
-    return summa(x, weight.t(), row_group, column_group)
+    return summa_overlapped(x, weight.t(), row_group, column_group)
 
 
 def linear_backward(dy: Tensor, x: Tensor, weight: Tensor, row_group: ProcessGroup,

@@ -16,8 +16,9 @@ With m = B·T rows a linear without bias sends
     backward    twice that, and 2(d-1)/d · in·out/q² for the gradients over depth
 
 elements per rank. Activations are cut p ways and travel in grids of side √(p/d): (q-1)/(q²·d) · m·in, less the deeper.
-The price is d copies of every weight, gradient and optimizer state, d/p of each a rank, larger blocks of them to send,
-and the sum over depth: depth pays where activations outweigh weights.
+The price is d copies of every weight, gradient and optimizer state, d/p of each a rank, larger blocks of them to send
+and, with the next step's on their way forward, to hold twice, and the sum over depth: depth pays where activations
+outweigh weights.
 Raises ValueError in one line, before any rank waits, where optimus.py does, for a depth group that meets row or column
 in another rank than this one, and for a batch that is not a multiple of q·d.
 
