@@ -256,7 +256,7 @@ class MLP(nn.Module):
         self.down = Linear(config.d_ff, config.d_model, bias=config.bias, **place)
 
     def forward(self, x: Tensor) -> Tensor:
-        up, *gate = self.project(x, (self.up, self.gate) if self.activation in GATED else (self.up,))
+        *gate, up = self.project(x, (self.gate, self.up) if self.activation in GATED else (self.up,))
         match self.activation:
             case "gelu":
                 hidden = F.gelu(up)

@@ -104,11 +104,11 @@ def accumulate(
             raise ValueError(f"num_microbatches={num_microbatches}, but this rank has {rows} rows: use at most {rows}, "
                              "or a larger batch")
         microbatches = zip(batch.tokens.tensor_split(num_microbatches), batch.targets.tensor_split(num_microbatches))
+        places = () if batch.positions is None else (batch.positions,)
         total = torch.zeros((), device=batch.tokens.device)
         for number, (tokens, targets) in enumerate(microbatches, start=1):
             reducer.enabled = number == num_microbatches
-            logits = model(tokens) if batch.positions is None else model(tokens, batch.positions)
-            loss = loss_fn(logits, targets) / batch.num_valid
+            loss = loss_fn(model(tokens, *places), targets) / batch.num_valid
             loss.backward()
             total = total + loss.detach()
         return total
