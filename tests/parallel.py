@@ -148,3 +148,20 @@ def difference(outcome: Outcome, reference: Outcome) -> float:
     pairs += [(outcome.params[name], reference.params[name]) for name in reference.params]
     pairs.append((torch.tensor(outcome.losses, dtype=torch.float64), torch.tensor(reference.losses, dtype=torch.float64)))
     return max((ours - theirs).abs().max().item() for ours, theirs in pairs)
+
+
+def check_refusals(refused: dict[str, Callable], ranks: int) -> None:
+    """Each call raises a ValueError on every rank by itself, in one line, which has the words of its key."""
+    def rank():
+        said = []
+        for call in refused.values():
+            try:
+                call()
+                said.append("nothing")
+            except ValueError as error:
+                said.append(str(error))
+        return said
+
+    for said in launch.run(rank, ranks=ranks):
+        for words, message in zip(refused, said):
+            assert words in message and "\n" not in message, f"expected {words!r}, got {message!r}"

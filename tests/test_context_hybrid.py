@@ -20,7 +20,7 @@ from minitrain.mesh import Mesh
 from minitrain.model import GPT, cross_entropy_sum
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
-from tests.parallel import small
+from tests.parallel import check_refusals, small
 from tests.test_ulysses import TOLERANCE, distance, example, whole_attention
 
 HEADS = ((8, 8), (8, 2))
@@ -372,15 +372,4 @@ REFUSED = {
 
 
 def test_refusals_are_one_line_on_every_rank():
-    """No rank waits: each says so by itself, in one line."""
-    def rank():
-        found = {}
-        for message, call in REFUSED.items():
-            with pytest.raises(ValueError) as error:
-                call()
-            found[message] = str(error.value)
-        return found
-
-    for found in launch.run(rank, ranks=4):
-        for message, said in found.items():
-            assert message in said and "\n" not in said
+    check_refusals(REFUSED, ranks=4)

@@ -13,7 +13,7 @@ from minitrain.mesh import Mesh
 from minitrain.model import GPT
 from minitrain.parallelize import parallelize
 from minitrain.trainer import Recipe, Trainer
-from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
+from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
 
 CONFIGS = {
     "tied, RoPE, SwiGLU, 2 K/V heads": small(vocab_size=32),
@@ -81,14 +81,4 @@ def test_refusals_are_one_line_on_every_rank():
         "bias": lambda: model(positions="alibi").model(torch.zeros(1, 4, dtype=torch.long)),
     }
 
-    def rank():
-        found = {}
-        for message, call in refused.items():
-            with pytest.raises(ValueError) as error:
-                call()
-            found[message] = str(error.value)
-        return found
-
-    for found in launch.run(rank, ranks=2):
-        for message, said in found.items():
-            assert message in said and "\n" not in said
+    check_refusals(refused, ranks=2)

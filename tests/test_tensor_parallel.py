@@ -24,7 +24,7 @@ from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 from minitrain.tensor_parallel.random import RandomStates
 from minitrain.train import Batch, accumulate
 from minitrain.trainer import Recipe, Trainer
-from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
+from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
 
 CONFIGS = {
     "tied, RoPE, SwiGLU, 2 K/V heads": small(vocab_size=32),
@@ -360,18 +360,7 @@ REFUSED = {
 
 
 def test_refusals_are_one_line_on_every_rank():
-    """No rank waits: each says so by itself, in one line."""
-    def rank():
-        found = {}
-        for message, call in REFUSED.items():
-            with pytest.raises(ValueError) as error:
-                call()
-            found[message] = str(error.value)
-        return found
-
-    for found in launch.run(rank, ranks=2):
-        for message, said in found.items():
-            assert message in said and "\n" not in said
+    check_refusals(REFUSED, ranks=2)
 
 
 # ---- on machines -----------------------------------------------------------------------------------------------------

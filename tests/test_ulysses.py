@@ -16,6 +16,7 @@ from minitrain.ledger import Ledger
 from minitrain.model import GPT, GPTConfig
 from minitrain.tensor_parallel import sequence
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
+from tests.parallel import check_refusals
 
 TOLERANCE = 1e-12
 
@@ -270,15 +271,4 @@ REFUSED = {
 
 
 def test_refusals_are_one_line_on_every_rank():
-    """No rank waits: each says so by itself, in one line."""
-    def rank():
-        found = {}
-        for message, call in REFUSED.items():
-            with pytest.raises(ValueError) as error:
-                call()
-            found[message] = str(error.value)
-        return found
-
-    for found in launch.run(rank, ranks=4):
-        for message, said in found.items():
-            assert message in said and "\n" not in said
+    check_refusals(REFUSED, ranks=4)
