@@ -1,0 +1,937 @@
+# %% wrong="merge" fails="the output" why="the mean of both outputs, as if each set counted the same"
+def merge(out, lse, other_out, other_lse):
+    return (out + other_out) / 2, torch.logaddexp(lse, other_lse)
+
+# %% wrong="merge" fails="the output" why="no rescaling: the sum of both outputs"
+def merge(out, lse, other_out, other_lse):
+    return out + other_out, torch.logaddexp(lse, other_lse)
+
+# %% wrong="merge" fails="the output" why="weights are exchanged"
+def merge(out, lse, other_out, other_lse):
+    total = torch.logaddexp(lse, other_lse)
+    finite = total.clamp_min(torch.finfo(total.dtype).min)
+    weight, other_weight = ((its - finite).exp().unsqueeze(-1) for its in (lse, other_lse))
+    return out * other_weight + other_out * weight, total
+
+# %% wrong="merge" fails="the output" why="the set with the larger lse takes all"
+def merge(out, lse, other_out, other_lse):
+    total = torch.logaddexp(lse, other_lse)
+    return torch.where((lse > other_lse).unsqueeze(-1), out, other_out), total
+
+# %% wrong="merge" fails="the output" why="weights are the lse, not their exponentials"
+def merge(out, lse, other_out, other_lse):
+    total = torch.logaddexp(lse, other_lse)
+    weight, other_weight = ((its / (lse + other_lse)).nan_to_num(0.5).unsqueeze(-1) for its in (lse, other_lse))
+    return out * weight + other_out * other_weight, total
+
+# %% wrong="merge" fails="log-sum-exp" why="lse is the larger of both"
+def merge(out, lse, other_out, other_lse):
+    total = torch.logaddexp(lse, other_lse)
+    finite = total.clamp_min(torch.finfo(total.dtype).min)
+    weight, other_weight = ((its - finite).exp().unsqueeze(-1) for its in (lse, other_lse))
+    return out * weight + other_out * other_weight, torch.maximum(lse, other_lse)
+
+# %% wrong="merge" fails="log-sum-exp" why="lse is the sum of both"
+def merge(out, lse, other_out, other_lse):
+    total = torch.logaddexp(lse, other_lse)
+    finite = total.clamp_min(torch.finfo(total.dtype).min)
+    weight, other_weight = ((its - finite).exp().unsqueeze(-1) for its in (lse, other_lse))
+    return out * weight + other_out * other_weight, lse + other_lse
+
+# %% wrong="merge" fails="log-sum-exp" why="lse is the logarithm of a mean"
+def merge(out, lse, other_out, other_lse):
+    total = torch.logaddexp(lse, other_lse)
+    finite = total.clamp_min(torch.finfo(total.dtype).min)
+    weight, other_weight = ((its - finite).exp().unsqueeze(-1) for its in (lse, other_lse))
+    return out * weight + other_out * other_weight, total - math.log(2)
+
+# %% wrong="merge" fails="arguments stay as they were" why="merges in place, into the pair of somebody else"
+def merge(out, lse, other_out, other_lse):
+    total = torch.logaddexp(lse, other_lse)
+    finite = total.clamp_min(torch.finfo(total.dtype).min)
+    weight, other_weight = ((its - finite).exp().unsqueeze(-1) for its in (lse, other_lse))
+    out.mul_(weight).add_(other_out * other_weight)
+    return out, lse.copy_(total)
+
+# %% wrong="merge" fails="large scores" why="the maximum is forgotten: exp of lse itself"
+def merge(out, lse, other_out, other_lse):
+    one, other = lse.exp().unsqueeze(-1), other_lse.exp().unsqueeze(-1)
+    out = ((out * one + other_out * other) / (one + other)).where(one + other > 0, 0.0)
+    return out, (one + other).log().squeeze(-1)
+
+# %% wrong="merge" fails="large scores" why="subtracts the lse of the first set: overflows if the second one is larger"
+def merge(out, lse, other_out, other_lse):
+    first = lse.where(lse > -math.inf, other_lse.clamp_min(-1e300))
+    one, other = (lse - first).exp().unsqueeze(-1), (other_lse - first).exp().unsqueeze(-1)
+    out = ((out * one + other_out * other) / (one + other)).where(one + other > 0, 0.0)
+    return out, first + (one + other).log().squeeze(-1)
+
+# %% wrong="merge" fails="nothing is neutral" why="subtracts the first lse, which may be -inf"
+def merge(out, lse, other_out, other_lse):
+    ratio = (other_lse - lse).exp().unsqueeze(-1)
+    return (out + other_out * ratio) / (1 + ratio), lse + torch.log1p(ratio.squeeze(-1))
+
+# %% wrong="merge" fails="nothing and nothing" why="-inf minus -inf"
+def merge(out, lse, other_out, other_lse):
+    total = torch.logaddexp(lse, other_lse)
+    finite = total
+    weight, other_weight = ((its - finite).exp().unsqueeze(-1) for its in (lse, other_lse))
+    return out * weight + other_out * other_weight, total
+
+# %% wrong="merge" fails="nothing and nothing" why="nothing gets an lse of the smallest number, which is finite and not neutral"
+def merge(out, lse, other_out, other_lse):
+    top = torch.maximum(lse, other_lse).clamp_min(-1e4)
+    one, other = (lse - top).exp().unsqueeze(-1), (other_lse - top).exp().unsqueeze(-1)
+    total = (one + other).clamp_min(1e-300)
+    return (out * one + other_out * other) / total, top + total.log().squeeze(-1)
+
+# %% wrong="tiled_forward" fails="the output" why="no rescaling when a larger score comes"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = total + p.sum(-1, keepdim=True), summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="the output" why="the sums of exponentials are rescaled, the outputs are not"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="the output" why="each tile is divided by its own sum, and the mean is taken"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), summed + scores.softmax(-1).nan_to_num() @ v, new
+        outs.append(summed / (j + 1))
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="large scores" why="the maximum is forgotten"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.zeros_like(largest)
+            p, kept = (scores - new).exp(), 1.0
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="large scores" why="subtracts the largest score of the first tile, whatever comes"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = scores.amax(-1, keepdim=True) if j == 0 else largest
+            p, kept = (scores - new).exp(), 1.0
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="large scores" why="one maximum for the whole tile: rows far below it have sums of 0"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.max().expand_as(largest))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="the output" why="no mask in the tile that the diagonal crosses"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="the output" why="the diagonal is off by one: no query sees itself"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True).clamp_min(-1e300))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="the output" why="query i sees keys 0 to i, also where there are more keys than queries"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q), tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="the output" why="the last tile of keys is forgotten if it is not full"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, max(tile, (top + len(q) + keys - queries) // tile * tile), tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="the output" why="the scale 1/sqrt(width) is forgotten"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="the output" why="tiles of queries that are not full are dropped"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries // tile * tile, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="log-sum-exp" why="lse without what was subtracted"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append(total.log().squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="log-sum-exp" why="keeps the sum of exponentials, and no logarithm of it"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="hidden tiles" why="computes every tile and hides it with a mask"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, keys, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="hidden tiles" why="one tile too many: the one behind the diagonal"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, min(keys, top + len(q) + keys - queries + tile), tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="hidden tiles" why="looks for the maximum first, and loads all keys a second time"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        for j in range(-(-(top + len(q) + keys - queries) // tile)):
+            seen = q @ load("k", j).T / math.sqrt(q.size(-1))
+            seen += torch.full_like(seen, -math.inf).triu(top + keys - queries - j * tile + 1)
+            largest = torch.maximum(largest, seen.amax(-1, keepdim=True))
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="one tile of each" why="K and V are loaded once, and kept"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    kept_tiles = [(load("k", j), load("v", j)) for j in range(-(-keys // tile))]
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = kept_tiles[j]
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="queries once" why="a tile of queries is loaded again for each tile of keys"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            q, k, v = load("q", i), load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="queries once" why="keys are the outer loop, as in the first FlashAttention: queries are loaded again and again"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    state = {}
+    for j, left in enumerate(range(0, keys, tile)):
+        k, v = load("k", j), load("v", j)
+        for i, top in enumerate(range(0, queries, tile)):
+            if left >= min(top + tile, queries) + keys - queries:
+                continue
+            q = load("q", i)
+            nothing = q.new_zeros(len(q), 1)
+            largest, total, summed = state.get(i, (nothing - math.inf, nothing, torch.zeros_like(q)))
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            state[i] = largest, total, summed
+    for i in sorted(state):
+        largest, total, summed = state[i]
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="memory limit" why="whole rows of scores: tiles of queries only"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        rows, values = [], []
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            rows.append(scores + torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1))
+            values.append(v)
+        scores = torch.cat(rows, -1)
+        outs.append(scores.softmax(-1) @ torch.cat(values))
+        lses.append(scores.logsumexp(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="tiled_forward" fails="memory limit" why="keeps the probabilities of all tiles for backward"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses, for_backward = [], [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        largest = q.new_full((len(q), 1), -math.inf)
+        total, summed = torch.zeros_like(largest), torch.zeros_like(q)
+        for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
+            k, v = load("k", j), load("v", j)
+            scores = q @ k.T / math.sqrt(q.size(-1))
+            scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            p, kept = (scores - new).exp(), (largest - new).exp()
+            for_backward.append(p)
+            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+        outs.append(summed / total)
+        lses.append((largest + total.log()).squeeze(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+# %% wrong="block_backward" fails="dv" why="the softmax of this block alone: its probabilities add up to 1"
+def block_backward(dout, q, k, v, out, lse, causal):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    p = scores.softmax(-1)
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
+    return ds @ k, ds.mT @ q, p.mT @ dout
+
+# %% wrong="block_backward" fails="dk" why="D from this block's probabilities alone: right if there is one block"
+def block_backward(dout, q, k, v, out, lse, causal):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    p = (scores - lse.unsqueeze(-1)).exp()
+    ds = p * (dout @ v.mT - (p * (dout @ v.mT)).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
+    return ds @ k, ds.mT @ q, p.mT @ dout
+
+# %% wrong="block_backward" fails="dk" why="D is forgotten"
+def block_backward(dout, q, k, v, out, lse, causal):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    p = (scores - lse.unsqueeze(-1)).exp()
+    ds = p * (dout @ v.mT) / math.sqrt(q.size(-1))
+    return ds @ k, ds.mT @ q, p.mT @ dout
+
+# %% wrong="block_backward" fails="dk" why="D is a mean over the width"
+def block_backward(dout, q, k, v, out, lse, causal):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    p = (scores - lse.unsqueeze(-1)).exp()
+    ds = p * (dout @ v.mT - (dout * out).mean(-1, keepdim=True)) / math.sqrt(q.size(-1))
+    return ds @ k, ds.mT @ q, p.mT @ dout
+
+# %% wrong="block_backward" fails="dk" why="the scale is missing in the gradients"
+def block_backward(dout, q, k, v, out, lse, causal):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    p = (scores - lse.unsqueeze(-1)).exp()
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+    return ds @ k, ds.mT @ q, p.mT @ dout
+
+# %% wrong="block_backward" fails="dk" why="dk gets P where dS belongs"
+def block_backward(dout, q, k, v, out, lse, causal):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    p = (scores - lse.unsqueeze(-1)).exp()
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
+    return ds @ k, p.mT @ q / math.sqrt(q.size(-1)), p.mT @ dout
+
+# %% wrong="block_backward" fails="dv" why="no mask in backward"
+def block_backward(dout, q, k, v, out, lse, causal):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    p = (scores - lse.unsqueeze(-1)).exp()
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
+    return ds @ k, ds.mT @ q, p.mT @ dout
+
+# %% wrong="block_backward" fails="dv" why="the triangle without its diagonal"
+def block_backward(dout, q, k, v, out, lse, causal):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(0), -math.inf)
+    p = (scores - lse.unsqueeze(-1)).exp()
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
+    return ds @ k, ds.mT @ q, p.mT @ dout
+
+# %% wrong="block_backward" fails="dv" why="exp(S) / exp(lse): overflows"
+def block_backward(dout, q, k, v, out, lse, causal):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    p = scores.exp() / lse.exp().unsqueeze(-1)
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
+    return ds @ k, ds.mT @ q, p.mT @ dout
+
+# %% wrong="block_backward" fails="dv" why="subtracts the largest score of the block, not lse"
+def block_backward(dout, q, k, v, out, lse, causal):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    p = (scores - scores.amax(-1, keepdim=True)).exp()
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
+    return ds @ k, ds.mT @ q, p.mT @ dout
+
+# %% wrong="block_backward" fails="dq" why="dq is divided by the number of keys"
+def block_backward(dout, q, k, v, out, lse, causal):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    p = (scores - lse.unsqueeze(-1)).exp()
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
+    return ds @ k / k.size(-2), ds.mT @ q, p.mT @ dout
+
+# %% wrong="block_backward" fails="dq" why="dk's formula for dq: the queries meet themselves"
+def block_backward(dout, q, k, v, out, lse, causal):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    p = (scores - lse.unsqueeze(-1)).exp()
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
+    return (ds @ ds.mT) @ q, ds.mT @ q, p.mT @ dout
+
+# %% wrong="traffic" fails="loads of forward" why="K and V are loaded once"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * tokens * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="loads of forward" why="the mask is forgotten"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="loads of forward" why="the tile that the diagonal crosses is skipped"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = stop // columns if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="loads of forward" why="half of all pairs: the diagonal is forgotten"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + (1 if causal else 2) * (keys if not causal else -(-tokens // rows) * tokens) * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="loads of forward" why="the last tile of keys is counted as full"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += seen * columns
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="loads of forward" why="tiles of keys end where the tiles of queries do: right only for square tiles"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = (top // rows + 1) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="loads of forward" why="Q is loaded again for each tile of keys"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (queries * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="stores of forward" why="out is stored after each tile of keys"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, queries * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="stores of forward" why="lse is forgotten"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="stores of forward" why="the scores are stored, as with whole matrices"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens * tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="loads of backward" why="lse and D have width numbers a query"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * 5 * width, 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="loads of backward" why="dQ is added to without having been loaded"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (2 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="loads of backward" why="D costs nothing"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (2 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="stores of backward" why="dQ is stored once, as out is in forward"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + tokens * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="stores of backward" why="dK and dV are stored after each tile of queries"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * keys * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="what fits" why="four tiles of tokens, and no room for scores"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = fast // (4 * width)
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="what fits" why="a float's square root: wrong for large numbers"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = int(math.sqrt(fast + half**2)) - half
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="the largest tile" why="one token less, to be on the safe side"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half - 1
+    if tile < 1:
+        raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
+    return tile
+
+# %% wrong="traffic" fails="a refusal" why="at least one token, whether it fits or not"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-stop // columns) if causal else -(-tokens // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+
+def largest_tile(fast, width):
+    half = 2 * width + 1
+    tile = math.isqrt(fast + half**2) - half
+    return max(1, tile)
