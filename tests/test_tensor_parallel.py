@@ -156,7 +156,7 @@ def test_norms_may_all_be_frozen():
 
 def whole_step(shape, settings):
     mesh = Mesh(**shape)
-    model = GPT(replace(PLAIN, num_layers=2), dtype=torch.float64)
+    model = GPT(replace(PLAIN, num_layers=2), dtype=torch.float32)
     run = parallelize(model, mesh, **settings)
     tokens = torch.zeros(B, T, dtype=torch.long)
     batch = Batch(tokens, tokens, torch.tensor(B * T * shape["dp"]))
