@@ -9,7 +9,8 @@ from minitrain import collectives, dryrun, launch
 from minitrain.config import GPTConfig
 from minitrain.context import ring
 from minitrain.context.blocks import FUSED, PLAIN, merge, nothing_yet, row_sums, stand_in
-from minitrain.context.layout import contiguous, positions, split, striped, tiles, zigzag
+from minitrain.context.layout import contiguous, each_document, join, positions, split, striped, tiles, zigzag
+from minitrain.context.packed import packed_attention
 from minitrain.context.ring import ring_attention, ring_backward, ring_forward
 from minitrain.context.work import efficiency, entries
 from minitrain.data_parallel.bucketed import GradReducer
@@ -52,6 +53,44 @@ def test_equals_full_attention_and_sends_what_it_says(ranks):
         for heads, found in sent.items():
             forward = (ranks - 1) * 2 * B * heads[1] * T // ranks * K * 8
             assert found == (forward, 2 * forward)
+
+
+OFFSETS = [0, 8, 32, 48]
+
+
+def packed_documents():
+    """Three documents in a row over the group: furthest from each by itself, forward and gradients."""
+    group, found = collectives.world(), []
+    whole_row = [torch.randn(1, heads, OFFSETS[-1], K, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+                 for seed, heads in enumerate((4, 2, 2, 4))]
+    for causal in (True, False):
+        q, k, v = (x.clone().requires_grad_() for x in whole_row[:3])
+        expected = packed_attention(q, k, v, cu_seqlens=OFFSETS, causal=causal)
+        expected.backward(whole_row[3])
+        for layout in map(partial(each_document, cu_seqlens=OFFSETS), LAYOUTS):
+            parts = [split(x, layout, group, 2).requires_grad_() for x in whole_row[:3]]
+            out = ring_attention(*parts, group=group, layout=layout, causal=causal)
+            out.backward(split(whole_row[3], layout, group, 2))
+            for ours, theirs in zip((out, *(part.grad for part in parts)), (expected, q.grad, k.grad, v.grad)):
+                found.append((join(ours, layout, group, 2) - theirs).abs().max().item())
+    return max(found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_documents_in_a_row_do_not_see_each_other(ranks):
+    assert max(launch.run(packed_documents, ranks=ranks)) < TOLERANCE
+    for rank in range(ranks):       # and no score between two of them is computed; zig-zag shares each one's work out equally
+        seen = [tile for other in range(ranks) for tile in tiles(each_document(zigzag, OFFSETS)(rank, ranks, 48),
+                                                                 each_document(zigzag, OFFSETS)(other, ranks, 48), causal=True)]
+        fewest = sum(size * (size + 1) // 2 for size in (8, 24, 16)) / ranks
+        assert abs(sum(tile.entries for tile in seen) - fewest) <= 48 / ranks
+
+
+def test_offsets_of_documents_must_fit():
+    for layout, words in ((each_document(zigzag, [0, 8, 12]), "cu_seqlens end at 12, but there are 16 tokens"),
+                          (each_document(zigzag, [0, 6, 16]), "zigzag: T=6 is not a multiple of 4 pieces; pad the sequence to 8")):
+        with pytest.raises(ValueError, match=words):
+            layout(0, 2, 16)
 
 
 class Kept:

@@ -7,16 +7,17 @@
 A layout is a function `(rank, ranks, length) -> runs`, a run being a Python range of positions, all runs of a layout with one stride.
 Everything else follows: `split` cuts a batch by it, `positions` are what RoPE, learned positions and the loss need to be right
 anywhere, and `tiles` says which rectangles of the score matrix two ranks have between them. Under a causal mask query i sees keys
-j <= i, so a tile is there in full, or as a triangle ("causal"), or not at all; nobody looks at a mask made of numbers.
+j <= i, so a tile is there in full, or as a triangle ("causal"), or not at all; nobody looks at a mask made of numbers. Where documents
+share a row, `each_document` lays out each by itself, so that all ranks have their part of every one, and tiles stay within documents.
 
 Sends nothing (`join` gathers (n-1)/n of the whole). Memory: `split` copies. Raises ValueError in one line for a length that the
-layout does not divide, and for two layouts whose runs do not fit each other under a causal mask.
+layout does not divide, offsets of documents that do not add up, and two layouts whose runs do not fit each other under a causal mask.
 Zig-zag: Megatron-LM's context parallelism, and Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2). Striped: Brandon et al.
 2023, arXiv:2311.09431, section 3. Differs: one description for all, from which masks, work and equality tests are made.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.context.packed import sequence_lengths
 
 Layout = Callable[[int, int, int], list[range]]
 
@@ -86,14 +88,42 @@ class Tile:
         return q * (q + 1) // 2 if self.causal else q * k
 
 
+class Documents(list):
+    """The runs of a rank where several documents share a row, document after document; `parts` are each one's runs."""
+
+    def __init__(self, parts: list[list[range]]):
+        super().__init__(run for part in parts for run in part)
+        self.parts = parts
+
+
+def each_document(layout: Layout, cu_seqlens: Sequence[int]) -> Layout:
+    """Every document of a packed row laid out by `layout` for itself; queries see the keys of their own document only."""
+    def packed(rank: int, ranks: int, length: int) -> Documents:
+        lengths = sequence_lengths(cu_seqlens, length)
+        return Documents([[range(run.start + first, run.stop + first, run.step) for run in layout(rank, ranks, size)]
+                          for first, size in zip(cu_seqlens, lengths)])
+    return packed
+
+
 def tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
     """What one rank's queries see of another rank's keys (or its own), as few tiles as possible."""
+    if isinstance(queries, Documents):
+        return _tiles_of_documents(queries, keys, causal)
     if not causal:
         return [Tile(slice(0, _count(queries)), slice(0, _count(keys)))]
     if queries == keys and _ascending(queries):
         return [Tile(slice(0, _count(queries)), slice(0, _count(keys)), causal=True)]
     found = [tile for q, here in _places(queries) for k, there in _places(keys) for tile in _between(q, here, k, there)]
     return _joined(found)
+
+
+def _tiles_of_documents(queries: Documents, keys: Documents, causal: bool) -> list[Tile]:
+    found, before_q, before_k = [], 0, 0
+    for own, theirs in zip(queries.parts, keys.parts):
+        found += [Tile(slice(tile.queries.start + before_q, tile.queries.stop + before_q),
+                       slice(tile.keys.start + before_k, tile.keys.stop + before_k), tile.causal) for tile in tiles(own, theirs, causal)]
+        before_q, before_k = before_q + _count(own), before_k + _count(theirs)
+    return found
 
 
 def _between(q: range, here: slice, k: range, there: slice) -> Iterator[Tile]:
