@@ -40,7 +40,7 @@ def references():
     return {name: one_process(problem) for name, problem in problems().items()}
 
 
-@pytest.mark.parametrize("shape, ways", CASES, ids=str)
+@pytest.mark.parametrize("shape, ways", CASES, ids=[" ".join(f"{axis}{size}" for axis, size in shape.items()) for shape, _ in CASES])
 def test_equals_one_process(shape, ways, references):
     """Loss, gradients and parameters after three steps; RoPE, learned positions and masks are right under every layout."""
     def rank():
