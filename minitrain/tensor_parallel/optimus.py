@@ -5,10 +5,11 @@
     attention    rank (i, j) has sequences i and heads j: the core, RoPE and ALiBi are local
     MLP          the activation and the gate work on elements: local, as is the residual
 
-Grid row i holds 1/q of the batch, grid column j holds 1/q of the width. A linear is one product of summa.py forward, in
-which the next step's blocks travel behind the present multiplication, and the two others backward. `row_group` is the q ranks of my grid row, which differ in their column: mesh.group("column") of
-Mesh(row=q, column=q); `column_group` is mesh.group("row"). Modules are cut in place and run their own forward; a layer
-counts its heads in the width it finds. `block` and `whole` of summa.py cut activations and put them together.
+Grid row i holds 1/q of the batch, grid column j holds 1/q of the width. A linear is one product of summa.py forward, in which
+the next step's blocks travel behind the present multiplication, and the two others backward. `row_group` is the q ranks of my
+grid row, which differ in their column: mesh.group("column") of Mesh(row=q, column=q); `column_group` is mesh.group("row").
+Modules are cut in place and run their own forward; a layer counts its heads in the width it finds. `block` and `whole` of
+summa.py cut activations and put them together.
 
 Weights keep torch's layout W[out, in], cut so that Wᵀ is the block: dim 1 over the grid's rows, dim 0 over its columns.
 Vectors, biases and the weights of norms, are cut over the columns of the grid and alike on the q ranks of a column,
