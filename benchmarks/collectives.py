@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from minitrain import collectives, launch
 
-from benchmarks.measure import Row, in_turns, row, slowest_then_median, stock_group
+from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 
 GOALS = {"reduce_scatter": 0.6, "all_gather": 1.0, "all_reduce": 1.0}
 LAUNCHES, TURNS = 5, 31
@@ -42,11 +42,6 @@ def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
         for _ in range(times):
             call()
     return run
-
-
-def one_after_the_other(launches: list[list[tuple[list[float], list[float]]]]) -> list[tuple[list[float], list[float]]]:
-    """Each rank's turns of all launches as if they were of one."""
-    return [tuple([seconds for turns in rank for seconds in turns[side]] for side in (0, 1)) for rank in zip(*launches)]
 
 
 def rows() -> list[Row]:

@@ -83,6 +83,11 @@ def slowest_then_median(per_rank: list[tuple[list[float], list[float]]]) -> tupl
                  for which in (0, 1))
 
 
+def one_after_the_other(launches: list[list[tuple[list[float], list[float]]]]) -> list[tuple[list[float], list[float]]]:
+    """Each rank's turns of all launches as if they were of one."""
+    return [tuple([seconds for turns in rank for seconds in turns[side]] for side in (0, 1)) for rank in zip(*launches)]
+
+
 def save(rows: list[Row]) -> None:
     """Merge into results.json (a row of the same name and peer is replaced) and rewrite the table in README.md."""
     known = {(old["name"], old["peer"]): old for old in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}

@@ -1,9 +1,13 @@
 """Tensor parallelism against DTensor's `parallelize_module`: an MLP and a whole Transformer layer, forward and backward, in turns.
 
 Both cut the same model the same way: columns, then rows; with sequence parallelism the norms work on slices of the sequence. The
-peer's plan gathers the input of Q, K and V once (`PrepareModuleInput` before the attention), as torchtitan's does.
+peer's plan gathers the input of Q, K and V once (`PrepareModuleInput` before the attention), as torchtitan's does. Without sequence
+parallelism ours is overlap.py with whole sums (one piece): the sum of dX travels behind the product for dW, as Megatron-LM has it.
+Two shapes, 256 and 512 tokens: with more tokens products, which are the peer's too, take more of the time.
 """
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -18,21 +22,23 @@ from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.mesh import Mesh
 from minitrain.model import GPT, GPTConfig
 from minitrain.sharding import full_tensor
-from minitrain.tensor_parallel import linear, sequence
+from minitrain.tensor_parallel import overlap, sequence
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
 
-from benchmarks.measure import Row, in_turns, row, slowest_then_median, stock_group
+from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 
 CONFIG = GPTConfig(vocab_size=64, d_model=512, num_layers=1, num_heads=8, max_positions=256, norm="layer", positions="learned",
                    activation="gelu", bias=True)
-BATCH, LENGTH = 1, 256
+LENGTH = 256
+BATCHES = (1, 2)
+LAUNCHES, TURNS = 3, 31
 
 
 def our_layer(block: nn.Module, group: dist.ProcessGroup, sequence_parallel: bool) -> tuple[nn.Module, GradReducer | None]:
     """The block cut by minitrain, and what sums the gradients of the parameters that see a slice of the sequence."""
-    way = sequence if sequence_parallel else linear
-    cut_attention(block.attention, CONFIG.head_dim, group, way.column, way.row)
-    cut_mlp(block.mlp, group, way.column, way.row)
+    column, row = (sequence.column, sequence.row) if sequence_parallel else (partial(way, chunks=1) for way in (overlap.column, overlap.row))
+    cut_attention(block.attention, CONFIG.head_dim, group, column, row)
+    cut_mlp(block.mlp, group, column, row)
     sliced = [param for param in block.parameters() if not hasattr(param, "shards")]
     return block, GradReducer(sliced, group) if sequence_parallel else None
 
@@ -49,12 +55,12 @@ def their_layer(block: nn.Module, group: dist.ProcessGroup, sequence_parallel: b
     return parallelize_module(block, DeviceMesh.from_group(group, "cpu"), plan)
 
 
-def turn(whole_layer: bool, sequence_parallel: bool, rounds: int) -> tuple[list[float], list[float]]:
+def turn(batch: int, whole_layer: bool, sequence_parallel: bool, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of our forward and backward and of theirs on this rank."""
     stock, n = stock_group(), dist.get_world_size()
     group = Mesh(tp=n).group("tp")
     tokens = LENGTH // n if sequence_parallel else LENGTH
-    x = torch.randn(BATCH, LENGTH, CONFIG.d_model, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(batch, LENGTH, CONFIG.d_model, generator=torch.Generator().manual_seed(0))
     x = x.narrow(1, dist.get_rank() * tokens if sequence_parallel else 0, tokens).clone()
     positions = torch.arange(LENGTH)
     ours, reducer = our_layer(GPT(CONFIG, layers=[1]).layers[0], group, sequence_parallel)
@@ -84,11 +90,11 @@ def turn(whole_layer: bool, sequence_parallel: bool, rounds: int) -> tuple[list[
 
 def rows() -> list[Row]:
     table = []
-    for whole_layer in (False, True):
-        for ranks in (2, 4):
-            for sequence_parallel in (False, True):
-                times = launch.run(turn, whole_layer, sequence_parallel, 31, ranks=ranks, timeout_s=300, checked=False)
-                ours, theirs = slowest_then_median(times)
-                name = f"{'layer' if whole_layer else 'MLP'} {CONFIG.d_model} wide, tp={ranks}{', sequence' if sequence_parallel else ''}"
-                table.append(row(name, "DTensor parallelize_module", ours * 1e3, theirs * 1e3, "ms", 0.9))
+    for batch, whole_layer, ranks, sequence_parallel in product(BATCHES, (False, True), (2, 4), (False, True)):
+        launches = [launch.run(turn, batch, whole_layer, sequence_parallel, TURNS, ranks=ranks, timeout_s=300, checked=False)
+                    for _ in range(LAUNCHES)]
+        ours, theirs = slowest_then_median(one_after_the_other(launches))
+        name = (f"{'layer' if whole_layer else 'MLP'} {CONFIG.d_model} wide, {batch * LENGTH} tokens, tp={ranks}"
+                f"{', sequence' if sequence_parallel else ''}")
+        table.append(row(name, "DTensor parallelize_module", ours * 1e3, theirs * 1e3, "ms", 0.9))
     return table

@@ -48,7 +48,7 @@ def row(x: Tensor, linear: nn.Module, group: ProcessGroup, *, chunks: int = 4) -
     check_row(x, linear, group)
     check_chunks(chunks)
     y = _Row.apply(x, group, chunks, linear.weight)
-    return y if linear.bias is None else y + linear.bias
+    return y if linear.bias is None else y.add_(linear.bias)
 
 
 def check_chunks(chunks: int) -> None:
