@@ -20,7 +20,7 @@ draw is float32 on the CPU, whatever dtype and device follow.
 """
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from minitrain.config import GPTConfig, presets
 from minitrain.layers import MLP, Attention, Dropout, LatentAttention, Linear, causal_attention, norm
 
-__all__ = ["GPT", "Block", "Embedding", "GPTConfig", "Head", "cross_entropy_sum", "generate", "presets", "seed_of"]
+__all__ = ["GPT", "Block", "Embedding", "GPTConfig", "Head", "Stages", "cross_entropy_sum", "generate", "presets", "seed_of"]
 
 MASKED = -100       # a target that does not count
 
@@ -167,6 +167,27 @@ class GPT(nn.Module):
         for layer in self.layers:
             x = layer(x, positions)
         return x
+
+
+class Stages(nn.Module):
+    """The slices of a model that one rank of a pipeline has, by the number of the stage: `Stages(config, {1: range(2, 4)})`."""
+
+    def __init__(self, config: GPTConfig, cuts: Mapping[int, Iterable[int]], **settings):
+        super().__init__()
+        self.config = config
+        for number, layers in cuts.items():
+            self.add_module(str(number), GPT(config, layers=layers, **settings))
+
+    def items(self) -> list[tuple[int, GPT]]:
+        return [(int(number), stage) for number, stage in self.named_children()]
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return [layer for _, stage in self.items() for layer in stage.layers]
+
+    def global_parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in the whole model."""
+        return {name: param for _, stage in self.items() for name, param in stage.named_parameters()}
 
 
 def seed_of(name: str, seed: int = 0) -> int:

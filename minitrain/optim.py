@@ -137,8 +137,10 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients by min(1, max_norm / norm); return the norm of the whole gradient from before, a tensor.
 
     A parameter cut over groups is held once by all their ranks together: its squares are summed over exactly those
-    groups. One that is not cut is the same everywhere and counts once. Hence the same number on every rank, which must
-    all call this with the same parameters in the same order.
+    groups. One that is not cut is the same everywhere and counts once. Parameters of one stage of a pipeline carry
+    `param.pipeline`, the group over whose ranks the squares are added too; those marked `param.copy` stand on another
+    stage as well and are counted there. Hence the same number on every rank, which must all call this, those of one
+    stage with the same parameters in the same order.
 
     A NaN or infinite gradient makes the norm NaN or infinite and the gradients useless: the caller reads the norm, when
     it can afford to wait for it, and stops. `max_norm=math.inf` only measures.
@@ -154,7 +156,10 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
 
     dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
     squares = [_sum_of_squares(held, groups, dtype) for groups, held in cuts.items()]
-    norm = torch.stack(squares).sum().sqrt()
+    square = torch.stack(squares).sum()
+    for group in {param.pipeline for param in params if hasattr(param, "pipeline")}:
+        square = collectives.all_reduce(square, group)
+    norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's epsilon: no division by zero
     for param in params:
         if param.grad is not None:
@@ -166,7 +171,7 @@ def _sum_of_squares(params: list[Tensor], groups: tuple, dtype: torch.dtype) -> 
     """Of the whole gradients of parameters that are all cut over the same groups."""
     total = torch.zeros((), dtype=dtype, device=params[0].device)
     for param in params:
-        if param.grad is not None:
+        if param.grad is not None and not getattr(param, "copy", False):
             total = total + torch.linalg.vector_norm(param.grad, dtype=dtype).square()
     for group in groups:
         total = collectives.all_reduce(total, group)

@@ -19,7 +19,7 @@ is the loss above only if all counts are equal.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -45,9 +45,12 @@ class StepResult(NamedTuple):
 
 
 class Reducer(Protocol):
-    """Adds up gradients over ranks. While `enabled`, a backward may start it; `finish()` returns when all are sums."""
+    """Adds up gradients over ranks. While `enabled`, a backward may start it, and `ready(params)` says that theirs are complete;
+    `finish()` returns when all are sums."""
 
     enabled: bool
+
+    def ready(self, params: Iterable[nn.Parameter]) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -56,6 +59,9 @@ class NoReducer:
     """For one device: its gradients are the sums already."""
 
     enabled = True
+
+    def ready(self, params: Iterable[nn.Parameter]) -> None:
+        pass
 
     def finish(self) -> None:
         pass

@@ -6,7 +6,8 @@ and clipping and nothing of minitrain's but the model. `on_ranks` trains it thro
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor
 from minitrain import collectives, launch
 from minitrain.data import MASKED, random_tokens, rows_of
 from minitrain.mesh import Mesh
-from minitrain.model import GPT, GPTConfig, cross_entropy_sum
+from minitrain.model import GPT, GPTConfig, Stages, cross_entropy_sum
 from minitrain.optim import AdamW
 from minitrain.parallelize import parallelize
+from minitrain.pipeline.partition import even
+from minitrain.pipeline.schedule import Schedule
 from minitrain.sharding import full_tensor
 from minitrain.train import Batch, accumulate, train_step, valid_tokens
 
@@ -113,17 +116,61 @@ def train_parallel(problem: Problem, shape: dict[str, int], **settings) -> Outco
     torch.manual_seed(1000 + mesh.rank(*shape))
     model = problem.model()
     run = parallelize(model, mesh, bucket_bytes=3000, make_optimizer=lambda params: AdamW(params, lr=problem.lr), **settings)
-    forward_backward, losses = accumulate(model, run.loss_fn, problem.microbatches, run.reducer), []
+    forward_backward, losses = run.forward_backward(problem.microbatches), []
     for step in range(len(problem.batch_sizes)):
         batch = run.lay_out(*problem.batch(step, run.data_group.rank(), run.data_group.size()))
         result = train_step(forward_backward, batch, run.optimizer, run.reducer, problem.clip)
-        losses.append(collectives.all_reduce(result.loss, run.token_group).item())
+        losses.append(collectives.all_reduce(result.loss, run.loss_group).item())
     trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if settings.get("zero"):
         return Outcome(losses, {name: run.optimizer.full_grad(param) for name, param in trainable.items()},
                        {name: run.optimizer.full_tensor(param) for name, param in model.named_parameters()})
     return Outcome(losses, {name: full_tensor(param.grad, getattr(param, "shards", ())) for name, param in trainable.items()},
                    {name: full_tensor(param).clone() for name, param in model.named_parameters()})
+
+
+def train_pipeline(problem: Problem, shape: dict[str, int], schedule: Schedule, cuts: Sequence[range] | None = None, **settings) -> Outcome:
+    """The same as a pipeline over the mesh's axis `pp`; what is compared is this rank's part of the model."""
+    mesh = Mesh(**shape)
+    torch.manual_seed(1000 + mesh.rank(*shape))
+    cuts = cuts or even(problem.config.num_layers, schedule.stages)
+    model = Stages(problem.config, {stage: cuts[stage] for stage in schedule.stages_of(mesh.rank("pp"))}, seed=3, dtype=torch.float64)
+    params = model.global_parameters()
+    if problem.frozen in params:
+        params[problem.frozen].requires_grad_(False)
+    run = parallelize(model, mesh, bucket_bytes=3000, make_optimizer=lambda params: AdamW(params, lr=problem.lr), schedule=schedule, **settings)
+    forward_backward, losses = run.forward_backward(problem.microbatches), []
+    for step in range(len(problem.batch_sizes)):
+        batch = run.lay_out(*problem.batch(step, run.data_group.rank(), run.data_group.size()))
+        result = train_step(forward_backward, batch, run.optimizer, run.reducer, problem.clip)
+        losses.append(collectives.all_reduce(result.loss, run.loss_group).item())
+    params = model.global_parameters()                      # those that tensor parallelism cut are new ones
+    return Outcome(losses, {name: full_tensor(param.grad, getattr(param, "shards", ())) for name, param in params.items() if param.requires_grad},
+                   {name: full_tensor(param).clone() for name, param in params.items()})
+
+
+def pipeline_difference(problem: Problem, shape: dict[str, int], schedule: Schedule, reference: Outcome, **settings) -> float:
+    """How far training as a pipeline on real ranks is from the reference."""
+    outcomes = launch.run(lambda: train_pipeline(problem, shape, schedule, **settings), ranks=math.prod(shape.values()))
+    outcome = together(outcomes)
+    if problem.config.tied:                                 # one process has the table under its first name only
+        for tensors in (outcome.grads, outcome.params):
+            head = tensors.pop(f"layers.{problem.config.num_layers + 1}.out.weight")
+            assert torch.equal(head, tensors["layers.0.tokens"])
+    return difference(outcome, reference)
+
+
+def together(outcomes: Iterable[Outcome]) -> Outcome:
+    """The stages' outcomes as that of a whole model; a parameter that stands twice must be the same on both."""
+    losses, grads, params = [], {}, {}
+    for outcome in outcomes:
+        losses = losses or outcome.losses
+        assert losses == outcome.losses
+        for found, new in ((grads, outcome.grads), (params, outcome.params)):
+            for name, tensor in new.items():
+                assert name not in found or torch.equal(found[name], tensor), f"{name} differs between its copies"
+                found[name] = tensor
+    return Outcome(losses, grads, params)
 
 
 def run_steps(problem: Problem, model: GPT, group, optimizer, reducer) -> list[float]:

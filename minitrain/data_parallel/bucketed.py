@@ -49,9 +49,18 @@ class GradReducer:
         self._started = 0
 
     def _on_ready(self, param: nn.Parameter) -> None:
-        """`param.grad` is complete for this backward: put it into its place in the bucket, start what can start."""
-        if not self.enabled:
-            return
+        """After a backward."""
+        if self.enabled:
+            self._take(param)
+
+    def ready(self, params: Iterable[nn.Parameter]) -> None:
+        """The gradients of these are complete: for who runs backwards with `enabled = False` and knows when the last was (a pipeline)."""
+        for param in params:
+            if id(param) in self._slot and param.grad is not None:
+                self._take(param)
+
+    def _take(self, param: nn.Parameter) -> None:
+        """Put `param.grad` into its place in the bucket, start what can start."""
         bucket, view = self._slot[id(param)]
         if param.grad is not view:
             view.copy_(param.grad)

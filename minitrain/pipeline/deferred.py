@@ -1,0 +1,62 @@
+"""A backward in two halves: the gradient of the input now, the gradients of the weights later.
+
+    y = x · Wᵀ          now:    dx = dy · W          later:  dW = dyᵀ · x, from the kept (x, dy)
+
+Inside `with Deferred() as later:` every matrix product with a parameter (`F.linear`) becomes one whose backward gives dx and puts
+(W, bias, x, dy) on a list; `later.weights()` works it off and adds to W.grad. Nothing is computed twice: I and W together are the
+products of B, which zero-bubble schedules then place apart. All else (norms, tables, attention) has its gradients at once, as these
+cost little and need tensors that would have to be kept. Between I and W a linear keeps x and dy; attention's probabilities and the
+like are free after I.
+
+Sends nothing. A product whose weight is not a parameter itself (a slice of one, say) stays as it is, so its dW is part of I.
+Works as a mode of torch functions: the model is not changed and knows nothing of it.
+Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs patches Megatron's linear layers, torch.distributed.pipelining
+cuts autograd's graph at nodes that meet the parameters; here the one function that matters is replaced while forward runs.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class Deferred(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.products: list[tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor]] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear and torch.is_grad_enabled():
+            x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
+            if isinstance(weight, nn.Parameter) and weight.requires_grad and (bias is None or bias.is_leaf):
+                return _Linear.apply(x, weight, bias, self.products)
+        return function(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def weights(self) -> None:
+        """The second half: all products on the list, each added to its parameter's gradient."""
+        for weight, bias, x, dy in self.products:
+            x, dy = x.reshape(-1, x.size(-1)), dy.reshape(-1, dy.size(-1))
+            if weight.grad is None:
+                weight.grad = dy.T @ x
+            else:
+                weight.grad.addmm_(dy.T, x)
+            if bias is not None and bias.requires_grad:
+                bias.grad = dy.sum(0) if bias.grad is None else bias.grad.add_(dy.sum(0))
+        self.products.clear()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, products: list) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.products = bias, products
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor):
+        x, weight = ctx.saved_tensors
+        ctx.products.append((weight, ctx.bias, x, dy))
+        return dy @ weight if ctx.needs_input_grad[0] else None, None, None, None

@@ -1,0 +1,119 @@
+"""From a schedule to programs: what each rank does, with the messages between ranks put in so that nobody waits in a circle.
+
+    schedule, rank 1 of 2    F1.0                B1.0                F1.1 ..
+    program                  Receive(F0.0) Receive(F0.1) F1.0  B1.0 Send(B1.0) F1.1 ..
+
+`Send(what, to)` and `Receive(what, source)` name the action whose result travels: F the activations at the end of its stage, B or I
+the gradient at its start. A send stands right behind its action and waits for nobody. A receive is posted one entry before the one
+that uses it, so that it arrives behind that entry, and never before a message that the same rank sent earlier: on each directed link
+receives are posted in the order of the sends, because the network matches them by order. So a program waits only where its schedule
+waits, and a schedule that passes `check` cannot get stuck, whether sends block until they are received (NCCL) or not (gloo). For
+NCCL the two directions of a link need a group each: a stream of its own, or a send would wait behind a send that waits for it.
+`Sent(what)` stands where the receiver must have used the message, as something that it sent afterwards has arrived here: the sent
+tensor can go. `Reduce(stage)` stands behind a stage's last gradient: whatever sums gradients over data-parallel ranks can start.
+
+Per boundary and unit two messages, activations forward and as much backward; none where neighbouring stages are on one rank (the
+turn of a V). No torch here. Raises what `check` raises.
+Differs from torch.distributed.pipelining, which groups sends and receives that meet into one batch: here order alone does it.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from minitrain.pipeline.schedule import Action, Entry, Schedule, check, parts
+
+
+class Send(NamedTuple):
+    what: Action
+    to: int
+
+
+class Receive(NamedTuple):
+    what: Action
+    source: int
+
+
+class Sent(NamedTuple):
+    what: Action
+
+
+class Reduce(NamedTuple):
+    stage: int
+
+
+Step = Entry | Send | Receive | Sent | Reduce
+Link = tuple[int, int]
+
+
+def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+    """The program of every rank."""
+    check(schedule)
+    sends = messages(schedule)
+    return tuple(_program(rank, schedule, sends) for rank in range(len(schedule.ranks)))
+
+
+def messages(schedule: Schedule) -> dict[Link, list[tuple[Action, Action]]]:
+    """For each directed link (source, to) what travels, in the order in which it is sent: (what, the action that uses it)."""
+    links = defaultdict(list)
+    for source, entries in enumerate(schedule.ranks):
+        for what in parts(entries):
+            user = user_of(what, schedule)
+            if user is not None and schedule.place[user] != source:
+                links[source, schedule.place[user]].append((what, user))
+    return dict(links)
+
+
+def user_of(what: Action, schedule: Schedule) -> Action | None:
+    """The action on the neighbouring stage that uses what this one gives: activations go up, gradients down."""
+    if what.kind == "F":
+        return Action("F", what.stage + 1, what.microbatch) if what.stage + 1 < schedule.stages else None
+    if what.kind in "BI":
+        return schedule.backward(what.stage - 1, what.microbatch) if what.stage else None
+    return None
+
+
+def _program(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]]) -> tuple[Step, ...]:
+    entries = schedule.ranks[rank]
+    before = _receives(rank, schedule, sends)
+    freed = _sent(rank, schedule, sends)
+    outgoing = {what: to for (source, to), sent in sends.items() if source == rank for what, _ in sent}
+    last = {action.stage: i for i, entry in enumerate(entries) for action in parts([entry]) if action.kind in "BW"}
+    program: list[Step] = []
+    for i, entry in enumerate(entries):
+        program += before[i]
+        program.append(entry)
+        program += [Sent(what) for what in freed[i]]
+        program += [Send(action, outgoing[action]) for action in parts([entry]) if action in outgoing]
+        program += [Reduce(stage) for stage, at in last.items() if at == i]
+    return tuple(program)
+
+
+def _receives(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]]) -> dict[int, list[Receive]]:
+    """For each entry what is posted before it: what the next entry needs, and all that the same link brings before that."""
+    at = _positions(rank, schedule)
+    posted = defaultdict(list)
+    for (source, to), sent in sends.items():
+        if to == rank:
+            for i, (what, _) in enumerate(sent):
+                earliest = min(at[user] for _, user in sent[i:])            # a message behind it on the link may be needed sooner
+                posted[max(earliest - 1, 0)].append((earliest, Receive(what, source)))
+    return defaultdict(list, {i: [receive for _, receive in sorted(receives, key=lambda pair: pair[0])] for i, receives in posted.items()})
+
+
+def _sent(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]]) -> dict[int, list[Action]]:
+    """For each entry the sends known to be over once it has got what it needs."""
+    freed, at = defaultdict(list), _positions(rank, schedule)
+    for (source, to), sent in sends.items():
+        if source == rank:
+            there = _positions(to, schedule)
+            answers = [(there[what], at[user]) for what, user in sends.get((to, rank), [])]       # (given there, used here)
+            for what, user in sent:
+                known = [here for given, here in answers if given >= there[user] and here > at[what]]
+                if known:
+                    freed[min(known)].append(what)
+    return freed
+
+
+def _positions(rank: int, schedule: Schedule) -> dict[Action, int]:
+    return {action: i for i, entry in enumerate(schedule.ranks[rank]) for action in parts([entry])}

@@ -1,0 +1,207 @@
+"""One interpreter for every schedule: runs this rank's program, action by action, with the messages between.
+
+    run = Runner({1: stage}, schedule, group, loss_fn, reducer, width=D)      stages by number, as `schedule.stages_of(rank)` says
+    loss = run(batch)                                                         a `forward_backward` for train_step
+
+    F   x = tokens, or what arrived     y = stage(x, positions)               kept: x and the graph of y; y itself goes to the next rank
+    B   dy = what arrived               backward through the graph            x.grad goes back, the graph is free
+    I   the same for x only (deferred.py)              W   the kept products: gradients of the weights
+    R   the stage once more from the kept x (then its F built no graph)
+
+Every rank of the group is given the same rows. They are cut into microbatches, as gradient accumulation does, and these into slices
+where the schedule has them; the last stage, on whatever rank, takes the loss, a sum over tokens / `batch.num_valid`. So the sum of
+what the ranks return is the loss, and each gradient is that of the whole batch. A program is lowered once (lower.py) and says when
+a message is posted, when a sent tensor can go, and when the gradients of a stage are complete: `reducer.ready(params)`.
+
+Sends per boundary between ranks and per microbatch rows · T · D elements forward, as many backward. Memory: what the schedule keeps in
+flight, for each of those x and what autograd saved; one received tensor ahead; not y, whose graph does not need it.
+Raises ValueError in one line, before any rank waits, for stages that are not those of the schedule, for stages that do not take and
+give `[rows, T, D]`, for a batch that does not divide. An action that fails is named, with its neighbours.
+Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473. Differs from Megatron-LM, which has a function
+for each schedule, and from torch.distributed.pipelining, which runs lists like these one communication batch at a time.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain import collectives
+from minitrain.pipeline.deferred import Deferred
+from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, lower, user_of
+from minitrain.pipeline.schedule import Action, Pair, Schedule, parts
+
+
+@dataclass
+class Kept:
+    """What a forward leaves for its backward: the input, where the graph of the output begins, the products to come."""
+
+    x: Tensor
+    end: object = None
+    later: Deferred | None = None
+
+
+class Runner:
+    """`down`, for NCCL, is a second group of the same ranks for the messages to lower ranks; `length_over` is what a boundary's T is
+    divided by (sequence parallelism cuts it over tp); `check=False` for stages that communicate themselves, over tp or cp."""
+
+    def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup, loss_fn: Callable[[Tensor, Tensor], Tensor],
+                 reducer, *, width: int, down: ProcessGroup | None = None, dtype: torch.dtype | None = None, length_over: int = 1,
+                 check: bool = True):
+        check_fits(stages, schedule, group)
+        self.stages, self.schedule, self.group, self.loss_fn, self.reducer = stages, schedule, group, loss_fn, reducer
+        self.rank, self.down = group.rank(), down or group
+        self.program = lower(schedule)[self.rank]
+        some = next(param for stage in stages.values() for param in stage.parameters())
+        self.dtype, self.device = dtype or some.dtype, some.device
+        self.width, self.length_over = width, length_over
+        self.again = {action[1:] for action in schedule.place if action.kind == "R"}
+        for number, stage in stages.items() if check else ():
+            check_boundary(number, stage, schedule, width, self.dtype)
+
+    def __call__(self, batch) -> Tensor:
+        """This rank's part of the loss: zero where there is no last stage."""
+        self.batch, self.units = batch, cut(batch, self.schedule)
+        self.kept: dict[tuple[int, int], Kept] = {}
+        self.inbox: dict[Action, Tensor | collectives.Handle] = {}
+        self.outbox: dict[Action, collectives.Handle] = {}
+        self.loss = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        self.reducer.enabled = False                                        # the program says when gradients are complete
+        for number, step in enumerate(self.program):
+            try:
+                self.do(step)
+            except Exception as error:
+                around = " ".join(str(step) if isinstance(step, (Action, Pair)) else f"{type(step).__name__}({step[0]})"
+                                  for step in self.program[max(number - 2, 0):number + 3])
+                raise RuntimeError(f"{self.schedule.name}, rank {self.rank}: {step} failed, in {around}: {error}") from error
+        for handle in self.outbox.values():
+            handle.wait()
+        return self.loss
+
+    def do(self, step) -> None:
+        match step:
+            case Send(what, to):
+                self.outbox[what] = collectives.send(self.inbox.pop(what), to, self.link(to), async_op=True)
+            case Receive(what, source):
+                self.inbox[what] = collectives.receive(None, source, self.link(source, incoming=True), shape=self.shape(what.microbatch),
+                                                       dtype=self.dtype, device=self.device, async_op=True)
+            case Sent(what):
+                self.outbox.pop(what).wait()
+            case Reduce(stage):
+                self.reducer.ready(self.stages[stage].parameters())
+            case _:
+                for action in parts([step]):
+                    {"F": self.forward, "R": self.forward_again, "B": self.backward, "I": self.backward, "W": self.weights}[action.kind](action)
+
+    # ---- the actions -----------------------------------------------------------------------------------------------------
+
+    def forward(self, action: Action) -> None:
+        _, stage, unit = action
+        tokens = self.units[unit][0]
+        x = tokens if stage == 0 else self.take(Action("F", stage - 1, unit)).requires_grad_()
+        self.kept[stage, unit] = kept = Kept(x)
+        with torch.set_grad_enabled((stage, unit) not in self.again):
+            y = self.run_stage(stage, unit, kept)
+        if stage == self.schedule.stages - 1:
+            self.loss += y.detach()
+        else:
+            self.check_output(stage, unit, y)
+            self.give(action, y.detach())
+
+    def forward_again(self, action: Action) -> None:
+        self.run_stage(action.stage, action.microbatch, self.kept[action.stage, action.microbatch])
+
+    def run_stage(self, stage: int, unit: int, kept: Kept) -> Tensor:
+        """The stage, or on the last one the loss; the graph's end is remembered, the output is not."""
+        _, targets, positions = self.units[unit]
+        kept.later = Deferred() if Action("W", stage, unit) in self.schedule.place and torch.is_grad_enabled() else None
+        if kept.later is not None:
+            with kept.later:
+                y = self.stages[stage](kept.x, positions)
+        else:
+            y = self.stages[stage](kept.x, positions)
+        if stage == self.schedule.stages - 1:
+            y = self.loss_fn(y, targets) / self.batch.num_valid
+        if y.requires_grad:
+            kept.end = y if y.dim() == 0 else torch.autograd.graph.get_gradient_edge(y)
+        return y
+
+    def backward(self, action: Action) -> None:
+        _, stage, unit = action
+        kept = self.kept[stage, unit] if action.kind == "I" else self.kept.pop((stage, unit))
+        dy = None if stage == self.schedule.stages - 1 else self.take(self.schedule.backward(stage + 1, unit))
+        if kept.end is not None:
+            torch.autograd.backward(kept.end, dy)
+        if stage:
+            self.give(action, kept.x.grad)
+        kept.x = kept.end = None
+
+    def weights(self, action: Action) -> None:
+        self.kept.pop((action.stage, action.microbatch)).later.weights()
+
+    # ---- what comes and goes ---------------------------------------------------------------------------------------------
+
+    def give(self, what: Action, x: Tensor) -> None:
+        """For the neighbouring stage: the next step of the program sends it, or it is on this rank."""
+        if user_of(what, self.schedule) is not None:
+            self.inbox[what] = x
+
+    def take(self, what: Action) -> Tensor:
+        x = self.inbox.pop(what)
+        return x if isinstance(x, Tensor) else x.wait()
+
+    def link(self, other: int, incoming: bool = False) -> ProcessGroup:
+        """Messages to higher ranks go over one group, those to lower ranks over the other."""
+        return self.down if (other > self.rank) == incoming else self.group
+
+    def shape(self, unit: int) -> tuple[int, int, int]:
+        rows, length = self.units[unit][0].shape
+        return rows, length // self.length_over, self.width
+
+    def check_output(self, stage: int, unit: int, y: Tensor) -> None:
+        if tuple(y.shape) != self.shape(unit) or y.dtype != self.dtype:
+            raise ValueError(f"stage {stage} gives {list(y.shape)} {y.dtype}, stage {stage + 1} expects {list(self.shape(unit))} {self.dtype}; "
+                             "cut the model where its width is the one given")
+
+
+def cut(batch, schedule: Schedule) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The units of a batch: (tokens, targets, positions). Rows may fall unevenly on the microbatches."""
+    rows, length = batch.tokens.shape
+    microbatches, slices = schedule.microbatches // schedule.slices, schedule.slices
+    if rows < microbatches:
+        raise ValueError(f"{schedule.name}: {microbatches} microbatches, but this rank has {rows} rows; use at most {rows} or a larger batch")
+    if length < slices:
+        raise ValueError(f"{schedule.name}: {slices} slices of {length} tokens; use at most {length}")
+    positions = torch.arange(length, device=batch.tokens.device) if batch.positions is None else batch.positions
+    return [(tokens, targets, places) for row in zip(batch.tokens.tensor_split(microbatches), batch.targets.tensor_split(microbatches))
+            for tokens, targets, places in zip(*(x.tensor_split(slices, dim=-1) for x in (*row, positions)))]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+def check_fits(stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup) -> None:
+    if len(schedule.ranks) != group.size():
+        raise ValueError(f"{schedule.name} is for {len(schedule.ranks)} ranks, the group {collectives.axis_of(group)} has {group.size()}; "
+                         "make the schedule for that many")
+    if sorted(stages) != schedule.stages_of(group.rank()):
+        raise ValueError(f"{schedule.name}: rank {group.rank()} runs the stages {schedule.stages_of(group.rank())}, but was given "
+                         f"{sorted(stages)}; build those that schedule.stages_of(rank) names")
+
+
+def check_boundary(number: int, stage: nn.Module, schedule: Schedule, width: int, dtype: torch.dtype) -> None:
+    """Does the stage take and give [rows, T, width]? Asked of a copy without data."""
+    tensors = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
+    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    x = torch.empty((1, 2), dtype=torch.int64, device="meta") if number == 0 else torch.empty((1, 2, width), dtype=dtype, device="meta")
+    try:
+        with torch.no_grad():
+            y = torch.func.functional_call(stage, empty, (x, torch.arange(2, device="meta")))
+    except RuntimeError as error:
+        raise ValueError(f"stage {number} does not take {list(x.shape)}: {str(error).splitlines()[0]}; cut the model where its width is "
+                         f"{width}") from None
+    if number < schedule.stages - 1 and tuple(y.shape) != (1, 2, width):
+        raise ValueError(f"stage {number} gives {list(y.shape)}, stage {number + 1} expects [1, 2, {width}]; cut the model where its width "
+                         f"is {width}")
