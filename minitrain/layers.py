@@ -40,8 +40,11 @@ class Dropout(nn.Dropout):
         return drop(x, self.p if self.training else 0.0)
 
 
-def drop(x: Tensor, p: float) -> Tensor:
-    """Zeroes each element with probability p and scales the others by 1/(1-p); draws from torch's global generator."""
+def drop(x: Tensor, p: float | Callable) -> Tensor:
+    """Zeroes each element with probability p and scales the others by 1/(1-p); draws from torch's global generator.
+    A mask that is known already is a function of x in the place of p."""
+    if callable(p):
+        return p(x)
     return torch.native_dropout(x, p, True)[0] if p else x
 
 
@@ -116,15 +119,17 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-    """torch's fused attention. q `[B, H, T, K]`, k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`."""
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, dropout: float | Callable = 0.0) -> Tensor:
+    """torch's fused attention. q `[B, H, T, K]`, k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`. It takes no mask that it has not drawn."""
+    if callable(dropout):
+        return naive_attention(q, k, v, bias=bias, dropout=dropout)
     if bias is not None:
         bias = bias + future(q.size(-2), bias)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=bias is None,
                                           enable_gqa=q.size(1) != k.size(1))
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, dropout: float | Callable = 0.0) -> Tensor:
     """The same in four lines, so that each FLOP and each saved tensor can be seen: `[B, H, T, T]` scores are kept."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) if x.size(1) != q.size(1) else x for x in (k, v))
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + future(q.size(-2), q)

@@ -186,7 +186,7 @@ def test_bad_input_is_one_line():
 
     expected = {"heads": "4 query heads are not a multiple of 3 K/V heads", "shapes": "expected [B, H, T/n, K]", "dtype": "of one dtype",
                 "half pieces": "zigzag: T=6 is not a multiple of 4 pieces; pad the sequence to 8", "bias": "use positions=\"rope\", not alibi",
-                "dropout": "train with dropout=0"}
+                "dropout": "give a DropMask, or wrap the core in dropout.seeded"}
     for case, text in expected.items():
         error = dryrun.run(rank, case, ranks=2)
         assert text in error and "\n" not in error

@@ -38,6 +38,8 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.collectives import Handle
 from minitrain.context.blocks import FUSED, Blocks, merge, nothing_yet, row_sums, stand_in
+from minitrain.context.dropout import DropMask, dropping
+from minitrain.context.layout import Tile, contiguous, tiles
 from minitrain.context.ring import check_core, zeros
 
 
@@ -111,8 +113,8 @@ Tensors = tuple[Tensor, ...]
 
 
 def run(schedule: Schedule, group: ProcessGroup, sent: dict[str, Tensors], returned: dict[str, Tensors],
-        compute: Callable[[str, Tensors], Tensors], take: Callable[[str, Tensors], None]) -> None:
-    """compute(what came, the tensors) -> what goes back; what came is "" where both sides are here. take(what was sent, what came back).
+        compute: Callable[[Work, str, Tensors], Tensors], take: Callable[[str, Tensors], None]) -> None:
+    """compute(work, what came, the tensors) -> what goes back; what came is "" where both sides are here. take(what was sent, what came back).
 
     sent["keys"], sent["queries"] are this rank's; `returned` has the shapes of what comes back for them. All ranks' are alike.
     """
@@ -130,7 +132,7 @@ def run(schedule: Schedule, group: ProcessGroup, sent: dict[str, Tensors], retur
     for t, round in enumerate(schedule):
         arriving, fetching = fetching, fetch(t + 1)                                   # the next round's data travel during this one
         need, data = needs(schedule, t, rank), received(arriving)
-        result = compute(need[1] if need else "", data) if round[rank] else ()
+        result = compute(round[rank], need[1] if need else "", data) if round[rank] else ()
         put_in(gift, received(returning), take)                                       # the last round's results travelled during this one
         gift, returning = given(schedule, t, rank), give_back(t, result)
     put_in(gift, received(returning), take)
@@ -163,21 +165,22 @@ def put_in(gift: tuple[int, str] | None, result: Tensors, take: Callable[[str, T
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 def balanced_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, schedule: Callable[[int], Schedule] = balanced,
-                       blocks: Blocks = FUSED, bias: None = None, dropout: float = 0.0) -> Tensor:
+                       blocks: Blocks = FUSED, bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, contiguous tokens -> `[B, H, T/n, K]`, causal. A core for the model's attention."""
     check_core("balanced_attention", q, k, v, bias, dropout)
-    return _Balanced.apply(q, k, v, group, schedule(group.size()), blocks)
+    return _Balanced.apply(q, k, v, group, schedule(group.size()), dropping(blocks, dropout))
 
 
 def balanced_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
     out, lse = nothing_yet(q)
 
-    def compute(came: str, data: Tensors) -> Tensors:
+    def compute(work: Work, came: str, data: Tensors) -> Tensors:
+        block = blocks.on(tile_of(work, group, q))
         if came == "queries":
-            part, part_lse = blocks.forward(*data, k, v, False)
+            part, part_lse = block.forward(*data, k, v, False)
             return part.to(q.dtype), part_lse
-        merge(out, lse, *blocks.forward(q, *(data[0] if came else (k, v)), not came))
+        merge(out, lse, *block.forward(q, *(data[0] if came else (k, v)), not came))
         return ()
 
     run(schedule, group, {"keys": (torch.stack((k, v)),), "queries": (q,)}, {"keys": (), "queries": (q, lse)},
@@ -191,13 +194,14 @@ def balanced_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     kv = torch.stack((k, v))
     dq, dkv = zeros(q), zeros(kv)
 
-    def compute(came: str, data: Tensors) -> Tensors:
+    def compute(work: Work, came: str, data: Tensors) -> Tensors:
+        block = blocks.on(tile_of(work, group, q))
         if came == "queries":
             (its_q, its_dout), (its_lse, delta) = data
-            part, *own = blocks.backward(its_dout, its_q, k, v, stand_in(its_dout, delta), its_lse, False)
+            part, *own = block.backward(its_dout, its_q, k, v, stand_in(its_dout, delta), its_lse, False)
             dkv.add_(torch.stack(own))
             return (part,)
-        part, *theirs = blocks.backward(dout, q, *(data[0] if came else kv), out, lse, not came)
+        part, *theirs = block.backward(dout, q, *(data[0] if came else kv), out, lse, not came)
         dq.add_(part)
         if came:
             return (torch.stack(theirs),)
@@ -207,6 +211,12 @@ def balanced_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     run(schedule, group, {"keys": (kv,), "queries": (torch.stack((q, dout)), torch.stack((lse, row_sums(dout, out))))},
         {"keys": (kv,), "queries": (q,)}, compute, lambda what, result: (dkv if what == "keys" else dq).add_(result[0]))
     return dq.to(q.dtype), *dkv.to(k.dtype)
+
+
+def tile_of(work: Work, group: ProcessGroup, q: Tensor) -> Tile:
+    """All queries of one rank and all keys of the other."""
+    queries, keys = (contiguous(rank, group.size(), q.size(-2) * group.size()) for rank in work)
+    return tiles(queries, keys, causal=True)[0]
 
 
 class _Balanced(torch.autograd.Function):

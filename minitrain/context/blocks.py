@@ -36,6 +36,10 @@ class Blocks(NamedTuple):
     forward: Callable
     backward: Callable
 
+    def on(self, tile) -> Blocks:
+        """The blocks for one tile (layout.Tile). Where scores are alike everywhere they are the same; dropout.py has others."""
+        return self
+
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Takes another set of keys into `out` `[B, H, Tq, K]` and `lse` `[B, H, Tq]`, in place."""
@@ -51,19 +55,27 @@ def nothing_yet(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_zeros(q.shape, dtype=exact), q.new_full(q.shape[:-1], -math.inf, dtype=exact)
 
 
-def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, factors: Callable | None = None) -> tuple[Tensor, Tensor]:
+    """`factors(P)` `[B, H, Tq, Tk]`: what P is multiplied by before it meets V (dropout.py); lse does not see it."""
     k, v = spread(q, k, v)
     scores = _scores(q, k, causal)
     lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v, lse
+    p = (scores - lse.unsqueeze(-1)).exp()
+    if factors:
+        p = p * factors(p)
+    return p.to(v.dtype) @ v, lse
 
 
-def plain_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, ...]:
+def plain_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+                   factors: Callable | None = None) -> tuple[Tensor, ...]:
     kv_heads, (k, v) = k.size(1), spread(q, k, v)
     p = (_scores(q, k, causal) - lse.unsqueeze(-1)).exp()
-    delta = row_sums(dout, out).unsqueeze(-1)
-    ds = (p * (dout @ v.transpose(-2, -1) - delta)).to(q.dtype) / math.sqrt(q.size(-1))
-    return ds @ k, together(ds.transpose(-2, -1) @ q, kv_heads), together(p.transpose(-2, -1).to(dout.dtype) @ dout, kv_heads)
+    dp, weights = dout @ v.transpose(-2, -1), p
+    if factors:
+        kept = factors(p)
+        dp, weights = dp * kept, p * kept
+    ds = (p * (dp - row_sums(dout, out).unsqueeze(-1))).to(q.dtype) / math.sqrt(q.size(-1))
+    return ds @ k, together(ds.transpose(-2, -1) @ q, kv_heads), together(weights.transpose(-2, -1).to(dout.dtype) @ dout, kv_heads)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.context.blocks import FUSED, Blocks, nothing_yet, row_sums, stand_in
+from minitrain.context.dropout import DropMask, dropping
 from minitrain.context.layout import Layout, Tile, contiguous, tiles
 from minitrain.context.ring import attend, attend_backward, carry, check_core, zeros
 
@@ -34,12 +35,12 @@ SIDES = "queries", "keys"
 
 def burst_attention(q: Tensor, k: Tensor, v: Tensor, *, inside: ProcessGroup, across: ProcessGroup, layout: Layout = contiguous,
                     causal: bool = True, backward_sends: str = "queries", blocks: Blocks = FUSED, bias: None = None,
-                    dropout: float = 0.0) -> Tensor:
+                    dropout: DropMask | float = 0.0) -> Tensor:
     """`inside`: the M devices of this node; `across`: the N devices with this one's number. A core for the model's attention."""
     check_core("burst_attention", q, k, v, bias, dropout)
     if backward_sends not in SIDES:
         raise ValueError(f"burst_attention: backward_sends={backward_sends!r}; choose from {', '.join(SIDES)}")
-    return _Burst.apply(q, k, v, (across, inside), layout, causal, backward_sends, blocks)
+    return _Burst.apply(q, k, v, (across, inside), layout, causal, backward_sends, dropping(blocks, dropout))
 
 
 def carry_far(x: Tensor | tuple[Tensor, ...], groups: tuple[ProcessGroup, ProcessGroup], visit) -> Tensor | None:

@@ -23,7 +23,7 @@ tiles. Its default, `blocks.FUSED`, is torch's kernel of the same algorithm. Mem
 (CPU: of all batches and heads at once). Sends nothing. Raises ValueError in one line for a fast memory of no size, an `order` that is
 no order of the row tiles, heads that do not divide, and causal queries without keys.
 
-Dao et al. 2022, arXiv:2205.14135, algorithms 1, 2 and 4; Dao 2023, arXiv:2307.08691, algorithms 1 and 2. Differs: no dropout; version 1
+Dao et al. 2022, arXiv:2205.14135, algorithms 1, 2 and 4; Dao 2023, arXiv:2307.08691, algorithms 1 and 2. Differs: dropout, if any, is dropout.py's and makes the scores of all tokens at once; version 1
 folds l and m into lse at the end and keeps that; version 1 skips hidden tiles too; version 2 does not load O_i for nothing in backward.
 """
 from __future__ import annotations
@@ -36,14 +36,18 @@ import torch
 from torch import Tensor
 
 from minitrain.context.blocks import FUSED, Blocks, spread, together
+from minitrain.context.dropout import DropMask, check_dropout, dropping, in_order
 from minitrain.context.score_tiles import diagonal, largest, pieces, score_tile, visible
 from minitrain.context.traffic import UNCOUNTED, SlowMemory
 
 A100_ELEMENTS = 192 * 1024 // 2          # fast memory of one multiprocessor, in numbers of 2 bytes
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, blocks: Blocks = FUSED) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, blocks: Blocks = FUSED, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> `[B, H, T, K]`. A core for the model's attention."""
+    check_dropout("flash_attention", dropout)
+    if dropout:
+        blocks = dropping(blocks, dropout).at(in_order(q.size(-2), k.size(-2)))
     return _Flash.apply(q, k, v, causal, blocks)
 
 

@@ -47,28 +47,31 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.context.blocks import FUSED, Blocks, merge, nothing_yet
+from minitrain.context.dropout import DropMask, dropping
 from minitrain.context.layout import Layout, Tile, tiles, zigzag
-from minitrain.context.ring import check_shapes, ring_attention
+from minitrain.context.ring import check_core, ring_attention
 from minitrain.context.ulysses import ulysses_attention
 
 
 def usp_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, ring: ProcessGroup, layout: Layout = zigzag,
-                  causal: bool = True, blocks: Blocks = FUSED) -> Tensor:
+                  causal: bool = True, blocks: Blocks = FUSED, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens as `dealt(layout, u)` says -> `[B, H, T/n, K]`. `layout`: that of the ring."""
     check_crossing(ulysses=ulysses, ring=ring)
     layout(ring.rank(), ring.size(), q.size(2) * ulysses.size() * ring.size())          # refused here, before the all-to-all
+    dropping(blocks, dropout)                                                           # and this
     core = partial(ring_attention, group=ring, layout=layout, causal=causal, blocks=blocks)
-    return ulysses_attention(q, k, v, group=ulysses, core=core)
+    return ulysses_attention(q, k, v, group=ulysses, core=core, dropout=dropout)
 
 
 def loongtrain_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup,
-                         layout: Layout = zigzag, causal: bool = True, blocks: Blocks = FUSED) -> Tensor:
+                         layout: Layout = zigzag, causal: bool = True, blocks: Blocks = FUSED, dropout: DropMask | float = 0.0) -> Tensor:
     """The same with a double ring; its ranks are numbered outer · w + inner, as in mesh.group("outer", "inner")."""
     check_crossing(ulysses=ulysses, outer=outer, inner=inner)
     ranks = outer.size() * inner.size()
     layout(number_in((outer, inner), (0, 0)), ranks, q.size(2) * ulysses.size() * ranks)
+    dropping(blocks, dropout)
     core = partial(double_ring_attention, outer=outer, inner=inner, layout=layout, causal=causal, blocks=blocks)
-    return ulysses_attention(q, k, v, group=ulysses, core=core)
+    return ulysses_attention(q, k, v, group=ulysses, core=core, dropout=dropout)
 
 
 def dealt(layout: Layout, ulysses: int, *, ulysses_inner: bool = True) -> Layout:
@@ -98,13 +101,13 @@ def _piece(runs: list[range], start: int, size: int) -> list[range]:
 # ---- rings within rings ----------------------------------------------------------------------------------------------
 
 def double_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, outer: ProcessGroup, inner: ProcessGroup, layout: Layout = zigzag,
-                          causal: bool = True, blocks: Blocks = FUSED) -> Tensor:
+                          causal: bool = True, blocks: Blocks = FUSED, bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens by `layout` over the n = m · w ranks outer · w + inner -> `[B, H, T/n, K]`."""
-    check_shapes("double_ring_attention", q, k, v)
+    check_core("double_ring_attention", q, k, v, bias, dropout)
     check_crossing(outer=outer, inner=inner)
     ranks = outer.size() * inner.size()
     layout(number_in((outer, inner), (0, 0)), ranks, q.size(2) * ranks)                 # refused here, before anything is sent
-    return _Rings.apply(q, k, v, (outer, inner), layout, causal, blocks)
+    return _Rings.apply(q, k, v, (outer, inner), layout, causal, dropping(blocks, dropout))
 
 
 def rings_forward(q: Tensor, k: Tensor, v: Tensor, rings: Sequence[ProcessGroup], layout: Layout, causal: bool,
@@ -115,7 +118,7 @@ def rings_forward(q: Tensor, k: Tensor, v: Tensor, rings: Sequence[ProcessGroup]
     def meet(kv: Tensor, steps: tuple[int, ...]) -> None:
         for tile in seen(rings, steps, layout, q.size(-2), causal):
             rows = (..., tile.queries, slice(None))
-            merge(out[rows], lse[..., tile.queries], *blocks.forward(q[rows], *kv[..., tile.keys, :], tile.causal))
+            merge(out[rows], lse[..., tile.queries], *blocks.on(tile).forward(q[rows], *kv[..., tile.keys, :], tile.causal))
 
     carry(torch.stack((k, v)), rings, meet)
     return out.to(q.dtype), lse
@@ -130,7 +133,7 @@ def rings_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
         dkv = torch.zeros_like(kv)
         for tile in seen(rings, steps, layout, q.size(-2), causal):
             rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
-            tile_dq, *tile_dkv = blocks.backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
+            tile_dq, *tile_dkv = blocks.on(tile).backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
             dq[rows] += tile_dq
             dkv[columns] += torch.stack(tile_dkv)
         return dkv

@@ -18,7 +18,7 @@ Zig-zag: Megatron-LM's context parallelism, and Llama 3 (Dubey et al. 2024, arXi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -55,8 +55,12 @@ def _piece(name: str, length: int, pieces: int) -> int:
 
 def positions(layout: Layout, group: ProcessGroup, length: int, device: torch.device | None = None) -> Tensor:
     """`[T/n]` positions of this rank's tokens, in the order in which it holds them."""
-    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device)
-                      for run in layout(group.rank(), group.size(), length)])
+    return positions_of(layout(group.rank(), group.size(), length), device)
+
+
+def positions_of(runs: list[range], device: torch.device | None = None) -> Tensor:
+    """`[T/n]` positions of all tokens of these runs, in their order."""
+    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in runs])
 
 
 def split(x: Tensor, layout: Layout, group: ProcessGroup, dim: int = 1) -> Tensor:
@@ -75,17 +79,24 @@ def join(x: Tensor, layout: Layout, group: ProcessGroup, dim: int = 1) -> Tensor
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of scores: queries and keys by their places on the two ranks. `causal`: query i of it sees keys 0..i."""
+    """A rectangle of scores: queries and keys by their places on the two ranks. `causal`: query i of it sees keys 0..i. `runs` are
+    all that the two ranks hold."""
 
     queries: slice
     keys: slice
     causal: bool = False
+    runs: tuple[list[range], list[range]] = field(default=(), compare=False, repr=False)
 
     @property
     def entries(self) -> int:
         """Scores that count."""
         q, k = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
         return q * (q + 1) // 2 if self.causal else q * k
+
+    def positions(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """In the sequence, of its queries and of its keys."""
+        queries, keys = self.runs
+        return positions_of(queries, device)[self.queries], positions_of(keys, device)[self.keys]
 
 
 class Documents(list):
@@ -107,6 +118,10 @@ def each_document(layout: Layout, cu_seqlens: Sequence[int]) -> Layout:
 
 def tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
     """What one rank's queries see of another rank's keys (or its own), as few tiles as possible."""
+    return [replace(tile, runs=(queries, keys)) for tile in _tiles(queries, keys, causal)]
+
+
+def _tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
     if isinstance(queries, Documents):
         return _tiles_of_documents(queries, keys, causal)
     if not causal:
@@ -121,7 +136,7 @@ def _tiles_of_documents(queries: Documents, keys: Documents, causal: bool) -> li
     found, before_q, before_k = [], 0, 0
     for own, theirs in zip(queries.parts, keys.parts):
         found += [Tile(slice(tile.queries.start + before_q, tile.queries.stop + before_q),
-                       slice(tile.keys.start + before_k, tile.keys.stop + before_k), tile.causal) for tile in tiles(own, theirs, causal)]
+                       slice(tile.keys.start + before_k, tile.keys.stop + before_k), tile.causal) for tile in _tiles(own, theirs, causal)]
         before_q, before_k = before_q + _count(own), before_k + _count(theirs)
     return found
 

@@ -20,8 +20,8 @@ Sums are made in at least float32 (O, lse, dQ, and the shares of dK, dV), and a 
 Memory beside q, k, v, O, lse: two blocks of K, V (what is here and what arrives); in backward also the gradients of this block, of
 the one before on its way out, of this one's on its way in, and of the block at home; in both what `blocks` needs for one tile. None
 of it grows with n: ten tensors of q's size forward, 21 in backward, for H_kv = H in float32.
-Raises ValueError in one line, before any rank waits, for shapes that do not fit each other, for a bias or dropout (a model with
-ALiBi hands its core a bias over this rank's keys, and here come others'), and for what the layout refuses.
+Raises ValueError in one line, before any rank waits, for shapes that do not fit each other, for a bias (a model with ALiBi
+hands its core one over this rank's keys, and here come others'), dropout without a seed (dropout.py), and for what the layout refuses.
 
 Li et al. 2021, arXiv:2105.13120 (ring_self_attention.py has its two passes); Liu et al. 2023 (Ring Attention), arXiv:2310.01889, section
 3; Brandon et al. 2023 (Striped Attention), arXiv:2311.09431. Differs: one text for all layouts; the block at home sends no gradient.
@@ -36,14 +36,15 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.context.blocks import FUSED, Blocks, merge, nothing_yet
+from minitrain.context.dropout import DropMask, check_dropout, dropping
 from minitrain.context.layout import Layout, Tile, contiguous, tiles
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,
-                   blocks: Blocks = FUSED, bias: None = None, dropout: float = 0.0) -> Tensor:
+                   blocks: Blocks = FUSED, bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. A core for the model's attention."""
     check_core("ring_attention", q, k, v, bias, dropout)
-    return _Ring.apply(q, k, v, group, layout, causal, blocks)
+    return _Ring.apply(q, k, v, group, layout, causal, dropping(blocks, dropout))
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool, blocks: Blocks) -> tuple[Tensor, Tensor]:
@@ -102,7 +103,7 @@ def attend(seen: list[Tile], q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, bl
     """Takes what q sees of kv `[2, B, H_kv, T/n, K]` into out and lse."""
     for tile in seen:
         rows = (..., tile.queries, slice(None))
-        merge(out[rows], lse[..., tile.queries], *blocks.forward(q[rows], *kv[..., tile.keys, :], tile.causal))
+        merge(out[rows], lse[..., tile.queries], *blocks.on(tile).forward(q[rows], *kv[..., tile.keys, :], tile.causal))
 
 
 def attend_backward(seen: list[Tile], dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dkv: Tensor,
@@ -110,7 +111,7 @@ def attend_backward(seen: list[Tile], dout: Tensor, q: Tensor, kv: Tensor, out: 
     """Adds to dq, and to dkv `[2, B, H_kv, T/n, K]`, which it returns."""
     for tile in seen:
         rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
-        found = blocks.backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
+        found = blocks.on(tile).backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
         for total, part in zip((dq[rows], *dkv[columns]), found):
             total += part
     return dkv
@@ -137,13 +138,13 @@ class _Ring(torch.autograd.Function):
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
-def check_core(what: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, dropout: float = 0.0) -> None:
+def check_core(what: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None,
+               dropout: DropMask | float = 0.0) -> None:
     """What a core over ranks can be given; before anything is sent."""
     check_shapes(what, q, k, v)
     if bias is not None:
         raise ValueError(f"{what}: a bias {list(bias.shape)} is about this rank's keys, others come by too; use positions=\"rope\", not alibi")
-    if dropout:
-        raise ValueError(f"{what}: dropout={dropout} on scores that are computed twice, on different ranks; train with dropout=0")
+    check_dropout(what, dropout)
 
 
 def check_shapes(what: str, q: Tensor, k: Tensor, v: Tensor) -> None:

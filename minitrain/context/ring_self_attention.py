@@ -27,18 +27,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.context.blocks import spread, together
-from minitrain.context.layout import Layout, contiguous
+from minitrain.context.dropout import DropMask
+from minitrain.context.layout import Layout, Tile, contiguous
 from minitrain.context.ring import carry, check_core
 
 
 def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,
-                        bias: None = None, dropout: float = 0.0) -> Tensor:
+                        bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """This rank's tokens of attention over all; a core for the model's attention."""
     check_core("ring_self_attention", q, k, v, bias, dropout)
-    return _RingSelfAttention.apply(q, k, v, group, layout, causal)
+    return _RingSelfAttention.apply(q, k, v, group, layout, causal, dropout)
 
 
-def rows_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool) -> tuple[Tensor, Tensor]:
+def rows_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool,
+                 dropout: DropMask | float = 0.0) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` and the probabilities `[B, H, T/n, T]`, columns in the order in which the ranks hold the keys."""
     hidden = future_keys(q, group, layout) if causal else None
     scores = q.new_empty(*q.shape[:-1], group.size() * q.size(-2), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -50,7 +52,7 @@ def rows_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: L
 
     def average(step: int, v: Tensor) -> None:
         v, _ = spread(q, v, v)
-        out.add_(p.chunk(group.size(), -1)[owner(group, step)] @ v)
+        out.add_(dropped(p.chunk(group.size(), -1)[owner(group, step)], dropout, group, layout, step) @ v)
 
     carry(k, group, score)
     if causal:
@@ -60,15 +62,16 @@ def rows_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: L
     return out.to(q.dtype), p
 
 
-def rows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def rows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, group: ProcessGroup, layout: Layout = contiguous,
+                  dropout: DropMask | float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
     kv_heads, ds = k.size(1), torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
     dq, ps, parts = torch.zeros_like(q, dtype=ds.dtype), p.chunk(group.size(), -1), ds.chunk(group.size(), -1)
 
     def through_values(step: int, v: Tensor) -> Tensor:
         v, _ = spread(q, v, v)
-        parts[owner(group, step)].copy_(dout @ v.transpose(-2, -1))
-        return together(ps[owner(group, step)].transpose(-2, -1) @ dout, kv_heads).to(ds.dtype)
+        parts[owner(group, step)].copy_(dropped(dout @ v.transpose(-2, -1), dropout, group, layout, step))
+        return together(dropped(ps[owner(group, step)], dropout, group, layout, step).transpose(-2, -1) @ dout, kv_heads).to(ds.dtype)
 
     def through_scores(step: int, k: Tensor) -> Tensor:
         k, _ = spread(q, k, k)
@@ -80,6 +83,14 @@ def rows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, grou
     ds.sub_(torch.einsum("...ij,...ij->...i", ds, p.to(ds.dtype)).unsqueeze(-1)).mul_(p).div_(math.sqrt(q.size(-1)))
     dk = carry(k, group, through_scores)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def dropped(x: Tensor, dropout: DropMask | float, group: ProcessGroup, layout: Layout, step: int) -> Tensor:
+    """Columns of that step `[B, H, T/n, T/n]`, times the mask of dropout.py, which is made anew each time."""
+    if not dropout:
+        return x
+    queries, keys = (layout(rank, group.size(), x.size(-1) * group.size()) for rank in (group.rank(), owner(group, step)))
+    return x * dropout.factors(x, Tile(slice(None), slice(None), runs=(queries, keys)).positions)
 
 
 def owner(group: ProcessGroup, step: int) -> int:
@@ -98,13 +109,14 @@ class _RingSelfAttention(torch.autograd.Function):
     """Saves the rows of probabilities: O(T²/n)."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool) -> Tensor:
-        out, p = rows_forward(q, k, v, group, layout, causal)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool,
+                dropout: DropMask | float) -> Tensor:
+        out, p = rows_forward(q, k, v, group, layout, causal, dropout)
         ctx.save_for_backward(q, k, v, p)
-        ctx.group = group
+        ctx.way = group, layout, dropout
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor):
-        return *rows_backward(dout, *ctx.saved_tensors, ctx.group), None, None, None
+        return *rows_backward(dout, *ctx.saved_tensors, *ctx.way), None, None, None, None

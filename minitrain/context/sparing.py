@@ -25,28 +25,31 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
+from minitrain.context.blocks import FUSED
+from minitrain.context.dropout import DropMask, dropping
 from minitrain.context.ring import check_core
 
 
 class Sparing:
-    """A core for the model's attention, `forward(q, k, v) -> out, lse`, `backward(dout, q, k, v, out, lse) -> dq, dk, dv`."""
+    """A core for the model's attention, `forward(q, k, v) -> out, lse`, `backward(dout, q, k, v, out, lse) -> dq, dk, dv`.
+    With dropout both are called with `blocks=` that multiply by the mask (dropout.py)."""
 
     def __init__(self, forward: Callable, backward: Callable):
         self.forward, self.backward = forward, backward
         self._store: deque | None = None
         self._again = False
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, bias: None = None, dropout: float = 0.0) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
         check_core("Sparing", q, k, v, bias, dropout)
-        return _Attention.apply(q, k, v, self)
+        return _Attention.apply(q, k, v, self, {"blocks": dropping(FUSED, dropout)} if dropout else {})
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **settings) -> tuple[Tensor, Tensor]:
         """O and lse, computed the first time, handed out the second."""
         if self._again:
             if not self._store or self._store[0][0].shape != q.shape:
                 raise ValueError(f"Sparing: q {list(q.shape)} was not there the first time; a checkpointed layer must do the same twice")
             return self._store.popleft()
-        found = self.forward(q, k, v)
+        found = self.forward(q, k, v, **settings)
         if self._store is not None:
             self._store.append(tuple(x.detach() for x in found))
         return found
@@ -68,13 +71,14 @@ class Sparing:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, core: Sparing) -> Tensor:
-        out, lse = core.attend(q, k, v)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, core: Sparing, settings: dict) -> Tensor:
+        out, lse = core.attend(q, k, v, **settings)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.core = core
+        ctx.way = core, settings
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor):
-        return *ctx.core.backward(dout, *ctx.saved_tensors), None
+        core, settings = ctx.way
+        return *core.backward(dout, *ctx.saved_tensors, **settings), None, None

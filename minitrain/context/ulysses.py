@@ -27,18 +27,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.context.dropout import DropMask, check_dropout
 from minitrain.context.layout import Layout, contiguous
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, core: Callable, layout: Layout = contiguous) -> Tensor:
-    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`; core(q, k, v) on `[B, H/n, T, K]`."""
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, core: Callable, layout: Layout = contiguous,
+                      dropout: DropMask | float = 0.0) -> Tensor:
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`; core(q, k, v) on `[B, H/n, T, K]`.
+
+    Dropout is the core's: it is given the mask, whose heads begin where this rank's do.
+    """
     check_heads(q, k, v, group)
+    check_dropout("ulysses_attention", dropout)
+    if dropout:
+        core = partial(core, dropout=dropout._replace(first_head=dropout.first_head + q.size(1) // group.size() * group.rank()))
     length = q.size(2) * group.size()
     order = torch.tensor([place for rank in range(group.size()) for run in layout(rank, group.size(), length) for place in run],
                          device=q.device)

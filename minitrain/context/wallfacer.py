@@ -35,23 +35,24 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.context.blocks import FUSED, Blocks, merge, nothing_yet
+from minitrain.context.dropout import DropMask, dropping
 from minitrain.context.hybrid import check_crossing
 from minitrain.context.layout import Layout, Tile, tiles, zigzag
-from minitrain.context.ring import check_shapes
+from minitrain.context.ring import check_core
 
 TIME = 2
 
 
 def wallfacer_attention(q: Tensor, k: Tensor, v: Tensor, *, team: ProcessGroup, ring: ProcessGroup, layout: Layout = zigzag,
-                        causal: bool = True, blocks: Blocks = FUSED) -> Tensor:
+                        causal: bool = True, blocks: Blocks = FUSED, bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/P, K]`, k, v `[B, H_kv, T/P, K]`, tokens by `layout` over the ranks ring · C + team -> `[B, H, T/P, K]`."""
-    check_shapes("wallfacer_attention", q, k, v)
+    check_core("wallfacer_attention", q, k, v, bias, dropout)
     check_crossing(ring=ring, team=team)
     if ring.size() % team.size():
         raise ValueError(f"teams of C={team.size()} on P={ring.size() * team.size()} ranks: P/C² = {ring.size() / team.size():g} blocks for "
                          "each member; take a C whose square divides P")
     plan = tiles_by_step(team, ring, layout, q.size(TIME), causal)
-    return _WallFacer.apply(q, k, v, team, ring, plan, blocks)
+    return _WallFacer.apply(q, k, v, team, ring, plan, dropping(blocks, dropout))
 
 
 def wallfacer_forward(q: Tensor, k: Tensor, v: Tensor, team: ProcessGroup, ring: ProcessGroup, plan: list[list[Tile]],
@@ -65,7 +66,7 @@ def wallfacer_forward(q: Tensor, k: Tensor, v: Tensor, team: ProcessGroup, ring:
         arriving = None if last else collectives.rotate(kv, ring, async_op=True)
         for tile in seen:
             rows = (..., tile.queries, slice(None))
-            merge(out[rows], lse[..., tile.queries], *blocks.forward(q[rows], *kv[..., tile.keys, :], tile.causal))
+            merge(out[rows], lse[..., tile.queries], *blocks.on(tile).forward(q[rows], *kv[..., tile.keys, :], tile.causal))
         kv = kv if last else arriving.wait()
     out, lse = merged_scatter(out, lse, team)
     return out.to(q.dtype), lse
@@ -87,7 +88,7 @@ def wallfacer_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
         dkv = torch.zeros_like(kv)
         for tile in seen:
             rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
-            tile_dq, *tile_dkv = blocks.backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
+            tile_dq, *tile_dkv = blocks.on(tile).backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
             dq[rows] += tile_dq
             dkv[columns] += torch.stack(tile_dkv)
         travelling = dkv if shares is None else dkv.add_(shares.wait())
