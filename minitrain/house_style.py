@@ -26,9 +26,10 @@ COLOURS = {
     "forward": SKY, "backward": BLUE, "optimizer": GREEN, "compute": GREY,
     "communication": ORANGE, "exposed communication": VERMILLION, "wait": PALE,
     "parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN, "activations": SKY, "buffers": PURPLE,
+    "input gradient": PURPLE, "weight gradient": YELLOW, "recomputation": GREY, "idle": PALE,
     "measured": BLUE, "formula": BLACK,
 }
-HATCHES = {"exposed communication": ("/////", "white"), "wait": (".....", GREY)}
+HATCHES = {"exposed communication": ("/////", "white"), "wait": (".....", GREY), "idle": (".....", GREY)}
 CYCLE = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, BLACK]       # for what has no meaning of its own
 MARKERS, DASHES = "o^sDvPX", ["-", "--", "-.", ":"]
 WIDTH = 7.2                     # inches: 720 pixels at 100 dots an inch

@@ -62,6 +62,15 @@ class Mesh:
                                                 group_desc=f"mesh_{'_'.join(axes)}")
         return self._groups[axes]
 
+    def twin(self, *axes: str) -> dist.ProcessGroup:
+        """A second group of the ranks of `group(*axes)`, with connections and streams of its own: a pipeline's messages in one
+        direction must not queue behind those in the other."""
+        axes = self._in_mesh_order("twin", axes)
+        if ("twin", *axes) not in self._groups:
+            self._groups["twin", *axes] = dist.new_group(self.members(*axes), use_local_synchronization=True,
+                                                         group_desc=f"mesh_{'_'.join(axes)}")
+        return self._groups["twin", *axes]
+
     def members(self, *axes: str) -> list[int]:
         """Global ranks of `group(*axes)`, in its order. Makes no group."""
         free, here = self._in_mesh_order("members", axes), self.coordinates

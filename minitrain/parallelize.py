@@ -8,12 +8,12 @@ are left: their gradients are summed over all ranks with different tokens, dp ×
 `lay_out` gives each its tokens of them; those of a `tp` group take the same tokens.
 Dropout on ranks of `cp` is by position (context/dropout.py): masks of scores and of activations are functions of a seed and of where
 a token is, so that they differ between ranks and cp ranks drop what one would. The seed is drawn anew at each call, as torch does,
-by the first of the ranks with the same rows (`cp` and `tp`) from torch's own generator, and broadcast: 8 bytes a call; rows of other
-ranks have other numbers, and other masks even where all generators are alike. Without `cp`, tensor_parallel/random.py has the masks.
+by the first of the ranks with the same rows (`cp` and `tp`) from torch's own generator, and broadcast: 8 bytes a call. Other rows and
+other stages have other masks even where all generators are alike. Without `cp`, tensor_parallel/random.py has the masks.
 
 Sends nothing itself. Raises ValueError for an axis of more than one rank that no technique here takes, for an unknown way of
 sharding, where sharding is asked for without the function that builds the optimizer over the shards, and for what cannot be
-cut: sizes that do not divide, latent attention under tp, ALiBi under cp, ZeRO under tp.
+cut: sizes that do not divide, latent attention under tp, ALiBi under cp, dropout of slices under cp, ZeRO under tp.
 """
 from __future__ import annotations
 
@@ -159,7 +159,10 @@ def parallelize(model: nn.Module, mesh: Mesh, *, bucket_bytes: int = 25_000_000,
             if isinstance(layer, Block):
                 layer.attention.core = partial(core, group=mesh.group("cp"), layout=layout)
         if model.config.dropout:
-            drop_by_position(model, mesh, rows, layout, sequence_parallel)
+            if schedule and schedule.slices > 1:
+                raise ValueError(f"dropout={model.config.dropout} under cp with {schedule.slices} slices of a sequence in the pipeline: masks "
+                                 "are by position, which a slice does not know; use slices=1, or dropout=0")
+            drop_by_position(model, mesh, (*rows, "pp") if schedule else rows, layout, sequence_parallel)
     reducer, optimizer = reduce_over(group, model, mesh, axes, bucket_bytes, zero, make_optimizer, sequence_parallel)
     context = (layout, mesh.group("cp")) if "cp" in axes else None
     if schedule is None:
@@ -181,7 +184,7 @@ def run_as_pipeline(model: Stages, schedule: Schedule, mesh: Mesh, reducer, loss
     reducer = Reducers(reducer, SharedGradients((held for held in copies if len(held.ranks) > 1 or any(len(same) > 1 for same in held.params)), group))
     cut_length = mesh.shape["tp"] if sequence_parallel else 1
     return reducer, Runner(stages, schedule, group, loss_fn, reducer, width=model.config.d_model, length_over=cut_length,
-                           check=mesh.shape.get("tp", 1) == mesh.shape.get("cp", 1) == 1)
+                           down=mesh.twin("pp"), check=mesh.shape.get("tp", 1) == mesh.shape.get("cp", 1) == 1)
 
 
 def shared_params(stages: dict[int, nn.Module], schedule: Schedule, tied: bool) -> list[tuple[tuple[int, ...], list[list[nn.Parameter]]]]:
@@ -251,8 +254,9 @@ def cut_over_tp(model: nn.Module, group: ProcessGroup, sequence_parallel: bool, 
     return partial(vocabulary.cross_entropy_sum, group=group)
 
 
-def drop_by_position(model: nn.Module, mesh: Mesh, rows: tuple[str, ...], layout: Layout, sequence_parallel: bool) -> None:
-    """Every dropout of a GPT whose tokens are cut over `cp`, and perhaps matrices over `tp`: the masks of one process, in place."""
+def drop_by_position(model: nn.Module, mesh: Mesh, others: tuple[str, ...], layout: Layout, sequence_parallel: bool) -> None:
+    """Every dropout of a GPT whose tokens are cut over `cp`, and perhaps matrices over `tp`: the masks of one process, in place.
+    `others`: the axes whose ranks have other rows or other layers."""
     cp, tp = mesh.group("cp"), mesh.group("tp") if "tp" in mesh.shape else None
     together = mesh.group("cp", "tp") if tp else cp
     slices = tp if sequence_parallel else None
@@ -263,7 +267,7 @@ def drop_by_position(model: nn.Module, mesh: Mesh, rows: tuple[str, ...], layout
         return found.chunk(slices.size())[slices.rank()] if slices else found
 
     seeds = partial(seeded, agree=partial(collectives.broadcast, source=0, group=together, name="dropout seed"),
-                    first_row=mesh.group(*rows).rank() << 32)
+                    first_row=mesh.rank(*others) << 32)
     for layer in model.layers:
         if isinstance(layer, Block):
             layer.attention.core = seeds(layer.attention.core, part=tp.rank() if tp else 0)

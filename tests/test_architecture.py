@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "minitrain"
 BASE = {"collectives", "sharding"}                                     # all a technique may lean on
 TECHNIQUES = {"data_parallel", "tensor_parallel", "pipeline", "context", "moe", "precision", "memory", "checkpoint",
               "fault", "communication", "kernels"}
-NO_TORCH = {"events", "deduplicate", "simulate", "plan", "accounting", "config", "plot", "house_style", "atlas",
+NO_TORCH = {"events", "deduplicate", "simulate", "plan", "accounting", "config", "plot", "plot_pipeline", "house_style", "atlas",
             "notebook"}
 EVERYTHING = {"*"}
 DOOR = {"collectives", "channel", "messages", "transport", "sharding", "mesh", "launch", "launch_ranks", "dryrun", "grading"}
@@ -28,7 +28,7 @@ ARROWS = {
     "dryrun": {"collectives", "launch_local", "launch_report"},
     "optim": BASE, **{name: BASE for name in TECHNIQUES},
     "simulate": {"events"}, "plan": {"simulate", "accounting", "config", "events"},
-    "house_style": set(), "plot": {"house_style", "simulate"},
+    "house_style": set(), "plot": {"house_style", "simulate"}, "plot_pipeline": {"house_style"},
     "train": {"collectives", "data", "optim", "train_command"}, "trainer": EVERYTHING, "train_command": EVERYTHING, "parallelize": EVERYTHING, "cli": EVERYTHING,
     "grading": {"collectives"}, "exercises": {"grading"},
 }

@@ -2,14 +2,18 @@
 
 import subprocess
 import sys
+from fractions import Fraction
 
 import matplotlib
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from minitrain import house_style, plot
+from minitrain import house_style, plot, plot_pipeline
 from minitrain.events import Compute, Issue, Wait
 from minitrain.house_style import COLOURS, CYCLE, ink_on, png, unit_for
+from minitrain.pipeline.one_direction import interleaved, one_f_one_b
+from minitrain.pipeline.schedule import in_flight
+from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
 
@@ -42,6 +46,7 @@ def run_memory():
     return timeline, events
 
 
+PIPELINES = simulate(one_f_one_b(4, 8), Costs(B=2)), simulate(interleaved(4, 8, 2), Costs(F=Fraction(1, 2), B=1))
 CHUNKS = [[[1] * 4 for _ in range(4)], [[4 if rank == chunk else rank for chunk in range(4)] for rank in range(4)]]
 PICTURES = {
     "timeline": lambda: plot.timeline(step(), title=LONG),
@@ -62,6 +67,9 @@ PICTURES = {
     "chunk_matrix, 8 ranks": lambda: plot.chunk_matrix([[[r] * 8 for r in range(1, 9)]] * 15, title=LONG),
     "message_lanes": lambda: plot.message_lanes([(0, 1, 0, 1, "3"), (1, 0, 0, 1), (1, 2, 2, 4, "activations")], ranks=3,
                                                 title=LONG),
+    "pipeline": lambda: plot_pipeline.schedule(*PIPELINES, title=LONG, peaks=[[4, 3, 2, 1], [5.5, 4.5, 3.5, 2.5]]),
+    "pipeline, in flight": lambda: plot_pipeline.in_flight(PIPELINES[0], [in_flight(PIPELINES[0].schedule, r) for r in range(4)],
+                                                           title=LONG, limit=4),
 }
 
 

@@ -23,6 +23,7 @@ for each schedule, and from torch.distributed.pipelining, which runs lists like 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -46,18 +47,19 @@ class Kept:
 
 class Runner:
     """`down`, for NCCL, is a second group of the same ranks for the messages to lower ranks; `length_over` is what a boundary's T is
-    divided by (sequence parallelism cuts it over tp); `check=False` for stages that communicate themselves, over tp or cp."""
+    divided by (sequence parallelism cuts it over tp); `check=False` for stages that communicate themselves, over tp or cp.
+    `around("F1.2")` is entered around each action: `ledger.phase` makes an account by action."""
 
     def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup, loss_fn: Callable[[Tensor, Tensor], Tensor],
                  reducer, *, width: int, down: ProcessGroup | None = None, dtype: torch.dtype | None = None, length_over: int = 1,
-                 check: bool = True):
+                 check: bool = True, around: Callable[[str], AbstractContextManager] = nullcontext):
         check_fits(stages, schedule, group)
         self.stages, self.schedule, self.group, self.loss_fn, self.reducer = stages, schedule, group, loss_fn, reducer
         self.rank, self.down = group.rank(), down or group
         self.program = lower(schedule)[self.rank]
         some = next(param for stage in stages.values() for param in stage.parameters())
         self.dtype, self.device = dtype or some.dtype, some.device
-        self.width, self.length_over = width, length_over
+        self.width, self.length_over, self.around = width, length_over, around
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}
         for number, stage in stages.items() if check else ():
             check_boundary(number, stage, schedule, width, self.dtype)
@@ -74,12 +76,17 @@ class Runner:
             try:
                 self.do(step)
             except Exception as error:
-                around = " ".join(str(step) if isinstance(step, (Action, Pair)) else f"{type(step).__name__}({step[0]})"
-                                  for step in self.program[max(number - 2, 0):number + 3])
-                raise RuntimeError(f"{self.schedule.name}, rank {self.rank}: {step} failed, in {around}: {error}") from error
+                raise RuntimeError(f"{self.schedule.name}, rank {self.rank}: {step} failed, {self.neighbours(number)}: {error}") from error
         for handle in self.outbox.values():
             handle.wait()
         return self.loss
+
+    def neighbours(self, number: int) -> str:
+        """What is computed around a step of the program."""
+        computed = [isinstance(step, (Action, Pair)) for step in self.program]
+        before = [str(step) for step, yes in zip(self.program[:number], computed) if yes]
+        after = [str(step) for step, yes in zip(self.program[number + 1:], computed[number + 1:]) if yes]
+        return f"after {before[-1] if before else 'nothing'} and before {after[0] if after else 'the end'}"
 
     def do(self, step) -> None:
         match step:
@@ -94,7 +101,12 @@ class Runner:
                 self.reducer.ready(self.stages[stage].parameters())
             case _:
                 for action in parts([step]):
-                    {"F": self.forward, "R": self.forward_again, "B": self.backward, "I": self.backward, "W": self.weights}[action.kind](action)
+                    self.act(action)
+
+    def act(self, action: Action) -> None:
+        do = {"F": self.forward, "R": self.forward_again, "B": self.backward, "I": self.backward, "W": self.weights}[action.kind]
+        with self.around(str(action)):
+            do(action)
 
     # ---- the actions -----------------------------------------------------------------------------------------------------
 

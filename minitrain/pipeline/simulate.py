@@ -62,6 +62,17 @@ class Costs:
         return time * self.stage.get(entry.stage, 1) if self.stage else time
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A time for every action of its own, from a run: `simulate` takes it in place of Costs."""
+
+    times: Mapping[Action, Time]
+    send: Time = 0
+
+    def of(self, entry: Entry) -> Time:
+        return sum(self.times[action] for action in parts([entry]))
+
+
 class Span(NamedTuple):
     entry: Entry
     start: Time
@@ -73,7 +84,7 @@ class Simulation:
     """`spans[rank]`, in order."""
 
     schedule: Schedule
-    costs: Costs
+    costs: Costs | Measured
     spans: tuple[tuple[Span, ...], ...]
 
     @property
@@ -100,7 +111,7 @@ class Simulation:
         return next(span.start for span in self.spans[self.schedule.place[action]] if action in parts([span.entry]))
 
 
-def simulate(schedule: Schedule, costs: Costs = Costs()) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs | Measured = Costs()) -> Simulation:
     """As soon as possible, in the order of the lists."""
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     ended: dict[Action, Time] = {}
