@@ -258,15 +258,14 @@ def drop_by_position(model: nn.Module, mesh: Mesh, others: tuple[str, ...], layo
     """Every dropout of a GPT whose tokens are cut over `cp`, and perhaps matrices over `tp`: the masks of one process, in place.
     `others`: the axes whose ranks have other rows or other layers."""
     cp, tp = mesh.group("cp"), mesh.group("tp") if "tp" in mesh.shape else None
-    together = mesh.group("cp", "tp") if tp else cp
-    slices = tp if sequence_parallel else None
+    parts, part = (tp.size(), tp.rank()) if sequence_parallel else (1, 0)
 
     def positions(x: Tensor) -> Tensor:
-        """Of the tokens that this rank has of x `[B, .., D]`."""
-        found = layouts.positions(layout, cp, x.size(1) * cp.size() * (slices.size() if slices else 1), x.device)
-        return found.chunk(slices.size())[slices.rank()] if slices else found
+        """Of the tokens that this rank has of x `[B, T/cp, D]`, or with sequence parallelism `[B, T/cp/tp, D]`."""
+        return layouts.positions(layout, cp, x.size(1) * parts * cp.size(), x.device).chunk(parts)[part]
 
-    seeds = partial(seeded, agree=partial(collectives.broadcast, source=0, group=together, name="dropout seed"),
+    same = mesh.group("cp", "tp") if tp else cp
+    seeds = partial(seeded, agree=partial(collectives.broadcast, source=0, group=same, name="dropout seed"),
                     first_row=mesh.rank(*others) << 32)
     for layer in model.layers:
         if isinstance(layer, Block):

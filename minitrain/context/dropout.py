@@ -5,7 +5,7 @@
 A generator that is drawn from gives the n-th number after n-1 others; two ranks that meet a score, or one that meets it again in
 backward, would draw different ones. A counter-based generator is a hash of a counter, and has no state: here the counter is the place
 in the whole model (global row, head and positions), the key is a seed of 8 bytes. So layouts, rings, head and row cuts and their
-order are no matter, and no mask is kept or sent: the seed is kept, the mask made again, a tile at a time.
+order do not matter. No mask is kept or sent: the seed is kept, and the mask made again, a tile at a time.
 
 Blocks still merge by their lse (blocks.py). The softmax is over *all* scores, dropped or not: lse and P are as without dropout, and
 
@@ -18,11 +18,12 @@ M = [s >= p 2^64]. It is no part of a fused kernel: with dropout, a block comput
 `seeded` draws the seed at each call from torch's own generator (torch.utils.checkpoint restores its state, so a layer that is computed
 again has the same mask) and lets the ranks agree on it, if told how. `drop_tokens` is dropout of activations by the same function.
 
-Sends nothing; `seeded` what `agree` sends, 8 bytes a call. Memory: 8 bytes a score of a tile while its mask is made, and the factors.
+Sends nothing; `seeded` what `agree` sends, 8 bytes a call. Memory: a tile of scores, as PLAIN; 16 bytes a score while its mask is made.
 Raises ValueError in one line for a rate without a seed, a rate outside [0, 1), and blocks that make no scores to multiply.
-Salmon et al. 2011 (Random123), SC'11, section 2 (counter-based generators); Steele et al. 2014, OOPSLA, section 5 (splitmix64's mix);
+Salmon et al. 2011 (Random123), SC'11, section 2 (counter-based generators); Steele et al. 2014, OOPSLA (splitmix64 and its mix);
 Dao et al. 2022, arXiv:2205.14135, appendix B.3 and B.4 (the state of the generator instead of the mask; dropout in forward and backward).
-Differs: their counter is a place in the kernel's grid on one device, ours in the model; eight 64-bit products where Philox has 20.
+Differs: their counter is a place in the kernel's grid on one device, ours in the model; two products of 64 bits a score, where their
+Philox-4x32-10 takes 20 of 32 bits for four numbers.
 """
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from torch import Tensor
 from minitrain.context.blocks import FUSED, PLAIN, Blocks, plain_backward, plain_forward
 
 GAMMA = 0x9E3779B97F4A7C15 - 2**64                              # 2^64 over the golden ratio, as a signed number
-ROUNDS = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)
+ROUNDS = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
 Positions = Callable[[torch.device], tuple[Tensor, Tensor]]     # of queries and of keys, on that device
 
 
@@ -45,8 +46,13 @@ Positions = Callable[[torch.device], tuple[Tensor, Tensor]]     # of queries and
 def mix(z: Tensor) -> Tensor:
     """int64 -> int64, in place: a permutation in which every bit of the result depends on all bits. Products wrap."""
     for shift, factor in ROUNDS:
-        z.bitwise_xor_((z >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)             # torch's >> copies the sign
-    return z
+        z.bitwise_xor_(shifted(z, shift)).mul_(factor)
+    return z.bitwise_xor_(shifted(z, 31))
+
+
+def shifted(z: Tensor, places: int) -> Tensor:
+    """To the right, zeros in front; torch's >> of signed numbers copies the sign."""
+    return (z >> places).bitwise_and_(2 ** (64 - places) - 1)
 
 
 def keep(p: float, seed: Tensor | int, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:

@@ -21,10 +21,11 @@ score are skipped. Loads and stores per head are `traffic.flash_traffic`, exactl
 `flash_1(..)` and `flash_2(..)` make `Blocks`, with which `flash_attention` is a core for the model and `ring.ring_attention` a ring of
 tiles. Its default, `blocks.FUSED`, is torch's kernel of the same algorithm. Memory beside inputs and results: one tile, flat in T
 (CPU: of all batches and heads at once). Sends nothing. Raises ValueError in one line for a fast memory of no size, an `order` that is
-no order of the row tiles, heads that do not divide, and causal queries without keys.
+no order of the row tiles, dropout by tiles or without a seed, heads that do not divide, and causal queries without keys.
 
-Dao et al. 2022, arXiv:2205.14135, algorithms 1, 2 and 4; Dao 2023, arXiv:2307.08691, algorithms 1 and 2. Differs: dropout, if any, is dropout.py's and makes the scores of all tokens at once; version 1
-folds l and m into lse at the end and keeps that; version 1 skips hidden tiles too; version 2 does not load O_i for nothing in backward.
+Dao et al. 2022, arXiv:2205.14135, algorithms 1, 2 and 4; Dao 2023, arXiv:2307.08691, algorithms 1 and 2. Differs: no dropout by tiles
+(flash_attention makes all scores at once for it, dropout.py); version 1 folds l and m into lse at the end and keeps that; version 1
+skips hidden tiles too; version 2 does not load O_i for nothing in backward.
 """
 from __future__ import annotations
 

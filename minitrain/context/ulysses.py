@@ -19,7 +19,8 @@ order after the first all-to-all and back before the second. Every core sees the
 any. Memory: q, k, v a second time as they travel and a third as they arrive, all O(T/n); no rank holds more than 1/n of anything.
 
 `switch` is the step by itself, for one tensor and any two dims. Raises ValueError in one line, before any rank waits, for fewer
-heads than ranks, heads that n does not divide, shapes or dtypes that do not fit each other, and what the layout refuses.
+heads than ranks, heads that n does not divide, shapes or dtypes that do not fit each other, dropout without a seed, and what the
+layout refuses.
 Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509, section 3. Differs: one message where they send three;
 grouped K/V heads; layouts; heads come before tokens in the shapes, as in the rest of the model.
 """
