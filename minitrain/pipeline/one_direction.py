@@ -8,10 +8,11 @@
 All have p-1 forwards and p-1 backwards of waiting in a step: of m microbatches the share (p-1)/(m+p-1). What differs is memory and
 the size of a stage. GPipe holds all m microbatches; 1F1B holds p - r on rank r, as a backward makes room for each forward (DAPPLE
 arrives at the same lists and calls this early backward). Interleaving gives a rank v stages of 1/v of the size, every p-th one, so
-that filling and draining takes 1/v of the time: the bubble is (p-1)/(v·m) of the work, for v times the messages. Depth-first
-(interleaved 1F1B) sends p microbatches through all its stages in turn and holds up to (p-1)·(v·p+1)/(v·p)+1/v… microbatches' worth
-on rank 0; breadth-first sends all m through a stage before the next, which holds all m but touches the weights of a stage in two
-runs a step, once forwards and once backwards: with sharded weights 2 gathers a stage where depth-first needs 2m.
+that filling and draining takes 1/v of the time: the bubble is (p-1)/(v·m) of the work, for v times the messages and those from the
+last rank round to the first. Depth-first (interleaved 1F1B) sends p microbatches through all its stages in turn and holds at most
+p·(1 + (p-1)/(p·v)) microbatches' worth, on rank 0; breadth-first sends all m through a stage before the next, which holds all m but
+touches the weights of a stage in two runs a step, once forwards and once backwards: with sharded weights 2 gathers a stage, where
+depth-first, whose forwards and backwards alternate between stages, needs nearly 2m (2m - 3 on the last of 4 ranks, v=2).
 
 Memory and time: `schedule.peak` and simulate.py count them. Sends nothing.
 Raises ValueError in one line for p, m, v below 1, and for interleaving when p does not divide m.

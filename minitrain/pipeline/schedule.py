@@ -80,6 +80,7 @@ class Schedule:
     stages: int
     microbatches: int
     slices: int = 1
+    lengths: tuple[int, ...] = ()           # tokens of each slice; without them they are as equal as they can be
 
     @cached_property
     def place(self) -> dict[Action, int]:
@@ -178,6 +179,12 @@ def check(schedule: Schedule) -> Schedule:
                              f"the kinds are {', '.join(KINDS)}, both count from 0")
         if times > 1:
             raise ValueError(f"{schedule.name}: {action} stands {times} times (rank {schedule.place[action]}); every action once")
+    if schedule.microbatches % schedule.slices:
+        raise ValueError(f"{schedule.name}: {schedule.microbatches} units are not a multiple of slices={schedule.slices}; every microbatch has all "
+                         "its slices")
+    for entry in (entry for entries in schedule.ranks for entry in entries if isinstance(entry, Pair)):
+        if entry.forward.kind != "F" or entry.backward.kind not in "BI" or entry.forward[1:] == entry.backward[1:]:
+            raise ValueError(f"{schedule.name}: {entry} is no pair; a pair is an F and a B or I, of different microbatches or stages")
     for stage in range(schedule.stages):
         for unit in range(schedule.microbatches):
             missing = _missing(stage, unit, counted)
