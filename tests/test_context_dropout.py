@@ -1,5 +1,6 @@
 """Dropout over a cut sequence: a mask by position, equal to one process in every layout, ring, factorization and mesh; its statistics."""
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,8 +26,9 @@ from minitrain.data import MASKED
 from minitrain.layers import Dropout, causal_attention, naive_attention
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
-from minitrain.model import GPT, cross_entropy_sum
+from minitrain.model import GPT, Stages, cross_entropy_sum
 from minitrain.parallelize import parallelize
+from minitrain.pipeline.one_direction import one_f_one_b
 from tests.context_runs import B, T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Outcome, Problem, check_refusals, difference, small, train_parallel
 
@@ -58,9 +60,8 @@ def test_neighbours_know_nothing_of_each_other():
         return abs((one * other).mean().item()) * math.sqrt(one.numel())
 
     for dim in range(4):
-        for step in (1, 2, 64):
-            if step < kept.size(dim):
-                assert apart(kept.narrow(dim, 0, kept.size(dim) - step), kept.narrow(dim, step, kept.size(dim) - step)) < 4.5, (dim, step)
+        for step in (1, 64) if kept.size(dim) > 64 else (1,):
+            assert apart(kept.narrow(dim, 0, kept.size(dim) - step), kept.narrow(dim, step, kept.size(dim) - step)) < 4.5, (dim, step)
     assert apart(kept, kept.transpose(2, 3)) / math.sqrt(2) < 4.5                       # query and key are not the same to it
     for seed in (8, -7, 7 + 2**32, dropping_module.GAMMA + 7, torch.tensor(2**62)):
         assert apart(kept, grid(seed=seed)) < 4.5
@@ -131,7 +132,7 @@ def in_three_axes():
 
 CORES = {2: lambda: in_one_axis(collectives.world()) | in_two_axes(2, 1) | in_two_axes(1, 2),
          4: lambda: some("ring", "Ulysses striped", "balanced", "sparing", **in_one_axis(collectives.world())) | in_two_axes(2, 2),
-         8: lambda: some("USP", "teams zigzag", **in_two_axes(4, 2)) | some("USP", "double ring", **in_two_axes(2, 4)) | in_three_axes()}
+         8: lambda: some("USP", "teams zigzag", **in_two_axes(4, 2)) | some("USP", **in_two_axes(2, 4)) | in_three_axes()}
 
 
 def some(*names, **ways):
@@ -299,7 +300,7 @@ def usp_core(q, k, v, *, group, layout, **more):
 ULYSSES = partial(ulysses_attention, core=flash_attention)
 MODELS = {
     "cp2": (dict(dp=1, cp=2), (1000,), [dict(layout=striped), dict(core=ring_self_attention), dict(zero=3)]),
-    "cp4": (dict(dp=1, cp=4), (1000,), [{}, dict(core=ULYSSES, layout=contiguous), dict(core=usp_core, layout=dealt(zigzag, 2))]),
+    "cp4": (dict(dp=1, cp=4), (1000,), [{}, dict(core=usp_core, layout=dealt(zigzag, 2))]),
     "dp2 cp2": (dict(dp=2, cp=2), (1000, 1002), [{}]),
     "cp2 tp2": (dict(dp=1, cp=2, tp=2), (1000,), [{}, dict(sequence_parallel=True, overlap=True), dict(core=ULYSSES)]),
 }
@@ -310,7 +311,6 @@ def test_a_model_equals_one_process(name):
     """Three steps with dropout of scores and of activations, ranks seeded apart: loss, gradients, parameters."""
     shape, seeds, ways = MODELS[name]
     expected = one_process(PROBLEM, seeds)
-    assert max(abs(a - b) for a, b in zip(expected.losses, one_process(PROBLEM, [seed + 1 for seed in seeds]).losses)) > 1e-4
     for outcomes in launch.run(lambda: [train_parallel(PROBLEM, shape, **settings) for settings in ways], ranks=math.prod(shape.values())):
         for settings, outcome in zip(ways, outcomes):
             assert difference(outcome, expected) < TOLERANCE, settings
@@ -331,6 +331,7 @@ def test_a_model_without_it_does_not():
         return found
 
     expected = one_process(PROBLEM)
+    assert difference(one_process(PROBLEM, [1001]), expected) > 1e-4                       # the seed matters
     for found in launch.run(rank, ranks=2):
         assert max(difference(outcome, expected) for outcome in found.pop("right")) < TOLERANCE
         assert min(difference(outcome, expected) for outcome in found.values()) > 1e-4
@@ -362,6 +363,10 @@ def test_refusals_are_one_line_on_every_rank():
             what(q, q, q, **dict(zip(axes, (mesh.group("a"), mesh.group("b")))), **settings)
         return run
 
+    def sliced_pipeline():
+        model = Stages(small(vocab_size=32, dropout=0.1), {0: range(4)})
+        parallelize(model, Mesh(dp=1, pp=1, cp=2), schedule=replace(one_f_one_b(1, 2), slices=2))
+
     tiled = dict(dropout=MASK, blocks=flash_2())
     refused = {
         "ring_attention: dropout=0.1 is a rate without a seed, and each rank would draw its own mask; give a DropMask":
@@ -374,6 +379,7 @@ def test_refusals_are_one_line_on_every_rank():
         "wallfacer_attention: dropout=0.1": call(wallfacer_attention, "ring", "team", dropout=0.1),
         "burst_attention: dropout=0.1": call(burst_attention, "across", "inside", dropout=0.1),
         "flash_attention: dropout=0.2": call(flash_attention, dropout=0.2),
+        "dropout=0.1 under cp with 2 slices of a sequence in the pipeline": sliced_pipeline,
         "packed_attention: dropout=0.3": call(packed_attention, cu_seqlens=[0, 8], dropout=0.3),
     }
     check_refusals(refused, ranks=2)
