@@ -42,6 +42,7 @@ from minitrain.model import Block, Embedding, Head, Stages, cross_entropy_sum, l
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.shared import Copies, SharedGradients
+from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory
 from minitrain.tensor_parallel import linear, overlap as chunked, ring_overlap, sequence, vocabulary
 from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp
 from minitrain.tensor_parallel.random import RandomStates
@@ -183,8 +184,27 @@ def run_as_pipeline(model: Stages, schedule: Schedule, mesh: Mesh, reducer, loss
                 param.copy = True
     reducer = Reducers(reducer, SharedGradients((held for held in copies if len(held.ranks) > 1 or any(len(same) > 1 for same in held.params)), group))
     cut_length = mesh.shape["tp"] if sequence_parallel else 1
+    memory = look_back(stages, schedule, mesh) if schedule.slices > 1 else None
     return reducer, Runner(stages, schedule, group, loss_fn, reducer, width=model.config.d_model, length_over=cut_length,
-                           down=mesh.twin("pp"), check=mesh.shape.get("tp", 1) == mesh.shape.get("cp", 1) == 1)
+                           down=mesh.twin("pp"), check=mesh.shape.get("tp", 1) == mesh.shape.get("cp", 1) == 1,
+                           memory=memory)
+
+
+def look_back(stages: dict[int, nn.Module], schedule: Schedule, mesh: Mesh) -> SliceMemory:
+    """Gives attention cores that see the keys of earlier slices, in place."""
+    if mesh.shape.get("cp", 1) > 1:
+        raise ValueError(f"{schedule.name} on cp={mesh.shape['cp']}: slices of a sequence that is cut over ranks are "
+                         "not built; use cp=1 or no slices")
+    cores = {}
+    for number, stage in stages.items():
+        blocks = [layer for layer in stage.layers if isinstance(layer, Block)]
+        if any(block.config.positions == "alibi" for block in blocks):
+            raise ValueError(f"{schedule.name} with ALiBi: its bias is about one slice's keys; use positions='rope', or a "
+                             "schedule without slices")
+        cores[number] = [SlicedAttention(schedule.slices) for _ in blocks]
+        for block, core in zip(blocks, cores[number]):
+            block.attention.core = core
+    return SliceMemory(cores)
 
 
 def shared_params(stages: dict[int, nn.Module], schedule: Schedule, tied: bool) -> list[tuple[tuple[int, ...], list[list[nn.Parameter]]]]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -48,18 +49,21 @@ class Kept:
 class Runner:
     """`down`, for NCCL, is a second group of the same ranks for the messages to lower ranks; `length_over` is what a boundary's T is
     divided by (sequence parallelism cuts it over tp); `check=False` for stages that communicate themselves, over tp or cp.
-    `around("F1.2")` is entered around each action: `ledger.phase` makes an account by action."""
+    `around("F1.2")` is entered around each action: `ledger.phase` makes an account by action. `memory`, for slices: what a slice leaves
+    to later ones (SliceMemory in sliced_attention.py; `SliceMemory({})` for stages that look at each token by itself)."""
 
     def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup, loss_fn: Callable[[Tensor, Tensor], Tensor],
                  reducer, *, width: int, down: ProcessGroup | None = None, dtype: torch.dtype | None = None, length_over: int = 1,
-                 check: bool = True, around: Callable[[str], AbstractContextManager] = nullcontext):
+                 check: bool = True, around: Callable[[str], AbstractContextManager] = nullcontext, memory=None):
         check_fits(stages, schedule, group)
+        if schedule.slices > 1 and memory is None:
+            raise ValueError(f"{schedule.name}: {schedule.slices} slices of a sequence look at each other's keys; give memory=SliceMemory(cores)")
         self.stages, self.schedule, self.group, self.loss_fn, self.reducer = stages, schedule, group, loss_fn, reducer
         self.rank, self.down = group.rank(), down or group
         self.program = lower(schedule)[self.rank]
         some = next(param for stage in stages.values() for param in stage.parameters())
         self.dtype, self.device = dtype or some.dtype, some.device
-        self.width, self.length_over, self.around = width, length_over, around
+        self.width, self.length_over, self.around, self.memory = width, length_over, around, memory
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}
         for number, stage in stages.items() if check else ():
             check_boundary(number, stage, schedule, width, self.dtype)
@@ -71,6 +75,8 @@ class Runner:
         self.inbox: dict[Action, Tensor | collectives.Handle] = {}
         self.outbox: dict[Action, collectives.Handle] = {}
         self.loss = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        if self.memory:
+            self.memory.clear()
         self.reducer.enabled = False                                        # the program says when gradients are complete
         for number, step in enumerate(self.program):
             try:
@@ -130,10 +136,7 @@ class Runner:
         """The stage, or on the last one the loss; the graph's end is remembered, the output is not."""
         _, targets, positions = self.units[unit]
         kept.later = Deferred() if Action("W", stage, unit) in self.schedule.place and torch.is_grad_enabled() else None
-        if kept.later is not None:
-            with kept.later:
-                y = self.stages[stage](kept.x, positions)
-        else:
+        with kept.later or nullcontext(), self.memory.during(stage, unit) if self.memory else nullcontext():
             y = self.stages[stage](kept.x, positions)
         if stage == self.schedule.stages - 1:
             y = self.loss_fn(y, targets) / self.batch.num_valid
@@ -145,8 +148,10 @@ class Runner:
         _, stage, unit = action
         kept = self.kept[stage, unit] if action.kind == "I" else self.kept.pop((stage, unit))
         dy = None if stage == self.schedule.stages - 1 else self.take(self.schedule.backward(stage + 1, unit))
-        if kept.end is not None:
-            torch.autograd.backward(kept.end, dy)
+        ends = [(kept.end, dy)] if kept.end is not None else []
+        ends += self.memory.ends(stage, unit) if self.memory else []
+        if ends:
+            torch.autograd.backward(*map(tuple, zip(*ends)))
         if stage:
             self.give(action, kept.x.grad)
         kept.x = kept.end = None
@@ -187,9 +192,13 @@ def cut(batch, schedule: Schedule) -> list[tuple[Tensor, Tensor, Tensor]]:
         raise ValueError(f"{schedule.name}: {microbatches} microbatches, but this rank has {rows} rows; use at most {rows} or a larger batch")
     if length < slices:
         raise ValueError(f"{schedule.name}: {slices} slices of {length} tokens; use at most {length}")
+    if schedule.lengths and sum(schedule.lengths) != length:
+        raise ValueError(f"{schedule.name}: slices of {schedule.lengths} tokens are {sum(schedule.lengths)}, the batch has {length}; make them "
+                         "add up")
+    ends = list(accumulate(schedule.lengths))[:-1] or slices
     positions = torch.arange(length, device=batch.tokens.device) if batch.positions is None else batch.positions
     return [(tokens, targets, places) for row in zip(batch.tokens.tensor_split(microbatches), batch.targets.tensor_split(microbatches))
-            for tokens, targets, places in zip(*(x.tensor_split(slices, dim=-1) for x in (*row, positions)))]
+            for tokens, targets, places in zip(*(x.tensor_split(ends, dim=-1) for x in (*row, positions)))]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
