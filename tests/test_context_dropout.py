@@ -83,6 +83,9 @@ def test_the_mask_is_a_function_of_the_place():
     assert torch.equal(keep(0.5, 7, torch.tensor([1]), torch.tensor([3, 1]), some, some + 0), kept[1:, [3, 1]][:, :, some][..., some])
     assert not (grid(0.6) & ~kept).any() and not torch.equal(kept, grid(seed=8))        # a larger p drops more, and what was dropped
     assert torch.equal(kept, grid(seed=torch.tensor(7))) and grid(0.0).all()
+    with Ledger() as ledger:
+        grid()
+    assert 16 <= ledger.peak_bytes / kept.numel() < 16.2                                # two numbers of 8 bytes a score while it is made
 
 
 # ---- cores -----------------------------------------------------------------------------------------------------------
