@@ -20,9 +20,9 @@ Memory: weights, gradients and optimizer state of two stages a rank, twice those
 in the middle, evener than 1F1B's p to 1 and the same for any K.
 Sends per microbatch 2(p-1) messages, as 1F1B, and once a step the gradients of every stage between the ranks r and p-1-r (shared.py).
 Raises ValueError in one line for an odd p or m, and for sizes below 1.
-Li and Hoefler 2021, arXiv:2107.06925, sections 3.1 and 3.5, Table 2. Differs: Table 2 has the share for B = 2F also for more units, the
-lists have it for one, see above. Not here: forward doubling and backward halving, which take out what B = 2F leaves between units for
-twice the activations or half the microbatch, and more than two pipelines.
+Li and Hoefler 2021, arXiv:2107.06925, section 3, Table 2. Differs: the paper writes the share for B = 2F for any number of microbatches,
+the lists have it for one unit, see above. Not here: forward doubling and backward halving, which take out what B = 2F leaves between
+units, for twice the activations or half the microbatch; more than two pipelines.
 """
 from __future__ import annotations
 

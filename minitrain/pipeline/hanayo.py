@@ -20,8 +20,8 @@ Memory: parameters once. Activations (2W-1)·p + r + 1 stages on rank r, each 1/
 the most on the rank with the turn.
 Sends 4·W·(p-1) messages a microbatch, 2W times those of 1F1B. No gradients to add between ranks.
 Raises ValueError in one line for p, m or waves below 1.
-Liu et al. 2023, arXiv:2308.15762, sections 3 and 4. Differs: the paper's bubble has a term for the time of messages, here simulate.py
-adds it (`Costs(send=…)`); the paper's runtime orders actions as they become ready, here the order is the rule above.
+Liu et al. 2023, arXiv:2308.15762, section 3. Differs: the paper's bubble has a term for the time of messages, here simulate.py adds it
+(`Costs(send=…)`), and the rule knows nothing of it: where a message takes long another order can be better.
 """
 from __future__ import annotations
 
