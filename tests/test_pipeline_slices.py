@@ -20,7 +20,7 @@ from minitrain.pipeline.slices import causal_cost, makespan, seq1f1b, slice_leng
 from tests.parallel import TOLERANCE, Problem, check_refusals, one_process, pipeline_difference, small, train_pipeline
 
 PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(4, 4, 3), microbatches=2)
-GRID = [(p, m, k) for p in (1, 2, 4, 7, 16) for m in (1, 3, 8) for k in (1, 2, 5)] + [(8, 64, 2)]
+GRID = [(p, m, k) for p in (1, 2, 5) for m in (1, 3, 8) for k in (1, 2, 5)] + [(16, 2, 3), (8, 8, 4), (3, 64, 2)]
 
 
 @cache
@@ -71,10 +71,10 @@ def test_seq1f1b():
     for p, m, k in GRID:
         schedule, plain = check(seq1f1b(p, m, k)), one_f_one_b(p, m)
         assert [peak(schedule, rank) for rank in range(p)] == [min(p - rank + k - 1, m * k) for rank in range(p)]
-        for F, B in ((1, 2), (3, 4)):
-            ours, theirs = simulate(schedule, Costs(F=Fraction(F, k), B=Fraction(B, k))), simulate(plain, Costs(F=F, B=B))
+        for F, B in ((1, 2), (4, 3)):                                       # of a slice; a microbatch takes k times as long
+            ours, theirs = simulate(schedule, Costs(F=F, B=B)), simulate(plain, Costs(F=F * k, B=B * k))
             assert ours.bubble == Fraction(p - 1, m * k + p - 1)
-            assert ours.overhead * k == theirs.overhead and ours.makespan == m * (F + B) + Fraction((p - 1) * (F + B), k)
+            assert ours.overhead * k == theirs.overhead and ours.makespan == (m * k + p - 1) * (F + B)
     assert equal(2, seq1f1b(2, 2, 2)) < TOLERANCE
 
 
