@@ -20,9 +20,9 @@ hole. With a = ranks between this one and the middle (or the turn of the V), h =
     p=4, m=8, rank 0:   F0.0 F0.1  F0.2 F3.4  I3.4 W3.4 F3.5  (F0.3 B3.5)(F3.6 B0.0)  B3.6 (F3.7 B0.1)  B3.7 I0.2  W0.2 I0.3  W0.3
 
 Bubble, with F&B the time of a pair and B = I + W: (PP/2-1)·(F&B + B - 3W), for any n. The simulator has exactly this on the middle ranks
-if F = I >= W. What it finds there, for each of the PP/2-1 ranks outside, is F (fill) + F&B - B (a pair where this rank has a lone B)
-+ I - W (drain), and F + F&B - 2W is the published term only then: with I > F the idle time is less, with I < F or W > F more.
-Further out it is less by (F + B - F&B) for each pair that a rank does not have. Beside it 1F1B: (PP-1)(F+B), ZB1P: (PP-1)(F+B-2W).
+if F = I >= W. There each of the PP/2-1 ranks outside costs F (fill) + F&B - B (a pair where this rank has a lone B) + I - W (drain),
+which is the published term, as F = I. If I > F >= W the idle time is less, if I < F or W > F = I it is more. Further out it is less by
+F + B - F&B for each pair that a rank has not. Beside it 1F1B: (PP-1)(F+B), ZB1P: (PP-1)(F+B-2W).
 Memory: parameters of two stages a rank, 2 times the model's share 1/PP. DualPipe keeps each stage twice; DualPipeV none, on half as many
 ranks. Activations PP + 1 of a stage on every rank, as the forward of a pair comes before its backward frees; between I and W part of one.
 Sends per microbatch 2(PP-1) messages, for DualPipeV 4(p-1): the turn sends none. DualPipe: once a step the gradients of every stage
