@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, dryrun, launch, layers
 from minitrain.accounting.memory import activation_bytes
@@ -294,7 +295,7 @@ def test_dropout_agrees_where_it_must_and_differs_where_it_must(sequence_paralle
     assert abs(loss - expected) < 1e-9 and (grad - expected_grad).abs().max() < TOLERANCE
 
 
-def test_streams_go_on_where_they_stopped_and_leave_torchs_alone():
+def test_streams_go_on_and_take_one_number_a_call_from_torchs():
     def rank():
         mesh = Mesh(dp=2, tp=2)
         states = RandomStates(7 * 2 + mesh.rank("dp"), mesh.group("tp"))
@@ -303,6 +304,8 @@ def test_streams_go_on_where_they_stopped_and_leave_torchs_alone():
         drawn = [same(4), different(4), same(4), different(4)]
         left = torch.rand(1).item()
         torch.manual_seed(3)
+        for _ in drawn:
+            torch.randint(2**62, ())
         return [draw.tolist() for draw in drawn], left == torch.rand(1).item()
 
     runs = [drawn for drawn, untouched in launch.run(rank, ranks=4) if untouched]
@@ -311,6 +314,25 @@ def test_streams_go_on_where_they_stopped_and_leave_torchs_alone():
         assert runs[0][place] == runs[1][place] != runs[2][place] == runs[3][place]
     assert runs[0][0] != runs[0][2]
     assert len({tuple(draw) for drawn in runs for draw in (drawn[1], drawn[3])}) == 8
+
+
+def test_recomputation_draws_the_same_masks():
+    """torch's checkpoint around a block with dropout: its gradients are those without a checkpoint."""
+    def rank():
+        mesh, grads = Mesh(dp=1, tp=2), []
+        x = torch.randn(2, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for again in (False, True):
+            model = GPT(replace(PLAIN, dropout=0.5), dtype=torch.float64, layers=[1])
+            parallelize(model, mesh)
+            block, own = model.layers[0], x.clone().requires_grad_()
+            torch.manual_seed(5 + mesh.rank("tp"))
+            positions = torch.arange(8)
+            y = checkpoint(block, own, positions, use_reentrant=False) if again else block(own, positions)
+            y.square().sum().backward()
+            grads.append(own.grad)
+        return (grads[0] - grads[1]).abs().max().item()
+
+    assert launch.run(rank, ranks=2) == [0.0, 0.0]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
