@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from minitrain import collectives, launch
 from minitrain.pipeline.one_direction import gpipe, interleaved, one_f_one_b
@@ -139,8 +140,10 @@ def furthest(per_rank: list[dict[int, list[torch.Tensor]]], num_stages: int) -> 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_theirs_runs_ours(ranks, tmp_path):
     """With their default for the divisor, the control, every gradient is an eighth."""
-    schedules = [(one_f_one_b(ranks, MICROBATCHES), False), (split(interleaved(ranks, MICROBATCHES, 2)), True), (folded(ranks, MICROBATCHES), False),
+    schedules = [(one_f_one_b(ranks, MICROBATCHES), False), (split(interleaved(ranks, MICROBATCHES, 2)), True),
                  (paired(interleaved(ranks, MICROBATCHES, 2)), True)]
+    if hasattr(PipelineScheduleMulti, "_warmup_p2p"):       # before, a V's turn sent its rank a message to itself, which gloo refuses
+        schedules.append((folded(ranks, MICROBATCHES), False))
 
     def rank():
         folder = str(tmp_path)

@@ -17,7 +17,8 @@ In PyTorch the rank is a function of the stage. What has a stage twice (Chimera,
 and pairs with other kinds, for which there is no letter.
 Mind the divisor: their gradients are divided by the number of microbatches unless `scale_grads=False`; ours is in the loss.
 Raises ValueError in one line for those, for a cell that is no action (with its row and column), and what `check` raises.
-PyTorch 2.11 and 2.13, torch.distributed.pipelining, schedules.py: the same text in both. Differs: read with checks, by its own reader.
+PyTorch 2.11 and 2.13, torch.distributed.pipelining, schedules.py: the same grammar in both (2.11 runs no V over gloo).
+Differs: a file that leaves something out or gets stuck is refused when it is read, not when it runs.
 """
 from __future__ import annotations
 
