@@ -16,7 +16,7 @@ is that much shorter when enough microbatches are sliced that no whole one comes
 
 Sends two messages of half the size for a sliced microbatch. Memory: as 1F1B, two halves for one.
 Raises ValueError for fewer units than stages, for k below 0 or above m.
-Liu et al. 2022 (AutoPipe), IEEE Cluster 2022, sections III-B (planner) and III-C (slicer). Differs: backwards come in halves too; the
+Liu et al. 2022 (AutoPipe), IEEE Cluster 2022. Differs: backwards come in halves too; the
 event simulator stands for their recurrences.
 """
 from __future__ import annotations
@@ -89,7 +89,8 @@ def units(action: Action, k: int) -> list[Action]:
 
 def sliced_times(schedule: Schedule, k: int, F: Number = 1, B: Number = 2) -> Measured:
     """A half takes half of the time."""
-    return Measured({action: (F if action.kind == "F" else B) * (Fraction(1, 2) if action.microbatch < 2 * k else 1) for action in schedule.place})
+    return Measured({action: (F if action.kind == "F" else B) * (Fraction(1, 2) if action.microbatch < 2 * k else 1)
+                     for action in schedule.place})
 
 
 def slices_needed(p: int, m: int, F: Number = 1, B: Number = 2) -> int:

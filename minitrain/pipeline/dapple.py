@@ -169,7 +169,7 @@ def plan(model: Model, cluster: Cluster, m: int, placements: Callable[[Devices, 
         raise ValueError(f"plan: {m} microbatches; use 1 or more")
 
     layers_left = len(model.forward)
-    frontier: dict[tuple, list] = {(layers_left, cluster.machines, (), 0): [(Ahead(), ())]}       # (layers, devices left, those behind, stages)
+    frontier: dict[tuple, list] = {(layers_left, cluster.machines, (), 0): [(Ahead(), ())]} # (layers, devices left, those behind, number)
     whole: list[tuple[tuple, object]] = []
     for end in range(layers_left, 0, -1):
         for key in [key for key in frontier if key[0] == end]:
