@@ -14,7 +14,7 @@ from minitrain.pipeline.dualpipe import dualpipe, dualpipe_v
 from minitrain.pipeline.hanayo import hanayo
 from minitrain.pipeline.lower import lower, messages
 from minitrain.pipeline.one_direction import one_f_one_b
-from minitrain.pipeline.schedule import Pair, Schedule, W, check, parts, peak
+from minitrain.pipeline.schedule import I, Pair, Schedule, W, check, parts, peak
 from minitrain.pipeline.shared import SharedGradients
 from minitrain.pipeline.simulate import Costs, simulate
 
@@ -123,6 +123,19 @@ def published(stages: int, costs: Costs):
     return (stages // 2 - 1) * (costs.FB + (costs.I + costs.W) - 3 * costs.W)
 
 
+def zb1p(p: int, m: int) -> Schedule:
+    """1F1B with split backwards, W of rank r being r microbatches late: the row of the table between."""
+    ranks = []
+    for r, entries in enumerate(one_f_one_b(p, m).ranks):
+        ranks.append([])
+        for action in entries:
+            ranks[r].append(I(*action[1:]) if action.kind == "B" else action)
+            if action.kind == "B" and action.microbatch >= r:
+                ranks[r].append(W(r, action.microbatch - r))
+        ranks[r] += [W(r, i) for i in range(max(m - r, 0), m)]
+    return check(Schedule("ZB1P", tuple(map(tuple, ranks)), p, m))
+
+
 def test_dualpipe():
     """The table of the published DualPipe, whose B is I + W, from the lists; and training on 4 ranks."""
     schedules = [(p, dualpipe(p, m)) for p, m in ((2, 4), (4, 8), (4, 18), (6, 12), (8, 16), (8, 20))]
@@ -134,8 +147,10 @@ def test_dualpipe():
             assert max(idle) == published(stages, costs) and (hidden or min(idle) == max(idle))
     for p, m in ((4, 8), (8, 20)):
         for f, i, w in TIMES:
-            assert set(idle_times(one_f_one_b(p, m), Costs(F=f, I=i, W=w))) == {(p - 1) * (f + i + w)}
-        assert peaks(one_f_one_b(p, m))[0] == p
+            full = i + w
+            assert set(idle_times(one_f_one_b(p, m), Costs(F=f, I=i, W=w))) == {(p - 1) * (f + full)}
+            assert set(idle_times(zb1p(p, m), Costs(F=f, I=i, W=w))) == {(p - 1) * (f + full - 2 * w)}
+        assert max(peaks(one_f_one_b(p, m))) == max(peaks(zb1p(p, m))) == p
     for stages, schedule in schedules:
         assert set(peaks(schedule)) == {stages + 1}                         # PP + 1
         assert all(len(own) == 2 for own in stages_of(schedule))            # 2 stages a rank: parameters 2x
