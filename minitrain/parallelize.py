@@ -39,6 +39,7 @@ from minitrain.data_parallel.zero3 import Zero3
 from minitrain.layers import Dropout, LatentAttention
 from minitrain.mesh import Mesh
 from minitrain.model import Block, Embedding, Head, Stages, cross_entropy_sum, lookup
+from minitrain.pipeline.bpipe import Balanced
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.shared import Copies, SharedGradients
@@ -185,7 +186,8 @@ def run_as_pipeline(model: Stages, schedule: Schedule, mesh: Mesh, reducer, loss
     reducer = Reducers(reducer, SharedGradients((held for held in copies if len(held.ranks) > 1 or any(len(same) > 1 for same in held.params)), group))
     cut_length = mesh.shape["tp"] if sequence_parallel else 1
     memory = look_back(stages, schedule, mesh) if schedule.slices > 1 else None
-    return reducer, Runner(stages, schedule, group, loss_fn, reducer, width=model.config.d_model, length_over=cut_length,
+    run = Balanced if schedule.evicts else Runner
+    return reducer, run(stages, schedule, group, loss_fn, reducer, width=model.config.d_model, length_over=cut_length,
                            down=mesh.twin("pp"), check=mesh.shape.get("tp", 1) == mesh.shape.get("cp", 1) == 1,
                            memory=memory)
 

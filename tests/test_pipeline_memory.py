@@ -11,13 +11,14 @@ from minitrain.mesh import Mesh
 from minitrain.model import Stages
 from minitrain.optim import AdamW
 from minitrain.parallelize import parallelize
+from minitrain.pipeline.bpipe import Balanced, bpipe
 from minitrain.pipeline.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.partition import even
-from minitrain.pipeline.schedule import B, R, check, peak
+from minitrain.pipeline.schedule import B, R, Schedule, check, peak
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.varuna import jitter, recomputed, varuna
 
-from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small
+from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
 
 PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(6, 6, 5), microbatches=4)
 GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 7, 16)] + [(16, 16), (4, 64)]
@@ -112,3 +113,79 @@ def test_varuna_refuses():
     for call in (lambda: varuna(0, 1), lambda: varuna(2, 0)):
         with pytest.raises(ValueError, match="varuna: .=0; use a whole number"):
             call()
+
+
+# ---- BPipe -----------------------------------------------------------------------------------------------------------
+
+def test_bpipe():
+    """The atlas's row: at most ceil((p+2)/2) on every rank, no slow-down, and the same training with activations that really move."""
+    assert [peak(bpipe(8, 16), rank) for rank in range(8)] == [5, 5, 5, 5, 4, 4, 4, 4]
+    for p in (*range(1, 10), 16):
+        for m in (1, p // 2 + 1, p, p + 1, 2 * p + 3, 32):
+            schedule, plain = bpipe(p, m), one_f_one_b(p, m)
+            assert max(peak(schedule, rank) for rank in range(p)) <= (p + 3) // 2                   # ceil((p+2)/2)
+            if p % 2 == 0 and m >= p:
+                assert sum(peak(schedule, rank) == (p + 2) // 2 for rank in range(p)) >= p // 2
+            for move in (0, 1):
+                assert simulate(schedule, Costs(F=1, B=2, move=move)).makespan == simulate(plain, Costs(F=1, B=2)).makespan
+    assert pipeline_difference(MANY, dict(dp=1, pp=4), bpipe(4, 6), one_process(MANY)) < TOLERANCE
+
+
+MANY = Problem(config=small(num_layers=4), batch_sizes=(6, 11), microbatches=6)
+
+
+def held_at_most(schedule, interpreter):
+    """(the most bytes this rank ever held for backwards, bytes of one forward of its stage)."""
+    run, batch = on_rank(schedule, MANY)
+    runner = run.pipeline
+    runner.__class__ = interpreter
+    most, one = 0, None
+
+    @contextmanager
+    def watch(name):
+        nonlocal most, one
+        yield
+        most, one = max(most, runner.held_bytes), one or runner.held_bytes
+    runner.around = watch
+    run.forward_backward(MANY.microbatches)(batch)
+    assert runner.held_bytes == 0
+    return most, one
+
+
+def test_activations_are_held_where_the_lists_say():
+    plain, balanced = (launch.run(held_at_most, schedule, Balanced, ranks=4) for schedule in (one_f_one_b(4, 6), bpipe(4, 6)))
+    unit = [one for _, one in plain]
+    assert [most for most, _ in plain] == [4 * unit[0], 3 * unit[1], 2 * unit[2], unit[3]]
+    assert [most for most, _ in balanced][:3] == [3 * unit[0], 3 * unit[1], 2 * unit[2]]
+    guest = balanced[3][0] - unit[3]
+    assert unit[0] <= guest < 1.1 * unit[0] or 2 * unit[0] <= guest < 2.1 * unit[0]
+
+
+def loads_another_microbatch():
+    swapped, right = {}, Balanced.host
+
+    def host(self, action):
+        right(self, action)
+        swapped[action[1:]] = self.guests[action[1:]]
+        self.guests[action[1:]] = next(iter(swapped.values()))
+    Balanced.host = host
+    return train_pipeline(MANY, dict(dp=1, pp=4), bpipe(4, 6))
+
+
+def test_control_what_comes_back_matters():
+    outcome = launch.run(loads_another_microbatch, ranks=4)[0]
+    exact = one_process(MANY)
+    assert max((outcome.grads[name] - exact.grads[name]).abs().max() for name in outcome.grads) > 1e-6
+
+
+@pytest.mark.parametrize("missing", "EHGL")
+def test_moves_come_in_fours(missing):
+    schedule = bpipe(4, 6)
+    ranks = tuple(tuple(action for action in entries if action.kind != missing or action.microbatch != 2) for entries in schedule.ranks)
+    with pytest.raises(ValueError, match=f"{missing}0.2 is missing"):
+        check(Schedule("BPipe with a hole", ranks, 4, 6))
+
+
+def test_bpipe_refuses():
+    with pytest.raises(ValueError, match="bpipe: p=0; use a whole number"):
+        bpipe(0, 3)

@@ -3,6 +3,7 @@
     F  forward of a stage for one microbatch       B  its backward, whole
     I  backward for the input only                 W  the rest of it: gradients of the weights       B = I + W
     R  forward once more, from the kept input      (recomputation: F kept nothing else)
+    E  what F kept leaves for another rank         L  it is back, for B       H, G  that rank has it, gives it back (bpipe.py)
 
     one_f_one_b(2, 3).ranks  =  (F0.0 F0.1 B0.0 F0.2 B0.1 B0.2,   F1.0 B1.0 F1.1 B1.1 F1.2 B1.2)        "F1.2": stage 1, microbatch 2
 
@@ -26,7 +27,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
-KINDS = "FBIWR"
+KINDS = "FBIWREHGL"
+GUEST = "HG"                             # on a rank that does not have the stage
 
 
 class Action(NamedTuple):
@@ -92,13 +94,17 @@ class Schedule:
         return any(action.kind == "R" for action in self.place)
 
     def stages_of(self, rank: int) -> list[int]:
-        return sorted({action.stage for action in parts(self.ranks[rank])})
+        return sorted({action.stage for action in parts(self.ranks[rank]) if action.kind not in GUEST})
 
     @cached_property
     def needs(self) -> dict[Entry, tuple[Action, ...]]:
         """For every entry what must be done before it, without its own parts."""
         return {entry: tuple(before for action in own for before in needs(action, self) if before not in own)
                 for entries in self.ranks for entry in entries for own in [entry if isinstance(entry, Pair) else (entry,)]}
+
+    @cached_property
+    def evicts(self) -> bool:
+        return any(action.kind == "E" for action in self.place)
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -135,6 +141,8 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
         before.append(F(stage, unit))
     elif kind == "W":
         before.append(I(stage, unit))
+    elif kind in "EHGL":
+        before.append(Action("FEHG"["EHGL".index(kind)], stage, unit))
     else:
         again = schedule.recomputes and R(stage, unit) in schedule.place
         before.append(R(stage, unit) if again else F(stage, unit))
@@ -142,6 +150,8 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
             before.append(schedule.backward(stage + 1, unit))
         if (unit + 1) % schedule.slices:
             before.append(schedule.backward(stage, unit + 1))               # which sends gradients to earlier keys
+        if schedule.evicts and Action("L", stage, unit) in schedule.place:
+            before.append(Action("L", stage, unit))
     return before
 
 
@@ -155,7 +165,7 @@ def in_flight(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> list[F
     again = {action[1:] for action in schedule.place if action.kind == "R"}
     for entry in schedule.ranks[rank]:
         for kind, *what in parts([entry]):
-            held += {"F": 0 if tuple(what) in again else 1, "R": 1, "B": -1, "I": kept - 1, "W": -kept}[kind]
+            held += {"F": 0 if tuple(what) in again else 1, "R": 1, "B": -1, "I": kept - 1, "W": -kept, "E": -1, "H": 1, "G": -1, "L": 1}[kind]
         counts.append(held)
     return counts
 
@@ -190,7 +200,7 @@ def check(schedule: Schedule) -> Schedule:
             missing = _missing(stage, unit, counted)
             if missing:
                 raise ValueError(f"{schedule.name}: {missing} is missing; each stage does F and then B, or I and W, of each microbatch once")
-            ranks = {schedule.place[action] for kind in KINDS if (action := Action(kind, stage, unit)) in counted}
+            ranks = {schedule.place[action] for kind in KINDS if (action := Action(kind, stage, unit)) in counted and kind not in GUEST}
             if len(ranks) > 1:
                 raise ValueError(f"{schedule.name}: stage {stage}, microbatch {unit} stands on ranks {sorted(ranks)}; what a forward keeps "
                                  "stays on its rank")
@@ -203,6 +213,9 @@ def check(schedule: Schedule) -> Schedule:
 def _missing(stage: int, unit: int, counted: Counter) -> str:
     if F(stage, unit) not in counted:
         return str(F(stage, unit))
+    moves = [Action(kind, stage, unit) for kind in "EHGL"]
+    if any(action in counted for action in moves) and not all(action in counted for action in moves):
+        return str(next(action for action in moves if action not in counted))
     whole, for_input, for_weights = (make(stage, unit) in counted for make in (B, I, W))
     if whole and (for_input or for_weights):
         raise ValueError(f"{B(stage, unit)} stands beside {I(stage, unit) if for_input else W(stage, unit)}; B is I and W together")

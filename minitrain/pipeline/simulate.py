@@ -9,7 +9,8 @@ have room for all messages, and a message costs its ranks no time. With whole nu
     bubble          idle time / (ranks · makespan)                    overhead       idle time / busy time: (p-1)/m where bubble is (p-1)/(m+p-1)
 
 `Costs` are of one whole stage; `stage={3: 2}` makes stage 3 twice as long. Stages that are 1/v of a rank cost 1/v: give
-Costs(F=Fraction(1, v), …). B defaults to I + W. A pair takes `FB`, if given, else its two parts in a row.
+Costs(F=Fraction(1, v), …). B defaults to I + W. A pair takes `FB`, if given, else its two parts in a row. What a forward kept takes
+`move` to another rank (bpipe.py), by default `send`.
 Takes O(actions): 64 ranks and 512 microbatches in half a second.
 Raises ValueError naming the stuck heads if the ranks wait for each other (schedule.in_order), and for costs below 0.
 """
@@ -36,10 +37,11 @@ class Costs:
     R: Time | None = None
     FB: Time | None = None
     send: Time = 0
+    move: Time | None = None
     stage: Mapping[int, Time] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("F", "B", "I", "W", "R", "FB", "send"):
+        for name in ("F", "B", "I", "W", "R", "FB", "send", "move"):
             if (value := getattr(self, name)) is not None and not value >= 0:
                 raise ValueError(f"Costs: {name}={value}; a time is 0 or more")
 
@@ -59,6 +61,8 @@ class Costs:
                 time = self.W
             case "R":
                 time = self.F if self.R is None else self.R
+            case _:                                                                 # tensors that move are messages
+                return 0
         return time * self.stage.get(entry.stage, 1) if self.stage else time
 
 
@@ -116,10 +120,11 @@ def simulate(schedule: Schedule, costs: Costs | Measured = Costs()) -> Simulatio
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     ended: dict[Action, Time] = {}
     place, send = schedule.place, costs.send
+    move = send if getattr(costs, "move", None) is None else costs.move
     for rank, entry in in_order(schedule, set()):
         start = spans[rank][-1].end if spans[rank] else 0
         for before in schedule.needs[entry]:
-            ready = ended[before] + (send if place[before] != rank else 0)
+            ready = ended[before] + ((move if before.kind in "EG" else send) if place[before] != rank else 0)
             start = max(start, ready)
         end = start + costs.of(entry)
         spans[rank].append(Span(entry, start, end))
