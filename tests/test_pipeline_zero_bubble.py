@@ -176,8 +176,8 @@ def test_bad_sizes():
                 make(*sizes)
     for words, call in {
         "m=6 microbatches are not a multiple of p=4 ranks; use 4 or 8": lambda: zb_interleaved(4, 6, 2),
-        "2 ranks for stages=4 and m=3; use a rank for each stage": lambda: greedy([0, 1], 4, 3),
-        "2 ranks for stages=2 and m=0; use a rank for each stage": lambda: greedy([0, 1], 2, 0),
+        "2 ranks for stages=4; name a rank for each stage": lambda: greedy([0, 1], 4, 3),
+        "m=0; use a whole number, 1 or more": lambda: greedy([0, 1], 2, 0),
         "stages stand on the ranks \\[0, 2\\]; ranks count from 0": lambda: greedy([0, 2], 2, 3),
         "1 limits for 2 ranks; give one for each": lambda: greedy([0, 1], 2, 3, limit=[4]),
         "rank 0 may hold 1 activations, but a microbatch has 2 stages there.*use limit=2": lambda: greedy([0, 1, 1, 0], 4, 3, limit=1),

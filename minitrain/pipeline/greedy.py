@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from heapq import heappop, heappush
 
+from minitrain.pipeline.one_direction import check_sizes
 from minitrain.pipeline.schedule import Action, B, F, I, Schedule, W, check
 from minitrain.pipeline.simulate import Costs, Time
 
@@ -111,7 +112,7 @@ class Memory:
 
 
 def dependencies(home: dict[tuple[int, int], int], stages: int, split: bool) -> tuple[dict[Action, int], dict[Action, list[Action]]]:
-    """How many actions each one waits for, and who waits for it. Of one stage on one rank, forwards keep to the order of microbatches."""
+    """How many actions each one waits for, and who waits for it. On each rank microbatches enter the first stage in their order."""
     back = I if split else B
     unmet: dict[Action, int] = {}
     users: dict[Action, list[Action]] = defaultdict(list)
@@ -121,23 +122,23 @@ def dependencies(home: dict[tuple[int, int], int], stages: int, split: bool) -> 
         for other in before:
             users[other].append(action)
 
-    last: dict[tuple[int, int], Action] = {}                                    # the forward before this one, by stage and rank
-    for (stage, i), rank in sorted(home.items(), key=lambda item: item[0][::-1]):
-        previous = [last[stage, rank]] if stage == 0 and (stage, rank) in last else []
-        after(F(stage, i), *([F(stage - 1, i)] if stage else previous))
+    entered: dict[int, list[Action]] = defaultdict(list)                        # the newest forward of stage 0 on each rank
+    for (stage, i), rank in sorted(home.items()):
+        after(F(stage, i), *([F(stage - 1, i)] if stage else entered[rank]))
+        if stage == 0:
+            entered[rank] = [F(stage, i)]
         after(back(stage, i), F(stage, i), *([back(stage + 1, i)] if stage + 1 < stages else []))
         if split:
             after(W(stage, i), I(stage, i))
-        last[stage, rank] = F(stage, i)
     return unmet, users
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 def placement(place: Place, stages: int, m: int, name: str) -> dict[tuple[int, int], int]:
-    if min(stages, m) < 1 or not callable(place) and len(place) != stages:
-        given = "a function" if callable(place) else f"{len(place)} ranks"
-        raise ValueError(f"{name}: {given} for stages={stages} and m={m}; use a rank for each stage, and 1 or more of both")
+    check_sizes(name, stages=stages, m=m)
+    if not callable(place) and len(place) != stages:
+        raise ValueError(f"{name}: {len(place)} ranks for stages={stages}; name a rank for each stage")
     home = {(stage, i): place(stage, i) if callable(place) else place[stage] for stage in range(stages) for i in range(m)}
     found = set(home.values())
     if found != set(range(len(found))):

@@ -4,8 +4,9 @@
 
 Every microbatch does the same on a rank, 6 units of time after the one before (two stages, each F, I and W, all of one unit). So the
 times of F and I in microbatch 0, by rank, are the whole schedule: the block. What a rank holds is the time from F to I of its two
-stages together (their lifespans) over 6, whatever the number of microbatches. In 1F1B rank 0 holds its one stage from first to last;
-in a V each rank has a long and a short life, in balance, and slower steps from rank to rank make both longer:
+stages together (their lifespans) over 6, whatever the number of microbatches. In 1F1B rank 0 has the longest life and the last rank
+the shortest; in a V each rank has a long and a short one, the same in sum: p times the four steps from rank to rank. Small steps hold
+little, and large ones leave time to fill the pipeline:
 
               F down, F up, I down, I up: units from rank to rank       peak / microbatches        bubble in units, of B = 6(p-1)
     v_min     1, 1, 1, 1                                                floor((p+4)/3)             2/3 B - 1, or + 1 if 3 divides p
@@ -14,7 +15,7 @@ in a V each rank has a long and a short life, in balance, and slower steps from 
 
 1F1B on the same ranks has peak p and bubble B = (p-1)·(TF + TI + TW) with the times of a whole rank, two units each. Two microbatches
 of the same rank must not meet in a unit, so the four offsets differ modulo 6: for v_min if 3 divides p, and for v_half if p is even,
-the way back starts 2 or 3 units later. That is where the remainders come from.
+backwards start 2 or 3 units later.
 
 `squeezed` makes lists of a block: each rank keeps to the block's order of F and I, starts each as soon as it can, and does a W when it
 would wait or is full. In zb_v a rank that waits before its first backward runs forwards of its early stage ahead of their turn.
@@ -24,8 +25,9 @@ microbatches are valid too and hold less. Other times than equal ones: the lists
 Memory: `schedule.peak` counts activations of a stage, two of which are one of 1F1B's. Sends twice the messages of 1F1B: 2p-1 boundaries
 less the one at the turn. For p = 1 the bubble is 0. Raises ValueError in one line for p or m below 1.
 Qi et al. 2024, arXiv:2405.15362 (Pipeline Parallelism with Controllable Memory), section 3; ZB-V also Qi et al. 2023, arXiv:2401.10241,
-section 6. Differs: they give bubbles of about 2/3 and 1/2 of B and reorder warm-up and draining by a search; the remainders above are
-simulated, for p up to 16, and the offsets of zb_v are ours (theirs is a heuristic, and a drawing).
+section 6. The offsets of v_min and v_half, and the peaks, are those that the authors publish with their code. Differs: they give bubbles
+of about 2/3 and 1/2 of B and move actions of warm-up and draining forward one by one; here `squeezed` is all, and the remainders above
+are what it has in the simulator, for p from 2 to 16. The offsets of zb_v are ours.
 """
 from __future__ import annotations
 
