@@ -1,7 +1,7 @@
 """AdaPipe: recompute a different share in each stage, and cut the model for the times that result. No torch.
 
     1F1B with 3 stages      stage 0 keeps 3 microbatches, stage 1 keeps 2, stage 2 keeps 1           one cap of memory for all
-    so under a cap          recomputes most               less               little or nothing       and who recomputes more gets fewer layers
+    so under a cap          recomputes most               less               little or nothing       (and has the fewest layers)
 
 A layer is made of units (attention, MLP, a norm, …). A unit is kept, which costs bytes for every microbatch in flight, or recomputed,
 which costs its forward once more in the backward. Two levels of dynamic programming:
