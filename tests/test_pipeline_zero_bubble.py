@@ -219,16 +219,15 @@ def test_without_one_w_the_gradient_is_wrong():
 
 def test_i_and_w_cost_what_b_costs():
     """FLOPs of the ledger, action by action: the halves of every backward against the whole one."""
-    for whole, halves in ((one_f_one_b(2, 4), zb_h1(2, 4)), (interleaved(2, 4, 2), zb_interleaved(2, 4, 2))):
-        costs = [{}, {}]
-        for found, schedule in zip(costs, (whole, halves)):
-            for flops, _, _ in launch.run(account, schedule, ranks=2):
-                found |= flops
-        for stage in range(whole.stages):
-            for i in range(4):
-                b, for_input, for_weights = costs[0][str(B(stage, i))], costs[1][str(I(stage, i))], costs[1][str(W(stage, i))]
-                assert for_input + for_weights == b and for_input > 0 and for_weights > 0
-                assert costs[0][str(F(stage, i))] == costs[1][str(F(stage, i))]
+    whole, halves, costs = interleaved(2, 4, 2), zb_interleaved(2, 4, 2), [{}, {}]
+    for accounts in launch.run(lambda: [account(schedule)[0] for schedule in (whole, halves)], ranks=2):
+        for found, flops in zip(costs, accounts):
+            found |= flops
+    for stage in range(4):
+        for i in range(4):
+            b, for_input, for_weights = costs[0][str(B(stage, i))], costs[1][str(I(stage, i))], costs[1][str(W(stage, i))]
+            assert for_input + for_weights == b and for_input > 0 and for_weights > 0
+            assert costs[0][str(F(stage, i))] == costs[1][str(F(stage, i))]
 
 
 def test_between_i_and_w_the_operands_of_the_products_stay():
