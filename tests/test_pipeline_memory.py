@@ -5,16 +5,20 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
-from minitrain import launch
+from minitrain import collectives, launch
+from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.model import Stages
 from minitrain.optim import AdamW
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.bpipe import Balanced, bpipe
+from minitrain.pipeline.contrastive import contrastive_loss, contrastive_step, doubled, naive
 from minitrain.pipeline.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.partition import even
-from minitrain.pipeline.schedule import B, R, Schedule, check, peak
+from minitrain.pipeline.runtime import Runner
+from minitrain.pipeline.schedule import B, F, R, Schedule, check, peak
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.varuna import jitter, recomputed, varuna
 
@@ -109,6 +113,17 @@ def test_between_forward_and_recomputation_only_the_input_is_held():
         assert saved[f"F1.{unit}"] > 0 and held[f"F1.{unit}"] == (rows * 8 * 16 * 8, False)
 
 
+def without_one_recomputation():
+    right = Runner.forward_again
+    Runner.forward_again = lambda self, action: right(self, action) if action.microbatch != 2 else None
+    return train_pipeline(PROBLEM, dict(dp=1, pp=2), varuna(2, 4))
+
+
+def test_control_recomputation_is_needed():
+    outcome = launch.run(without_one_recomputation, ranks=2)[0]
+    assert max((outcome.grads[name] - reference().grads[name]).abs().max() for name in outcome.grads) > 1e-6
+
+
 def test_varuna_refuses():
     for call in (lambda: varuna(0, 1), lambda: varuna(2, 0)):
         with pytest.raises(ValueError, match="varuna: .=0; use a whole number"):
@@ -135,30 +150,31 @@ MANY = Problem(config=small(num_layers=4), batch_sizes=(6, 11), microbatches=6)
 
 
 def held_at_most(schedule, interpreter):
-    """(the most bytes this rank ever held for backwards, bytes of one forward of its stage)."""
+    """The most bytes this rank ever held for backwards, those of one forward of its stage, and the most activations that were alive."""
     run, batch = on_rank(schedule, MANY)
-    runner = run.pipeline
+    runner, held, alive = run.pipeline, [], []
     runner.__class__ = interpreter
-    most, one = 0, None
+    with Ledger() as ledger:
+        @contextmanager
+        def watch(name):
+            yield
+            held.append(runner.held_bytes if interpreter is Balanced else 0)
+            alive.append(ledger.live_by_kind["activations"])
 
-    @contextmanager
-    def watch(name):
-        nonlocal most, one
-        yield
-        most, one = max(most, runner.held_bytes), one or runner.held_bytes
-    runner.around = watch
-    run.forward_backward(MANY.microbatches)(batch)
-    assert runner.held_bytes == 0
-    return most, one
+        runner.around = watch
+        run.forward_backward(MANY.microbatches)(batch)
+    return max(held), held[0], max(alive)
 
 
 def test_activations_are_held_where_the_lists_say():
-    plain, balanced = (launch.run(held_at_most, schedule, Balanced, ranks=4) for schedule in (one_f_one_b(4, 6), bpipe(4, 6)))
-    unit = [one for _, one in plain]
-    assert [most for most, _ in plain] == [4 * unit[0], 3 * unit[1], 2 * unit[2], unit[3]]
-    assert [most for most, _ in balanced][:3] == [3 * unit[0], 3 * unit[1], 2 * unit[2]]
-    guest = balanced[3][0] - unit[3]
-    assert unit[0] <= guest < 1.1 * unit[0] or 2 * unit[0] <= guest < 2.1 * unit[0]
+    """Bytes in the bags, and beside them the ledger's account of every tensor, of the plain interpreter too."""
+    plain, lists, balanced = (launch.run(held_at_most, schedule, interpreter, ranks=4) for schedule, interpreter in
+                              ((one_f_one_b(4, 6), Runner), (one_f_one_b(4, 6), Balanced), (bpipe(4, 6), Balanced)))
+    unit = [one for _, one, _ in lists]
+    assert [most for most, _, _ in lists] == [4 * unit[0], 3 * unit[1], 2 * unit[2], unit[3]]
+    assert [most for most, _, _ in balanced] == [3 * unit[0], 3 * unit[1], 2 * unit[2], unit[3] + 2 * unit[0]]
+    assert plain[0][2] == lists[0][2] and plain[0][2] - balanced[0][2] == unit[0]
+    assert balanced[3][2] - lists[3][2] == 2 * unit[0]
 
 
 def loads_another_microbatch():
@@ -189,3 +205,62 @@ def test_moves_come_in_fours(missing):
 def test_bpipe_refuses():
     with pytest.raises(ValueError, match="bpipe: p=0; use a whole number"):
         bpipe(0, 3)
+
+
+# ---- DISTMM ----------------------------------------------------------------------------------------------------------
+
+SAMPLES = torch.randn(2, 11, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))       # images and texts
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            self.image, self.text = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double() for _ in range(2))
+
+    def forward(self, pairs):
+        return self.image(pairs[0]), self.text(pairs[1])
+
+
+def trained_by_parts(whole):
+    """The gradients, summed over ranks: 11 samples on 2 ranks in 3 microbatches each. Not `whole`: each by its own negatives."""
+    group, towers = collectives.world(), Towers()
+    microbatches = SAMPLES.split((6, 5), dim=1)[group.rank()].tensor_split(3, dim=1)
+    if whole:
+        loss = contrastive_step(towers, microbatches, group)
+    else:
+        loss = sum(contrastive_loss(*towers(microbatch)) for microbatch in microbatches)
+        loss.backward()
+    return loss.item(), [collectives.all_reduce(param.grad, group) for param in towers.parameters()]
+
+
+def test_distmm():
+    """The atlas's row: gradients of gathered embeddings are those of the full batch, and doubled microbatches wait half as long."""
+    towers = Towers()
+    exact = contrastive_loss(*towers(SAMPLES))
+    exact.backward()
+    for loss, grads in launch.run(trained_by_parts, True, ranks=2):
+        assert abs(loss - exact.item()) < TOLERANCE
+        assert max((grad - param.grad).abs().max() for grad, param in zip(grads, towers.parameters())) < TOLERANCE
+    grads = launch.run(trained_by_parts, False, ranks=2)[0][1]                                         # control
+    assert max((grad - param.grad).abs().max() for grad, param in zip(grads, towers.parameters())) > 1e-3
+
+    for p in (1, 2, 3, 5, 8, 16):
+        for m in (1, 2, 5, 16):
+            for costs in (Costs(B=2), Costs(F=3, B=4)):
+                waits = [simulate(schedule, costs).idle(rank) for schedule in (naive(p, m), doubled(p, m)) for rank in (0, p - 1)]
+                assert waits == [(p - 1) * (costs.F + costs.B) * times for times in (2, 2, 1, 1)]
+            assert [peak(doubled(p, m), rank) for rank in range(p)] == [min(m + p - rank - 1, 2 * m) for rank in range(p)]
+            for schedule in (naive(p, m), doubled(p, m)):
+                for batch in range(2):                                  # the barrier: all forwards of a batch before its first backward
+                    last = schedule.ranks[-1]
+                    assert max(last.index(F(p - 1, batch * m + i)) for i in range(m)) < min(last.index(B(p - 1, batch * m + i)) for i in range(m))
+
+
+def test_contrastive_refuses():
+    with pytest.raises(ValueError, match=r"\[3, 2\] and \[2, 2\]; give two"):
+        contrastive_loss(torch.zeros(3, 2), torch.zeros(2, 2))
+    for make in (naive, doubled):
+        with pytest.raises(ValueError, match="m=0; use a whole number"):
+            make(2, 0)
