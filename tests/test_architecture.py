@@ -29,6 +29,7 @@ ARROWS = {
     "optim": BASE, **{name: BASE for name in TECHNIQUES},
     "simulate": {"events"}, "plan": {"simulate", "accounting", "config", "events"},
     "house_style": set(), "plot": {"house_style", "simulate"}, "plot_pipeline": {"house_style"},
+    "pipeline_widget": {"house_style", "pipeline", "plot_pipeline"},
     "train": {"collectives", "data", "optim", "train_command"}, "trainer": EVERYTHING, "train_command": EVERYTHING, "parallelize": EVERYTHING, "cli": EVERYTHING,
     "grading": {"collectives"}, "exercises": {"grading"},
 }
