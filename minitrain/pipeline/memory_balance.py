@@ -2,7 +2,7 @@
 
     profiled(5, 3)   0 | 1 | 2 3 4         one layer at a time moves from the last stage over those in the middle to the first
                      0 1 | 2 | 3 4
-                     0 1 2 | 3 | 4         L - p + 1 cuts of the (L-1 over p-1) that there are: 6 of 84 for L = 10 layers on p = 4 stages
+                     0 1 2 | 3 | 4         L - p + 1 cuts of the (L-1 over p-1) that there are: 7 of 84 for L = 10 layers on p = 4 stages
 
 In 1F1B stage s keeps n_s = min(p - s, m) microbatches, so a layer weighs more in the first stages than in the last. With
 
