@@ -163,18 +163,19 @@ def held_at_most(schedule, interpreter):
 
         runner.around = watch
         run.forward_backward(MANY.microbatches)(batch)
-    return max(held), held[0], max(alive)
+    return max(held), held[0], max(alive), ledger.sent_bytes("send")
 
 
 def test_activations_are_held_where_the_lists_say():
     """Bytes in the bags, and beside them the ledger's account of every tensor, of the plain interpreter too."""
     plain, lists, balanced = (launch.run(held_at_most, schedule, interpreter, ranks=4) for schedule, interpreter in
                               ((one_f_one_b(4, 6), Runner), (one_f_one_b(4, 6), Balanced), (bpipe(4, 6), Balanced)))
-    unit = [one for _, one, _ in lists]
-    assert [most for most, _, _ in lists] == [4 * unit[0], 3 * unit[1], 2 * unit[2], unit[3]]
-    assert [most for most, _, _ in balanced] == [3 * unit[0], 3 * unit[1], 2 * unit[2], unit[3] + 2 * unit[0]]
+    unit = [one for _, one, _, _ in lists]
+    assert [rank[0] for rank in lists] == [4 * unit[0], 3 * unit[1], 2 * unit[2], unit[3]]
+    assert [rank[0] for rank in balanced] == [3 * unit[0], 3 * unit[1], 2 * unit[2], unit[3] + 2 * unit[0]]
     assert plain[0][2] == lists[0][2] and plain[0][2] - balanced[0][2] == unit[0]
     assert balanced[3][2] - lists[3][2] == 2 * unit[0]
+    assert [with_moves[3] - without[3] for with_moves, without in zip(balanced, plain)] == [2 * (unit[0] + 8), 0, 0, 2 * unit[0]]
 
 
 def loads_another_microbatch():
@@ -233,6 +234,17 @@ def trained_by_parts(whole):
         loss = sum(contrastive_loss(*towers(microbatch)) for microbatch in microbatches)
         loss.backward()
     return loss.item(), [collectives.all_reduce(param.grad, group) for param in towers.parameters()]
+
+
+def gathered_bytes():
+    group, towers = collectives.world(), Towers()
+    with Ledger() as ledger:
+        contrastive_step(towers, SAMPLES[:, :10].split((5, 5), dim=1)[group.rank()].tensor_split(3, dim=1), group)
+    return ledger.sent_bytes()
+
+
+def test_only_embeddings_travel():
+    assert launch.run(gathered_bytes, ranks=2) == [2 * 10 * 5 * 8 // 2 + 8] * 2                        # and the number of rows
 
 
 def test_distmm():

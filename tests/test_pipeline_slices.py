@@ -10,6 +10,7 @@ from minitrain import launch
 from minitrain.mesh import Mesh
 from minitrain.model import Stages
 from minitrain.parallelize import parallelize
+from minitrain.pipeline.lower import messages
 from minitrain.pipeline.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import check, peak
@@ -80,6 +81,33 @@ def test_seq1f1b():
 
 def test_one_slice_is_gpipe_and_1f1b():
     assert terapipe(4, 6, 1).ranks == gpipe(4, 6).ranks and seq1f1b(4, 6, 1).ranks == one_f_one_b(4, 6).ranks
+
+
+def test_messages_are_k_times_as_many():
+    for p, m, k in [(2, 3, 4), (4, 4, 2)]:
+        ours, plain = messages(seq1f1b(p, m, k)), messages(one_f_one_b(p, m))
+        assert {link: len(sent) for link, sent in ours.items()} == {link: k * len(sent) for link, sent in plain.items()}
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_keys_are_kept_in_joined_pieces(k):
+    q, keys, values = (torch.randn(2, 2, 8, 4, requires_grad=True) for _ in range(3))
+    core, saved = SlicedAttention(k), {}
+    memory = SliceMemory({0: [core]})
+
+    def pack(x):
+        saved[x.untyped_storage().data_ptr()] = x                       # and alive, so that no address comes twice
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        for unit in range(k):
+            with memory.during(0, unit):
+                core(*(x.chunk(k, dim=-2)[unit].clone() for x in (q, keys, values)))
+    long = [x.numel() for x in saved.values() if x.dim() == 4]
+    assert sum(long) == 2 * q.numel() + (k + 1) * keys.numel()          # q and out; K and V (k+1)/2 times
+    assert sum(x.numel() for x in saved.values() if x.dim() == 2) == 64 * (k + 1) // (2 * k) - (8 // k) ** 2
+    for unit in range(1, k):
+        assert all(leaf.untyped_storage().data_ptr() not in saved for leaf in core.kept[unit].seen)
 
 
 @pytest.mark.parametrize("ranks, schedule", [(2, terapipe(2, 2, 4)), (4, terapipe(4, 2, 2)), (4, seq1f1b(4, 2, 4, (4, 2, 1, 1)))],

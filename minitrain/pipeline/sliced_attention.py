@@ -10,9 +10,9 @@ core has its own leaves: one (`SlicedAttention`) stands in every attention layer
 those of a stage which slice comes and collects where its backward starts. Runner calls it: `with memory.during(stage, unit)` around a
 forward, `memory.ends(stage, unit)` before its backward.
 
-Sends nothing: K and V of a stage never leave its rank. Memory: the leaves share the memory of K, V; the fused attention keeps [K_0..K_j]
-in one piece for its backward, so that the slices in flight of one sequence hold (k+1)/2 times its K and V (a kernel that takes keys in
-pieces would hold them once), and dK, dV of the sequence while its backwards run.
+Sends nothing: K and V of a stage never leave its rank. Memory: the fused attention keeps [K_0..K_j] in one piece for its backward, so
+the slices of one sequence hold its K and V (k+1)/2 times, and (k-1)/k as leaves beside them (a kernel that takes keys in pieces would
+hold them once); masks of T²·(k+1)/2k - (T/k)² numbers, for all heads and rows; and dK, dV while its backwards run.
 Outside of a step (no slice was announced) a core is ordinary causal attention. Positions come with the tokens.
 Raises ValueError in one line for ALiBi, whose bias is about the own slice's keys only, and for masks of dropout by position.
 Li et al. 2021 (TeraPipe), arXiv:2102.07988, section 3.1; Sun et al. 2024 (Seq1F1B), arXiv:2406.03488, section 3.
@@ -95,8 +95,9 @@ class SliceMemory:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Queries of the last t of T tokens: query i sees the keys up to T - t + i."""
-    seen = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril(k.size(-2) - q.size(-2))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout, enable_gqa=q.size(1) != k.size(1))
+    first = q.size(-2) == k.size(-2)                                    # no mask need be kept
+    seen = None if first else torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril(k.size(-2) - q.size(-2))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=first, enable_gqa=q.size(1) != k.size(1))
 
 
 def _leaf(x: Tensor) -> Tensor:
