@@ -13,7 +13,7 @@ from minitrain.model import GPT, Stages, cross_entropy_sum
 from minitrain.pipeline.asynchronous import AsynchronousRunner, Policy, double_buffered, each_its_own, sgd
 from minitrain.pipeline.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.partition import even
-from minitrain.pipeline.schedule import B, F, R, Schedule, W, I
+from minitrain.pipeline.schedule import B, F, I, R, Schedule, W
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.trirace import delayed, ends, period, racing, together
 from minitrain.train import Batch

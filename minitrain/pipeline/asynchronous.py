@@ -76,8 +76,8 @@ class Versioned(nn.Module):
 class AsynchronousRunner(Runner):
     """The interpreter of runtime.py, with a choice of weights before each forward and an update after backwards."""
 
-    def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup, loss_fn: Callable[[Tensor, Tensor], Tensor],
-                 policy: Policy, update: Update, **settings):
+    def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup,
+                 loss_fn: Callable[[Tensor, Tensor], Tensor], policy: Policy, update: Update, **settings):
         check_policy(schedule, policy)
         super().__init__(stages, schedule, group, loss_fn, SimpleNamespace(enabled=True, ready=lambda params: None), **settings)
         self.policy, self.update = policy, update
@@ -144,7 +144,8 @@ def taken(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def check_policy(schedule: Schedule, policy: Policy) -> None:
     p, m, k = len(schedule.ranks), schedule.microbatches, policy.every
     if schedule.splits_backward or schedule.recomputes:
-        raise ValueError(f"{schedule.name} has {'W' if schedule.splits_backward else 'R'}; stashed weights go with whole backwards: use F and B only")
+        raise ValueError(f"{schedule.name} has {'W' if schedule.splits_backward else 'R'}; stashed weights go with whole backwards: use F and B "
+                         "only")
     if k < 1 or m % k:
         raise ValueError(f"{schedule.name}: {m} microbatches are not a multiple of the {k} of an update; use a multiple")
     if 1 < k < p:
@@ -154,8 +155,9 @@ def check_policy(schedule: Schedule, policy: Policy) -> None:
         for action in parts(entries):
             newest = done[action.stage] // k
             if action.kind == "B" and action.microbatch != done[action.stage]:
-                raise ValueError(f"{schedule.name}: {action} comes before B{action.stage}.{done[action.stage]}; updates need backwards in order")
+                raise ValueError(f"{schedule.name}: {action} comes before B{action.stage}.{done[action.stage]}; updates need backwards in "
+                                 "order")
             if action.kind == "F" and policy.version(action.microbatch, newest) > newest:
-                raise ValueError(f"{schedule.name}: {action} comes before the update whose weights it takes; use a schedule that starts fewer "
-                                 "forwards ahead, such as 1F1B")
+                raise ValueError(f"{schedule.name}: {action} comes before the update whose weights it takes; use a schedule that starts "
+                                 "fewer forwards ahead, such as 1F1B")
             done[action.stage] += action.kind == "B"

@@ -98,12 +98,12 @@ def entry_of(written: str, where: str) -> Entry | None:
 
 def check_writable(schedule: Schedule) -> None:
     if schedule.slices > 1:
-        raise ValueError(f"{schedule.name}: PyTorch's format has no slices of a sequence, this has {schedule.slices}; use a schedule of whole "
-                         "microbatches")
+        raise ValueError(f"{schedule.name}: PyTorch's format has no slices of a sequence, this has {schedule.slices}; use a schedule of "
+                         "whole microbatches")
     if schedule.recomputes:
         raise ValueError(f"{schedule.name}: PyTorch's format has no R; leave recomputation to the stages (torch.utils.checkpoint)")
     homes: dict[int, int] = {}
     for action, rank in schedule.place.items():
         if homes.setdefault(action.stage, rank) != rank:
-            raise ValueError(f"{schedule.name}: stage {action.stage} is on rank {homes[action.stage]} and on rank {rank}; PyTorch has each stage "
-                             "on one rank, so use a schedule without copies, such as a V")
+            raise ValueError(f"{schedule.name}: stage {action.stage} is on rank {homes[action.stage]} and on rank {rank}; PyTorch has each "
+                             "stage on one rank, so use a schedule without copies, such as a V")

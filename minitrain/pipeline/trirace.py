@@ -74,7 +74,8 @@ def ends(schedule: Schedule, forward: Time, backward: Time, message: Time, paire
     done: list[dict[Action, Time]] = [{} for _ in schedule.ranks]
     now: list[Time] = [0] * len(schedule.ranks)
     position = [0] * len(schedule.ranks)
-    calls = [together(schedule, rank) if paired else [Call(work=action) for action in entries] for rank, entries in enumerate(schedule.ranks)]
+    calls = [together(schedule, rank) if paired else [Call(work=action) for action in entries]
+             for rank, entries in enumerate(schedule.ranks)]
 
     def carry(what: Action, start: Time) -> None:
         link = what.stage, what.kind
@@ -135,7 +136,7 @@ class Delayed(NamedTuple):
 
 
 def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
-    """Steps of `compute`, whose gradients are summed one after the other; step t waits until all but the last `bound` are in the weights."""
+    """Steps of `compute`; their gradients are summed one after the other; step t waits until all but the last `bound` have come."""
     check_numbers(steps=(steps, 1), compute=(compute, 0), reduce=(reduce, 0), bound=(bound, 0))
     now, summed, applied, latest, begun = 0, [], 0, 0, []
     for t in range(steps):
