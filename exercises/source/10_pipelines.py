@@ -142,6 +142,8 @@ expect_held([[F(0, 0), F(0, 1), B(0, 0), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B
 expect_held([[F(0, 0), F(0, 1), B(0, 0), F(0, 2), B(0, 1), B(0, 2)], [F(1, 0), B(1, 0), F(1, 1), B(1, 1), F(1, 2), B(1, 2)]], [2, 1])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
+m = draw.integer(3, 9)                                     # the most comes after the first backward
+expect_held([[F(0, 0), B(0, 0)] + [F(0, i) for i in range(1, m)] + [B(0, i) for i in range(1, m)]], [m - 1])
 for _ in range(4):
     lists, _ = random_schedule(draw, draw.integer(1, 6), draw.integer(1, 4), draw.integer(1, 6))
     expect_held(lists, [max([0, *(sum(1 if kind == "F" else -1 for kind, _, _ in own[:i]) for i in range(1, len(own) + 1))]) for own in lists])
