@@ -274,6 +274,9 @@ def post_messages(ch: Channel, group: dist.ProcessGroup, sends: list, receives: 
             with _disable_current_modes():
                 return post_messages(ch, group, sends, receives)
         check, works = post_on_gloo(ch, sends, receives)
+    elif ch.backend == "nccl" and len(sends) + len(receives) == 1:  # on the pair's own stream: waits for no other peer
+        works = [dist.isend(tensor, group=group, group_dst=peer) for _, tensor, peer in sends]
+        works += [dist.irecv(tensor, group=group, group_src=peer) for _, tensor, peer in receives]
     elif ch.backend == "nccl":  # together, else two ranks that send to each other could block
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for _, tensor, peer in sends]

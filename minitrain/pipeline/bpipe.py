@@ -16,8 +16,9 @@ a forward, the makespan is that of 1F1B to the unit (`simulate` with Costs(move=
 batch; E sends these bytes in one flat message, with its length in front, and lets go; L puts them back where the graph looks. The
 input of the stage goes too: the graph's first node keeps nothing.
 
-Sends what a forward keeps, and 8 bytes for its length, at each eviction, and the same back. Memory: `schedule.peak`, tested beside the bytes that are held. Moves are waited
-for here, so that never more is held than the lists say: on fast links one would let them run behind the computation.
+Sends what a forward keeps, and 8 bytes for its length, at each eviction, and the same back. Memory: `schedule.peak`, tested beside the
+bytes that are held. Moves are waited for here, so that never more is held than the lists say: on fast links one would let them run
+behind the computation.
 Raises ValueError in one line for sizes below 1.
 Kim et al. 2023 (BPipe), ICML, PMLR 202, section 3. Differs: their bound is for even p; for odd p the last rank has room to spare.
 """

@@ -42,6 +42,7 @@ class GraphSchedule(Schedule):
     """Stage j needs stage i for every edge (i, j); its backward comes first."""
 
     edges: Edges = ()
+    chain = False
 
     @cached_property
     def needs(self) -> dict[Action, tuple[Action, ...]]:

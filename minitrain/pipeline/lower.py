@@ -13,7 +13,7 @@ NCCL the two directions of a link need a group each: a stream of its own, or a s
 tensor can go. `Reduce(stage)` stands behind a stage's last gradient: whatever sums gradients over data-parallel ranks can start.
 
 Per boundary and unit two messages, activations forward and as much backward; none where neighbouring stages are on one rank (the
-turn of a V). No torch here. Raises what `check` raises.
+turn of a V). No torch here. Raises what `check` raises, and ValueError for stages that are no chain.
 Differs from torch.distributed.pipelining, which groups sends and receives that meet into one batch: here order alone does it.
 """
 from __future__ import annotations
@@ -48,6 +48,8 @@ Link = tuple[int, int]
 
 def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     """The program of every rank."""
+    if not schedule.chain:
+        raise ValueError(f"{schedule.name}: its stages branch, and programs are made for chains; simulate it, or cut the model into a chain")
     check(schedule)
     sends = messages(schedule)
     return tuple(_program(rank, schedule, sends) for rank in range(len(schedule.ranks)))

@@ -83,6 +83,7 @@ class Schedule:
     microbatches: int
     slices: int = 1
     lengths: tuple[int, ...] = ()           # tokens of each slice; without them they are as equal as they can be
+    chain = True                            # stage s gives to stage s + 1, and to no other
 
     @cached_property
     def place(self) -> dict[Action, int]:
