@@ -101,6 +101,7 @@ def normalised(notebook):
         cell["id"] = f"cell-{number:03d}"
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):
+            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)        # a widget lives in its kernel only
             if output.output_type == "error":           # a traceback names files; where they lie is nobody's business
                 output.traceback = [line.replace(f"{CHAPTERS.parent}/", "") for line in output.traceback]
     return notebook

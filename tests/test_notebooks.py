@@ -70,6 +70,7 @@ def test_source_and_outputs_are_normalised():
         raw = json.loads(path.read_text())
         assert [cell["id"] for cell in raw["cells"]] == [f"cell-{i:03d}" for i in range(len(raw["cells"]))], \
             f"{path.name}: save it with `minitrain run {path.name[:2]} --save`"
+        assert "widget-view" not in path.read_text(), f"{path.name} holds a widget, which is gone with its kernel and has another id every time"
 
 
 def test_show_prints_source_without_docstring(capsys):
