@@ -1,0 +1,409 @@
+# %% [markdown]
+# # Exercises 12: cutting the model
+#
+# Four tasks, 10 points, about two hours. Read chapter 12 first. No GPU, nothing to download.
+#
+# Write where a cell says `YOUR CODE HERE`, run the cell, then run the check below it. A check tells which property of your
+# answer is broken, never the result it wants. When the visible checks pass, grade yourself in a terminal:
+#
+#     minitrain grade 12
+#
+# The grader runs the same checks and hidden ones with other numbers. An answer cell stands alone: it may use what read-only cells
+# define, but not your other cells. Everything here is exact: whole numbers in tasks 1, 2 and 4, float64 in task 3.
+#
+# Sources: Narayanan et al. 2019 (PipeDream, arXiv:1806.03377, sections 3.1 and 3.3), Li et al. 2021 (TeraPipe, arXiv:2102.07988, section 3.3),
+# Narayanan et al. 2021 (PipeDream-2BW, arXiv:2006.09503, section 3.1), Sun et al. 2024 (AdaPipe, ASPLOS 2024).
+
+# %% given="setup"
+from itertools import combinations, product
+
+import torch
+
+from minitrain.grading.checks import Draw, ask, expect, expect_equal
+
+draw = Draw()  # hidden checks draw sizes and numbers
+
+def whole(draw, count, low=1, high=20):
+    return [draw.integer(low, high) for _ in range(count)]
+
+# %% [markdown]
+# ## 1. The slowest stage (3 points)
+#
+# Layer i costs `costs[i]` and weighs `sizes[i]` bytes. Cut the layers into `stages` runs, each of one layer or more, so that
+#
+# - no run weighs more than `cap` bytes (`cap=None`: any weight is fine),
+# - and among these cuts the most expensive run is as cheap as it can be.
+#
+# Return the runs as pairs (start, stop), stop not included; of equally good cuts any one. If no cut keeps to the cap, return `None`.
+#
+# `cut([4, 1, 1, 4], [1, 1, 1, 1], 2)` is `[(0, 2), (2, 4)]`: 5 and 5. With sizes `[1, 5, 5, 1]` and `cap=6` it is the same; with `cap=5`
+# there is none, as both middle layers would have to be alone.
+
+# %% answer="cut"
+def cut(costs, sizes, stages, cap=None):
+    """A list of `stages` pairs (start, stop), or None."""
+    ### BEGIN SOLUTION
+    best = {0: (0, [])}                                             # layers that are cut so far -> (largest cost, runs)
+    for _ in range(stages):
+        longer = {}
+        for start, (largest, runs) in best.items():
+            cost = size = 0
+            for stop in range(start + 1, len(costs) + 1):
+                cost, size = cost + costs[stop - 1], size + sizes[stop - 1]
+                if cap is not None and size > cap:
+                    break
+                if stop not in longer or max(largest, cost) < longer[stop][0]:
+                    longer[stop] = (max(largest, cost), [*runs, (start, stop)])
+        best = longer
+    return best[len(costs)][1] if len(costs) in best else None
+    ### END SOLUTION
+
+# %% given="expect_cut"
+def cut_as_data(costs, sizes, stages, cap):
+    said = cut(costs, sizes, stages, cap)
+    return said if said is None else [list(run) for run in said]
+
+def smallest_largest(costs, sizes, stages, cap):
+    """The largest cost of the best of all cuts; None if none keeps to the cap."""
+    best = None
+    for inner in combinations(range(1, len(costs)), stages - 1):
+        ends = (0, *inner, len(costs))
+        runs = list(zip(ends, ends[1:]))
+        if cap is None or all(sum(sizes[a:b]) <= cap for a, b in runs):
+            largest = max(sum(costs[a:b]) for a, b in runs)
+            best = largest if best is None else min(best, largest)
+    return best
+
+def expect_cut(costs, sizes, stages, cap=None):
+    said, wanted = ask(cut_as_data, costs, sizes, stages, cap), smallest_largest(costs, sizes, stages, cap)
+    where = f"(seen with {len(costs)} layers, {stages} stages, cap {cap})"
+    if wanted is None:
+        expect(said is None, "no cut keeps to the cap", f"return None where every cut has a run that is too heavy {where}")
+        return
+    expect(said is not None, "a cut that keeps to the cap", f"there is one; do you try all places for each cut, lighter runs too? {where}")
+    expect(isinstance(said, list) and len(said) == stages and all(len(run) == 2 and all(type(end) is int for end in run) for run in said),
+           "a run for each stage", f"{stages} pairs of whole numbers (start, stop) {where}")
+    expect([a for a, _ in said] == [0] + [b for _, b in said[:-1]] and said[-1][1] == len(costs), "every layer once, in order",
+           f"each run starts where the one before stops, from layer 0 to the last {where}")
+    expect(all(a < b for a, b in said), "no empty stage", f"each run has one layer or more {where}")
+    if cap is not None:
+        expect(all(sum(sizes[a:b]) <= cap for a, b in said), "memory limit", f"add up the bytes of each run {where}")
+    expect(max(sum(costs[a:b]) for a, b in said) == wanted, "smallest largest stage",
+           f"another cut has a cheaper most expensive run; what is the best cut of the first i layers into k runs? {where}")
+
+# %% check="cut-time" points=2
+# The most expensive run is as cheap as it can be.
+expect_cut([4, 1, 1, 4], [1, 1, 1, 1], 2)
+expect_cut([5, 1, 1, 1, 1, 1], [1] * 6, 3)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+expect_cut([3], [1], 1)
+expect_cut([0, 0, 7, 0], [1] * 4, 4)
+expect_cut([2, 2, 2, 5, 5], [1] * 5, 2)
+for _ in range(8):
+    layers = draw.integer(5, 12)
+    expect_cut(whole(draw, layers), whole(draw, layers), draw.integer(2, min(5, layers)))
+### END HIDDEN TESTS
+
+# %% check="cut-memory" points=1
+# No run is heavier than the cap; None where there is no such cut.
+expect_cut([4, 1, 1, 4], [1, 5, 5, 1], 2, 6)
+expect_cut([4, 1, 1, 4], [1, 5, 5, 1], 2, 5)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+expect_cut([1, 1, 1, 9], [9, 1, 1, 1], 2, 9)
+expect_cut([2, 2], [3, 3], 1, 5)
+expect_cut([1, 1, 1, 1, 1, 1, 30, 30], [8, 8, 1, 1, 1, 1, 1, 1], 3, 8)
+for _ in range(12):
+    layers = draw.integer(5, 10)
+    costs, sizes, stages = whole(draw, layers), whole(draw, layers), draw.integer(2, 4)
+    expect_cut(costs, sizes, stages, draw.integer(sum(sizes) // stages, sum(sizes)))
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ## 2. Slices of a sequence (2 points)
+#
+# A sequence of `length` tokens goes through p ranks in slices, as in TeraPipe. A slice of n tokens behind c others costs
+#
+#     launch + per_token·n + per_key·(n·c + n(n+1)/2)
+#
+# (every token meets all keys up to its own), and the forwards of all slices through p ranks take
+#
+#     the sum of the slices' costs  +  (p-1) · the dearest of them
+#
+# Find slices, **how many there are and how long each is**, for which this is least. Many short slices fill the ranks well, and pay `launch`
+# each time.
+#
+# 4 tokens, p = 3, launch 1, per_token 1, per_key 0: slices `[4]` take 5 + 2·5 = 15, `[1, 1, 1, 1]` take 8 + 2·2 = 12, and so do
+# `[2, 2]`: 6 + 2·3. Any of the best will do.
+
+# %% given="cost"
+def cost(context, n, launch, per_token, per_key):
+    """Of a slice of n tokens behind `context` others."""
+    return launch + per_token * n + per_key * (n * context + n * (n + 1) // 2)
+
+def pipeline_time(lengths, p, *prices):
+    costs = [cost(sum(lengths[:i]), n, *prices) for i, n in enumerate(lengths)]
+    return sum(costs) + (p - 1) * max(costs)
+
+# %% answer="slice_lengths"
+def slice_lengths(length, p, launch, per_token, per_key):
+    """A list of whole numbers, each 1 or more, that add up to `length`."""
+    ### BEGIN SOLUTION
+    prices = launch, per_token, per_key
+    costs = {(start, stop): cost(start, stop - start, *prices) for start in range(length) for stop in range(start + 1, length + 1)}
+    best = None
+    for bound in sorted(set(costs.values())):
+        cheapest = {0: (0, [])}                                     # tokens that are cut so far -> (sum of costs, lengths)
+        for stop in range(1, length + 1):
+            ways = [(cheapest[start][0] + costs[start, stop], [*cheapest[start][1], stop - start]) for start in range(stop)
+                    if start in cheapest and costs[start, stop] <= bound]
+            if ways:
+                cheapest[stop] = min(ways, key=lambda way: way[0])
+        if length in cheapest:
+            total, lengths = cheapest[length]
+            if best is None or total + (p - 1) * bound < best[0]:
+                best = total + (p - 1) * bound, lengths
+    return best[1]
+    ### END SOLUTION
+
+# %% given="expect_slices"
+def slices_as_data(length, p, *prices):
+    return list(slice_lengths(length, p, *prices))
+
+def expect_slices(length, p, launch, per_token, per_key):
+    said, prices = ask(slices_as_data, length, p, launch, per_token, per_key), (launch, per_token, per_key)
+    where = f"(seen with {length} tokens, p={p}, launch {launch}, per_token {per_token}, per_key {per_key})"
+    expect(all(type(n) is int and n > 0 for n in said) and sum(said) == length, "every token in one slice",
+           f"whole numbers above 0 that add up to the length {where}")
+    best = min(pipeline_time([b - a for a, b in zip((0, *ends), (*ends, length))], p, *prices)
+               for count in range(length) for ends in combinations(range(1, length), count))
+    expect(pipeline_time(said, p, *prices) == best, "least time",
+           f"other slices take less: for each bound on the dearest slice, which cut has the smallest sum? {where}")
+
+# %% check="slices-equal" points=1
+# Without attention: how many slices?
+expect_slices(4, 3, 1, 1, 0)
+expect_slices(6, 2, 3, 1, 0)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+expect_slices(1, 4, 2, 1, 0)
+expect_slices(9, 1, 1, 1, 0)
+expect_slices(10, 4, 0, 1, 0)
+for _ in range(6):
+    expect_slices(draw.integer(5, 11), draw.integer(2, 8), draw.integer(0, 6), draw.integer(1, 5), 0)
+### END HIDDEN TESTS
+
+# %% check="slices-causal" points=1
+# With attention later slices are dearer.
+expect_slices(6, 4, 2, 1, 1)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+expect_slices(12, 8, 1, 0, 1)
+expect_slices(11, 4, 5, 1, 1)
+for _ in range(6):
+    expect_slices(draw.integer(6, 12), draw.integer(2, 8), draw.integer(0, 30), draw.integer(0, 6), draw.integer(1, 3))
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ## 3. Old weights (3 points)
+#
+# A pipeline of p stages, each one number: stage s multiplies by w_s, so microbatch t gives w_{p-1}·…·w_1·w_0·x_t, with the loss
+# ½(output - y_t)². An emulator in one process, no ranks: what are the weights after all microbatches?
+#
+# **PipeDream** updates every stage after each microbatch. As 1F1B has p-1-s more forwards ahead on stage s, the forward of microbatch t (from 0)
+# takes there the weights after max(0, t-(p-1-s)) updates, and its backward takes the same. With grad_s taken at these weights of *all* stages
+#
+#     w_s after t+1 updates  =  w_s after t updates  -  lr · grad_s of microbatch t
+#
+# **2BW** sums the gradients of k microbatches for one update. All microbatches of update u (from 0) take, on every stage, the weights after
+# max(0, u-1) updates.
+#
+# Write both; and what must be held: `versions_held(p)`, a list of how many versions of its weights each stage of PipeDream keeps in a long
+# training, the newest included.
+#
+# p = 2, w = [1, 1], lr = 0.1, x = [1, 1], y = [0, 0]. Microbatch 0 has output 1 and gradients [1, 1]: w is [0.9, 0.9]. Microbatch 1 takes
+# w_0 after 0 updates and w_1 after 1: 1 and 0.9. Its output is 0.9, its gradients are [0.9·0.9, 0.9·1]: w is [0.819, 0.81].
+
+# %% answer="old_weights"
+def pipedream(weights, x, y, lr):
+    """weights [p], x [m], y [m] float64 -> [p], the weights after m updates."""
+    ### BEGIN SOLUTION
+    p, history = len(weights), [weights]
+    for t in range(len(x)):
+        taken = torch.stack([history[max(0, t - (p - 1 - s))][s] for s in range(p)]).requires_grad_()
+        (0.5 * (taken.prod() * x[t] - y[t]) ** 2).backward()
+        history.append(history[-1] - lr * taken.grad)
+    return history[-1]
+    ### END SOLUTION
+
+def double_buffered(weights, x, y, lr, k):
+    """The same for 2BW; m is a multiple of k -> [p], the weights after m/k updates."""
+    ### BEGIN SOLUTION
+    history = [weights]
+    for u in range(len(x) // k):
+        taken = history[max(0, u - 1)].clone().requires_grad_()
+        rows = slice(u * k, (u + 1) * k)
+        (0.5 * (taken.prod() * x[rows] - y[rows]) ** 2).sum().backward()
+        history.append(history[-1] - lr * taken.grad)
+    return history[-1]
+    ### END SOLUTION
+
+def versions_held(p):
+    """A list of p whole numbers."""
+    ### BEGIN SOLUTION
+    return [p - s for s in range(p)]
+    ### END SOLUTION
+
+# %% given="expect_weights"
+def reference(weights, x, y, lr, k, version):
+    """By hand: the gradient of stage s is error · x · the product of the others; `version(s, u)` counts updates."""
+    p, history = len(weights), [weights.tolist()]
+    for u in range(len(x) // k):
+        taken = [history[version(s, u)][s] for s in range(p)]
+        grads = [0.0] * p
+        for t in range(u * k, (u + 1) * k):
+            output = float(x[t])
+            for w in taken:
+                output *= w
+            for s in range(p):
+                others = float(x[t])
+                for j in range(p):
+                    others *= taken[j] if j != s else 1.0
+                grads[s] += (output - float(y[t])) * others
+        history.append([w - lr * grad for w, grad in zip(history[-1], grads)])
+    return torch.tensor(history[-1], dtype=torch.float64)
+
+def numbers(draw, p, m):
+    """Weights near 1, inputs and targets below 1: with lr = 0.05 nothing grows."""
+    return (1 + draw.exact(p) / 512, draw.exact(m) / 64, draw.exact(m) / 64)
+
+TOLERANCE = 1e-10       # numbers near 1, some 30 updates of some 30 roundings of 1e-16
+
+def pipedream_of(*numbers):
+    return pipedream(*numbers)
+
+def double_buffered_of(*numbers):
+    return double_buffered(*numbers)
+
+def held_of(p):
+    return list(versions_held(p))
+
+def expect_pipedream(weights, x, y, lr, property, hint):
+    p = len(weights)
+    expect_equal(ask(pipedream_of, weights, x, y, lr), reference(weights, x, y, lr, 1, lambda s, u: max(0, u - (p - 1 - s))), property, hint, atol=TOLERANCE)
+
+def expect_double_buffered(weights, x, y, lr, k, property, hint):
+    expect_equal(ask(double_buffered_of, weights, x, y, lr, k), reference(weights, x, y, lr, k, lambda s, u: max(0, u - 1)), property, hint, atol=TOLERANCE)
+
+SMALL = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64), torch.tensor([1.0, -0.5, 0.25, 1.0, 0.5, -1.0], dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
+
+# %% check="weights-pipedream" points=1
+# Each stage has a delay of its own.
+weights, x, y = SMALL
+expect_pipedream(weights, x[:1], y[:1], 0.1, "the first update", "the first microbatch meets no old weights: plain SGD")
+expect_pipedream(weights[:1], x, y, 0.1, "one stage", "one stage has nothing in flight: plain SGD")
+expect_pipedream(torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), 0.1, "old weights",
+                 "which version does each stage take for the second microbatch?")
+expect_pipedream(weights, x, y, 0.1, "old weights", "forward and backward take the same old weights, of all stages; the step is taken from the newest")
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for _ in range(3):
+    p = draw.integer(2, 6)
+    expect_pipedream(*numbers(draw, p, draw.integer(p + 2, 24)), 0.05, "old weights",
+                     "forward and backward take the same old weights, of all stages; the step is taken from the newest")
+### END HIDDEN TESTS
+
+# %% check="weights-2bw" points=1
+# One update late, the same on every stage, gradients summed over k microbatches.
+weights, x, y = SMALL
+expect_double_buffered(weights, x[:2], y[:2], 0.1, 2, "the first update", "the sum of the gradients of k microbatches, at the first weights")
+expect_double_buffered(weights, x[:4], y[:4], 0.1, 2, "the second update", "it takes the weights before the first update, and steps from those behind it")
+expect_double_buffered(weights, x, y, 0.1, 2, "one update late", "update u takes the weights after u-1 updates")
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for _ in range(3):
+    p, k = draw.integer(1, 6), draw.integer(1, 5)
+    expect_double_buffered(*numbers(draw, p, k * draw.integer(3, 7)), 0.05, k, "one update late", "update u takes the weights after u-1 updates")
+### END HIDDEN TESTS
+
+# %% check="weights-held" points=1
+# How many versions each stage of PipeDream keeps.
+expect_equal(ask(held_of, 2), [2, 1], "versions held", "as many as the stage has microbatches in flight")
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for p in (1, draw.integer(3, 8), draw.integer(9, 20)):
+    expect_equal(ask(held_of, p), [p - s for s in range(p)], "versions held", "as many as the stage has microbatches in flight")
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ## 4. What a stage recomputes (2 points)
+#
+# Stage s of p runs 1F1B with m microbatches, so it has n = min(p-s, m) in flight. Its layers are made of units. Unit u is either **kept**, `sizes[u]`
+# bytes for each microbatch in flight, or **recomputed**, which takes `times[u]` once more in each backward. Which units to keep, so that
+#
+#     n · (bytes of kept units)  <=  cap        and the time of the recomputed ones is least?
+#
+# Return a list of booleans, True for kept; of equally good choices any one. If everything must be recomputed, all are False.
+#
+# times `[3, 2, 2]`, sizes `[3, 2, 2]`, p = 2, m = 4, cap 8. Stage 1 has one in flight and keeps all. Stage 0 has two, 4 bytes for each: units 1 and 2 fit, which
+# leaves 3 to recompute; unit 0 alone would leave 4.
+
+# %% answer="kept_units"
+def kept_units(times, sizes, p, s, m, cap):
+    """A list of booleans, one a unit."""
+    ### BEGIN SOLUTION
+    n = min(p - s, m)
+    best = {0: (0, [])}                                     # bytes -> (most time that is saved, flags)
+    for time, size in zip(times, sizes):
+        longer = {held: (saved, [*flags, False]) for held, (saved, flags) in best.items()}
+        for held, (saved, flags) in best.items():
+            more = held + n * size
+            if more <= cap and (more not in longer or longer[more][0] < saved + time):
+                longer[more] = (saved + time, [*flags, True])
+        best = longer
+    return max(best.values(), key=lambda found: found[0])[1]
+    ### END SOLUTION
+
+# %% given="expect_kept"
+def kept_as_data(*numbers):
+    return list(kept_units(*numbers))
+
+def expect_kept(times, sizes, p, s, m, cap):
+    said, n = ask(kept_as_data, times, sizes, p, s, m, cap), min(p - s, m)
+    where = f"(seen with {len(times)} units, p={p}, s={s}, m={m}, cap {cap})"
+    expect(len(said) == len(times) and all(type(flag) is bool for flag in said), "a flag for each unit", f"True or False for every unit {where}")
+    expect(n * sum(size for size, flag in zip(sizes, said) if flag) <= cap, "memory limit",
+           f"kept bytes count once for each microbatch in flight; how many does this stage have? {where}")
+    fits = (flags for flags in product((False, True), repeat=len(times)) if n * sum(size for size, flag in zip(sizes, flags) if flag) <= cap)
+    least = min(sum(time for time, flag in zip(times, flags) if not flag) for flags in fits)
+    expect(sum(time for time, flag in zip(times, said) if not flag) == least, "least recomputation",
+           f"another choice fits too and recomputes less {where}")
+
+# %% check="kept-stage" points=1
+# Kept bytes count for each microbatch in flight, which differ from stage to stage.
+expect_kept([3, 2, 2], [3, 2, 2], 2, 1, 4, 8)
+expect_kept([5, 5], [4, 4], 4, 3, 8, 8)
+expect_kept([5, 5], [4, 4], 4, 0, 8, 8)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for p in (4, draw.integer(5, 8)):
+    for s, m in ((0, 2 * p), (p - 1, p), (draw.integer(1, p - 2), 2 * p), (0, 1), (0, p - 2)):
+        size, units = draw.integer(2, 9), draw.integer(3, 6)             # units that are all alike: only how many fit is the question
+        expect_kept([draw.integer(1, 9)] * units, [size] * units, p, s, m, size * min(p - s, m) * draw.integer(1, units) + draw.integer(0, 1))
+### END HIDDEN TESTS
+
+# %% check="kept-best" points=1
+# The choice that recomputes least, not a good one.
+expect_kept([3, 2, 2], [3, 2, 2], 2, 0, 4, 8)
+expect_kept([10, 6, 6], [6, 5, 5], 1, 0, 1, 10)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+expect_kept([10, 9, 9], [6, 5, 5], 3, 1, 9, 20)
+expect_kept([1, 8], [1, 9], 1, 0, 3, 9)
+expect_kept([4, 4], [5, 6], 1, 0, 1, 4)
+for _ in range(10):
+    units, p = draw.integer(4, 9), draw.integer(1, 5)
+    sizes, s = whole(draw, units, 1, 12), draw.integer(0, p - 1)
+    expect_kept(whole(draw, units), sizes, p, s, 8, (p - s) * sum(sizes) * draw.integer(2, 8) // 10)
+### END HIDDEN TESTS
