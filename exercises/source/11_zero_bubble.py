@@ -334,7 +334,7 @@ def expect_h1_held(p, m, lists):
 h1_of((2, 2), (3, 5))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-h1_of((1, 3), (draw.integer(3, 6), draw.integer(7, 12)), (draw.integer(5, 8), draw.integer(1, 4)), (4, 4))
+made = h1_of((1, 3), (draw.integer(3, 6), draw.integer(7, 12)), (draw.integer(5, 8), draw.integer(1, 4)), (4, 4))
 ### END HIDDEN TESTS
 
 # %% check="zb_h1-bubble" points=1
@@ -470,7 +470,7 @@ limited((2, 3, ONES, 1), (3, 5, ONES, 2))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 sizes = (draw.integer(2, 4), draw.integer(3, 8), 1), (draw.integer(3, 6), draw.integer(5, 10), 2), (draw.integer(3, 5), draw.integer(6, 12), draw.integer(3, 9)), (1, 3, 1), (4, 2, 5)
-limited(*((p, m, drawn_costs(draw), limit) for p, m, limit in sizes))
+made = limited(*((p, m, drawn_costs(draw), limit) for p, m, limit in sizes))
 ### END HIDDEN TESTS
 
 # %% check="under_limit-bar" points=1
