@@ -334,7 +334,7 @@ def expect_h1_held(p, m, lists):
 h1_of((2, 2), (3, 5))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-made = h1_of((1, 3), (draw.integer(3, 6), draw.integer(7, 12)), (draw.integer(5, 8), draw.integer(1, 4)), (4, 4))
+made = h1_of((1, 3), (draw.integer(3, 6), draw.integer(7, 12)), (draw.integer(5, 8), draw.integer(1, 3)), (4, 4))
 ### END HIDDEN TESTS
 
 # %% check="zb_h1-bubble" points=1
