@@ -31,13 +31,12 @@ def receive(like: Tensor | None, source: int, group: dist.ProcessGroup, *, shape
             dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
             async_op: bool = False) -> Tensor | Handle:
     """What rank `source` of the group sends: shaped as `like`, which is not written to, or as the keywords say."""
-    if like is None:
-        if shape is None or dtype is None:
-            raise ValueError("receive needs a tensor to take shape and dtype from, or shape= and dtype=")
-        like = torch.empty((), dtype=dtype, device=device).expand(shape)
-    ch = open_channel(group, "receive", like)
+    if like is None and (shape is None or dtype is None):
+        raise ValueError("receive needs a tensor to take shape and dtype from, or shape= and dtype=")
+    place = torch.empty(shape, dtype=dtype, device=device) if like is None else _place_for(like)
+    ch = open_channel(group, "receive", place if like is None else like)
     check_rank(ch, "receive from", source, other=True)
-    return _transfer(ch, group, [], [(like, source)], lambda received: received[0], async_op)
+    return _transfer(ch, group, [], [(place, source)], lambda received: received[0], async_op)
 
 
 def exchange(x: Tensor, to: int, source: int, group: dist.ProcessGroup, *, like: Tensor | None = None,
@@ -50,7 +49,7 @@ def exchange(x: Tensor, to: int, source: int, group: dist.ProcessGroup, *, like:
         raise ValueError(f"exchange: to={to} and source={source}, and one of them is this rank itself; make it both or "
                          "neither")
     like = x if like is None else like
-    return _transfer(ch, group, [(x, to)], [(like, source)], lambda received: received[0], async_op)
+    return _transfer(ch, group, [(x, to)], [(_place_for(like), source)], lambda received: received[0], async_op)
 
 
 def rotate(xs: Tensor | tuple[Tensor, ...], group: dist.ProcessGroup, shift: int = 1, *,
@@ -62,21 +61,26 @@ def rotate(xs: Tensor | tuple[Tensor, ...], group: dist.ProcessGroup, shift: int
     ch = [open_channel(group, "rotate", x) for x in tensors][0]
     to, source = (ch.rank + shift) % ch.size, (ch.rank - shift) % ch.size
     pack = (lambda received: received[0]) if isinstance(xs, Tensor) else tuple
-    return _transfer(ch, group, [(x, to) for x in tensors], [(x, source) for x in tensors], pack, async_op)
+    return _transfer(ch, group, [(x, to) for x in tensors], [(_place_for(x), source) for x in tensors], pack, async_op)
+
+
+def _place_for(like: Tensor) -> Tensor:
+    """Memory for a message of this shape."""
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _transfer(ch: Channel, group: dist.ProcessGroup, sends: list[tuple[Tensor, int]],
               receives: list[tuple[Tensor, int]], pack: Callable[[list[Tensor]], object], async_op: bool):
-    """Post all receives and sends together; the result is pack(the tensors received)."""
+    """Post all sends, and receives into the tensors given; the result is pack(the tensors received)."""
     if sends and sends[0][1] == ch.rank:  # to itself, as in a ring of one: nothing travels
         copies = [x.detach().clone(memory_format=torch.contiguous_format) for x, _ in sends]
         handle = Handle(lambda: None, lambda: pack(copies), lambda: True)
         return handle if async_op else handle.wait()
     device = (sends + receives)[0][0].device
     network = torch.device("cpu") if ch.backend == "gloo" else device  # gloo reads and writes host memory
-    outgoing = [(new_call(ch, "send", x, peer=peer), contiguous(x.to(network)), peer) for x, peer in sends]
-    incoming = [(new_call(ch, "receive", x, peer=peer), torch.empty(x.shape, dtype=x.dtype, device=network), peer)
-                for x, peer in receives]
+    there = device == network
+    outgoing = [(new_call(ch, "send", x, peer=peer), contiguous(x if there else x.to(network)), peer) for x, peer in sends]
+    incoming = [(new_call(ch, "receive", x, peer=peer), x if there else torch.empty_like(x, device=network), peer) for x, peer in receives]
     calls = [call for call, _, _ in outgoing + incoming]
     if ch.backend != "gloo":
         for call in calls:
@@ -90,7 +94,7 @@ def _transfer(ch: Channel, group: dist.ProcessGroup, sends: list[tuple[Tensor, i
         outgoing.clear()
         for call in calls:
             call_log.waited(call)
-        return pack([x.to(device) for _, x, _ in incoming])
+        return pack([x if there else x.to(device) for _, x, _ in incoming])
 
     handle = Handle(settle, finish, lambda: ch.backend == "fake")
     ch.unwaited.add(handle)  # if its owner drops it, the buffers must live until the network is done with them

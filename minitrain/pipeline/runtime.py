@@ -34,10 +34,13 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, lower, user_of
-from minitrain.pipeline.schedule import Action, Pair, Schedule, parts
+from minitrain.pipeline.schedule import Action, Pair, Schedule
 
 
-@dataclass
+DOES = {"F": "forward", "R": "forward_again", "B": "backward", "I": "backward", "W": "weights"}      # the methods of Runner
+
+
+@dataclass(slots=True)
 class Kept:
     """What a forward leaves for its backward: the input, where the graph of the output begins, the products to come."""
 
@@ -105,14 +108,15 @@ class Runner:
                 self.outbox.pop(what).wait()
             case Reduce(stage):
                 self.reducer.ready(self.stages[stage].parameters())
+            case Pair(forward, backward):
+                self.act(forward)
+                self.act(backward)
             case _:
-                for action in parts([step]):
-                    self.act(action)
+                self.act(step)
 
     def act(self, action: Action) -> None:
-        do = {"F": self.forward, "R": self.forward_again, "B": self.backward, "I": self.backward, "W": self.weights}[action.kind]
         with self.around(str(action)):
-            do(action)
+            getattr(self, DOES[action.kind])(action)
 
     # ---- the actions -----------------------------------------------------------------------------------------------------
 
@@ -135,7 +139,7 @@ class Runner:
     def run_stage(self, stage: int, unit: int, kept: Kept) -> Tensor:
         """The stage, or on the last one the loss; the graph's end is remembered, the output is not."""
         _, targets, positions = self.units[unit]
-        kept.later = Deferred() if Action("W", stage, unit) in self.schedule.place and torch.is_grad_enabled() else None
+        kept.later = Deferred() if self.schedule.splits_backward and Action("W", stage, unit) in self.schedule.place else None
         with kept.later or nullcontext(), self.memory.during(stage, unit) if self.memory else nullcontext():
             y = self.stages[stage](kept.x, positions)
         if stage == self.schedule.stages - 1:
