@@ -14,7 +14,7 @@ from minitrain.pipeline.dualpipe import dualpipe, dualpipe_v
 from minitrain.pipeline.hanayo import hanayo
 from minitrain.pipeline.lower import lower, messages
 from minitrain.pipeline.one_direction import one_f_one_b
-from minitrain.pipeline.schedule import I, Pair, Schedule, W, check, parts, peak
+from minitrain.pipeline.schedule import Action, I, Pair, Schedule, W, check, parts, peak
 from minitrain.pipeline.shared import SharedGradients
 from minitrain.pipeline.simulate import Costs, simulate
 
@@ -63,7 +63,7 @@ SIZES = [*(chimera(p, m) for p in (2, 4, 6) for m in (2, p, p + 2, 3 * p)), chim
 
 def test_everything_is_done_once_and_nobody_waits_for_ever():
     for schedule in SIZES:
-        lower(schedule)
+        assert [sum(isinstance(step, (Action, Pair)) for step in program) for program in lower(schedule)] == list(map(len, schedule.ranks))
 
 
 # ---- Chimera ---------------------------------------------------------------------------------------------------------
