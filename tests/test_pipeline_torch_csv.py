@@ -30,7 +30,8 @@ def test_the_text():
 def test_round_trip():
     written = 0
     for schedule in everything():
-        if schedule.slices == 1 and not schedule.recomputes and not schedule.name.startswith("both ways"):
+        once = sum(len(schedule.stages_of(rank)) for rank in range(len(schedule.ranks))) == schedule.stages
+        if once and schedule.slices == 1 and not schedule.recomputes and not schedule.evicts:
             for comms in False, True:
                 again = from_csv(to_csv(schedule, comms), schedule.name)
                 assert again == schedule

@@ -102,6 +102,8 @@ def check_writable(schedule: Schedule) -> None:
                          "whole microbatches")
     if schedule.recomputes:
         raise ValueError(f"{schedule.name}: PyTorch's format has no R; leave recomputation to the stages (torch.utils.checkpoint)")
+    if schedule.evicts:
+        raise ValueError(f"{schedule.name}: PyTorch's format has no E, H, G and L; use a schedule whose activations stay, 1F1B say")
     homes: dict[int, int] = {}
     for action, rank in schedule.place.items():
         if homes.setdefault(action.stage, rank) != rank:
