@@ -11,11 +11,12 @@ have room for all messages, and a message costs its ranks no time. With whole nu
 `Costs` are of one whole stage; `stage={3: 2}` makes stage 3 twice as long. Stages that are 1/v of a rank cost 1/v: give
 Costs(F=Fraction(1, v), …). B defaults to I + W. A pair takes `FB`, if given, else its two parts in a row. What a forward kept takes
 `move` to another rank (bpipe.py), by default `send`.
-Takes O(actions): 64 ranks and 512 microbatches in half a second.
+Takes O(actions): 64 ranks and 512 microbatches in less than a second.
 Raises ValueError naming the stuck heads if the ranks wait for each other (schedule.in_order), and for costs below 0.
 """
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -117,6 +118,16 @@ class Simulation:
 
 def simulate(schedule: Schedule, costs: Costs | Measured = Costs()) -> Simulation:
     """As soon as possible, in the order of the lists."""
+    collecting = gc.isenabled()
+    gc.disable()                # nothing here is a cycle, and to look for some takes longer than the rest in a process that has torch
+    try:
+        return Simulation(schedule, costs, tuple(map(tuple, _spans(schedule, costs))))
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _spans(schedule: Schedule, costs: Costs | Measured) -> list[list[Span]]:
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     ended: dict[Action, Time] = {}
     place, send = schedule.place, costs.send
@@ -130,7 +141,7 @@ def simulate(schedule: Schedule, costs: Costs | Measured = Costs()) -> Simulatio
         spans[rank].append(Span(entry, start, end))
         for action in parts([entry]):
             ended[action] = end
-    return Simulation(schedule, costs, tuple(map(tuple, spans)))
+    return spans
 
 
 def _ratio(a: Time, b: Time) -> Time:
