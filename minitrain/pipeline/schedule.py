@@ -21,7 +21,7 @@ PyTorch's torch.distributed.pipelining has the same letters (F, B, I, W). Differ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -98,10 +98,14 @@ class Schedule:
         return sorted({action.stage for action in parts(self.ranks[rank]) if action.kind not in GUEST})
 
     @cached_property
-    def needs(self) -> dict[Entry, tuple[Action, ...]]:
+    def needs(self) -> dict[Entry, Sequence[Action]]:
         """For every entry what must be done before it, without its own parts."""
-        return {entry: tuple(before for action in own for before in needs(action, self) if before not in own)
-                for entries in self.ranks for entry in entries for own in [entry if isinstance(entry, Pair) else (entry,)]}
+        found = {}
+        for entries in self.ranks:
+            for entry in entries:
+                found[entry] = needs(entry, self) if isinstance(entry, Action) else [
+                    before for action in entry for before in needs(action, self) if before not in entry]
+        return found
 
     @cached_property
     def evicts(self) -> bool:
@@ -230,7 +234,7 @@ def in_order(schedule: Schedule, done: set[Action]) -> Iterator[tuple[int, Entry
 
     A rank goes as far as it can, then sleeps until what it misses is done.
     """
-    position = [0] * len(schedule.ranks)
+    position, needed = [0] * len(schedule.ranks), schedule.needs
     asleep: dict[Action, list[int]] = {}
     awake = list(range(len(schedule.ranks)))[::-1]
     while awake:
@@ -238,7 +242,7 @@ def in_order(schedule: Schedule, done: set[Action]) -> Iterator[tuple[int, Entry
         entries = schedule.ranks[rank]
         while position[rank] < len(entries):
             entry = entries[position[rank]]
-            missing = unmet(entry, schedule, done)
+            missing = next((before for before in needed[entry] if before not in done), None)
             if missing is not None:
                 asleep.setdefault(missing, []).append(rank)
                 break

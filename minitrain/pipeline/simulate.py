@@ -129,18 +129,21 @@ def simulate(schedule: Schedule, costs: Costs | Measured = Costs()) -> Simulatio
 
 def _spans(schedule: Schedule, costs: Costs | Measured) -> list[list[Span]]:
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    ended: dict[Action, Time] = {}
-    place, send = schedule.place, costs.send
+    ended: dict[Action, tuple[Time, int]] = {}                                      # when, and on which rank
+    send, needed = costs.send, schedule.needs
     move = send if getattr(costs, "move", None) is None else costs.move
     for rank, entry in in_order(schedule, set()):
         start = spans[rank][-1].end if spans[rank] else 0
-        for before in schedule.needs[entry]:
-            ready = ended[before] + ((move if before.kind in "EG" else send) if place[before] != rank else 0)
-            start = max(start, ready)
+        for before in needed[entry]:
+            ready, place = ended[before]
+            if place != rank:
+                ready += move if before.kind in "EG" else send
+            if ready > start:
+                start = ready
         end = start + costs.of(entry)
         spans[rank].append(Span(entry, start, end))
-        for action in parts([entry]):
-            ended[action] = end
+        for action in (entry,) if isinstance(entry, Action) else entry:
+            ended[action] = end, rank
     return spans
 
 
