@@ -4,7 +4,6 @@ Both run blocks of one GPT, cut into 4 stages or into 8 (two a rank), 8 microbat
 schedules of these names have the same idea, their lists may differ in the order of a few actions. Last row: how long it takes to say
 when everything happens in a schedule of 64 ranks and 512 microbatches.
 """
-from collections.abc import Callable
 from time import perf_counter
 
 import torch

@@ -5,7 +5,8 @@
 The axes are `dp`, or `inter` (nodes) and `intra` (places in a node) for hybrid sharding, then `cp`, then `tp`, innermost. Tensor
 parallelism cuts the model first, context parallelism gives its attention another core, and the data axes look at the parameters that
 are left: their gradients are summed over all ranks with different tokens, dp × cp. Ranks of a `cp` group take the same rows and
-`lay_out` gives each its tokens of them; those of a `tp` group take the same tokens.
+`lay_out` gives each its tokens of them; those of a `tp` group take the same tokens. With a schedule the model is this rank's stages, and
+runs as a pipeline over the axis `pp`, whose ranks take the same rows too.
 Dropout on ranks of `cp` is by position (context/dropout.py): masks of scores and of activations are functions of a seed and of where
 a token is, so that they differ between ranks and cp ranks drop what one would. The seed is drawn anew at each call, as torch does,
 by the first of the ranks with the same rows (`cp` and `tp`) from torch's own generator, and broadcast: 8 bytes a call. Other rows and
@@ -188,8 +189,7 @@ def run_as_pipeline(model: Stages, schedule: Schedule, mesh: Mesh, reducer, loss
     memory = look_back(stages, schedule, mesh) if schedule.slices > 1 else None
     run = Balanced if schedule.evicts else Runner
     return reducer, run(stages, schedule, group, loss_fn, reducer, width=model.config.d_model, length_over=cut_length,
-                           down=mesh.twin("pp"), check=mesh.shape.get("tp", 1) == mesh.shape.get("cp", 1) == 1,
-                           memory=memory)
+                        down=mesh.twin("pp"), check=mesh.shape.get("tp", 1) == mesh.shape.get("cp", 1) == 1, memory=memory)
 
 
 def look_back(stages: dict[int, nn.Module], schedule: Schedule, mesh: Mesh) -> SliceMemory:
