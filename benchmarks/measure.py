@@ -64,17 +64,27 @@ def in_turns(ours: Callable[[], object], theirs: Callable[[], object], rounds: i
             started = time.perf_counter()
             (ours, theirs)[which]()
             times[which].append(time.perf_counter() - started)
+    calmed = [thread for thread in _STOCK_LOOPS if os.sched_getscheduler(thread) != os.SCHED_OTHER]
+    assert not calmed, f"the peer's event loops {calmed} run with our priority; give stock_group() all groups of ours"
     return times
 
 
-def stock_group() -> dist.ProcessGroup:
+def stock_group(*ours: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of all ranks for the peer, as torch makes it: its own connections and its own event loop.
 
-    On a group shared with the peer our transport would change what is measured: it lowers the priority of the group's event
-    loop (`channel.calm_event_loops`), and gloo's own collectives become up to 3 times as fast. A loop made later is untouched.
+    On a group shared with the peer our transport would change what is measured: it lowers the priority of all event loops there are
+    when it first uses a group (`channel.calm_event_loops`), and gloo's own collectives become up to 3 times as fast. So the groups
+    that are `ours` are used first; a loop made later is untouched, which `in_turns` looks at once more in the end.
     """
-    channel.channel(dist.group.WORLD)
-    return dist.new_group()
+    for group in (dist.group.WORLD, *ours):
+        channel.channel(group)
+    known = channel.event_loops()
+    group = dist.new_group()
+    _STOCK_LOOPS.extend(set(channel.event_loops()) - set(known))
+    return group
+
+
+_STOCK_LOOPS: list[int] = []  # threads of the peer
 
 
 def slowest_then_median(per_rank: list[tuple[list[float], list[float]]]) -> tuple[float, float]:

@@ -37,7 +37,8 @@ PEERS = {"GPipe": (gpipe, theirs_of.ScheduleGPipe), "1F1B": (one_f_one_b, theirs
 
 def turn(name: str, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of our step and of theirs on this rank."""
-    stock, group = stock_group(), Mesh(pp=RANKS).group("pp")
+    group = Mesh(pp=RANKS).group("pp")
+    stock = stock_group(group)
     ours_of, their_schedule = PEERS[name]
     schedule = ours_of(RANKS, MICROBATCHES)
     cuts = even(CONFIG.num_layers, schedule.stages)

@@ -57,8 +57,9 @@ def their_layer(block: nn.Module, group: dist.ProcessGroup, sequence_parallel: b
 
 def turn(batch: int, whole_layer: bool, sequence_parallel: bool, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of our forward and backward and of theirs on this rank."""
-    stock, n = stock_group(), dist.get_world_size()
+    n = dist.get_world_size()
     group = Mesh(tp=n).group("tp")
+    stock = stock_group(group)
     tokens = LENGTH // n if sequence_parallel else LENGTH
     x = torch.randn(batch, LENGTH, CONFIG.d_model, generator=torch.Generator().manual_seed(0))
     x = x.narrow(1, dist.get_rank() * tokens if sequence_parallel else 0, tokens).clone()

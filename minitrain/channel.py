@@ -174,13 +174,24 @@ def calm_event_loops() -> None:
     holds the lock, it burns the rest of its time slice (4 ranks on 2 cores, all-reduce of 16 KB: 1 ms of processor time
     per call, against 0.15 ms as a "batch" thread, which runs when a core is free or its turn has come).
     """
+    for thread in event_loops():
+        try:
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+        except OSError:
+            pass  # the thread has ended, or a sandbox forbids it: slower, not wrong
+
+
+def event_loops() -> list[int]:
+    """The threads of this process that are gloo's event loops, one for each group; none where there is no /proc."""
+    loops = []
     for thread in glob.glob("/proc/self/task/*/comm"):
         try:
             with open(thread) as file:
                 if file.read().startswith("gloo_tcp_loop"):
-                    os.sched_setscheduler(int(thread.split("/")[-2]), os.SCHED_BATCH, os.sched_param(0))
+                    loops.append(int(thread.split("/")[-2]))
         except OSError:
-            pass  # the thread has ended, or a sandbox forbids it: slower, not wrong
+            pass  # the thread has ended
+    return loops
 
 
 # ---- what every call checks and records ------------------------------------------------------------------------------
