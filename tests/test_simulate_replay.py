@@ -66,6 +66,22 @@ def test_overlap_by_hand():
     assert "7.000 s a step" in timeline.table() and "4,000,000,000 bytes sent" in timeline.table()
 
 
+@pytest.mark.parametrize("wait_between, seconds", [(False, 1 + 2 + 2), (True, 1 + 2 + 1 + 2)])
+def test_messages_follow_each_other_on_the_wire(wait_between, seconds):
+    """A latency of 1 s and 2 s of bytes, twice: the second message's latency passes while the first is on the wire."""
+    ranks = {rank: Program() for rank in PAIR}
+    for program, op in zip(ranks.values(), ("send", "receive")):
+        first = program.issue(op, "pp", PAIR, 2 * 10**9, seq=0)
+        if wait_between:
+            program.wait(first)
+        second = program.issue(op, "pp", PAIR, 2 * 10**9, seq=1)
+        program.wait(first).wait(second)
+    timeline = replay({rank: program.events for rank, program in ranks.items()}, changed(UNIT, intra=Link("in", 1.0, 1e9, "made up")))
+    assert timeline.step_s == close(seconds)
+    one, two = timeline.transfers(0)
+    assert one.start_s == close(1) and one.end_s <= two.start_s
+
+
 def test_a_collective_starts_with_its_last_member():
     programs = {rank: Program().compute(seconds) for rank, seconds in ((0, 1), (1, 5))}
     for program in programs.values():
@@ -271,7 +287,9 @@ def longest_path(events, in_order):
             step = max(step, now)
         for (axis, members, seq), came in arrivals.items():
             previous = ends.get((axis, members, seq - 1), 0.0) if in_order else 0.0
-            ends[axis, members, seq] = max(previous, *(now for now, _ in came), 0.0) + transfer_s(came[0][1])
+            event = came[0][1]
+            latency = transfer_s(changed(event, payload_bytes=0)) if event.op in ("send", "receive") else 0.0
+            ends[axis, members, seq] = max(previous, *(now + latency for now, _ in came), 0.0) + transfer_s(event) - latency
         if ends == before:
             return max([step, *ends.values()])
 

@@ -7,7 +7,8 @@ Each rank runs its events in order. Compute takes the larger of two costs (roofl
 Issue hands a transfer to the stream of its group and costs the rank nothing. The transfer starts when its last member
 has issued it and the group's previous transfer has ended; it takes what `simulate.collectives` says and ends on all
 members together. Wait stops the rank until that end. So: one stream of computation and one per group, as with NCCL;
-messages have one per (source, destination), and start when both sides are there.
+messages have one per (source, destination), and are on it a latency after both sides are there: one that is issued while
+another is under way follows it without a pause.
 
 Ranks that take part in a transfer but have no events here are taken to be in step with those that do: the events of
 one rank of a dry run stand for 1,024. The start of everything is the longest path through a fixed graph. Hence equal
@@ -146,8 +147,9 @@ class _Player:
         key = op, transfer.payload_bytes
         if key not in stream.cost:
             stream.cost[key] = collectives.seconds(*key, stream.placement, self.algorithms.get(op, "auto"))
-        start = max(transfer.ready_s, stream.free_s)
-        transfer.end_s = stream.free_s = start + stream.cost[key]
+        latency = stream.placement.slowest_hop[0] if op in _MESSAGE else 0.0         # passes beside the message before, not after it
+        start = max(transfer.ready_s + latency, stream.free_s)
+        transfer.end_s = stream.free_s = start + stream.cost[key] - latency
         for rank, event, issued_s in transfer.arrived:
             self.ranks[rank].spans.append(
                 Span(_stream_name(event), "transfer", start, transfer.end_s, event, issued_s))
