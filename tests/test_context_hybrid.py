@@ -163,7 +163,7 @@ def test_loongtrain():
     for run in runs:
         forward, _ = run[2][0][1]
         assert by_axis(forward) == {"outer": block, "inner": 2 * block}
-        assert by_axis(forward, lambda event: event.op == "send") == {"outer": 1, "inner": 2}
+        assert by_axis(forward, lambda event: event.op == "send") == {"outer": 2 * 1, "inner": 2 * 2}
 
 
 def rings_in_a_dry_run(outer, inner):
@@ -178,6 +178,7 @@ def test_bytes_of_long_double_rings():
     block = 8 * 2 * 2 * B * 128 // 16 * K
     for m, w in ((4, 4), (2, 8)):
         forward, both, steps = dryrun.run(rings_in_a_dry_run, m, w, rank=5, ranks=16)
+        steps = {axis: messages // 2 for axis, messages in steps.items()}                  # one of K and one of V
         assert steps == {"outer": m - 1, "inner": m * (w - 1)}
         assert forward == {axis: n * block for axis, n in steps.items()} and both == {axis: 3 * n * block for axis, n in steps.items()}
 
@@ -192,12 +193,12 @@ def attention_of_two_nodes(length, outer, inner):
     return ledger.events
 
 
-@pytest.mark.parametrize("length, single_ms, double_ms", [(16384, 4.2, 1.7), (131072, 43.6, 42.9)])
+@pytest.mark.parametrize("length, single_ms, double_ms", [(16384, 4.1, 1.8), (131072, 43.0, 43.1)])
 def test_replay_of_a_double_ring(length, single_ms, double_ms):
     """The table in hybrid.py: two nodes of 8 H100, by the rank that sends across the border."""
     times = [1e3 * replay({7: dryrun.run(attention_of_two_nodes, length, *grid, rank=7, ranks=16)}, machine("h100"), dtype="bf16").step_s
              for grid in ((16, 1), (2, 8))]
-    assert times == pytest.approx([single_ms, double_ms], rel=0.05)
+    assert times == pytest.approx([single_ms, double_ms], rel=0.02)
 
 
 def test_three_rings():
@@ -217,7 +218,7 @@ def test_three_rings():
         return steps, max((a - split(b, zigzag, everyone, 2)).abs().max().item() for a, b in zip(ours, theirs))
 
     for steps, error in launch.run(rank, ranks=8):
-        assert error < TOLERANCE and steps == {"rack": 1, "node": 2, "card": 4}
+        assert error < TOLERANCE and steps == {"rack": 2 * 1, "node": 2 * 2, "card": 2 * 4}      # K and V
 
 
 def test_rings_must_be_named_right():
@@ -262,7 +263,7 @@ def test_wallfacer(ranks, count):
             assert error < TOLERANCE
             formula, messages = wallfacer_bytes(ranks, count, rank % count, heads, kv_heads)
             assert [by_axis(forward), by_axis(both)] == formula
-            assert by_axis(forward, lambda event: event.op == "send").get("ring", 0) == messages <= min(ranks // count ** 2, ranks - 1)
+            assert by_axis(forward, lambda event: event.op == "send").get("ring", 0) == 2 * messages <= 2 * min(ranks // count ** 2, ranks - 1)
 
 
 def teams_in_a_dry_run(count):
@@ -275,8 +276,8 @@ def teams_in_a_dry_run(count):
 def test_bytes_of_teams_on_64_ranks():
     """Larger teams: shorter rings, more inside the team."""
     for count, most in ((1, 63), (2, 16), (4, 4), (8, 1)):
-        formula = wallfacer_bytes(64, count, 7 % count, 4, 2, length=128)
-        assert dryrun.run(teams_in_a_dry_run, count, rank=7, ranks=64) == formula and formula[1] == most
+        formula, messages = wallfacer_bytes(64, count, 7 % count, 4, 2, length=128)
+        assert dryrun.run(teams_in_a_dry_run, count, rank=7, ranks=64) == (formula, 2 * messages) and messages == most
 
 
 def test_shares_of_a_team_are_merged_by_their_lse():
@@ -335,10 +336,10 @@ def peak(name, a, b):
 
 def test_memory_of_rings_and_teams():
     forward, backward = dryrun.run(peak, "ring", 4, 4, rank=1, ranks=16)
-    assert dryrun.run(peak, "double ring", 4, 4, rank=1, ranks=16) == (forward + 2 * 2, backward + 6 * 2)
-    for count, factor in ((2, 2.3), (4, 4)):
+    assert dryrun.run(peak, "double ring", 4, 4, rank=1, ranks=16) == (forward + 2 * 2, backward + 5 * 2)
+    for count, most in ((2, 2.35), (4, 4)):
         found = dryrun.run(peak, "wallfacer", 16 // count, count, rank=1, ranks=16)
-        assert found == pytest.approx((factor * forward, factor * backward), rel=0.05)
+        assert most - 0.25 < found[1] / backward < most and most - 0.25 < found[0] / forward < most
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

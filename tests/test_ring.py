@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from minitrain import collectives, dryrun, launch
 from minitrain.config import GPTConfig
-from minitrain.context import ring
+from minitrain.context import blocks
 from minitrain.context.blocks import FUSED, PLAIN, merge, nothing_yet, row_sums, stand_in
 from minitrain.context.layout import contiguous, each_document, join, positions, split, striped, tiles, zigzag
 from minitrain.context.packed import packed_attention
@@ -105,7 +105,7 @@ class Kept:
 
 def broken_run(part, group):
     """How far out, dq, dk, dv are from the truth when one call among many does nothing."""
-    true = dict(rotate=collectives.rotate, merge=ring.merge)
+    true = dict(rotate=collectives.rotate, merge=blocks.merge)
     count = [0]
 
     def skips(which, name, instead):
@@ -119,9 +119,9 @@ def broken_run(part, group):
     elif part == "home":                    # 3 hops forward, 3 + 2 backward, and the last one
         collectives.rotate = skips(9, "rotate", lambda x, group: x)
     else:
-        ring.merge = skips(2, "merge", lambda *args: None)
+        blocks.merge = skips(2, "merge", lambda *args: None)
     found, _ = over(partial(ring_attention, group=group, causal=False), group)
-    collectives.rotate, ring.merge = true["rotate"], true["merge"]
+    collectives.rotate, blocks.merge = true["rotate"], true["merge"]
     return [(a - b).abs().max().item() for a, b in zip(found, whole(causal=False))]
 
 
@@ -249,10 +249,10 @@ def test_every_transfer_starts_before_the_product_it_hides_behind():
     events = dryrun.run(run, rank=2, ranks=4)
     kinds = ["product" if isinstance(event, Compute) else event.op for event in events
              if isinstance(event, Issue) and event.op == "send" or isinstance(event, Compute) and event.flops]
-    forward = ["send", "product"] * 3 + ["product"]
-    assert kinds == forward + ["send", "product"] * 2 + ["send", "send", "product"] + ["send", "product"] + ["send"]
+    kv, dkv = ["send"] * 2, ["send"] * 2
+    assert kinds == [*kv, "product"] * 3 + ["product"] + [*kv, "product"] * 2 + [*kv, *dkv, "product"] + [*dkv, "product"] + dkv
     between = [count for _, count in hidden(events)]
-    assert between == [1] * (len(between) - 2) + [0, 0]         # a product between issue and wait, but for the last hop home
+    assert between == [1] * (len(between) - 4) + [0] * 4        # a product between issue and wait, but for the last hop home
 
 
 def peaks(heads, tokens, dtype):
@@ -277,7 +277,7 @@ def exposed(tokens, where, ranks=4, kv_heads=8):
             ring_forward(q, k, v, collectives.world(), contiguous, False, FUSED)
         return ledger.events
 
-    return replay({0: dryrun.run(run, ranks=ranks)}, where).exposed_communication_s
+    return round(replay({0: dryrun.run(run, ranks=ranks)}, where).exposed_communication_s, 15)
 
 
 def first_hidden(where, low, high):
@@ -294,8 +294,8 @@ def test_blockwise_ring():
         forward, backward = dryrun.run(peaks, (8, 8), 1024, torch.float32, ranks=ranks)
         # q, two of K, two of V, out: the paper's 6; this rank's own k and v, kept for backward; a tile's output and its weighing
         assert 10 <= forward < 10.1
-        # q, k, v, out, dout, dq; here, arriving, and four gradients of K and V each; a tile's dq, dk, dv
-        assert 21 <= backward < 21.1
+        # q, k, v, out, dout, dq; here, arriving, and three gradients of K and V each; a tile's dq, dk, dv
+        assert 19 <= backward < 19.1
     table = {"A100 NVLink": (312e12, 300e9, 1040), "A100 InfiniBand": (312e12, 12.5e9, 24960), "TPUv4": (275e12, 268e9, 1027)}
     for flops, bytes_per_s, tokens in table.values():
         assert tokens - 1 < flops / bytes_per_s <= tokens
@@ -304,7 +304,7 @@ def test_blockwise_ring():
     assert first_hidden(ideal(312e12, 300e9), 512, 2048) == 1040
     assert [round(6 * 312e12 / rate / 1e3, 1) for rate in (300e9, 12.5e9)] == [6.2, 149.8]            # shortest sequence, in thousands
     assert exposed(130, ideal(312e12, 300e9), kv_heads=1) == 0 < exposed(129, ideal(312e12, 300e9), kv_heads=1)
-    assert first_hidden(machine("a100"), 128, 1040) < 500       # merging partial outputs takes time too, behind which a transfer hides
+    assert 900 < first_hidden(machine("a100"), 128, 2048) < 1040    # merging partial outputs takes time too, behind which a transfer hides
     _, (forward, _) = launch.run(lambda: over(partial(ring_attention, group=collectives.world()), collectives.world(), heads=MHA), ranks=4)[0]
     assert forward == 2 * 3 * B * T * (4 * K) // 4 * 8
 

@@ -281,9 +281,9 @@ def test_burst_attention():
 
 def test_a_node_s_next_block_is_on_its_way_during_the_whole_inner_ring():
     events = burst_steps(two_level, 16, 3, 4)[5]
-    assert sum(event.axis == "dp" and event.op == "send" for event in events if isinstance(event, Issue)) == 2      # N - 1
-    assert sum(event.axis == "tp" and event.op == "send" for event in events if isinstance(event, Issue)) == 9      # N·(M - 1)
-    assert sorted(Counter(hidden(events)).items()) == [(("receive", 1), 9), (("receive", 4), 2), (("send", 1), 9), (("send", 4), 2)]
+    assert sum(event.axis == "dp" and event.op == "send" for event in events if isinstance(event, Issue)) == 2 * 2      # K and V, N - 1 times
+    assert sum(event.axis == "tp" and event.op == "send" for event in events if isinstance(event, Issue)) == 2 * 9      # N·(M - 1) times
+    assert sorted(Counter(hidden(events)).items()) == [(("receive", 1), 18), (("receive", 4), 4), (("send", 1), 18), (("send", 4), 4)]
 
 
 def test_bad_input_is_one_line():

@@ -17,7 +17,7 @@ what the schedule needs: data of a round during the round before, results during
     one tile by its query's rank     forward K, V: 2·B·H_kv·T/n·K                backward K, V, and dK, dV back: 4·B·H_kv·T/n·K
     one by a helper                  Q, O: 2·B·H·T/n·K, lse: B·H·T/n             Q, dO, and dQ back: 3·B·H·T/n·K, lse, D: 2·B·H·T/n
 
-Nothing is handed on: every block goes from its owner to where it is used, in all (n²-n)/2 messages there instead of n²-n hops.
+Nothing is handed on: every block goes from its owner to where it is used, in all (n²-n)/2 hops instead of n²-n.
 Memory: beside what the ring holds, a result on its way out and one on its way in: a few blocks, whatever n is.
 Raises ValueError in one line, before any rank waits, for shapes that do not fit and, in `check`, for a schedule that misses a tile.
 
@@ -37,10 +37,12 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.collectives import Handle
-from minitrain.context.blocks import FUSED, Blocks, merge, nothing_yet, row_sums, stand_in
+from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, row_sums, stand_in
 from minitrain.context.dropout import DropMask, dropping
 from minitrain.context.layout import Tile, contiguous, tiles
-from minitrain.context.ring import check_core, zeros
+from minitrain.context.ring import check_core
+
+ALL = slice(None)
 
 
 class Work(NamedTuple):
@@ -173,44 +175,46 @@ def balanced_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, 
 
 def balanced_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
-    out, lse = nothing_yet(q)
+    found, like_lse = Attended(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
 
     def compute(work: Work, came: str, data: Tensors) -> Tensors:
         block = blocks.on(tile_of(work, group, q))
         if came == "queries":
             part, part_lse = block.forward(*data, k, v, False)
             return part.to(q.dtype), part_lse
-        merge(out, lse, *block.forward(q, *(data[0] if came else (k, v)), not came))
+        found.take(ALL, *block.forward(q, *(data if came else (k, v)), not came))
         return ()
 
-    run(schedule, group, {"keys": (torch.stack((k, v)),), "queries": (q,)}, {"keys": (), "queries": (q, lse)},
-        compute, lambda what, result: merge(out, lse, *result))
-    return out.to(q.dtype), lse
+    run(schedule, group, {"keys": (k, v), "queries": (q,)}, {"keys": (), "queries": (q, like_lse)},
+        compute, lambda what, result: found.take(ALL, *result))
+    return found.result()
 
 
 def balanced_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: ProcessGroup, schedule: Schedule,
                       blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     """The same tiles by the same ranks -> dq, dk, dv of this rank's tokens."""
-    kv = torch.stack((k, v))
-    dq, dkv = zeros(q), zeros(kv)
+    sums = {"queries": (Summed(q),), "keys": (Summed(k), Summed(v))}
+
+    def add(what: str, parts: Tensors) -> None:
+        for total, part in zip(sums[what], parts):
+            total.add(ALL, part)
 
     def compute(work: Work, came: str, data: Tensors) -> Tensors:
         block = blocks.on(tile_of(work, group, q))
         if came == "queries":
-            (its_q, its_dout), (its_lse, delta) = data
+            its_q, its_dout, its_lse, delta = data
             part, *own = block.backward(its_dout, its_q, k, v, stand_in(its_dout, delta), its_lse, False)
-            dkv.add_(torch.stack(own))
+            add("keys", own)
             return (part,)
-        part, *theirs = block.backward(dout, q, *(data[0] if came else kv), out, lse, not came)
-        dq.add_(part)
+        part, *theirs = block.backward(dout, q, *(data if came else (k, v)), out, lse, not came)
+        add("queries", (part,))
         if came:
-            return (torch.stack(theirs),)
-        dkv.add_(torch.stack(theirs))
+            return tuple(theirs)
+        add("keys", theirs)
         return ()
 
-    run(schedule, group, {"keys": (kv,), "queries": (torch.stack((q, dout)), torch.stack((lse, row_sums(dout, out))))},
-        {"keys": (kv,), "queries": (q,)}, compute, lambda what, result: (dkv if what == "keys" else dq).add_(result[0]))
-    return dq.to(q.dtype), *dkv.to(k.dtype)
+    run(schedule, group, {"keys": (k, v), "queries": (q, dout, lse, row_sums(dout, out))}, {"keys": (k, v), "queries": (q,)}, compute, add)
+    return tuple(total.total.to(x.dtype) for total, x in zip((*sums["queries"], *sums["keys"]), (q, k, v)))
 
 
 def tile_of(work: Work, group: ProcessGroup, q: Tensor) -> Tile:

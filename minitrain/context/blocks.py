@@ -113,6 +113,79 @@ def fused_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 PLAIN, FUSED = Blocks(plain_forward, plain_backward), Blocks(fused_forward, fused_backward)
 
 
+# ---- put together, tile by tile (layout.Tile) ------------------------------------------------------------------------
+
+class Attended:
+    """What queries q `[B, H, T, K]` have found among the keys they met so far, in at least float32."""
+
+    def __init__(self, q: Tensor):
+        self.q, self.out, self.lse = q, None, None
+
+    def meet(self, seen: list, k: Tensor, v: Tensor, blocks: Blocks) -> None:
+        """Takes in what the tiles `seen` say that q sees of these keys."""
+        for tile in seen:
+            rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
+            self.take(tile.queries, *blocks.on(tile).forward(self.q[rows], k[columns], v[columns], tile.causal))
+
+    def take(self, queries: slice, out: Tensor, lse: Tensor) -> None:
+        """The first block that all queries see is kept as it is, others are merged."""
+        if self.out is None and out.shape == self.q.shape:
+            exact = torch.promote_types(out.dtype, torch.float32)
+            self.out, self.lse = out.to(exact), lse.to(exact)
+            return
+        if self.out is None:
+            self.out, self.lse = nothing_yet(self.q)
+        merge(self.out[..., queries, :], self.lse[..., queries], out, lse)
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """out `[B, H, T, K]` and lse `[B, H, T]`."""
+        return nothing_yet(self.q) if self.out is None else (self.out, self.lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The same, out in q's dtype."""
+        out, lse = self.exact()
+        return out.to(self.q.dtype), lse
+
+
+class Summed:
+    """A sum of gradients of parts of x `[B, H, T, K]`, in at least float32; the first that is of all of it is kept as it is.
+
+    In memory it lies as `[B, T, H, K]`, as kernels leave gradients: what is sent is `by_token`, or it would be copied first.
+    """
+
+    def __init__(self, x: Tensor):
+        self.x, self._total = x, None
+
+    def add(self, tokens: slice, part: Tensor) -> None:
+        if self._total is None and part.shape == self.x.shape:
+            self._total = part.to(torch.promote_types(part.dtype, torch.float32))
+        else:
+            self._total = self.total
+            self._total[..., tokens, :] += part
+
+    @property
+    def total(self) -> Tensor:
+        if self._total is not None:
+            return self._total
+        return torch.zeros_like(self.x.transpose(1, 2), dtype=torch.promote_types(self.x.dtype, torch.float32),
+                                memory_format=torch.contiguous_format).transpose(1, 2)
+
+    @property
+    def by_token(self) -> Tensor:
+        """`[B, T, H, K]`."""
+        return self.total.transpose(1, 2)
+
+
+def meet_backward(seen: list, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Summed, dk: Summed, dv: Summed,
+                  blocks: Blocks) -> None:
+    """Adds what these tiles give to the sums for q, k and v; out and lse are those of all keys."""
+    for tile in seen:
+        rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
+        found = blocks.on(tile).backward(dout[rows], q[rows], k[columns], v[columns], out[rows], lse[..., tile.queries], tile.causal)
+        for total, tokens, part in zip((dq, dk, dv), (tile.queries, tile.keys, tile.keys), found):
+            total.add(tokens, part)
+
+
 def row_sums(dout: Tensor, out: Tensor) -> Tensor:
     """D = rowsum(dO · O) `[B, H, T]`, in at least float32: all that backward needs to know of O."""
     exact = torch.promote_types(dout.dtype, torch.float32)

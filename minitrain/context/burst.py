@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.context.blocks import FUSED, Blocks, nothing_yet, row_sums, stand_in
+from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward, row_sums, stand_in
 from minitrain.context.dropout import DropMask, dropping
 from minitrain.context.layout import Layout, Tile, contiguous, tiles
-from minitrain.context.ring import attend, attend_backward, carry, check_core, zeros
+from minitrain.context.ring import carry_through, check_core
 
 SIDES = "queries", "keys"
 
@@ -43,54 +43,49 @@ def burst_attention(q: Tensor, k: Tensor, v: Tensor, *, inside: ProcessGroup, ac
     return _Burst.apply(q, k, v, (across, inside), layout, causal, backward_sends, dropping(blocks, dropout))
 
 
-def carry_far(x: Tensor | tuple[Tensor, ...], groups: tuple[ProcessGroup, ProcessGroup], visit) -> Tensor | None:
-    """`carry` over both rings: visit(o, i, x of node - o and device - i)."""
-    across, inside = groups
-    return carry(x, across, lambda o, x: carry(x, inside, lambda i, x: visit(o, i, x)))
-
-
 def burst_forward(q: Tensor, k: Tensor, v: Tensor, groups: tuple[ProcessGroup, ProcessGroup], layout: Layout, causal: bool,
                   blocks: Blocks) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
-    plan = tiles_by_steps(groups, layout, q.size(-2), causal)
-    out, lse = nothing_yet(q)
-    carry_far(torch.stack((k, v)), groups, lambda o, i, kv: attend(plan[o][i][0], q, kv, out, lse, blocks))
-    return out.to(q.dtype), lse
+    plan, found = tiles_by_steps(groups, layout, q.size(-2), causal), Attended(q)
+    carry_through((k, v), groups, lambda steps, k, v: found.meet(plan[steps][0], k, v, blocks))
+    return found.result()
 
 
 def burst_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, groups: tuple[ProcessGroup, ProcessGroup],
                    layout: Layout, causal: bool, sends: str, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
     plan = tiles_by_steps(groups, layout, q.size(-2), causal)
-    kv = torch.stack((k, v))
+    own = [Summed(x) for x in (q, k, v)]
 
-    def with_keys(o: int, i: int, kv: Tensor) -> Tensor:
-        return attend_backward(plan[o][i][0], dout, q, kv, out, lse, dq, zeros(kv), blocks)
+    def with_keys(steps: tuple[int, int], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        dk, dv = Summed(k), Summed(v)
+        meet_backward(plan[steps][0], dout, q, k, v, out, lse, own[0], dk, dv, blocks)
+        return dk.by_token, dv.by_token
 
-    def with_queries(o: int, i: int, visitor: tuple[Tensor, Tensor]) -> Tensor:
-        (q, dout), (lse, delta) = visitor
-        dq = zeros(q)
-        attend_backward(plan[o][i][1], dout, q, kv, stand_in(dout, delta), lse, dq, dkv, blocks)
-        return dq
+    def with_queries(steps: tuple[int, int], q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor]:
+        dq = Summed(q)
+        meet_backward(plan[steps][1], dout, q, k, v, stand_in(dout, delta), lse, dq, *own[1:], blocks)
+        return dq.by_token,
 
     if sends == "keys":
-        dq = zeros(q)
-        dkv = carry_far(kv, groups, with_keys)
+        dkv = carry_through((k, v), groups, with_keys)
+        found = own[0].by_token, *dkv
     else:
-        dkv = zeros(kv)
-        dq = carry_far((torch.stack((q, dout)), torch.stack((lse, row_sums(dout, out)))), groups, with_queries)
-    return dq.to(q.dtype), *dkv.to(k.dtype)
+        dq = carry_through((q, dout, lse, row_sums(dout, out)), groups, with_queries)
+        found = *dq, *(total.by_token for total in own[1:])
+    return tuple(dx.to(q.dtype).transpose(1, 2) for dx in found)
 
 
-def tiles_by_steps(groups: tuple[ProcessGroup, ProcessGroup], layout: Layout, tokens: int, causal: bool) -> list[list[tuple[list[Tile], list[Tile]]]]:
-    """[o][i]: what this rank's queries see of the visitor's keys, and what the visitor's queries see of this rank's."""
+def tiles_by_steps(groups: tuple[ProcessGroup, ProcessGroup], layout: Layout, tokens: int,
+                   causal: bool) -> dict[tuple[int, int], tuple[list[Tile], list[Tile]]]:
+    """[o, i]: what this rank's queries see of the visitor's keys, and what the visitor's queries see of this rank's."""
     (nodes, devices), (node, device) = (group.size() for group in groups), (group.rank() for group in groups)
 
     def held(node: int, device: int) -> list[range]:
         return layout(node % nodes * devices + device % devices, nodes * devices, tokens * nodes * devices)
 
-    own, visitors = held(node, device), [[held(node - o, device - i) for i in range(devices)] for o in range(nodes)]
-    return [[(tiles(own, other, causal), tiles(other, own, causal)) for other in row] for row in visitors]
+    own, visitors = held(node, device), {(o, i): held(node - o, device - i) for o in range(nodes) for i in range(devices)}
+    return {steps: (tiles(own, other, causal), tiles(other, own, causal)) for steps, other in visitors.items()}
 
 
 class _Burst(torch.autograd.Function):

@@ -26,9 +26,9 @@ the ring turn inside the node, on w blocks of keys, while the next w, one for ea
 In backward gradients travel as keys do, twice the blocks in both cases. So the bytes of a node hardly change, (mw-1)/(mw-w), but all
 cards carry them, and a step across has w inner steps to hide behind. A rank sends (m·w - 1) blocks in either case. Replayed on two
 nodes of 8 H100 (forward and backward, H=32, H_kv=8, K=128, bf16, zig-zag):     T=16K     T=128K
-                                                            one ring of 16     4.2 ms    43.6 ms
-                                                       outer 2, inner of 8     1.7 ms    42.9 ms
-Memory: as ring.py, and two more blocks of K and V, one leaving and one arriving, for each ring further out; six in backward.
+                                                            one ring of 16     4.1 ms    43.0 ms
+                                                       outer 2, inner of 8     1.8 ms    43.1 ms
+Memory: as ring.py, and two more blocks of K and V, one leaving and one arriving, for each ring further out; five in backward.
 
 Raises ValueError in one line, before any rank waits, for heads that u does not divide, for groups that do not cross in this rank
 only, and for lengths that the layout does not divide.
@@ -46,10 +46,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.context.blocks import FUSED, Blocks, merge, nothing_yet
+from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward
 from minitrain.context.dropout import DropMask, dropping
 from minitrain.context.layout import Layout, Tile, tiles, zigzag
-from minitrain.context.ring import check_core, ring_attention
+from minitrain.context.ring import carry_through, check_core, ring_attention
 from minitrain.context.ulysses import ulysses_attention
 
 
@@ -113,63 +113,23 @@ def double_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, outer: ProcessGrou
 def rings_forward(q: Tensor, k: Tensor, v: Tensor, rings: Sequence[ProcessGroup], layout: Layout, causal: bool,
                   blocks: Blocks) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`. The first ring is the outermost."""
-    out, lse = nothing_yet(q)
-
-    def meet(kv: Tensor, steps: tuple[int, ...]) -> None:
-        for tile in seen(rings, steps, layout, q.size(-2), causal):
-            rows = (..., tile.queries, slice(None))
-            merge(out[rows], lse[..., tile.queries], *blocks.on(tile).forward(q[rows], *kv[..., tile.keys, :], tile.causal))
-
-    carry(torch.stack((k, v)), rings, meet)
-    return out.to(q.dtype), lse
+    found = Attended(q)
+    carry_through((k, v), rings, lambda steps, k, v: found.meet(seen(rings, steps, layout, q.size(-2), causal), k, v, blocks))
+    return found.result()
 
 
 def rings_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rings: Sequence[ProcessGroup], layout: Layout,
                    causal: bool, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
-    dq = torch.zeros_like(q)
+    dq = Summed(q)
 
-    def meet(kv: Tensor, steps: tuple[int, ...]) -> Tensor:
-        dkv = torch.zeros_like(kv)
-        for tile in seen(rings, steps, layout, q.size(-2), causal):
-            rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
-            tile_dq, *tile_dkv = blocks.on(tile).backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
-            dq[rows] += tile_dq
-            dkv[columns] += torch.stack(tile_dkv)
-        return dkv
+    def visit(steps: tuple[int, ...], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        dk, dv = Summed(k), Summed(v)
+        meet_backward(seen(rings, steps, layout, q.size(-2), causal), dout, q, k, v, out, lse, dq, dk, dv, blocks)
+        return dk.by_token, dv.by_token
 
-    return dq, *carry_and_collect(torch.stack((k, v)), rings, meet)
-
-
-def carry(kv: Tensor, rings: Sequence[ProcessGroup], meet: Callable, steps: tuple[int, ...] = ()) -> None:
-    """meet(kv of every rank, the steps it has come in each ring); the next block of a ring arrives behind all that is inside."""
-    if not rings:
-        return meet(kv, steps)
-    ring, *inside = rings
-    for step in range(ring.size()):
-        last = step == ring.size() - 1
-        arriving = None if last else collectives.rotate(kv, ring, async_op=True)
-        carry(kv, inside, meet, (*steps, step))
-        kv = kv if last else arriving.wait()
-
-
-def carry_and_collect(kv: Tensor, rings: Sequence[ProcessGroup], meet: Callable, steps: tuple[int, ...] = ()) -> Tensor:
-    """The same, and meet returns gradients of the kv it is given -> their sum over all ranks, at home. Own shares never leave."""
-    if not rings:
-        return meet(kv, steps)
-    ring, *inside = rings
-    home = travelling = None
-    for step in range(ring.size()):
-        last = step == ring.size() - 1
-        arriving = None if last else collectives.rotate(kv, ring, async_op=True)
-        shares = None if step < 2 else collectives.rotate(travelling, ring, async_op=True)      # gradients of the block that is here
-        dkv = carry_and_collect(kv, inside, meet, (*steps, step))
-        if step == 0:
-            home = dkv
-        else:
-            travelling = dkv if shares is None else dkv.add_(shares.wait())
-        kv = kv if last else arriving.wait()
-    return home if travelling is None else home.add_(collectives.rotate(travelling, ring))
+    dk, dv = carry_through((k, v), rings, visit)
+    return dq.total.to(q.dtype), *(dx.to(k.dtype).transpose(1, 2) for dx in (dk, dv))
 
 
 def seen(rings: Sequence[ProcessGroup], steps: tuple[int, ...], layout: Layout, tokens: int, causal: bool) -> list[Tile]:

@@ -3,7 +3,7 @@
     step s, rank r     has K, V of rank r - s     O, lse merged with them     while those of rank r - s - 1 arrive
 
 n ranks hold T/n tokens each and after n steps every query has met every key, though nobody ever held more than two blocks of keys.
-A block travels as K and V in one message, of the few heads that there are (GQA), and hides behind the products with the block before.
+K and V of a block travel side by side, of the few heads that there are (GQA), and hide behind the products with the block before.
 Backward goes round again: P is computed anew from the final lse, dQ stays, and dK, dV of a block travel one step behind it, gathering
 every rank's share until they are home; the owner's own share never leaves. That last hop home is the one nothing hides.
 
@@ -17,9 +17,9 @@ A step takes 4·B·H·c²·K FLOPs while 4·B·H·c·K bytes of bf16 arrive (c =
 is 1.0K tokens for an A100's NVLink and 25K for 100 Gb/s InfiniBand; with an eighth of the K/V heads, an eighth.
 
 Sums are made in at least float32 (O, lse, dQ, and the shares of dK, dV), and a travelling sum is rounded to k's dtype for each hop.
-Memory beside q, k, v, O, lse: two blocks of K, V (what is here and what arrives); in backward also the gradients of this block, of
-the one before on its way out, of this one's on its way in, and of the block at home; in both what `blocks` needs for one tile. None
-of it grows with n: ten tensors of q's size forward, 21 in backward, for H_kv = H in float32.
+Memory beside q, k, v, O, lse: two blocks of K, V (what is here and what arrives); in backward also the gradients of the block before on
+their way out, of this one's on their way in, and of the block at home; in both what `blocks` needs for one tile. None of it grows
+with n: ten tensors of q's size forward, 19 in backward, for H_kv = H in float32.
 Raises ValueError in one line, before any rank waits, for shapes that do not fit each other, for a bias (a model with ALiBi
 hands its core one over this rank's keys, and here come others'), dropout without a seed (dropout.py), and for what the layout refuses.
 
@@ -28,14 +28,14 @@ Li et al. 2021, arXiv:2105.13120 (ring_self_attention.py has its two passes); Li
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.context.blocks import FUSED, Blocks, merge, nothing_yet
+from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward
 from minitrain.context.dropout import DropMask, check_dropout, dropping
 from minitrain.context.layout import Layout, Tile, contiguous, tiles
 
@@ -49,19 +49,23 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layo
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
-    plan = tiles_by_step(group, layout, q.size(-2), causal)
-    out, lse = nothing_yet(q)
-    carry(torch.stack((k, v)), group, lambda step, kv: attend(plan[step], q, kv, out, lse, blocks))
-    return out.to(q.dtype), lse
+    plan, found = tiles_by_step(group, layout, q.size(-2), causal), Attended(q)
+    carry((k, v), group, lambda step, k, v: found.meet(plan[step], k, v, blocks))
+    return found.result()
 
 
 def ring_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: ProcessGroup, layout: Layout,
                   causal: bool, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
-    plan = tiles_by_step(group, layout, q.size(-2), causal)
-    dq = zeros(q)
-    dkv = carry(torch.stack((k, v)), group, lambda step, kv: attend_backward(plan[step], dout, q, kv, out, lse, dq, zeros(kv), blocks))
-    return dq.to(q.dtype), *dkv.to(k.dtype)
+    plan, dq = tiles_by_step(group, layout, q.size(-2), causal), Summed(q)
+
+    def visit(step: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        dk, dv = Summed(k), Summed(v)
+        meet_backward(plan[step], dout, q, k, v, out, lse, dq, dk, dv, blocks)
+        return dk.by_token, dv.by_token
+
+    dk, dv = carry((k, v), group, visit)
+    return dq.total.to(q.dtype), *(dx.to(k.dtype).transpose(1, 2) for dx in (dk, dv))
 
 
 def tiles_by_step(group: ProcessGroup, layout: Layout, tokens: int, causal: bool) -> list[list[Tile]]:
@@ -73,53 +77,41 @@ def tiles_by_step(group: ProcessGroup, layout: Layout, tokens: int, causal: bool
 
 # ---- the ring --------------------------------------------------------------------------------------------------------
 
-def carry(x: Tensor, group: ProcessGroup, visit: Callable[[int, Tensor], Tensor | None]) -> Tensor | None:
-    """visit(step, x of rank - step), step = 0..n-1, while the next x arrives.
+def carry(x: tuple[Tensor, ...], group: ProcessGroup, visit: Callable[..., tuple[Tensor, ...] | None]) -> tuple[Tensor, ...] | None:
+    """visit(step, *x of rank - step), step = 0..n-1, while the next x arrives.
 
-    What `visit` returns is this rank's share of a sum that belongs to the x's owner: the sum travels one step behind x, in x's dtype
-    (`[0]`'s, of a tuple), hides as x does, and the own x's sum is returned.
+    What `visit` returns is this rank's share of sums that belong to the x's owner: they travel one step behind x, in the dtype of its
+    first tensor, hide as x does, and the own x's sums are returned.
     """
-    size, dtype = group.size(), x.dtype if isinstance(x, Tensor) else x[0].dtype
+    size, dtype = group.size(), x[0].dtype
     home = travelling = None
     for step in range(size):
         last = step == size - 1
         arriving = None if last else collectives.rotate(x, group, async_op=True)
         before = None if travelling is None else collectives.rotate(travelling, group, async_op=True)
+        shares = visit(step, *x)
         if step == 0:
-            home = visit(step, x)
-        else:
-            travelling = _with_share(before, visit(step, x), dtype)
+            home = shares
+        elif shares is not None:
+            travelling = tuple(share.to(dtype) for share in added(shares, () if before is None else before.wait()))
         x = x if last else arriving.wait()
-    return home if travelling is None else home.add_(collectives.rotate(travelling, group))
+    return home if travelling is None else added(home, collectives.rotate(travelling, group))
 
 
-def _with_share(before: collectives.Handle | None, share: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if share is None:
-        return None
-    return (share if before is None else share.add_(before.wait())).to(dtype)
+def carry_through(x: tuple[Tensor, ...], rings: Sequence[ProcessGroup], visit: Callable[..., tuple[Tensor, ...] | None],
+                  steps: tuple[int, ...] = ()) -> tuple[Tensor, ...] | None:
+    """`carry` in rings within rings, the first outermost: visit(the steps x has come in each ring, *x). The next x of an outer ring
+    arrives behind all that is inside."""
+    if not rings:
+        return visit(steps, *x)
+    return carry(x, rings[0], lambda step, *x: carry_through(x, rings[1:], visit, (*steps, step)))
 
 
-def attend(seen: list[Tile], q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, blocks: Blocks) -> None:
-    """Takes what q sees of kv `[2, B, H_kv, T/n, K]` into out and lse."""
-    for tile in seen:
-        rows = (..., tile.queries, slice(None))
-        merge(out[rows], lse[..., tile.queries], *blocks.on(tile).forward(q[rows], *kv[..., tile.keys, :], tile.causal))
-
-
-def attend_backward(seen: list[Tile], dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dkv: Tensor,
-                    blocks: Blocks) -> Tensor:
-    """Adds to dq, and to dkv `[2, B, H_kv, T/n, K]`, which it returns."""
-    for tile in seen:
-        rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
-        found = blocks.on(tile).backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
-        for total, part in zip((dq[rows], *dkv[columns]), found):
-            total += part
-    return dkv
-
-
-def zeros(x: Tensor) -> Tensor:
-    """Where gradients of x are summed: in at least float32."""
-    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+def added(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Ours, with theirs added in place if there are any."""
+    for a, b in zip(ours, theirs):
+        a.add_(b)
+    return ours
 
 
 class _Ring(torch.autograd.Function):

@@ -54,11 +54,11 @@ def rows_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: L
         v, _ = spread(q, v, v)
         out.add_(dropped(p.chunk(group.size(), -1)[owner(group, step)], dropout, group, layout, step) @ v)
 
-    carry(k, group, score)
+    carry((k,), group, score)
     if causal:
         scores.masked_fill_(hidden, -math.inf)
     p = scores.sub_(scores.logsumexp(-1, keepdim=True)).exp_().to(q.dtype)
-    carry(v, group, average)
+    carry((v,), group, average)
     return out.to(q.dtype), p
 
 
@@ -68,20 +68,20 @@ def rows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, grou
     kv_heads, ds = k.size(1), torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
     dq, ps, parts = torch.zeros_like(q, dtype=ds.dtype), p.chunk(group.size(), -1), ds.chunk(group.size(), -1)
 
-    def through_values(step: int, v: Tensor) -> Tensor:
+    def through_values(step: int, v: Tensor) -> tuple[Tensor]:
         v, _ = spread(q, v, v)
         parts[owner(group, step)].copy_(dropped(dout @ v.transpose(-2, -1), dropout, group, layout, step))
-        return together(dropped(ps[owner(group, step)], dropout, group, layout, step).transpose(-2, -1) @ dout, kv_heads).to(ds.dtype)
+        return together(dropped(ps[owner(group, step)], dropout, group, layout, step).transpose(-2, -1) @ dout, kv_heads).to(ds.dtype),
 
-    def through_scores(step: int, k: Tensor) -> Tensor:
+    def through_scores(step: int, k: Tensor) -> tuple[Tensor]:
         k, _ = spread(q, k, k)
         part = parts[owner(group, step)].to(q.dtype)
         dq.add_(part @ k)
-        return together(part.transpose(-2, -1) @ q, kv_heads).to(ds.dtype)
+        return together(part.transpose(-2, -1) @ q, kv_heads).to(ds.dtype),
 
-    dv = carry(v, group, through_values)
+    dv, = carry((v,), group, through_values)
     ds.sub_(torch.einsum("...ij,...ij->...i", ds, p.to(ds.dtype)).unsqueeze(-1)).mul_(p).div_(math.sqrt(q.size(-1)))
-    dk = carry(k, group, through_scores)
+    dk, = carry((k,), group, through_scores)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

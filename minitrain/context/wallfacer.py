@@ -15,7 +15,7 @@ Mesh(ring=P/C, team=C), tokens by `layout` over mesh.group("ring", "team"). With
     backward                (C-1) (3U + 2V + U/K)  +  (C-1) (U + 2V)  twice that, dK, dV as K, V        (in each way if S = 1)
     ring attention                                                    (P-1) · 2V, backward twice that
 
-So at most S = P/C² messages in the place of P-1 and 1/C of the ring's bytes, for (C-1) (2U + 2V + U/K) inside the team. Zig-zag and
+So at most S = P/C² hops of K and V in the place of P-1 and 1/C of the ring's bytes, for (C-1) (2U + 2V + U/K) inside the team. Zig-zag and
 striped tokens give the members equal work under a causal mask; contiguous ones do not. The skip is not hidden behind anything.
 In backward a team gathers dO, O and lse too; dQ, a share on each member, is reduce-scattered; dK and dV add up along each ring, skip
 home at once, and the shares of the C rings are reduce-scattered. It is derived here, as the mirror of forward. C = 1 is the ring, but
@@ -34,11 +34,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.context.blocks import FUSED, Blocks, merge, nothing_yet
+from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward
 from minitrain.context.dropout import DropMask, dropping
 from minitrain.context.hybrid import check_crossing
 from minitrain.context.layout import Layout, Tile, tiles, zigzag
-from minitrain.context.ring import check_core
+from minitrain.context.ring import added, check_core
 
 TIME = 2
 
@@ -59,16 +59,14 @@ def wallfacer_forward(q: Tensor, k: Tensor, v: Tensor, team: ProcessGroup, ring:
                       blocks: Blocks) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/P, K]` in q's dtype, and lse `[B, H, T/P]`."""
     q, k, v = gathered((q, k, v), team)                                                          # [B, ·, C·T/P, K]
-    out, lse = nothing_yet(q)
-    kv = collectives.rotate(torch.stack((k, v)), ring, shift=skipped(team, plan))
+    found = Attended(q)
+    kv = collectives.rotate((k, v), ring, shift=skipped(team, plan))
     for step, seen in enumerate(plan):
         last = step == len(plan) - 1
         arriving = None if last else collectives.rotate(kv, ring, async_op=True)
-        for tile in seen:
-            rows = (..., tile.queries, slice(None))
-            merge(out[rows], lse[..., tile.queries], *blocks.on(tile).forward(q[rows], *kv[..., tile.keys, :], tile.causal))
+        found.meet(seen, *kv, blocks)
         kv = kv if last else arriving.wait()
-    out, lse = merged_scatter(out, lse, team)
+    out, lse = merged_scatter(*found.exact(), team)
     return out.to(q.dtype), lse
 
 
@@ -77,24 +75,21 @@ def wallfacer_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     """-> dq, dk, dv of this rank's tokens."""
     q, k, v, dout, out = gathered((q, k, v, dout, out), team)
     lse = collectives.all_gather(lse, team, TIME)
-    dq = torch.zeros_like(q)
+    dq = Summed(q)
     skip = skipped(team, plan)
-    kv = collectives.rotate(torch.stack((k, v)), ring, shift=skip)
+    kv = collectives.rotate((k, v), ring, shift=skip)
     travelling = None
     for step, seen in enumerate(plan):
         last = step == len(plan) - 1
         arriving = None if last else collectives.rotate(kv, ring, async_op=True)
         shares = None if step == 0 else collectives.rotate(travelling, ring, async_op=True)      # gradients of the block that is here
-        dkv = torch.zeros_like(kv)
-        for tile in seen:
-            rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
-            tile_dq, *tile_dkv = blocks.on(tile).backward(dout[rows], q[rows], *kv[columns], out[rows], lse[..., tile.queries], tile.causal)
-            dq[rows] += tile_dq
-            dkv[columns] += torch.stack(tile_dkv)
-        travelling = dkv if shares is None else dkv.add_(shares.wait())
+        dk, dv = Summed(k), Summed(v)
+        meet_backward(seen, dout, q, *kv, out, lse, dq, dk, dv, blocks)
+        travelling = tuple(share.to(k.dtype) for share in added((dk.by_token, dv.by_token), () if shares is None else shares.wait()))
         kv = kv if last else arriving.wait()
-    dkv = collectives.rotate(travelling, ring, shift=-(skip + len(plan) - 1))
-    return collectives.reduce_scatter(dq, team, TIME), *collectives.reduce_scatter(dkv, team, 1 + TIME)
+    home = torch.cat([dx.to(q.dtype) for dx in (dq.by_token, *collectives.rotate(travelling, ring, shift=-(skip + len(plan) - 1)))], 2)
+    found = collectives.reduce_scatter(home, team, 1).transpose(1, 2)                                 # [B, H + 2·H_kv, T/P, K]
+    return tuple(found.split([q.size(1), k.size(1), v.size(1)], 1))
 
 
 def gathered(tensors: tuple[Tensor, ...], team: ProcessGroup) -> tuple[Tensor, ...]:
