@@ -1,8 +1,8 @@
 """Attention over a cut sequence, causal, forward and backward: our zig-zag ring against torch's ring and against gathering all keys.
 
 torch's `context_parallel` has no CPU kernel registered; its ring itself takes any kernel, so it is given the one that ours uses. It
-runs with its load balancing (the same zig-zag halves). The other peer gathers K and V and calls the fused kernel twice: a rank's
-queries against all keys before them, and against their own; contiguous tokens, so the last rank has the most work.
+runs with its load balancing (the same zig-zag halves). The other peer gathers K and V with torch's collectives and calls the fused kernel
+twice: a rank's queries against all keys before them, and against their own; contiguous tokens, so the last rank has the most work.
 Peak memory is what torch's CPU allocator had given out at most during one forward and backward, each side in a launch of its own.
 """
 import itertools
@@ -14,15 +14,17 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from minitrain import collectives, launch
-from minitrain.context.blocks import FUSED, merge, nothing_yet
+from minitrain import launch
+from minitrain.context.blocks import FUSED, merge
 from minitrain.context.layout import contiguous, join, split, zigzag
 from minitrain.context.ring import ring_attention
+from minitrain.transport import renamed
 
-from benchmarks.measure import Row, in_turns, row, slowest_then_median, stock_group
+from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 
 BATCH, HEADS, WIDTH = 1, 8, 64
 LENGTHS = (1024, 4096)
+LAUNCHES, TURNS = 3, 15
 aten = torch.ops.aten
 
 
@@ -47,27 +49,29 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-        kv, start = collectives.all_gather(torch.stack((k, v)), group, 3), group.rank() * q.size(2)
-        out, lse = nothing_yet(q)
-        merge(out, lse, *FUSED.forward(q, k, v, True))
-        if start:
-            merge(out, lse, *FUSED.forward(q, *kv[..., :start, :], False))
-        ctx.save_for_backward(q, kv, out, lse)
+        everyones = q.new_empty(group.size(), 2, *k.shape)
+        renamed("all_gather_single", "all_gather_into_tensor")(everyones.flatten(0, 1), torch.stack((k, v)), group=group)
+        before = everyones[:group.rank()].movedim(0, 3).flatten(3, 4)                                 # [2, B, H, tokens of lower ranks, K]
+        out, lse = FUSED.forward(q, k, v, True)
+        if group.rank():
+            merge(out, lse, *FUSED.forward(q, *before, False))
+        ctx.save_for_backward(q, k, v, before, out, lse)
         ctx.group = group
         return out
 
     @staticmethod
     def backward(ctx, dout: Tensor):
-        q, kv, out, lse = ctx.saved_tensors
-        start, tokens = ctx.group.rank() * q.size(2), q.size(2)
-        dkv, own = torch.zeros_like(kv), slice(start, start + tokens)
-        dq, *found = FUSED.backward(dout, q, *kv[..., own, :], out, lse, True)
-        dkv[..., own, :] = torch.stack(found)
-        if start:
-            more, *found = FUSED.backward(dout, q, *kv[..., :start, :], out, lse, False)
+        (q, k, v, before, out, lse), group = ctx.saved_tensors, ctx.group
+        dq, *found = FUSED.backward(dout, q, k, v, out, lse, True)
+        everyones = q.new_zeros(group.size(), 2, *k.shape)
+        everyones[group.rank()] = torch.stack(found)
+        if group.rank():
+            more, *found = FUSED.backward(dout, q, *before, out, lse, False)
             dq += more
-            dkv[..., :start, :] = torch.stack(found)
-        return dq, *collectives.reduce_scatter(dkv, ctx.group, 3), None
+            everyones[:group.rank()] = torch.stack(found).unflatten(3, (group.rank(), -1)).movedim(3, 0)
+        dkv = torch.empty_like(everyones[0])
+        renamed("reduce_scatter_single", "reduce_scatter_tensor")(dkv, everyones.flatten(0, 1), group=group)
+        return dq, *dkv, None
 
 
 WAYS = {"ours": (zigzag, lambda q, k, v, group: ring_attention(q, k, v, group=group, layout=zigzag)),
@@ -89,8 +93,7 @@ def step(way: str, length: int, group: dist.ProcessGroup) -> Callable[[], list[T
 
 def turn(peer: str, length: int, rounds: int) -> tuple[list[float], list[float]]:
     stock, group = stock_group(), dist.group.WORLD
-    theirs_group = stock if peer.startswith("torch") else group
-    ours, theirs = step("ours", length, group), step(peer, length, theirs_group)
+    ours, theirs = step("ours", length, group), step(peer, length, stock)
     times = in_turns(ours, theirs, rounds=rounds, meet=dist.barrier)
     for a, b in zip(ours(), theirs()):
         drift = (join(a, zigzag, group, 2) - join(b, WAYS[peer][0], group, 2)).abs().max().item()
@@ -115,8 +118,8 @@ def peak_bytes(way: str, length: int) -> int:
 def rows() -> list[Row]:
     table = []
     for ranks, length, peer in itertools.product((2, 4), LENGTHS, list(WAYS)[1:]):
-        times = launch.run(turn, peer, length, 31, ranks=ranks, timeout_s=300, checked=False)
-        ours, theirs = slowest_then_median(times)
+        launches = [launch.run(turn, peer, length, TURNS, ranks=ranks, timeout_s=300, checked=False) for _ in range(LAUNCHES)]
+        ours, theirs = slowest_then_median(one_after_the_other(launches))
         name = f"attention, {length} tokens, cp={ranks}"
         table.append(row(name, peer, ours * 1e3, theirs * 1e3, "ms", 0.9))
         ours, theirs = (max(launch.run(peak_bytes, way, length, ranks=ranks, checked=False)) for way in ("ours", peer))

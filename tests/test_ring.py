@@ -292,8 +292,8 @@ def test_blockwise_ring():
     """Memory 6bch for blocks of c whatever T is; overlap from c = FLOPs/bandwidth; 2(n-1)/n·b·s·h elements forward."""
     for ranks in (4, 16):
         forward, backward = dryrun.run(peaks, (8, 8), 1024, torch.float32, ranks=ranks)
-        # q, two of K, two of V, out: the paper's 6; this rank's own k and v, kept for backward; a tile's output and its weighing
-        assert 10 <= forward < 10.1
+        # q, two of K, two of V, out: the paper's 6; this rank's own k and v, kept for backward; a tile's output
+        assert 9 <= forward < 9.1
         # q, k, v, out, dout, dq; here, arriving, and three gradients of K and V each; a tile's dq, dk, dv
         assert 19 <= backward < 19.1
     table = {"A100 NVLink": (312e12, 300e9, 1040), "A100 InfiniBand": (312e12, 12.5e9, 24960), "TPUv4": (275e12, 268e9, 1027)}

@@ -45,7 +45,7 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
     """Takes another set of keys into `out` `[B, H, Tq, K]` and `lse` `[B, H, Tq]`, in place."""
     total = torch.logaddexp(lse, other_lse)
     both = total.clamp_min(torch.finfo(lse.dtype).min)              # nothing and nothing are nothing, not nan
-    out.mul_((lse - both).exp_().unsqueeze(-1)).add_(other_out * (other_lse - both).exp_().unsqueeze(-1))
+    out.mul_((lse - both).exp_().unsqueeze(-1)).addcmul_(other_out, (other_lse - both).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 
@@ -157,11 +157,13 @@ class Summed:
         self.x, self._total = x, None
 
     def add(self, tokens: slice, part: Tensor) -> None:
-        if self._total is None and part.shape == self.x.shape:
+        if self._total is not None:
+            self._total[..., tokens, :] += part
+        elif part.shape == self.x.shape:
             self._total = part.to(torch.promote_types(part.dtype, torch.float32))
         else:
             self._total = self.total
-            self._total[..., tokens, :] += part
+            self._total[..., tokens, :] = part
 
     @property
     def total(self) -> Tensor:

@@ -19,7 +19,7 @@ is 1.0K tokens for an A100's NVLink and 25K for 100 Gb/s InfiniBand; with an eig
 Sums are made in at least float32 (O, lse, dQ, and the shares of dK, dV), and a travelling sum is rounded to k's dtype for each hop.
 Memory beside q, k, v, O, lse: two blocks of K, V (what is here and what arrives); in backward also the gradients of the block before on
 their way out, of this one's on their way in, and of the block at home; in both what `blocks` needs for one tile. None of it grows
-with n: ten tensors of q's size forward, 19 in backward, for H_kv = H in float32.
+with n: nine tensors of q's size forward, 19 in backward, for H_kv = H in float32.
 Raises ValueError in one line, before any rank waits, for shapes that do not fit each other, for a bias (a model with ALiBi
 hands its core one over this rank's keys, and here come others'), dropout without a seed (dropout.py), and for what the layout refuses.
 

@@ -21,7 +21,8 @@ In backward a team gathers dO, O and lse too; dQ, a share on each member, is red
 home at once, and the shares of the C rings are reduce-scattered. It is derived here, as the mirror of forward. C = 1 is the ring, but
 that its own gradients travel, too.
 
-Memory: q, k, v, O of C·T/P tokens and two blocks as large: 2.3 times the peak of ring attention for C = 2, 4 times for C = 4.
+Memory: q, k, v, O of C·T/P tokens and two blocks as large: 2.4 times the peak of ring attention in forward and 2.3 times in backward
+for C = 2, 4.4 and 3.8 times for C = 4.
 Raises ValueError in one line, before any rank waits, unless C² divides P, for groups that do not cross in this rank only, and what
 ring.py and the layout refuse.
 Liu et al. 2024, WallFacer, arXiv:2407.00611; Driscoll et al. 2013, A communication-optimal N-body algorithm, IPDPS. Differs:
