@@ -445,7 +445,8 @@ def test_replace_keeps_what_was_chosen_and_derives_the_rest_anew():
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice_builds(name):
     for choice in CHOICES[name]:
-        GPT(replace(SMALL, **{name: choice}))(tokens_for(SMALL))
+        logits = GPT(replace(SMALL, **{name: choice}))(tokens_for(SMALL))
+        assert logits.shape == (2, 16, 50) and logits.isfinite().all(), choice
 
 
 def test_wrong_input_is_one_line_that_names_it():

@@ -10,9 +10,10 @@ and backward of a block needs nothing of the others but the final O and lse: P =
 
     dV = Pᵀ dO          dS = P (dO Vᵀ - D)          dQ = dS K / sqrt(K)          dK = dSᵀ Q / sqrt(K)
 
-so that blocks are done again in backward and their sums are the gradients. `plain_*` writes this down and keeps [Tq, Tk] scores while it
-works; `fused_*` calls torch's flash kernels (CPU: any float; CUDA: fp16 and bf16), which do not. Sends nothing. Grouped queries: k, v may
-have fewer heads; they are repeated where they are used and their gradients summed.
+so that blocks are done again in backward and their sums are the gradients. `Attended` and `Summed` take blocks in as they come, whatever
+brings them (ring.py, balanced.py, wallfacer.py). `plain_*` writes this down and keeps [Tq, Tk] scores while it works; `fused_*` calls
+torch's flash kernels (CPU: any float; CUDA: fp16 and bf16), which do not. Sends nothing. Grouped queries: k, v may have fewer heads;
+they are repeated where they are used and their gradients summed.
 
 Raises ValueError in one line for heads that do not divide and for a triangle that is not square.
 Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); Rabe and Staats 2021, arXiv:2112.05682, section 2; Dao et al. 2022
@@ -113,6 +114,38 @@ def fused_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 PLAIN, FUSED = Blocks(plain_forward, plain_backward), Blocks(fused_forward, fused_backward)
 
 
+def row_sums(dout: Tensor, out: Tensor) -> Tensor:
+    """D = rowsum(dO · O) `[B, H, T]`, in at least float32: all that backward needs to know of O."""
+    exact = torch.promote_types(dout.dtype, torch.float32)
+    return (dout.to(exact) * out).sum(-1)
+
+
+def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
+    """An O' with the row sums D, from D alone: the projection of O on dO. Kernels ask for O, form D of it and use nothing else of it."""
+    exact, tiny = dout.to(delta.dtype), torch.finfo(delta.dtype).tiny
+    largest = exact.abs().amax(-1, keepdim=True).clamp_min(tiny)                          # gradients may be too small to be squared
+    along = exact / largest
+    return (along * (delta.unsqueeze(-1) / largest / along.square().sum(-1, keepdim=True).clamp_min(tiny))).to(dout.dtype)
+
+
+def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v `[B, H_kv, T, K]` with a copy of each head for every query head that uses it: `[B, H, T, K]`."""
+    groups, rest = divmod(q.size(1), k.size(1))
+    if rest:
+        raise ValueError(f"{q.size(1)} query heads over {k.size(1)} K/V heads: not a multiple; every K/V head serves as many queries")
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
+
+
+def together(dx: Tensor, kv_heads: int) -> Tensor:
+    """The adjoint of `spread`: sums the copies' gradients `[B, H, T, K]` -> `[B, H_kv, T, K]`."""
+    return dx if dx.size(1) == kv_heads else dx.unflatten(1, (kv_heads, -1)).sum(2)
+
+
+def _check_square(q: Tensor, k: Tensor) -> None:
+    if q.size(-2) != k.size(-2):
+        raise ValueError(f"causal: {q.size(-2)} queries and {k.size(-2)} keys are no triangle; give as many of both")
+
+
 # ---- put together, tile by tile (layout.Tile) ------------------------------------------------------------------------
 
 class Attended:
@@ -150,7 +183,7 @@ class Attended:
 class Summed:
     """A sum of gradients of parts of x `[B, H, T, K]`, in at least float32; the first that is of all of it is kept as it is.
 
-    In memory it lies as `[B, T, H, K]`, as kernels leave gradients: what is sent is `by_token`, or it would be copied first.
+    In memory it lies as `[B, T, H, K]`, as flash kernels leave gradients. So `by_token` is what is sent: another order would be copied.
     """
 
     def __init__(self, x: Tensor):
@@ -186,35 +219,3 @@ def meet_backward(seen: list, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out
         found = blocks.on(tile).backward(dout[rows], q[rows], k[columns], v[columns], out[rows], lse[..., tile.queries], tile.causal)
         for total, tokens, part in zip((dq, dk, dv), (tile.queries, tile.keys, tile.keys), found):
             total.add(tokens, part)
-
-
-def row_sums(dout: Tensor, out: Tensor) -> Tensor:
-    """D = rowsum(dO · O) `[B, H, T]`, in at least float32: all that backward needs to know of O."""
-    exact = torch.promote_types(dout.dtype, torch.float32)
-    return (dout.to(exact) * out).sum(-1)
-
-
-def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
-    """An O' with the row sums D, from D alone: the projection of O on dO. Kernels ask for O, form D of it and use nothing else of it."""
-    exact, tiny = dout.to(delta.dtype), torch.finfo(delta.dtype).tiny
-    largest = exact.abs().amax(-1, keepdim=True).clamp_min(tiny)                          # gradients may be too small to be squared
-    along = exact / largest
-    return (along * (delta.unsqueeze(-1) / largest / along.square().sum(-1, keepdim=True).clamp_min(tiny))).to(dout.dtype)
-
-
-def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v `[B, H_kv, T, K]` with a copy of each head for every query head that uses it: `[B, H, T, K]`."""
-    groups, rest = divmod(q.size(1), k.size(1))
-    if rest:
-        raise ValueError(f"{q.size(1)} query heads over {k.size(1)} K/V heads: not a multiple; every K/V head serves as many queries")
-    return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
-
-
-def together(dx: Tensor, kv_heads: int) -> Tensor:
-    """The adjoint of `spread`: sums the copies' gradients `[B, H, T, K]` -> `[B, H_kv, T, K]`."""
-    return dx if dx.size(1) == kv_heads else dx.unflatten(1, (kv_heads, -1)).sum(2)
-
-
-def _check_square(q: Tensor, k: Tensor) -> None:
-    if q.size(-2) != k.size(-2):
-        raise ValueError(f"causal: {q.size(-2)} queries and {k.size(-2)} keys are no triangle; give as many of both")

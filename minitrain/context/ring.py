@@ -7,9 +7,9 @@ K and V of a block travel side by side, of the few heads that there are (GQA), a
 Backward goes round again: P is computed anew from the final lse, dQ stays, and dK, dV of a block travel one step behind it, gathering
 every rank's share until they are home; the owner's own share never leaves. That last hop home is the one nothing hides.
 
-`carry` is this ring for any tensors and any work; burst.py puts one inside another. `layout` (layout.py) says which tokens a rank
-holds. Under a causal mask contiguous runs leave the first rank idle in all steps but one; zig-zag halves and stripes give all ranks
-the same work in every step (work.py counts it).
+`carry` is this ring for any tensors and any work, `carry_through` rings within rings (burst.py, hybrid.py). `layout` (layout.py) says
+which tokens a rank holds. Under a causal mask contiguous runs leave the first rank idle in all steps but one; zig-zag halves and
+stripes give all ranks the same work in every step (work.py counts it).
 
     forward     (n-1) · 2 · B·H_kv·T/n·K elements          backward     twice that: K, V once more, and dK, dV
 
