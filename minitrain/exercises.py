@@ -3,6 +3,7 @@
     minitrain grade 02                               the student's notebook exercises/02_….ipynb
     python -m minitrain.exercises build              write the notebooks of all chapters from exercises/source/*.py
     python -m minitrain.exercises prove [02]         stubs get nothing, solutions all, wrong ones are caught by name
+    python -m minitrain.exercises prove 02 --draws 9 the same, with nine different draws: is a mistake caught by luck alone?
     python -m minitrain.exercises nbgrader PROGRAM   our notebooks equal those that nbgrader makes
 
 Of the student's notebook only the answer cells are read, by their grade_id; given cells and checks come from
@@ -167,12 +168,15 @@ def result_of(task: book.Task, check: book.Cell, failure: Failure | None) -> Res
 
 # ---- proofs ----------------------------------------------------------------------------------------------------------
 
-def prove(of: book.Chapter, judge: Judge) -> list[str]:
-    """What is wrong with a chapter's grading (nothing, we hope): stubs, solutions and the committed wrong solutions."""
+def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
+    """What is wrong with a chapter's grading (nothing, we hope): stubs, solutions and the committed wrong solutions.
+
+    All that the checks draw follows from `seed`, so a proof ends the same way each time it runs.
+    """
     faults = []
     solutions = {task.answer.name: task.answer.source for task in of.tasks}
     stubs = {name: assignment.stub_of(source) + "\n" for name, source in solutions.items()}  # the "\n" makes it run
-    empty, full = (grade_answers(of, answers, judge) for answers in (stubs, solutions))
+    empty, full = (grade_answers(of, answers, judge, seed=seed) for answers in (stubs, solutions))
     if empty.earned or any(result.message != "not attempted yet" for result in empty.results):
         faults.append(f"{of.number}: a stub gets {empty.earned} points, or another message than 'not attempted yet'")
     faults += [f"{of.number}: the solution fails {result.check}: {result.message} {result.detail}"
@@ -182,7 +186,7 @@ def prove(of: book.Chapter, judge: Judge) -> list[str]:
         if len(wrong) < 3:
             faults.append(f"{of.number}: {task.answer.name} has {len(wrong)} wrong solutions; write at least three")
         for cell in wrong:
-            results = results_of(of, task, cell.source, judge, secrets.token_hex(4))
+            results = results_of(of, task, cell.source, judge, seed)
             found = next((result.property for result in results if result.property), "nothing")
             wanted, why = cell.attributes["fails"], cell.attributes["why"]
             if found != wanted:
@@ -196,6 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("build", help="write the notebooks of all chapters from exercises/source/*.py")
     proving = commands.add_parser("prove", help="stubs get nothing, solutions all, wrong ones are caught by name")
     proving.add_argument("chapter", nargs="?", help="such as 02; all when none is given")
+    proving.add_argument("--draws", type=int, default=1, help="how often, each time with other draws (1)")
     comparing = commands.add_parser("nbgrader", help="our notebooks equal those that nbgrader makes")
     comparing.add_argument("program", help="path of an nbgrader executable, best in an environment of its own")
     wish = parser.parse_args(arguments)
@@ -204,8 +209,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(f"wrote {path}" for path in assignment.build()) or "all notebooks are as they should be")
     elif wish.command == "prove":
         with Judge() as judge:
-            faults = [fault for number in ([wish.chapter] if wish.chapter else book.chapters())
-                      for fault in prove(book.chapter(number), judge)]
+            faults = [f"draw {seed}: {fault}" for number in ([wish.chapter] if wish.chapter else book.chapters())
+                      for seed in range(wish.draws) for fault in prove(book.chapter(number), judge, str(seed))]
     else:
         with tempfile.TemporaryDirectory() as folder:
             faults = assignment.compare_with_nbgrader(wish.program, Path(folder))

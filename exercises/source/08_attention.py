@@ -203,13 +203,18 @@ def expect_attention(said, q, k, v, property="", hint=""):
                  "What was summed before a larger score came, and where is the diagonal?", atol=near)
     expect_equal(said[1], lse, property or "log-sum-exp", hint or "the output is right; what was subtracted from the scores?", atol=near)
 
-def drawn_attention(draw, queries, keys, width, large=1.0):
-    return draw.real(queries, width) * large, draw.real(keys, width), draw.real(keys, width)
+def drawn_attention(draw, queries, keys, width, large=False):
+    """Large: scores rise by 700 and more from key to key, or fall, for every other query; the last query's rise."""
+    q, k, v = draw.real(queries, width), draw.real(keys, width), draw.real(keys, width)
+    if large:
+        q[:, 0] = 2000.0 * torch.arange(1, queries + 1) * (-1.0) ** torch.arange(queries - 1, -1, -1)
+        k[:, 0] = torch.arange(1, keys + 1)
+    return q, k, v
 
 HUGE = "large scores", "small scores are right; what is subtracted before exp, and what happens to the sums when it changes?"
 
 def expect_tiled(draw, queries, keys, width, tile, large=False):
-    q, k, v = drawn_attention(draw, queries, keys, width, large=2000.0 if large else 1.0)
+    q, k, v = drawn_attention(draw, queries, keys, width, large)
     expect_attention(ask(from_tensors, q, k, v, tile), q, k, v, *(HUGE if large else ()))
 
 # %% check="tiled_forward-result" points=1
