@@ -37,8 +37,9 @@ PEERS = {"GPipe": (gpipe, theirs_of.ScheduleGPipe), "1F1B": (one_f_one_b, theirs
 
 def turn(name: str, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of our step and of theirs on this rank."""
-    group = Mesh(pp=RANKS).group("pp")
-    stock = stock_group(group)
+    mesh = Mesh(pp=RANKS)
+    group, down = mesh.group("pp"), mesh.twin("pp")
+    stock = stock_group(group, down)
     ours_of, their_schedule = PEERS[name]
     schedule = ours_of(RANKS, MICROBATCHES)
     cuts = even(CONFIG.num_layers, schedule.stages)
@@ -48,7 +49,7 @@ def turn(name: str, rounds: int) -> tuple[list[float], list[float]]:
     tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()
     batch = Batch(tokens, targets, torch.tensor(targets.numel()))
 
-    run = Runner(dict(ours.items()), schedule, group, cross_entropy_sum, NoReducer(), width=CONFIG.d_model)
+    run = Runner(dict(ours.items()), schedule, group, cross_entropy_sum, NoReducer(), width=CONFIG.d_model, down=down)
     their_stages = [pipelining.PipelineStage(stage, number, schedule.stages, torch.device("cpu"), group=stock) for number, stage in theirs.items()]
     them = their_schedule(their_stages[0] if schedule.stages == RANKS else their_stages, MICROBATCHES, scale_grads=False,
                           loss_fn=lambda logits, target: cross_entropy_sum(logits, target) / batch.num_valid)

@@ -174,7 +174,8 @@ def test_activations_are_held_where_the_lists_say():
     assert [rank[0] for rank in lists] == [4 * unit[0], 3 * unit[1], 2 * unit[2], unit[3]]
     assert [rank[0] for rank in balanced] == [3 * unit[0], 3 * unit[1], 2 * unit[2], unit[3] + 2 * unit[0]]
     assert plain[0][2] == lists[0][2] and plain[0][2] - balanced[0][2] == unit[0]
-    assert balanced[3][2] - lists[3][2] == 2 * unit[0]
+    received = plain[3][3] // MANY.microbatches     # moves are entries of a list too: here they let one tensor be received later
+    assert balanced[3][2] - lists[3][2] == 2 * unit[0] - received
     assert [with_moves[3] - without[3] for with_moves, without in zip(balanced, plain)] == [2 * (unit[0] + 8), 0, 0, 2 * unit[0]]
 
 

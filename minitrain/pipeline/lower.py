@@ -1,14 +1,15 @@
 """From a schedule to programs: what each rank does, with the messages between ranks put in so that nobody waits in a circle.
 
     schedule, rank 1 of 2    F1.0                B1.0                F1.1 ..
-    program                  Receive(F0.0) Receive(F0.1) F1.0  B1.0 Send(B1.0) F1.1 ..
+    program                  Receive(F0.0) Receive(F0.1) F1.0  B1.0 Send(B1.0)  F1.1 ..
 
 `Send(what, to)` and `Receive(what, source)` name the action whose result travels: F the activations at the end of its stage, B or I
-the gradient at its start. A send stands right behind its action and waits for nobody. A receive is posted one entry before the one
-that uses it, so that it arrives behind that entry, and never before a message that the same rank sent earlier: on each directed link
-receives are posted in the order of the sends, because the network matches them by order. So a program waits only where its schedule
-waits, and a schedule that passes `check` cannot get stuck, whether sends block until they are received (NCCL) or not (gloo). For
-NCCL the two directions of a link need a group each: a stream of its own, or a send would wait behind a send that waits for it.
+the gradient at its start. A send stands right behind its action and waits for nobody. A receive is posted two entries before the one
+that uses it: the message arrives while others are computed, and mostly finds its receive there (if it does not, gloo asks the receiver
+first and sends on its answer), and that for two tensors' room. It is never posted before a message that the same rank sent earlier: on
+each directed link receives are in the order of the sends, because the network matches them by order. So a program waits only where its
+schedule waits, and a schedule that passes `check` cannot get stuck, whether sends block until they are received (NCCL) or not (gloo).
+For NCCL the two directions of a link need a group each: a stream of its own, or a send would wait behind a send that waits for it.
 `Sent(what)` stands where the receiver must have used the message, as something that it sent afterwards has arrived here: the sent
 tensor can go. `Reduce(stage)` stands behind a stage's last gradient: whatever sums gradients over data-parallel ranks can start.
 
@@ -44,6 +45,7 @@ class Reduce(NamedTuple):
 
 Step = Entry | Send | Receive | Sent | Reduce
 Link = tuple[int, int]
+EARLY = 2       # entries between the post of a receive and what uses it
 
 
 def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
@@ -92,14 +94,14 @@ def _program(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action,
 
 
 def _receives(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]]) -> dict[int, list[Receive]]:
-    """For each entry what is posted before it: what the next entry needs, and all that the same link brings before that."""
+    """For each entry what is posted before it: what the entries to come need, and all that the same link brings before that."""
     at = _positions(rank, schedule)
     posted = defaultdict(list)
     for (source, to), sent in sends.items():
         if to == rank:
             for i, (what, _) in enumerate(sent):
                 earliest = min(at[user] for _, user in sent[i:])            # a message behind it on the link may be needed sooner
-                posted[max(earliest - 1, 0)].append((earliest, Receive(what, source)))
+                posted[max(earliest - EARLY, 0)].append((earliest, Receive(what, source)))
     return defaultdict(list, {i: [receive for _, receive in sorted(receives, key=lambda pair: pair[0])] for i, receives in posted.items()})
 
 
