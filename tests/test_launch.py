@@ -109,6 +109,24 @@ def test_lambdas_closures_and_classes_made_on_the_spot():
     assert type(one) is Model and one.weight.tolist() == [1.0, 1.0] and zero.weight.tolist() == [0.0, 0.0]
 
 
+def test_an_autograd_function_made_on_the_spot():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, dy):
+            return 2 * dy
+
+    def slope():
+        x = torch.ones((), requires_grad=True)
+        Double.apply(x).backward()
+        return x.grad.item()
+    assert launch.run(slope, ranks=1) == [2.0]
+
+
 def test_a_helper_module_travels_as_it_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "beside.py").write_text("import os\nmine = os.getpid()\ndef work():\n    return mine")
     monkeypatch.syspath_prepend(tmp_path)
