@@ -94,14 +94,29 @@ def execute(path: Path, out: Path, on_cell: Callable[[int, int], None] = lambda 
 
 
 def normalised(notebook):
-    """The same notebook with everything removed that differs from run to run: ids, kernel names, versions, folders."""
+    """The same notebook without what differs from run to run: ids, kernel names, versions, folders, and where the kernel paused between
+    two prints."""
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
                          "language_info": {"name": "python"}}
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number:03d}"
         cell.metadata.pop("execution", None)
+        if "outputs" in cell:
+            cell.outputs = joined(cell.outputs)
         for output in cell.get("outputs", []):
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)        # a widget lives in its kernel only
             if output.output_type == "error":           # a traceback names files; where they lie is nobody's business
                 output.traceback = [line.replace(f"{CHAPTERS.parent}/", "") for line in output.traceback]
     return notebook
+
+
+def joined(outputs: list) -> list:
+    """Prints that follow each other as one."""
+    together = []
+    for output in outputs:
+        last = together[-1] if together else {}
+        if output["output_type"] == last.get("output_type") == "stream" and output["name"] == last["name"]:
+            last["text"] += output["text"]
+        else:
+            together.append(output)
+    return together

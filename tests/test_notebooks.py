@@ -71,6 +71,8 @@ def test_source_and_outputs_are_normalised():
         assert [cell["id"] for cell in raw["cells"]] == [f"cell-{i:03d}" for i in range(len(raw["cells"]))], \
             f"{path.name}: save it with `minitrain run {path.name[:2]} --save`"
         assert "widget-view" not in path.read_text(), f"{path.name} holds a widget, which is gone with its kernel and has another id every time"
+        for outputs in (cell.get("outputs", []) for cell in raw["cells"]):
+            assert len(notebook.joined(outputs)) == len(outputs), f"{path.name}: prints are cut where the kernel paused; save it with --save"
 
 
 def test_show_prints_source_without_docstring(capsys):
