@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minitrain import channel
+from minitrain import channel, shared_cores
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
@@ -53,17 +53,20 @@ def machine() -> str:
 
 def in_turns(ours: Callable[[], object], theirs: Callable[[], object], rounds: int = 15, warmup: int = 3,
              meet: Callable[[], object] = lambda: None) -> tuple[list[float], list[float]]:
-    """Seconds of each call, taken alternately; `meet` (a barrier) starts all ranks together, and the order swaps every round."""
-    for _ in range(warmup):
-        ours()
-        theirs()
+    """Seconds of each call, taken alternately; `meet` (a barrier) starts all ranks together, and the order swaps every round.
+
+    Ours runs as minitrain's ranks do, theirs as Linux starts a thread (see `stock_group`).
+    """
     times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(rounds):
+    for turn in range(-warmup, rounds):
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
+            if _STOCK_LOOPS:
+                (shared_cores.calm_rank, shared_cores.leave_rank)[which]()
             meet()
             started = time.perf_counter()
             (ours, theirs)[which]()
-            times[which].append(time.perf_counter() - started)
+            if turn >= 0:
+                times[which].append(time.perf_counter() - started)
     calmed = [thread for thread in _STOCK_LOOPS if os.sched_getscheduler(thread) != os.SCHED_OTHER]
     assert not calmed, f"the peer's event loops {calmed} run with our priority; give stock_group() all groups of ours"
     return times
@@ -72,15 +75,18 @@ def in_turns(ours: Callable[[], object], theirs: Callable[[], object], rounds: i
 def stock_group(*ours: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of all ranks for the peer, as torch makes it: its own connections and its own event loop.
 
-    On a group shared with the peer our transport would change what is measured: it lowers the priority of all event loops there are
-    when it first uses a group (`channel.calm_event_loops`), and gloo's own collectives become up to 3 times as fast. So the groups
-    that are `ours` are used first; a loop made later is untouched, which `in_turns` looks at once more in the end.
+    On a group shared with the peer our transport would change what is measured: it has Linux treat the rank, and all event loops there
+    are when it first uses a group, in another way (`shared_cores`), and gloo's own collectives become up to 3 times as fast. So the
+    groups that are `ours` are used first, and the peer's loop is made by a thread as Linux starts it; `in_turns` looks at it once more
+    in the end.
     """
     for group in (dist.group.WORLD, *ours):
         channel.channel(group)
-    known = channel.event_loops()
+    known = shared_cores.event_loops()
+    shared_cores.leave_rank()
     group = dist.new_group()
-    _STOCK_LOOPS.extend(set(channel.event_loops()) - set(known))
+    shared_cores.calm_rank()
+    _STOCK_LOOPS.extend(set(shared_cores.event_loops()) - set(known))
     return group
 
 

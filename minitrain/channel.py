@@ -10,8 +10,6 @@ odd and even calls are driven in the order of issue, which is the same on all me
 lock in every send, wait and addition, so that the caller computes meanwhile; while one lane waits, the other moves.
 """
 
-import glob
-import os
 import queue
 import threading
 import weakref
@@ -21,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minitrain import call_log
+from minitrain import call_log, shared_cores
 from minitrain.call_log import Call
 
 
@@ -41,7 +39,7 @@ class Channel:
         self._next: dict[object, int] = {}
         self.lanes = (Lane(self.axis), Lane(self.axis))
         if self.backend == "gloo":
-            calm_event_loops()
+            shared_cores.calm()
 
     def number(self, sequence: object) -> int:
         """The next number of a sequence of calls: None for collectives, (op, peer) for messages."""
@@ -165,33 +163,6 @@ def backend_name(group: dist.ProcessGroup) -> str:
         if known in name:
             return known
     raise ValueError(f"backend {name!r}; minitrain's collectives run on gloo and nccl, and on fake in a dry run")
-
-
-def calm_event_loops() -> None:
-    """Ask Linux not to let gloo's event loops preempt other threads when data arrives.
-
-    A loop that finds the lock of a connection taken tries again without pause. If it has just preempted the thread that
-    holds the lock, it burns the rest of its time slice (4 ranks on 2 cores, all-reduce of 16 KB: 1 ms of processor time
-    per call, against 0.15 ms as a "batch" thread, which runs when a core is free or its turn has come).
-    """
-    for thread in event_loops():
-        try:
-            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-        except OSError:
-            pass  # the thread has ended, or a sandbox forbids it: slower, not wrong
-
-
-def event_loops() -> list[int]:
-    """The threads of this process that are gloo's event loops, one for each group; none where there is no /proc."""
-    loops = []
-    for thread in glob.glob("/proc/self/task/*/comm"):
-        try:
-            with open(thread) as file:
-                if file.read().startswith("gloo_tcp_loop"):
-                    loops.append(int(thread.split("/")[-2]))
-        except OSError:
-            pass  # the thread has ended
-    return loops
 
 
 # ---- what every call checks and records ------------------------------------------------------------------------------
