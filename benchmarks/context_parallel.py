@@ -24,7 +24,7 @@ from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_
 
 BATCH, HEADS, WIDTH = 1, 8, 64
 LENGTHS = (1024, 4096)
-LAUNCHES, TURNS = 3, 15
+LAUNCHES, TURNS = 6, 15
 aten = torch.ops.aten
 
 

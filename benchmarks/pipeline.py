@@ -26,7 +26,7 @@ from minitrain.train import Batch, NoReducer
 from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 
 RANKS, MICROBATCHES = 4, 8
-LENGTH, LAUNCHES, TURNS = 64, 3, 21
+LENGTH, LAUNCHES, TURNS = 64, 5, 21
 CONFIG = GPTConfig(vocab_size=256, d_model=64, num_layers=8, num_heads=4, max_positions=LENGTH, norm="layer", positions="learned",
                    activation="gelu", bias=True)
 PEERS = {"GPipe": (gpipe, theirs_of.ScheduleGPipe), "1F1B": (one_f_one_b, theirs_of.Schedule1F1B),
