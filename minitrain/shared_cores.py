@@ -25,7 +25,7 @@ from contextlib import suppress
 
 SLICE_NS = 8_000_000
 SCHED_OTHER, SCHED_BATCH = 0, 3                 # linux/sched.h
-SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine()) if sys.platform == "linux" else None    # its number as a system call
+SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine()) if sys.platform == "linux" else None    # a system call's number
 
 
 class SchedAttr(ctypes.Structure):

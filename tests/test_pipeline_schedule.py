@@ -16,7 +16,7 @@ from minitrain.pipeline.chimera import chimera
 from minitrain.pipeline.dualpipe import dualpipe, dualpipe_v
 from minitrain.pipeline.graphpipe import GraphSchedule
 from minitrain.pipeline.hanayo import hanayo
-from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, lower
+from minitrain.pipeline.lower import EARLY, Receive, Reduce, Send, Sent, lower
 from minitrain.pipeline.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, B, F, I, Pair, R, Schedule, W, check, parts, peak
@@ -150,6 +150,20 @@ def test_links_agree_and_nothing_is_lost():
             F(what.stage + 1, what.microbatch) if what.kind == "F" else schedule.backward(what.stage - 1, what.microbatch) if what.kind in "BI" else None]
             if user in schedule.place and schedule.place[user] != rank)
         assert sent == received == crossing
+
+
+def test_a_receive_is_posted_two_entries_early_for_the_room_of_two_tensors():
+    for schedule in (gpipe(4, 8), one_f_one_b(4, 8)):
+        for entries, program in zip(schedule.ranks, lower(schedule)):
+            posted, begun, ahead = {}, 0, 0
+            for step in program:
+                if isinstance(step, Receive):
+                    posted[F(step.what.stage + 1, step.what.microbatch) if step.what.kind == "F" else B(step.what.stage - 1, step.what.microbatch)] = begun
+                elif isinstance(step, Action):
+                    if step in posted:
+                        assert posted.pop(step) == max(begun - EARLY, 0)
+                    ahead, begun = max(ahead, len(posted)), begun + 1
+            assert begun == len(entries) and ahead <= EARLY == 2 and not posted
 
 
 def waits(schedule: Schedule) -> list:

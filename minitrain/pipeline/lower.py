@@ -5,11 +5,12 @@
 
 `Send(what, to)` and `Receive(what, source)` name the action whose result travels: F the activations at the end of its stage, B or I
 the gradient at its start. A send stands right behind its action and waits for nobody. A receive is posted two entries before the one
-that uses it: the message arrives while others are computed, and mostly finds its receive there (if it does not, gloo asks the receiver
-first and sends on its answer), and that for two tensors' room. It is never posted before a message that the same rank sent earlier: on
-each directed link receives are in the order of the sends, because the network matches them by order. So a program waits only where its
-schedule waits, and a schedule that passes `check` cannot get stuck, whether sends block until they are received (NCCL) or not (gloo).
-For NCCL the two directions of a link need a group each: a stream of its own, or a send would wait behind a send that waits for it.
+that uses it, for the room of two tensors: the message arrives while others are computed, and finds its receive there (where it does
+not, gloo asks the receiver first, and the data follows the answer). It is never posted before a message that the same rank sent
+earlier: on each directed link receives are in the order of the sends, because the network matches them by order. So a program waits
+only where its schedule waits, and a schedule that passes `check` cannot get stuck, whether sends block until they are received (NCCL)
+or not (gloo). For NCCL the two directions of a link need a group each: a stream of its own, or a send would wait behind a send that
+waits for it.
 `Sent(what)` stands where the receiver must have used the message, as something that it sent afterwards has arrived here: the sent
 tensor can go. `Reduce(stage)` stands behind a stage's last gradient: whatever sums gradients over data-parallel ranks can start.
 

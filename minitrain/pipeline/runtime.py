@@ -14,7 +14,7 @@ what the ranks return is the loss, and each gradient is that of the whole batch.
 a message is posted, when a sent tensor can go, and when the gradients of a stage are complete: `reducer.ready(params)`.
 
 Sends per boundary between ranks and per microbatch rows · T · D elements forward, as many backward. Memory: what the schedule keeps in
-flight, for each of those x and what autograd saved; two tensors that are to be received; not y, whose graph does not need it.
+flight, for each of those x and what autograd saved; two received tensors ahead; not y, whose graph does not need it.
 Raises ValueError in one line, before any rank waits, for stages that are not those of the schedule, for stages that do not take and
 give `[rows, T, D]`, for a batch that does not divide. An action that fails is named, with its neighbours.
 Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473. Differs from Megatron-LM, which has a function
