@@ -241,7 +241,7 @@ def brute_force(limit, triples, parameters, ranks, per_node, intra, inter, m):
     return best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(per_node=st.sampled_from([1, 2, 3, 4, 6, 8]), nodes=st.sampled_from([1, 2, 3, 4]), m=st.integers(1, 3),
        parameters=st.integers(1, 10**12), intra=st.integers(1, 10**12), inter=st.integers(1, 10**12),
        share=st.floats(0.5, 20), words=st.booleans())
@@ -262,7 +262,6 @@ def test_search_equals_brute_force(per_node, nodes, m, parameters, intra, inter,
         assert (plan.seconds, plan.memory_bytes, (choice.parameters, choice.gradients, choice.optimizer)) == expected
 
 
-@settings(deadline=None)
 @given(per_node=st.integers(1, 8), nodes=st.integers(1, 8), m=st.integers(1, 4), intra=st.floats(1, 1e3),
        inter=st.floats(1, 1e3))
 def test_plain_data_parallelism_is_never_the_answer(per_node, nodes, m, intra, inter):

@@ -79,7 +79,7 @@ def test_near_first_leaves_the_chunks_in_bit_reversed_order():
 
 # ---- the checker can fail ----
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(sorted(ALL_REDUCES)), st.integers(2, 9), st.data())
 def test_no_transfer_can_be_dropped_doubled_or_change_its_kind(name, n, data):
     schedule = ALL_REDUCES[name](n)

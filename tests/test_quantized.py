@@ -40,7 +40,7 @@ def scale_bytes(d: int, block: int) -> int:
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(FLOAT32, max_size=40), st.sampled_from([4, 8]), st.integers(1, 12))
 def test_no_number_is_wrong_by_more_than_half_a_step(numbers, bits, half_block):
     x, block = torch.tensor(numbers), 2 * half_block

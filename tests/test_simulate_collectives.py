@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import ceil, log2, sqrt
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from minitrain.events import Issue, Wait
 from minitrain.simulate.collectives import ALGORITHMS, by_algorithm, place, seconds
@@ -146,7 +146,6 @@ sizes = st.integers(0, 10**10)
 operations = st.sampled_from(sorted(ALGORITHMS))
 
 
-@settings(deadline=None, derandomize=True)
 @given(operations, groups, sizes, sizes)
 def test_more_bytes_never_cost_less(op, members, S, more):
     p = place(members, TWO)
@@ -155,7 +154,6 @@ def test_more_bytes_never_cost_less(op, members, S, more):
     assert all(0 <= small[name] <= large[name] * (1 + 1e-12) for name in small)
 
 
-@settings(deadline=None, derandomize=True)
 @given(operations, groups, sizes, st.floats(1, 100), st.floats(1, 100), st.floats(1, 100), st.floats(1, 100))
 def test_a_faster_network_never_costs_more(op, members, S, in_rate, out_rate, in_alpha, out_alpha):
     fast = replace(TWO, intra=Link("in", 1e-6 / in_alpha, 100 * GB * in_rate, ""),
@@ -164,7 +162,6 @@ def test_a_faster_network_never_costs_more(op, members, S, in_rate, out_rate, in
     assert all(fast[name] <= slow[name] * (1 + 1e-12) for name in slow)
 
 
-@settings(deadline=None, derandomize=True)
 @given(operations, groups, sizes)
 def test_auto_is_the_cheapest_and_order_does_not_matter(op, members, S):
     costs = by_algorithm(op, S, place(members, TWO))
@@ -173,7 +170,6 @@ def test_auto_is_the_cheapest_and_order_does_not_matter(op, members, S):
         assert set(costs.values()) == {0.0}
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.integers(2, 64), sizes)
 def test_no_all_reduce_beats_the_lower_bounds(n, S):
     # Some rank must move 2(n-1)/n of S (Patarasuk, Yuan 2009); news needs log2 n hops to reach everyone.

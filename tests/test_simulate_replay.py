@@ -300,7 +300,7 @@ def everything_in_turn(events):
     return sum(transfers.values()) + sum(compute_s(e) for e in every if isinstance(e, Compute))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(programs)
 def test_between_the_critical_path_and_everything_in_turn(program):
     events = written(program)
@@ -310,7 +310,7 @@ def test_between_the_critical_path_and_everything_in_turn(program):
     assert step <= everything_in_turn(events) + 1e-9
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(programs)
 def test_the_parts_add_up_and_bytes_are_kept(program):
     events = written(program)
@@ -328,13 +328,13 @@ def test_the_parts_add_up_and_bytes_are_kept(program):
         assert len({(s.start_s, s.end_s) for s in spans}) == 1                   # all members start and end together
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(programs)
 def test_overlap_never_makes_a_step_longer(program):
     assert replay(written(program), GRID).step_s <= replay(written(program, blocking=True), GRID).step_s + 1e-9
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(programs, st.floats(1, 50), st.floats(1, 50), st.floats(1, 50))
 def test_a_faster_machine_never_makes_a_step_longer(program, rate, latency, compute):
     fast = changed(GRID, device=changed(DEVICE, peak_flops={"float32": 1e12 * compute}),
@@ -344,7 +344,7 @@ def test_a_faster_machine_never_makes_a_step_longer(program, rate, latency, comp
     assert replay(events, fast).step_s <= replay(events, GRID).step_s + 1e-9
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(programs, st.permutations(range(4)))
 def test_equal_input_equal_output_whatever_the_order_of_ranks(program, order):
     events = written(program)
@@ -352,7 +352,7 @@ def test_equal_input_equal_output_whatever_the_order_of_ranks(program, order):
     assert first == second
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(st.lists(steps.filter(lambda step: step[0] != "shift"), max_size=20))
 def test_one_rank_stands_for_all_that_are_in_step(program):
     # When every rank computes the same, the events of one tell the whole story.
@@ -361,7 +361,7 @@ def test_one_rank_stands_for_all_that_are_in_step(program):
     assert replay({2: events[2]}, GRID).step_s == close(replay(events, GRID).step_s)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 @given(program=programs)
 def test_chrome_trace(tmp_path_factory, program):
     path = tmp_path_factory.mktemp("trace") / "step.json"
@@ -416,7 +416,6 @@ span = st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda pair: (pair[0
 spans = st.lists(span, max_size=12)
 
 
-@settings(deadline=None, derandomize=True)
 @given(spans, spans)
 def test_intervals_against_counting_moments(intervals, covers):
     covered = join(covers)
