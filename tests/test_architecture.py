@@ -13,13 +13,13 @@ BASE = {"collectives", "sharding"}                                     # all a t
 TECHNIQUES = {"data_parallel", "tensor_parallel", "pipeline", "context", "moe", "precision", "memory", "checkpoint",
               "fault", "communication", "kernels"}
 NO_TORCH = {"events", "deduplicate", "simulate", "plan", "accounting", "config", "plot", "plot_pipeline", "house_style", "atlas",
-            "notebook"}
+            "notebook", "shared_cores"}
 EVERYTHING = {"*"}
 DOOR = {"collectives", "channel", "messages", "transport", "sharding", "mesh", "launch", "launch_ranks", "dryrun", "grading"}
 ARROWS = {
     "events": set(), "config": set(), "accounting": {"config"}, "layers": {"config"}, "model": {"config", "layers"},
     "data": set(), "deduplicate": set(), "atlas": set(), "notebook": set(),
-    "call_log": set(), "checked": {"call_log"}, "channel": {"call_log"}, "transport": {"call_log", "checked", "channel"},
+    "call_log": set(), "checked": {"call_log"}, "shared_cores": set(), "channel": {"call_log", "shared_cores"}, "transport": {"call_log", "checked", "channel"},
     "messages": {"call_log", "channel", "transport"},
     "collectives": {"call_log", "checked", "channel", "messages", "transport"}, "mesh": {"collectives"}, "sharding": {"collectives"},
     "launch": {"collectives", "launch_local", "launch_ranks", "launch_report"}, "launch_local": {"collectives", "launch_ranks", "launch_report"},
