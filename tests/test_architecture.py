@@ -19,7 +19,8 @@ DOOR = {"collectives", "channel", "messages", "transport", "sharding", "mesh", "
 ARROWS = {
     "events": set(), "config": set(), "accounting": {"config"}, "layers": {"config"}, "model": {"config", "layers"},
     "data": set(), "deduplicate": set(), "atlas": set(), "notebook": set(),
-    "call_log": set(), "checked": {"call_log"}, "shared_cores": set(), "channel": {"call_log", "shared_cores"}, "transport": {"call_log", "checked", "channel"},
+    "call_log": set(), "checked": {"call_log"}, "shared_cores": set(), "channel": {"call_log", "shared_cores"},
+    "transport": {"call_log", "checked", "channel"},
     "messages": {"call_log", "channel", "transport"},
     "collectives": {"call_log", "checked", "channel", "messages", "transport"}, "mesh": {"collectives"}, "sharding": {"collectives"},
     "launch": {"collectives", "launch_local", "launch_ranks", "launch_report"}, "launch_local": {"collectives", "launch_ranks", "launch_report"},
