@@ -60,7 +60,9 @@ def test_a_calm_rank_has_longer_turns():
 
 
 def test_a_thread_that_is_gone_is_no_error():
+    before = os.sched_getscheduler(0)
     shared_cores.schedule(2**22 + 1, shared_cores.SCHED_BATCH)          # above the largest process id
+    assert os.sched_getscheduler(0) == before
 
 
 def test_the_niceness_stays():
