@@ -8,11 +8,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, launch
-from minitrain.context import dropout as dropping_module
 from minitrain.context.balanced import balanced_attention, unbalanced
 from minitrain.context.blocks import FUSED, PLAIN, plain_backward
 from minitrain.context.burst import burst_attention
-from minitrain.context.dropout import DropMask, Dropping, drop_tokens, dropping, keep, mix, seeded
+from minitrain.context.dropout import Dropping, drop_tokens, dropping, seeded
 from minitrain.context.flash import flash_2, flash_attention
 from minitrain.context.hybrid import dealt, double_ring_attention, loongtrain_attention, usp_attention
 from minitrain.context.layout import Tile, contiguous, each_document, split, striped, tiles, zigzag
@@ -22,6 +21,7 @@ from minitrain.context.ring_self_attention import ring_self_attention
 from minitrain.context.sparing import Sparing
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.context.wallfacer import wallfacer_attention
+from minitrain.dropout import GAMMA, DropMask, keep, mix
 from minitrain.data import MASKED
 from minitrain.layers import Dropout, causal_attention, naive_attention
 from minitrain.ledger import Ledger
@@ -63,7 +63,7 @@ def test_neighbours_know_nothing_of_each_other():
         for step in (1, 64) if kept.size(dim) > 64 else (1,):
             assert apart(kept.narrow(dim, 0, kept.size(dim) - step), kept.narrow(dim, step, kept.size(dim) - step)) < 4.5, (dim, step)
     assert apart(kept, kept.transpose(2, 3)) / math.sqrt(2) < 4.5                       # query and key are not the same to it
-    for seed in (8, -7, 7 + 2**32, dropping_module.GAMMA + 7, torch.tensor(2**62)):
+    for seed in (8, -7, 7 + 2**32, GAMMA + 7, torch.tensor(2**62)):
         assert apart(kept, grid(seed=seed)) < 4.5
 
 
@@ -75,7 +75,7 @@ def test_every_bit_of_the_hash_depends_on_every_bit():
     for bit in (0, 1, 31, 62):
         turned = ((before ^ mix(numbers ^ (1 << bit))).unsqueeze(-1) & bits) != 0
         assert (turned.double().mean(0) - 0.5).abs().max() < 5 * 0.5 / math.sqrt(4000)
-    assert mix(torch.tensor([dropping_module.GAMMA])).item() == 0xE220A8397B1DCDAF - 2**64        # splitmix64's first number for seed 0
+    assert mix(torch.tensor([GAMMA])).item() == 0xE220A8397B1DCDAF - 2**64        # splitmix64's first number for seed 0
 
 
 def test_the_mask_is_a_function_of_the_place():

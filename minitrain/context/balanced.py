@@ -38,9 +38,10 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.collectives import Handle
 from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, row_sums, stand_in
-from minitrain.context.dropout import DropMask, dropping
+from minitrain.context.dropout import dropping
 from minitrain.context.layout import Tile, contiguous, tiles
 from minitrain.context.ring import check_core
+from minitrain.dropout import DropMask
 
 ALL = slice(None)
 

@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward, row_sums, stand_in
-from minitrain.context.dropout import DropMask, dropping
+from minitrain.context.dropout import dropping
 from minitrain.context.layout import Layout, Tile, contiguous, tiles
 from minitrain.context.ring import carry_through, check_core
+from minitrain.dropout import DropMask
 
 SIDES = "queries", "keys"
 

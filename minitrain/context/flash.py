@@ -37,9 +37,10 @@ import torch
 from torch import Tensor
 
 from minitrain.context.blocks import FUSED, Blocks, spread, together
-from minitrain.context.dropout import DropMask, check_dropout, dropping, in_order
+from minitrain.context.dropout import check_dropout, dropping
 from minitrain.context.score_tiles import diagonal, largest, pieces, score_tile, visible
 from minitrain.context.traffic import UNCOUNTED, SlowMemory
+from minitrain.dropout import DropMask, in_order
 
 A100_ELEMENTS = 192 * 1024 // 2          # fast memory of one multiprocessor, in numbers of 2 bytes
 

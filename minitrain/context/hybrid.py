@@ -47,10 +47,11 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward
-from minitrain.context.dropout import DropMask, dropping
+from minitrain.context.dropout import dropping
 from minitrain.context.layout import Layout, Tile, tiles, zigzag
 from minitrain.context.ring import carry_through, check_core, ring_attention
 from minitrain.context.ulysses import ulysses_attention
+from minitrain.dropout import DropMask
 
 
 def usp_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, ring: ProcessGroup, layout: Layout = zigzag,

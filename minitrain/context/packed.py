@@ -30,8 +30,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from minitrain.context.dropout import DropMask, check_dropout
+from minitrain.context.dropout import check_dropout
 from minitrain.context.flash import flash_attention
+from minitrain.dropout import DropMask
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Sequence[int], causal: bool = True,

@@ -36,8 +36,9 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward
-from minitrain.context.dropout import DropMask, check_dropout, dropping
+from minitrain.context.dropout import check_dropout, dropping
 from minitrain.context.layout import Layout, Tile, contiguous, tiles
+from minitrain.dropout import DropMask
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,

@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.context.blocks import spread, together
-from minitrain.context.dropout import DropMask
 from minitrain.context.layout import Layout, Tile, contiguous
 from minitrain.context.ring import carry, check_core
+from minitrain.dropout import DropMask
 
 
 def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,

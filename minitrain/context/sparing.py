@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from minitrain.context.blocks import FUSED
-from minitrain.context.dropout import DropMask, dropping
+from minitrain.context.dropout import dropping
 from minitrain.context.ring import check_core
+from minitrain.dropout import DropMask
 
 
 class Sparing:

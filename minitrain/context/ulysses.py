@@ -35,8 +35,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.context.dropout import DropMask, check_dropout
+from minitrain.context.dropout import check_dropout
 from minitrain.context.layout import Layout, contiguous
+from minitrain.dropout import DropMask
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, core: Callable, layout: Layout = contiguous,

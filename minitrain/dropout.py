@@ -1,0 +1,120 @@
+"""Dropout whose mask is a function of the place: whoever computes a number knows whether it is dropped, on any rank, in any order.
+
+    M[b, h, i, j] = keep(seed; row b, head h, query i, key j)          y = x M / (1-p)          activations: channel j, no head
+
+A generator that is drawn from gives the n-th number after n-1 others; two ranks that meet a score, or one that meets it again in
+backward or in recomputation, would draw different ones. A counter-based generator is a hash of a counter, and has no state: here the
+counter is the place in the whole batch and model (row, head, positions), the key is a seed made of the run's seed, the step and the
+name of the layer. So axes, layouts, microbatches, stages and recomputation do not matter: every layout drops what one process drops.
+No mask is kept by the generator or sent.
+
+The hash is splitmix64's, taken once for each coordinate: s = mix(s + γ (c + 1)), uniform over 64 bits; M = [s >= p 2^64].
+`Places` is what a rank knows of the rows it computes; `DropRows` stands for `layers.Dropout`, `drop_scores` around an attention core.
+Sends nothing. Memory: 16 bytes an element while a mask is made. Raises ValueError in one line for a rate outside [0, 1).
+Salmon et al. 2011 (Random123), SC'11, section 2 (counter-based generators); Steele et al. 2014, OOPSLA (splitmix64 and its mix).
+Differs: their counter is a place in the kernel's grid on one device, ours in the model; two products of 64 bits a number, where their
+Philox-4x32-10 takes 20 of 32 bits for four numbers. Megatron-LM keeps a stream of random numbers for each kind of rank instead.
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+GAMMA = 0x9E3779B97F4A7C15 - 2**64                              # 2^64 over the golden ratio, as a signed number
+ROUNDS = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
+Positions = Callable[[torch.device], tuple[Tensor, Tensor]]     # of queries and of keys, on that device
+
+
+def mix(z: Tensor) -> Tensor:
+    """int64 -> int64, in place: a permutation in which every bit of the result depends on all bits. Products wrap."""
+    for shift, factor in ROUNDS:
+        z.bitwise_xor_(shifted(z, shift)).mul_(factor)
+    return z.bitwise_xor_(shifted(z, 31))
+
+
+def shifted(z: Tensor, places: int) -> Tensor:
+    """To the right, zeros in front; torch's >> of signed numbers copies the sign."""
+    return (z >> places).bitwise_and_(2 ** (64 - places) - 1)
+
+
+def keep(p: float, seed: Tensor | int, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """int64 `[B]`, `[H]`, `[Tq]`, `[Tk]`, global numbers -> bool `[B, H, Tq, Tk]`: True with probability 1-p."""
+    state = mix(torch.as_tensor(seed, dtype=torch.int64, device=keys.device).clone())
+    for place in (rows[:, None, None, None], heads[:, None, None], queries[:, None], keys):
+        state = mix(state + (place + 1) * GAMMA)
+    return state >= round(p * 2**64) - 2**63
+
+
+class DropMask(NamedTuple):
+    """The `dropout` of one call of a core: the rate, the seed, and the global numbers of this rank's first row, head and token."""
+
+    p: float
+    seed: Tensor | int
+    first_row: int = 0
+    first_head: int = 0
+    first_token: int = 0
+
+    def keep(self, batch: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool `[B, H, Tq, Tk]` for positions `[Tq]` and `[Tk]`."""
+        rows, heads = (torch.arange(first, first + count, device=keys.device)
+                       for first, count in ((self.first_row, batch), (self.first_head, heads)))
+        return keep(self.p, self.seed, rows, heads, queries + self.first_token, keys + self.first_token)
+
+    def factors(self, like: Tensor, positions: Positions) -> Tensor:
+        """M' = M / (1-p) for the probabilities `like` `[B, H, Tq, Tk]` at these positions."""
+        return self.keep(*like.shape[:2], *positions(like.device)).to(like.dtype).div_(1 - self.p)
+
+    def __call__(self, probabilities: Tensor) -> Tensor:
+        """Of a whole sequence in its natural order, `[B, H, T, T]`: what `layers.drop` does with a rate."""
+        return probabilities * self.factors(probabilities, in_order(probabilities.size(-2), probabilities.size(-1)))
+
+
+def in_order(queries: int, keys: int) -> Positions:
+    """Of so many tokens, from the first on."""
+    return lambda device: (torch.arange(queries, device=device), torch.arange(keys, device=device))
+
+
+# ---- in a model ------------------------------------------------------------------------------------------------------
+
+class Places:
+    """Which step this is and which row of the global batch comes first: set by who cuts a batch, read by every dropout of the rank."""
+
+    def __init__(self, seed: int = 0):
+        self.seed, self.step, self.first_row = seed, 0, 0
+
+    def at(self, step: int, first_row: int) -> None:
+        self.step, self.first_row = step, first_row
+
+    def seed_of(self, site: str) -> int:
+        """63 bits: another mask in each step and at each site."""
+        return int.from_bytes(hashlib.blake2b(f"{self.seed}/{self.step}/{site}".encode(), digest_size=8).digest()) >> 1
+
+
+class DropRows(nn.Module):
+    """In the place of `layers.Dropout`. `own(positions)` says which of them x `[B, T, D]` has, where ranks share out the tokens."""
+
+    def __init__(self, p: float, places: Places, site: str, own: Callable[[Tensor], Tensor] = lambda positions: positions):
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"dropout p={p}; must be in [0, 1)")
+        self.p, self.places, self.site, self.own = p, places, site, own
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if not (self.p and self.training):
+            return x
+        mask = DropMask(self.p, self.places.seed_of(self.site), self.places.first_row)
+        kept = mask.keep(x.size(0), 1, self.own(positions), torch.arange(x.size(-1), device=x.device)).squeeze(1)
+        return torch.where(kept, x / (1 - self.p), 0.0)
+
+
+def drop_scores(core: Callable, places: Places, site: str, part: int = 0) -> Callable:
+    """core(q, k, v, .., dropout=p) with the mask of this place. `part`: of the equal parts into which heads are cut, which is here."""
+    def run(q: Tensor, *others: Tensor, dropout: float = 0.0, **more) -> Tensor:
+        if dropout:
+            more["dropout"] = DropMask(dropout, places.seed_of(site), places.first_row, part * q.size(1))
+        return core(q, *others, **more)
+    return run
