@@ -21,7 +21,7 @@ from minitrain import launch
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.mesh import Mesh
 from minitrain.model import GPT, GPTConfig
-from minitrain.sharding import full_tensor
+from minitrain.sharding import full_tensor, placement
 from minitrain.tensor_parallel import overlap, sequence
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
 
@@ -39,7 +39,7 @@ def our_layer(block: nn.Module, group: dist.ProcessGroup, sequence_parallel: boo
     column, row = (sequence.column, sequence.row) if sequence_parallel else (partial(way, chunks=1) for way in (overlap.column, overlap.row))
     cut_attention(block.attention, CONFIG.head_dim, group, column, row)
     cut_mlp(block.mlp, group, column, row)
-    sliced = [param for param in block.parameters() if not hasattr(param, "shards")]
+    sliced = [param for param in block.parameters() if not placement(param).shards]
     return block, GradReducer(sliced, group) if sequence_parallel else None
 
 
@@ -84,7 +84,7 @@ def turn(batch: int, whole_layer: bool, sequence_parallel: bool, rounds: int) ->
     times = in_turns(step(ours), step(theirs), rounds=rounds, meet=dist.barrier)
     drift = (step(ours)() - step(theirs)()).abs().max().item()
     weight = theirs.mlp.up.weight.grad
-    drift = max(drift, (full_tensor(ours.mlp.up.weight.grad, ours.mlp.up.weight.shards) - weight.full_tensor()).abs().max().item())
+    drift = max(drift, (full_tensor(ours.mlp.up.weight.grad, ours.mlp.up.weight.placement.shards) - weight.full_tensor()).abs().max().item())
     assert drift < 1e-2 and isinstance(weight, DTensor), f"the two layers differ by {drift}"
     return times
 

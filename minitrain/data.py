@@ -19,8 +19,9 @@ walking on a Feistel network). Differs from Megatron-LM, which writes the shuffl
 
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,15 @@ from torch import Tensor
 VOCAB = 256
 MASKED = -100  # torch's default ignore_index: a target that no loss counts
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".py")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Global batches by number: `draw(step, rank, ranks)` gives a rank its rows of tokens and targets `[rows, T]`, those of `rows_of`."""
+
+    draw: Callable[[int, int, int], tuple[Tensor, Tensor]]
+    batch_size: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,10 @@ class Text:
         starts = np.array([self.window(step * batch_size + row, length, seed) * length for row in rows])
         windows = np.frombuffer(self.data, np.uint8)[starts[:, None] + np.arange(length + 1)].astype(np.int64)
         return torch.tensor(windows[:, :-1]), torch.tensor(windows[:, 1:])  # a copy each; works under fake tensors
+
+    def rows(self, batch_size: int, length: int, seed: int = 0) -> Rows:
+        """The batches of a run."""
+        return Rows(partial(self.batch, batch_size=batch_size, length=length, seed=seed), batch_size, length)
 
     def position(self, step: int, batch_size: int, length: int, seed: int = 0) -> dict:
         """All there is to save: plain numbers, and the digest that tells one text from another."""

@@ -18,7 +18,7 @@ Philox-4x32-10 takes 20 of 32 bits for four numbers. Megatron-LM keeps a stream 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -70,7 +70,8 @@ class DropMask(NamedTuple):
 
     def __call__(self, probabilities: Tensor) -> Tensor:
         """Of a whole sequence in its natural order, `[B, H, T, T]`: what `layers.drop` does with a rate."""
-        return probabilities * self.factors(probabilities, in_order(probabilities.size(-2), probabilities.size(-1)))
+        kept = self.keep(*probabilities.shape[:2], *in_order(probabilities.size(-2), probabilities.size(-1))(probabilities.device))
+        return torch.where(kept, probabilities / (1 - self.p), 0.0)             # autograd keeps a byte a score, no more
 
 
 def in_order(queries: int, keys: int) -> Positions:
@@ -118,3 +119,13 @@ def drop_scores(core: Callable, places: Places, site: str, part: int = 0) -> Cal
             more["dropout"] = DropMask(dropout, places.seed_of(site), places.first_row, part * q.size(1))
         return core(q, *others, **more)
     return run
+
+
+def drop_by_place(layers: Iterable[nn.Module], places: Places, part: int = 0, own: Callable[[Tensor], Tensor] = lambda positions: positions) -> None:
+    """Every dropout of these layers, in place: activations by row, position and channel, scores by row, head, query and key."""
+    for layer in layers:
+        for name, module in list(layer.named_children()):
+            if isinstance(module, nn.Dropout):
+                setattr(layer, name, DropRows(module.p, places, f"{layer.name}.{name}", own))
+        if hasattr(layer, "attention"):
+            layer.attention.core = drop_scores(layer.attention.core, places, f"{layer.name}.scores", part)

@@ -36,7 +36,8 @@ class Linear(nn.Linear):
 class Dropout(nn.Dropout):
     """torch's, with a mask of one byte an element on every device (on a CPU torch keeps one as wide as the input)."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`positions` are for those that stand in its place and know what to drop from them (minitrain/dropout.py)."""
         return drop(x, self.p if self.training else 0.0)
 
 

@@ -62,6 +62,15 @@ class Mesh:
                                                 group_desc=f"mesh_{'_'.join(axes)}")
         return self._groups[axes]
 
+    def part(self, axis: str, numbers: tuple[int, ...]) -> dist.ProcessGroup:
+        """Some ranks of `group(axis)`, by their numbers in it; they alone must ask, as for a group over several axes."""
+        (axis,) = self._in_mesh_order("part", (axis,))
+        if (axis, numbers) not in self._groups:
+            members = self.members(axis)
+            self._groups[axis, numbers] = dist.new_group([members[number] for number in numbers], use_local_synchronization=True,
+                                                         group_desc=f"mesh_{axis}")
+        return self._groups[axis, numbers]
+
     def twin(self, *axes: str) -> dist.ProcessGroup:
         """A second group of the ranks of `group(*axes)`, with connections and streams of its own: a pipeline's messages in one
         direction must not queue behind those in the other."""

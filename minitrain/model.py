@@ -68,7 +68,7 @@ class Embedding(nn.Module):
         x = self.token_rows(self.tokens, tokens, "token", "vocab_size")
         if self.config.positions == "learned":
             x = x + self.position_rows(self.positions, positions, "position", "max_positions")
-        return self.dropout(self.norm(x))
+        return self.dropout(self.norm(x), positions)
 
 
 class Block(nn.Module):
@@ -87,14 +87,14 @@ class Block(nn.Module):
         self.attention = (LatentAttention if config.kv_latent else Attention)(config, attention, **place)
         self.norm2 = norm(config, **place)
         self.mlp = MLP(config, **place)
-        self.dropout = Dropout(config.dropout)
+        self.dropout1, self.dropout2 = Dropout(config.dropout), Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         def attention(x):
-            return self.dropout(self.attention(x, positions))
+            return self.dropout1(self.attention(x, positions), positions)
 
         def mlp(x):
-            return self.dropout(self.mlp(x))
+            return self.dropout2(self.mlp(x), positions)
 
         match self.config.residual:
             case "pre":
@@ -170,13 +170,19 @@ class GPT(nn.Module):
 
 
 class Stages(nn.Module):
-    """The slices of a model that one rank of a pipeline has, by the number of the stage: `Stages(config, {1: range(2, 4)})`."""
+    """The slices of a model that one rank of a pipeline has, by the number of the stage: `Stages(config, {1: range(2, 4)})`.
+
+    Both ends of a tied model on one rank share the table, as they do in a whole model.
+    """
 
     def __init__(self, config: GPTConfig, cuts: Mapping[int, Iterable[int]], **settings):
         super().__init__()
         self.config = config
         for number, layers in cuts.items():
             self.add_module(str(number), GPT(config, layers=layers, **settings))
+        here = {layer.name: layer for layer in self.layers}
+        if config.tied and {"layers.0", self.head} <= here.keys():
+            here[self.head].out.weight = here["layers.0"].tokens
 
     def items(self) -> list[tuple[int, GPT]]:
         return [(int(number), stage) for number, stage in self.named_children()]
@@ -185,9 +191,24 @@ class Stages(nn.Module):
     def layers(self) -> list[nn.Module]:
         return [layer for _, stage in self.items() for layer in stage.layers]
 
+    @property
+    def head(self) -> str:
+        return f"layers.{self.config.num_layers + 1}"
+
     def global_parameters(self) -> dict[str, nn.Parameter]:
-        """By their names in the whole model."""
-        return {name: param for _, stage in self.items() for name, param in stage.named_parameters()}
+        """By their names in the whole model, where a tied table has the name of its first place."""
+        return {name: param for part in self.parts() for param, name in part.items()}
+
+    def parts(self) -> list[dict[nn.Parameter, str]]:
+        """The parameters of each stage with their global names; last those that two stages here share."""
+        tied = f"{self.head}.out.weight" if self.config.tied else None
+        parts, shared = [], {}
+        for _, stage in self.items():
+            part = {param: "layers.0.tokens" if name == tied else name for name, param in stage.named_parameters()}
+            again = {param: name for param, name in part.items() if any(param in other for other in parts)}
+            shared |= again
+            parts.append(part)
+        return [{param: name for param, name in part.items() if param not in shared} for part in parts] + [shared] * bool(shared)
 
 
 def seed_of(name: str, seed: int = 0) -> int:
@@ -234,13 +255,13 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt: Tensor, n: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
+def generate(model: Callable, prompt: Tensor, n: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
     """`[B, T]` tokens -> `[B, T + n]`: draws one token at a time; temperature 0 takes the likeliest. Keeps no cache."""
     if temperature < 0:
         raise ValueError(f"temperature = {temperature}; use 0 (the likeliest token) or more")
     generator = torch.Generator(prompt.device).manual_seed(seed)
     tokens, training = prompt, model.training
-    model.eval()
+    model.train(False)
     try:
         for _ in range(n):
             logits = model(tokens[:, -model.config.max_positions:])[:, -1].float()

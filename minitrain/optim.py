@@ -8,7 +8,7 @@ With gradient g, step t, moments m and v, for every element (the paper's symbols
     θ ← θ - lr · m̂ / (√v̂ + ε)           m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t)
 
 Nothing here mixes elements, so the optimizer of a shard is the same optimizer: it never asks who holds the rest. Only
-the norm of all gradients does, and it learns from `param.shards` over which groups to sum its squares.
+the norm of all gradients does, and it learns from `param.placement` over which groups to sum its squares.
 
 Memory per parameter: 8 bytes in float32, and 4 more for a float32 master copy of a bfloat16 parameter: with weight and
 gradient 2 + 2 + 12 = 16. Sends nothing; the norm one number per way of cutting and group of it, in an all-reduce.
@@ -27,8 +27,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.sharding import placement
 
 
 class AdamW(torch.optim.Optimizer):
@@ -133,14 +135,16 @@ def adamw_update(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dic
 
 
 @torch.no_grad()
-def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm(
+    params: Iterable[Tensor], max_norm: float, *, stages: ProcessGroup | None = None, like: Tensor | None = None
+) -> Tensor:
     """Scale all gradients by min(1, max_norm / norm); return the norm of the whole gradient from before, a tensor.
 
     A parameter cut over groups is held once by all their ranks together: its squares are summed over exactly those
-    groups. One that is not cut is the same everywhere and counts once. Parameters of one stage of a pipeline carry
-    `param.pipeline`, the group over whose ranks the squares are added too; those marked `param.copy` stand on another
-    stage as well and are counted there. Hence the same number on every rank, which must all call this, those of one
-    stage with the same parameters in the same order.
+    groups. One that is not cut is the same everywhere and counts once; one with copies on other stages of a pipeline is
+    counted on the first. `stages`: the ranks that have the other layers, over which squares are added too (a stage may
+    then have no parameter to train: `like` is a tensor of the dtype and device of all). Hence the same number on every
+    rank, which must all call this, those of one stage with the same parameters in the same order.
 
     A NaN or infinite gradient makes the norm NaN or infinite and the gradients useless: the caller reads the norm, when
     it can afford to wait for it, and stops. `max_norm=math.inf` only measures.
@@ -148,17 +152,9 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm}: must be > 0 (math.inf measures without clipping)")
     params = list(params)
-    if not params:
-        raise ValueError("no parameters: there is no norm to clip")
-    cuts: dict[tuple, list[Tensor]] = {}  # the groups that cut -> the parameters they cut; also those without gradient,
-    for param in params:  # or a rank whose expert saw no token would miss the all-reduce of the others
-        cuts.setdefault(tuple(shard.group for shard in getattr(param, "shards", ())), []).append(param)
-
-    dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
-    squares = [_sum_of_squares(held, groups, dtype) for groups, held in cuts.items()]
-    square = torch.stack(squares).sum()
-    for group in {param.pipeline for param in params if hasattr(param, "pipeline")}:
-        square = collectives.all_reduce(square, group)
+    square = sum_of_squares(params, like)
+    if stages is not None:
+        square = collectives.all_reduce(square, stages)
     norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's epsilon: no division by zero
     for param in params:
@@ -167,14 +163,24 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
     return norm
 
 
-def _sum_of_squares(params: list[Tensor], groups: tuple, dtype: torch.dtype) -> Tensor:
-    """Of the whole gradients of parameters that are all cut over the same groups."""
-    total = torch.zeros((), dtype=dtype, device=params[0].device)
-    for param in params:
-        if param.grad is not None and not getattr(param, "copy", False):
-            total = total + torch.linalg.vector_norm(param.grad, dtype=dtype).square()
-    for group in groups:
-        total = collectives.all_reduce(total, group)
+def sum_of_squares(params: list[Tensor], like: Tensor | None = None) -> Tensor:
+    """Of the whole gradients of this rank's parameters, each counted once wherever it is cut or copied; in float32 or better."""
+    if not params and like is None:
+        raise ValueError("no parameters: there is no norm to clip")
+    dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32 if like is None else like.dtype)
+    total = torch.zeros((), dtype=dtype, device=(params[0] if params else like).device)
+    cuts: dict[tuple, list[Tensor]] = {}  # the groups that cut -> the parameters they cut; also those without gradient,
+    for param in params:  # or a rank whose expert saw no token would miss the all-reduce of the others
+        cuts.setdefault(placement(param).cut_over, []).append(param)
+    for groups, held in cuts.items():
+        square = torch.zeros_like(total)
+        for param in held:
+            copies = placement(param).copies
+            if param.grad is not None and (copies is None or copies.rank() == 0):
+                square = square + torch.linalg.vector_norm(param.grad, dtype=dtype).square()
+        for group in groups:
+            square = collectives.all_reduce(square, group)
+        total = total + square
     return total
 
 

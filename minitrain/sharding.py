@@ -1,22 +1,30 @@
-"""A parameter knows how it is cut: `param.shards` lists the cuts, and whoever needs the whole undoes them.
+"""Where a parameter is: one record, `param.placement`, written by who cuts or copies it, read by everyone who asks.
 
-    shard(W[F, D], dim=0, group) -> W[F/n, D] on each of the n ranks, with .shards = (Shard(0, group),)
+    shards        how it is cut                         W[F, D] -> W[F/n, D]: (Shard(dim=0, group),), the first cut first
+    summed_over   over whom its gradient is a sum       (dp × cp,), or two levels (intra, inter): ranks that hold the same, and other tokens
+    copies        who else holds it                     ranks of a pipeline with the same tied table, or the same stage
+    inside        of a flat buffer of parameters: the groups that had cut these before it was cut
 
-`shard` copies this rank's slice and sends nothing. `full_tensor` all-gathers cut by cut, the last one first, and each
-gather sends (n-1)/n of what it puts together. A tensor may be cut several times, along one dim (tp, then dp inside the
-slice) or along two. The tuple is read by clipping (the norm of a sharded parameter must be summed over its groups), by
-checkpoints, by resharding and by tests.
+`shard` copies this rank's slice and sends nothing. `full_tensor` undoes the cuts, the last one first: each gather sends (n-1)/n of
+what it puts together. `own_slice` cuts a whole tensor as a parameter is cut. A tensor may be cut several times, along one dim (tp,
+then dp inside the slice) or along two. Where the ranks do not divide a dim, `pad=True` gives all of them the next larger slice; the
+last ones end in rows of zeros, which `full_tensor` leaves out again.
 
-Raises ValueError for a dim that does not exist or does not divide, and for a group whose ranks hold different slices
-already (cutting those again could not be undone).
-torch's DTensor keeps the same facts inside the tensor, as placements. Differs: what a rank holds stays an ordinary
-tensor, so that the collectives around it are calls one can see.
+Readers: reducers and ZeRO (what to sum over whom), clipping (the squares of what is cut are summed over its groups, copies count
+once), optimizers (shapes of the whole), states to save, tests.
+Raises ValueError for a dim that does not exist or does not divide, and for a group whose ranks hold different slices already
+(cutting those again could not be undone).
+torch's DTensor keeps the same facts inside the tensor, as placements. Differs: what a rank holds stays an ordinary tensor, so that
+the collectives around it are calls one can see; over whom a gradient is a sum and who holds a copy are said as well.
 """
+from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain import collectives
@@ -24,40 +32,97 @@ from minitrain import collectives
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One cut: along `dim`, one equal slice per rank of `group`, in group-rank order."""
+    """One cut: along `dim`, one equal slice per rank of `group`, in group-rank order; `size`: of the whole, if slices are padded."""
 
     dim: int
     group: dist.ProcessGroup
+    size: int | None = None
 
 
-def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice along `dim`, a copy; an nn.Parameter if `tensor` is one. `.shards` grows by this cut."""
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a parameter is. The fields are explained above."""
+
+    shards: tuple[Shard, ...] = ()
+    summed_over: tuple[dist.ProcessGroup, ...] = ()
+    copies: dist.ProcessGroup | None = None
+    inside: tuple[dist.ProcessGroup, ...] = ()
+
+    @property
+    def cut_over(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups whose ranks together hold it once."""
+        return (*self.inside, *(cut.group for cut in self.shards))
+
+
+def placement(tensor: Tensor) -> Placement:
+    """Of any tensor: one that nobody placed is whole, and its gradient is its own."""
+    return getattr(tensor, "placement", WHOLE)
+
+
+def place(tensor: Tensor, **changes) -> Tensor:
+    """The tensor, with these fields of its placement written."""
+    tensor.placement = replace(placement(tensor), **changes)
+    return tensor
+
+
+def whole_shape(tensor: Tensor) -> list[int]:
+    """The shape of the whole of which this rank has a part."""
+    shape = list(tensor.shape)
+    for cut in reversed(placement(tensor).shards):
+        shape[cut.dim] = cut.size or shape[cut.dim] * cut.group.size()
+    return shape
+
+
+def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup, pad: bool = False) -> Tensor:
+    """This rank's slice along `dim`, a copy; an nn.Parameter if `tensor` is one. Its placement grows by this cut."""
     axis, ranks, shape = collectives.axis_of(group), group.size(), list(tensor.shape)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"shard: dim={dim}, but the tensor {shape} has {tensor.dim()} dims")
     dim %= tensor.dim()
-    for earlier in getattr(tensor, "shards", ()):
+    for earlier in placement(tensor).shards:
         both = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(earlier.group))
         if both != {dist.get_rank()}:
             raise ValueError(f"shard: ranks of {axis} hold different slices already, cut over "
                              f"{collectives.axis_of(earlier.group)}; cut over an axis whose ranks hold the same")
-    if shape[dim] % ranks:
+    if shape[dim] % ranks and not pad:
         raise ValueError(f"shard: {shape[dim]} along dim {dim} of {shape} is not a multiple of the {ranks} ranks of "
                          f"{axis}; pad the tensor or change the size of the axis")
-    size = shape[dim] // ranks
-    local = tensor.detach().narrow(dim, group.rank() * size, size).clone(memory_format=torch.contiguous_format)
+    cut = Shard(dim, group, shape[dim] if shape[dim] % ranks else None)
+    local = _slice(tensor.detach(), cut).clone(memory_format=torch.contiguous_format)
     if isinstance(tensor, nn.Parameter):
         local = nn.Parameter(local, requires_grad=tensor.requires_grad)
-    local.shards = (*getattr(tensor, "shards", ()), Shard(dim, group))
+    local.placement = replace(placement(tensor), shards=(*placement(tensor).shards, cut))
     return local
+
+
+def _slice(tensor: Tensor, cut: Shard) -> Tensor:
+    """This rank's part of a tensor that is whole along `cut.dim`, with zeros where it is shorter than the other ranks'."""
+    length = tensor.size(cut.dim)
+    size = math.ceil(length / cut.group.size())
+    first = min(cut.group.rank() * size, length)
+    part = tensor.narrow(cut.dim, first, min(size, length - first))
+    missing = size - part.size(cut.dim)
+    return F.pad(part, [0, 0] * (tensor.dim() - 1 - cut.dim) + [0, missing]) if missing else part
+
+
+def own_slice(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as `like` is."""
+    for cut in placement(like).shards:
+        whole = _slice(whole, cut)
+    return whole
 
 
 def full_tensor(tensor: Tensor, shards: tuple[Shard, ...] | None = None) -> Tensor:
     """The whole of `tensor` on every rank, outside autograd.
 
-    What does not carry its cuts itself, a gradient say, is told: full_tensor(param.grad, param.shards).
+    What does not carry its cuts itself, a gradient say, is told: full_tensor(param.grad, param.placement.shards).
     """
     whole = tensor.detach()
-    for cut in reversed(getattr(tensor, "shards", ()) if shards is None else shards):
+    for cut in reversed(placement(tensor).shards if shards is None else shards):
         whole = collectives.all_gather(whole, cut.group, cut.dim)
+        if cut.size:
+            whole = whole.narrow(cut.dim, 0, cut.size).contiguous()
     return whole
+
+
+WHOLE = Placement()

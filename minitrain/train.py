@@ -1,4 +1,4 @@
-"""One training step, with one seam. `python -m minitrain.train --help` trains a model.
+"""One training step, with one seam. `minitrain train --help` trains a model.
 
     loss = sum over all valid tokens of the global batch of -log p(target)  /  number of those tokens
 
@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.data import MASKED
@@ -37,6 +38,8 @@ class Batch(NamedTuple):
     targets: Tensor  # int64 [B/dp, T], MASKED where no loss is taken
     num_valid: Tensor  # of the global batch; `valid_tokens` counts
     positions: Tensor | None = None  # int64 [T] of the tokens, where they are not 0 .. T-1
+    step: int = 0  # which batch of the run this is,
+    first_row: int = 0  # and which of its rows is this rank's first: dropout is a function of these
 
 
 class StepResult(NamedTuple):
@@ -45,12 +48,14 @@ class StepResult(NamedTuple):
 
 
 class Reducer(Protocol):
-    """Adds up gradients over ranks. While `enabled`, a backward may start it, and `ready(params)` says that theirs are complete;
-    `finish()` returns when all are sums."""
+    """Adds up gradients over ranks. While `enabled`, a backward may start it. Whoever runs backwards in an order of its own says what
+    they have found: `arrived(params)` after each, `ready(params)` after the last. `finish()` returns when all are sums."""
 
     enabled: bool
 
     def ready(self, params: Iterable[nn.Parameter]) -> None: ...
+
+    def arrived(self, params: Iterable[nn.Parameter]) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -61,6 +66,9 @@ class NoReducer:
     enabled = True
 
     def ready(self, params: Iterable[nn.Parameter]) -> None:
+        pass
+
+    def arrived(self, params: Iterable[nn.Parameter]) -> None:
         pass
 
     def finish(self) -> None:
@@ -82,24 +90,28 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     reducer: Reducer,
     clip: float | None = None,
+    stages: ProcessGroup | None = None,
 ) -> StepResult:
-    """Gradients of the global batch, then one step of the optimizer."""
+    """Gradients of the global batch, then one step of the optimizer. `stages`: the ranks that have the other layers."""
     optimizer.zero_grad()
     loss = forward_backward(batch)
     reducer.finish()  # as long as this takes, communication was not hidden behind backward
     norm = None
     if clip is not None:
-        norm = clip_grad_norm([param for group in optimizer.param_groups for param in group["params"]], clip)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        norm = clip_grad_norm(params, clip, stages=stages, like=loss)
     optimizer.step()
     return StepResult(loss, norm)
 
 
 def accumulate(
-    model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], num_microbatches: int, reducer: Reducer
+    model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], num_microbatches: int, reducer: Reducer,
+    at: Callable[[int, int], None] = lambda step, first_row: None,
 ) -> Callable[[Batch], Tensor]:
     """A `forward_backward` that cuts this rank's rows into microbatches, runs one after the other and adds up.
 
     `loss_fn(logits, targets)` is a sum over tokens. Gradients add up locally and travel once, in the last backward.
+    `at(step, first_row)` is told which rows of the global batch come next (dropout.Places).
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: use at least 1")
@@ -111,9 +123,11 @@ def accumulate(
                              "or a larger batch")
         microbatches = zip(batch.tokens.tensor_split(num_microbatches), batch.targets.tensor_split(num_microbatches))
         places = () if batch.positions is None else (batch.positions,)
-        total = torch.zeros((), device=batch.tokens.device)
+        total, first_row = torch.zeros((), device=batch.tokens.device), batch.first_row
         for number, (tokens, targets) in enumerate(microbatches, start=1):
             reducer.enabled = number == num_microbatches
+            at(batch.step, first_row)
+            first_row += len(tokens)
             loss = loss_fn(model(tokens, *places), targets) / batch.num_valid
             loss.backward()
             total = total + loss.detach()
@@ -133,9 +147,3 @@ def measure_peak_flops(
         (a @ b)[0, 0].item()  # the number arrives when a GPU is done
         best_s = min(best_s, time.perf_counter() - started)
     return 2 * size**3 / best_s
-
-
-if __name__ == "__main__":
-    from minitrain.train_command import main
-
-    main()

@@ -21,7 +21,7 @@ from minitrain.optim import AdamW
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import Schedule
-from minitrain.sharding import full_tensor
+from minitrain.sharding import full_tensor, placement
 from minitrain.train import Batch, accumulate, train_step, valid_tokens
 
 TOLERANCE = 1e-12
@@ -125,7 +125,7 @@ def train_parallel(problem: Problem, shape: dict[str, int], **settings) -> Outco
     if settings.get("zero"):
         return Outcome(losses, {name: run.optimizer.full_grad(param) for name, param in trainable.items()},
                        {name: run.optimizer.full_tensor(param) for name, param in model.named_parameters()})
-    return Outcome(losses, {name: full_tensor(param.grad, getattr(param, "shards", ())) for name, param in trainable.items()},
+    return Outcome(losses, {name: full_tensor(param.grad, placement(param).shards) for name, param in trainable.items()},
                    {name: full_tensor(param).clone() for name, param in model.named_parameters()})
 
 
@@ -145,7 +145,7 @@ def train_pipeline(problem: Problem, shape: dict[str, int], schedule: Schedule, 
         result = train_step(forward_backward, batch, run.optimizer, run.reducer, problem.clip)
         losses.append(collectives.all_reduce(result.loss, run.loss_group).item())
     params = model.global_parameters()                      # those that tensor parallelism cut are new ones
-    return Outcome(losses, {name: full_tensor(param.grad, getattr(param, "shards", ())) for name, param in params.items() if param.requires_grad},
+    return Outcome(losses, {name: full_tensor(param.grad, placement(param).shards) for name, param in params.items() if param.requires_grad},
                    {name: full_tensor(param).clone() for name, param in params.items()})
 
 

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from minitrain import launch
 from minitrain.optim import AdamW, clip_grad_norm, warmup_cosine
-from minitrain.sharding import Shard
+from minitrain.sharding import Shard, place
 
 
 def parameters(dtype=torch.float64):
@@ -196,11 +196,11 @@ def norm_on_ranks(max_norm, say_it):
         params[name] = nn.Parameter(torch.zeros_like(grad))
         params[name].grad = grad.clone()
         if say_it and name in cuts:
-            params[name].shards = cuts[name]
+            place(params[name], shards=cuts[name])
     params["idle"] = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     if rank:  # on rank 0 an expert that saw no token: it must take part in the sum all the same
         params["idle"].grad = torch.zeros(2, dtype=torch.float64)
-    params["idle"].shards = (Shard(0, columns),)
+    place(params["idle"], shards=(Shard(0, columns),))
     norm = clip_grad_norm(params.values(), max_norm)
     places = {name: [(cut.dim, cut.group.size(), cut.group.rank()) for cut in cuts.get(name, ())] for name in params}
     return norm, {name: (param.grad, places[name]) for name, param in params.items()}

@@ -6,7 +6,7 @@ from torch import nn
 
 from minitrain import collectives, dryrun, launch
 from minitrain.mesh import Mesh
-from minitrain.sharding import Shard, full_tensor, shard
+from minitrain.sharding import Shard, full_tensor, place, placement, shard
 
 
 def cut_and_undo():
@@ -21,15 +21,15 @@ def cut_and_undo():
             expected = expected.chunk(group.size(), dim)[group.rank()]
             assert isinstance(parameter, nn.Parameter) and parameter.requires_grad == requires_grad
             assert torch.equal(parameter, expected) and parameter.is_contiguous()
-        assert getattr(parameter, "shards", ()) == tuple(Shard(dim % 2, group) for dim, group in cuts)
+        assert placement(parameter).shards == tuple(Shard(dim % 2, group) for dim, group in cuts)
         assert torch.equal(full_tensor(parameter), whole) and not full_tensor(parameter).requires_grad
         if cuts:
-            assert torch.equal(full_tensor(parameter * 2, parameter.shards), whole * 2)      # a gradient, say
+            assert torch.equal(full_tensor(parameter * 2, parameter.placement.shards), whole * 2)      # a gradient, say
             parameter.data.zero_()
             assert whole.sum() > 0, "a shard is a copy"
     twice = shard(shard(whole, 0, tp), 0, dp)
     assert not isinstance(twice, nn.Parameter)
-    twice.shards = twice.shards[::-1]       # control: undone in the wrong order
+    place(twice, shards=twice.placement.shards[::-1])       # control: undone in the wrong order
     assert not torch.equal(full_tensor(twice), whole)
     calls = len(collectives.last_calls())
     shard(whole, 0, tp)

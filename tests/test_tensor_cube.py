@@ -11,7 +11,7 @@ from minitrain.layers import MLP, Linear
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.optim import AdamW, clip_grad_norm
-from minitrain.sharding import full_tensor
+from minitrain.sharding import full_tensor, placement
 from minitrain.tensor_parallel import cube, grid_costs
 from minitrain.tensor_parallel.cube import Linear3D, activation_shards, cut_activations, cut_mlp
 from tests.parallel import TOLERANCE
@@ -49,7 +49,7 @@ def whole_mlp(activation, d_ff=12):
 
 
 def gradients(module):
-    return {name: full_tensor(param.grad, getattr(param, "shards", ())) for name, param in module.named_parameters()}
+    return {name: full_tensor(param.grad, placement(param).shards) for name, param in module.named_parameters()}
 
 
 def distance(ours, theirs):

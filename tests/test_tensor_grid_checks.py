@@ -81,7 +81,7 @@ def beside_one_process(ours, cut, join):
     (y_part.square().sum() / y.numel()).backward()
     errors = [apart(join(y_part), y), apart(join(part.grad), whole_x.grad)]
     for mine, param in zip(ours.parameters(), theirs.parameters()):
-        errors.append(apart(full_tensor(mine.grad, mine.shards), param.grad))
+        errors.append(apart(full_tensor(mine.grad, mine.placement.shards), param.grad))
     return max(errors)
 
 
@@ -156,7 +156,7 @@ def test_rtp():
         with Ledger() as ledger:
             out = ours(own)
         out.backward(dy[mine])
-        errors = [apart(out, y[mine]), apart(own.grad, x.grad[mine]), apart(full_tensor(ours.weight.grad, ours.weight.shards), linear.weight.grad)]
+        errors = [apart(out, y[mine]), apart(own.grad, x.grad[mine]), apart(full_tensor(ours.weight.grad, ours.weight.placement.shards), linear.weight.grad)]
         shard = ours.weight.numel()
         return max(errors), K * N / shard, ledger.sent_bytes() / DOUBLE / shard
 

@@ -209,7 +209,7 @@ def difference(module: nn.Module, ours: nn.Module, x: Tensor, cut: Callable, joi
     distances = [apart(join(y_block), y), apart(join(x_block.grad), x.grad)]
     assert dict(ours.named_parameters()).keys() == dict(module.named_parameters()).keys()
     for (name, param), theirs in zip(ours.named_parameters(), module.parameters()):
-        distances += [apart(full_tensor(param), theirs), apart(full_tensor(param.grad, param.shards), theirs.grad)]
+        distances += [apart(full_tensor(param), theirs), apart(full_tensor(param.grad, param.placement.shards), theirs.grad)]
     return max(distances)
 
 

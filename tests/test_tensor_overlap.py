@@ -13,7 +13,7 @@ from minitrain.mesh import Mesh
 from minitrain.model import Block
 from minitrain.optim import AdamW
 from minitrain.parallelize import parallelize
-from minitrain.sharding import full_tensor
+from minitrain.sharding import full_tensor, placement
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
 from minitrain.tensor_parallel import linear, overlap, ring_overlap, sequence
@@ -157,7 +157,7 @@ def trained(problem, dp, tp, **settings):
         batch = Batch(tokens, targets, valid_tokens(targets, group))
         loss = train_step(forward_backward, batch, parallel.optimizer, parallel.reducer, problem.clip).loss
         losses.append(collectives.all_reduce(loss, group).item())
-    return Outcome(losses, {name: full_tensor(param.grad, getattr(param, "shards", ())).clone()
+    return Outcome(losses, {name: full_tensor(param.grad, placement(param).shards).clone()
                             for name, param in model.named_parameters() if param.grad is not None},
                    {name: full_tensor(param).detach().clone() for name, param in model.named_parameters()})
 

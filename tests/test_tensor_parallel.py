@@ -16,7 +16,7 @@ from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.mesh import Mesh
 from minitrain.model import GPT, GPTConfig, cross_entropy_sum
 from minitrain.parallelize import parallelize
-from minitrain.sharding import full_tensor
+from minitrain.sharding import full_tensor, placement
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
 from minitrain.tensor_parallel import linear, sequence, vocabulary
@@ -104,8 +104,8 @@ def one_layer(way):
         y.square().sum().backward()
     calls = [event.op for event in ledger.events if isinstance(event, Issue)]
     sent = {op: (calls.count(op), ledger.sent_bytes(op)) for op in ("all_reduce", "all_gather", "reduce_scatter")}
-    cut = [param for param in block.parameters() if hasattr(param, "shards")]
-    return sent, (y, x.grad, full_tensor(block.mlp.up.weight.grad, block.mlp.up.weight.shards)), sum(param.numel() for param in cut)
+    cut = [param for param in block.parameters() if placement(param).shards]
+    return sent, (y, x.grad, full_tensor(block.mlp.up.weight.grad, block.mlp.up.weight.placement.shards)), sum(param.numel() for param in cut)
 
 
 def whole_layer():
@@ -230,7 +230,7 @@ def test_vocab_parallel():
         nothing = vocabulary.cross_entropy_sum(own, torch.full((B, T), -100), world())
         nothing.backward()
         low = vocabulary.cross_entropy_sum(own.detach().bfloat16(), targets, world())
-        grad = full_tensor(own.grad, linear.shard(torch.empty(1, 1, words), 2, world()).shards)
+        grad = full_tensor(own.grad, linear.shard(torch.empty(1, 1, words), 2, world()).placement.shards)
         return ((loss - cross_entropy_sum(logits, targets)).abs().item(), (grad - dense.grad).abs().max().item(), nothing.item(),
                 ledger.payload_bytes(), ledger.sent_bytes(), low.dtype, (low - cross_entropy_sum(logits.bfloat16(), targets)).abs().item())
 
@@ -249,7 +249,7 @@ def test_the_table_finds_its_rows():
         rows = vocabulary.lookup(own, ids, "token", "vocab_size", group=world())
         rows.sum().backward()
         counts = torch.bincount(ids.flatten(), minlength=12).double().unsqueeze(-1).expand(12, 2)
-        return torch.equal(rows, table[ids]), torch.equal(full_tensor(own.grad, own.shards), counts)
+        return torch.equal(rows, table[ids]), torch.equal(full_tensor(own.grad, own.placement.shards), counts)
 
     assert launch.run(rank, None, ranks=4) == [(True, True)] * 4
 
@@ -276,7 +276,7 @@ def dropped_model(shape, settings, masks=None):
     loss = loss_fn(model(tokens), tokens)
     loss.backward()
     weight = model.layers[1].mlp.up.weight
-    return loss.item(), full_tensor(weight.grad, getattr(weight, "shards", ())), drawn
+    return loss.item(), full_tensor(weight.grad, placement(weight).shards), drawn
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

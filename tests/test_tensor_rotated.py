@@ -58,7 +58,7 @@ def distance(module, reference):
     """Gradients and parameters, whole."""
     pairs = dict(reference.named_parameters())
     return max(max((full_tensor(param) - pairs[name]).abs().max().item(),
-                   (full_tensor(param.grad, param.shards) - pairs[name].grad).abs().max().item())
+                   (full_tensor(param.grad, param.placement.shards) - pairs[name].grad).abs().max().item())
                for name, param in module.named_parameters())
 
 

@@ -75,7 +75,7 @@ def blockwise_block(block: nn.Module, x: Tensor, positions: Tensor, *, rows: int
         return turned(k, positions), v
 
     def finish(x: Tensor, attended: Tensor) -> Tensor:
-        x = x + block.dropout(attention.out(attended.transpose(1, 2).flatten(-2)))
-        return x + block.dropout(block.mlp(block.norm2(x)))
+        x = x + block.dropout1(attention.out(attended.transpose(1, 2).flatten(-2)))
+        return x + block.dropout2(block.mlp(block.norm2(x)))
 
     return blockwise_layer(x, positions, query, keys_values, finish, rows=rows, core=core)

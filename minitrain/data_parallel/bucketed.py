@@ -59,6 +59,9 @@ class GradReducer:
             if id(param) in self._slot and param.grad is not None:
                 self._take(param)
 
+    def arrived(self, params: Iterable[nn.Parameter]) -> None:
+        """A microbatch is done: nothing travels yet."""
+
     def _take(self, param: nn.Parameter) -> None:
         """Put `param.grad` into its place in the bucket, start what can start."""
         bucket, view = self._slot[id(param)]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import Handle, all_gather, all_reduce, reduce_scatter
-from minitrain.data_parallel.flat import MakeOptimizer
+from minitrain.data_parallel.sync import MakeOptimizer
 from minitrain.data_parallel.zero3 import Gathered, Zero3
 
 WORDS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
@@ -33,9 +33,9 @@ WORDS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
 class Held(Gathered):
     """A flat buffer of which this rank holds what `kept` cuts leave, and updates what `updated` cuts leave."""
 
-    def __init__(self, params: list[nn.Parameter], intra: ProcessGroup, inter: ProcessGroup, kept: int, updated: int):
+    def __init__(self, params: list[nn.Parameter], levels: tuple[ProcessGroup, ProcessGroup], kept: int, updated: int):
         self.kept, self.updated = kept, updated
-        super().__init__(params, intra, inter)
+        super().__init__(params, *levels)
 
     def divide(self) -> None:
         self.held = self.own(self.whole, slice(self.kept)).clone() if self.kept else self.whole
@@ -74,19 +74,22 @@ class Hybrid(Zero3):
         self.kept, self.summed, self.updated = ("NIG".index(letter) for letter in word)
         super().__init__(model, intra, make_optimizer, units, reshard=reshard, prefetch=prefetch)
 
-    def make_flat(self, params: list[nn.Parameter]) -> Held:
-        return Held(params, *self.groups, self.kept, self.updated)
+    def levels(self) -> tuple[ProcessGroup, ProcessGroup]:
+        return self.groups
+
+    def make_flat(self, params: list[nn.Parameter], levels: tuple[ProcessGroup, ProcessGroup]) -> Held:
+        return Held(params, levels, self.kept, self.updated)
 
     def gather(self, flat: Held) -> Handle | Ready:
         """Whole parameters from what ranks hold: inside the node, or across and then inside."""
-        intra, inter = self.groups
+        intra, inter = flat.groups
         if self.kept == 1:
             return all_gather(flat.held, intra, out=flat.whole, async_op=True)
         return Ready(None, all_gather(flat.held, inter, async_op=True), lambda piece: all_gather(piece, intra, out=flat.whole))
 
     def scatter(self, flat: Held, grads: Tensor) -> Handle | Ready:
         """What a microbatch adds up: nothing, inside the node, or over all ranks."""
-        intra, inter = self.groups
+        intra, inter = flat.groups
         if self.summed == 0:
             return Ready(grads)
         first = reduce_scatter(grads, intra, async_op=True)
@@ -94,23 +97,19 @@ class Hybrid(Zero3):
 
     def complete(self, flat: Held) -> Tensor:
         """Once a step: cut the gradient as finely as the optimizer state, and add up over the replicas of that."""
-        for group in self.groups[self.summed:self.updated]:
+        for group in flat.groups[self.summed:self.updated]:
             flat.sum = reduce_scatter(flat.sum, group)
-        intra, inter = self.groups
+        intra, inter = flat.groups
         if self.updated == 2:
             return flat.sum
         piece = flat.sum if self.updated == 1 else reduce_scatter(flat.sum, intra)  # across nodes travels 1/k
         all_reduce(piece, inter, out=piece)
         return piece if self.updated == 1 else all_gather(piece, intra, out=flat.sum)
 
-    def step(self) -> None:
-        """Update the shards, then give every rank what it holds of the parameters."""
-        self.optimizer.step()
-        self.publish()
-
     def publish(self) -> None:
+        """Give every rank what it holds of the parameters."""
         for flat in self.flats:
             if flat.shard.requires_grad:
                 for cuts in range(self.updated, self.kept, -1):
                     piece = flat.own(flat.held, slice(self.kept, cuts))
-                    all_gather(piece, self.groups[cuts - 1], out=flat.own(flat.held, slice(self.kept, cuts - 1)))
+                    all_gather(piece, flat.groups[cuts - 1], out=flat.own(flat.held, slice(self.kept, cuts - 1)))

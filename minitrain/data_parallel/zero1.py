@@ -11,17 +11,23 @@ momentum and variance) a rank keeps 2 + 2 + 12/n bytes a parameter instead of 16
 
 Sends (n-1)/n of the gradients and (n-1)/n of the parameters a step, however many microbatches: gradients add up locally.
 Memory: parameters and gradients live in flat buffers, the shards are slices of them; sums come back in place.
+In a pipeline a bucket is of one stage and travels when the schedule says that the stage's last microbatch is done.
 Raises ValueError in `finish()` when a parameter got no gradient, and what flat.py refuses.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (P_os); the ancestor is Xu et al. 2020, weight-update
 sharding, arXiv:2004.13336, section 3, for which a compiler rewrites the all-reduce. Differs: buckets and overlap, SUM
 instead of mean, the master copy belongs to the optimizer (`AdamW(..., master_dtype=torch.float32)`).
 """
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import Handle, all_gather, reduce_scatter
-from minitrain.data_parallel.flat import Flat, MakeOptimizer, Shards, buckets, named_once
+from minitrain.data_parallel.flat import Flat, Shards, buckets
+from minitrain.data_parallel.sync import MakeOptimizer, built, check_trainable, parts_of, sums_alike, together
 
 
 class Zero1(Shards):
@@ -30,8 +36,10 @@ class Zero1(Shards):
     stage = 1
 
     def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer: MakeOptimizer, bucket_bytes: int = 25_000_000):
-        names = named_once(model)
-        flats = buckets(names, group, bucket_bytes)
+        parts = parts_of(model)
+        names = check_trainable(together(parts), model)
+        optimizer, early, group_of = built(make_optimizer, names)
+        flats = buckets(sums_alike(parts, (group,), group_of), bucket_bytes)
         self.weights: dict[Flat, Tensor] = {}  # the whole parameters, whose storage they share with the model
         self.grads: dict[Flat, Tensor] = {}
         self.place: dict[nn.Parameter, tuple[Flat, Tensor]] = {}
@@ -41,47 +49,52 @@ class Zero1(Shards):
             for param, view, grad in zip(flat.params, flat.views(weights), flat.views(grads)):
                 param.data = view
                 self.place[param] = flat, grad
-                param.register_post_accumulate_grad_hook(self._on_ready)
+                param.register_post_accumulate_grad_hook(self._on_grad)
             flat.cut(flat.own(weights))
-        super().__init__(flats, names, make_optimizer)
-        self.group = group
+        super().__init__(names, flats, optimizer, early, group_of)
         self._arrived = dict.fromkeys(flats, 0)
         self._started: list[Handle] = []
 
-    def _on_ready(self, param: nn.Parameter) -> None:
-        """This parameter's gradient is complete: put it into its place, start the buckets that are full, in order."""
-        flat, place = self.place[param]
+    def _on_grad(self, param: nn.Parameter) -> None:
+        """After a backward: the gradient goes to its place, where those of other microbatches add up."""
+        if param.grad is not None:  # else W makes it
+            self._put(param)
+            if self.enabled and not self.driven:
+                self._count(param)
+
+    def ready(self, params: Iterable[nn.Parameter]) -> None:
+        for param in params:
+            if param in self.place and param.grad is not None:
+                self._put(param)
+                self._count(param)
+
+    def _put(self, param: nn.Parameter) -> None:
+        _, place = self.place[param]
         if param.grad is not place:
             place.copy_(param.grad)
             param.grad = place
-        if not self.enabled:
-            return
-        self._arrived[flat] += 1
+
+    def _count(self, param: nn.Parameter) -> None:
+        """This parameter's gradient is complete: start the buckets that are full, in order."""
+        self._arrived[self.place[param][0]] += 1
         while len(self._started) < len(self.flats) and self._full(ready := self.flats[len(self._started)]):
             grads = self.grads[ready]
-            self._started.append(reduce_scatter(grads, self.group, out=ready.own(grads), async_op=True))
+            self._started.append(reduce_scatter(grads, ready.groups[0], out=ready.own(grads), async_op=True))
 
     def _full(self, flat: Flat) -> bool:
         return self._arrived[flat] == len(flat.params)
 
     def finish(self) -> None:
-        """Every shard has its gradient, summed over the group."""
         if len(self._started) < len(self.flats):
-            missing = [self.names[param] for flat in self.flats for param in flat.params
-                       if param.grad is None and not self._full(flat)]
-            raise ValueError(f"no gradient for {', '.join(missing[:3])}; use every parameter in the loss on every rank, freeze it "
-                             f"with requires_grad_(False), or set enabled=True before the last backward")
+            raise self.missing(param for flat in self.flats for param in flat.params if param.grad is None and not self._full(flat))
         for flat, handle in zip(self.flats, self._started):
             flat.shard.grad = handle.wait()
             self._arrived[flat] = 0
+            self.add_copies(flat)
         self._started = []
 
-    def step(self) -> None:
-        """Update the shards, then gather the parameters."""
-        self.optimizer.step()
-        self.publish()
-
     def publish(self) -> None:
-        started = [all_gather(flat.shard.detach(), self.group, out=self.weights[flat], async_op=True) for flat in self.flats]
+        """Gather the updated parameters."""
+        started = [all_gather(flat.shard.detach(), flat.groups[0], out=self.weights[flat], async_op=True) for flat in self.flats]
         for handle in started:
             handle.wait()

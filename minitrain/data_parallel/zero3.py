@@ -14,13 +14,16 @@ views of a weight that autograd saved in forward find the data again in backward
 
 Sends 3 (n-1)/n of the parameters a step (two gathers, one reduce-scatter); with `reshard=False` parameters stay whole from
 forward to backward, and it is 2 (n-1)/n. Under recomputation the layers of backward are gathered once, as without.
-Accumulation: as in zero2.py, and every microbatch gathers anew. Whoever has memory for it sets `reshard=False`.
+Accumulation: as in zero2.py, and every microbatch gathers anew. Whoever has memory for it sets `reshard=False`. In a pipeline units
+are gathered and freed in each action of their stage, and a stage's gradients are scattered when its backward (or W) is done.
 Raises ValueError for units without parameters and other values of `accumulate`, in `finish()` for missing gradients, and
 what flat.py refuses.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3 and 7.2.2 (P_os+g+p); Zhao et al. 2023, PyTorch FSDP,
 arXiv:2304.11277, section 3.2.1 and 3.3 (units, prefetch). Differs: SUM instead of mean; the last unit is freed after
 forward like all others; the order of prefetch is the order of the last forward.
 """
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +36,8 @@ from torch.utils._pytree import tree_leaves
 
 from minitrain import collectives
 from minitrain.collectives import Handle
-from minitrain.data_parallel.flat import Flat, MakeOptimizer, Shards, named_once
+from minitrain.data_parallel.flat import Flat, Shards
+from minitrain.data_parallel.sync import MakeOptimizer, built, check_trainable, parts_of, sums_alike, together
 from minitrain.data_parallel.zero2 import check_accumulate
 
 
@@ -87,10 +91,19 @@ class Gathered(Flat):
 
 
 class Unit:
-    """A module and the buffers it needs."""
+    """A module, the buffers it needs, and the pass through the model (through a stage, in a pipeline) that it belongs to."""
 
     def __init__(self, module: nn.Module):
-        self.module, self.flats = module, []
+        self.module, self.flats, self.way = module, [], None
+
+
+class Way:
+    """The order of units in a pass, learnt from the last forward."""
+
+    def __init__(self, units: list[Unit]):
+        self.order = units  # a guess before the first
+        self.seen: list[Unit] = []  # in this forward
+        self.done: set[Unit] = set()  # whose backward has begun
 
 
 class Zero3(Shards):
@@ -102,15 +115,21 @@ class Zero3(Shards):
                  *, reshard: bool = True, prefetch: bool = True, accumulate: str = "scatter"):
         check_accumulate(accumulate)
         self.keep, self.reshard, self.prefetch = accumulate == "keep", reshard, prefetch
-        names = named_once(model)
         self.group = group
-        self.units = assign(model, list(elements(model) if units is None else units), self.make_flat)
-        self.order = list(self.units)  # in which forward came by; a guess before the first
-        self.seen: list[Unit] = []  # in this forward
-        self.done: set[Unit] = set()  # whose backward has begun
+        parts = parts_of(model)
+        names = check_trainable(together(parts), model)
+        optimizer, early, group_of = built(make_optimizer, names)
+        self.units = assign(model, list(elements(model) if units is None else units), self.make_flat,
+                            dict(sums_alike(parts, self.levels(), group_of)))
         flats = list(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
-        super().__init__(flats, names, make_optimizer)
+        super().__init__(names, flats, optimizer, early, group_of)
+        self.flat_of = {param: flat for flat in flats for param in flat.params}
         self._in_flight: tuple[Gathered, Handle] | None = None
+        for part in parts:
+            units = [unit for unit in self.units if unit.way is None and any(param in part for flat in unit.flats for param in flat.params)]
+            way = Way(units)
+            for unit in units:
+                unit.way = way
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
             unit.module.register_forward_hook(partial(self._after_forward, unit))
@@ -121,16 +140,20 @@ class Zero3(Shards):
 
     # ---- how parameters are cut and bytes travel: what hybrid sharding and ZeRO++ replace ------------------------------
 
-    def make_flat(self, params: list[nn.Parameter]) -> Gathered:
-        return Gathered(params, self.group)
+    def levels(self) -> tuple[ProcessGroup, ...]:
+        """The groups, one inside the other, over whose ranks a gradient is a sum; a parameter's placement may name others."""
+        return (self.group,)
+
+    def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> Gathered:
+        return Gathered(params, *groups)
 
     def gather(self, flat: Gathered) -> Handle:
         """Start to fill flat.whole from everyone's shards."""
-        return collectives.all_gather(flat.shard.detach(), self.group, out=flat.whole, async_op=True)
+        return collectives.all_gather(flat.shard.detach(), flat.groups[0], out=flat.whole, async_op=True)
 
     def scatter(self, flat: Gathered, grads: Tensor) -> Handle:
         """Start to add up everyone's whole gradient; the result is this rank's slice."""
-        return collectives.reduce_scatter(grads, self.group, async_op=True)
+        return collectives.reduce_scatter(grads, flat.groups[0], async_op=True)
 
     def complete(self, flat: Gathered) -> Tensor:
         """The shard's gradient from the sum of what came back: here it is that."""
@@ -139,15 +162,16 @@ class Zero3(Shards):
     # ---- forward and backward ------------------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple) -> None:
+        way = unit.way
         if not in_backward():  # else a recomputation: what it needs is whole
-            if unit in self.seen or self.done:  # a new pass through the model
-                self.seen, self.done = [], set()
-            self.seen.append(unit)
-            if len(self.seen) == len(self.units):
-                self.order = list(self.seen)
+            if unit in way.seen or way.done:  # a new pass
+                way.seen, way.done = [], set()
+            way.seen.append(unit)
+            if len(way.seen) == len(way.order):
+                way.order = list(way.seen)
             inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if inputs and any(not flat.shard.requires_grad for flat in unit.flats):
-                register_multi_grad_hook(inputs, lambda grads: self._free_frozen(unit))
+            if inputs and (self.driven or any(not flat.shard.requires_grad for flat in unit.flats)):
+                register_multi_grad_hook(inputs, lambda grads: self._after_backward(unit))
         self._make_whole(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output) -> None:
@@ -161,7 +185,9 @@ class Zero3(Shards):
                 flat.free()
 
     def _before_backward(self, unit: Unit) -> None:
-        self.done.add(unit)
+        if unit in unit.way.done:  # of another microbatch, with no forward between
+            unit.way.done.clear()
+        unit.way.done.add(unit)
         self._make_whole(unit)
 
     def _make_whole(self, unit: Unit) -> None:
@@ -170,32 +196,55 @@ class Zero3(Shards):
             flat.start(self.gather)
         for flat in unit.flats:
             flat.wait()
-        position = self.order.index(unit) + (-1 if in_backward() else 1)
-        if self.prefetch and 0 <= position < len(self.order) and self.order[position] not in self.done:
-            for flat in self.order[position].flats:
+        order = unit.way.order
+        position = order.index(unit) + (-1 if in_backward() else 1)
+        if self.prefetch and 0 <= position < len(order) and order[position] not in unit.way.done:
+            for flat in order[position].flats:
                 flat.start(self.gather)
 
     def _on_grad(self, flat: Gathered, param: nn.Parameter) -> None:
         """A parameter's gradient is complete for this backward. With the last of a buffer, its part of the step is over."""
+        if param.grad is None:  # W makes it
+            return
         if flat.grads is None:
             flat.grads = collectives.announce_buffer(param.new_zeros(flat.numel))
         place = next(place for known, place in zip(flat.params, flat.views(flat.grads)) if known is param)
         place.add_(param.grad)
         param.grad = None
-        flat.arrived += 1
-        if flat.arrived < len(flat.params):
+        if self.driven:
             return
-        flat.arrived = 0
-        flat.free()  # every operator that used these parameters has been differentiated
-        if self.enabled or not self.keep:
-            self._settle()
-            grads, flat.grads = flat.grads, None
-            self._in_flight = flat, self.scatter(flat, grads)
+        flat.arrived += 1
+        if flat.arrived == len(flat.params):
+            flat.arrived = 0
+            flat.free()  # every operator that used these parameters has been differentiated
+            if self.enabled or not self.keep:
+                self._send(flat)
 
-    def _free_frozen(self, unit: Unit) -> None:
-        """No gradient says that frozen parameters are done with; that of the unit's input does."""
+    def arrived(self, params: Iterable[nn.Parameter]) -> None:
+        """Told by a pipeline: free the stage, send what it has found."""
+        for flat in dict.fromkeys(self.flat_of[param] for param in reversed(list(params))):
+            for param in flat.params:
+                if param.grad is not None:  # made by W, which no hook sees
+                    self._on_grad(flat, param)
+            flat.free()
+            if flat.grads is not None and not self.keep:
+                self._send(flat)
+
+    def ready(self, params: Iterable[nn.Parameter]) -> None:
+        for flat in dict.fromkeys(self.flat_of[param] for param in params):
+            if flat.grads is not None:
+                self._send(flat)
+
+    def _send(self, flat: Gathered) -> None:
+        """Scatter a buffer of gradients in the background; one at a time is under way."""
+        self._settle()
+        grads, flat.grads = flat.grads, None
+        self._in_flight = flat, self.scatter(flat, grads)
+
+    def _after_backward(self, unit: Unit) -> None:
+        """The gradient of a unit's input is there: for what is frozen no other says so, in a pipeline W may come much later."""
         for flat in unit.flats:
-            if not flat.shard.requires_grad:
+            if self.driven or not flat.shard.requires_grad:
                 flat.free()
 
     def _settle(self) -> None:
@@ -213,18 +262,10 @@ class Zero3(Shards):
         trainable = [flat for flat in self.flats if flat.shard.requires_grad]
         missing = [flat for flat in trainable if flat.sum is None or flat.arrived or flat.grads is not None]
         if missing:
-            names = [self.names[param] for flat in missing for param in flat.params]
-            raise ValueError(f"no gradient for some of {', '.join(names[:3])}; use every parameter in the loss on every rank, freeze it "
-                             f"with requires_grad_(False), or set enabled=True before the last backward")
+            raise self.missing(param for flat in missing for param in flat.params)
         for flat in trainable:
             flat.shard.grad, flat.sum = self.complete(flat), None
-
-    def step(self) -> None:
-        """Update the shards."""
-        self.optimizer.step()
-
-    def publish(self) -> None:
-        """Nothing to do: parameters are gathered when they are used."""
+            self.add_copies(flat)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -251,8 +292,9 @@ def elements(model: nn.Module) -> list[nn.Module]:
     return [element for child in model.children() for element in elements(child)]
 
 
-def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable[[list[nn.Parameter]], Gathered]) -> list[Unit]:
-    """Units, the model itself first, each with its buffers; a parameter belongs to the innermost unit around it."""
+def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable, alike: dict[nn.Parameter, tuple]) -> list[Unit]:
+    """Units, the model itself first, each with its buffers; a parameter belongs to the innermost unit around it. Parameters share a
+    buffer if the same units use them and they are `alike` (sync.sums_alike)."""
     units = {module: Unit(module) for module in [model, *modules]}
     inner: dict[nn.Parameter, dict[Unit, None]] = {}  # the units that use a parameter, by whatever name
 
@@ -266,9 +308,9 @@ def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable[[list
     visit(model, units[model])
     kinds: dict[tuple, list[nn.Parameter]] = {}
     for param, users in inner.items():
-        kinds.setdefault((tuple(users), param.dtype, param.requires_grad), []).append(param)
-    for (users, *_), params in kinds.items():
-        flat = make_flat(params)
+        kinds.setdefault((tuple(users), param.requires_grad, alike[param]), []).append(param)
+    for (users, _, (_, _, groups, *_)), params in kinds.items():
+        flat = make_flat(params, groups)
         for unit in users:
             unit.flats.append(flat)
     empty = [module for module in modules if not units[module].flats]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import Handle, all_gather
-from minitrain.data_parallel.flat import MakeOptimizer
+from minitrain.data_parallel.sync import MakeOptimizer
 from minitrain.data_parallel.hybrid import Ready
 from minitrain.data_parallel.quantized_collectives import quantized_all_gather, two_hop_reduce_scatter
 from minitrain.data_parallel.zero3 import Gathered, Zero3, in_backward
@@ -43,8 +43,8 @@ class ZeroPlusPlus(Zero3):
         self.in_node: dict[Gathered, Tensor] = {}  # this rank's part of the node's copy
         super().__init__(model, group, make_optimizer, units)
 
-    def make_flat(self, params: list[nn.Parameter]) -> Gathered:
-        flat = Gathered(params, self.group)
+    def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> Gathered:
+        flat = Gathered(params, *groups)
         if flat.shard.numel() < self.block and (self.weight_bits or self.gradient_bits):
             raise ValueError(f"block={self.block} is larger than the shard of {flat.shard.numel()} elements of a unit with "
                              f"{flat.numel} on {self.group.size()} ranks; use a smaller block or larger units")

@@ -22,6 +22,7 @@ for each schedule, and from torch.distributed.pipelining, which runs lists like 
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -53,11 +54,13 @@ class Runner:
     """`down`, for NCCL, is a second group of the same ranks for the messages to lower ranks; `length_over` is what a boundary's T is
     divided by (sequence parallelism cuts it over tp); `check=False` for stages that communicate themselves, over tp or cp.
     `around("F1.2")` is entered around each action: `ledger.phase` makes an account by action. `memory`, for slices: what a slice leaves
-    to later ones (SliceMemory in sliced_attention.py; `SliceMemory({})` for stages that look at each token by itself)."""
+    to later ones (SliceMemory in sliced_attention.py; `SliceMemory({})` for stages that look at each token by itself).
+    `at(step, first_row)` is told which rows of the global batch come next (dropout.Places)."""
 
     def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup, loss_fn: Callable[[Tensor, Tensor], Tensor],
                  reducer, *, width: int, down: ProcessGroup | None = None, dtype: torch.dtype | None = None, length_over: int = 1,
-                 check: bool = True, around: Callable[[str], AbstractContextManager] = nullcontext, memory=None):
+                 check: bool = True, around: Callable[[str], AbstractContextManager] = nullcontext, memory=None,
+                 at: Callable[[int, int], None] = lambda step, first_row: None):
         check_fits(stages, schedule, group)
         if schedule.slices > 1 and memory is None:
             raise ValueError(f"{schedule.name}: {schedule.slices} slices of a sequence look at each other's keys; give memory=SliceMemory(cores)")
@@ -66,7 +69,8 @@ class Runner:
         self.program = lower(schedule)[self.rank]
         some = next(param for stage in stages.values() for param in stage.parameters())
         self.dtype, self.device = dtype or some.dtype, some.device
-        self.width, self.length_over, self.around, self.memory = width, length_over, around, memory
+        self.width, self.length_over, self.around, self.memory, self.at = width, length_over, around, memory, at
+        self.uses = Counter(param for stage in stages.values() for param in stage.parameters())     # by how many stages here
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}
         for number, stage in stages.items() if check else ():
             check_boundary(number, stage, schedule, width, self.dtype)
@@ -74,6 +78,8 @@ class Runner:
     def __call__(self, batch) -> Tensor:
         """This rank's part of the loss: zero where there is no last stage."""
         self.batch, self.units = batch, cut(batch, self.schedule)
+        self.first_rows = first_rows(batch, self.schedule)
+        self.left = self.uses.copy()
         self.kept: dict[tuple[int, int], Kept] = {}
         self.inbox: dict[Action, Tensor | collectives.Handle] = {}
         self.outbox: dict[Action, collectives.Handle] = {}
@@ -107,7 +113,9 @@ class Runner:
             case Sent(what):
                 self.outbox.pop(what).wait()
             case Reduce(stage):
-                self.reducer.ready(self.stages[stage].parameters())
+                params = list(self.stages[stage].parameters())
+                self.left.subtract(params)
+                self.reducer.ready([param for param in params if not self.left[param]])
             case Pair(forward, backward):
                 self.act(forward)
                 self.act(backward)
@@ -139,6 +147,7 @@ class Runner:
     def run_stage(self, stage: int, unit: int, kept: Kept) -> Tensor:
         """The stage, or on the last one the loss; the graph's end is remembered, the output is not."""
         _, targets, positions = self.units[unit]
+        self.at(self.batch.step, self.first_rows[unit])
         kept.later = Deferred() if self.schedule.splits_backward and Action("W", stage, unit) in self.schedule.place else None
         with kept.later or nullcontext(), self.memory.during(stage, unit) if self.memory else nullcontext():
             y = self.stages[stage](kept.x, positions)
@@ -154,14 +163,41 @@ class Runner:
         dy = None if stage == self.schedule.stages - 1 else self.take(self.schedule.backward(stage + 1, unit))
         ends = [(kept.end, dy)] if kept.end is not None else []
         ends += self.memory.ends(stage, unit) if self.memory else []
+        self.at(self.batch.step, self.first_rows[unit])                     # a layer may be computed again
         if ends:
             torch.autograd.backward(*map(tuple, zip(*ends)))
+        if action.kind == "B":
+            self.reducer.arrived(self.stages[stage].parameters())
         if stage:
             self.give(action, kept.x.grad)
         kept.x = kept.end = None
 
     def weights(self, action: Action) -> None:
         self.kept.pop((action.stage, action.microbatch)).later.weights()
+        self.reducer.arrived(self.stages[action.stage].parameters())
+
+    @torch.no_grad()
+    def through(self, x: Tensor, positions: Tensor) -> Tensor | None:
+        """Rows of tokens through all stages, forward only, outside of any schedule: what the last stage gives, on the first rank that has
+        it (`last_rank`), None elsewhere. All ranks take part with the same rows."""
+        for stage in range(self.schedule.stages):
+            here, there = self.home(stage), self.home(stage + 1)
+            if self.rank == here:
+                x = self.stages[stage](x, positions)
+                if there not in (here, None):
+                    collectives.send(x, there, self.link(there))
+            elif self.rank == there:
+                x = collectives.receive(None, here, self.link(here, incoming=True), dtype=self.dtype, device=self.device,
+                                        shape=(len(x), positions.size(-1) // self.length_over, self.width))
+        return x if self.rank == self.last_rank else None
+
+    def home(self, stage: int) -> int | None:
+        """The first rank that has a stage."""
+        return next((rank for rank in range(len(self.schedule.ranks)) if stage in self.schedule.stages_of(rank)), None)
+
+    @property
+    def last_rank(self) -> int:
+        return self.home(self.schedule.stages - 1)
 
     # ---- what comes and goes ---------------------------------------------------------------------------------------------
 
@@ -186,6 +222,12 @@ class Runner:
         if tuple(y.shape) != self.shape(unit) or y.dtype != self.dtype:
             raise ValueError(f"stage {stage} gives {list(y.shape)} {y.dtype}, stage {stage + 1} expects {list(self.shape(unit))} {self.dtype}; "
                              "cut the model where its width is the one given")
+
+
+def first_rows(batch, schedule: Schedule) -> list[int]:
+    """Of each unit of a batch, its first row in the global batch."""
+    rows = [len(part) for part in batch.tokens.tensor_split(schedule.microbatches // schedule.slices)]
+    return [batch.first_row + before for before in accumulate(rows[:-1], initial=0) for _ in range(schedule.slices)]
 
 
 def cut(batch, schedule: Schedule) -> list[tuple[Tensor, Tensor, Tensor]]:

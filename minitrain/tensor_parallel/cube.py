@@ -13,7 +13,7 @@
 
 So a rank holds exactly 1/l³ of A, B and C, parameters, gradients, optimizer state and saved activations alike. For a short
 while it holds 1/l² of the three: what is gathered for a product is freed after it and gathered anew in backward. torch keeps
-W[n, k] = Bᵀ. The cuts, as `param.shards` and `activation_shards` tell them:
+W[n, k] = Bᵀ. The cuts, as `param.placement.shards` and `activation_shards` tell them:
 
     W[n/l², k/l]     dim 0 over input_group, then weight_group; dim 1 over output_group
     x[m/l², k/l]     dim 0 over weight_group, then input_group; last dim over output_group
@@ -43,7 +43,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.collectives import all_gather, reduce_scatter
-from minitrain.sharding import Shard, shard
+from minitrain.sharding import Shard, placement, shard
 
 
 # ---- the product -----------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def check_cube(input_group: ProcessGroup, weight_group: ProcessGroup, output_gro
 
 def check_linear(what: str, linear: nn.Linear, side: int) -> None:
     """Whole, and of sizes that a cube of this side divides."""
-    for cut in getattr(linear.weight, "shards", ()):
+    for cut in placement(linear.weight).shards:
         raise ValueError(f"{what}: the layer is cut already, along dim {cut.dim} over {collectives.axis_of(cut.group)}; pass the "
                          f"whole nn.Linear")
     n, k = linear.weight.shape

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.sharding import shard
+from minitrain.sharding import placement, shard
 
 
 def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> tuple[Tensor, ...]:
@@ -46,14 +46,16 @@ def row(x: Tensor, linear: nn.Module, group: ProcessGroup) -> Tensor:
 
 
 class ColumnLinear(nn.Module):
-    """An nn.Linear cut by the columns of the paper's A: W[F/t, D] and b[F/t]. `column` is how its input gets here."""
+    """An nn.Linear cut by the columns of the paper's A: W[F/t, D] and b[F/t]. `column` is how its input gets here; with `pad` the last
+    ranks may have columns of zeros."""
 
-    def __init__(self, linear: nn.Linear, group: ProcessGroup, column: Callable = column):
+    def __init__(self, linear: nn.Linear, group: ProcessGroup, column: Callable = column, pad: bool = False):
         super().__init__()
         check_whole("ColumnLinear", linear)
-        check_divides("ColumnLinear: out_features", linear.out_features, group)
-        self.weight = shard(linear.weight, 0, group)
-        self.bias = None if linear.bias is None else shard(linear.bias, 0, group)
+        if not pad:
+            check_divides("ColumnLinear: out_features", linear.out_features, group)
+        self.weight = shard(linear.weight, 0, group, pad)
+        self.bias = None if linear.bias is None else shard(linear.bias, 0, group, pad)
         self.group, self.column = group, column
 
     def own(self) -> tuple[Tensor, Tensor | None]:
@@ -82,7 +84,7 @@ class RowLinear(nn.Module):
 
 def check_whole(what: str, linear: nn.Module) -> None:
     for name, param in linear.named_parameters():
-        for cut in getattr(param, "shards", ()):
+        for cut in placement(param).shards:
             raise ValueError(f"{what}: {name} {list(param.shape)} is cut already, along dim {cut.dim} over "
                              f"{collectives.axis_of(cut.group)}; give a layer that is whole")
 
@@ -98,7 +100,7 @@ def divisors(size: int, below: int) -> str:
 
 
 def check_group(linear: nn.Module, group: ProcessGroup) -> None:
-    for cut in getattr(linear.weight, "shards", ()):
+    for cut in placement(linear.weight).shards:
         if cut.group is not group:
             raise ValueError(f"the matrix {list(linear.weight.shape)} is cut over {collectives.axis_of(cut.group)}, but the call is "
                              f"over {collectives.axis_of(group)}; use one group for a layer and its communication")

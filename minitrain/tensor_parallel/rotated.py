@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.collectives import all_gather, reduce_scatter, rotate
-from minitrain.sharding import shard
+from minitrain.sharding import placement, shard
 
 PIECE_BYTES = 2 ** 20                                                       # of a shard on its way in place
 
@@ -153,7 +153,7 @@ def rotate_linears(module: nn.Module, group: ProcessGroup, in_place: bool = Fals
 
 
 def check_linear(what: str, linear: nn.Linear, group: ProcessGroup) -> None:
-    for cut in getattr(linear.weight, "shards", ()):
+    for cut in placement(linear.weight).shards:
         raise ValueError(f"{what}: the weight is cut already, along dim {cut.dim} over {collectives.axis_of(cut.group)}; pass the "
                          f"whole nn.Linear")
     if linear.out_features % group.size():

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import axis_of, broadcast, channel, rotate
-from minitrain.sharding import Shard, full_tensor, shard
+from minitrain.sharding import Shard, full_tensor, placement, shard
 
 
 @torch.no_grad()
@@ -131,8 +131,8 @@ def grid_side(row_group: ProcessGroup, column_group: ProcessGroup) -> int:
 
 
 def check_whole(what: str, tensor: Tensor) -> None:
-    """Blocks are cut from whole tensors; a parameter that is cut already has its cuts in `.shards`."""
-    if cuts := getattr(tensor, "shards", ()):
+    """Blocks are cut from whole tensors; a parameter that is cut already has its cuts in `.placement`."""
+    if cuts := placement(tensor).shards:
         axes = ", ".join(axis_of(cut.group) for cut in cuts)
         raise ValueError(f"{what}: the tensor {list(tensor.shape)} is cut already, over {axes}; give the whole, "
                          "full_tensor(tensor), or cut it once only")

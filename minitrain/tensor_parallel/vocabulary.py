@@ -8,13 +8,18 @@ elements. The loss needs three numbers a token of the others: the largest logit 
 logit. Backward needs nobody: dl = softmax(l) - onehot(target), each rank its own columns.
 A tied table serves both ends: it is cut once, along the vocabulary, and both gradients are of the same rows.
 
+Where t does not divide V, each rank has ceil(V/t) rows, the last ones of padding: no token looks them up, and their logits are -inf
+in the loss, so that it is that of V words and their gradients are 0.
+
 Sends, per rank, 2(t-1)/t · B·T·D elements in `lookup` and 2(t-1)/t · 3·B·T in the loss, both in forward only. Memory: logits and
 their softmax are [B, T, V/t]; the softmax is kept for backward in at least float32.
-Raises ValueError in one line for a vocabulary that does not divide and, where torch notices (on a CPU), on every rank alike for
-ids and targets outside the vocabulary.
-Shoeybi et al. 2019, arXiv:1909.08053, section 3 (end). Differs: the vocabulary is not padded; the message says to what size.
+Raises ValueError in one line, where torch notices (on a CPU), on every rank alike for ids and targets outside the vocabulary.
+Shoeybi et al. 2019, arXiv:1909.08053, section 3 (end). Differs: padding is masked, where Megatron-LM's padded words take part in the
+softmax, so that another t is another loss.
 """
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -28,32 +33,24 @@ MASKED = -100       # a target that does not count
 
 
 def cut_table(table: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
-    """[V, D] -> this rank's rows [V/t, D]."""
-    check_size(table.size(0), group)
-    return shard(table, 0, group)
+    """[V, D] -> this rank's rows [ceil(V/t), D], zeros behind the last word."""
+    return shard(table, 0, group, pad=True)
 
 
-def check_size(vocabulary: int, group: ProcessGroup) -> None:
-    ranks = group.size()
-    if vocabulary % ranks:
-        raise ValueError(f"a vocabulary of {vocabulary} does not divide by the {ranks} ranks of {collectives.axis_of(group)}; pad it to "
-                         f"{-(-vocabulary // ranks) * ranks}, with rows that no token uses")
-
-
-def lookup(table: Tensor, ids: Tensor, what: str, limit: str, *, group: ProcessGroup, leave=collectives.reduce_from) -> Tensor:
+def lookup(table: Tensor, ids: Tensor, what: str, limit: str, *, group: ProcessGroup, vocab_size: int, leave=collectives.reduce_from) -> Tensor:
     """ids `[B, T]`, the same on all ranks -> rows `[B, T, D]`; `leave` sums what the ranks found."""
-    own, place = owned(ids, len(table), group, f"{what} %s; {limit} is %s")
+    own, place = owned(ids, len(table), vocab_size, group, f"{what} %s; {limit} is %s")
     rows = F.embedding(place, table)
     return leave(rows.masked_fill(~own.unsqueeze(-1), 0.0), group)
 
 
-def owned(ids: Tensor, rows: int, group: ProcessGroup, complaint: str) -> tuple[Tensor, Tensor]:
+def owned(ids: Tensor, rows: int, vocab_size: int, group: ProcessGroup, complaint: str) -> tuple[Tensor, Tensor]:
     """Which ids are this rank's, and their places in its rows (0 for the others).
 
     The first is read from a table of the whole vocabulary, so that a wrong id is an error on every rank and not a silent zero.
     """
     first = group.rank() * rows
-    mine = ids.new_zeros(rows * group.size(), 1, dtype=torch.bool)
+    mine = ids.new_zeros(vocab_size, 1, dtype=torch.bool)
     mine[first:first + rows] = True
     try:
         own = F.embedding(ids, mine).squeeze(-1)
@@ -63,15 +60,15 @@ def owned(ids: Tensor, rows: int, group: ProcessGroup, complaint: str) -> tuple[
     return own, (ids - first).masked_fill(~own, 0)
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
+def cross_entropy_sum(logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
     """logits `[B, T, V/t]` of this rank's words, targets `[B, T]` of the whole vocabulary -> Σ -log p(target), on all ranks."""
-    return _CrossEntropy.apply(logits, targets, group)
+    return _CrossEntropy.apply(logits, targets, group, vocab_size)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
-        loss, *kept = cross_entropy_forward(logits, targets, group)
+    def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
+        loss, *kept = cross_entropy_forward(logits, targets, group, vocab_size)
         ctx.save_for_backward(*kept)
         ctx.dtype = logits.dtype
         return loss
@@ -79,13 +76,17 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss: Tensor):
-        return (cross_entropy_backward(*ctx.saved_tensors) * dloss).to(ctx.dtype), None, None
+        return (cross_entropy_backward(*ctx.saved_tensors) * dloss).to(ctx.dtype), None, None, None
 
 
-def cross_entropy_forward(logits: Tensor, targets: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+def cross_entropy_forward(logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int) -> tuple[Tensor, ...]:
     """The loss, and for backward: softmax `[B, T, V/t]`, which targets are here, where, and which count `[B, T]`."""
     counts = targets != MASKED
-    own, place = owned(targets.masked_fill(~counts, 0), logits.size(-1), group, "target %s; the vocabulary is %s")
+    words = logits.size(-1)
+    own, place = owned(targets.masked_fill(~counts, 0), words, vocab_size, group, "target %s; the vocabulary is %s")
+    if words * group.size() > vocab_size:
+        padding = torch.arange(words, device=logits.device) >= vocab_size - group.rank() * words
+        logits = logits.masked_fill(padding, -math.inf)
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits.to(torch.promote_types(logits.dtype, torch.float32)) - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0.0)

@@ -1,0 +1,176 @@
+"""Strategy: how a model is trained on many ranks, as plain frozen values. The command line's flags, and what a checkpoint says of its run.
+
+    Strategy(dp=2, tp=2, zero=1)          ranks = dp · pp · cp · tp, in this order: tp innermost, its ranks are neighbours
+
+    dp    rows          different rows of the batch          zero: 0, stages 1 to 3, or a word of hybrid sharding over nodes of `node` ranks
+    pp    layers        stages, run by `schedule`            microbatches, chunks (stages a rank), slices of a sequence, recompute
+    cp    tokens        of the same rows, by `layout`        core: attention over them
+    tp    matrices      the same tokens                      sequence_parallel, overlap
+
+`check(config, ranks)` says in one line what cannot be, before any rank starts; `check_batch` the same of rows and length. It prints as
+the call that makes it, without defaults, and travels as JSON (`asdict`, `Strategy(**values)`).
+No torch here: planners read it too. Raises ValueError in one line for values that are none of those allowed.
+"""
+from __future__ import annotations
+
+
+from dataclasses import dataclass, fields
+
+from minitrain.config import GATED, GPTConfig
+from minitrain.context import names as cores
+from minitrain.pipeline.named import named
+from minitrain.pipeline.partition import even
+from minitrain.pipeline.schedule import Schedule
+
+WORDS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
+PRECISIONS = ("float32", "bfloat16", "float16", "float64")
+AXES = ("dp", "pp", "cp", "tp", "ep")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Every field has the value of one process as its default."""
+
+    dp: int = 1                          # ranks with different rows
+    pp: int = 1                          # ranks with different layers
+    cp: int = 1                          # ranks with different tokens of the same rows
+    tp: int = 1                          # ranks with different parts of each matrix
+    ep: int = 1                          # ranks with different experts
+    zero: int | str = 0                  # 0: replicated; 1, 2, 3: ZeRO; a word such as "III": hybrid sharding
+    node: int = 1                        # of the dp ranks, how many are one node (for a word)
+    sequence_parallel: bool = False      # cut activations between the matrices over tp as well
+    overlap: bool = False                # hide what tp sends behind its products
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    chunks: int = 1                      # stages a rank, for the schedules that interleave
+    slices: int = 1                      # of each sequence, for terapipe and seq1f1b
+    recompute: bool = False              # a forward keeps its stage's input only
+    core: str = "ring"                   # attention over the ranks of cp
+    layout: str = "zigzag"               # of a sequence over the ranks of cp
+    inner: int = 1                       # of the cp ranks, how many are an inner ring, or team, for cores that have one
+    ulysses: int = 1                     # of the cp ranks, how many share out heads, for cores that do both
+    precision: str = "float32"           # of weights and activations; the optimizer has masters in at least float32
+    bucket_bytes: int = 25_000_000
+
+    def __post_init__(self):
+        for name in (*AXES, "node", "microbatches", "chunks", "slices", "inner", "ulysses", "bucket_bytes"):
+            if not isinstance(size := getattr(self, name), int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name}={size!r}; use a whole number, 1 or more")
+        if isinstance(self.zero, str) and self.zero.isdigit():
+            object.__setattr__(self, "zero", int(self.zero))                    # as flags say it
+        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3, *WORDS):
+            raise ValueError(f"zero={self.zero!r}; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: {', '.join(WORDS)}")
+        if self.node > 1 and not self.word:
+            raise ValueError(f"node={self.node} with zero={self.zero}: nodes matter to hybrid sharding; use node=1, or one of {', '.join(WORDS)}")
+        if self.dp % self.node:
+            raise ValueError(f"node={self.node} does not divide dp={self.dp}; a node has {divisors(self.dp)} of its ranks")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision={self.precision!r}; use {', '.join(PRECISIONS)}")
+        if self.tp == 1 and (self.sequence_parallel or self.overlap):
+            raise ValueError(f"{'sequence_parallel' if self.sequence_parallel else 'overlap'}=True is about the ranks of tp, and tp=1; use tp > 1")
+        if not self.pipelined and (self.chunks > 1 or self.slices > 1):
+            raise ValueError(f"{'chunks' if self.chunks > 1 else 'slices'} > 1 is for a pipeline; use pp > 1")
+        cores.check(self.core, self.layout, self.cp, self.inner, self.ulysses)
+        if self.pipelined:
+            self.build_schedule()
+
+    # ---- what follows from it ------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.pp * self.cp * self.tp * self.ep
+
+    @property
+    def word(self) -> bool:
+        return isinstance(self.zero, str)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether stages are run by a schedule: also on one rank, if that recomputes."""
+        return self.pp > 1 or self.recompute
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Those whose ranks have different rows, the outermost first."""
+        return ("inter", "intra") if self.word else ("dp",)
+
+    @property
+    def context_axes(self) -> tuple[str, ...]:
+        """Those into which cp is cut for its core."""
+        return tuple(self._context)
+
+    @property
+    def _context(self) -> dict[str, int]:
+        return cores.axes(self.core, self.cp, self.inner, self.ulysses) if self.cp > 1 else {}
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Of the mesh, outermost first; those of one rank are left out, but for the rows'."""
+        rows = {"inter": self.dp // self.node, "intra": self.node} if self.word else {"dp": self.dp}
+        return rows | ({"pp": self.pp} if self.pipelined else {}) | self._context | ({"tp": self.tp} if self.tp > 1 else {})
+
+    def build_schedule(self) -> Schedule:
+        return named(self.schedule, self.pp, self.microbatches, chunks=self.chunks, slices=self.slices, recompute=self.recompute)
+
+    @property
+    def pieces(self) -> int:
+        """What the length of a sequence is a multiple of."""
+        pieces = cores.pieces(self.core, self.layout, self.cp, self.ulysses) * (self.tp if self.sequence_parallel else 1)
+        return pieces * self.slices if pieces > 1 else 1
+
+    def __str__(self) -> str:
+        said = (f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if getattr(self, field.name) != field.default)
+        return f"Strategy({', '.join(said)})"
+
+    # ---- what cannot be ------------------------------------------------------------------------------------------------
+
+    def check(self, config: GPTConfig, ranks: int) -> Strategy:
+        """The strategy, if `config` can be trained with it on so many ranks."""
+        if self.ranks != ranks:
+            sizes = " · ".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
+            raise ValueError(f"{sizes} are {self.ranks} ranks, but the job has {ranks}; "
+                             + (f"dp={self.dp * ranks // self.ranks} would fit" if self.dp * ranks % self.ranks == 0 else f"choose sizes whose product is {ranks}"))
+        if self.ep > 1:
+            raise ValueError(f"ep={self.ep}, but the model has no experts to share out; use ep=1")
+        if self.tp > 1:
+            check_tensor_parallel(config, self.tp)
+        if self.cp > 1:
+            cores.check_model(self.core, self.cp, self.ulysses, config.num_heads // self.tp, config.kv_latent)
+        if self.pipelined:
+            even(config.num_layers, self.build_schedule().stages)
+        return self
+
+    def check_batch(self, config: GPTConfig, rows: int, length: int) -> None:
+        """Rows of the global batch and tokens of a row."""
+        least = self.dp * self.microbatches
+        if rows < least:
+            raise ValueError(f"a batch of {rows} rows for dp={self.dp} x microbatches={self.microbatches}; use at least {least} rows, or fewer of these")
+        if length > config.max_positions:
+            raise ValueError(f"sequence {length} > max_positions {config.max_positions}; cut the sequence or raise max_positions")
+        if length % self.pieces:
+            whole = " · ".join(f"{name}={getattr(self, name)}" for name in ("cp", "tp", "slices") if getattr(self, name) > 1)
+            raise ValueError(f"T={length} is not a multiple of {self.pieces} pieces ({whole}, layout={self.layout!r}); pad the sequence to "
+                             f"{-(-length // self.pieces) * self.pieces}")
+        if self.slices > length:
+            raise ValueError(f"slices={self.slices} of {length} tokens; use at most {length}")
+
+
+def check_tensor_parallel(config: GPTConfig, tp: int) -> None:
+    """Heads and hidden units that tp ranks can share out."""
+    if config.kv_latent:
+        raise ValueError(f"tp={tp} does not cut latent attention (kv_latent={config.kv_latent}); use tp=1, or multi-head or grouped-query attention")
+
+    def fits(ranks: int) -> bool:
+        kv = config.num_kv_heads
+        return not (config.num_heads % ranks or config.d_ff % ranks or (kv % ranks and ranks % kv))
+
+    if not fits(tp):
+        gated = " (gated)" if config.activation in GATED else ""
+        raise ValueError(f"tp={tp} does not divide num_heads={config.num_heads}, num_kv_heads={config.num_kv_heads} (which may also divide tp) and "
+                         f"d_ff={config.d_ff}{gated}; use tp {' or '.join(str(n) for n in range(1, config.num_heads + 1) if fits(n))}")
+
+
+def divisors(size: int) -> str:
+    return " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+
+

@@ -1,0 +1,68 @@
+"""Tensor parallelism of a whole model: every layer cut over the same ranks, in place, and the loss of what is left of the logits.
+
+    layer              cut                                     its output, without and with sequence parallelism
+    token table        rows V/t (vocabulary.py)                x[B, T, D] on all ranks          x[B, T/t, D]
+    block              heads and hidden units (block.py)       the same                         the same
+    head               columns V/t, tied to the table's rows   logits[B, T, V/t]                logits[B, T, V/t]
+
+A layer is known by what it has: `tokens`, `attention` and `mlp`, or `out`. Parameters keep their names, placements say how they are
+cut. Parameters that stay whole see the same on all ranks, or with sequence parallelism other tokens: `seen_in_slices` names those,
+whose gradients are terms of a sum over the ranks then.
+
+Sends nothing; the cut model sends what linear.py or sequence.py say. Memory: the whole layers are there while they are cut.
+Raises ValueError in one line for latent attention, and what block.py refuses.
+Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain import collectives
+from minitrain.sharding import placement
+from minitrain.tensor_parallel import linear, overlap as chunked, ring_overlap, sequence, vocabulary
+from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp
+
+# (sequence_parallel, overlap) -> how activations get to the matrices and from them. The ring takes dW whole, which is faster.
+WAYS = {(False, False): (linear.column, linear.row), (True, False): (sequence.column, sequence.row),
+        (False, True): (chunked.column, chunked.row),
+        (True, True): tuple(partial(way, dw_by_slice=False) for way in (ring_overlap.column, ring_overlap.row))}
+
+
+def cut_layers(layers: Iterable[nn.Module], head_dim: int, vocab_size: int, group: ProcessGroup, *, sequence_parallel: bool = False,
+               overlap: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """Cut every layer of a model, or of a stage of one, in place; returns the loss of the logits that are left on this rank."""
+    column, row = WAYS[sequence_parallel, overlap]
+    leave = sequence.scatter_time if sequence_parallel else collectives.reduce_from
+    tables: dict[nn.Parameter, nn.Parameter] = {}       # whole -> cut: a tied head takes what the table has become
+    for layer in layers:
+        if hasattr(layer, "tokens"):
+            whole, layer.tokens = layer.tokens, vocabulary.cut_table(layer.tokens, group)
+            tables[whole] = layer.tokens
+            layer.token_rows = partial(vocabulary.lookup, group=group, vocab_size=vocab_size, leave=leave)
+            if sequence_parallel:
+                layer.position_rows = partial(_own_rows, layer.position_rows, group)
+        elif hasattr(layer, "attention"):
+            if not hasattr(layer.attention, "q"):
+                raise ValueError("tensor parallelism does not cut latent attention (kv_latent); use multi-head or grouped-query attention")
+            cut_attention(layer.attention, head_dim, group, column, row)
+            cut_mlp(layer.mlp, group, column, row)
+        elif hasattr(layer, "out"):
+            whole, layer.out = layer.out.weight, linear.ColumnLinear(layer.out, group, column, pad=True)
+            if whole in tables:
+                layer.out.weight = tables[whole]
+    return partial(vocabulary.cross_entropy_sum, group=group, vocab_size=vocab_size)
+
+
+def _own_rows(lookup: Callable, group: ProcessGroup, table: Tensor, positions: Tensor, *names: str) -> Tensor:
+    return lookup(table, sequence.own_time(positions, group), *names)
+
+
+def seen_in_slices(layers: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """The parameters that, with sequence parallelism, see only this rank's tokens: those that no rank has cut."""
+    modules = [module for layer in layers for module in layer.modules()]
+    shared = {param for module in modules if isinstance(module, SharedHead) for param in module.parameters()}
+    return {param for module in modules for param in module.parameters(recurse=False) if not placement(param).shards} - shared
