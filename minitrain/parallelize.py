@@ -62,8 +62,10 @@ def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer
     else:
         check_module(model, strategy, collectives.world().size())
     mesh = mesh or Mesh(**strategy.axes)
-    if strategy.pipelined:
-        schedule = schedule or strategy.build_schedule()
+    if schedule is not None:
+        check_schedule(schedule, strategy)
+    elif strategy.pipelined:
+        schedule = strategy.build_schedule()
     if isinstance(model, GPTConfig):
         module, config = build(model, strategy, mesh, schedule, cuts, seed, device), model
     else:
@@ -90,6 +92,14 @@ def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer
             dict(module.items()), schedule, mesh.group("pp"), loss_fn, sync, width=config.d_model, down=mesh.twin("pp"), check=False,
             length_over=strategy.tp if strategy.sequence_parallel else 1, memory=memory, at=places.at)
     return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config=config, runner=runner, layout=layout_of(strategy))
+
+
+def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
+    """Of the reader's own: it must be for the ranks and the microbatches of the strategy."""
+    microbatches = schedule.microbatches // schedule.slices
+    if (len(schedule.ranks), microbatches, schedule.slices) != (strategy.pp, strategy.microbatches, strategy.slices):
+        raise ValueError(f"{schedule.name} is for pp={len(schedule.ranks)}, microbatches={microbatches}, slices={schedule.slices}, and the strategy has "
+                         f"{strategy.pp}, {strategy.microbatches}, {strategy.slices}; make both for the same")
 
 
 # ---- 1: the layers of this rank ----------------------------------------------------------------------------------------
@@ -170,13 +180,14 @@ def sum_over(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
 def share_stages(module: Stages, schedule: Schedule, mesh: Mesh) -> None:
     """Who else has the tied table, or a stage that stands on two ranks."""
     holders = {stage: {rank for rank in range(len(schedule.ranks)) if stage in schedule.stages_of(rank)} for stage in range(schedule.stages)}
-    ends = holders[0] | holders[schedule.stages - 1]
+    ends = holders[0] | holders[schedule.stages - 1] if module.config.tied else set()
+    sets = sorted({tuple(sorted(ranks)) for ranks in (ends, *holders.values()) if len(ranks) > 1})
+    groups = {ranks: mesh.part("pp", ranks) for ranks in sets}
     for stage, part in module.items():
         for name, param in part.named_parameters():
             tied = module.config.tied and name in ("layers.0.tokens", f"{module.head}.out.weight")
             ranks = tuple(sorted(ends if tied else holders[stage]))
-            if len(ranks) > 1:
-                place(param, copies=mesh.part("pp", ranks))
+            place(param, copies=groups.get(ranks))
 
 
 # ---- 6: sync -----------------------------------------------------------------------------------------------------------

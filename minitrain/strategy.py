@@ -105,9 +105,9 @@ class Strategy:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Of the mesh, outermost first; those of one rank are left out, but for the rows'."""
+        """Of the mesh, outermost first."""
         rows = {"inter": self.dp // self.node, "intra": self.node} if self.word else {"dp": self.dp}
-        return rows | ({"pp": self.pp} if self.pipelined else {}) | self._context | ({"tp": self.tp} if self.tp > 1 else {})
+        return rows | {"pp": self.pp} | self._context | ({"tp": self.tp} if self.tp > 1 else {})
 
     def build_schedule(self) -> Schedule:
         return named(self.schedule, self.pp, self.microbatches, chunks=self.chunks, slices=self.slices, recompute=self.recompute)
