@@ -1,18 +1,20 @@
 """Pipelines that save memory: recomputation just in time, activations kept by a partner, a loss over all microbatches at once."""
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import nn
 
-from minitrain import collectives, launch
+from minitrain import collectives, dryrun, launch
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.model import Stages
 from minitrain.optim import AdamW
 from minitrain.parallelize import parallelize
+from minitrain.pipeline import runtime
 from minitrain.pipeline.bpipe import Balanced, bpipe
 from minitrain.pipeline.contrastive import contrastive_loss, contrastive_step, doubled, naive
 from minitrain.pipeline.one_direction import gpipe, one_f_one_b
@@ -21,8 +23,10 @@ from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, R, Schedule, check, peak
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.varuna import jitter, recomputed, varuna
+from minitrain.train import Batch, NoReducer
 
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
+from tests.test_dryrun import everything
 
 PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(6, 6, 5), microbatches=4)
 GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 7, 16)] + [(16, 16), (4, 64)]
@@ -122,6 +126,74 @@ def without_one_recomputation():
 def test_control_recomputation_is_needed():
     outcome = launch.run(without_one_recomputation, ranks=2)[0]
     assert max((outcome.grads[name] - reference().grads[name]).abs().max() for name in outcome.grads) > 1e-6
+
+
+# ---- random numbers of what is computed again ------------------------------------------------------------------------
+
+class Dropped(nn.Module):
+    """Half of x·w, doubled: in a backward through other masks than the forward's the gradient of w is not the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x, positions):
+        return torch.dropout(x * self.w, 0.5, True)
+
+
+def drawn_by(entries):
+    """(loss, gradient, what is drawn next) of a rank alone that sums what is left of ones."""
+    units = max(action.microbatch for action in entries) + 1
+    stage = Dropped()
+    run = Runner({0: stage}, Schedule("one rank", (entries,), 1, units), collectives.world(), lambda y, targets: y.sum(), NoReducer(), width=1,
+                 check=False)
+    ones = torch.ones(units, 30, dtype=torch.float64)
+    torch.manual_seed(0)
+    loss = run(Batch(ones, ones, torch.ones(())))
+    return loss.item(), stage.w.grad.item(), torch.rand(3).tolist()
+
+
+def test_recomputation_draws_the_same_masks():
+    """And what follows draws as if nothing had been computed again."""
+    plain = F(0, 0), B(0, 0), F(0, 1), F(0, 2), B(0, 1), B(0, 2)
+    again = F(0, 0), R(0, 0), B(0, 0), F(0, 1), F(0, 2), R(0, 1), B(0, 1), R(0, 2), B(0, 2)
+
+    def without():
+        runtime.drawing_from = lambda state, device: nullcontext()
+        return drawn_by(again)
+    expected, found, control = launch.run(lambda: [drawn_by(plain), drawn_by(again), without()], ranks=1)[0]
+    assert expected == found and expected[0] == expected[1]
+    assert control[0] != control[1] and control[2] != expected[2]
+
+
+DROPS = replace(PROBLEM, config=small(num_layers=4, vocab_size=32, dropout=0.2), batch_sizes=(6,), clip=None)
+
+
+def dropped_gradients(schedule, **axes):
+    mesh, cuts = Mesh(dp=1, pp=2, **axes), even(4, schedule.stages)
+    stages = Stages(DROPS.config, {stage: cuts[stage] for stage in schedule.stages_of(mesh.rank("pp"))}, seed=3, dtype=torch.float64)
+    torch.manual_seed(1000 + mesh.rank("pp"))
+    with Ledger() as ledger:
+        run = parallelize(stages, mesh, schedule=schedule)
+        run.forward_backward(4)(run.lay_out(*DROPS.batch(0)))
+        run.reducer.finish()
+    return torch.cat([param.grad.flatten() for param in stages.parameters() if param.grad is not None]), everything(ledger)
+
+
+@pytest.mark.parametrize("axes", [{}, dict(tp=2)], ids=["", "tp"])
+def test_recomputed_dropout_equals_the_schedule_without(axes):
+    """A whole model, of which every rank draws masks of its own: the gradients are those of the plain schedule, to the bit."""
+    plain, again = one_f_one_b(2, 4), recomputed(one_f_one_b(2, 4))
+    for (expected, _), (found, _) in launch.run(lambda: [dropped_gradients(schedule, **axes) for schedule in (plain, again)],
+                                                ranks=2 * axes.get("tp", 1)):
+        assert torch.equal(expected, found)
+
+
+def test_a_dry_run_of_recomputation_equals_the_real_one():
+    schedule = recomputed(one_f_one_b(2, 4))
+    for rank, (_, account) in enumerate(launch.run(dropped_gradients, schedule, ranks=2)):
+        dry = dryrun.run(dropped_gradients, schedule, rank=rank, ranks=2)[1]
+        assert {name for name in dry if dry[name] != account[name]} <= {"timeline"}     # a network lets a message go an event later
 
 
 def test_varuna_refuses():

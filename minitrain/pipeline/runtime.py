@@ -6,7 +6,7 @@
     F   x = tokens, or what arrived     y = stage(x, positions)               kept: x and the graph of y; y itself goes to the next rank
     B   dy = what arrived               backward through the graph            x.grad goes back, the graph is free
     I   the same for x only (deferred.py)              W   the kept products: gradients of the weights
-    R   the stage once more from the kept x (then its F built no graph)
+    R   the stage once more from the kept x (then its F built no graph), with the random numbers that F drew
 
 Every rank of the group is given the same rows. They are cut into microbatches, as gradient accumulation does, and these into slices
 where the schedule has them; the last stage, on whatever rank, takes the loss, a sum over tokens / `batch.num_valid`. So the sum of
@@ -34,6 +34,7 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, lower, user_of
+from minitrain.pipeline.random_state import drawing_from, random_state
 from minitrain.pipeline.schedule import Action, Pair, Schedule
 
 
@@ -42,11 +43,12 @@ DOES = {"F": "forward", "R": "forward_again", "B": "backward", "I": "backward", 
 
 @dataclass(slots=True)
 class Kept:
-    """What a forward leaves for its backward: the input, where the graph of the output begins, the products to come."""
+    """What a forward leaves for its backward: the input, where the graph of the output begins, the products to come; and what it drew."""
 
     x: Tensor
     end: object = None
     later: Deferred | None = None
+    drawn: tuple[Tensor, ...] = ()
 
 
 class Runner:
@@ -124,8 +126,9 @@ class Runner:
         _, stage, unit = action
         tokens = self.units[unit][0]
         x = tokens if stage == 0 else self.take(Action("F", stage - 1, unit)).requires_grad_()
-        self.kept[stage, unit] = kept = Kept(x)
-        with torch.set_grad_enabled((stage, unit) not in self.again):
+        again = (stage, unit) in self.again
+        self.kept[stage, unit] = kept = Kept(x, drawn=random_state(self.device) if again else ())
+        with torch.set_grad_enabled(not again):
             y = self.run_stage(stage, unit, kept)
         if stage == self.schedule.stages - 1:
             self.loss += y.detach()
@@ -134,7 +137,9 @@ class Runner:
             self.give(action, y.detach())
 
     def forward_again(self, action: Action) -> None:
-        self.run_stage(action.stage, action.microbatch, self.kept[action.stage, action.microbatch])
+        kept = self.kept[action[1:]]
+        with drawing_from(kept.drawn, self.device):
+            self.run_stage(action.stage, action.microbatch, kept)
 
     def run_stage(self, stage: int, unit: int, kept: Kept) -> Tensor:
         """The stage, or on the last one the loss; the graph's end is remembered, the output is not."""
