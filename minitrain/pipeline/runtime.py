@@ -104,8 +104,9 @@ class Runner:
             case Send(what, to):
                 self.outbox[what] = collectives.send(self.inbox.pop(what), to, self.link(to), async_op=True)
             case Receive(what, source):
-                self.inbox[what] = collectives.receive(None, source, self.link(source, incoming=True), shape=self.shape(what.microbatch),
-                                                       dtype=self.dtype, device=self.device, async_op=True)
+                shape, dtype = self.message(what)
+                self.inbox[what] = collectives.receive(None, source, self.link(source, incoming=True), shape=shape, dtype=dtype,
+                                                       device=self.device, async_op=True)
             case Sent(what):
                 self.outbox.pop(what).wait()
             case Reduce(stage):
@@ -182,6 +183,9 @@ class Runner:
     def link(self, other: int, incoming: bool = False) -> ProcessGroup:
         """Messages to higher ranks go over one group, those to lower ranks over the other."""
         return self.down if (other > self.rank) == incoming else self.group
+
+    def message(self, what: Action) -> tuple[tuple[int, ...], torch.dtype]:
+        return self.shape(what.microbatch), self.dtype
 
     def shape(self, unit: int) -> tuple[int, int, int]:
         rows, length = self.units[unit][0].shape
