@@ -22,6 +22,7 @@ for each schedule, and from torch.distributed.pipelining, which runs lists like 
 """
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -52,22 +53,26 @@ class Kept:
 
 
 class Runner:
-    """`down`, for NCCL, is a second group of the same ranks for the messages to lower ranks; `length_over` is what a boundary's T is
-    divided by (sequence parallelism cuts it over tp); `check=False` for stages that communicate themselves, over tp or cp.
-    `around("F1.2")` is entered around each action: `ledger.phase` makes an account by action. `memory`, for slices: what a slice leaves
-    to later ones (SliceMemory in sliced_attention.py; `SliceMemory({})` for stages that look at each token by itself)."""
+    """A stage is a module `(x, positions) -> y`, or `x -> y`. Messages have the dtype and device of this rank's stages; if these hold no
+    numbers, give `dtype` and `device` (else torch's defaults). `down`, for NCCL, is a second group of the same ranks for the messages to
+    lower ranks; `length_over` is what a boundary's T is divided by (sequence parallelism cuts it over tp); `check=False` for stages that
+    communicate themselves, over tp or cp. `around("F1.2")` is entered around each action: `ledger.phase` makes an account by action.
+    `memory`, for slices: what a slice leaves to later ones (SliceMemory in sliced_attention.py; `SliceMemory({})` for stages that look at
+    each token by itself)."""
 
     def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup, loss_fn: Callable[[Tensor, Tensor], Tensor],
-                 reducer, *, width: int, down: ProcessGroup | None = None, dtype: torch.dtype | None = None, length_over: int = 1,
-                 check: bool = True, around: Callable[[str], AbstractContextManager] = nullcontext, memory=None):
+                 reducer, *, width: int, down: ProcessGroup | None = None, dtype: torch.dtype | None = None,
+                 device: torch.device | str | None = None, length_over: int = 1, check: bool = True,
+                 around: Callable[[str], AbstractContextManager] = nullcontext, memory=None):
         check_fits(stages, schedule, group)
         if schedule.slices > 1 and memory is None:
             raise ValueError(f"{schedule.name}: {schedule.slices} slices of a sequence look at each other's keys; give memory=SliceMemory(cores)")
         self.stages, self.schedule, self.group, self.loss_fn, self.reducer = stages, schedule, group, loss_fn, reducer
         self.rank, self.down = group.rank(), down or group
         self.program = lower(schedule)[self.rank]
-        some = next(param for stage in stages.values() for param in stage.parameters())
-        self.dtype, self.device = dtype or some.dtype, some.device
+        some = next((x for stage in stages.values() for x in (*stage.parameters(), *stage.buffers()) if x.is_floating_point()), torch.empty(0))
+        self.dtype, self.device = dtype or some.dtype, torch.device(device or some.device)
+        self.with_positions = {number for number, stage in stages.items() if takes_positions(stage)}
         self.width, self.length_over, self.around, self.memory = width, length_over, around, memory
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}
         for number, stage in stages.items() if check else ():
@@ -147,7 +152,7 @@ class Runner:
         _, targets, positions = self.units[unit]
         kept.later = Deferred() if self.schedule.splits_backward and Action("W", stage, unit) in self.schedule.place else None
         with kept.later or nullcontext(), self.memory.during(stage, unit) if self.memory else nullcontext():
-            y = self.stages[stage](kept.x, positions)
+            y = self.stages[stage](kept.x, *((positions,) if stage in self.with_positions else ()))
         if stage == self.schedule.stages - 1:
             y = self.loss_fn(y, targets) / self.batch.num_valid
         if y.requires_grad:
@@ -163,7 +168,7 @@ class Runner:
         if ends:
             torch.autograd.backward(*map(tuple, zip(*ends)))
         if stage:
-            self.give(action, kept.x.grad)
+            self.give(action, kept.x.grad if kept.x.grad is not None else self.no_gradient(unit))
         kept.x = kept.end = None
 
     def weights(self, action: Action) -> None:
@@ -186,6 +191,10 @@ class Runner:
 
     def message(self, what: Action) -> tuple[tuple[int, ...], torch.dtype]:
         return self.shape(what.microbatch), self.dtype
+
+    def no_gradient(self, unit: int) -> Tensor:
+        """What goes back from a stage that lets no gradient through: its neighbour waits for one."""
+        return torch.zeros(self.shape(unit), dtype=self.dtype, device=self.device)
 
     def shape(self, unit: int) -> tuple[int, int, int]:
         rows, length = self.units[unit][0].shape
@@ -214,6 +223,14 @@ def cut(batch, schedule: Schedule) -> list[tuple[Tensor, Tensor, Tensor]]:
             for tokens, targets, places in zip(*(x.tensor_split(ends, dim=-1) for x in (*row, positions)))]
 
 
+def takes_positions(stage: nn.Module) -> bool:
+    """A stage is `forward(x)` or `forward(x, positions)`: has its forward a second argument that must be given, or one of that name?"""
+    first, *others = inspect.signature(stage.forward).parameters.values()
+    return first.kind is first.VAR_POSITIONAL or any(
+        other.kind is other.VAR_POSITIONAL or other.name == "positions" or (other.kind is other.POSITIONAL_OR_KEYWORD and other.default is other.empty)
+        for other in others)
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 def check_fits(stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup) -> None:
@@ -232,7 +249,7 @@ def check_boundary(number: int, stage: nn.Module, schedule: Schedule, width: int
     x = torch.empty((1, 2), dtype=torch.int64, device="meta") if number == 0 else torch.empty((1, 2, width), dtype=dtype, device="meta")
     try:
         with torch.no_grad():
-            y = torch.func.functional_call(stage, empty, (x, torch.arange(2, device="meta")))
+            y = torch.func.functional_call(stage, empty, (x, torch.arange(2, device="meta")) if takes_positions(stage) else (x,))
     except RuntimeError as error:
         raise ValueError(f"stage {number} does not take {list(x.shape)}: {str(error).splitlines()[0]}; cut the model where its width is "
                          f"{width}") from None
