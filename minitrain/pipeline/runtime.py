@@ -58,12 +58,12 @@ class Runner:
     lower ranks; `length_over` is what a boundary's T is divided by (sequence parallelism cuts it over tp); `check=False` for stages that
     communicate themselves, over tp or cp. `around("F1.2")` is entered around each action: `ledger.phase` makes an account by action.
     `memory`, for slices: what a slice leaves to later ones (SliceMemory in sliced_attention.py; `SliceMemory({})` for stages that look at
-    each token by itself)."""
+    each token by itself). `cut(batch, schedule)` gives the units, if the rows are not to fall evenly on them (`samples` in dynapipe.py)."""
 
     def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup, loss_fn: Callable[[Tensor, Tensor], Tensor],
                  reducer, *, width: int, down: ProcessGroup | None = None, dtype: torch.dtype | None = None,
                  device: torch.device | str | None = None, length_over: int = 1, check: bool = True,
-                 around: Callable[[str], AbstractContextManager] = nullcontext, memory=None):
+                 around: Callable[[str], AbstractContextManager] = nullcontext, memory=None, cut: Callable | None = None):
         check_fits(stages, schedule, group)
         if schedule.slices > 1 and memory is None:
             raise ValueError(f"{schedule.name}: {schedule.slices} slices of a sequence look at each other's keys; give memory=SliceMemory(cores)")
@@ -73,14 +73,14 @@ class Runner:
         some = next((x for stage in stages.values() for x in (*stage.parameters(), *stage.buffers()) if x.is_floating_point()), torch.empty(0))
         self.dtype, self.device = dtype or some.dtype, torch.device(device or some.device)
         self.with_positions = {number for number, stage in stages.items() if takes_positions(stage)}
-        self.width, self.length_over, self.around, self.memory = width, length_over, around, memory
+        self.width, self.length_over, self.around, self.memory, self.cut = width, length_over, around, memory, cut or cut_evenly
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}
         for number, stage in stages.items() if check else ():
             check_boundary(number, stage, schedule, width, self.dtype)
 
     def __call__(self, batch) -> Tensor:
         """This rank's part of the loss: zero where there is no last stage."""
-        self.batch, self.units = batch, cut(batch, self.schedule)
+        self.batch, self.units = batch, self.cut(batch, self.schedule)
         self.kept: dict[tuple[int, int], Kept] = {}
         self.inbox: dict[Action, Tensor | collectives.Handle] = {}
         self.outbox: dict[Action, collectives.Handle] = {}
@@ -206,7 +206,7 @@ class Runner:
                              "cut the model where its width is the one given")
 
 
-def cut(batch, schedule: Schedule) -> list[tuple[Tensor, Tensor, Tensor]]:
+def cut_evenly(batch, schedule: Schedule) -> list[tuple[Tensor, Tensor, Tensor]]:
     """The units of a batch: (tokens, targets, positions). Rows may fall unevenly on the microbatches."""
     rows, length = batch.tokens.shape
     microbatches, slices = schedule.microbatches // schedule.slices, schedule.slices

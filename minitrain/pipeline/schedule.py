@@ -16,7 +16,8 @@ actions that run as one, each hiding the other's communication. With `slices` = 
 many activations a rank holds after each of its actions: that follows from the list alone. simulate.py adds time, lower.py messages,
 runtime.py does it.
 A list of your own may be written in plain tuples: ("F", 1, 2), two of them for a pair.
-Raises ValueError in one line, naming the entry that is no action, or the action that is missing, doubled, before what it needs on the same rank, or in a circle of waiting.
+Raises ValueError in one line, naming the entry that is no action, or the action: missing, doubled, before what it needs on the same
+rank, or in a circle of waiting.
 PyTorch's torch.distributed.pipelining has the same letters (F, B, I, W). Differs: no table from stages to ranks, no send or receive.
 """
 from __future__ import annotations
