@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from minitrain.alibi import Alibi
 from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward, row_sums, stand_in
-from minitrain.context.dropout import dropping
 from minitrain.context.layout import Layout, Tile, contiguous, tiles
+from minitrain.context.placed import placed
 from minitrain.context.ring import carry_through, check_core
 from minitrain.dropout import DropMask
 
@@ -35,13 +36,13 @@ SIDES = "queries", "keys"
 
 
 def burst_attention(q: Tensor, k: Tensor, v: Tensor, *, inside: ProcessGroup, across: ProcessGroup, layout: Layout = contiguous,
-                    causal: bool = True, backward_sends: str = "queries", blocks: Blocks = FUSED, bias: None = None,
+                    causal: bool = True, backward_sends: str = "queries", blocks: Blocks = FUSED, bias: Alibi | None = None,
                     dropout: DropMask | float = 0.0) -> Tensor:
     """`inside`: the M devices of this node; `across`: the N devices with this one's number. A core for the model's attention."""
     check_core("burst_attention", q, k, v, bias, dropout)
     if backward_sends not in SIDES:
         raise ValueError(f"burst_attention: backward_sends={backward_sends!r}; choose from {', '.join(SIDES)}")
-    return _Burst.apply(q, k, v, (across, inside), layout, causal, backward_sends, dropping(blocks, dropout))
+    return _Burst.apply(q, k, v, (across, inside), layout, causal, backward_sends, placed(blocks, bias, dropout))
 
 
 def burst_forward(q: Tensor, k: Tensor, v: Tensor, groups: tuple[ProcessGroup, ProcessGroup], layout: Layout, causal: bool,

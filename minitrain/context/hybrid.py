@@ -46,33 +46,35 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.alibi import Alibi
 from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward
-from minitrain.context.dropout import dropping
 from minitrain.context.layout import Layout, Tile, tiles, zigzag
+from minitrain.context.placed import placed
 from minitrain.context.ring import carry_through, check_core, ring_attention
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.dropout import DropMask
 
 
 def usp_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, ring: ProcessGroup, layout: Layout = zigzag,
-                  causal: bool = True, blocks: Blocks = FUSED, dropout: DropMask | float = 0.0) -> Tensor:
+                  causal: bool = True, blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens as `dealt(layout, u)` says -> `[B, H, T/n, K]`. `layout`: that of the ring."""
     check_crossing(ulysses=ulysses, ring=ring)
     layout(ring.rank(), ring.size(), q.size(2) * ulysses.size() * ring.size())          # refused here, before the all-to-all
-    dropping(blocks, dropout)                                                           # and this
+    placed(blocks, bias, dropout)                                                       # and this
     core = partial(ring_attention, group=ring, layout=layout, causal=causal, blocks=blocks)
-    return ulysses_attention(q, k, v, group=ulysses, core=core, dropout=dropout)
+    return ulysses_attention(q, k, v, group=ulysses, core=core, bias=bias, dropout=dropout)
 
 
 def loongtrain_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup,
-                         layout: Layout = zigzag, causal: bool = True, blocks: Blocks = FUSED, dropout: DropMask | float = 0.0) -> Tensor:
+                         layout: Layout = zigzag, causal: bool = True, blocks: Blocks = FUSED, bias: Alibi | None = None,
+                         dropout: DropMask | float = 0.0) -> Tensor:
     """The same with a double ring; its ranks are numbered outer · w + inner, as in mesh.group("outer", "inner")."""
     check_crossing(ulysses=ulysses, outer=outer, inner=inner)
     ranks = outer.size() * inner.size()
     layout(number_in((outer, inner), (0, 0)), ranks, q.size(2) * ulysses.size() * ranks)
-    dropping(blocks, dropout)
+    placed(blocks, bias, dropout)
     core = partial(double_ring_attention, outer=outer, inner=inner, layout=layout, causal=causal, blocks=blocks)
-    return ulysses_attention(q, k, v, group=ulysses, core=core, dropout=dropout)
+    return ulysses_attention(q, k, v, group=ulysses, core=core, bias=bias, dropout=dropout)
 
 
 def dealt(layout: Layout, ulysses: int, *, ulysses_inner: bool = True) -> Layout:
@@ -102,13 +104,13 @@ def _piece(runs: list[range], start: int, size: int) -> list[range]:
 # ---- rings within rings ----------------------------------------------------------------------------------------------
 
 def double_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, outer: ProcessGroup, inner: ProcessGroup, layout: Layout = zigzag,
-                          causal: bool = True, blocks: Blocks = FUSED, bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
+                          causal: bool = True, blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens by `layout` over the n = m · w ranks outer · w + inner -> `[B, H, T/n, K]`."""
     check_core("double_ring_attention", q, k, v, bias, dropout)
     check_crossing(outer=outer, inner=inner)
     ranks = outer.size() * inner.size()
     layout(number_in((outer, inner), (0, 0)), ranks, q.size(2) * ranks)                 # refused here, before anything is sent
-    return _Rings.apply(q, k, v, (outer, inner), layout, causal, dropping(blocks, dropout))
+    return _Rings.apply(q, k, v, (outer, inner), layout, causal, placed(blocks, bias, dropout))
 
 
 def rings_forward(q: Tensor, k: Tensor, v: Tensor, rings: Sequence[ProcessGroup], layout: Layout, causal: bool,

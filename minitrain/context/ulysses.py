@@ -19,7 +19,7 @@ order after the first all-to-all and back before the second. Every core sees the
 any. Memory: q, k, v a second time as they travel and a third as they arrive, all O(T/n); no rank holds more than 1/n of anything.
 
 `switch` is the step by itself, for one tensor and any two dims. Raises ValueError in one line, before any rank waits, for fewer
-heads than ranks, heads that n does not divide, shapes or dtypes that do not fit each other, dropout without a seed, and what the
+heads than ranks, heads that n does not divide, shapes or dtypes that do not fit each other, what placed.py refuses, and what the
 layout refuses.
 Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509, section 3. Differs: one message where they send three;
 grouped K/V heads; layouts; heads come before tokens in the shapes, as in the rest of the model.
@@ -35,22 +35,25 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.context.dropout import check_dropout
+from minitrain.alibi import Alibi
 from minitrain.context.layout import Layout, contiguous
+from minitrain.context.placed import check_places
 from minitrain.dropout import DropMask
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, core: Callable, layout: Layout = contiguous,
-                      dropout: DropMask | float = 0.0) -> Tensor:
+                      bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`; core(q, k, v) on `[B, H/n, T, K]`.
 
-    Dropout is the core's: it is given the mask, whose heads begin where this rank's do.
+    ALiBi and dropout are the core's: it is given the slopes of this rank's heads, and the mask, whose heads begin where this rank's do.
     """
     check_heads(q, k, v, group)
-    check_dropout("ulysses_attention", dropout)
+    check_places("ulysses_attention", q, bias, dropout)
+    length = q.size(2) * group.size()
+    if bias:
+        core = partial(core, bias=Alibi(bias.slopes.chunk(group.size())[group.rank()], torch.arange(length, device=q.device)))
     if dropout:
         core = partial(core, dropout=dropout._replace(first_head=dropout.first_head + q.size(1) // group.size() * group.rank()))
-    length = q.size(2) * group.size()
     order = torch.tensor([place for rank in range(group.size()) for run in layout(rank, group.size(), length) for place in run],
                          device=q.device)
     q, k, v = to_heads((q, copied(k, group), copied(v, group)), group)
