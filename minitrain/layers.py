@@ -117,6 +117,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | 
                      dropout: float | Callable = 0.0) -> Tensor:
     """torch's fused attention. q `[B, H, T, K]`, k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`. It takes no mask that it has not drawn.
     A bias is added to the scores: numbers that fit `[B, H, T, T]`, or ALiBi's, of the positions of these tokens."""
+    if q.size(-2) != k.size(-2):
+        raise ValueError(f"causal_attention: {q.size(-2)} queries, {k.size(-2)} keys; it is written for as many of both")
     if callable(dropout):
         return naive_attention(q, k, v, bias=bias, dropout=dropout)
     if bias is not None:

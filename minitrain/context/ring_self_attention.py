@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.alibi import Alibi
 from minitrain.context.blocks import spread, together
-from minitrain.context.layout import Layout, Tile, contiguous
+from minitrain.context.layout import Layout, Tile, contiguous, last
 from minitrain.context.ring import carry, check_core
 from minitrain.dropout import DropMask
 
@@ -36,15 +36,15 @@ from minitrain.dropout import DropMask
 def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,
                         bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """This rank's tokens of attention over all; a core for the model's attention."""
-    check_core("ring_self_attention", q, k, v, bias, dropout)
+    check_core("ring_self_attention", q, k, v, bias, dropout, fewer=True)
     return _RingSelfAttention.apply(q, k, v, group, layout, causal, bias, dropout)
 
 
 def rows_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool,
                  bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` and the probabilities `[B, H, T/n, T]`, columns in the order in which the ranks hold the keys."""
-    hidden = future_keys(q, group, layout) if causal else None
-    scores = q.new_empty(*q.shape[:-1], group.size() * q.size(-2), dtype=torch.promote_types(q.dtype, torch.float32))
+    hidden = future_keys(q, k, group, layout) if causal else None
+    scores = q.new_empty(*q.shape[:-1], group.size() * k.size(-2), dtype=torch.promote_types(q.dtype, torch.float32))
     columns, out = scores.chunk(group.size(), -1), v.new_zeros(*q.shape[:-1], v.size(-1), dtype=scores.dtype)
 
     def score(step: int, k: Tensor) -> None:
@@ -95,8 +95,8 @@ def dropped(x: Tensor, dropout: DropMask | float, group: ProcessGroup, layout: L
 
 def block(x: Tensor, group: ProcessGroup, layout: Layout, step: int) -> Tile:
     """Where the columns of that step are."""
-    queries, keys = (layout(rank, group.size(), x.size(-1) * group.size()) for rank in (group.rank(), owner(group, step)))
-    return Tile(slice(None), slice(None), runs=(queries, keys))
+    own, keys = (layout(rank, group.size(), x.size(-1) * group.size()) for rank in (group.rank(), owner(group, step)))
+    return Tile(slice(None), slice(None), runs=(last(own, x.size(-2)), keys))
 
 
 def owner(group: ProcessGroup, step: int) -> int:
@@ -104,11 +104,11 @@ def owner(group: ProcessGroup, step: int) -> int:
     return (group.rank() - step) % group.size()
 
 
-def future_keys(q: Tensor, group: ProcessGroup, layout: Layout) -> Tensor:
+def future_keys(q: Tensor, k: Tensor, group: ProcessGroup, layout: Layout) -> Tensor:
     """`[T/n, T]`: True where this rank's query comes before the key."""
-    ranks = range(group.size())
-    held = [torch.tensor([place for run in layout(rank, len(ranks), len(ranks) * q.size(-2)) for place in run], device=q.device) for rank in ranks]
-    return held[group.rank()].unsqueeze(-1) < torch.cat(held)
+    ranks = group.size()
+    held = [torch.tensor([place for run in layout(rank, ranks, ranks * k.size(-2)) for place in run], device=q.device) for rank in range(ranks)]
+    return held[group.rank()][-q.size(-2):].unsqueeze(-1) < torch.cat(held)
 
 
 class _RingSelfAttention(torch.autograd.Function):
