@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minitrain import collectives, dryrun, launch
 from minitrain.config import GPTConfig
-from minitrain.context.names import GROUPS, LAYOUTS
+from minitrain.context.names import CORES
 from minitrain.data import MASKED, Rows, random_tokens, rows_of
 from minitrain.dropout import Places, drop_by_place
 from minitrain.ledger import Ledger
@@ -133,11 +133,10 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
         if values["schedule"] in SLICED:
             values["slices"] = chance.choice((2, 3))
     if axes["cp"] > 1:
-        core = chance.choice(tuple(GROUPS))
-        values |= dict(core=core, layout="contiguous" if core == "balanced" else chance.choice(tuple(LAYOUTS)))
-        for name in ("inner", "ulysses"):
-            if name in GROUPS[core]:
-                values[name] = chance.choice([n for n in (1, 2, 4) if axes["cp"] % n == 0])
+        core = chance.choice(tuple(CORES))
+        values |= dict(core=core, layout=chance.choice(CORES[core].layouts))
+        for axis in CORES[core].axes[1:]:
+            values["ulysses" if axis == "ulysses" else "inner"] = chance.choice([n for n in (1, 2, 4) if axes["cp"] % n == 0])
     return Strategy(**values)
 
 

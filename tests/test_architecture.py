@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "minitrain"
-BASE = {"collectives", "dropout", "sharding"}                                     # all a technique may lean on
+BASE = {"alibi", "collectives", "dropout", "sharding"}                            # all a technique may lean on
 TECHNIQUES = {"data_parallel", "tensor_parallel", "pipeline", "context", "moe", "precision", "memory", "checkpoint",
               "fault", "communication", "kernels"}
 NO_TORCH = {"events", "deduplicate", "simulate", "plan", "accounting", "config", "plot", "plot_pipeline", "house_style", "atlas",
@@ -17,7 +17,7 @@ NO_TORCH = {"events", "deduplicate", "simulate", "plan", "accounting", "config",
 EVERYTHING = {"*"}
 DOOR = {"collectives", "channel", "messages", "transport", "sharding", "mesh", "launch", "launch_ranks", "dryrun", "grading"}
 ARROWS = {
-    "events": set(), "config": set(), "accounting": {"config"}, "layers": {"config"}, "model": {"config", "layers"},
+    "events": set(), "config": set(), "accounting": {"config"}, "layers": {"alibi", "config"}, "model": {"config", "layers"}, "alibi": set(),
     "data": set(), "dropout": set(), "deduplicate": set(), "atlas": set(), "notebook": set(),
     "call_log": set(), "checked": {"call_log"}, "shared_cores": set(), "channel": {"call_log", "shared_cores"},
     "transport": {"call_log", "checked", "channel"},
