@@ -200,8 +200,9 @@ class Zero3(Shards):
     def _check_called(self, flat: Gathered) -> None:
         users = [unit for unit in self.units if flat in unit.flats]
         if not self.called.intersection(users):
-            raise ValueError(f"unit {type(users[0].module).__name__} of {self.names[flat.params[0]]} never ran forward, yet its parameters were "
-                             f"used, which read as NaN; call it as a module, or give units=[...] without it, so that the module around it gathers them")
+            raise ValueError(f"unit {type(users[0].module).__name__} of {self.names[flat.params[0]]} never ran forward, yet its "
+                             f"parameters were used, which read as NaN; call it as a module, or give units=[...] without it, so that "
+                             f"the module around it gathers them")
 
     def _free_frozen(self, unit: Unit) -> None:
         """No gradient says that frozen parameters are done with; that of the unit's input does."""
