@@ -266,6 +266,8 @@ class MLP(nn.Module):
         match self.activation:
             case "gelu":
                 hidden = F.gelu(up)
+            case "gelu_tanh":
+                hidden = F.gelu(up, approximate="tanh")
             case "fastgelu":
                 hidden = fast_gelu(up)
             case "swiglu":

@@ -18,6 +18,7 @@ EVERYTHING = {"*"}
 DOOR = {"collectives", "channel", "messages", "transport", "sharding", "mesh", "launch", "launch_ranks", "dryrun", "grading"}
 ARROWS = {
     "events": set(), "config": set(), "accounting": {"config"}, "layers": {"alibi", "config"}, "model": {"config", "layers"}, "alibi": set(),
+    "hugging_face": {"config", "model"},
     "data": set(), "dropout": set(), "deduplicate": set(), "atlas": set(), "notebook": set(),
     "call_log": set(), "checked": {"call_log"}, "shared_cores": set(), "channel": {"call_log", "shared_cores"},
     "transport": {"call_log", "checked", "channel"},
