@@ -9,6 +9,7 @@ Raises ValueError in one line for values out of range.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -33,18 +34,25 @@ class Recipe:
         for name in ("steps", "batch_size", "length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: use at least 1")
+        warmup, min_lr = self._shape()
+        if not 0 <= min_lr <= self.lr < math.inf:
+            raise ValueError(f"lr={self.lr}, min_lr={min_lr}: need 0 <= min_lr <= lr, finite")
+        if not 0 <= warmup <= self.steps:
+            raise ValueError(f"warmup={warmup} of steps={self.steps}: lr is never reached; use 0 to {self.steps}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay}: must be >= 0, finite")
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip}: must be > 0 (inf measures without clipping)")
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay={self.weight_decay}: must be >= 0")
-        self.lr_at(0)
+
+    def _shape(self) -> tuple[int, float]:
+        return (min(20, self.steps) if self.warmup is None else self.warmup, self.lr / 10 if self.min_lr is None else self.min_lr)
 
     def lr_at(self, step: int) -> float:
         """The rate of step 0, 1, 2, ..."""
         from minitrain.optim import warmup_cosine
 
-        warmup = min(20, self.steps) if self.warmup is None else self.warmup
-        return warmup_cosine(step, self.lr, warmup, self.steps, self.lr / 10 if self.min_lr is None else self.min_lr)
+        warmup, min_lr = self._shape()
+        return warmup_cosine(step, self.lr, warmup, self.steps, min_lr)
 
     def freezes(self, name: str) -> bool:
         """Is the parameter of that name left as it is?"""

@@ -45,6 +45,8 @@ def train(preset: Annotated[str, typer.Option(help=f"model: {', '.join(presets)}
     config, strategy, recipe = configure(preset, values), Strategy(**taken(Strategy, values)), Recipe(**taken(Recipe, values))
     job = all(variable in os.environ for variable in launch.TORCHRUN)
     check(config, strategy, recipe, text, out, ranks=int(os.environ["WORLD_SIZE"]) if job else strategy.ranks)
+    if report_every < 1:
+        raise ValueError(f"report_every={report_every}: use at least 1 step")
     try:
         launch.run(train_on_rank, config, strategy, recipe, text, out, report_every, ranks=strategy.ranks, timeout_s=WEEK_S)
     except KeyboardInterrupt:
@@ -73,6 +75,8 @@ def check(config: GPTConfig, strategy: Strategy, recipe: Recipe, text: Path | No
     check_frozen(config, recipe)
     train_text, _ = open_text(text, recipe.length)
     check_memory(config, strategy, out)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
     find_checkpoint(out, identity(config, recipe, strategy.precision), train_text, recipe, mmap=True)
 
 
@@ -106,7 +110,7 @@ def check_memory(config: GPTConfig, strategy: Strategy, out: Path | None) -> Non
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.ranks))
     needed, free = ranks * state_bytes(config, strategy, bool(out)), psutil.virtual_memory().available
     if needed > free and not torch.cuda.is_available():
-        raise ValueError(f"{parameters(config):,} parameters need {needed / 1e9:.0f} GB on {ranks} ranks{' (with a checkpoint)' if out else ''}, "
+        raise ValueError(f"{parameters(config):,} parameters need {needed / 1e9:.0f} GB on {ranks} rank{'s' * (ranks > 1)}{' (with a checkpoint)' * bool(out)}, "
                          f"{free / 1e9:.0f} GB are free: use a smaller model, more ZeRO, or count it in a minitrain.dryrun")
 
 

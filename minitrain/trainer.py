@@ -115,7 +115,7 @@ class Trainer:
     # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Rank 0 writes the checkpoint, then the log, each in one piece: a reader finds the old file or the new one."""
+        """Rank 0 writes the log, then the checkpoint, each in one piece: whoever goes on from the old checkpoint writes that line again."""
         if self.out is None:
             return
         state = self.parallel.state_dict()                  # every rank takes part
@@ -125,9 +125,9 @@ class Trainer:
         recipe = self.recipe
         saved = {"identity": self.identity(), "strategy": asdict(self.parallel.strategy),
                  "position": self.text.position(self.step, recipe.batch_size, recipe.length, recipe.seed), "records": self.records, "state": state}
-        replace_file(self.out / "checkpoint.pt", lambda file: torch.save(saved, file))
         lines = "".join(json.dumps(record) + "\n" for record in self.records)
         replace_file(self.out / "log.jsonl", lambda file: file.write(lines.encode()))
+        replace_file(self.out / "checkpoint.pt", lambda file: torch.save(saved, file))
 
     def resume(self) -> str:
         """Go on from the checkpoint in the folder, on every rank, and say from where; "" if there is none."""
