@@ -32,6 +32,7 @@ def train(preset: Annotated[str, typer.Option(help=f"model: {', '.join(presets)}
           text: Annotated[Optional[Path], typer.Option(help="file or folder to train on; else Python's own documentation")] = None,
           out: Annotated[Optional[Path], typer.Option(help="folder for log and checkpoint; the same command goes on where it stopped")] = None,
           report_every: Annotated[int, typer.Option(help="steps from one report and checkpoint to the next")] = 25,
+          sample: Annotated[int, typer.Option(help="bytes to write at the end")] = 200,
           **values) -> None:
     """Train a GPT on bytes of text in any layout of ranks, and show what it learned.
 
@@ -45,10 +46,11 @@ def train(preset: Annotated[str, typer.Option(help=f"model: {', '.join(presets)}
     config, strategy, recipe = configure(preset, values), Strategy(**taken(Strategy, values)), Recipe(**taken(Recipe, values))
     job = all(variable in os.environ for variable in launch.TORCHRUN)
     check(config, strategy, recipe, text, out, ranks=int(os.environ["WORLD_SIZE"]) if job else strategy.ranks)
-    if report_every < 1:
-        raise ValueError(f"report_every={report_every}: use at least 1 step")
+    for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0)):
+        if value < least:
+            raise ValueError(f"{name}={value}: use at least {least}")
     try:
-        launch.run(train_on_rank, config, strategy, recipe, text, out, report_every, ranks=strategy.ranks, timeout_s=WEEK_S)
+        launch.run(train_on_rank, config, strategy, recipe, text, out, report_every, sample, ranks=strategy.ranks, timeout_s=WEEK_S)
     except KeyboardInterrupt:
         typer.echo(f"interrupted; {'the same command goes on from the last report' if out else 'nothing was saved, for there is no --out'}")
         raise typer.Exit(130) from None
@@ -126,7 +128,8 @@ def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> i
 
 # ---- on every rank -----------------------------------------------------------------------------------------------------
 
-def train_on_rank(config: GPTConfig, strategy: Strategy, recipe: Recipe, path: Path | None, out: Path | None, report_every: int) -> None:
+def train_on_rank(config: GPTConfig, strategy: Strategy, recipe: Recipe, path: Path | None, out: Path | None, report_every: int,
+                  sample: int) -> None:
     from tqdm import tqdm
 
     from minitrain import launch
@@ -148,7 +151,7 @@ def train_on_rank(config: GPTConfig, strategy: Strategy, recipe: Recipe, path: P
         say(tqdm.format_meter(record["step"], recipe.steps, time.perf_counter() - started, initial=first,
                               bar_format=BAR, postfix=describe(record)))
     say(f"{trainer.step} steps of {recipe.batch_size * recipe.length:,} tokens" + (f"; log and checkpoint in {out}" if out else ""))
-    say(f"It writes:\n{trainer.sample()}")
+    say(f"It writes:\n{trainer.sample(n=sample)}")
 
 
 def describe(record: dict[str, Any]) -> str:
