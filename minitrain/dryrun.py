@@ -19,7 +19,7 @@ import copy
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,8 +64,9 @@ def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
         with mode:
             return fn(*args)
     except Exception as error:
-        if complaint := _complaint(error):
-            raise ValueError(f"{_line_of(error, cells)} {complaint}") from None
+        for cause in reversed(list(_causes(error))):
+            if complaint := _complaint(cause):
+                raise ValueError(f"{_line_of(cause, cells)} {complaint}") from None
         raise
     finally:
         dist.destroy_process_group()
@@ -79,7 +80,14 @@ def _without_data(args: tuple, mode: FakeTensorMode) -> tuple:
         return tree_map(lambda x: copy.deepcopy(x, memo) if isinstance(x, (Tensor, Module)) else x, args)
 
 
-def _complaint(error: Exception) -> str | None:
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it was raised from: who runs the reader's code may say in its own words where it failed."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _complaint(error: BaseException) -> str | None:
     """What a beginner has to know about an error of torch's; None if it is not one that comes from the dry run."""
     if FROM_OUTSIDE in str(error):
         return ("uses a tensor from outside the dry run, or from torch.frombuffer; make it inside the function with "
@@ -91,7 +99,7 @@ def _complaint(error: Exception) -> str | None:
     return None
 
 
-def _line_of(error: Exception, cells: dict[str, str]) -> str:
+def _line_of(error: BaseException, cells: dict[str, str]) -> str:
     """The innermost line that is the reader's, as "train.py:41 `loss.item()`"."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(NOT_THE_READERS):

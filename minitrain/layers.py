@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitrain.alibi import Alibi, alibi_slopes
 from minitrain.config import GATED, GPTConfig
 
 
@@ -113,25 +114,25 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def alibi_slopes(num_heads: int) -> list[float]:
-    """One slope per head, a geometric sequence that ends at 2^-8; other counts take every other slope of 2n heads."""
-    power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, dropout: float | Callable = 0.0) -> Tensor:
-    """torch's fused attention. q `[B, H, T, K]`, k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`. It takes no mask that it has not drawn."""
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None,
+                     dropout: float | Callable = 0.0) -> Tensor:
+    """torch's fused attention. q `[B, H, T, K]`, k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`. It takes no mask that it has not drawn.
+    A bias is added to the scores: numbers that fit `[B, H, T, T]`, or ALiBi's, of the positions of these tokens."""
+    if q.size(-2) != k.size(-2):
+        raise ValueError(f"causal_attention: {q.size(-2)} queries, {k.size(-2)} keys; it is written for as many of both")
     if callable(dropout):
         return naive_attention(q, k, v, bias=bias, dropout=dropout)
     if bias is not None:
+        bias = bias.own(q) if isinstance(bias, Alibi) else bias
         bias = bias + future(q.size(-2), bias)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=bias is None,
                                           enable_gqa=q.size(1) != k.size(1))
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, dropout: float | Callable = 0.0) -> Tensor:
-    """The same in four lines, so that each FLOP and each saved tensor can be seen: `[B, H, T, T]` scores are kept."""
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None,
+                    dropout: float | Callable = 0.0) -> Tensor:
+    """The same in five lines, so that each FLOP and each saved tensor can be seen: `[B, H, T, T]` scores are kept."""
+    bias = bias.own(q) if isinstance(bias, Alibi) else bias
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) if x.size(1) != q.size(1) else x for x in (k, v))
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + future(q.size(-2), q)
     probabilities = F.softmax(scores if bias is None else scores + bias, dim=-1)
@@ -178,8 +179,7 @@ class Attention(nn.Module):
         """What few models need is handed over only when needed: a core without ALiBi or dropout stays core(q, k, v)."""
         extras = {}
         if self.config.positions == "alibi":
-            distance = positions.unsqueeze(-2) - positions.unsqueeze(-1)                          # [(B,) T, T], <= 0
-            extras["bias"] = self.slopes[:, None, None] * distance.unsqueeze(-3)
+            extras["bias"] = Alibi(self.slopes, positions)
         if self.config.dropout and self.training:
             extras["dropout"] = self.config.dropout
         return extras

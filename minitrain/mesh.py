@@ -62,14 +62,17 @@ class Mesh:
                                                 group_desc=f"mesh_{'_'.join(axes)}")
         return self._groups[axes]
 
-    def part(self, axis: str, numbers: tuple[int, ...]) -> dist.ProcessGroup:
-        """Some ranks of `group(axis)`, by their numbers in it; they alone must ask, as for a group over several axes."""
+    def part(self, axis: str, numbers: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Some ranks of `group(axis)`, by their numbers in it. All ranks must ask; those that are not in it get None.
+
+        torch names a group by its members and by how many groups there are, so the others make one too, of themselves alone.
+        """
         (axis,) = self._in_mesh_order("part", (axis,))
+        member = self.rank(axis) in numbers
         if (axis, numbers) not in self._groups:
-            members = self.members(axis)
-            self._groups[axis, numbers] = dist.new_group([members[number] for number in numbers], use_local_synchronization=True,
-                                                         group_desc=f"mesh_{axis}")
-        return self._groups[axis, numbers]
+            members = [self.members(axis)[number] for number in numbers] if member else [dist.get_rank()]
+            self._groups[axis, numbers] = dist.new_group(members, use_local_synchronization=True, group_desc=f"mesh_{axis}")
+        return self._groups[axis, numbers] if member else None
 
     def twin(self, *axes: str) -> dist.ProcessGroup:
         """A second group of the ranks of `group(*axes)`, with connections and streams of its own: a pipeline's messages in one

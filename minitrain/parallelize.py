@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.config import GPTConfig
-from minitrain.context.choices import core_for, layout_for
+from minitrain.context.choices import core_for, core_of_slices, data_layout
 from minitrain.data_parallel.hybrid import Hybrid
 from minitrain.data_parallel.replicated import Replicated
 from minitrain.data_parallel.sync import MakeOptimizer, Sync, parts_of, together
@@ -32,14 +32,13 @@ from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.dropout import Places, drop_by_place
-from minitrain.layers import causal_attention
 from minitrain.mesh import Mesh
 from minitrain.model import GPT, Stages, cross_entropy_sum
 from minitrain.pipeline.bpipe import Balanced
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
-from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory
+from minitrain.pipeline.sliced_attention import look_back
 from minitrain.run import Run
 from minitrain.sharding import place
 from minitrain.strategy import Strategy
@@ -62,8 +61,10 @@ def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer
     else:
         check_module(model, strategy, collectives.world().size())
     mesh = mesh or Mesh(**strategy.axes)
-    if strategy.pipelined:
-        schedule = schedule or strategy.build_schedule()
+    if schedule is not None:
+        check_schedule(schedule, strategy)
+    elif strategy.pipelined:
+        schedule = strategy.build_schedule()
     if isinstance(model, GPTConfig):
         module, config = build(model, strategy, mesh, schedule, cuts, seed, device), model
     else:
@@ -90,6 +91,14 @@ def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer
             dict(module.items()), schedule, mesh.group("pp"), loss_fn, sync, width=config.d_model, down=mesh.twin("pp"), check=False,
             length_over=strategy.tp if strategy.sequence_parallel else 1, memory=memory, at=places.at)
     return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config=config, runner=runner, layout=layout_of(strategy))
+
+
+def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
+    """Of the reader's own: it must be for the ranks and the microbatches of the strategy."""
+    microbatches = schedule.microbatches // schedule.slices
+    if (len(schedule.ranks), microbatches, schedule.slices) != (strategy.pp, strategy.microbatches, strategy.slices):
+        raise ValueError(f"{schedule.name} is for pp={len(schedule.ranks)}, microbatches={microbatches}, slices={schedule.slices}, and the strategy has "
+                         f"{strategy.pp}, {strategy.microbatches}, {strategy.slices}; make both for the same")
 
 
 # ---- 1: the layers of this rank ----------------------------------------------------------------------------------------
@@ -124,21 +133,15 @@ def cut_model(module: GPT | Stages, config: GPTConfig, strategy: Strategy, mesh:
 
 def attend_over(module: GPT | Stages, strategy: Strategy, mesh: Mesh, schedule: Schedule | None):
     """Attention over the ranks of cp; with slices, also over earlier ones, and what remembers their keys."""
-    core = None
-    if strategy.cp > 1:
-        core = core_for(strategy.core, {axis: mesh.group(axis) for axis in strategy.context_axes}, strategy.layout, causal_attention)
+    groups = dict(zip(strategy.context_groups, (mesh.group(axis) for axis in strategy.context_axes)))
+    if schedule is not None and schedule.slices > 1:
+        how = dict(attend=core_of_slices(strategy.core, groups, strategy.layout, schedule.slices)) if groups else {}
+        return look_back(dict(module.items()), schedule, **how)
+    if groups:
         for layer in module.layers:
             if hasattr(layer, "attention"):
-                layer.attention.core = core
-    if schedule is None or schedule.slices == 1:
-        return None
-    cores = {}
-    for number, stage in module.items():
-        blocks = [layer for layer in stage.layers if hasattr(layer, "attention")]
-        cores[number] = [SlicedAttention(schedule.slices) for _ in blocks]
-        for block, sliced in zip(blocks, cores[number]):
-            block.attention.core = sliced
-    return SliceMemory(cores)
+                layer.attention.core = core_for(strategy.core, groups, strategy.layout)
+    return None
 
 
 def parts_of_places(strategy: Strategy, mesh: Mesh) -> dict:
@@ -152,7 +155,7 @@ def parts_of_places(strategy: Strategy, mesh: Mesh) -> dict:
 
 def layout_of(strategy: Strategy):
     """How the tokens of a row are laid out over the ranks of cp."""
-    return layout_for(strategy.core, strategy.layout, strategy.ulysses) if strategy.cp > 1 else None
+    return data_layout(strategy.core, strategy.context_groups, strategy.layout, strategy.slices) if strategy.cp > 1 else None
 
 
 # ---- 5: placements -----------------------------------------------------------------------------------------------------
@@ -170,13 +173,14 @@ def sum_over(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
 def share_stages(module: Stages, schedule: Schedule, mesh: Mesh) -> None:
     """Who else has the tied table, or a stage that stands on two ranks."""
     holders = {stage: {rank for rank in range(len(schedule.ranks)) if stage in schedule.stages_of(rank)} for stage in range(schedule.stages)}
-    ends = holders[0] | holders[schedule.stages - 1]
+    ends = holders[0] | holders[schedule.stages - 1] if module.config.tied else set()
+    sets = sorted({tuple(sorted(ranks)) for ranks in (ends, *holders.values()) if len(ranks) > 1})
+    groups = {ranks: mesh.part("pp", ranks) for ranks in sets}
     for stage, part in module.items():
         for name, param in part.named_parameters():
             tied = module.config.tied and name in ("layers.0.tokens", f"{module.head}.out.weight")
             ranks = tuple(sorted(ends if tied else holders[stage]))
-            if len(ranks) > 1:
-                place(param, copies=mesh.part("pp", ranks))
+            place(param, copies=groups.get(ranks))
 
 
 # ---- 6: sync -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ No torch here: planners read it too. Raises ValueError in one line for values th
 from __future__ import annotations
 
 
+import math
 from dataclasses import dataclass, fields
 
 from minitrain.config import GATED, GPTConfig
@@ -47,7 +48,7 @@ class Strategy:
     recompute: bool = False              # a forward keeps its stage's input only
     core: str = "ring"                   # attention over the ranks of cp: ring, ulysses, double_ring, usp, ...
     layout: str = "zigzag"               # of a sequence over the ranks of cp: contiguous, zigzag or striped
-    inner: int = 1                       # of the cp ranks, how many are an inner ring, or team, for cores that have one
+    inner: int = 1                       # of the cp ranks, how many are an inner ring, a node or a team, for cores that have one
     ulysses: int = 1                     # of the cp ranks, how many share out heads, for cores that do both
     precision: str = "float32"           # of weights and activations: float32, bfloat16, float16 or float64; masters have at least float32
     bucket_bytes: int = 25_000_000       # of gradients that travel together
@@ -70,7 +71,7 @@ class Strategy:
             raise ValueError(f"{'sequence_parallel' if self.sequence_parallel else 'overlap'}=True is about the ranks of tp, and tp=1; use tp > 1")
         if not self.pipelined and (self.chunks > 1 or self.slices > 1):
             raise ValueError(f"{'chunks' if self.chunks > 1 else 'slices'} > 1 is for a pipeline; use pp > 1")
-        cores.check(self.core, self.layout, self.cp, self.inner, self.ulysses)
+        self._check_context()
         if self.pipelined:
             self.build_schedule()
 
@@ -100,14 +101,33 @@ class Strategy:
         return tuple(self._context)
 
     @property
+    def context_groups(self) -> dict[str, int]:
+        """The groups that the core asks for, and their sizes: one axis of the mesh each, or cp itself."""
+        first, *rest = cores.CORES[self.core].axes
+        sizes = {axis: self.ulysses if axis == "ulysses" else self.inner for axis in rest}
+        return {first: self.cp // math.prod(sizes.values())} | sizes
+
+    @property
     def _context(self) -> dict[str, int]:
-        return cores.axes(self.core, self.cp, self.inner, self.ulysses) if self.cp > 1 else {}
+        return {} if self.cp == 1 else self.context_groups if len(self.context_groups) > 1 else {"cp": self.cp}
 
     @property
     def axes(self) -> dict[str, int]:
-        """Of the mesh, outermost first; those of one rank are left out, but for the rows'."""
+        """Of the mesh, outermost first."""
         rows = {"inter": self.dp // self.node, "intra": self.node} if self.word else {"dp": self.dp}
-        return rows | ({"pp": self.pp} if self.pipelined else {}) | self._context | ({"tp": self.tp} if self.tp > 1 else {})
+        return rows | {"pp": self.pp} | self._context | ({"tp": self.tp} if self.tp > 1 else {})
+
+    def _check_context(self) -> None:
+        _named("core", self.core, cores.CORES)
+        _named("layout", self.layout, cores.LAYOUTS)
+        axes = cores.CORES[self.core].axes
+        for name, used in (("ulysses", axes[-1] == "ulysses" and len(axes) > 1), ("inner", bool({"inside", "inner", "team"} & set(axes)))):
+            if getattr(self, name) > 1 and not used:
+                raise ValueError(f"{name}={getattr(self, name)} with core={self.core!r}, which has no such group; use {name}=1")
+        if self.cp % (self.inner * self.ulysses):
+            raise ValueError(f"inner={self.inner} x ulysses={self.ulysses} does not divide cp={self.cp}; their product must")
+        if self.cp > 1:
+            cores.check_choice(self.core, self.context_groups, self.layout, heads=self.cp * self.cp, slices=self.slices)
 
     def build_schedule(self) -> Schedule:
         return named(self.schedule, self.pp, self.microbatches, chunks=self.chunks, slices=self.slices, recompute=self.recompute)
@@ -115,7 +135,9 @@ class Strategy:
     @property
     def pieces(self) -> int:
         """What the length of a sequence is a multiple of."""
-        pieces = cores.pieces(self.core, self.layout, self.cp, self.ulysses) * (self.tp if self.sequence_parallel else 1)
+        pieces = self.tp if self.sequence_parallel else 1
+        if self.cp > 1:
+            pieces *= math.lcm(self.cp, self.cp // cores.dealt_to(self.core, self.context_groups) * cores.LAYOUTS[self.layout])
         return pieces * self.slices if pieces > 1 else 1
 
     def __str__(self) -> str:
@@ -135,7 +157,8 @@ class Strategy:
         if self.tp > 1:
             check_tensor_parallel(config, self.tp)
         if self.cp > 1:
-            cores.check_model(self.core, self.cp, self.ulysses, config.num_heads // self.tp, config.kv_latent)
+            cores.check_choice(self.core, self.context_groups, self.layout, heads=config.num_heads // self.tp, slices=self.slices,
+                               key_width=config.head_dim + config.rope_head_dim * bool(config.kv_latent), value_width=config.head_dim)
         if self.pipelined:
             even(config.num_layers, self.build_schedule().stages)
         return self
@@ -153,6 +176,11 @@ class Strategy:
                              f"{-(-length // self.pieces) * self.pieces}")
         if self.slices > length:
             raise ValueError(f"slices={self.slices} of {length} tokens; use at most {length}")
+
+
+def _named(what: str, name: str, table) -> None:
+    if name not in table:
+        raise ValueError(f"{what}={name!r}; use {', '.join(table)}")
 
 
 def check_tensor_parallel(config: GPTConfig, tp: int) -> None:

@@ -57,6 +57,8 @@ class Reducer(Protocol):
 
     def arrived(self, params: Iterable[nn.Parameter]) -> None: ...
 
+    def lives(self) -> Iterable[Tensor]: ...  # memory of parameters besides their own: it is not a forward's to give away
+
     def finish(self) -> None: ...
 
 
@@ -70,6 +72,9 @@ class NoReducer:
 
     def arrived(self, params: Iterable[nn.Parameter]) -> None:
         pass
+
+    def lives(self) -> Iterable[Tensor]:
+        return ()
 
     def finish(self) -> None:
         pass

@@ -10,11 +10,11 @@ B, T, K = 2, 32, 4                                      # T: two pieces for each
 MHA, GQA, MQA = (4, 4), (4, 2), (4, 1)                  # query heads, K/V heads
 
 
-def inputs(heads=GQA, length=T, dtype=torch.float64):
-    """q, k, v and what dO is to be: whole, and alike on all ranks."""
+def inputs(heads=GQA, length=T, dtype=torch.float64, width=K):
+    """q, k, v and what dO is to be: whole, and alike on all ranks. `width`: of v."""
     generator = torch.Generator().manual_seed(7)
-    counts = heads[0], heads[1], heads[1], heads[0]
-    return [torch.randn(B, count, length, K, dtype=torch.float64, generator=generator).to(dtype) for count in counts]
+    shapes = (heads[0], K), (heads[1], K), (heads[1], width), (heads[0], width)
+    return [torch.randn(B, count, length, wide, dtype=torch.float64, generator=generator).to(dtype) for count, wide in shapes]
 
 
 def whole(heads=GQA, causal=True, length=T, dtype=torch.float64):
@@ -26,9 +26,9 @@ def whole(heads=GQA, causal=True, length=T, dtype=torch.float64):
     return [out.detach(), *(x.grad for x in qkv)]
 
 
-def over(core, group, layout=contiguous, heads=GQA, length=T, dtype=torch.float64):
+def over(core, group, layout=contiguous, heads=GQA, length=T, dtype=torch.float64, width=K):
     """The same four, put together from all ranks, and (bytes forward, bytes backward) of this one."""
-    q, k, v, dout = (split(x, layout, group, 2) for x in inputs(heads, length, dtype))
+    q, k, v, dout = (split(x, layout, group, 2) for x in inputs(heads, length, dtype, width))
     qkv = [x.requires_grad_() for x in (q, k, v)]
     with Ledger() as ledger:
         out = core(*qkv)

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from minitrain import collectives, launch
-from minitrain.data import MASKED, random_tokens, rows_of
-from minitrain.mesh import Mesh
-from minitrain.model import GPT, GPTConfig, Stages, cross_entropy_sum
+from minitrain.data import MASKED, Rows, random_tokens, rows_of
+from minitrain.model import GPT, GPTConfig, cross_entropy_sum
 from minitrain.optim import AdamW
 from minitrain.parallelize import parallelize
-from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import Schedule
-from minitrain.sharding import full_tensor, placement
+from minitrain.sharding import full_tensor
+from minitrain.strategy import Strategy
 from minitrain.train import Batch, accumulate, train_step, valid_tokens
 
 TOLERANCE = 1e-12
@@ -110,54 +109,34 @@ def train_sharded(problem: Problem, make_sharded: Callable) -> Outcome:
                    {name: zero.full_tensor(param) for name, param in model.named_parameters()})
 
 
-def train_parallel(problem: Problem, shape: dict[str, int], **settings) -> Outcome:
-    """The same through `parallelize`, over a mesh of that shape, with what it says: model, loss, reducer, optimizer."""
-    mesh = Mesh(**shape)
-    torch.manual_seed(1000 + mesh.rank(*shape))
-    model = problem.model()
-    run = parallelize(model, mesh, bucket_bytes=3000, make_optimizer=lambda params: AdamW(params, lr=problem.lr), **settings)
-    forward_backward, losses = run.forward_backward(problem.microbatches), []
-    for step in range(len(problem.batch_sizes)):
-        batch = run.lay_out(*problem.batch(step, run.data_group.rank(), run.data_group.size()))
-        result = train_step(forward_backward, batch, run.optimizer, run.reducer, problem.clip)
-        losses.append(collectives.all_reduce(result.loss, run.loss_group).item())
-    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    if settings.get("zero"):
-        return Outcome(losses, {name: run.optimizer.full_grad(param) for name, param in trainable.items()},
-                       {name: run.optimizer.full_tensor(param) for name, param in model.named_parameters()})
-    return Outcome(losses, {name: full_tensor(param.grad, placement(param).shards) for name, param in trainable.items()},
-                   {name: full_tensor(param).clone() for name, param in model.named_parameters()})
+def rows_of_problem(problem: Problem, step: int) -> Rows:
+    return Rows(problem.batch, problem.batch_sizes[step], problem.length)
+
+
+def train_parallel(problem: Problem, strategy: Strategy, **settings) -> Outcome:
+    """The same through `parallelize`: what a Run says of this rank's layers."""
+    torch.manual_seed(1000 + collectives.world().rank())
+    run = parallelize(problem.config, replace(strategy, microbatches=problem.microbatches, precision="float64", bucket_bytes=3000),
+                      lambda params: AdamW(params, lr=problem.lr), seed=3, frozen=(problem.frozen,), **settings)
+    losses = [run.total(run.step(run.batch(rows_of_problem(problem, step), step), problem.clip).loss).item()
+              for step in range(len(problem.batch_sizes))]
+    names = run.sync.names
+    return Outcome(losses, {name: run.sync.full_grad(param) for param, name in names.items() if param.requires_grad},
+                   {name: run.sync.full_tensor(param) for param, name in names.items()})
 
 
 def train_pipeline(problem: Problem, shape: dict[str, int], schedule: Schedule, cuts: Sequence[range] | None = None, **settings) -> Outcome:
-    """The same as a pipeline over the mesh's axis `pp`; what is compared is this rank's part of the model."""
-    mesh = Mesh(**shape)
-    torch.manual_seed(1000 + mesh.rank(*shape))
-    cuts = cuts or even(problem.config.num_layers, schedule.stages)
-    model = Stages(problem.config, {stage: cuts[stage] for stage in schedule.stages_of(mesh.rank("pp"))}, seed=3, dtype=torch.float64)
-    params = model.global_parameters()
-    if problem.frozen in params:
-        params[problem.frozen].requires_grad_(False)
-    run = parallelize(model, mesh, bucket_bytes=3000, make_optimizer=lambda params: AdamW(params, lr=problem.lr), schedule=schedule, **settings)
-    forward_backward, losses = run.forward_backward(problem.microbatches), []
-    for step in range(len(problem.batch_sizes)):
-        batch = run.lay_out(*problem.batch(step, run.data_group.rank(), run.data_group.size()))
-        result = train_step(forward_backward, batch, run.optimizer, run.reducer, problem.clip)
-        losses.append(collectives.all_reduce(result.loss, run.loss_group).item())
-    params = model.global_parameters()                      # those that tensor parallelism cut are new ones
-    return Outcome(losses, {name: full_tensor(param.grad, placement(param).shards) for name, param in params.items() if param.requires_grad},
-                   {name: full_tensor(param).clone() for name, param in params.items()})
+    """The same as a pipeline by a schedule of one's own; what is compared is this rank's part of the model."""
+    problem = replace(problem, microbatches=schedule.microbatches // schedule.slices)
+    if schedule.slices > 1:
+        settings |= dict(schedule="terapipe", slices=schedule.slices, recompute=shape["pp"] == 1)
+    return train_parallel(problem, Strategy(**shape, **settings), schedule=schedule, cuts=cuts)
 
 
 def pipeline_difference(problem: Problem, shape: dict[str, int], schedule: Schedule, reference: Outcome, **settings) -> float:
     """How far training as a pipeline on real ranks is from the reference."""
     outcomes = launch.run(lambda: train_pipeline(problem, shape, schedule, **settings), ranks=math.prod(shape.values()))
-    outcome = together(outcomes)
-    if problem.config.tied:                                 # one process has the table under its first name only
-        for tensors in (outcome.grads, outcome.params):
-            head = tensors.pop(f"layers.{problem.config.num_layers + 1}.out.weight")
-            assert torch.equal(head, tensors["layers.0.tokens"])
-    return difference(outcome, reference)
+    return difference(together(outcomes), reference)
 
 
 def together(outcomes: Iterable[Outcome]) -> Outcome:

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "minitrain"
-BASE = {"collectives", "dropout", "sharding"}                                     # all a technique may lean on
+BASE = {"alibi", "collectives", "dropout", "sharding"}                            # all a technique may lean on
 TECHNIQUES = {"data_parallel", "tensor_parallel", "pipeline", "context", "moe", "precision", "memory", "checkpoint",
               "fault", "communication", "kernels"}
 NO_TORCH = {"events", "deduplicate", "simulate", "plan", "accounting", "config", "plot", "plot_pipeline", "house_style", "atlas",
-            "notebook", "shared_cores", "flags"}
+            "notebook", "shared_cores", "flags", "strategy"}
 EVERYTHING = {"*"}
 DOOR = {"collectives", "channel", "messages", "transport", "sharding", "mesh", "launch", "launch_ranks", "dryrun", "grading"}
 ARROWS = {
-    "events": set(), "config": set(), "accounting": {"config"}, "layers": {"config"}, "model": {"config", "layers"},
+    "events": set(), "config": set(), "accounting": {"config"}, "layers": {"alibi", "config"}, "model": {"config", "layers"}, "alibi": set(),
     "data": set(), "dropout": set(), "deduplicate": set(), "atlas": set(), "notebook": set(),
     "call_log": set(), "checked": {"call_log"}, "shared_cores": set(), "channel": {"call_log", "shared_cores"},
     "transport": {"call_log", "checked", "channel"},
@@ -31,7 +31,8 @@ ARROWS = {
     "simulate": {"events"}, "plan": {"simulate", "accounting", "config", "events"},
     "house_style": set(), "plot": {"house_style", "simulate"}, "plot_pipeline": {"house_style"},
     "pipeline_widget": {"house_style", "pipeline", "plot_pipeline"},
-    "train": {"collectives", "data", "optim"}, "recipe": {"optim"}, "flags": set(), "trainer": EVERYTHING, "train_command": EVERYTHING, "parallelize": EVERYTHING, "cli": EVERYTHING,
+    "train": {"collectives", "data", "optim"}, "recipe": {"optim"}, "flags": set(), "strategy": {"config", "context", "pipeline"},
+    "run": EVERYTHING, "trainer": EVERYTHING, "train_command": EVERYTHING, "parallelize": EVERYTHING, "cli": EVERYTHING,
     "grading": {"collectives"}, "exercises": {"grading"},
 }
 

@@ -8,14 +8,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, launch
-from minitrain.context.balanced import balanced_attention, unbalanced
-from minitrain.context.blocks import FUSED, PLAIN, plain_backward
+from minitrain.context.blocks import FUSED, plain_backward
 from minitrain.context.burst import burst_attention
-from minitrain.context.dropout import Dropping, drop_tokens, dropping, seeded
+from minitrain.context.dropout import drop_tokens, seeded
 from minitrain.context.flash import flash_2, flash_attention
-from minitrain.context.hybrid import dealt, double_ring_attention, loongtrain_attention, usp_attention
-from minitrain.context.layout import Tile, contiguous, each_document, split, striped, tiles, zigzag
+from minitrain.context.hybrid import dealt, double_ring_attention, usp_attention
+from minitrain.context.layout import Tile, each_document, split, striped, tiles, zigzag
 from minitrain.context.packed import packed_attention
+from minitrain.context.placed import Placed, placed
 from minitrain.context.ring import ring_attention, ring_backward, ring_forward
 from minitrain.context.ring_self_attention import ring_self_attention
 from minitrain.context.sparing import Sparing
@@ -29,12 +29,9 @@ from minitrain.mesh import Mesh
 from minitrain.model import GPT, Stages, cross_entropy_sum
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.one_direction import one_f_one_b
+from tests.context_cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context_runs import B, T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Outcome, Problem, check_refusals, difference, small, train_parallel
-
-LAYOUTS = (contiguous, zigzag, striped)
-MASK = DropMask(0.3, seed=11, first_row=2, first_head=5)
-HEADS = (8, 4)
 
 
 # ---- the generator ---------------------------------------------------------------------------------------------------
@@ -90,63 +87,11 @@ def test_the_mask_is_a_function_of_the_place():
 
 # ---- cores -----------------------------------------------------------------------------------------------------------
 
-def whole_masked(heads=HEADS, mask=MASK, causal=True, bias=None):
-    """Out, dq, dk, dv in one process: scores, softmax, mask, product, and autograd."""
-    *qkv, dout = inputs(heads)
-    qkv = [x.requires_grad_() for x in qkv]
-    out = naive_attention(*qkv, bias=bias, dropout=mask)
-    out.backward(dout)
-    return [out.detach(), *(x.grad for x in qkv)]
-
-
-def in_one_axis(group):
-    """name -> (core, layout)."""
-    found = {}
-    for layout in LAYOUTS:
-        found[f"ring {layout.__name__}"] = partial(ring_attention, group=group, layout=layout), layout
-        found[f"rows {layout.__name__}"] = partial(ring_self_attention, group=group, layout=layout), layout
-        found[f"Ulysses {layout.__name__}"] = partial(ulysses_attention, group=group, layout=layout, core=flash_attention), layout
-    found["Ulysses, torch's"] = partial(ulysses_attention, group=group, core=causal_attention), contiguous
-    found["ring of PLAIN"] = partial(ring_attention, group=group, blocks=PLAIN), contiguous
-    found["balanced"] = partial(balanced_attention, group=group), contiguous
-    found["unbalanced"] = partial(balanced_attention, group=group, schedule=unbalanced), contiguous
-    way = dict(group=group, layout=zigzag, causal=True, blocks=FUSED)
-    found["sparing"] = Sparing(partial(ring_forward, **way), partial(ring_backward, **way)), zigzag
-    return found
-
-
-def in_two_axes(a, b):
-    mesh, found = Mesh(a=a, b=b), {}
-    outer, inner = mesh.group("a"), mesh.group("b")
-    for sends in ("queries", "keys"):
-        found[f"burst, {sends}"] = partial(burst_attention, across=outer, inside=inner, layout=striped, backward_sends=sends), striped
-    found["double ring"] = partial(double_ring_attention, outer=outer, inner=inner), zigzag
-    found["USP"] = partial(usp_attention, ring=outer, ulysses=inner), dealt(zigzag, b)
-    if a % b == 0:
-        for layout in LAYOUTS:
-            found[f"teams {layout.__name__}"] = partial(wallfacer_attention, ring=outer, team=inner, layout=layout), layout
-    return {f"{name}, {a} x {b}": way for name, way in found.items()}
-
-
-def in_three_axes():
-    mesh = Mesh(outer=2, inner=2, ulysses=2)
-    return {"LoongTrain": (partial(loongtrain_attention, **{axis: mesh.group(axis) for axis in mesh.shape}), dealt(zigzag, 2))}
-
-
-CORES = {2: lambda: in_one_axis(collectives.world()) | in_two_axes(2, 1) | in_two_axes(1, 2),
-         4: lambda: some("ring", "Ulysses striped", "balanced", "sparing", **in_one_axis(collectives.world())) | in_two_axes(2, 2),
-         8: lambda: some("USP", "teams zigzag", **in_two_axes(4, 2)) | some("USP", **in_two_axes(2, 4)) | in_three_axes()}
-
-
-def some(*names, **ways):
-    return {name: way for name, way in ways.items() if name.startswith(names)}
-
-
 def packed_in_one_row():
     """Documents in a row over the ranks, and one by one in one process: furthest from a mask of -inf between them."""
     group, offsets = collectives.world(), [0, 8, 24, T]
     document = torch.bucketize(torch.arange(T), torch.tensor(offsets), right=True)
-    expected = whole_masked(bias=torch.where(document[:, None] == document, 0.0, -math.inf).double())
+    expected = in_one_process(mask=MASK, bias=torch.where(document[:, None] == document, 0.0, -math.inf).double())
     found = {}
     for layout in LAYOUTS:
         packed = each_document(layout, offsets)
@@ -160,7 +105,7 @@ def packed_in_one_row():
 def test_every_core_drops_what_one_process_drops(ranks):
     """Output and all gradients. The reference makes the whole mask and keeps it; here each tile makes its own, twice."""
     def rank():
-        group, expected = collectives.world(), whole_masked()
+        group, expected = collectives.world(), in_one_process(mask=MASK)
         found = {name: furthest(over(partial(core, dropout=MASK), group, layout, HEADS)[0], expected)
                  for name, (core, layout) in CORES[ranks]().items()}
         return found | ({} if ranks == 8 else packed_in_one_row())
@@ -185,7 +130,7 @@ def test_one_device_and_without_a_causal_mask():
 def test_without_it_it_does_not():
     """Controls: a seed for each rank, positions on the rank in the place of those in the sequence, a backward that forgets the mask."""
     def rank():
-        group, expected, found = collectives.world(), whole_masked(), {}
+        group, expected, found = collectives.world(), in_one_process(mask=MASK), {}
 
         def distance(mask=MASK):
             core = partial(ring_attention, group=group, layout=zigzag, dropout=mask)
@@ -193,13 +138,13 @@ def test_without_it_it_does_not():
 
         found["right"] = distance()
         found["a seed for each rank"] = distance(MASK._replace(seed=11 + group.rank()))
-        there, at = Tile.positions, Dropping.at
+        there, at = Tile.positions, Placed.at
         Tile.positions = lambda tile, device=None: (torch.arange(T)[tile.queries], torch.arange(T)[tile.keys])
         found["local positions"] = distance()
         Tile.positions = there
-        Dropping.at = lambda self, positions: at(self, positions)._replace(backward=plain_backward)
+        Placed.at = lambda self, positions: at(self, positions)._replace(backward=plain_backward)
         found["no mask in backward"] = distance()
-        Dropping.at = at
+        Placed.at = at
         return found
 
     for found in launch.run(rank, ranks=2):
@@ -228,7 +173,7 @@ def test_sends_what_it_sent_and_keeps_no_mask():
 
     seeds = [(True, True, True, 8 * (rank == 0)) for rank in range(2)]
     assert launch.run(rank, ranks=2) == seeds
-    assert dropping(FUSED, 0.0) is FUSED and all(FUSED.on(tile) is FUSED for tile in tiles([range(4)], [range(4)], True))
+    assert placed(FUSED) is FUSED and all(FUSED.on(tile) is FUSED for tile in tiles([range(4)], [range(4)], True))
 
 
 def test_a_layer_that_is_computed_again_drops_the_same():

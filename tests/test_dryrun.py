@@ -22,6 +22,9 @@ from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.model import GPT, cross_entropy_sum
 from minitrain.optim import AdamW
+from minitrain.pipeline.one_direction import one_f_one_b
+from minitrain.pipeline.runtime import Runner
+from minitrain.train import Batch, NoReducer
 
 CONFIG = GPTConfig(vocab_size=29, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=16, tied=True)
 ROWS = 7            # uneven on 2 and on 4 ranks
@@ -229,6 +232,17 @@ def reaches_outside():
     return torch.ones(3) * OUTSIDE
 
 
+class Asks(nn.Module):
+    def forward(self, x, positions):
+        return x * x.sum().item()
+
+
+def asks_in_a_pipeline():
+    group, batch = collectives.world(), Batch(torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long), torch.ones(()))
+    run = Runner({0: Asks()}, one_f_one_b(1, 2), group, lambda y, targets: y.sum(), NoReducer(), width=1, check=False, dtype=torch.float32)
+    run(batch)
+
+
 NUMBERS = "asks for the numbers in a tensor, and a dry run has shapes only"
 
 
@@ -239,12 +253,13 @@ NUMBERS = "asks for the numbers in a tensor, and a dry run has shapes only"
     (prints, 'return f"{loss:.3f}"', NUMBERS),
     (leaves_torch, "return torch.ones(3).numpy()", NUMBERS),
     (watched, "return torch.ones(3).tolist()", NUMBERS),
+    (asks_in_a_pipeline, "return x * x.sum().item()", NUMBERS),
     (reaches_outside, "return torch.ones(3) * OUTSIDE", "uses a tensor from outside the dry run"),
 ])
 def test_the_line_that_needs_a_number_is_named(function, line, complaint):
     with pytest.raises(ValueError) as caught:
-        dryrun.run(function)
-    code = function.__code__
+        dryrun.run(function, ranks=1)
+    code = (Asks.forward if function is asks_in_a_pipeline else function).__code__
     place, text, rest = str(caught.value).split("`")
     file, number = place.strip().split(":")
     assert file == "test_dryrun.py" and text == line and rest.strip().startswith(complaint)

@@ -78,7 +78,6 @@ def test_refusals_are_one_line_on_every_rank():
         "these are cut over cp: train with cp=1": lambda: Trainer(model(), None, Recipe()),
         "no technique takes the axis 'cp' of size 2": lambda: parallelize(
             GPT(config), Mesh(inter=1, intra=1, cp=2), zero="III", make_optimizer=torch.optim.AdamW),
-        "bias": lambda: model(positions="alibi").model(torch.zeros(1, 4, dtype=torch.long)),
     }
 
     check_refusals(refused, ranks=2)

@@ -1,28 +1,35 @@
 """Pipelines that save memory: recomputation just in time, activations kept by a partner, a loss over all microbatches at once."""
 import random
-from contextlib import contextmanager
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import nn
 
-from minitrain import collectives, launch
+from minitrain import collectives, dryrun, launch
+from minitrain.events import Compute, Issue, Wait
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.model import Stages
 from minitrain.optim import AdamW
 from minitrain.parallelize import parallelize
+from minitrain.pipeline import runtime
 from minitrain.pipeline.bpipe import Balanced, bpipe
 from minitrain.pipeline.contrastive import contrastive_loss, contrastive_step, doubled, naive
+from minitrain.pipeline.lower import lower
 from minitrain.pipeline.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
-from minitrain.pipeline.schedule import B, F, R, Schedule, check, peak
+from minitrain.pipeline.schedule import Action, B, F, R, Schedule, check, peak
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.varuna import jitter, recomputed, varuna
+from minitrain.train import Batch, NoReducer
 
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
+from tests.test_dryrun import everything
 
 PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(6, 6, 5), microbatches=4)
 GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 7, 16)] + [(16, 16), (4, 64)]
@@ -124,6 +131,74 @@ def test_control_recomputation_is_needed():
     assert max((outcome.grads[name] - reference().grads[name]).abs().max() for name in outcome.grads) > 1e-6
 
 
+# ---- random numbers of what is computed again ------------------------------------------------------------------------
+
+class Dropped(nn.Module):
+    """Half of x·w, doubled: in a backward through other masks than the forward's the gradient of w is not the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x, positions):
+        return torch.dropout(x * self.w, 0.5, True)
+
+
+def drawn_by(entries):
+    """(loss, gradient, what is drawn next) of a rank alone that sums what is left of ones."""
+    units = max(action.microbatch for action in entries) + 1
+    stage = Dropped()
+    run = Runner({0: stage}, Schedule("one rank", (entries,), 1, units), collectives.world(), lambda y, targets: y.sum(), NoReducer(), width=1,
+                 check=False)
+    ones = torch.ones(units, 30, dtype=torch.float64)
+    torch.manual_seed(0)
+    loss = run(Batch(ones, ones, torch.ones(())))
+    return loss.item(), stage.w.grad.item(), torch.rand(3).tolist()
+
+
+def test_recomputation_draws_the_same_masks():
+    """And what follows draws as if nothing had been computed again."""
+    plain = F(0, 0), F(0, 1), B(0, 0), F(0, 2), B(0, 1), B(0, 2)
+    again = F(0, 0), F(0, 1), R(0, 0), B(0, 0), F(0, 2), R(0, 1), B(0, 1), R(0, 2), B(0, 2)
+
+    def without():
+        runtime.drawing_from = lambda state, device: nullcontext()
+        return drawn_by(again)
+    expected, found, control = launch.run(lambda: [drawn_by(plain), drawn_by(again), without()], ranks=1)[0]
+    assert expected == found and expected[0] == expected[1]
+    assert control[0] != control[1] and control[2] != expected[2]
+
+
+DROPS = replace(PROBLEM, config=small(num_layers=4, vocab_size=32, dropout=0.2), batch_sizes=(6,), clip=None)
+
+
+def dropped_gradients(schedule, **axes):
+    mesh, cuts = Mesh(dp=1, pp=2, **axes), even(4, schedule.stages)
+    stages = Stages(DROPS.config, {stage: cuts[stage] for stage in schedule.stages_of(mesh.rank("pp"))}, seed=3, dtype=torch.float64)
+    torch.manual_seed(1000 + mesh.rank("pp"))
+    with Ledger() as ledger:
+        run = parallelize(stages, mesh, schedule=schedule)
+        run.forward_backward(4)(run.lay_out(*DROPS.batch(0)))
+        run.reducer.finish()
+    return torch.cat([param.grad.flatten() for param in stages.parameters() if param.grad is not None]), everything(ledger)
+
+
+@pytest.mark.parametrize("axes", [{}, dict(tp=2)], ids=["", "tp"])
+def test_recomputed_dropout_equals_the_schedule_without(axes):
+    """A whole model, of which every rank draws masks of its own: the gradients are those of the plain schedule, to the bit."""
+    plain, again = one_f_one_b(2, 4), recomputed(one_f_one_b(2, 4))
+    for (expected, _), (found, _) in launch.run(lambda: [dropped_gradients(schedule, **axes) for schedule in (plain, again)],
+                                                ranks=2 * axes.get("tp", 1)):
+        assert torch.equal(expected, found)
+
+
+def test_a_dry_run_of_recomputation_equals_the_real_one():
+    schedule = recomputed(one_f_one_b(2, 4))
+    for rank, (_, account) in enumerate(launch.run(dropped_gradients, schedule, ranks=2)):
+        dry = dryrun.run(dropped_gradients, schedule, rank=rank, ranks=2)[1]
+        assert {name for name in dry if dry[name] != account[name]} <= {"timeline"}     # a network lets a message go an event later
+
+
 def test_varuna_refuses():
     for call in (lambda: varuna(0, 1), lambda: varuna(2, 0)):
         with pytest.raises(ValueError, match="varuna: .=0; use a whole number"):
@@ -134,7 +209,7 @@ def test_varuna_refuses():
 
 def test_bpipe():
     """The atlas's row: at most ceil((p+2)/2) on every rank, no slow-down, and the same training with activations that really move."""
-    assert [peak(bpipe(8, 16), rank) for rank in range(8)] == [5, 5, 5, 5, 4, 4, 4, 4]
+    assert [peak(bpipe(8, 16), rank) for rank in range(8)] == [5, 5, 5, 5, 4, 5, 5, 5]
     for p in (*range(1, 10), 16):
         for m in (1, p // 2 + 1, p, p + 1, 2 * p + 3, 32):
             schedule, plain = bpipe(p, m), one_f_one_b(p, m)
@@ -150,43 +225,99 @@ MANY = Problem(config=small(num_layers=4), batch_sizes=(6, 11), microbatches=6)
 
 
 def held_at_most(schedule, interpreter):
-    """The most bytes this rank ever held for backwards, those of one forward of its stage, and the most activations that were alive."""
+    """Bytes for backwards that this rank held at most, after any step of its program, and after its first F; and the most activations
+    alive after an action; sent."""
     run, batch = on_rank(schedule, MANY)
     runner, held, alive = run.pipeline, [], []
     runner.__class__ = interpreter
+    do = runner.do
+
+    def watched(step):
+        do(step)
+        if interpreter is Balanced:
+            held.append(runner.held_bytes)
+            first.append(runner.held_bytes) if isinstance(step, Action) and step.kind == "F" else None
+
+    first, runner.do = [], watched
     with Ledger() as ledger:
         @contextmanager
         def watch(name):
             yield
-            held.append(runner.held_bytes if interpreter is Balanced else 0)
             alive.append(ledger.live_by_kind["activations"])
 
         runner.around = watch
         run.forward_backward(MANY.microbatches)(batch)
-    return max(held), held[0], max(alive), ledger.sent_bytes("send")
+    return max(held, default=0), first[:1], max(alive), ledger.sent_bytes("send")
 
 
 def test_activations_are_held_where_the_lists_say():
-    """Bytes in the bags, and beside them the ledger's account of every tensor, of the plain interpreter too."""
+    """Bytes in the bags and on the way, in no step of a program more than the limit; and the ledger's account of every tensor."""
     plain, lists, balanced = (launch.run(held_at_most, schedule, interpreter, ranks=4) for schedule, interpreter in
                               ((one_f_one_b(4, 6), Runner), (one_f_one_b(4, 6), Balanced), (bpipe(4, 6), Balanced)))
-    unit = [one for _, one, _, _ in lists]
+    unit = [one for _, (one,), _, _ in lists]
     assert [rank[0] for rank in lists] == [4 * unit[0], 3 * unit[1], 2 * unit[2], unit[3]]
     assert [rank[0] for rank in balanced] == [3 * unit[0], 3 * unit[1], 2 * unit[2], unit[3] + 2 * unit[0]]
-    assert plain[0][2] == lists[0][2] and plain[0][2] - balanced[0][2] == unit[0]
-    received = plain[3][3] // MANY.microbatches     # moves are entries of a list too: here they let one tensor be received later
-    assert balanced[3][2] - lists[3][2] == 2 * unit[0] - received
-    assert [with_moves[3] - without[3] for with_moves, without in zip(balanced, plain)] == [2 * (unit[0] + 8), 0, 0, 2 * unit[0]]
+    assert plain[0][2] == lists[0][2]
+    moved = sum(action.kind == "E" for action in bpipe(4, 6).place)
+    assert [with_moves[3] - without[3] for with_moves, without in zip(balanced, plain)] == [moved * unit[0] + 8, 0, 0, moved * unit[0]]
+    assert plain[0][2] - balanced[0][2] == unit[0] - 8 and balanced[3][2] - lists[3][2] == 2 * unit[0]     # 8: the length, told once
+
+
+def events_of(schedule, lent=None):
+    """(account of a step, what moved) of this rank; `lent` is what dry runs of other ranks have found out."""
+    run, batch = on_rank(schedule, MANY)
+    run.pipeline.lent |= lent or {}
+    with Ledger() as ledger:
+        run.pipeline.around = ledger.phase
+        run.forward_backward(MANY.microbatches)(batch)
+    return ledger, run.pipeline.lent
+
+
+def counted(ledger):
+    account = everything(ledger)
+    account["kinds of events"] = Counter(map(type, ledger.events))
+    account["by operation"] = {op: (ledger.num_calls(op), ledger.sent_bytes(op)) for op in ("send", "receive")}
+    del account["timeline"]                         # a network lets a message go an event later
+    return account
+
+
+def test_a_dry_run_of_bpipe_equals_the_real_one():
+    """On all ranks, event by event; a host is given what the dry run of the lender says, and says so if it is not."""
+    schedule, lent = bpipe(4, 6), {}
+    for rank, (real, learned) in enumerate(launch.run(events_of, schedule, ranks=4)):
+        dry, found = dryrun.run(events_of, schedule, lent, rank=rank, ranks=4)
+        assert counted(dry) == counted(real) and found.items() >= learned.items()
+        lent |= found
+    with pytest.raises(RuntimeError, match="rank 3 hosts what E0.1 lends, and a dry run cannot learn how much; give lent="):
+        dryrun.run(events_of, schedule, rank=3, ranks=4)
+
+
+def test_moves_run_beside_what_is_computed():
+    """Between the issue of every move and the wait for it there are all operators of an F or a B, on both ends."""
+    schedule = bpipe(4, 6)
+    for rank, (ledger, _) in enumerate(launch.run(events_of, schedule, ranks=4)):
+        issued, beside = {}, []
+        operators = Counter(event.phase for event in ledger.events if isinstance(event, Compute))
+        for event in ledger.events:
+            if isinstance(event, Issue) and sorted(event.members) == [0, 3] and event.payload_bytes > 8:
+                issued[event.id] = Counter()
+            elif isinstance(event, Compute):
+                for seen in issued.values():
+                    seen[event.phase] += 1
+            elif isinstance(event, Wait) and event.id in issued:
+                seen = issued.pop(event.id)
+                beside.append([action for action in seen if action[:1] in ("F", "B") and seen[action] == operators[action]])
+        assert not issued and len(beside) == (2 * sum(action.kind == "E" for action in schedule.place) if rank in (0, 3) else 0)
+        assert all(beside[:-1] if rank == 3 else beside)        # the last is given back behind the last backward of that rank
 
 
 def loads_another_microbatch():
-    swapped, right = {}, Balanced.host
+    first, right = {}, Balanced.give_back
 
-    def host(self, action):
+    def give_back(self, action):
         right(self, action)
-        swapped[action[1:]] = self.guests[action[1:]]
-        self.guests[action[1:]] = next(iter(swapped.values()))
-    Balanced.host = host
+        self.inbox[action] = first.setdefault(self.unit(action), self.inbox[action])
+    Balanced.give_back = give_back
     return train_pipeline(MANY, dict(dp=1, pp=4), bpipe(4, 6))
 
 
@@ -199,12 +330,18 @@ def test_control_what_comes_back_matters():
 @pytest.mark.parametrize("missing", "EHGL")
 def test_moves_come_in_fours(missing):
     schedule = bpipe(4, 6)
-    ranks = tuple(tuple(action for action in entries if action.kind != missing or action.microbatch != 2) for entries in schedule.ranks)
-    with pytest.raises(ValueError, match=f"{missing}0.2 is missing"):
+    ranks = tuple(tuple(action for action in entries if action.kind != missing or action.microbatch != 3) for entries in schedule.ranks)
+    with pytest.raises(ValueError, match=f"{missing}0.3 is missing"):
         check(Schedule("BPipe with a hole", ranks, 4, 6))
 
 
 def test_bpipe_refuses():
+    """A list is in order, but rank 0 has no room for F0.1 before E0.0 has left, and rank 2 takes it only behind what needs F0.1."""
+    ranks = ([F(0, 0), Action("E", 0, 0), F(0, 1), Action("L", 0, 0), B(0, 0), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)],
+             [F(2, 0), F(2, 1), B(2, 0), B(2, 1), Action("H", 0, 0), Action("G", 0, 0)])
+    late = check(Schedule("late", tuple(map(tuple, ranks)), 3, 2))
+    with pytest.raises(ValueError, match=r"late is stuck in its moves: rank 0 at Sent.*put H in front of what waits for it"):
+        lower(late)
     with pytest.raises(ValueError, match="bpipe: p=0; use a whole number"):
         bpipe(0, 3)
 

@@ -6,14 +6,18 @@ from itertools import product
 import pytest
 import torch
 
+from minitrain import collectives, launch
 from minitrain.data import MASKED
-from minitrain.model import GPT, cross_entropy_sum
+from minitrain.model import GPT, Stages, cross_entropy_sum
 from minitrain.pipeline import dynapipe, graphpipe
 from minitrain.pipeline.graphpipe import Op, Parallel
 from minitrain.pipeline.lower import Receive, Send, lower
 from minitrain.pipeline.one_direction import one_f_one_b
+from minitrain.pipeline.partition import even
+from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, Schedule, check, peak
 from minitrain.pipeline.simulate import Costs, Measured, simulate
+from minitrain.train import Batch, NoReducer
 
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small
 
@@ -43,7 +47,8 @@ def step(groups, lengths, stages):
 
 
 def test_dynapipe():
-    """Microbatches as fast as the best of all groupings of 8 samples and of all runs of 10 sorted ones; less padding; no order is stuck."""
+    """Microbatches as fast as the best of all groupings of 8 samples and of all runs of 10 sorted ones; less padding; no order is stuck;
+    and a plan, run on two ranks, has the loss and the gradients of one process."""
     for seed in range(3):
         draw = random.Random(seed)
         lengths, stages, cap = [draw.randint(1, 20) for _ in range(8)], draw.choice([2, 4]), draw.choice([None, 40])
@@ -72,6 +77,39 @@ def test_dynapipe():
         same_order(lower(schedule))
         for rank, program in enumerate(programs):
             assert [entry for entry in program if not isinstance(entry, (Send, Receive))] == list(schedule.ranks[rank])
+
+    plan = dynapipe.microbatches(LENGTHS, time, 2, cap_tokens=16)
+    model, (tokens, targets) = GPT(small(), seed=3, dtype=torch.float64), padded()
+    loss = cross_entropy_sum(model(tokens), targets) / sum(LENGTHS)
+    loss.backward()
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    assert len({(len(group), max(LENGTHS[sample] for sample in group)) for group in plan.groups}) > 2      # unequal microbatches
+    ranks = launch.run(planned_step, plan.groups, ranks=2)
+    assert abs(sum(part for part, _ in ranks) - loss.item()) < TOLERANCE
+    found = {name: grad for _, part in ranks for name, grad in part.items()}
+    found["layers.0.tokens"] = found["layers.0.tokens"] + found.pop("layers.3.out.weight")                   # tied
+    assert found.keys() == grads.keys() and max((found[name] - grads[name]).abs().max() for name in grads) < TOLERANCE
+
+
+LENGTHS = [8, 3, 5, 2, 7, 2, 8, 4]
+
+
+def padded():
+    tokens = torch.randint(29, (len(LENGTHS), 8), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.stack([torch.where(torch.arange(8) < length, row, MASKED) for length, row in zip(LENGTHS, tokens.roll(-1, 1))])
+
+
+def planned_step(groups):
+    """A step of this rank of 2: microbatches, their order and the order of all messages as planned."""
+    group = collectives.world()
+    times = [[(time(len(rows), max(LENGTHS[sample] for sample in rows)),) * 2 for rows in groups]] * 2
+    schedule = dynapipe.adaptive(times, [len(rows) for rows in groups], cap=sum(map(len, groups)))
+    stages = Stages(small(), {group.rank(): even(2, 2)[group.rank()]}, seed=3, dtype=torch.float64)
+    run = Runner(dict(stages.items()), schedule, group, cross_entropy_sum, NoReducer(), width=small().d_model,
+                 cut=dynapipe.samples(groups, LENGTHS))
+    run.program = dynapipe.planned(schedule, Measured({action: times[0][action.microbatch][0] for action in schedule.place}))[group.rank()]
+    loss = run(Batch(*padded(), torch.tensor(sum(LENGTHS))))
+    return loss.item(), {name: param.grad for name, param in stages.global_parameters().items()}
 
 
 def random_schedule(draw, p, m) -> Schedule:
@@ -264,6 +302,8 @@ def test_graphpipe_planner_equals_all_partitions(seed):
 @pytest.mark.parametrize("words, call", [
     ("must fit alone", lambda: dynapipe.microbatches([3, 9], time, 2, 8)),
     ("needs 1 token or more", lambda: dynapipe.microbatches([0], time, 2)),
+    ("has 2 microbatches and the batch 3 rows, the plan 1 and 2", lambda: dynapipe.samples([[0, 1]], [1, 2])(
+        Batch(torch.zeros(3, 4), torch.zeros(3, 4), torch.tensor(1)), one_f_one_b(2, 2))),
     ("does not fit the cap 2", lambda: dynapipe.adaptive([[(1, 2)]], [3], 2)),
     ("a branch is empty", lambda: graphpipe.plan([Parallel(([Op("a", 1)], []))], 2, 2)),
     ("go round in a circle", lambda: graphpipe.one_f_one_b(2, ((0, 1), (1, 0)), 2)),

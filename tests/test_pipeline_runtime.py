@@ -15,7 +15,7 @@ from minitrain.parallelize import parallelize
 from minitrain.pipeline.lower import lower
 from minitrain.pipeline.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.partition import even
-from minitrain.pipeline.runtime import Runner, cut
+from minitrain.pipeline.runtime import Runner, cut_evenly
 from minitrain.pipeline.schedule import I, Schedule, W
 from minitrain.pipeline.shared import SharedGradients
 from minitrain.pipeline.simulate import Measured, simulate
@@ -162,7 +162,7 @@ def test_refusals():
         numbers = schedule.stages_of(group.rank() % len(schedule.ranks)) if numbers is None else numbers
         stages = dict(Stages(config, {s: cuts[s] for s in numbers}).items())
         run = Runner(stages, schedule, group, cross_entropy_sum, NoReducer(), width=width)
-        cut(Batch(torch.zeros(rows, 8, dtype=torch.int64), torch.zeros(rows, 8, dtype=torch.int64), torch.tensor(1)), run.schedule)
+        cut_evenly(Batch(torch.zeros(rows, 8, dtype=torch.int64), torch.zeros(rows, 8, dtype=torch.int64), torch.tensor(1)), run.schedule)
 
     check_refusals({
         "is for 3 ranks, the group world has 2": lambda: pipeline(one_f_one_b(3, 4)),

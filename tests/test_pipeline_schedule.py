@@ -121,6 +121,12 @@ def test_a_graph_of_stages_is_not_lowered():
         lower(branches)
 
 
+def used_by(what, schedule):
+    kind, stage, unit = what
+    users = {"F": F(stage + 1, unit), "E": Action("H", stage, unit), "G": Action("L", stage, unit)}
+    return users.get(kind) or (schedule.backward(stage - 1, unit) if kind in "BI" else None)
+
+
 def test_links_agree_and_nothing_is_lost():
     for schedule in everything():
         programs, sent, received = lower(schedule), Counter(), Counter()
@@ -138,7 +144,7 @@ def test_links_agree_and_nothing_is_lost():
                     assert at[what] < i
                     sent[what] += 1
                 else:
-                    user = F(what.stage + 1, what.microbatch) if what.kind == "F" else schedule.backward(what.stage - 1, what.microbatch)
+                    user = used_by(what, schedule)
                     assert i < at[user], f"{schedule.name}, rank {rank}: {what} is posted behind {user}"
                     received[what] += 1
             for other in range(len(programs)):
@@ -146,9 +152,8 @@ def test_links_agree_and_nothing_is_lost():
                         == [step.what for step in programs[other] if isinstance(step, Receive) and step.source == rank])
             reduced = [step.stage for step in program if isinstance(step, Reduce)]
             assert sorted(reduced) == schedule.stages_of(rank)
-        crossing = Counter(what for what, rank in schedule.place.items() for user in [
-            F(what.stage + 1, what.microbatch) if what.kind == "F" else schedule.backward(what.stage - 1, what.microbatch) if what.kind in "BI" else None]
-            if user in schedule.place and schedule.place[user] != rank)
+        crossing = Counter(what for what, rank in schedule.place.items() if (user := used_by(what, schedule)) in schedule.place
+                           and schedule.place[user] != rank)
         assert sent == received == crossing
 
 

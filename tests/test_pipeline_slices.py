@@ -16,7 +16,7 @@ from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import check, peak
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
-from minitrain.pipeline.slices import causal_cost, makespan, seq1f1b, slice_lengths, terapipe
+from minitrain.pipeline.slices import causal_cost, makespan, on_each_rank, seq1f1b, slice_lengths, terapipe
 
 from tests.parallel import TOLERANCE, Problem, check_refusals, one_process, pipeline_difference, small, train_pipeline
 
@@ -140,7 +140,8 @@ def test_control_earlier_keys_need_their_gradients():
 def test_refusals():
     refused = {"p=0": lambda: terapipe(0, 1, 1), "k=0": lambda: seq1f1b(2, 2, 0), "lengths=(8,)": lambda: terapipe(2, 2, 2, (8,)),
                "1 token or more": lambda: seq1f1b(2, 2, 2, (8, 0)), "at most 3": lambda: slice_lengths(3, 4, causal_cost(1, 1), 2),
-               "not alibi": lambda: SlicedAttention(2)(*[torch.zeros(1, 1, 2, 2)] * 3, bias=torch.zeros(1))}
+               "slices of (5, 3) tokens on 2 ranks that share them": lambda: on_each_rank(seq1f1b(2, 2, 2, (5, 3)), 2),
+               "sliced attention: a bias [1] is about": lambda: SlicedAttention(2)(*[torch.zeros(1, 1, 2, 2)] * 3, bias=torch.zeros(1))}
     for words, call in refused.items():
         with pytest.raises(ValueError) as error:
             call()

@@ -36,10 +36,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.alibi import Alibi
 from minitrain.collectives import Handle
 from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, row_sums, stand_in
-from minitrain.context.dropout import dropping
 from minitrain.context.layout import Tile, contiguous, tiles
+from minitrain.context.placed import placed
 from minitrain.context.ring import check_core
 from minitrain.dropout import DropMask
 
@@ -168,15 +169,16 @@ def put_in(gift: tuple[int, str] | None, result: Tensors, take: Callable[[str, T
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 def balanced_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, schedule: Callable[[int], Schedule] = balanced,
-                       blocks: Blocks = FUSED, bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
+                       blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, contiguous tokens -> `[B, H, T/n, K]`, causal. A core for the model's attention."""
     check_core("balanced_attention", q, k, v, bias, dropout)
-    return _Balanced.apply(q, k, v, group, schedule(group.size()), dropping(blocks, dropout))
+    return _Balanced.apply(q, k, v, group, schedule(group.size()), placed(blocks, bias, dropout))
 
 
 def balanced_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
     found, like_lse = Attended(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    like_out = q.new_empty(*q.shape[:-1], v.size(-1))
 
     def compute(work: Work, came: str, data: Tensors) -> Tensors:
         block = blocks.on(tile_of(work, group, q))
@@ -186,7 +188,7 @@ def balanced_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, sched
         found.take(ALL, *block.forward(q, *(data if came else (k, v)), not came))
         return ()
 
-    run(schedule, group, {"keys": (k, v), "queries": (q,)}, {"keys": (), "queries": (q, like_lse)},
+    run(schedule, group, {"keys": (k, v), "queries": (q,)}, {"keys": (), "queries": (like_out, like_lse)},
         compute, lambda what, result: found.take(ALL, *result))
     return found.result()
 

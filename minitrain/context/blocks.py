@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
@@ -38,7 +39,7 @@ class Blocks(NamedTuple):
     backward: Callable
 
     def on(self, tile) -> Blocks:
-        """The blocks for one tile (layout.Tile). Where scores are alike everywhere they are the same; dropout.py has others."""
+        """The blocks for one tile (layout.Tile). Where scores are alike everywhere they are the same; placed.py has others."""
         return self
 
 
@@ -50,16 +51,18 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
     lse.copy_(total)
 
 
-def nothing_yet(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The neutral element for queries q: out and lse in at least float32."""
+def nothing_yet(q: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """The neutral element for queries q and values of that width (q's): out and lse in at least float32."""
     exact = torch.promote_types(q.dtype, torch.float32)
-    return q.new_zeros(q.shape, dtype=exact), q.new_full(q.shape[:-1], -math.inf, dtype=exact)
+    return q.new_zeros(*q.shape[:-1], width or q.size(-1), dtype=exact), q.new_full(q.shape[:-1], -math.inf, dtype=exact)
 
 
-def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, factors: Callable | None = None) -> tuple[Tensor, Tensor]:
-    """`factors(P)` `[B, H, Tq, Tk]`: what P is multiplied by before it meets V (dropout.py); lse does not see it."""
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable | None = None,
+                  factors: Callable | None = None) -> tuple[Tensor, Tensor]:
+    """`bias(device)` `[H, Tq, Tk]`: what is added to the scores. `factors(P)` `[B, H, Tq, Tk]`: what P is multiplied by before it meets V;
+    lse does not see it (placed.py)."""
     k, v = spread(q, k, v)
-    scores = _scores(q, k, causal)
+    scores = _scores(q, k, causal, bias)
     lse = scores.logsumexp(-1)
     p = (scores - lse.unsqueeze(-1)).exp()
     if factors:
@@ -68,9 +71,9 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, factors: Callab
 
 
 def plain_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-                   factors: Callable | None = None) -> tuple[Tensor, ...]:
+                   bias: Callable | None = None, factors: Callable | None = None) -> tuple[Tensor, ...]:
     kv_heads, (k, v) = k.size(1), spread(q, k, v)
-    p = (_scores(q, k, causal) - lse.unsqueeze(-1)).exp()
+    p = (_scores(q, k, causal, bias) - lse.unsqueeze(-1)).exp()
     dp, weights = dout @ v.transpose(-2, -1), p
     if factors:
         kept = factors(p)
@@ -79,36 +82,58 @@ def plain_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return ds @ k, together(ds.transpose(-2, -1) @ q, kv_heads), together(weights.transpose(-2, -1).to(dout.dtype) @ dout, kv_heads)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, bias: Callable | None) -> Tensor:
     scores = (q @ k.transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1))
+    if bias:
+        scores = scores + bias(q.device)
     if not causal:
         return scores
     _check_square(q, k)
     return scores + scores.new_full(scores.shape[-2:], -math.inf).triu(1)
 
 
-def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable | None = None) -> tuple[Tensor, Tensor]:
+    """The kernels want q, k, v of one width: a narrower v has zeros behind it meanwhile."""
+    if not _fits_kernel(q, v, bias):
+        return plain_forward(q, k, v, causal, bias)
     if causal:
         _check_square(q, k)
-    k, v = spread(q, k, v)
-    if not q.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if q.dtype in (torch.float16, torch.bfloat16):
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    return plain_forward(q, k, v, causal)
+    width, (k, v) = v.size(-1), spread(q, k, v)
+    v = widened(v, q)
+    if q.is_cuda:
+        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    else:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_mask(bias, q))
+    return out[..., :width], lse
 
 
-def fused_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    kv_heads, (k, v) = k.size(1), spread(q, k, v)
-    if not q.is_cuda:
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, causal)
-    elif q.dtype in (torch.float16, torch.bfloat16):
+def fused_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+                   bias: Callable | None = None) -> tuple[Tensor, ...]:
+    if not _fits_kernel(q, v, bias):
+        return plain_backward(dout, q, k, v, out, lse, causal, bias)
+    kv_heads, width, (k, v) = k.size(1), v.size(-1), spread(q, k, v)
+    dout, v, out = (widened(x, q) for x in (dout, v, out))
+    if q.is_cuda:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)                     # random state of a dropout that is not there
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(dout, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal,
                                                                        unused, unused)
     else:
-        return plain_backward(dout, q, k, v, out, lse, causal)
-    return dq, together(dk, kv_heads), together(dv, kv_heads)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(bias, q))
+    return dq, together(dk, kv_heads), together(dv[..., :width], kv_heads)
+
+
+def _fits_kernel(q: Tensor, v: Tensor, bias: Callable | None) -> bool:
+    """CPU: any float, and a bias as a mask. CUDA: fp16 and bf16, without."""
+    return v.size(-1) <= q.size(-1) and not (q.is_cuda and (bias or q.dtype not in (torch.float16, torch.bfloat16)))
+
+
+def widened(x: Tensor, q: Tensor) -> Tensor:
+    """With zeros behind each head, as wide as q's."""
+    return x if x.size(-1) == q.size(-1) else F.pad(x, (0, q.size(-1) - x.size(-1)))
+
+
+def _mask(bias: Callable | None, q: Tensor) -> Tensor | None:
+    return bias(q.device).unsqueeze(0) if bias else None
 
 
 PLAIN, FUSED = Blocks(plain_forward, plain_backward), Blocks(fused_forward, fused_backward)
@@ -162,12 +187,12 @@ class Attended:
 
     def take(self, queries: slice, out: Tensor, lse: Tensor) -> None:
         """The first block that all queries see is kept as it is, others are merged."""
-        if self.out is None and out.shape == self.q.shape:
+        if self.out is None and out.shape[:-1] == self.q.shape[:-1]:
             exact = torch.promote_types(out.dtype, torch.float32)
             self.out, self.lse = out.to(exact), lse.to(exact)
             return
         if self.out is None:
-            self.out, self.lse = nothing_yet(self.q)
+            self.out, self.lse = nothing_yet(self.q, out.size(-1))
         merge(self.out[..., queries, :], self.lse[..., queries], out, lse)
 
     def exact(self) -> tuple[Tensor, Tensor]:

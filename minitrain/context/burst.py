@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from minitrain.alibi import Alibi
 from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward, row_sums, stand_in
-from minitrain.context.dropout import dropping
-from minitrain.context.layout import Layout, Tile, contiguous, tiles
+from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
+from minitrain.context.placed import placed
 from minitrain.context.ring import carry_through, check_core
 from minitrain.dropout import DropMask
 
@@ -35,19 +36,19 @@ SIDES = "queries", "keys"
 
 
 def burst_attention(q: Tensor, k: Tensor, v: Tensor, *, inside: ProcessGroup, across: ProcessGroup, layout: Layout = contiguous,
-                    causal: bool = True, backward_sends: str = "queries", blocks: Blocks = FUSED, bias: None = None,
+                    causal: bool = True, backward_sends: str = "queries", blocks: Blocks = FUSED, bias: Alibi | None = None,
                     dropout: DropMask | float = 0.0) -> Tensor:
     """`inside`: the M devices of this node; `across`: the N devices with this one's number. A core for the model's attention."""
-    check_core("burst_attention", q, k, v, bias, dropout)
+    check_core("burst_attention", q, k, v, bias, dropout, fewer=True)
     if backward_sends not in SIDES:
         raise ValueError(f"burst_attention: backward_sends={backward_sends!r}; choose from {', '.join(SIDES)}")
-    return _Burst.apply(q, k, v, (across, inside), layout, causal, backward_sends, dropping(blocks, dropout))
+    return _Burst.apply(q, k, v, (across, inside), layout, causal, backward_sends, placed(blocks, bias, dropout))
 
 
 def burst_forward(q: Tensor, k: Tensor, v: Tensor, groups: tuple[ProcessGroup, ProcessGroup], layout: Layout, causal: bool,
                   blocks: Blocks) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
-    plan, found = tiles_by_steps(groups, layout, q.size(-2), causal), Attended(q)
+    plan, found = tiles_by_steps(groups, layout, q, k, causal), Attended(q)
     carry_through((k, v), groups, lambda steps, k, v: found.meet(plan[steps][0], k, v, blocks))
     return found.result()
 
@@ -55,7 +56,7 @@ def burst_forward(q: Tensor, k: Tensor, v: Tensor, groups: tuple[ProcessGroup, P
 def burst_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, groups: tuple[ProcessGroup, ProcessGroup],
                    layout: Layout, causal: bool, sends: str, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
-    plan = tiles_by_steps(groups, layout, q.size(-2), causal)
+    plan = tiles_by_steps(groups, layout, q, k, causal)
     own = [Summed(x) for x in (q, k, v)]
 
     def with_keys(steps: tuple[int, int], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,16 +78,17 @@ def burst_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return tuple(dx.to(q.dtype).transpose(1, 2) for dx in found)
 
 
-def tiles_by_steps(groups: tuple[ProcessGroup, ProcessGroup], layout: Layout, tokens: int,
+def tiles_by_steps(groups: tuple[ProcessGroup, ProcessGroup], layout: Layout, q: Tensor, k: Tensor,
                    causal: bool) -> dict[tuple[int, int], tuple[list[Tile], list[Tile]]]:
     """[o, i]: what this rank's queries see of the visitor's keys, and what the visitor's queries see of this rank's."""
     (nodes, devices), (node, device) = (group.size() for group in groups), (group.rank() for group in groups)
 
     def held(node: int, device: int) -> list[range]:
-        return layout(node % nodes * devices + device % devices, nodes * devices, tokens * nodes * devices)
+        return layout(node % nodes * devices + device % devices, nodes * devices, k.size(-2) * nodes * devices)
 
     own, visitors = held(node, device), {(o, i): held(node - o, device - i) for o in range(nodes) for i in range(devices)}
-    return {steps: (tiles(own, other, causal), tiles(other, own, causal)) for steps, other in visitors.items()}
+    return {steps: (tiles(last(own, q.size(-2)), other, causal), tiles(last(other, q.size(-2)), own, causal))
+            for steps, other in visitors.items()}
 
 
 class _Burst(torch.autograd.Function):

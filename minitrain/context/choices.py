@@ -1,50 +1,68 @@
-"""A core of a name and its groups (names.py has the table): what a Strategy asks for. The layout of the tokens follows."""
+"""From a name to what runs: the core of a layer's attention, the layout that cuts batches, the core of a slice (names.py has the table).
+
+    core_for("usp", {"ring": .., "ulysses": ..}, "zigzag")                                   core(q, k, v, bias=, dropout=)
+    data_layout("usp", {"ring": 2, "ulysses": 2}, "zigzag", slices=1)                        Layout over cp = ring x ulysses
+    core_of_slices("usp", {"ring": .., "ulysses": ..}, "zigzag", slices=4)                   attend(q, k, v, lengths, bias=, dropout=)
+
+`groups` are those of the axes that names.CORES has for the core, and cp is all of them together, first outermost: batches are cut over
+that group, by `data_layout`. Where heads are dealt by Ulysses the layout is that of the rings, whose ranks deal their tokens further.
+With slices (how many, or the tokens of each) every slice is laid out for itself, and so is the whole sequence of an evaluation.
+
+Sends nothing itself. Raises ValueError in one line for what names.check_choice refuses.
+"""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.context import layout as layouts
 from minitrain.context.balanced import balanced_attention
 from minitrain.context.burst import burst_attention
 from minitrain.context.hybrid import dealt, double_ring_attention, loongtrain_attention, usp_attention
-from minitrain.context.layout import Layout
+from minitrain.context.layout import Layout, contiguous, striped, zigzag
+from minitrain.context.names import dealt_to, even_slices
 from minitrain.context.ring import ring_attention
 from minitrain.context.ring_self_attention import ring_self_attention
+from minitrain.context.sliced import last_attention, sliced
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.context.wallfacer import wallfacer_attention
 
-
-LAYOUTS = {"contiguous": layouts.contiguous, "zigzag": layouts.zigzag, "striped": layouts.striped}
-
-
-def core_for(name: str, groups: Mapping[str, ProcessGroup], layout: str, attend: Callable) -> Callable:
-    """core(q, k, v) over the ranks of these groups; `attend`: attention of one device, for Ulysses."""
-    how = LAYOUTS[layout]
-    match name:
-        case "ring":
-            return partial(ring_attention, group=groups["cp"], layout=how)
-        case "ring_self_attention":
-            return partial(ring_self_attention, group=groups["cp"], layout=how)
-        case "balanced":
-            return partial(balanced_attention, group=groups["cp"])
-        case "ulysses":
-            return partial(ulysses_attention, group=groups["cp"], core=attend, layout=how)
-        case "double_ring":
-            return partial(double_ring_attention, outer=groups["outer"], inner=groups["inner"], layout=how)
-        case "burst":
-            return partial(burst_attention, across=groups["outer"], inside=groups["inner"], layout=how)
-        case "wallfacer":
-            return partial(wallfacer_attention, ring=groups["outer"], team=groups["inner"], layout=how)
-        case "usp":
-            return partial(usp_attention, ring=groups["ring"], ulysses=groups["ulysses"], layout=how)
-        case "loongtrain":
-            return partial(loongtrain_attention, **groups, layout=how)
-    raise ValueError(f"core={name!r} is none of names.GROUPS")
+Slices = int | Sequence[int]
+LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+FUNCTIONS = {"ring": ring_attention, "ring_self_attention": ring_self_attention, "balanced": balanced_attention, "burst": burst_attention,
+             "double_ring": double_ring_attention, "wallfacer": wallfacer_attention, "ulysses": partial(ulysses_attention, core=last_attention),
+             "usp": usp_attention, "loongtrain": loongtrain_attention}
 
 
-def layout_for(name: str, layout: str, ulysses: int) -> Layout:
-    """How the tokens of a row lie on the ranks of cp."""
-    return dealt(LAYOUTS[layout], ulysses) if name in ("usp", "loongtrain") else LAYOUTS[layout]
+def core_for(name: str, groups: Mapping[str, ProcessGroup], layout: str) -> Callable:
+    """The core of whole sequences whose tokens are laid out by data_layout(name, .., layout)."""
+    return _core(name, groups, LAYOUTS[layout])
+
+
+def data_layout(name: str, sizes: Mapping[str, int], layout: str, slices: Slices = 1) -> Layout:
+    """How batches are cut over cp."""
+    dealing = dealt_to(name, sizes)
+    whole = dealt(LAYOUTS[layout], dealing) if dealing > 1 else LAYOUTS[layout]
+    return whole if slices == 1 else sliced(whole, slices)
+
+
+def core_of_slices(name: str, groups: Mapping[str, ProcessGroup], layout: str, slices: Slices) -> Callable:
+    """attend(q, k, v, lengths), `lengths`: a rank's tokens of each slice so far, q the last one's; None: a whole sequence, as batches are."""
+    sizes = {axis: group.size() for axis, group in groups.items()}
+    ranks = math.prod(sizes.values())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None = None, **extras) -> Tensor:
+        so_far = [length * ranks for length in lengths] if lengths else slices
+        so_far = even_slices(k.size(2) * ranks, so_far, ranks) if isinstance(so_far, int) else so_far
+        if len(sizes) > 1 and "ulysses" in sizes:
+            return _core(name, groups, LAYOUTS[layout], slices=so_far)(q, k, v, **extras)
+        return _core(name, groups, sliced(LAYOUTS[layout], so_far))(q, k, v, **extras)
+    return attend
+
+
+def _core(name: str, groups: Mapping[str, ProcessGroup], layout: Layout, **more) -> Callable:
+    where = groups if len(groups) > 1 else dict(group=next(iter(groups.values())))
+    return partial(FUNCTIONS[name], **where, **more) if name == "balanced" else partial(FUNCTIONS[name], **where, layout=layout, **more)

@@ -21,10 +21,10 @@ score are skipped. Loads and stores per head are `traffic.flash_traffic`, exactl
 `flash_1(..)` and `flash_2(..)` make `Blocks`, with which `flash_attention` is a core for the model and `ring.ring_attention` a ring of
 tiles. Its default, `blocks.FUSED`, is torch's kernel of the same algorithm. Memory beside inputs and results: one tile, flat in T
 (CPU: of all batches and heads at once). Sends nothing. Raises ValueError in one line for a fast memory of no size, an `order` that is
-no order of the row tiles, dropout by tiles or without a seed, heads that do not divide, and causal queries without keys.
+no order of the row tiles, dropout or ALiBi by tiles, a rate without a seed, heads that do not divide, and causal queries without keys.
 
 Dao et al. 2022, arXiv:2205.14135, algorithms 1, 2 and 4; Dao 2023, arXiv:2307.08691, algorithms 1 and 2. Differs: no dropout by tiles
-(flash_attention makes all scores at once for it, dropout.py); version 1 folds l and m into lse at the end and keeps that; version 1
+(flash_attention makes all scores at once for it, placed.py); version 1 folds l and m into lse at the end and keeps that; version 1
 skips hidden tiles too; version 2 does not load O_i for nothing in backward.
 """
 from __future__ import annotations
@@ -36,8 +36,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from minitrain.alibi import Alibi
 from minitrain.context.blocks import FUSED, Blocks, spread, together
-from minitrain.context.dropout import check_dropout, dropping
+from minitrain.context.placed import Placed, check_places, placed
 from minitrain.context.score_tiles import diagonal, largest, pieces, score_tile, visible
 from minitrain.context.traffic import UNCOUNTED, SlowMemory
 from minitrain.dropout import DropMask, in_order
@@ -45,11 +46,13 @@ from minitrain.dropout import DropMask, in_order
 A100_ELEMENTS = 192 * 1024 // 2          # fast memory of one multiprocessor, in numbers of 2 bytes
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, blocks: Blocks = FUSED, dropout: DropMask | float = 0.0) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, blocks: Blocks = FUSED, bias: Alibi | None = None,
+                    dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> `[B, H, T, K]`. A core for the model's attention."""
-    check_dropout("flash_attention", dropout)
-    if dropout:
-        blocks = dropping(blocks, dropout).at(in_order(q.size(-2), k.size(-2)))
+    check_places("flash_attention", q, bias, dropout)
+    blocks = placed(blocks, bias, dropout)
+    if isinstance(blocks, Placed):
+        blocks = blocks.at(in_order(q.size(-2), k.size(-2)))
     return _Flash.apply(q, k, v, causal, blocks)
 
 

@@ -38,7 +38,7 @@ rings_backward nest rings to any depth; K/V heads are copied only as far as u as
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -46,33 +46,45 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.alibi import Alibi
 from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward
-from minitrain.context.dropout import dropping
-from minitrain.context.layout import Layout, Tile, tiles, zigzag
+from minitrain.context.layout import Layout, Tile, contiguous, last, part, tiles, zigzag
+from minitrain.context.placed import placed
 from minitrain.context.ring import carry_through, check_core, ring_attention
+from minitrain.context.sliced import sliced
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.dropout import DropMask
 
 
 def usp_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, ring: ProcessGroup, layout: Layout = zigzag,
-                  causal: bool = True, blocks: Blocks = FUSED, dropout: DropMask | float = 0.0) -> Tensor:
-    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens as `dealt(layout, u)` says -> `[B, H, T/n, K]`. `layout`: that of the ring."""
+                  slices: Sequence[int] = (), causal: bool = True, blocks: Blocks = FUSED, bias: Alibi | None = None,
+                  dropout: DropMask | float = 0.0) -> Tensor:
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens as `dealt(layout, u)` says -> `[B, H, T/n, K]`. `layout`: that of the ring.
+    `slices`: the tokens of each slice so far, of which the queries are the last (sliced.py); each slice is dealt by itself."""
     check_crossing(ulysses=ulysses, ring=ring)
-    layout(ring.rank(), ring.size(), q.size(2) * ulysses.size() * ring.size())          # refused here, before the all-to-all
-    dropping(blocks, dropout)                                                           # and this
+    layout, through = in_slices(layout, slices, ring.size())
+    layout(ring.rank(), ring.size(), k.size(2) * ulysses.size() * ring.size())          # refused here, before the all-to-all
+    placed(blocks, bias, dropout)                                                       # and this
     core = partial(ring_attention, group=ring, layout=layout, causal=causal, blocks=blocks)
-    return ulysses_attention(q, k, v, group=ulysses, core=core, dropout=dropout)
+    return ulysses_attention(q, k, v, group=ulysses, core=core, layout=through, bias=bias, dropout=dropout)
 
 
 def loongtrain_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup,
-                         layout: Layout = zigzag, causal: bool = True, blocks: Blocks = FUSED, dropout: DropMask | float = 0.0) -> Tensor:
+                         layout: Layout = zigzag, slices: Sequence[int] = (), causal: bool = True, blocks: Blocks = FUSED,
+                         bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """The same with a double ring; its ranks are numbered outer · w + inner, as in mesh.group("outer", "inner")."""
     check_crossing(ulysses=ulysses, outer=outer, inner=inner)
     ranks = outer.size() * inner.size()
-    layout(number_in((outer, inner), (0, 0)), ranks, q.size(2) * ulysses.size() * ranks)
-    dropping(blocks, dropout)
+    layout, through = in_slices(layout, slices, ranks)
+    layout(number_in((outer, inner), (0, 0)), ranks, k.size(2) * ulysses.size() * ranks)
+    placed(blocks, bias, dropout)
     core = partial(double_ring_attention, outer=outer, inner=inner, layout=layout, causal=causal, blocks=blocks)
-    return ulysses_attention(q, k, v, group=ulysses, core=core, dropout=dropout)
+    return ulysses_attention(q, k, v, group=ulysses, core=core, layout=through, bias=bias, dropout=dropout)
+
+
+def in_slices(layout: Layout, slices: Sequence[int], ring: int) -> tuple[Layout, Layout]:
+    """The layout of the tokens over the ring, and that of a ring rank's over the ranks of ulysses, which puts slice after slice."""
+    return (sliced(layout, slices), sliced(contiguous, [size // ring for size in slices])) if slices else (layout, contiguous)
 
 
 def dealt(layout: Layout, ulysses: int, *, ulysses_inner: bool = True) -> Layout:
@@ -86,36 +98,26 @@ def dealt(layout: Layout, ulysses: int, *, ulysses_inner: bool = True) -> Layout
                              f"{ulysses} and T of {ranks}")
         ring = ranks // ulysses
         j, i = divmod(rank, ulysses) if ulysses_inner else reversed(divmod(rank, ring))
-        return _piece(layout(j, ring, length), i * (length // ranks), length // ranks)
+        return part(layout(j, ring, length), i * (length // ranks), length // ranks)
     return both
-
-
-def _piece(runs: list[range], start: int, size: int) -> list[range]:
-    """`size` tokens from the start-th on."""
-    found = []
-    for run in runs:
-        found.append(run[max(start, 0):max(start + size, 0)])
-        start -= len(run)
-    return [run for run in found if run]
 
 
 # ---- rings within rings ----------------------------------------------------------------------------------------------
 
 def double_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, outer: ProcessGroup, inner: ProcessGroup, layout: Layout = zigzag,
-                          causal: bool = True, blocks: Blocks = FUSED, bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
+                          causal: bool = True, blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens by `layout` over the n = m · w ranks outer · w + inner -> `[B, H, T/n, K]`."""
-    check_core("double_ring_attention", q, k, v, bias, dropout)
+    check_core("double_ring_attention", q, k, v, bias, dropout, fewer=True)
     check_crossing(outer=outer, inner=inner)
-    ranks = outer.size() * inner.size()
-    layout(number_in((outer, inner), (0, 0)), ranks, q.size(2) * ranks)                 # refused here, before anything is sent
-    return _Rings.apply(q, k, v, (outer, inner), layout, causal, dropping(blocks, dropout))
+    seen((outer, inner), (0, 0), layout, q, k, causal)                                  # refused here, before anything is sent
+    return _Rings.apply(q, k, v, (outer, inner), layout, causal, placed(blocks, bias, dropout))
 
 
 def rings_forward(q: Tensor, k: Tensor, v: Tensor, rings: Sequence[ProcessGroup], layout: Layout, causal: bool,
                   blocks: Blocks) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`. The first ring is the outermost."""
     found = Attended(q)
-    carry_through((k, v), rings, lambda steps, k, v: found.meet(seen(rings, steps, layout, q.size(-2), causal), k, v, blocks))
+    carry_through((k, v), rings, lambda steps, k, v: found.meet(seen(rings, steps, layout, q, k, causal), k, v, blocks))
     return found.result()
 
 
@@ -126,20 +128,20 @@ def rings_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
     def visit(steps: tuple[int, ...], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         dk, dv = Summed(k), Summed(v)
-        meet_backward(seen(rings, steps, layout, q.size(-2), causal), dout, q, k, v, out, lse, dq, dk, dv, blocks)
+        meet_backward(seen(rings, steps, layout, q, k, causal), dout, q, k, v, out, lse, dq, dk, dv, blocks)
         return dk.by_token, dv.by_token
 
     dk, dv = carry_through((k, v), rings, visit)
     return dq.total.to(q.dtype), *(dx.to(k.dtype).transpose(1, 2) for dx in (dk, dv))
 
 
-def seen(rings: Sequence[ProcessGroup], steps: tuple[int, ...], layout: Layout, tokens: int, causal: bool) -> list[Tile]:
+def seen(rings: Sequence[ProcessGroup], steps: tuple[int, ...], layout: Layout, q: Tensor, k: Tensor, causal: bool) -> list[Tile]:
     """What this rank's queries see of the keys that have come so many steps in each ring."""
     ranks = 1
     for ring in rings:
         ranks *= ring.size()
-    here, there = (layout(number_in(rings, back), ranks, tokens * ranks) for back in ((0,) * len(rings), steps))
-    return tiles(here, there, causal)
+    here, there = (layout(number_in(rings, back), ranks, k.size(-2) * ranks) for back in ((0,) * len(rings), steps))
+    return tiles(last(here, q.size(-2)), there, causal)
 
 
 def number_in(rings: Sequence[ProcessGroup], steps: Sequence[int]) -> int:

@@ -116,6 +116,26 @@ def each_document(layout: Layout, cu_seqlens: Sequence[int]) -> Layout:
     return packed
 
 
+def last(runs: list[range], count: int) -> list[range]:
+    """The last `count` tokens of these runs: the queries, where fewer come than keys (sliced.py)."""
+    held = _count(runs)
+    if count == held:
+        return runs
+    if count > held or isinstance(runs, Documents):
+        what = "of documents in one row" if isinstance(runs, Documents) else "on a rank"
+        raise ValueError(f"{count} queries for {held} keys {what}: queries are as many as keys or, in slices of one text, the last of them")
+    return part(runs, held - count, count)
+
+
+def part(runs: list[range], start: int, size: int) -> list[range]:
+    """`size` tokens of these runs, from the start-th on."""
+    found = []
+    for run in runs:
+        found.append(run[max(start, 0):max(start + size, 0)])
+        start -= len(run)
+    return [run for run in found if run]
+
+
 def tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
     """What one rank's queries see of another rank's keys (or its own), as few tiles as possible."""
     return [replace(tile, runs=(queries, keys)) for tile in _tiles(queries, keys, causal)]
@@ -128,6 +148,11 @@ def _tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
         return [Tile(slice(0, _count(queries)), slice(0, _count(keys)))]
     if queries == keys and _ascending(queries):
         return [Tile(slice(0, _count(queries)), slice(0, _count(keys)), causal=True)]
+    before = 0
+    while keys and keys[0][-1] <= min(run[0] for run in queries):                   # earlier slices: all queries see all of them
+        before, keys = before + len(keys[0]), keys[1:]
+    if before:
+        return [Tile(slice(0, _count(queries)), slice(0, before)), *_moved(_tiles(queries, keys, causal) if keys else [], 0, before)]
     found = [tile for q, here in _places(queries) for k, there in _places(keys) for tile in _between(q, here, k, there)]
     return _joined(found)
 
@@ -135,10 +160,15 @@ def _tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
 def _tiles_of_documents(queries: Documents, keys: Documents, causal: bool) -> list[Tile]:
     found, before_q, before_k = [], 0, 0
     for own, theirs in zip(queries.parts, keys.parts):
-        found += [Tile(slice(tile.queries.start + before_q, tile.queries.stop + before_q),
-                       slice(tile.keys.start + before_k, tile.keys.stop + before_k), tile.causal) for tile in _tiles(own, theirs, causal)]
+        found += _moved(_tiles(own, theirs, causal), before_q, before_k)
         before_q, before_k = before_q + _count(own), before_k + _count(theirs)
     return found
+
+
+def _moved(tiles: list[Tile], q: int, k: int) -> list[Tile]:
+    """The same where q queries and k keys come before."""
+    return [Tile(slice(tile.queries.start + q, tile.queries.stop + q), slice(tile.keys.start + k, tile.keys.stop + k), tile.causal)
+            for tile in tiles]
 
 
 def _between(q: range, here: slice, k: range, there: slice) -> Iterator[Tile]:

@@ -30,20 +30,26 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from minitrain.context.dropout import check_dropout
+from minitrain.alibi import Alibi
 from minitrain.context.flash import flash_attention
+from minitrain.context.placed import check_places
 from minitrain.dropout import DropMask
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Sequence[int], causal: bool = True,
-                     core: Callable = flash_attention, dropout: DropMask | float = 0.0) -> Tensor:
+                     core: Callable = flash_attention, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[1, H, N, K]`, k, v `[1, H_kv, N, K]`, all sequences one after the other -> `[1, H, N, K]`; `core` sees them one by one."""
     if q.size(0) != 1:
         raise ValueError(f"packed q has {q.size(0)} rows; pack all sequences into one, [1, H, N, K]")
     lengths = sequence_lengths(cu_seqlens, q.size(-2))
     sequences = zip(*(x.split(lengths, dim=-2) for x in (q, k, v)))
-    check_dropout("packed_attention", dropout)
-    extras = [dict(dropout=dropout._replace(first_token=start)) if dropout else {} for start in cu_seqlens[:-1]]
+    check_places("packed_attention", q, bias, dropout)
+    extras = [{} for _ in lengths]
+    for start, length, more in zip(cu_seqlens, lengths, extras):
+        if bias:
+            more["bias"] = bias._replace(positions=bias.positions.narrow(0, start, length))
+        if dropout:
+            more["dropout"] = dropout._replace(first_token=start)
     return torch.cat([core(*sequence, causal=causal, **more) for sequence, more in zip(sequences, extras)], dim=-2)
 
 

@@ -20,8 +20,8 @@ Sums are made in at least float32 (O, lse, dQ, and the shares of dK, dV), and a 
 Memory beside q, k, v, O, lse: two blocks of K, V (what is here and what arrives); in backward also the gradients of the block before on
 their way out, of this one's on their way in, and of the block at home; in both what `blocks` needs for one tile. None of it grows
 with n: nine tensors of q's size forward, 19 in backward, for H_kv = H in float32.
-Raises ValueError in one line, before any rank waits, for shapes that do not fit each other, for a bias (a model with ALiBi
-hands its core one over this rank's keys, and here come others'), dropout without a seed (dropout.py), and for what the layout refuses.
+Raises ValueError in one line, before any rank waits, for shapes that do not fit each other, ALiBi and dropout that say nothing of other
+ranks' keys (placed.py), and for what the layout refuses.
 
 Li et al. 2021, arXiv:2105.13120 (ring_self_attention.py has its two passes); Liu et al. 2023 (Ring Attention), arXiv:2310.01889, section
 3; Brandon et al. 2023 (Striped Attention), arXiv:2311.09431. Differs: one text for all layouts; the block at home sends no gradient.
@@ -35,22 +35,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.alibi import Alibi
 from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward
-from minitrain.context.dropout import check_dropout, dropping
-from minitrain.context.layout import Layout, Tile, contiguous, tiles
+from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
+from minitrain.context.placed import check_places, placed
 from minitrain.dropout import DropMask
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,
-                   blocks: Blocks = FUSED, bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
-    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. A core for the model's attention."""
-    check_core("ring_attention", q, k, v, bias, dropout)
-    return _Ring.apply(q, k, v, group, layout, causal, dropping(blocks, dropout))
+                   blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. A core for the model's attention.
+    Fewer queries than keys are the last of each rank's (sliced.py)."""
+    check_core("ring_attention", q, k, v, bias, dropout, fewer=True)
+    return _Ring.apply(q, k, v, group, layout, causal, placed(blocks, bias, dropout))
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
-    plan, found = tiles_by_step(group, layout, q.size(-2), causal), Attended(q)
+    plan, found = tiles_by_step(group, layout, q, k, causal), Attended(q)
     carry((k, v), group, lambda step, k, v: found.meet(plan[step], k, v, blocks))
     return found.result()
 
@@ -58,7 +60,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: L
 def ring_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: ProcessGroup, layout: Layout,
                   causal: bool, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
-    plan, dq = tiles_by_step(group, layout, q.size(-2), causal), Summed(q)
+    plan, dq = tiles_by_step(group, layout, q, k, causal), Summed(q)
 
     def visit(step: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         dk, dv = Summed(k), Summed(v)
@@ -69,11 +71,11 @@ def ring_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     return dq.total.to(q.dtype), *(dx.to(k.dtype).transpose(1, 2) for dx in (dk, dv))
 
 
-def tiles_by_step(group: ProcessGroup, layout: Layout, tokens: int, causal: bool) -> list[list[Tile]]:
+def tiles_by_step(group: ProcessGroup, layout: Layout, q: Tensor, k: Tensor, causal: bool) -> list[list[Tile]]:
     """For each step of the ring what this rank's queries see of the keys that are here then."""
     rank, ranks = group.rank(), group.size()
-    own = layout(rank, ranks, tokens * ranks)
-    return [tiles(own, layout((rank - step) % ranks, ranks, tokens * ranks), causal) for step in range(ranks)]
+    held = [layout((rank - step) % ranks, ranks, k.size(-2) * ranks) for step in range(ranks)]
+    return [tiles(last(held[0], q.size(-2)), keys, causal) for keys in held]
 
 
 # ---- the ring --------------------------------------------------------------------------------------------------------
@@ -131,18 +133,19 @@ class _Ring(torch.autograd.Function):
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
-def check_core(what: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None,
-               dropout: DropMask | float = 0.0) -> None:
-    """What a core over ranks can be given; before anything is sent."""
-    check_shapes(what, q, k, v)
-    if bias is not None:
-        raise ValueError(f"{what}: a bias {list(bias.shape)} is about this rank's keys, others come by too; use positions=\"rope\", not alibi")
-    check_dropout(what, dropout)
+def check_core(what: str, q: Tensor, k: Tensor, v: Tensor, bias: Alibi | None = None, dropout: DropMask | float = 0.0,
+               fewer: bool = False) -> None:
+    """What a core over ranks can be given; before anything is sent. `fewer`: it takes fewer queries than keys."""
+    check_shapes(what, q, k, v, fewer)
+    check_places(what, q, bias, dropout)
 
 
-def check_shapes(what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dim() != 4 or k.shape != v.shape or (q.size(0), *q.shape[2:]) != (k.size(0), *k.shape[2:]):
-        raise ValueError(f"{what}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; expected [B, H, T/n, K] and twice [B, H_kv, T/n, K]")
+def check_shapes(what: str, q: Tensor, k: Tensor, v: Tensor, fewer: bool) -> None:
+    if q.dim() != 4 or k.shape[:3] != v.shape[:3] or (q.size(0), q.size(3)) != (k.size(0), k.size(3)) or q.size(2) > k.size(2):
+        raise ValueError(f"{what}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; expected [B, H, T/n, K] and [B, H_kv, T/n, K] "
+                         "twice, the second of any width")
+    if q.size(2) < k.size(2) and not fewer:
+        raise ValueError(f"{what}: {q.size(2)} queries for {k.size(2)} keys: it takes whole sequences, not slices; use a ring, Ulysses or both")
     if q.size(1) % k.size(1):
         raise ValueError(f"{what}: {q.size(1)} query heads are not a multiple of {k.size(1)} K/V heads")
     if not q.dtype == k.dtype == v.dtype:

@@ -26,29 +26,32 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from minitrain.alibi import Alibi
 from minitrain.context.blocks import spread, together
-from minitrain.context.layout import Layout, Tile, contiguous
+from minitrain.context.layout import Layout, Tile, contiguous, last
 from minitrain.context.ring import carry, check_core
 from minitrain.dropout import DropMask
 
 
 def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,
-                        bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
+                        bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """This rank's tokens of attention over all; a core for the model's attention."""
-    check_core("ring_self_attention", q, k, v, bias, dropout)
-    return _RingSelfAttention.apply(q, k, v, group, layout, causal, dropout)
+    check_core("ring_self_attention", q, k, v, bias, dropout, fewer=True)
+    return _RingSelfAttention.apply(q, k, v, group, layout, causal, bias, dropout)
 
 
 def rows_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool,
-                 dropout: DropMask | float = 0.0) -> tuple[Tensor, Tensor]:
+                 bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` and the probabilities `[B, H, T/n, T]`, columns in the order in which the ranks hold the keys."""
-    hidden = future_keys(q, group, layout) if causal else None
-    scores = q.new_empty(*q.shape[:-1], group.size() * q.size(-2), dtype=torch.promote_types(q.dtype, torch.float32))
-    columns, out = scores.chunk(group.size(), -1), torch.zeros_like(q, dtype=scores.dtype)
+    hidden = future_keys(q, k, group, layout) if causal else None
+    scores = q.new_empty(*q.shape[:-1], group.size() * k.size(-2), dtype=torch.promote_types(q.dtype, torch.float32))
+    columns, out = scores.chunk(group.size(), -1), v.new_zeros(*q.shape[:-1], v.size(-1), dtype=scores.dtype)
 
     def score(step: int, k: Tensor) -> None:
         k, _ = spread(q, k, k)
-        columns[owner(group, step)].copy_(q @ k.transpose(-2, -1)).div_(math.sqrt(q.size(-1)))
+        here = columns[owner(group, step)].copy_(q @ k.transpose(-2, -1)).div_(math.sqrt(q.size(-1)))
+        if bias:
+            here.add_(bias.between(*block(here, group, layout, step).positions(here.device)))
 
     def average(step: int, v: Tensor) -> None:
         v, _ = spread(q, v, v)
@@ -86,11 +89,14 @@ def rows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, grou
 
 
 def dropped(x: Tensor, dropout: DropMask | float, group: ProcessGroup, layout: Layout, step: int) -> Tensor:
-    """Columns of that step `[B, H, T/n, T/n]`, times the mask of dropout.py, which is made anew each time."""
-    if not dropout:
-        return x
-    queries, keys = (layout(rank, group.size(), x.size(-1) * group.size()) for rank in (group.rank(), owner(group, step)))
-    return x * dropout.factors(x, Tile(slice(None), slice(None), runs=(queries, keys)).positions)
+    """Columns of that step `[B, H, T/n, T/n]`, times the mask of their places (placed.py), which is made anew each time."""
+    return x * dropout.factors(x, block(x, group, layout, step).positions) if dropout else x
+
+
+def block(x: Tensor, group: ProcessGroup, layout: Layout, step: int) -> Tile:
+    """Where the columns of that step are."""
+    own, keys = (layout(rank, group.size(), x.size(-1) * group.size()) for rank in (group.rank(), owner(group, step)))
+    return Tile(slice(None), slice(None), runs=(last(own, x.size(-2)), keys))
 
 
 def owner(group: ProcessGroup, step: int) -> int:
@@ -98,11 +104,11 @@ def owner(group: ProcessGroup, step: int) -> int:
     return (group.rank() - step) % group.size()
 
 
-def future_keys(q: Tensor, group: ProcessGroup, layout: Layout) -> Tensor:
+def future_keys(q: Tensor, k: Tensor, group: ProcessGroup, layout: Layout) -> Tensor:
     """`[T/n, T]`: True where this rank's query comes before the key."""
-    ranks = range(group.size())
-    held = [torch.tensor([place for run in layout(rank, len(ranks), len(ranks) * q.size(-2)) for place in run], device=q.device) for rank in ranks]
-    return held[group.rank()].unsqueeze(-1) < torch.cat(held)
+    ranks = group.size()
+    held = [torch.tensor([place for run in layout(rank, ranks, ranks * k.size(-2)) for place in run], device=q.device) for rank in range(ranks)]
+    return held[group.rank()][-q.size(-2):].unsqueeze(-1) < torch.cat(held)
 
 
 class _RingSelfAttention(torch.autograd.Function):
@@ -110,8 +116,8 @@ class _RingSelfAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool,
-                dropout: DropMask | float) -> Tensor:
-        out, p = rows_forward(q, k, v, group, layout, causal, dropout)
+                bias: Alibi | None, dropout: DropMask | float) -> Tensor:
+        out, p = rows_forward(q, k, v, group, layout, causal, bias, dropout)
         ctx.save_for_backward(q, k, v, p)
         ctx.way = group, layout, dropout
         return out
@@ -119,4 +125,4 @@ class _RingSelfAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor):
-        return *rows_backward(dout, *ctx.saved_tensors, *ctx.way), None, None, None, None
+        return *rows_backward(dout, *ctx.saved_tensors, *ctx.way), None, None, None, None, None

@@ -25,29 +25,30 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
+from minitrain.alibi import Alibi
 from minitrain.context.blocks import FUSED
-from minitrain.context.dropout import dropping
+from minitrain.context.placed import placed
 from minitrain.context.ring import check_core
 from minitrain.dropout import DropMask
 
 
 class Sparing:
     """A core for the model's attention, `forward(q, k, v) -> out, lse`, `backward(dout, q, k, v, out, lse) -> dq, dk, dv`.
-    With dropout both are called with `blocks=` that multiply by the mask (dropout.py)."""
+    With ALiBi or dropout both are called with `blocks=` that add and multiply what belongs to a place (placed.py)."""
 
     def __init__(self, forward: Callable, backward: Callable):
         self.forward, self.backward = forward, backward
         self._store: deque | None = None
         self._again = False
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
         check_core("Sparing", q, k, v, bias, dropout)
-        return _Attention.apply(q, k, v, self, {"blocks": dropping(FUSED, dropout)} if dropout else {})
+        return _Attention.apply(q, k, v, self, {} if bias is None and not dropout else {"blocks": placed(FUSED, bias, dropout)})
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **settings) -> tuple[Tensor, Tensor]:
         """O and lse, computed the first time, handed out the second."""
         if self._again:
-            if not self._store or self._store[0][0].shape != q.shape:
+            if not self._store or self._store[0][0].shape[:-1] != q.shape[:-1]:
                 raise ValueError(f"Sparing: q {list(q.shape)} was not there the first time; a checkpointed layer must do the same twice")
             return self._store.popleft()
         found = self.forward(q, k, v, **settings)

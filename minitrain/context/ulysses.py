@@ -19,7 +19,7 @@ order after the first all-to-all and back before the second. Every core sees the
 any. Memory: q, k, v a second time as they travel and a third as they arrive, all O(T/n); no rank holds more than 1/n of anything.
 
 `switch` is the step by itself, for one tensor and any two dims. Raises ValueError in one line, before any rank waits, for fewer
-heads than ranks, heads that n does not divide, shapes or dtypes that do not fit each other, dropout without a seed, and what the
+heads than ranks, heads that n does not divide, shapes or dtypes that do not fit each other, what placed.py refuses, and what the
 layout refuses.
 Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509, section 3. Differs: one message where they send three;
 grouped K/V heads; layouts; heads come before tokens in the shapes, as in the rest of the model.
@@ -35,30 +35,36 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.context.dropout import check_dropout
-from minitrain.context.layout import Layout, contiguous
+from minitrain.alibi import Alibi
+from minitrain.context.layout import Layout, contiguous, last, positions_of
+from minitrain.context.placed import check_places
 from minitrain.dropout import DropMask
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, core: Callable, layout: Layout = contiguous,
-                      dropout: DropMask | float = 0.0) -> Tensor:
+                      bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`; core(q, k, v) on `[B, H/n, T, K]`.
 
-    Dropout is the core's: it is given the mask, whose heads begin where this rank's do.
+    ALiBi and dropout are the core's: it is given the slopes of this rank's heads, and the mask, whose heads begin where this rank's do.
     """
     check_heads(q, k, v, group)
-    check_dropout("ulysses_attention", dropout)
+    check_places("ulysses_attention", q, bias, dropout)
+    length = k.size(2) * group.size()
+    held = [layout(rank, group.size(), length) for rank in range(group.size())]
+    asking = [last(runs, q.size(2)) for runs in held]
+    if min(run[0] for runs in asking for run in runs) != length - q.size(2) * group.size():
+        raise ValueError(f"Ulysses: the last {q.size(2)} of {k.size(2)} tokens of each rank are not the last ones of the sequence; lay slices out "
+                         "one after the other, sliced(layout, slices)")
+    if bias:
+        core = partial(core, bias=Alibi(bias.slopes.chunk(group.size())[group.rank()], torch.arange(length, device=q.device)))
     if dropout:
         core = partial(core, dropout=dropout._replace(first_head=dropout.first_head + q.size(1) // group.size() * group.rank()))
-    length = q.size(2) * group.size()
-    order = torch.tensor([place for rank in range(group.size()) for run in layout(rank, group.size(), length) for place in run],
-                         device=q.device)
     q, k, v = to_heads((q, copied(k, group), copied(v, group)), group)
     if layout is contiguous:
         return switch(core(q, k, v), group, cut=2, join=1)
-    back = order.argsort()
-    out = core(*(x.index_select(2, back) for x in (q, k, v)))
-    return switch(out.index_select(2, order), group, cut=2, join=1)
+    queries, keys = (positions_of([run for runs in ranks for run in runs], q.device).argsort() for ranks in (asking, held))
+    out = core(q.index_select(2, queries), *(x.index_select(2, keys) for x in (k, v)))
+    return switch(out.index_select(2, queries.argsort()), group, cut=2, join=1)
 
 
 def to_heads(tensors: tuple[Tensor, ...], group: ProcessGroup) -> tuple[Tensor, ...]:
@@ -88,7 +94,7 @@ def copied(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> None:
-    if q.dim() != 4 or k.shape[:3] != v.shape[:3] or q.shape[::2] != k.shape[::2] or q.size(3) != k.size(3) or q.size(1) % k.size(1):
+    if q.dim() != 4 or k.shape[:3] != v.shape[:3] or q.shape[::3] != k.shape[::3] or q.size(2) > k.size(2) or q.size(1) % k.size(1):
         raise ValueError(f"Ulysses: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; expected [B, H, T/n, K] and twice "
                          "[B, H_kv, T/n, K], H a multiple of H_kv")
     if not q.dtype == k.dtype == v.dtype:

@@ -23,8 +23,8 @@ that its own gradients travel, too.
 
 Memory: q, k, v, O of C·T/P tokens and two blocks as large: 2.4 times the peak of ring attention in forward and 2.3 times in backward
 for C = 2, 4.4 and 3.8 times for C = 4.
-Raises ValueError in one line, before any rank waits, unless C² divides P, for groups that do not cross in this rank only, and what
-ring.py and the layout refuse.
+Raises ValueError in one line, before any rank waits, unless C² divides P, for groups that do not cross in this rank only, for values
+wider than keys (narrower ones are sent with zeros behind), and what ring.py and the layout refuse.
 Liu et al. 2024, WallFacer, arXiv:2407.00611; Driscoll et al. 2013, A communication-optimal N-body algorithm, IPDPS. Differs:
 one all-gather for q, k and v; what it overlaps is the ring, not the gather and the scatter; any layout; grouped K/V heads.
 """
@@ -35,10 +35,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward
-from minitrain.context.dropout import dropping
+from minitrain.alibi import Alibi
+from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward, widened
 from minitrain.context.hybrid import check_crossing
 from minitrain.context.layout import Layout, Tile, tiles, zigzag
+from minitrain.context.placed import placed
 from minitrain.context.ring import added, check_core
 from minitrain.dropout import DropMask
 
@@ -46,15 +47,19 @@ TIME = 2
 
 
 def wallfacer_attention(q: Tensor, k: Tensor, v: Tensor, *, team: ProcessGroup, ring: ProcessGroup, layout: Layout = zigzag,
-                        causal: bool = True, blocks: Blocks = FUSED, bias: None = None, dropout: DropMask | float = 0.0) -> Tensor:
+                        causal: bool = True, blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/P, K]`, k, v `[B, H_kv, T/P, K]`, tokens by `layout` over the ranks ring · C + team -> `[B, H, T/P, K]`."""
     check_core("wallfacer_attention", q, k, v, bias, dropout)
     check_crossing(ring=ring, team=team)
+    if v.size(-1) > q.size(-1):
+        raise ValueError(f"wallfacer_attention: values {v.size(-1)} wide, queries and keys {q.size(-1)}: they travel in one message as wide as "
+                         "queries; take another core")
     if ring.size() % team.size():
         raise ValueError(f"teams of C={team.size()} on P={ring.size() * team.size()} ranks: P/C² = {ring.size() / team.size():g} blocks for "
                          "each member; take a C whose square divides P")
     plan = tiles_by_step(team, ring, layout, q.size(TIME), causal)
-    return _WallFacer.apply(q, k, v, team, ring, plan, dropping(blocks, dropout))
+    out = _WallFacer.apply(q, k, widened(v, q), team, ring, plan, placed(blocks, bias, dropout))
+    return out if v.size(-1) == q.size(-1) else out[..., :v.size(-1)]
 
 
 def wallfacer_forward(q: Tensor, k: Tensor, v: Tensor, team: ProcessGroup, ring: ProcessGroup, plan: list[list[Tile]],

@@ -62,6 +62,9 @@ class GradReducer:
     def arrived(self, params: Iterable[nn.Parameter]) -> None:
         """A microbatch is done: nothing travels yet."""
 
+    def lives(self) -> tuple:
+        return ()
+
     def _take(self, param: nn.Parameter) -> None:
         """Put `param.grad` into its place in the bucket, start what can start."""
         bucket, view = self._slot[id(param)]

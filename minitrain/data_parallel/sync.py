@@ -79,6 +79,10 @@ class Sync:
     def arrived(self, params: Iterable[nn.Parameter]) -> None:
         """A microbatch has added its gradients to these."""
 
+    def lives(self) -> list[Tensor]:
+        """Memory of parameters besides their own."""
+        return []
+
     def finish(self) -> None:
         """Every gradient that the optimizer will see is the sum over all ranks and microbatches."""
         raise NotImplementedError

@@ -235,6 +235,9 @@ class Zero3(Shards):
             if flat.grads is not None:
                 self._send(flat)
 
+    def lives(self) -> list[Tensor]:
+        return [flat.whole for flat in self.flats]
+
     def _send(self, flat: Gathered) -> None:
         """Scatter a buffer of gradients in the background; one at a time is under way."""
         self._settle()

@@ -69,8 +69,8 @@ class Versioned(nn.Module):
         super().__init__()
         self.stage, self.weights = stage, dict(stage.named_parameters())
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        return torch.func.functional_call(self.stage, self.weights, (x, positions))
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return torch.func.functional_call(self.stage, self.weights, inputs)
 
 
 class AsynchronousRunner(Runner):

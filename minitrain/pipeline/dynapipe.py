@@ -12,6 +12,8 @@ planned         programs with messages. When microbatches differ, a rank that re
                 (`naive`) meets a neighbour that waits the other way round: both stand still. Here all posts follow one clock: at the
                 simulated moment at which a result is there, its sender and its receiver both post the message, so that every program is a
                 part of one order of everything, and the message that comes first in it can always go.
+samples         the microbatches themselves, for Runner: `cut=samples(groups, lengths)`. A planned program runs there too, `run.program =
+                planned(schedule)[rank]`; it lacks `Reduce`, so that a reducer works in its `finish()`.
 rendezvous      plays programs where every send waits for its receive and both block their rank, the hardest network there is; it says who
                 waits for whom. lower.py's programs post receives early and never block on a send: they need one group a direction.
 
@@ -66,6 +68,21 @@ def fixed(samples: int, rows: int) -> tuple[tuple[int, ...], ...]:
 def padding(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
     """Tokens computed in vain."""
     return sum(len(group) * max(lengths[sample] for sample in group) - sum(lengths[sample] for sample in group) for group in groups)
+
+
+def samples(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> Callable:
+    """For Runner: unit i is the rows of groups[i], as long as the longest of them."""
+    def cut(batch, schedule: Schedule) -> list[tuple]:
+        if len(groups) != schedule.microbatches or len(lengths) != len(batch.tokens):
+            raise ValueError(f"{schedule.name} has {schedule.microbatches} microbatches and the batch {len(batch.tokens)} rows, the plan "
+                             f"{len(groups)} and {len(lengths)}; plan for this batch")
+        found = []
+        for group in groups:
+            rows, longest = list(group), max(lengths[sample] for sample in group)
+            positions = batch.tokens.new_ones(longest).cumsum(0) - 1 if batch.positions is None else batch.positions[:longest]
+            found.append((batch.tokens[rows, :longest], batch.targets[rows, :longest], positions))
+        return found
+    return cut
 
 
 # ---- the order of a rank ---------------------------------------------------------------------------------------------

@@ -13,17 +13,21 @@ or not (gloo). For NCCL the two directions of a link need a group each: a stream
 waits for it.
 `Sent(what)` stands where the receiver must have used the message, as something that it sent afterwards has arrived here: the sent
 tensor can go. `Reduce(stage)` stands behind a stage's last gradient: whatever sums gradients over data-parallel ranks can start.
+Moves (bpipe.py) are messages too: Send(E) arrives for H, Send(G) for L. They run beside what is computed, as long as that takes no room:
+no rank holds more than the largest `peak` of all, with what is leaving and what is coming. So H's receive is posted at H, L's one computing entry
+ahead if there is room, and Sent stands in front of the first entry for which there would be none.
 
 Per boundary and unit two messages, activations forward and as much backward; none where neighbouring stages are on one rank (the
-turn of a V). No torch here. Raises what `check` raises, and ValueError for stages that are no chain.
+turn of a V). No torch here. Raises what `check` raises, and ValueError for stages that are no chain and for moves that wait in a circle.
 Differs from torch.distributed.pipelining, which groups sends and receives that meet into one batch: here order alone does it.
 """
 from __future__ import annotations
 
 from collections import defaultdict
+from fractions import Fraction
 from typing import NamedTuple
 
-from minitrain.pipeline.schedule import Action, Entry, Schedule, check, parts
+from minitrain.pipeline.schedule import Action, Entry, Pair, Schedule, check, in_flight, parts, peak
 
 
 class Send(NamedTuple):
@@ -55,7 +59,11 @@ def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
         raise ValueError(f"{schedule.name}: its stages branch, and programs are made for chains; simulate it, or cut the model into a chain")
     check(schedule)
     sends = messages(schedule)
-    return tuple(_program(rank, schedule, sends) for rank in range(len(schedule.ranks)))
+    most = max(peak(schedule, rank) for rank in range(len(schedule.ranks))) if schedule.evicts else 0
+    programs = tuple(_program(rank, schedule, sends, most) for rank in range(len(schedule.ranks)))
+    if schedule.evicts:
+        _check_moves(programs, schedule)
+    return programs
 
 
 def messages(schedule: Schedule) -> dict[Link, list[tuple[Action, Action]]]:
@@ -70,7 +78,9 @@ def messages(schedule: Schedule) -> dict[Link, list[tuple[Action, Action]]]:
 
 
 def user_of(what: Action, schedule: Schedule) -> Action | None:
-    """The action on the neighbouring stage that uses what this one gives: activations go up, gradients down."""
+    """The action that uses what this one gives, on the neighbouring stage: activations go up, gradients down; or on the rank of a move."""
+    if what.kind in "EG":
+        return Action("H" if what.kind == "E" else "L", *what[1:])
     if what.kind == "F":
         return Action("F", what.stage + 1, what.microbatch) if what.stage + 1 < schedule.stages else None
     if what.kind in "BI":
@@ -78,14 +88,16 @@ def user_of(what: Action, schedule: Schedule) -> Action | None:
     return None
 
 
-def _program(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]]) -> tuple[Step, ...]:
+def _program(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]], most: Fraction | int) -> tuple[Step, ...]:
     entries = schedule.ranks[rank]
-    before = _receives(rank, schedule, sends)
+    posted, left = _moves(rank, schedule, most)
+    before = _receives(rank, schedule, sends, posted)
     freed = _sent(rank, schedule, sends)
     outgoing = {what: to for (source, to), sent in sends.items() if source == rank for what, _ in sent}
     last = {action.stage: i for i, entry in enumerate(entries) for action in parts([entry]) if action.kind in "BW"}
     program: list[Step] = []
     for i, entry in enumerate(entries):
+        program += [Sent(what) for what in left[i]]
         program += before[i]
         program.append(entry)
         program += [Sent(what) for what in freed[i]]
@@ -94,15 +106,16 @@ def _program(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action,
     return tuple(program)
 
 
-def _receives(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]]) -> dict[int, list[Receive]]:
+def _receives(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]], moves: dict[Action, int]) -> dict[int, list[Receive]]:
     """For each entry what is posted before it: what the entries to come need, and all that the same link brings before that."""
     at = _positions(rank, schedule)
+    wanted = {action: max(i - EARLY, 0) for action, i in at.items()} | moves
     posted = defaultdict(list)
     for (source, to), sent in sends.items():
         if to == rank:
             for i, (what, _) in enumerate(sent):
-                earliest = min(at[user] for _, user in sent[i:])            # a message behind it on the link may be needed sooner
-                posted[max(earliest - EARLY, 0)].append((earliest, Receive(what, source)))
+                earliest = min((wanted[user], at[user]) for _, user in sent[i:])        # a message behind it on the link may be needed sooner
+                posted[earliest[0]].append((earliest, Receive(what, source)))
     return defaultdict(list, {i: [receive for _, receive in sorted(receives, key=lambda pair: pair[0])] for i, receives in posted.items()})
 
 
@@ -112,13 +125,81 @@ def _sent(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Ac
     for (source, to), sent in sends.items():
         if source == rank:
             there = _positions(to, schedule)
-            answers = [(there[what], at[user]) for what, user in sends.get((to, rank), [])]       # (given there, used here)
+            answers = [(there[what], at[user]) for what, user in sends.get((to, rank), []) if what.kind in "FBI"]    # (given there, used here)
             for what, user in sent:
                 known = [here for given, here in answers if given >= there[user] and here > at[what]]
-                if known:
+                if known and what.kind in "FBI":
                     freed[min(known)].append(what)
     return freed
 
 
 def _positions(rank: int, schedule: Schedule) -> dict[Action, int]:
     return {action: i for i, entry in enumerate(schedule.ranks[rank]) for action in parts([entry])}
+
+
+# ---- moves -----------------------------------------------------------------------------------------------------------
+
+def _moves(rank: int, schedule: Schedule, most: Fraction | int) -> tuple[dict[Action, int], dict[int, list[Action]]]:
+    """(For H and L the entry before which it is received, for each entry the moves that must have left before it)."""
+    posted: dict[Action, int] = {}
+    left: dict[int, list[Action]] = defaultdict(list)
+    if not schedule.evicts:
+        return posted, left
+    entries, held = schedule.ranks[rank], [0, *in_flight(schedule, rank)]
+    leaving: list[Action] = []                                          # sent, and perhaps still here
+    coming: list[Action] = []                                           # received ahead of its L
+    for i, entry in enumerate(entries):
+        kind = "F" if isinstance(entry, Pair) else entry.kind
+        if entry in coming:
+            coming.remove(entry)
+        room = most - held[i] - len(coming) - (1 if isinstance(entry, Pair) else max(held[i + 1] - held[i], 0))
+        if kind in "HL":
+            posted.setdefault(entry, i)
+        elif kind not in "EG":
+            ahead = _before_the_next(entries[i + 1:])[:max(room, 0)]
+            posted |= dict.fromkeys(ahead, i)
+            coming += ahead
+            room -= len(ahead)
+        while leaving and len(leaving) > room:
+            left[i].append(leaving.pop(0))
+        if kind in "EG":
+            leaving.append(entry)
+    return posted, left
+
+
+def _before_the_next(entries: tuple[Entry, ...]) -> list[Action]:
+    """The L that stand in front of the next entry that computes."""
+    found = []
+    for entry in entries:
+        if isinstance(entry, Pair) or entry.kind not in "EHGL":
+            return found
+        if entry.kind == "L":
+            found.append(entry)
+    return found
+
+
+def _check_moves(programs: tuple[tuple[Step, ...], ...], schedule: Schedule) -> None:
+    """Plays the programs on a network where a move has left when its receive is posted; a receive of E first learns how much it is."""
+    at, done, posted = [0] * len(programs), set(), set()
+
+    def can(step: Step) -> bool:
+        match step:
+            case Sent(what):
+                return what.kind not in "EG" or what in posted
+            case Receive(what, _):
+                return what.kind != "E" or what in done
+            case Send() | Reduce():
+                return True
+        return all(before in done for before in schedule.needs[step])
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program) and can(step := program[at[rank]]):
+                done |= set(parts([step])) if isinstance(step, (Action, Pair)) else set()
+                posted |= {step.what} if isinstance(step, Receive) else set()
+                at[rank], moved = at[rank] + 1, True
+    stuck = [f"rank {rank} at {program[i]}" for rank, (i, program) in enumerate(zip(at, programs)) if i < len(program)]
+    if stuck:
+        raise ValueError(f"{schedule.name} is stuck in its moves: {', '.join(stuck[:4])}; put H in front of what waits for it, or lend less")

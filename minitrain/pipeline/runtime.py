@@ -6,7 +6,7 @@
     F   x = tokens, or what arrived     y = stage(x, positions)               kept: x and the graph of y; y itself goes to the next rank
     B   dy = what arrived               backward through the graph            x.grad goes back, the graph is free
     I   the same for x only (deferred.py)              W   the kept products: gradients of the weights
-    R   the stage once more from the kept x (then its F built no graph)
+    R   the stage once more from the kept x (then its F built no graph), with the random numbers that F drew
 
 Every rank of the group is given the same rows. They are cut into microbatches, as gradient accumulation does, and these into slices
 where the schedule has them; the last stage, on whatever rank, takes the loss, a sum over tokens / `batch.num_valid`. So the sum of
@@ -22,6 +22,7 @@ for each schedule, and from torch.distributed.pipelining, which runs lists like 
 """
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +36,7 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, lower, user_of
+from minitrain.pipeline.random_state import drawing_from, random_state
 from minitrain.pipeline.schedule import Action, Pair, Schedule
 
 
@@ -43,23 +45,27 @@ DOES = {"F": "forward", "R": "forward_again", "B": "backward", "I": "backward", 
 
 @dataclass(slots=True)
 class Kept:
-    """What a forward leaves for its backward: the input, where the graph of the output begins, the products to come."""
+    """What a forward leaves for its backward: the input, where the graph of the output begins, the products to come; and what it drew."""
 
     x: Tensor
     end: object = None
     later: Deferred | None = None
+    drawn: tuple[Tensor, ...] = ()
 
 
 class Runner:
-    """`down`, for NCCL, is a second group of the same ranks for the messages to lower ranks; `length_over` is what a boundary's T is
-    divided by (sequence parallelism cuts it over tp); `check=False` for stages that communicate themselves, over tp or cp.
-    `around("F1.2")` is entered around each action: `ledger.phase` makes an account by action. `memory`, for slices: what a slice leaves
-    to later ones (SliceMemory in sliced_attention.py; `SliceMemory({})` for stages that look at each token by itself).
+    """A stage is a module `(x, positions) -> y`, or `x -> y`. Messages have the dtype and device of this rank's stages; if these hold no
+    numbers, give `dtype` and `device` (else torch's defaults). `down`, for NCCL, is a second group of the same ranks for the messages to
+    lower ranks; `length_over` is what a boundary's T is divided by (sequence parallelism cuts it over tp); `check=False` for stages that
+    communicate themselves, over tp or cp. `around("F1.2")` is entered around each action: `ledger.phase` makes an account by action.
+    `memory`, for slices: what a slice leaves to later ones (SliceMemory in sliced_attention.py; `SliceMemory({})` for stages that look at
+    each token by itself). `cut(batch, schedule)` gives the units, if the rows are not to fall evenly on them (`samples` in dynapipe.py).
     `at(step, first_row)` is told which rows of the global batch come next (dropout.Places)."""
 
     def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup, loss_fn: Callable[[Tensor, Tensor], Tensor],
-                 reducer, *, width: int, down: ProcessGroup | None = None, dtype: torch.dtype | None = None, length_over: int = 1,
-                 check: bool = True, around: Callable[[str], AbstractContextManager] = nullcontext, memory=None,
+                 reducer, *, width: int, down: ProcessGroup | None = None, dtype: torch.dtype | None = None,
+                 device: torch.device | str | None = None, length_over: int = 1, check: bool = True,
+                 around: Callable[[str], AbstractContextManager] = nullcontext, memory=None, cut: Callable | None = None,
                  at: Callable[[int, int], None] = lambda step, first_row: None):
         check_fits(stages, schedule, group)
         if schedule.slices > 1 and memory is None:
@@ -67,9 +73,11 @@ class Runner:
         self.stages, self.schedule, self.group, self.loss_fn, self.reducer = stages, schedule, group, loss_fn, reducer
         self.rank, self.down = group.rank(), down or group
         self.program = lower(schedule)[self.rank]
-        some = next(param for stage in stages.values() for param in stage.parameters())
-        self.dtype, self.device = dtype or some.dtype, some.device
-        self.width, self.length_over, self.around, self.memory, self.at = width, length_over, around, memory, at
+        some = next((x for stage in stages.values() for x in (*stage.parameters(), *stage.buffers()) if x.is_floating_point()), torch.empty(0))
+        self.dtype, self.device = dtype or some.dtype, torch.device(device or some.device)
+        self.with_positions = {number for number, stage in stages.items() if takes_positions(stage)}
+        self.width, self.length_over, self.around, self.memory = width, length_over, around, memory
+        self.cut, self.at = cut or cut_evenly, at
         self.uses = Counter(param for stage in stages.values() for param in stage.parameters())     # by how many stages here
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}
         for number, stage in stages.items() if check else ():
@@ -77,8 +85,8 @@ class Runner:
 
     def __call__(self, batch) -> Tensor:
         """This rank's part of the loss: zero where there is no last stage."""
-        self.batch, self.units = batch, cut(batch, self.schedule)
-        self.first_rows = first_rows(batch, self.schedule)
+        self.batch, self.units = batch, self.cut(batch, self.schedule)
+        self.first_rows = first_rows(self.units, self.schedule.slices, getattr(batch, "first_row", 0))
         self.left = self.uses.copy()
         self.kept: dict[tuple[int, int], Kept] = {}
         self.inbox: dict[Action, Tensor | collectives.Handle] = {}
@@ -108,8 +116,9 @@ class Runner:
             case Send(what, to):
                 self.outbox[what] = collectives.send(self.inbox.pop(what), to, self.link(to), async_op=True)
             case Receive(what, source):
-                self.inbox[what] = collectives.receive(None, source, self.link(source, incoming=True), shape=self.shape(what.microbatch),
-                                                       dtype=self.dtype, device=self.device, async_op=True)
+                shape, dtype = self.message(what)
+                self.inbox[what] = collectives.receive(None, source, self.link(source, incoming=True), shape=shape, dtype=dtype,
+                                                       device=self.device, async_op=True)
             case Sent(what):
                 self.outbox.pop(what).wait()
             case Reduce(stage):
@@ -132,8 +141,9 @@ class Runner:
         _, stage, unit = action
         tokens = self.units[unit][0]
         x = tokens if stage == 0 else self.take(Action("F", stage - 1, unit)).requires_grad_()
-        self.kept[stage, unit] = kept = Kept(x)
-        with torch.set_grad_enabled((stage, unit) not in self.again):
+        again = (stage, unit) in self.again
+        self.kept[stage, unit] = kept = Kept(x, drawn=random_state(self.device) if again else ())
+        with torch.set_grad_enabled(not again):
             y = self.run_stage(stage, unit, kept)
         if stage == self.schedule.stages - 1:
             self.loss += y.detach()
@@ -142,20 +152,25 @@ class Runner:
             self.give(action, y.detach())
 
     def forward_again(self, action: Action) -> None:
-        self.run_stage(action.stage, action.microbatch, self.kept[action.stage, action.microbatch])
+        kept = self.kept[action[1:]]
+        with drawing_from(kept.drawn, self.device):
+            self.run_stage(action.stage, action.microbatch, kept)
 
     def run_stage(self, stage: int, unit: int, kept: Kept) -> Tensor:
         """The stage, or on the last one the loss; the graph's end is remembered, the output is not."""
         _, targets, positions = self.units[unit]
-        self.at(self.batch.step, self.first_rows[unit])
+        self.at(getattr(self.batch, "step", 0), self.first_rows[unit])
         kept.later = Deferred() if self.schedule.splits_backward and Action("W", stage, unit) in self.schedule.place else None
         with kept.later or nullcontext(), self.memory.during(stage, unit) if self.memory else nullcontext():
-            y = self.stages[stage](kept.x, positions)
+            y = self.run(stage, kept.x, positions)
         if stage == self.schedule.stages - 1:
             y = self.loss_fn(y, targets) / self.batch.num_valid
         if y.requires_grad:
             kept.end = y if y.dim() == 0 else torch.autograd.graph.get_gradient_edge(y)
         return y
+
+    def run(self, stage: int, x: Tensor, positions: Tensor) -> Tensor:
+        return self.stages[stage](x, *((positions,) if stage in self.with_positions else ()))
 
     def backward(self, action: Action) -> None:
         _, stage, unit = action
@@ -163,13 +178,13 @@ class Runner:
         dy = None if stage == self.schedule.stages - 1 else self.take(self.schedule.backward(stage + 1, unit))
         ends = [(kept.end, dy)] if kept.end is not None else []
         ends += self.memory.ends(stage, unit) if self.memory else []
-        self.at(self.batch.step, self.first_rows[unit])                     # a layer may be computed again
+        self.at(getattr(self.batch, "step", 0), self.first_rows[unit])                     # a layer may be computed again
         if ends:
             torch.autograd.backward(*map(tuple, zip(*ends)))
         if action.kind == "B":
             self.reducer.arrived(self.stages[stage].parameters())
         if stage:
-            self.give(action, kept.x.grad)
+            self.give(action, kept.x.grad if kept.x.grad is not None else self.no_gradient(unit))
         kept.x = kept.end = None
 
     def weights(self, action: Action) -> None:
@@ -183,7 +198,7 @@ class Runner:
         for stage in range(self.schedule.stages):
             here, there = self.home(stage), self.home(stage + 1)
             if self.rank == here:
-                x = self.stages[stage](x, positions)
+                x = self.run(stage, x, positions)
                 if there not in (here, None):
                     collectives.send(x, there, self.link(there))
             elif self.rank == there:
@@ -214,6 +229,13 @@ class Runner:
         """Messages to higher ranks go over one group, those to lower ranks over the other."""
         return self.down if (other > self.rank) == incoming else self.group
 
+    def message(self, what: Action) -> tuple[tuple[int, ...], torch.dtype]:
+        return self.shape(what.microbatch), self.dtype
+
+    def no_gradient(self, unit: int) -> Tensor:
+        """What goes back from a stage that lets no gradient through: its neighbour waits for one."""
+        return torch.zeros(self.shape(unit), dtype=self.dtype, device=self.device)
+
     def shape(self, unit: int) -> tuple[int, int, int]:
         rows, length = self.units[unit][0].shape
         return rows, length // self.length_over, self.width
@@ -224,13 +246,13 @@ class Runner:
                              "cut the model where its width is the one given")
 
 
-def first_rows(batch, schedule: Schedule) -> list[int]:
-    """Of each unit of a batch, its first row in the global batch."""
-    rows = [len(part) for part in batch.tokens.tensor_split(schedule.microbatches // schedule.slices)]
-    return [batch.first_row + before for before in accumulate(rows[:-1], initial=0) for _ in range(schedule.slices)]
+def first_rows(units: list[tuple[Tensor, Tensor, Tensor]], slices: int, first_row: int) -> list[int]:
+    """Of each unit of a batch, its first row in the global batch: slices of a microbatch have the same."""
+    before = accumulate((len(tokens) for tokens, *_ in units[::slices]), initial=first_row)
+    return [row for row, _ in zip(before, units[::slices]) for _ in range(slices)]
 
 
-def cut(batch, schedule: Schedule) -> list[tuple[Tensor, Tensor, Tensor]]:
+def cut_evenly(batch, schedule: Schedule) -> list[tuple[Tensor, Tensor, Tensor]]:
     """The units of a batch: (tokens, targets, positions). Rows may fall unevenly on the microbatches."""
     rows, length = batch.tokens.shape
     microbatches, slices = schedule.microbatches // schedule.slices, schedule.slices
@@ -245,6 +267,14 @@ def cut(batch, schedule: Schedule) -> list[tuple[Tensor, Tensor, Tensor]]:
     positions = torch.arange(length, device=batch.tokens.device) if batch.positions is None else batch.positions
     return [(tokens, targets, places) for row in zip(batch.tokens.tensor_split(microbatches), batch.targets.tensor_split(microbatches))
             for tokens, targets, places in zip(*(x.tensor_split(ends, dim=-1) for x in (*row, positions)))]
+
+
+def takes_positions(stage: nn.Module) -> bool:
+    """A stage is `forward(x)` or `forward(x, positions)`: has its forward a second argument that must be given, or one of that name?"""
+    first, *others = inspect.signature(stage.forward).parameters.values()
+    return first.kind is first.VAR_POSITIONAL or any(
+        other.kind is other.VAR_POSITIONAL or other.name == "positions" or (other.kind is other.POSITIONAL_OR_KEYWORD and other.default is other.empty)
+        for other in others)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -265,7 +295,7 @@ def check_boundary(number: int, stage: nn.Module, schedule: Schedule, width: int
     x = torch.empty((1, 2), dtype=torch.int64, device="meta") if number == 0 else torch.empty((1, 2, width), dtype=dtype, device="meta")
     try:
         with torch.no_grad():
-            y = torch.func.functional_call(stage, empty, (x, torch.arange(2, device="meta")))
+            y = torch.func.functional_call(stage, empty, (x, torch.arange(2, device="meta")) if takes_positions(stage) else (x,))
     except RuntimeError as error:
         raise ValueError(f"stage {number} does not take {list(x.shape)}: {str(error).splitlines()[0]}; cut the model where its width is "
                          f"{width}") from None

@@ -15,7 +15,9 @@ actions that run as one, each hiding the other's communication. With `slices` = 
 `needs` says what must be done before an action, `check` that a schedule does everything once and cannot get stuck, `in_flight` how
 many activations a rank holds after each of its actions: that follows from the list alone. simulate.py adds time, lower.py messages,
 runtime.py does it.
-Raises ValueError in one line, naming the action: missing, doubled, before what it needs on the same rank, or in a circle of waiting.
+A list of your own may be written in plain tuples: ("F", 1, 2), two of them for a pair.
+Raises ValueError in one line, naming the entry that is no action, or the action: missing, doubled, before what it needs on the same
+rank, or in a circle of waiting.
 PyTorch's torch.distributed.pipelining has the same letters (F, B, I, W). Differs: no table from stages to ranks, no send or receive.
 """
 from __future__ import annotations
@@ -85,6 +87,11 @@ class Schedule:
     lengths: tuple[int, ...] = ()           # tokens of each slice; without them they are as equal as they can be
     chain = True                            # stage s gives to stage s + 1, and to no other
 
+    def __post_init__(self) -> None:
+        """Lists of plain tuples are taken too: ("F", 0, 1), or two of them for a pair."""
+        ranks = tuple(tuple(_entry(entry, self.name, rank, at) for at, entry in enumerate(entries)) for rank, entries in enumerate(self.ranks))
+        object.__setattr__(self, "ranks", ranks)
+
     @cached_property
     def place(self) -> dict[Action, int]:
         """The rank of every action."""
@@ -122,6 +129,18 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: {' '.join(map(str, entries))}" for rank, entries in enumerate(self.ranks))
+
+
+def _entry(entry, name: str, rank: int, at: int) -> Entry:
+    if type(entry) in (Action, Pair):
+        return entry
+    match entry:
+        case [str(kind), int(stage), int(unit)]:
+            return Action(kind, stage, unit)
+        case [[_, _, _] as forward, [_, _, _] as backward]:
+            return Pair(_entry(forward, name, rank, at), _entry(backward, name, rank, at))
+    raise ValueError(f"{name}: entry {at} of rank {rank} is {entry!r}; an entry is an Action such as F(0, 1), a tuple (\"F\", 0, 1), or a pair "
+                     "of those")
 
 
 def parts(entries: Iterable[Entry]) -> Iterator[Action]:

@@ -16,7 +16,7 @@ gives the one with the longest slices in front; for costs that add up over token
 allows, and the same bound allows less later on). O(T²) bounds, O(k·T²) each: cut T into grains of 8 tokens, say, as TeraPipe does.
 
 Messages: as many bytes as without slices, k times as many messages. What runs this: sliced_attention.py. No torch here.
-Raises ValueError in one line for sizes below 1 and for lengths that are not k.
+Raises ValueError in one line for sizes below 1, for lengths that are not k, and for slices that ranks cannot share.
 Li et al. 2021 (TeraPipe), arXiv:2102.07988, sections 3.2 and 3.3; Sun et al. 2024 (Seq1F1B), arXiv:2406.03488, section 3.
 Differs: the number of slices is given (TeraPipe's programme finds it too: take the best of several k; with no cost of a slice of its
 own it is the largest); TeraPipe's backwards come microbatch by microbatch in the order of the forwards.
@@ -24,6 +24,7 @@ own it is the largest); TeraPipe's backwards come microbatch by microbatch in th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 from minitrain.pipeline.one_direction import alternate, check_sizes
@@ -46,6 +47,13 @@ def seq1f1b(p: int, m: int, k: int, lengths: tuple[int, ...] = ()) -> Schedule:
     return Schedule(f"Seq1F1B, p={p}, m={m}, k={k}", tuple(
         alternate([F(rank, unit) for unit in range(m * k)], [B(rank, unit) for unit in _backwards(m, k)], p - rank - 1 + k - 1)
         for rank in range(p)), p, m * k, k, lengths)
+
+
+def on_each_rank(schedule: Schedule, ranks: int) -> Schedule:
+    """The same for ranks that share out every slice's tokens: what Runner cuts there are their own, 1/ranks of each slice."""
+    if any(length % ranks for length in schedule.lengths):
+        raise ValueError(f"{schedule.name}: slices of {schedule.lengths} tokens on {ranks} ranks that share them; use multiples of {ranks}")
+    return replace(schedule, lengths=tuple(length // ranks for length in schedule.lengths))
 
 
 def _backwards(m: int, k: int) -> list[int]:

@@ -1,0 +1,315 @@
+"""Random layouts: any strategy that `check` lets through trains as one process does, and its dry run is its real run to the byte.
+
+    python -m tests.layouts --draws 500 --seed 7          as many as you like; a draw is its number: --seed 7 --only 123 runs one again
+
+A draw is a model (heads 6 with 2 or 6 K/V heads, a vocabulary of 101, odd sizes, tied or not, frozen parameters, dropout), a strategy of
+1 to 8 ranks and three steps (uneven batches, targets masked unevenly, one rank's rows masked altogether, clipping, an optimizer with
+weight decay by group). One process trains it with torch's optimizer and clipping and nothing of minitrain's but the model and the places
+of its dropout. Compared are every loss, each gradient and each parameter after three steps, to 1e-12, and of every rank's account FLOPs,
+bytes by operation and axis, and the peak by kind, exactly.
+A new technique adds its column here: a field to draw, a word in FEATURES.
+"""
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations_with_replacement
+
+import torch
+from torch import Tensor
+
+from minitrain import collectives, dryrun, launch
+from minitrain.config import GPTConfig
+from minitrain.context.names import CORES
+from minitrain.data import MASKED, Rows, random_tokens, rows_of
+from minitrain.dropout import Places, drop_by_place
+from minitrain.ledger import Ledger
+from minitrain.model import GPT, cross_entropy_sum
+from minitrain.optim import AdamW
+from minitrain.parallelize import parallelize
+from minitrain.pipeline.named import CHUNKED, NAMES, SLICED
+from minitrain.strategy import WORDS, Strategy
+
+TOLERANCE, STEPS, SEED = 1e-12, 3, 3
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One case; everything else follows from its values."""
+
+    config: GPTConfig
+    strategy: Strategy
+    batch_sizes: tuple[int, ...]
+    length: int
+    clip: float | None
+    frozen: tuple[str, ...]
+    optimizer: str                      # adamw, sgd
+    masked: str                         # none, ragged: other numbers per row, rows: those of the first rank altogether
+
+    def rows(self, step: int) -> Rows:
+        return Rows(partial(self.draw_rows, step), self.batch_sizes[step], self.length)
+
+    def draw_rows(self, step: int, _: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+        size = self.batch_sizes[step]
+        tokens, targets = random_tokens(step, rank, ranks, size, self.length, self.config.vocab_size, seed=5)
+        for target, row in zip(targets, rows_of(rank, ranks, size)):
+            if self.masked != "none":
+                target[self.length - (row * 3 + step) % self.length:] = MASKED
+            if self.masked == "rows" and row in rows_of(0, self.strategy.dp, size) and self.strategy.dp > 1:
+                target[:] = MASKED
+        return tokens, targets
+
+    def make_optimizer(self, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Matrices decay, vectors do not; eps is large enough that rounding of gradients near 0 is not magnified."""
+        groups = [{"params": [p for p in params if (p.dim() >= 2) == decays], "weight_decay": 0.1 * decays} for decays in (True, False)]
+        groups = [group for group in groups if group["params"]]
+        return AdamW(groups, lr=1e-2, eps=1e-3) if self.optimizer == "adamw" else torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+
+
+# ---- drawing -----------------------------------------------------------------------------------------------------------
+
+def draw(number: int, seed: int) -> Draw:
+    """Case `number`: the first of its random tries that no check refuses."""
+    chance = random.Random(f"{seed}/{number}")
+    while True:
+        try:
+            return attempt(chance)
+        except ValueError:
+            pass
+
+
+def attempt(chance: random.Random) -> Draw:
+    axes = dict.fromkeys(("dp", "pp", "cp", "tp"), 1)
+    for _ in range(chance.choice((1, 2, 2, 3, 3))):
+        axis = chance.choice(tuple(axes))
+        axes[axis] *= chance.choice((2, 2, 2, 3)) if axis != "cp" else 2
+    if axes["dp"] * axes["pp"] * axes["cp"] * axes["tp"] > 8:
+        raise ValueError("more than 8 ranks")
+    config = draw_config(chance)
+    strategy = draw_strategy(chance, axes)
+    strategy.check(config, strategy.ranks)
+    length = chance.choice((8, 9, 12, 15, 16, 24))
+    length = -(-length // strategy.pieces) * strategy.pieces
+    least = strategy.dp * strategy.microbatches
+    batch_sizes = tuple(least + chance.choice((0, 0, 1, 3)) for _ in range(STEPS))
+    for size in batch_sizes:
+        strategy.check_batch(config, size, length)
+    return Draw(config, strategy, batch_sizes, length, chance.choice((None, 0.3, 100.0)), draw_frozen(chance, config),
+                chance.choice(("adamw", "adamw", "sgd")), chance.choice(("none", "ragged", "ragged", "rows")))
+
+
+def draw_config(chance: random.Random) -> GPTConfig:
+    heads = chance.choice((4, 6, 6))
+    latent = chance.random() < 0.08
+    positions = "rope" if latent else chance.choice(("rope", "rope", "learned", "alibi", "none"))
+    return GPTConfig(
+        vocab_size=chance.choice((29, 32, 101)), num_heads=heads, d_model=heads * 4, head_dim=4,
+        num_kv_heads=heads if latent else chance.choice({4: (1, 2, 4), 6: (2, 6, 3)}[heads]), num_layers=chance.choice((2, 2, 3, 4)),
+        d_ff=chance.choice((24, 36, 48)), max_positions=48, positions=positions, norm=chance.choice(("rms", "layer")),
+        activation=chance.choice(("swiglu", "gelu", "geglu")), residual=chance.choice(("pre", "pre", "parallel", "post", "deepnorm")),
+        bias=chance.random() < 0.4, tied=chance.random() < 0.5, embedding_norm=chance.random() < 0.2,
+        dropout=chance.choice((0.0, 0.0, 0.2)), **(dict(kv_latent=8, rope_head_dim=2) if latent else {}))
+
+
+def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
+    values = dict(axes, precision="float64", bucket_bytes=chance.choice((1_000, 3_000, 25_000_000)))
+    values["zero"] = chance.choice((0, 0, 1, 2, 3, chance.choice(WORDS)))
+    if isinstance(values["zero"], str):
+        values["node"] = chance.choice([n for n in range(1, axes["dp"] + 1) if axes["dp"] % n == 0])
+    values["microbatches"] = chance.choice((1, 2, 3)) if axes["pp"] == 1 else chance.choice((1, 2, 3, 4, 6))
+    if axes["tp"] > 1:
+        values |= dict(sequence_parallel=chance.random() < 0.5, overlap=chance.random() < 0.4)
+    if axes["pp"] > 1 or chance.random() < 0.1:
+        values["schedule"] = chance.choice(NAMES)
+        values["recompute"] = chance.random() < 0.2 or axes["pp"] == 1
+        if values["schedule"] in CHUNKED:
+            values["chunks"] = chance.choice((1, 2))
+        if values["schedule"] in SLICED:
+            values["slices"] = chance.choice((2, 3))
+    if axes["cp"] > 1:
+        core = chance.choice(tuple(CORES))
+        values |= dict(core=core, layout=chance.choice(CORES[core].layouts))
+        for axis in CORES[core].axes[1:]:
+            values["ulysses" if axis == "ulysses" else "inner"] = chance.choice([n for n in (1, 2, 4) if axes["cp"] % n == 0])
+    return Strategy(**values)
+
+
+def draw_frozen(chance: random.Random, config: GPTConfig) -> tuple[str, ...]:
+    layer = chance.randrange(1, config.num_layers + 1)
+    return chance.choice(((), (), (f"layers.{layer}.norm1.weight",), ("layers.0.tokens",), (f"layers.{layer}.*",),
+                          (f"layers.{layer}.mlp.*", "layers.0.*")))
+
+
+# ---- one process -------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    grads: dict[str, Tensor]
+    params: dict[str, Tensor]
+
+
+def one_process(case: Draw) -> Outcome:
+    """Whole batches, one backward each, torch's optimizer and clipping."""
+    model = GPT(case.config, seed=SEED, dtype=torch.float64)
+    places = Places(SEED)
+    drop_by_place(model.layers, places)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not matches(name, case))
+    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    optimizer = as_torch_has_it(case.make_optimizer(list(trainable.values())))
+    losses = []
+    for step in range(STEPS):
+        places.at(step, 0)
+        tokens, targets = case.draw_rows(step, 0, 0, 1)
+        optimizer.zero_grad()
+        loss = cross_entropy_sum(model(tokens), targets) / (targets != MASKED).sum()
+        loss.backward()
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(trainable.values(), case.clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return Outcome(losses, {name: param.grad for name, param in trainable.items()}, {name: param.detach() for name, param in model.named_parameters()})
+
+
+def matches(name: str, case: Draw) -> bool:
+    from fnmatch import fnmatchcase
+    return any(fnmatchcase(name, pattern) for pattern in case.frozen)
+
+
+def as_torch_has_it(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    if not isinstance(optimizer, AdamW):
+        return optimizer
+    return torch.optim.AdamW([{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups],
+                             lr=1e-2, eps=1e-3)
+
+
+# ---- on ranks, real and dry --------------------------------------------------------------------------------------------
+
+def train(case: Draw):
+    """Three steps under the ledger: the account, and the run with its losses."""
+    torch.manual_seed(1000 + collectives.world().rank())                        # ranks seeded apart: nothing may depend on it
+    with Ledger() as ledger:
+        run = parallelize(case.config, case.strategy, case.make_optimizer, seed=SEED, frozen=case.frozen)
+        losses = [run.total(run.step(run.batch(case.rows(step), step), case.clip).loss) for step in range(STEPS)]
+    calls = sorted({(call.op, call.axis) for call in ledger._matching(None, None)})
+    account = {"FLOPs": ledger.flops, "peak": ledger.peak_by_kind,
+               "bytes": {call: (ledger.num_calls(*call), ledger.sent_bytes(*call), ledger.payload_bytes(*call)) for call in calls}}
+    return run, losses, account
+
+
+def on_rank(case: Draw) -> tuple[Outcome, dict]:
+    run, losses, account = train(case)
+    names = {param: name for param, name in run.sync.names.items() if param.requires_grad}
+    grads = {name: run.sync.full_grad(param) for param, name in names.items()}
+    return Outcome([loss.item() for loss in losses], grads, run.state_dict()["parameters"]), account
+
+
+def dry_account(case: Draw) -> dict:
+    return train(case)[2]
+
+
+def distance(outcome: Outcome, reference: Outcome) -> float:
+    """Of a rank's outcome: it has the gradients of its own layers."""
+    assert outcome.grads.keys() <= reference.grads.keys() and outcome.params.keys() == reference.params.keys(), "other parameters"
+    pairs = [(outcome.grads[name], reference.grads[name]) for name in outcome.grads]
+    pairs += [(outcome.params[name], reference.params[name]) for name in reference.params]
+    pairs.append((torch.tensor(outcome.losses, dtype=torch.float64), torch.tensor(reference.losses, dtype=torch.float64)))
+    return max((ours - theirs).abs().max().nan_to_num(float("inf")).item() if ours.shape == theirs.shape else float("inf") for ours, theirs in pairs)
+
+
+def verdict(case: Draw) -> str:
+    """Nothing, or what is wrong."""
+    reference = one_process(case)
+    results = launch.run(on_rank, case, ranks=case.strategy.ranks, timeout_s=120)
+    grads = set().union(*(outcome.grads for outcome, _ in results))
+    if grads != reference.grads.keys():
+        return f"gradients of {sorted(grads ^ reference.grads.keys())[:3]} on one side only"
+    far = max(distance(outcome, reference) for outcome, _ in results)
+    if not far < TOLERANCE:
+        return f"is {far:.1e} from one process"
+    for rank, (_, real) in enumerate(results):
+        dry = dryrun.run(dry_account, case, rank=rank, ranks=case.strategy.ranks)
+        for what in real:
+            if real[what] != dry[what]:
+                return f"rank {rank}: {what} real {differing(real[what], dry[what])}, dry {differing(dry[what], real[what])}"
+    return ""
+
+
+def differing(mine, other):
+    if not isinstance(mine, dict):
+        return mine
+    return {key: value for key, value in mine.items() if other.get(key) != value}
+
+
+# ---- what composes with what -------------------------------------------------------------------------------------------
+
+FEATURES = {
+    "dp": lambda s, c: s.dp > 1 and not s.zero, "ZeRO-1": lambda s, c: s.zero == 1, "ZeRO-2": lambda s, c: s.zero == 2,
+    "ZeRO-3": lambda s, c: s.zero == 3, "hybrid": lambda s, c: s.word, "tp": lambda s, c: s.tp > 1,
+    "tp, sequence": lambda s, c: s.sequence_parallel, "tp, overlap": lambda s, c: s.overlap,
+    "cp, rings": lambda s, c: s.cp > 1 and s.core in ("ring", "ring_self_attention", "balanced", "double_ring", "burst", "wallfacer"),
+    "cp, heads": lambda s, c: s.cp > 1 and s.core in ("ulysses", "usp", "loongtrain"),
+    "pp": lambda s, c: s.pp > 1 and not s.build_schedule().splits_backward,
+    "pp, I and W": lambda s, c: s.pp > 1 and s.build_schedule().splits_backward,
+    "pp, slices": lambda s, c: s.slices > 1, "recompute": lambda s, c: s.recompute, "microbatches": lambda s, c: s.microbatches > 1,
+    "tied": lambda s, c: c.config.tied, "frozen": lambda s, c: bool(c.frozen), "dropout": lambda s, c: c.config.dropout > 0,
+    "clipping": lambda s, c: c.clip is not None, "ALiBi": lambda s, c: c.config.positions == "alibi",
+    "GQA": lambda s, c: c.config.num_kv_heads < c.config.num_heads}
+
+
+def features(case: Draw) -> list[str]:
+    return [name for name, has in FEATURES.items() if has(case.strategy, case)]
+
+
+def table(pairs: Counter) -> str:
+    """How many draws had both, as Markdown."""
+    names = list(FEATURES)
+    lines = [" | ".join(["", *names]), " | ".join(["---"] * (len(names) + 1))]
+    for row in names:
+        counts = [pairs[tuple(sorted((row, column)))] for column in names]
+        lines.append(" | ".join([row, *(str(count or "") for count in counts)]))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Random layouts, each equal to one process.")
+    parser.add_argument("--draws", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--first", type=int, default=0, help="number of the first draw")
+    parser.add_argument("--only", type=int, help="number of one draw")
+    parser.add_argument("--table", action="store_true", help="what was drawn together, as Markdown")
+    asked = parser.parse_args()
+    numbers = [asked.only] if asked.only is not None else range(asked.first, asked.first + asked.draws)
+    failed, pairs, started = 0, Counter(), time.monotonic()
+    for number in numbers:
+        case = draw(number, asked.seed)
+        try:
+            wrong = verdict(case)
+        except Exception as error:
+            wrong = traceback.format_exc() if asked.only is not None else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if wrong:
+            failed += 1
+            print(f"draw {number}: {wrong}\n    {describe(case)}", flush=True)
+        else:
+            pairs.update(combinations_with_replacement(sorted(features(case)), 2))
+    if asked.table:
+        print(table(pairs))
+    print(f"{len(numbers) - failed} of {len(numbers)} draws equal one process, seed {asked.seed}, {time.monotonic() - started:.0f} s")
+    sys.exit(bool(failed))
+
+
+def describe(case: Draw) -> str:
+    plain = GPTConfig()
+    config = {name: value for name, value in vars(case.config).items() if value != getattr(plain, name)}
+    return f"{case.strategy} {replace(case, config=plain, strategy=Strategy())!r} {config}".replace(repr(plain), "").replace("Strategy(), ", "")
+
+
+if __name__ == "__main__":
+    main()
