@@ -1,4 +1,7 @@
-"""The `minitrain` command: check this machine, list and run chapters, open JupyterLab, grade exercises, replay a big machine."""
+"""The `minitrain` command: check this machine, train, list and run chapters, open JupyterLab, grade exercises, replay a big machine.
+
+Exit codes: 2 for bad input, 1 for a rank or a chapter that failed, both with one line on stderr; 130 for an interrupt.
+"""
 from __future__ import annotations
 
 import os
@@ -11,7 +14,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from minitrain import notebook
+from minitrain import notebook, train_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Learn how large models are trained on many machines, by running it.")
@@ -19,12 +22,16 @@ ROOT = notebook.CHAPTERS.parent
 
 
 def main() -> None:
-    """Entry point: an error of ours is one line on stderr and exit code 2, never a traceback."""
+    """Entry point: an error of ours is one line on stderr, never a traceback; of the ranks of torchrun, the first one says it."""
     try:
         app()
-    except (ValueError, RuntimeError, FileNotFoundError) as error:
-        typer.echo(f"minitrain: {error}", err=True)
-        sys.exit(2)
+    except (ValueError, OSError, RuntimeError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(f"minitrain: {error}", err=True)
+        sys.exit(1 if isinstance(error, RuntimeError) else 2)
+
+
+app.command()(train_command.train)
 
 
 @app.command()
@@ -159,29 +166,26 @@ def replay(model: Annotated[str, typer.Argument(help="a preset, such as llama3-8
 
 def _one_step(model: str, batch: int, length: int, bucket_bytes: int):
     """One data-parallel training step of a preset under the ledger, in bfloat16 with float32 master weights."""
-    import torch
+    from functools import partial
+
     from minitrain.collectives import world
     from minitrain.config import presets
-    from minitrain.data import random_tokens
+    from minitrain.data import Rows, random_tokens
     from minitrain.ledger import Ledger
-    from minitrain.mesh import Mesh
-    from minitrain.model import GPT, cross_entropy_sum
-    from minitrain.optim import AdamW
     from minitrain.parallelize import parallelize
+    from minitrain.recipe import Recipe
+    from minitrain.strategy import Strategy
 
-    config, group = presets[model], world()
+    config, ranks = presets[model], world().size()
+    shape = dict(batch_size=batch * ranks, length=length)
     with Ledger() as ledger:
-        gpt = GPT(config, dtype=torch.bfloat16)
-        parallel = parallelize(gpt, Mesh(dp=group.size()), bucket_bytes=bucket_bytes)
-        optimizer = AdamW(gpt.parameters(), lr=1e-4, master_dtype=torch.float32)
-        tokens, targets = random_tokens(0, group.rank(), group.size(), batch * group.size(), length, config.vocab_size)
-        with ledger.phase("forward"):
-            loss = cross_entropy_sum(gpt(tokens), targets) / (batch * group.size() * length)
-        with ledger.phase("backward"):
-            loss.backward()
-            parallel.reducer.finish()
-        with ledger.phase("optimizer"):
-            optimizer.step()
+        run = parallelize(config, Strategy(dp=ranks, precision="bfloat16", bucket_bytes=bucket_bytes), Recipe().make_optimizer)
+        rows = run.batch(Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape), step=0)
+        run.forward_backward = ledger.phase("backward")(run.forward_backward)       # but for what the line below says
+        run.model.forward = ledger.phase("forward")(run.model.forward)
+        run.sync.finish = ledger.phase("backward")(run.sync.finish)
+        run.sync.step = ledger.phase("optimizer")(run.sync.step)
+        run.step(rows)
     return ledger
 
 

@@ -27,21 +27,21 @@ GATED = ("swiglu", "geglu")
 class GPTConfig:
     """Sizes and variants of one model. `None` is derived from the width, and replaced by the derived number."""
 
-    vocab_size: int = 256
-    d_model: int = 64
-    num_layers: int = 2
-    num_heads: int = 4
+    vocab_size: int = 256                # V; bytes are 256
+    d_model: int = 64                    # the width D
+    num_layers: int = 2                  # blocks, between embedding and head
+    num_heads: int = 4                   # of attention
     num_kv_heads: int | None = None      # None: as many as heads (MHA); 1: MQA; between: GQA
     head_dim: int | None = None          # None: d_model / num_heads
     d_ff: int | None = None              # None: 4·d_model; for a gated MLP 8/3·d_model, up to a multiple of 64
-    max_positions: int = 1024
-    norm: str = "rms"
-    norm_eps: float = 1e-5
-    positions: str = "rope"
-    rope_theta: float = 10_000.0
+    max_positions: int = 1024            # the longest sequence
+    norm: str = "rms"                    # or layer
+    norm_eps: float = 1e-5               # added to a variance before its root
+    positions: str = "rope"              # or learned, alibi, none
+    rope_theta: float = 10_000.0         # base of the wavelengths
     rope_fraction: float = 1.0           # the part of each head that is rotated (GPT-NeoX: 1/4)
-    activation: str = "swiglu"
-    residual: str = "pre"                # where norms and sums stand; see model.Block
+    activation: str = "swiglu"           # or geglu, gelu, fastgelu
+    residual: str = "pre"                # or parallel, post, deepnorm: where norms and sums stand; see model.Block
     bias: bool = False                   # in the linears and norms of the blocks; the head never has one
     tied: bool = False                   # the head uses the token table
     embedding_norm: bool = False         # BLOOM: a norm right after the token table

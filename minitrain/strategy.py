@@ -41,17 +41,17 @@ class Strategy:
     node: int = 1                        # of the dp ranks, how many are one node (for a word)
     sequence_parallel: bool = False      # cut activations between the matrices over tp as well
     overlap: bool = False                # hide what tp sends behind its products
-    schedule: str = "1f1b"
-    microbatches: int = 1
+    schedule: str = "1f1b"               # of the stages of pp, by name (pipeline/named.py): gpipe, 1f1b, zb_h1, interleaved, chimera, ...
+    microbatches: int = 1                # parts in which a rank runs its rows, one after the other
     chunks: int = 1                      # stages a rank, for the schedules that interleave
     slices: int = 1                      # of each sequence, for terapipe and seq1f1b
     recompute: bool = False              # a forward keeps its stage's input only
-    core: str = "ring"                   # attention over the ranks of cp
-    layout: str = "zigzag"               # of a sequence over the ranks of cp
+    core: str = "ring"                   # attention over the ranks of cp: ring, ulysses, double_ring, usp, ...
+    layout: str = "zigzag"               # of a sequence over the ranks of cp: contiguous, zigzag or striped
     inner: int = 1                       # of the cp ranks, how many are an inner ring, a node or a team, for cores that have one
     ulysses: int = 1                     # of the cp ranks, how many share out heads, for cores that do both
-    precision: str = "float32"           # of weights and activations; the optimizer has masters in at least float32
-    bucket_bytes: int = 25_000_000
+    precision: str = "float32"           # of weights and activations: float32, bfloat16, float16 or float64; masters have at least float32
+    bucket_bytes: int = 25_000_000       # of gradients that travel together
 
     def __post_init__(self):
         for name in (*AXES, "node", "microbatches", "chunks", "slices", "inner", "ulysses", "bucket_bytes"):

@@ -1,125 +1,159 @@
-"""`python -m minitrain.train`: train a GPT on bytes of text, on any number of ranks, and show what it learned.
+"""`minitrain train`: train a GPT on bytes of text in any layout, on local ranks or those of torchrun, and show what it learned.
 
-    python -m minitrain.train --ranks 2 --out run            the same command again goes on where it stopped
-    torchrun --nproc-per-node 2 -m minitrain.train --ranks 2 --out run
-
-Whatever is wrong with the input is said in one line before a rank starts. Rank 0 prints a bar per report: a line that
-looks the same in a terminal, a notebook and a file.
+Flags are the fields of Strategy, Recipe and GPTConfig. So many ranks are started as the strategy has. Whatever is wrong with the input
+is said in one line before that; so is a checkpoint of another run. Rank 0 prints a bar per report: a line that looks the same in a
+terminal, a notebook and a file. torch is imported when training begins, since other commands share this command line.
 """
+from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import psutil
-import torch
 import typer
-from tqdm import tqdm
 
-from minitrain import collectives, launch
 from minitrain.accounting.parameters import parameters
 from minitrain.config import GPTConfig, presets
-from minitrain.data import VOCAB, Text, rows_of
-from minitrain.mesh import Mesh
-from minitrain.model import GPT
-from minitrain.parallelize import parallelize
-from minitrain.train import measure_peak_flops
-from minitrain.trainer import Recipe, Trainer
+from minitrain.flags import flags, options, taken
+from minitrain.recipe import Recipe
+from minitrain.strategy import Strategy
 
 WEEK_S = 7 * 86_400
 BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+SHORT = {"num_layers": "--layers", "d_model": "--width", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "batch_size": "--batch"}
+CUT = {0: "NNN", 1: "NNG", 2: "NGG", 3: "GGG"}      # of parameters, gradients, optimizer: N not, I over a node, G over all
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
+@options(flags(Recipe, short=SHORT), flags(Strategy), flags(GPTConfig, unset=True, leave_out=("vocab_size",), short=SHORT))
+def train(preset: Annotated[str, typer.Option(help=f"model: {', '.join(presets)}; every field of it is a flag too")] = "tiny",
+          text: Annotated[Optional[Path], typer.Option(help="file or folder to train on; else Python's own documentation")] = None,
+          out: Annotated[Optional[Path], typer.Option(help="folder for log and checkpoint; the same command goes on where it stopped")] = None,
+          report_every: Annotated[int, typer.Option(help="steps from one report and checkpoint to the next")] = 25,
+          sample: Annotated[int, typer.Option(help="bytes to write at the end")] = 200,
+          **values) -> None:
+    """Train a GPT on bytes of text in any layout of ranks, and show what it learned.
 
-def main() -> None:
-    """An error is one line on stderr and exit code 1, never a traceback."""
+    \b
+    minitrain train --dp 2 --tp 2 --zero 1 --steps 50
+    minitrain train --pp 2 --microbatches 4 --schedule zb_h1 --out run      again, or in another layout, goes on
+    torchrun --nproc-per-node 4 -m minitrain.cli train --dp 4 --zero 3
+    """
+    from minitrain import launch
+
+    config, strategy, recipe = configure(preset, values), Strategy(**taken(Strategy, values)), Recipe(**taken(Recipe, values))
+    job = all(variable in os.environ for variable in launch.TORCHRUN)
+    check(config, strategy, recipe, text, out, ranks=int(os.environ["WORLD_SIZE"]) if job else strategy.ranks)
+    for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0)):
+        if value < least:
+            raise ValueError(f"{name}={value}: use at least {least}")
     try:
-        app()
-    except (ValueError, OSError, launch.RankError) as error:
-        raise SystemExit(f"minitrain.train: {error}") from None
-
-
-def option(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text)
-
-
-@app.command()
-def command(
-    preset: Annotated[str, option(f"Model: {', '.join(presets)}.")] = "tiny",
-    layers: Annotated[Optional[int], option("Layers, instead of the preset's.")] = None,
-    width: Annotated[Optional[int], option("Model width D, instead of the preset's.")] = None,
-    heads: Annotated[Optional[int], option("Attention heads, instead of the preset's.")] = None,
-    text: Annotated[Optional[Path], option("File or folder to train on; else Python's own documentation.")] = None,
-    steps: Annotated[int, option("Optimizer steps.")] = Recipe.steps,
-    ranks: Annotated[int, option("Data-parallel ranks: processes of this machine, or those of torchrun.")] = 1,
-    batch: Annotated[int, option("Rows of the global batch.")] = Recipe.batch_size,
-    microbatches: Annotated[int, option("Parts in which each rank runs its rows.")] = Recipe.num_microbatches,
-    length: Annotated[int, option("Tokens (bytes) of a row.")] = Recipe.length,
-    lr: Annotated[float, option("Peak learning rate; the last one is a tenth.")] = Recipe.lr,
-    seed: Annotated[int, option("Seed of weights, order of the text and dropout.")] = Recipe.seed,
-    bfloat16: Annotated[bool, option("Weights and activations in bfloat16, float32 masters.", "--bfloat16")] = False,
-    out: Annotated[Optional[Path], option("Folder for log and checkpoint; the same command resumes.")] = None,
-) -> None:
-    """Train a GPT on bytes of text, on any number of ranks, and show what it learned."""
-    config = configure(preset, length, num_layers=layers, d_model=width, num_heads=heads)
-    recipe = Recipe(steps, batch, length, microbatches, lr, min(20, steps), lr / 10, seed=seed)
-    open_text(text, length)
-    rows_of(0, ranks, batch)
-    if microbatches > batch // ranks:
-        raise ValueError(f"microbatches={microbatches}, but a rank has {batch // ranks} of {batch} rows: use fewer")
-    needed, free = 16 * parameters(config) * ranks, psutil.virtual_memory().available
-    if needed > free and not torch.cuda.is_available():
-        raise ValueError(f"{parameters(config):,} parameters need {needed / 1e9:.0f} GB on {ranks} ranks (16 bytes "
-                         f"each), {free / 1e9:.0f} GB are free: use a smaller model, or count it in a minitrain.dryrun")
-    dtype = torch.bfloat16 if bfloat16 else torch.float32
-    try:
-        launch.run(train_on_rank, config, recipe, text, dtype, out, ranks=ranks, timeout_s=WEEK_S)
+        launch.run(train_on_rank, config, strategy, recipe, text, out, report_every, sample, ranks=strategy.ranks, timeout_s=WEEK_S)
     except KeyboardInterrupt:
-        how = "the same command goes on from the last report" if out else "nothing was saved, for there is no --out"
-        typer.echo(f"interrupted; {how}")
+        typer.echo(f"interrupted; {'the same command goes on from the last report' if out else 'nothing was saved, for there is no --out'}")
         raise typer.Exit(130) from None
 
 
-def configure(preset: str, length: int, **changes: int | None) -> GPTConfig:
-    """The preset for bytes of text, with the sizes that were given."""
+# ---- before a rank starts ----------------------------------------------------------------------------------------------
+
+def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
+    """The preset for bytes of text, with what was given; positions for the length, unless they were given too."""
+    from minitrain.data import VOCAB
+
     if preset not in presets:
         raise ValueError(f"unknown preset {preset!r}; there are {', '.join(presets)}")
-    changes = {name: value for name, value in changes.items() if value is not None}
-    max_positions = max(length, presets[preset].max_positions)
-    return replace(presets[preset], vocab_size=VOCAB, max_positions=max_positions, **changes)
+    changes = taken(GPTConfig, values)
+    changes.setdefault("max_positions", max(values["length"], presets[preset].max_positions))
+    return replace(presets[preset], vocab_size=VOCAB, **changes)
 
 
-def open_text(path: Path | None, length: int) -> tuple[Text, Text | None]:
+def check(config: GPTConfig, strategy: Strategy, recipe: Recipe, text: Path | None, out: Path | None, ranks: int) -> None:
+    from minitrain.trainer import find_checkpoint, identity
+
+    strategy.check(config, ranks)
+    strategy.check_batch(config, recipe.batch_size, recipe.length)
+    check_frozen(config, recipe)
+    train_text, _ = open_text(text, recipe.length)
+    check_memory(config, strategy, out)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    find_checkpoint(out, identity(config, recipe, strategy.precision), train_text, recipe, mmap=True)
+
+
+def open_text(path: Path | None, length: int) -> tuple:
     """The part to train on and, if it is long enough for one window, the part held out."""
-    train, held_out = (Text.open(path) if path else Text.found()).split()
-    train.num_windows(length)
-    return train, held_out if len(held_out) > length else None
+    from minitrain.data import Text
+
+    train_text, held_out = (Text.open(path) if path else Text.found()).split()
+    train_text.num_windows(length)
+    return train_text, held_out if len(held_out) > length else None
 
 
-def train_on_rank(config: GPTConfig, recipe: Recipe, path: Path | None, dtype: torch.dtype, out: Path | None) -> None:
+def check_frozen(config: GPTConfig, recipe: Recipe) -> None:
+    """Every pattern means something, and something is left to train."""
+    if not recipe.frozen:
+        return
+    from minitrain.model import GPT
+
+    names = [name for name, _ in GPT(config, device="meta").named_parameters()]
+    for pattern in recipe.frozen:
+        if not any(replace(recipe, frozen=(pattern,)).freezes(name) for name in names):
+            raise ValueError(f"frozen={pattern!r} is no parameter of this model; there are {names[0]}, {names[1]} and so on to {names[-1]}")
+    if all(recipe.freezes(name) for name in names):
+        raise ValueError(f"frozen={', '.join(recipe.frozen)} leaves nothing to train; freeze fewer")
+
+
+def check_memory(config: GPTConfig, strategy: Strategy, out: Path | None) -> None:
+    """Weights and states of the ranks on this machine, and the whole copies of a checkpoint, fit into what is free."""
+    import torch
+
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.ranks))
+    needed, free = ranks * state_bytes(config, strategy, bool(out)), psutil.virtual_memory().available
+    if needed > free and not torch.cuda.is_available():
+        raise ValueError(f"{parameters(config):,} parameters need {needed / 1e9:.0f} GB on {ranks} rank{'s' * (ranks > 1)}{' (with a checkpoint)' * bool(out)}, "
+                         f"{free / 1e9:.0f} GB are free: use a smaller model, more ZeRO, or count it in a minitrain.dryrun")
+
+
+def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> int:
+    """Of one rank: weights, gradients, moments and masters, as ZeRO cuts them; whole ones of all but gradients to save."""
+    weight = {"float64": 8, "float32": 4}.get(strategy.precision, 2)
+    optimizer = 2 * weight if weight >= 4 else 12
+    pieces = {"N": 1, "I": strategy.node * strategy.cp, "G": strategy.dp * strategy.cp}
+    word = strategy.zero if strategy.word else CUT[strategy.zero]
+    here = sum(size / pieces[letter] for size, letter in zip((weight, weight, optimizer), word))
+    return int(parameters(config) * (here / (strategy.pp * strategy.tp) + saves * (weight + optimizer)))
+
+
+# ---- on every rank -----------------------------------------------------------------------------------------------------
+
+def train_on_rank(config: GPTConfig, strategy: Strategy, recipe: Recipe, path: Path | None, out: Path | None, report_every: int,
+                  sample: int) -> None:
+    from tqdm import tqdm
+
+    from minitrain import launch
+    from minitrain.parallelize import parallelize
+    from minitrain.train import measure_peak_flops
+    from minitrain.trainer import Trainer
+
     text, held_out = open_text(path, recipe.length)
-    device = launch.device()
-    model = GPT(config, seed=recipe.seed, dtype=dtype, device=device)
-    parallel = parallelize(model, Mesh(dp=collectives.world().size()))
-    trainer = Trainer(parallel, text, recipe, held_out=held_out, out=out, peak_flops=measure_peak_flops(dtype, device))
+    run = parallelize(config, strategy, recipe.make_optimizer, seed=recipe.seed, frozen=recipe.frozen, device=launch.device())
+    trainer = Trainer(run, text, recipe, held_out=held_out, out=out, report_every=report_every,
+                      peak_flops=measure_peak_flops(run.dtype, run.device))
     say = print if trainer.rank == 0 else lambda *_: None
-    say(f"{parameters(config):,} parameters, {trainer.ranks} ranks on {device.type}, best matrix product of one "
+    say(f"{parameters(config):,} parameters, {strategy}, {trainer.ranks} ranks on {run.device.type}, best matrix product of one "
         f"{trainer.peak_flops / 1e9:.0f} GFLOP/s; {len(text):,} tokens of {text.name}")
-    if trainer.resume():
-        say(f"resumed at step {trainer.step}")
+    if line := trainer.resume():
+        say(line)
     first, started = trainer.step, time.perf_counter()
     for record in trainer.run():
         say(tqdm.format_meter(record["step"], recipe.steps, time.perf_counter() - started, initial=first,
                               bar_format=BAR, postfix=describe(record)))
-    where = f"; log and checkpoint in {out}" if out else ""
-    say(f"{trainer.step} steps of {recipe.batch_size * recipe.length:,} tokens{where}")
-    if trainer.rank == 0:
-        say(f"It writes:\n{trainer.sample()}")
+    say(f"{trainer.step} steps of {recipe.batch_size * recipe.length:,} tokens" + (f"; log and checkpoint in {out}" if out else ""))
+    say(f"It writes:\n{trainer.sample(n=sample)}")
 
 
 def describe(record: dict[str, Any]) -> str:
     held_out = "" if record["held_out"] is None else f" (held out {record['held_out']:.3f})"
-    speed = f"{record['tokens_per_s'] / 1000:.1f}k tokens/s, MFU {record['mfu']:.0%}"
-    return f"loss {record['loss']:.3f}{held_out}, {speed}"
+    return f"loss {record['loss']:.3f}{held_out}, {record['tokens_per_s'] / 1000:.1f}k tokens/s, MFU {record['mfu']:.0%}"

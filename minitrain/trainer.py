@@ -1,96 +1,64 @@
-"""The loop around `train_step`: batches by number, a log, samples of text, and a checkpoint to go on from exactly.
+"""The loop around `run.step`: batches by number, a log, samples of text, and a checkpoint to go on from exactly. It knows no technique.
 
-Every step is a pure function of its number: the batch, the rate and the seed of dropout are computed from it, on each
-rank for itself. So a checkpoint is weights, optimizer state and position and nothing else. On the same number of
-ranks a run goes on bit for bit as if it had never stopped; on another number, up to rounding.
+Every step is a pure function of its number: the batch, the rate and what dropout drops follow from it, on each rank for itself. So a
+checkpoint is weights, optimizer states and position and nothing else, whole and by global name: it does not say who held what. In the
+same layout a run goes on bit for bit as if it had never stopped; in any other (`dp=2` as `tp=2`), up to rounding.
 
     OUT/checkpoint.pt    replaced in one piece at each report, so an interrupt at any moment loses the steps since
     OUT/log.jsonl        one line a report: step, loss, held-out loss, norm, tokens per second, MFU
 
-Sends what `train_step` sends and, per report, the loss, the held-out loss and its counts. Memory: as the step, plus
-on rank 0 a copy of the optimizer state while a checkpoint is written; the folder must be one that all ranks see.
-Raises ValueError in one line for settings out of range, a loss that is no number (before it can reach a checkpoint),
-and a checkpoint that is damaged, of another model, recipe or text, or not seen by all ranks.
-Differs from nanoGPT's train.py, whose shape it has: a recipe is one object, resuming is exact, the loop is a
-generator, so it never learns who watches.
+All ranks do the same in the same order and come to the same end: a loss that is no number, or ranks that see different folders, is the
+same error on every rank.
+Sends what the run's steps send and, per report, the loss, the held-out loss and, to save, every parameter and state once
+(`run.state_dict`). Memory: as the step, plus a whole copy of weights and optimizer states on every rank while a checkpoint is written.
+Raises ValueError in one line for a loss, norm or held-out loss that is no number (before it can reach a checkpoint), for a run that is
+frozen in other places than the recipe says, and for a checkpoint that is damaged, of another model, recipe, precision or text, or not
+seen by all ranks.
+Differs from nanoGPT's train.py, whose shape it has: a recipe is one object, resuming is exact, the loop is a generator, so it never
+learns who watches.
 """
+from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from torch import nn
 
 from minitrain import collectives
 from minitrain.accounting.compute import flops_per_token, mfu
+from minitrain.config import GPTConfig
 from minitrain.data import Text
-from minitrain.model import cross_entropy_sum, generate, seed_of
-from minitrain.optim import AdamW, warmup_cosine
-from minitrain.parallelize import Parallel
-from minitrain.train import Batch, StepResult, accumulate, train_step, valid_tokens
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All that decides the numbers of a run, besides model and text."""
-
-    steps: int = 1000
-    batch_size: int = 8  # rows of the global batch
-    length: int = 128
-    num_microbatches: int = 1  # on each rank
-    lr: float = 3e-3
-    warmup_steps: int = 20
-    min_lr: float = 3e-4
-    weight_decay: float = 0.1
-    clip: float | None = 1.0
-    seed: int = 0
-
-    def __post_init__(self):
-        for name in ("steps", "batch_size", "length", "num_microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: use at least 1")
-        self.lr_at(0)
-
-    def lr_at(self, step: int) -> float:
-        return warmup_cosine(step, self.lr, self.warmup_steps, self.steps, self.min_lr)
+from minitrain.recipe import Recipe
+from minitrain.run import Run
+from minitrain.strategy import Strategy
+from minitrain.train import StepResult
 
 
 class Trainer:
-    """Trains `parallel.model` by `recipe`. Reports, and saves if it was given a folder, every `report_every` steps."""
+    """Trains a run by `recipe`. Reports, and saves if it was given a folder, every `report_every` steps."""
 
-    def __init__(
-        self,
-        parallel: Parallel,
-        text: Text,
-        recipe: Recipe,
-        *,
-        held_out: Text | None = None,
-        out: Path | None = None,
-        report_every: int = 25,
-        peak_flops: float | None = None,
-    ):
-        self.model, self.reducer, self.group = parallel.model, parallel.reducer, parallel.data_group
+    def __init__(self, run: Run, text: Text, recipe: Recipe, *, held_out: Text | None = None, out: Path | None = None,
+                 report_every: int = 25, peak_flops: float | None = None):
         if report_every < 1:
             raise ValueError(f"report_every={report_every}: use at least 1 step")
-        if any(hasattr(param, "shards") for param in self.model.parameters()):
-            raise ValueError("the Trainer saves whole parameters, and these are cut over ranks: train with tp=1, or call train_step")
-        if parallel.token_group is not parallel.data_group:
-            raise ValueError("the Trainer gives each rank whole rows, and these are cut over cp: train with cp=1, or call train_step")
-        self.text, self.held_out, self.recipe, self.out = text, held_out, recipe, out
+        for param, name in run.sync.names.items():
+            if recipe.freezes(name) == param.requires_grad:
+                raise ValueError(f"{name} is {'trained' if param.requires_grad else 'frozen'} in this run, and the recipe has "
+                                 f"frozen={recipe.frozen}; give the same to both, parallelize(..., frozen=recipe.frozen)")
+        self.parallel, self.text, self.held_out, self.recipe, self.out = run, text, held_out, recipe, out
         self.report_every, self.peak_flops = report_every, peak_flops
-        self.rank, self.ranks = self.group.rank(), self.group.size()
-        param = next(self.model.parameters())
-        self.device, self.dtype = param.device, param.dtype
-        self.optimizer = AdamW(decaying_matrices(self.model, recipe.weight_decay), recipe.lr, betas=(0.9, 0.95),
-                               master_dtype=torch.promote_types(self.dtype, torch.float32))
-        self.forward_backward = accumulate(self.model, cross_entropy_sum, recipe.num_microbatches, self.reducer)
+        self.rows = text.rows(recipe.batch_size, recipe.length, recipe.seed)
+        self.rank, self.ranks = collectives.world().rank(), collectives.world().size()
         self.step, self.records = 0, []
+
+    # ---- training ------------------------------------------------------------------------------------------------------
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Train to the end of the recipe; yields a record per report, to print, plot or stop at."""
@@ -100,16 +68,10 @@ class Trainer:
             losses.append(result.loss)
             if self.step % self.report_every and self.step < self.recipe.steps:
                 continue
-            loss = collectives.all_reduce(torch.stack(losses).mean(), self.group).item()
-            record = {"step": self.step, "loss": loss, **self.speed(len(losses), time.perf_counter() - started)}
-            if result.norm is not None:
-                record["norm"] = result.norm.item()
-            if not math.isfinite(loss + record.get("norm", 0.0)):
-                good = self.step - len(losses)
-                raise ValueError(f"loss {loss}, gradient norm {record.get('norm')} between steps {good} and "
-                                 f"{self.step}: lower lr={self.recipe.lr} or clip={self.recipe.clip}; "
-                                 f"all was well at step {good}")
-            record["held_out"] = self.held_out_loss()
+            loss = self.parallel.total(torch.stack(losses).mean()).item()
+            record = {"step": self.step, "loss": loss, **self.speed(len(losses), time.perf_counter() - started),
+                      "norm": result.norm.item(), "held_out": self.held_out_loss()}
+            self.check(record, good=self.step - len(losses))
             self.records.append(record)
             self.save()
             yield record
@@ -117,95 +79,108 @@ class Trainer:
 
     def train_one_step(self) -> StepResult:
         """All that a step does follows from its number."""
-        recipe = self.recipe
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.lr_at(self.step)
-        torch.manual_seed(seed_of(f"dropout of step {self.step}, rank {self.rank}", recipe.seed))
-        batch = self.batch(self.text, self.step, recipe.seed)
+        for group in self.parallel.sync.param_groups:
+            group["lr"] = self.recipe.lr_at(self.step)
+        batch = self.parallel.batch(self.rows, self.step)
         self.step += 1
-        return train_step(self.forward_backward, batch, self.optimizer, self.reducer, recipe.clip)
+        return self.parallel.step(batch, self.recipe.clip)
 
-    def batch(self, text: Text, step: int, seed: int) -> Batch:
-        parts = text.batch(step, self.rank, self.ranks, self.recipe.batch_size, self.recipe.length, seed)
-        tokens, targets = (part.to(self.device) for part in parts)
-        return Batch(tokens, targets, valid_tokens(targets, self.group))
+    def check(self, record: dict[str, Any], good: int) -> None:
+        """Numbers are numbers. They are the same on all ranks, so all stop, or none."""
+        if not math.isfinite(record["loss"] + record["norm"] + (record["held_out"] or 0.0)):
+            raise ValueError(f"loss {record['loss']}, gradient norm {record['norm']}, held-out loss {record['held_out']} between steps {good} "
+                             f"and {self.step}: lower lr={self.recipe.lr} or clip={self.recipe.clip}; all was well at step {good}")
 
     def speed(self, steps: int, elapsed_s: float) -> dict[str, float]:
         tokens_per_s = steps * self.recipe.batch_size * self.recipe.length / elapsed_s
-        if not self.peak_flops:
+        if not (self.peak_flops and self.parallel.config):
             return {"tokens_per_s": tokens_per_s}
-        flops = flops_per_token(self.model.config, self.recipe.length)
+        flops = flops_per_token(self.parallel.config, self.recipe.length)
         return {"tokens_per_s": tokens_per_s, "mfu": mfu(tokens_per_s, flops, self.ranks, self.peak_flops)}
 
-    @torch.no_grad()
+    # ---- looking at it -------------------------------------------------------------------------------------------------
+
     def held_out_loss(self, batches: int = 2) -> float | None:
         """Mean loss per token on text that is not trained on: always the same windows, shared out over the ranks."""
         if self.held_out is None:
             return None
-        self.model.eval()
-        total = torch.zeros((), device=self.device)
-        for step in range(batches):
-            batch = self.batch(self.held_out, step, seed=0)
-            total = total + cross_entropy_sum(self.model(batch.tokens), batch.targets) / batch.num_valid / batches
-        self.model.train()
-        return collectives.all_reduce(total, self.group).item()
+        rows = self.held_out.rows(self.recipe.batch_size, self.recipe.length)
+        return sum(self.parallel.evaluate(self.parallel.batch(rows, step)).item() for step in range(batches)) / batches
 
     def sample(self, prompt: str = "The ", n: int = 200, temperature: float = 0.7, seed: int = 0) -> str:
-        """What the model makes of a prompt: n bytes more."""
-        tokens = torch.tensor([list(prompt.encode())], device=self.device)
-        return bytes(generate(self.model, tokens, n, temperature, seed)[0].tolist()).decode(errors="replace")
+        """What the model makes of a prompt, n bytes more; every rank must ask, and gets the same."""
+        tokens = torch.tensor([list(prompt.encode())], device=self.parallel.device)
+        return bytes(self.parallel.sample(tokens, n, temperature, seed)[0].tolist()).decode(errors="replace")
 
-    def identity(self) -> dict[str, Any]:
-        """What must be the same for a run to be the same run, in plain values (through JSON): a loader trusts no class."""
-        return json.loads(json.dumps({**asdict(self.model.config), **asdict(self.recipe), "dtype": str(self.dtype)}))
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Rank 0 writes the checkpoint, then the log, each in one piece: a reader finds the old file or the new one."""
-        if self.out is None or self.rank:
+        """Rank 0 writes the log, then the checkpoint, each in one piece: whoever goes on from the old checkpoint writes that line again."""
+        if self.out is None:
+            return
+        state = self.parallel.state_dict()                  # every rank takes part
+        if self.rank:
             return
         self.out.mkdir(parents=True, exist_ok=True)
-        position = self.text.position(self.step, self.recipe.batch_size, self.recipe.length, self.recipe.seed)
-        replace_file(self.out / "checkpoint.pt", lambda file: torch.save(
-            {"identity": self.identity(), "position": position, "records": self.records,
-             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file))
+        recipe = self.recipe
+        saved = {"identity": self.identity(), "strategy": asdict(self.parallel.strategy),
+                 "position": self.text.position(self.step, recipe.batch_size, recipe.length, recipe.seed), "records": self.records, "state": state}
         lines = "".join(json.dumps(record) + "\n" for record in self.records)
         replace_file(self.out / "log.jsonl", lambda file: file.write(lines.encode()))
+        replace_file(self.out / "checkpoint.pt", lambda file: torch.save(saved, file))
 
-    def resume(self) -> bool:
-        """Go on from the checkpoint in the folder, on every rank; False if there is none."""
-        path = self.out and self.out / "checkpoint.pt"
-        if path and path.exists():
-            self._load(path)
-        if collectives.all_reduce(torch.tensor(self.step, device=self.device), self.group) != self.step * self.ranks:
-            raise ValueError(f"this rank is at step {self.step} and others are not: {self.out} must be a folder that all "
-                             "ranks see")
-        return self.step > 0
+    def resume(self) -> str:
+        """Go on from the checkpoint in the folder, on every rank, and say from where; "" if there is none."""
+        saved = find_checkpoint(self.out, self.identity(), self.text, self.recipe, self.parallel.device)
+        self.agree(saved)
+        if not saved:
+            return ""
+        self.parallel.load_state_dict(saved["state"])
+        self.step, self.records = saved["position"]["step"], saved["records"]
+        before = Strategy(**saved["strategy"])
+        return f"resumed at step {self.step}" + (f"; it was saved by {before}" if before != self.parallel.strategy else "")
 
-    def _load(self, path: Path) -> None:
-        try:
-            saved = torch.load(path, map_location=self.device, weights_only=True)
-        except Exception as error:  # torch's reader raises many kinds
-            raise ValueError(f"{path} is damaged ({type(error).__name__}): delete it to start anew") from None
-        for name, now in self.identity().items():
-            before = saved["identity"].get(name)
-            if before != now:
-                raise ValueError(f"{path} was made with {name}={before}, this run has {name}={now}: resume with the "
-                                 "same settings, or write to another folder")
-        self.step = self.text.resume(saved["position"], self.recipe.batch_size, self.recipe.length, self.recipe.seed)
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.records = saved["records"]
+    def agree(self, saved: dict[str, Any]) -> None:
+        """All ranks found the same: they compare the step and a hash of what was reported until then."""
+        digest = hashlib.blake2b(json.dumps([saved["strategy"], saved["records"]]).encode(), digest_size=7) if saved else None
+        mine = [saved["position"]["step"], int.from_bytes(digest.digest())] if saved else [0, 0]
+        found = collectives.all_gather(torch.tensor([mine], device=self.parallel.device), collectives.world()).tolist()
+        for rank, (step, hashed) in enumerate(found):
+            if [step, hashed] != found[0]:
+                said = [f"one of step {step}" if step else "no checkpoint" for step, _ in (found[0], found[rank])]
+                raise ValueError(f"rank 0 sees {said[0]} and rank {rank} {said[1] if said[0] != said[1] else 'another one'}: {self.out} must be a "
+                                 "folder that all ranks see")
 
-
-def decaying_matrices(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices decay; norms and biases do not, their scale is not capacity."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    groups = [{"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-              {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    def identity(self) -> dict[str, Any]:
+        model = self.parallel.config or type(self.parallel.model).__name__
+        return identity(model, self.recipe, str(self.parallel.dtype).removeprefix("torch."))
 
 
-def replace_file(path: Path, write) -> None:
+def identity(model: GPTConfig | str, recipe: Recipe, precision: str) -> dict[str, Any]:
+    """What must be the same for a run to be the same run, in plain values (through JSON): a loader trusts no class."""
+    model = {"model": model} if isinstance(model, str) else asdict(model)
+    return json.loads(json.dumps({**model, **asdict(recipe), "precision": precision}))
+
+
+def find_checkpoint(out: Path | None, wanted: dict[str, Any], text: Text, recipe: Recipe, device: torch.device | str = "cpu",
+                    mmap: bool = False) -> dict[str, Any]:
+    """What the checkpoint in the folder holds, if it is one of this run, {} if there is none. `mmap` leaves tensors on the disk."""
+    if out is None or not (path := out / "checkpoint.pt").exists():
+        return {}
+    try:
+        saved = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+        was, position = saved["identity"], saved["position"]
+    except Exception as error:  # torch's reader raises many kinds
+        raise ValueError(f"{path} is damaged ({type(error).__name__}): delete it to start anew") from None
+    for name, now in wanted.items():
+        if was.get(name) != now:
+            raise ValueError(f"{path} was made with {name}={was.get(name)}, this run has {name}={now}: resume with the same settings, or write to "
+                             "another folder")
+    text.resume(position, recipe.batch_size, recipe.length, recipe.seed)
+    return saved
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write beside it, force it to the disk, then rename: a crash at any point leaves the old file or the new one."""
     beside = path.with_name(path.name + ".new")
     with open(beside, "wb") as file:

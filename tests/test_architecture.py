@@ -13,7 +13,7 @@ BASE = {"alibi", "collectives", "dropout", "sharding"}                          
 TECHNIQUES = {"data_parallel", "tensor_parallel", "pipeline", "context", "moe", "precision", "memory", "checkpoint",
               "fault", "communication", "kernels"}
 NO_TORCH = {"events", "deduplicate", "simulate", "plan", "accounting", "config", "plot", "plot_pipeline", "house_style", "atlas",
-            "notebook", "shared_cores"}
+            "notebook", "shared_cores", "flags", "strategy"}
 EVERYTHING = {"*"}
 DOOR = {"collectives", "channel", "messages", "transport", "sharding", "mesh", "launch", "launch_ranks", "dryrun", "grading"}
 ARROWS = {
@@ -32,7 +32,8 @@ ARROWS = {
     "simulate": {"events"}, "plan": {"simulate", "accounting", "config", "events"},
     "house_style": set(), "plot": {"house_style", "simulate"}, "plot_pipeline": {"house_style"},
     "pipeline_widget": {"house_style", "pipeline", "plot_pipeline"},
-    "train": {"collectives", "data", "optim", "train_command"}, "trainer": EVERYTHING, "train_command": EVERYTHING, "parallelize": EVERYTHING, "cli": EVERYTHING,
+    "train": {"collectives", "data", "optim"}, "recipe": {"optim"}, "flags": set(), "strategy": {"config", "context", "pipeline"},
+    "run": EVERYTHING, "trainer": EVERYTHING, "train_command": EVERYTHING, "parallelize": EVERYTHING, "cli": EVERYTHING,
     "grading": {"collectives"}, "exercises": {"grading"},
 }
 

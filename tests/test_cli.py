@@ -47,7 +47,7 @@ def test_replay_of_a_small_model(tmp_path):
     (["replay", "gpt9"], "no preset is called 'gpt9'; choose from tiny"),
     (["replay", "tiny", "--machine", "abacus"], "no machine is called 'abacus'; choose from"),
 ])
-def test_an_error_is_one_line_and_exit_code_2(words, message):
+def test_bad_input_is_one_line_and_exit_code_2(words, message):
     done = subprocess.run([sys.executable, "-m", "minitrain.cli", *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
