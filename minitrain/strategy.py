@@ -19,11 +19,11 @@ from dataclasses import dataclass, fields
 
 from minitrain.config import GATED, GPTConfig
 from minitrain.context import names as cores
+from minitrain.data_parallel.choices import WORDS
 from minitrain.pipeline.named import named
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import Schedule
 
-WORDS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 AXES = ("dp", "pp", "cp", "tp", "ep")
 

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitrain import collectives, launch
-from minitrain.data_parallel.zero3 import Zero3, elements
+from minitrain.data_parallel.units import elements
+from minitrain.data_parallel.zero3 import Zero3
 from minitrain.ledger import Ledger
 from minitrain.model import GPT, GPTConfig
 from tests.parallel import TOLERANCE

@@ -26,7 +26,7 @@ forward like all others; the order of prefetch is the order of the last forward.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -40,6 +40,7 @@ from minitrain import collectives
 from minitrain.collectives import Handle
 from minitrain.data_parallel.flat import Flat, Shards
 from minitrain.data_parallel.sync import MakeOptimizer, built, check_trainable, parts_of, sums_alike, together
+from minitrain.data_parallel.units import Unit, Way, assign, elements
 from minitrain.data_parallel.zero2 import check_accumulate
 
 
@@ -90,22 +91,6 @@ class Gathered(Flat):
     def _resize(self, numel: int) -> None:
         self.whole.untyped_storage().resize_(numel * self.whole.element_size())
         collectives.announce_resized(self.whole)
-
-
-class Unit:
-    """A module, the buffers it needs, and the pass through the model (through a stage, in a pipeline) that it belongs to."""
-
-    def __init__(self, module: nn.Module):
-        self.module, self.flats, self.way = module, [], None
-
-
-class Way:
-    """The order of units in a pass, learnt from the last forward."""
-
-    def __init__(self, units: list[Unit]):
-        self.order = units  # a guess before the first
-        self.seen: list[Unit] = []  # in this forward
-        self.done: set[Unit] = set()  # whose backward has begun
 
 
 class Zero3(Shards):
@@ -299,45 +284,3 @@ class Zero3(Shards):
 def in_backward() -> bool:
     """Is autograd at work in this thread (so that a forward is a recomputation)?"""
     return torch._C._current_graph_task_id() != -1
-
-
-def elements(module: nn.Module) -> list[nn.Module]:
-    """The default units: what is listed inside the module, and its children beside. Within a list only what cannot be called is
-    opened: a block may hold lists of its own (experts, heads), and is one unit."""
-    lists, found = (nn.ModuleList, nn.ModuleDict, nn.Sequential), []
-    for child in module.children():
-        callable_ = type(child).forward is not nn.Module.forward
-        holds_lists = not isinstance(module, lists) and any(isinstance(inner, lists) for inner in child.modules())
-        if holds_lists or not callable_:
-            found += elements(child)
-        elif any(True for _ in child.parameters()):
-            found.append(child)
-    return found
-
-
-def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable, alike: dict[nn.Parameter, tuple]) -> list[Unit]:
-    """Units, the model itself first, each with its buffers; a parameter belongs to the innermost unit around it. Parameters share a
-    buffer if the same units use them and they are `alike` (sync.sums_alike)."""
-    units = {module: Unit(module) for module in [model, *modules]}
-    inner: dict[nn.Parameter, dict[Unit, None]] = {}  # the units that use a parameter, by whatever name
-
-    def visit(module: nn.Module, unit: Unit) -> None:
-        unit = units.get(module, unit)
-        for param in module.parameters(recurse=False):
-            inner.setdefault(param, {})[unit] = None
-        for child in module.children():
-            visit(child, unit)
-
-    visit(model, units[model])
-    kinds: dict[tuple, list[nn.Parameter]] = {}
-    for param, users in inner.items():
-        kinds.setdefault((tuple(users), param.requires_grad, alike[param]), []).append(param)
-    for (users, _, (_, _, groups, *_)), params in kinds.items():
-        flat = make_flat(params, groups)
-        for unit in users:
-            unit.flats.append(flat)
-    empty = [module for module in modules if not units[module].flats]
-    if empty:
-        raise ValueError(f"unit {type(empty[0]).__name__} has no parameters of its own; leave it out of units, or give modules of "
-                         f"the model that was passed")
-    return [unit for unit in units.values() if unit.flats]
