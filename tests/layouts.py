@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations_with_replacement
 
@@ -324,7 +324,8 @@ def main() -> None:
 def describe(case: Draw) -> str:
     plain = GPTConfig()
     config = {name: value for name, value in vars(case.config).items() if value != getattr(plain, name)}
-    return f"{case.strategy} {replace(case, config=plain, strategy=Strategy())!r} {config}".replace(repr(plain), "").replace("Strategy(), ", "")
+    others = {name: value for name, value in vars(case).items() if name not in ("config", "strategy")}
+    return f"{case.strategy} GPTConfig({config}) {others}"
 
 
 if __name__ == "__main__":

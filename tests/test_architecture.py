@@ -32,7 +32,7 @@ ARROWS = {
     "simulate": {"events"}, "plan": {"simulate", "accounting", "config", "events"},
     "house_style": set(), "plot": {"house_style", "simulate"}, "plot_pipeline": {"house_style"},
     "pipeline_widget": {"house_style", "pipeline", "plot_pipeline"},
-    "train": {"collectives", "data", "optim"}, "recipe": {"optim"}, "flags": set(), "strategy": {"config", "context", "pipeline"},
+    "train": {"collectives", "data", "optim"}, "recipe": {"optim"}, "flags": set(), "strategy": {"config", "context", "data_parallel", "pipeline"},
     "run": EVERYTHING, "trainer": EVERYTHING, "train_command": EVERYTHING, "parallelize": EVERYTHING, "cli": EVERYTHING,
     "grading": {"collectives"}, "exercises": {"grading"},
 }
