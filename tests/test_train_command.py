@@ -15,12 +15,15 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from minitrain import cli, flags, train_command
+from minitrain import cli, flags, launch, train_command
 from minitrain.accounting.memory import zero_bytes
 from minitrain.accounting.parameters import parameters
 from minitrain.config import GPTConfig, presets
+from minitrain.data import Text
+from minitrain.parallelize import parallelize
 from minitrain.recipe import Recipe
 from minitrain.strategy import Strategy
+from minitrain.trainer import Trainer
 from tests.test_launch_torchrun import free_port
 
 TEXT = b"It is not enough to have a good mind; the main thing is to use it well. " * 40
@@ -105,19 +108,37 @@ def under_torchrun(folder, *words):
                           capture_output=True, text=True, timeout=200, env=environment, cwd=folder)
 
 
+def by_hand(folder):
+    """What the job below should have come to: one process, one Trainer, settings written out. Not what the command makes of flags."""
+    text, held_out = Text((folder / "text.txt").read_bytes()).split()
+    config = GPTConfig(d_model=32, num_layers=2, num_heads=4, max_positions=256, dropout=0.1)
+    recipe = Recipe(steps=4, batch_size=4, length=16, lr=0.01, seed=3)
+    run = parallelize(config, Strategy(precision="float64"), recipe.make_optimizer, seed=3)
+    return list(Trainer(run, text, recipe, held_out=held_out, report_every=2).run()), run.state_dict()["parameters"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback's name is Linux's")
 def test_the_same_command_under_torchrun_and_resumed(tmp_path, minitrain):
-    """The job trains to the same numbers as local ranks; local ranks go on from its checkpoint, and a job from theirs."""
-    flags = ("--tp", "2", "--out", "job", "--precision", "float64")
-    done = under_torchrun(tmp_path, *flags)
+    """The job trains to the numbers of one process, and goes on in another layout from the checkpoint of local ranks."""
+    settings = ("--precision", "float64", "--seed", "3", "--dropout", "0.1", "--lr", "0.01", "--out", "run")
+    ((records, weights),) = launch.run(by_hand, tmp_path, ranks=1)
+
+    def check(saved):
+        assert max(abs(a[name] - b[name]) for a, b in zip(saved["records"], records, strict=True) for name in ("loss", "held_out", "norm")) < 1e-12
+        assert max((saved["state"]["parameters"][name] - weights[name]).abs().max() for name in weights) < 1e-12
+
+    done = under_torchrun(tmp_path, "--tp", "2", *settings)
     assert done.returncode == 0 and "2 ranks on cpu" in done.stdout and done.stdout.count("It writes:") == 1, done.stderr
-    assert minitrain("train", *SMALL, "--text", "text.txt", "--tp", 2, "--out", "here", "--precision", "float64")[0] == 0
-    job, here = (torch.load(f"{name}/checkpoint.pt") for name in ("job", "here"))
-    assert all(torch.equal(weight, here["state"]["parameters"][name]) for name, weight in job["state"]["parameters"].items())
-    job["position"]["step"], job["records"] = 2, job["records"][:1]
-    torch.save(job, "job/checkpoint.pt")
-    done = under_torchrun(tmp_path, "--dp", "2", "--zero", "1", *flags[2:])
-    assert done.returncode == 0 and "resumed at step 2; it was saved by Strategy(tp=2, precision='float64')\n" in done.stdout, done.stderr
+    check(torch.load("run/checkpoint.pt"))
+    Path("run/checkpoint.pt").unlink()
+    code, _, err = minitrain("train", *SMALL, "--text", "text.txt", "--pp", 2, *settings)
+    assert code == 0, err
+    saved = torch.load("run/checkpoint.pt")
+    check(saved)
+    saved["position"]["step"], saved["records"] = 2, saved["records"][:1]
+    torch.save(saved, "run/checkpoint.pt")
+    done = under_torchrun(tmp_path, "--dp", "2", "--zero", "1", *settings)
+    assert done.returncode == 0 and "resumed at step 2; it was saved by Strategy(pp=2, precision='float64')\n" in done.stdout, done.stderr
 
 
 def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypatch):
