@@ -32,7 +32,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
@@ -160,7 +159,9 @@ class Zero3(Shards):
                 way.order = list(way.seen)
             inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
             if inputs and (self.driven or any(not flat.shard.requires_grad for flat in unit.flats)):
-                register_multi_grad_hook(inputs, lambda grads: self._after_backward(unit))
+                left = [None] * len(inputs)
+                for leaf in inputs:
+                    leaf.register_hook(lambda grad: self._after_backward(unit, left))
         self._make_whole(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output) -> None:
@@ -241,8 +242,12 @@ class Zero3(Shards):
                              f"parameters were used, which read as NaN; call it as a module, or give units=[...] without it, so that "
                              f"the module around it gathers them")
 
-    def _after_backward(self, unit: Unit) -> None:
-        """The gradient of a unit's input is there: for what is frozen no other says so, in a pipeline W may come much later."""
+    def _after_backward(self, unit: Unit, left: list) -> None:
+        """The gradient of one of a unit's inputs is there; with the last of them the unit is done: for what is frozen nothing else says
+        so, and in a pipeline W may come much later."""
+        left.pop()
+        if left:
+            return
         for flat in unit.flats:
             if self.driven or not flat.shard.requires_grad:
                 flat.free()
