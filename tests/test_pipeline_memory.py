@@ -4,6 +4,7 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from minitrain.parallelize import parallelize
 from minitrain.pipeline import runtime
 from minitrain.pipeline.bpipe import Balanced, bpipe
 from minitrain.pipeline.contrastive import contrastive_loss, contrastive_step, doubled, naive
-from minitrain.pipeline.lower import lower
+from minitrain.pipeline.lower import Receive, Sent, lower
 from minitrain.pipeline.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
@@ -308,6 +309,24 @@ def test_moves_run_beside_what_is_computed():
                 beside.append([action for action in seen if action[:1] in ("F", "B") and seen[action] == operators[action]])
         assert not issued and len(beside) == (2 * sum(action.kind == "E" for action in schedule.place) if rank in (0, 3) else 0)
         assert all(beside[:-1] if rank == 3 else beside)        # the last is given back behind the last backward of that rank
+
+
+def test_what_moves_is_counted_on_both_ends():
+    """In the programs, from the post of a receive until its send is known to be over: all that a rank holds, and of it the guests."""
+    for p, m in [(4, 4), (4, 8), (5, 13), (6, 6), (8, 8), (8, 19), (16, 32)]:
+        schedule = bpipe(p, m)
+        limit = max(peak(schedule, rank) for rank in range(p))
+        for entries, program in zip(schedule.ranks, lower(schedule)):
+            held, guests, most, most_guests = 0, 0, 0, 0
+            for step in program:
+                if isinstance(step, Action):
+                    held += {"F": 1, "B": -1}.get(step.kind, 0)
+                elif isinstance(step, (Receive, Sent)) and step.what.kind in "EG":
+                    held += 1 if isinstance(step, Receive) else -1
+                    guests += {(Receive, "E"): 1, (Sent, "G"): -1}.get((type(step), step.what.kind), 0)
+                most, most_guests = max(most, held), max(most_guests, guests)
+            listed = list(accumulate({"H": 1, "G": -1}.get(action.kind, 0) for action in entries))
+            assert most <= limit == (p + 3) // 2 and most_guests <= max(listed)
 
 
 def loads_another_microbatch():

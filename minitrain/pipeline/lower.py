@@ -15,7 +15,7 @@ waits for it.
 tensor can go. `Reduce(stage)` stands behind a stage's last gradient: whatever sums gradients over data-parallel ranks can start.
 Moves (bpipe.py) are messages too: Send(E) arrives for H, Send(G) for L. They run beside what is computed, as long as that takes no room:
 no rank holds more than the largest `peak` of all, with what is leaving and what is coming. So H's receive is posted at H, L's one computing entry
-ahead if there is room, and Sent stands in front of the first entry for which there would be none.
+ahead if there is room; Sent stands behind one computing entry, in front of the next that takes room, or earlier if there is none.
 
 Per boundary and unit two messages, activations forward and as much backward; none where neighbouring stages are on one rank (the
 turn of a V). No torch here. Raises what `check` raises, and ValueError for stages that are no chain and for moves that wait in a circle.
@@ -173,22 +173,27 @@ def _moves(rank: int, schedule: Schedule, most: Fraction | int) -> tuple[dict[Ac
     entries, held = schedule.ranks[rank], [0, *in_flight(schedule, rank)]
     leaving: list[Action] = []                                          # sent, and perhaps still here
     coming: list[Action] = []                                           # received ahead of its L
+    hidden = 0                                                          # so many of those leaving have had an entry to run beside
     for i, entry in enumerate(entries):
         kind = "F" if isinstance(entry, Pair) else entry.kind
         if entry in coming:
             coming.remove(entry)
-        room = most - held[i] - len(coming) - (1 if isinstance(entry, Pair) else max(held[i + 1] - held[i], 0))
+        takes = 1 if isinstance(entry, Pair) else max(held[i + 1] - held[i], 0)
+        room = most - held[i] - len(coming) - takes
         if kind in "HL":
             posted.setdefault(entry, i)
         elif kind not in "EG":
             ahead = _before_the_next(entries[i + 1:])[:max(room, 0)]
             posted |= dict.fromkeys(ahead, i)
             coming += ahead
-            room -= len(ahead)
-        while leaving and len(leaving) > room:
+            takes, room = takes + len(ahead), room - len(ahead)
+        while leaving and (len(leaving) > room or takes and hidden > 0):
             left[i].append(leaving.pop(0))
+            hidden -= 1
         if kind in "EG":
             leaving.append(entry)
+        elif kind not in "HL":
+            hidden = len(leaving)
     return posted, left
 
 
