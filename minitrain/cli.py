@@ -140,6 +140,7 @@ def replay(model: Annotated[str, typer.Argument(help="a preset, such as llama3-8
            picture: Annotated[Optional[Path], typer.Option(help="draw the timeline here (.png, .svg, .pdf)")] = None) -> None:
     """What a data-parallel step of a published model would take on a described machine: dry run, then replay."""
     from minitrain import dryrun, plot
+    from minitrain.accounting.compute import flops_per_token
     from minitrain.config import presets
     from minitrain.simulate.machines import machine as described
     from minitrain.simulate.replay import replay as play
@@ -154,7 +155,8 @@ def replay(model: Annotated[str, typer.Argument(help="a preset, such as llama3-8
     peak_gb = ledger.peak_bytes / 1e9
     typer.echo(f"\npeak memory {peak_gb:.1f} GB of {target.device.memory_bytes / 1e9:.0f} GB"
                + ("" if peak_gb * 1e9 <= target.device.memory_bytes else ": DOES NOT FIT; shard it or make the batch smaller"))
-    typer.echo(f"MFU {timeline.mfu(ledger.flops, 'float16'):.1%}")
+    model_flops = batch * length * flops_per_token(presets[model], length)
+    typer.echo(f"MFU {timeline.mfu(model_flops, 'float16'):.1%}, a causal attention counted as a triangle")
     if trace:
         typer.echo(f"trace in {timeline.to_chrome_trace(trace)}")
     if picture:

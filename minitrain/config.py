@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 CHOICES = {
     "norm": ("rms", "layer"),
     "positions": ("rope", "learned", "alibi", "none"),
-    "activation": ("gelu", "fastgelu", "swiglu", "geglu"),
+    "activation": ("gelu", "gelu_tanh", "fastgelu", "swiglu", "geglu"),
     "residual": ("pre", "parallel", "post", "deepnorm"),
 }
 GATED = ("swiglu", "geglu")
@@ -133,8 +133,9 @@ def _meant(given: str, allowed) -> str:
 
 
 def _gpt2(d_model: int, num_layers: int, num_heads: int, **other) -> GPTConfig:
-    """Radford et al. 2019, section 2.3: pre-norm, learned positions, GELU, biases everywhere, tied head."""
-    style = dict(vocab_size=50_257, max_positions=1024, norm="layer", positions="learned", activation="gelu",
+    """Radford et al. 2019, section 2.3: pre-norm, learned positions, GELU (by tanh, in their code and in what was trained after
+    it: GPT-NeoX, BLOOM), biases everywhere, tied head."""
+    style = dict(vocab_size=50_257, max_positions=1024, norm="layer", positions="learned", activation="gelu_tanh",
                  bias=True, tied=True)
     return GPTConfig(d_model=d_model, num_layers=num_layers, num_heads=num_heads, **{**style, **other})
 

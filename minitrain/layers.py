@@ -5,16 +5,17 @@
 
 No layer stores how many heads it has: it counts them in the width it finds (`unflatten(-1, (-1, head_dim))`), so that a
 layer whose weights were cut to H/tp heads is still the same layer. The *core* of the attention is an argument,
-`core(q, k, v)` with q `[B, H, T, K]` and k, v `[B, H_kv, T, K]`; it is causal in the order of the tokens it is given.
-So is the way one input meets several matrices, `project(x, linears)`: who cuts these matrices over ranks brings x there.
+`core(q, k, v)` with q `[B, H, T, K]` and k, v `[B, H_kv, T, K]`; it is causal in the order of the tokens it is given;
+a model with ALiBi gives it `bias=` (alibi.py), one with dropout `dropout=`, others neither. Another argument is the way
+one input meets several matrices, `project(x, linears)`: who cuts these matrices over ranks brings x there.
 `positions` `[T]` or `[B, T]` are data and come along with the tokens: a rank that holds the second half of a sequence
 is given T/2, T/2 + 1, … and needs to know nothing else.
 
 Vaswani et al. 2017, arXiv:1706.03762, section 3; Zhang and Sennrich 2019 (RMSNorm), arXiv:1910.07467; Su et al. 2021
-(RoPE), arXiv:2104.09864, section 3.2.2; Press et al. 2021 (ALiBi), arXiv:2108.12409; Shazeer 2019 (MQA),
-arXiv:1911.02150; Ainslie et al. 2023 (GQA), arXiv:2305.13245; DeepSeek-AI 2024 (MLA), arXiv:2405.04434, section 2.1;
-Shazeer 2020 (gated units), arXiv:2002.05202. Differs: RoPE turns the pairs (i, i + K/2), as GPT-NeoX does, where its
-paper turns (2i, 2i + 1); one is the other with the columns of each head in another order.
+(RoPE), arXiv:2104.09864, section 3.2.2; Shazeer 2019 (MQA), arXiv:1911.02150; Ainslie et al. 2023 (GQA),
+arXiv:2305.13245; DeepSeek-AI 2024 (MLA), arXiv:2405.04434, section 2.1; Shazeer 2020 (gated units), arXiv:2002.05202.
+Differs: RoPE turns the pairs (i, i + K/2), as GPT-NeoX does, where its paper turns (2i, 2i + 1); one is the other with
+the columns of each head in another order.
 """
 import math
 from collections.abc import Callable
@@ -222,7 +223,8 @@ class LatentAttention(nn.Module):
         plain, turned, latent, shared_key = self._parts(query_latent, kv_latent, positions)
         k, v = (up(latent).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for up in (self.k_up, self.v_up))
         k = torch.cat((k, shared_key.expand(-1, k.size(1), -1, -1)), dim=-1)
-        return self.core(torch.cat((plain, turned), dim=-1), k, v)
+        extras = {"dropout": self.config.dropout} if self.config.dropout and self.training else {}
+        return self.core(torch.cat((plain, turned), dim=-1), k, v, **extras)
 
     def absorbed(self, x: Tensor, positions: Tensor) -> Tensor:
         """As it is served, and equal to forward: W_k_up moves to the queries, W_v_up behind the core.
@@ -266,6 +268,8 @@ class MLP(nn.Module):
         match self.activation:
             case "gelu":
                 hidden = F.gelu(up)
+            case "gelu_tanh":
+                hidden = F.gelu(up, approximate="tanh")
             case "fastgelu":
                 hidden = fast_gelu(up)
             case "swiglu":

@@ -17,7 +17,10 @@ thread carries them out; the memory it holds counts like any other. Operators ru
 seen (a mode belongs to its thread; backward takes it along), nor is the inside of a compiled function.
 Costs some ten microseconds per operator while open. A closed ledger holds numbers only and can be sent elsewhere.
 
-Raises ValueError when a ledger is opened a second time.
+A causal attention kernel counts the scores its mask leaves, so that layouts of a sequence can be compared;
+`Ledger(causal="square")` counts all T², as the papers' formulas do (`accounting.compute` has both, by the same names).
+
+Raises ValueError when a ledger is opened a second time, and for another value of `causal`.
 FLOP counting by dispatch mode is the idea of torch.utils.flop_counter, storages held by weak reference that of
 torch.distributed._tools.mem_tracker. Differs: one account for both and for communication, of a dry run too.
 """
@@ -26,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,7 +43,10 @@ from minitrain.operators import FLOATS, Operator, describe, tensors
 class Ledger:
     """One run's account, to be read while it is open or after. Bytes are bytes of this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, causal: str = "triangle") -> None:
+        if causal not in ("triangle", "square"):
+            raise ValueError(f"causal = {causal!r}; use 'triangle' (the scores a causal mask leaves) or 'square' (all, as in papers)")
+        self.causal = causal
         self._events: list[Compute | _Issued | Wait] = []
         self._calls: list[_Issued] = []
         self._pending: dict[int, _Issued] = {}      # id of the call -> the call, until it has been waited for
@@ -187,7 +193,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger, self._memory = ledger, ledger._memory
-        self._describe = cache(describe)
+        self._describe = cache(partial(describe, causal=ledger.causal))
         self._event = cache(Compute)    # equal events are one object: thousands would keep the garbage collector busy
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -5,7 +5,10 @@
 
 FLOPs are the hardware's, as executed: a forward pass that runs twice counts twice, and the backward of a fused
 attention kernel counts five products, not four, because it computes the scores anew (2.5 times its forward; attention
-written with matmul counts twice). A causal kernel is charged for the full square of scores, as in the papers' formulas.
+written with matmul counts twice). A fused kernel that is told `is_causal` counts the scores its mask leaves, T(T+1)/2 for
+T tokens: it skips the tiles in the future (and does the few that the diagonal crosses in full, which is not charged).
+`causal="square"` charges all T², the convention of published formulas. A mask made of numbers, added to products or
+handed to a kernel, spares nothing: those scores are computed, and count, whatever `causal` says.
 Bytes are what an operator must move if no cache helps it: a tensor that was expanded counts its memory, a table that
 rows are read from or added to counts those rows.
 
@@ -15,6 +18,7 @@ convolutions are ours (torch 2.13 counts nothing for the CPU attention kernel, a
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -60,13 +64,13 @@ class Operator:
         return tensors(by_position + [kwargs.get(name) for name in self.written_keywords])
 
 
-def describe(func: torch._ops.OpOverload) -> Operator:
+def describe(func: torch._ops.OpOverload, causal: str = "triangle") -> Operator:
     packet, schema = func.overloadpacket, func._schema
     name, bookkeeping = packet.__name__, func.namespace in ("prim", "profiler")
     written = [_is_written(argument) for argument in schema.arguments]
     return Operator(
         name=name,
-        flops=_formula(packet) or _formula(getattr(aten, name.removesuffix("_"), None)),        # c.addmm_(a, b) as addmm(c, a, b)
+        flops=_formula(packet, causal) or _formula(getattr(aten, name.removesuffix("_"), None), causal),    # addmm_ as addmm
         written=tuple(i for i, a in enumerate(schema.arguments) if written[i] and not a.kwarg_only),
         written_keywords=frozenset(a.name for i, a in enumerate(schema.arguments) if written[i] and a.kwarg_only),
         mutates=any(written),
@@ -81,7 +85,10 @@ def describe(func: torch._ops.OpOverload) -> Operator:
     )
 
 
-def _formula(packet) -> Callable[..., int] | None:
+def _formula(packet, causal: str) -> Callable[..., int] | None:
+    if packet in ATTENTION:
+        names = [argument.name for argument in packet.default._schema.arguments]
+        return partial(_attention, names, *ATTENTION[packet], causal)
     return OUR_FORMULAS.get(packet) or flop_registry.get(packet)
 
 
@@ -105,16 +112,20 @@ def tensors(values) -> list[Tensor]:
 
 # ---- FLOPs where torch.utils.flop_counter has no formula, or not a right one -----------------------------------------
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *args, **kwargs) -> int:
-    """scores = Q·Kᵀ, out = P·V. q [B, H, T, K], k and v [B, H', S, K]: H' < H heads are shared, which saves no work."""
-    B, H, T, K = q.shape
-    return 2 * B * H * T * k.shape[-2] * (K + v.shape[-1])
+def _attention(names: list[str], with_keys: int, with_values: int, aligned: str, causal: str, *args, **kwargs) -> int:
+    """So many products of Tq·Tk scores with the width of the keys, and with that of the values. q [B, H, Tq, K], k and
+    v [B, H', Tk, K]: heads that are shared, H' < H, save no work."""
+    given = dict(zip(names, args)) | kwargs
+    (B, H, T, K), S = given["query"].shape, given["key"].shape[-2]
+    triangle = given.get("is_causal", False) and causal == "triangle"
+    scores = visible_scores(T, S, aligned) if triangle else T * S
+    return 2 * B * H * scores * (with_keys * K + with_values * given["value"].shape[-1])
 
 
-def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args, **kwargs) -> int:
-    """scores once more, dP = dO·Vᵀ, dV = Pᵀ·dO, dQ = dS·K, dK = dSᵀ·Q."""
-    B, H, T, K = q.shape
-    return 2 * B * H * T * k.shape[-2] * (3 * K + 2 * v.shape[-1])
+def visible_scores(queries: int, keys: int, aligned: str = "top left") -> int:
+    """What a causal mask leaves of [Tq, Tk]. Its diagonal starts in the first row or ends in the last ("lower right")."""
+    side = min(queries, keys)
+    return side * (side + 1) // 2 + ((queries - side) * keys if aligned == "top left" else queries * (keys - side))
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes, stride, padding, dilation,
@@ -128,15 +139,18 @@ def _matrix_vector(matrix: Tensor, *args, **kwargs) -> int:
     return 2 * matrix.numel()
 
 
+# Forward: scores = Q·Kᵀ, out = P·V. Backward: scores once more, dP = dO·Vᵀ, dV = Pᵀ·dO, dQ = dS·K, dK = dSᵀ·Q.
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (1, 1, "top left"),
+    aten._scaled_dot_product_flash_attention: (1, 1, "lower right"),
+    aten._scaled_dot_product_efficient_attention: (1, 1, "top left"),
+    aten._scaled_dot_product_cudnn_attention: (1, 1, "top left"),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (3, 2, "top left"),
+    aten._scaled_dot_product_flash_attention_backward: (3, 2, "lower right"),
+    aten._scaled_dot_product_efficient_attention_backward: (3, 2, "top left"),
+    aten._scaled_dot_product_cudnn_attention_backward: (3, 2, "top left"),
+}
 OUR_FORMULAS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention: _attention,
-    aten._scaled_dot_product_efficient_attention: _attention,
-    aten._scaled_dot_product_cudnn_attention: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    aten._scaled_dot_product_flash_attention_backward: _attention_backward,
-    aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
-    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
     aten.convolution_backward: _convolution_backward,
     aten.mv: _matrix_vector,
     aten.dot: _matrix_vector,

@@ -15,6 +15,7 @@ reader's own under more than data parallelism.
 from __future__ import annotations
 
 
+import math
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
@@ -34,11 +35,14 @@ from minitrain.data_parallel.zero3 import Zero3
 from minitrain.dropout import Places, drop_by_place
 from minitrain.mesh import Mesh
 from minitrain.model import GPT, Stages, cross_entropy_sum
+from minitrain.optim import sum_of_squares
 from minitrain.pipeline.bpipe import Balanced
 from minitrain.pipeline.partition import even
+from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.sliced_attention import look_back
+from minitrain.pipeline.slices import on_each_rank
 from minitrain.run import Run
 from minitrain.sharding import place
 from minitrain.strategy import Strategy
@@ -88,9 +92,10 @@ def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer
         sync.driven = True
         kind = Balanced if schedule.evicts else Runner
         forward_backward = runner = kind(
-            dict(module.items()), schedule, mesh.group("pp"), loss_fn, sync, width=config.d_model, down=mesh.twin("pp"), check=False,
+            dict(module.items()), on_each_rank(schedule, strategy.cp), mesh.group("pp"), loss_fn, sync, width=config.d_model, down=mesh.twin("pp"), check=False,
             length_over=strategy.tp if strategy.sequence_parallel else 1, memory=memory, at=places.at)
-    return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config=config, runner=runner, layout=layout_of(strategy))
+    late = check_late(sync, strategy, mesh, runner) if strategy.post_validation else None
+    return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config=config, runner=runner, layout=layout_of(strategy, schedule), late=late)
 
 
 def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
@@ -135,7 +140,7 @@ def attend_over(module: GPT | Stages, strategy: Strategy, mesh: Mesh, schedule: 
     """Attention over the ranks of cp; with slices, also over earlier ones, and what remembers their keys."""
     groups = dict(zip(strategy.context_groups, (mesh.group(axis) for axis in strategy.context_axes)))
     if schedule is not None and schedule.slices > 1:
-        how = dict(attend=core_of_slices(strategy.core, groups, strategy.layout, schedule.slices)) if groups else {}
+        how = dict(attend=core_of_slices(strategy.core, groups, strategy.layout, schedule.lengths or schedule.slices)) if groups else {}
         return look_back(dict(module.items()), schedule, **how)
     if groups:
         for layer in module.layers:
@@ -153,9 +158,10 @@ def parts_of_places(strategy: Strategy, mesh: Mesh) -> dict:
     return dict(part=group.rank()) | (dict(own=own) if own else {})
 
 
-def layout_of(strategy: Strategy):
+def layout_of(strategy: Strategy, schedule: Schedule | None):
     """How the tokens of a row are laid out over the ranks of cp."""
-    return data_layout(strategy.core, strategy.context_groups, strategy.layout, strategy.slices) if strategy.cp > 1 else None
+    slices = strategy.slices if schedule is None else schedule.lengths or schedule.slices
+    return data_layout(strategy.core, strategy.context_groups, strategy.layout, slices) if strategy.cp > 1 else None
 
 
 # ---- 5: placements -----------------------------------------------------------------------------------------------------
@@ -196,6 +202,20 @@ SYNCS: dict[int | str, Callable[..., Sync]] = {
     3: lambda module, strategy, mesh, make: Zero3(module, _rows(strategy, mesh), make),
     "word": lambda module, strategy, mesh, make: Hybrid(module, mesh.group("intra", *strategy.context_axes), mesh.group("inter"), make,
                                                         strategy.zero)}
+
+
+# ---- 7: how a step ends ------------------------------------------------------------------------------------------------
+
+def check_late(sync: Sync, strategy: Strategy, mesh: Mesh, runner: Runner) -> PostValidation:
+    """Clipping that no rank waits for: the runner asks before its first backward."""
+    like = torch.zeros((), dtype=torch.float64, device=runner.device)
+
+    def squares() -> Tensor:
+        return sum_of_squares([param for group in sync.param_groups for param in group["params"]], like)
+
+    late = PostValidation(sync, math.inf, mesh.group("pp"), squares)
+    runner.before_backward = late.before_backward
+    return late
 
 
 def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:

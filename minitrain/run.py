@@ -14,6 +14,7 @@ hold. Raises ValueError in one line for rows and lengths that the strategy refus
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from minitrain.data import Rows, rows_of
 from minitrain.data_parallel.sync import Sync
 from minitrain.mesh import Mesh
 from minitrain.model import GPT, generate
+from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.strategy import Strategy
 from minitrain.train import Batch, StepResult, train_step, valid_tokens
@@ -39,9 +41,9 @@ class Run:
 
     def __init__(self, model: nn.Module, strategy: Strategy, mesh: Mesh, sync: Sync, forward_backward: Callable[[Batch], Tensor],
                  loss_fn: Callable[[Tensor, Tensor], Tensor], *, config: GPTConfig | None = None, runner: Runner | None = None,
-                 layout: layouts.Layout | None = None):
+                 layout: layouts.Layout | None = None, late: PostValidation | None = None):
         self.model, self.strategy, self.mesh, self.sync, self.loss_fn, self.config = model, strategy, mesh, sync, loss_fn, config
-        self.forward_backward, self.runner, self.layout = forward_backward, runner, layout
+        self.forward_backward, self.runner, self.layout, self.late = forward_backward, runner, layout, late
         rows, tokens = strategy.data_axes, strategy.context_axes
         self.data_group = mesh.group(*rows)                                                     # ranks with other rows
         self.context_group = mesh.group(*tokens) if tokens else None                            # with other tokens of the same rows
@@ -67,8 +69,21 @@ class Run:
         return Batch(tokens, targets, valid_tokens(targets, self.token_group), positions, step, first_row)
 
     def step(self, batch: Batch, clip: float | None = None) -> StepResult:
-        """One step of the optimizer. The loss is this rank's part: the sum over `loss_group` is that of the global batch."""
-        return train_step(self.forward_backward, batch, self.sync, self.sync, clip, self.stage_group)
+        """One step of the optimizer. The loss is this rank's part: the sum over `loss_group` is that of the global batch. With the strategy's
+        `post_validation` the norm is that of the step before (0 in the first), as this one's comes later."""
+        if self.late is None:
+            return train_step(self.forward_backward, batch, self.sync, self.sync, clip, self.stage_group)
+        limit = clip or math.inf
+        if limit != self.late.max_norm:
+            self.settle()
+            self.late.max_norm = limit
+        loss, _ = train_step(self.forward_backward, batch, self.late, self.sync)
+        return StepResult(loss, loss.new_zeros(()) if self.late.norm is None else self.late.norm)
+
+    def settle(self) -> None:
+        """The last step is final: with `post_validation` its norm has been checked. The methods below do it themselves."""
+        if self.late:
+            self.late.finish()
 
     def total(self, loss: Tensor) -> Tensor:
         """The loss of the global batch on every rank, from this rank's part of it."""
@@ -106,6 +121,7 @@ class Run:
 
     def _through(self, tokens: Tensor, positions: Tensor | None) -> Tensor | None:
         """What the last layer gives, on the ranks of one stage, without dropout."""
+        self.settle()
         training, _ = self.training, self.train(False)
         try:
             if self.runner is None:
@@ -130,6 +146,7 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """{"parameters": {name: whole}, "optimizer": {name: {..}}}, the same on every rank."""
+        self.settle()
         full = self.sync.full_state_dict()
         if self.stage_group is None:
             return full
@@ -138,6 +155,7 @@ class Run:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave under any strategy."""
+        self.settle()
         ours = set(self.sync.names.values())
         if self.config:
             check_names(state["parameters"], self.config)

@@ -19,11 +19,12 @@ from dataclasses import dataclass, fields
 
 from minitrain.config import GATED, GPTConfig
 from minitrain.context import names as cores
+from minitrain.data_parallel.choices import WORDS
+from minitrain.pipeline.lower import lower, pause
 from minitrain.pipeline.named import named
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import Schedule
 
-WORDS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 AXES = ("dp", "pp", "cp", "tp", "ep")
 
@@ -46,6 +47,7 @@ class Strategy:
     chunks: int = 1                      # stages a rank, for the schedules that interleave
     slices: int = 1                      # of each sequence, for terapipe and seq1f1b
     recompute: bool = False              # a forward keeps its stage's input only
+    post_validation: bool = False        # of a pipeline: update first, clip (and take back) when the norm of all stages has come
     core: str = "ring"                   # attention over the ranks of cp: ring, ulysses, double_ring, usp, ...
     layout: str = "zigzag"               # of a sequence over the ranks of cp: contiguous, zigzag or striped
     inner: int = 1                       # of the cp ranks, how many are an inner ring, a node or a team, for cores that have one
@@ -72,8 +74,12 @@ class Strategy:
         if not self.pipelined and (self.chunks > 1 or self.slices > 1):
             raise ValueError(f"{'chunks' if self.chunks > 1 else 'slices'} > 1 is for a pipeline; use pp > 1")
         self._check_context()
+        if self.post_validation and self.pp == 1:
+            raise ValueError("post_validation=True is about the norm of several stages, and pp=1; use pp > 1")
         if self.pipelined:
-            self.build_schedule()
+            schedule = self.build_schedule()
+            for rank, program in enumerate(lower(schedule) if self.post_validation else ()):
+                pause(program, rank, schedule)
 
     # ---- what follows from it ------------------------------------------------------------------------------------------
 

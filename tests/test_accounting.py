@@ -54,19 +54,36 @@ def test_flops_are_counted_exactly(config):
             loss = cross_entropy_sum(model(tokens), targets)
         with ledger.phase("backward"):
             loss.backward()
-    forward = batch * length * forward_flops_per_token(config, length)
+    forward = batch * length * forward_flops_per_token(config, length, causal="square")       # matmul makes the masked scores, too
     assert ledger.flops_by_phase == {"forward": forward, "backward": 2 * forward}
-    assert ledger.flops == counter.get_total_flops() == batch * length * flops_per_token(config, length)
+    assert ledger.flops == counter.get_total_flops() == batch * length * flops_per_token(config, length, causal="square")
     assert flops_per_token(config, length, recompute=True) * 3 == 4 * flops_per_token(config, length)
 
 
-def test_the_fused_core_computes_the_scores_once_more_in_backward():
-    """A fused kernel keeps no scores: its backward makes 5 products, not 4, half of the core's forward on top."""
-    config, tokens = presets["tiny"], torch.zeros(2, 64, dtype=torch.long)
-    with Ledger() as ledger:
-        cross_entropy_sum(GPT(config, attention=causal_attention)(tokens), tokens).backward()
-    core = 2 * 64 * config.num_layers * 4 * config.d_model * 64
-    assert ledger.flops == 2 * 64 * flops_per_token(config, 64) + core // 2
+@pytest.mark.parametrize("causal, scores", [("triangle", 64 * 65 // 2), ("square", 64 * 64)])
+@pytest.mark.parametrize("config", [presets["tiny"], replace(presets["tiny"], num_kv_heads=1)], ids=["mha", "mqa"])
+def test_a_fused_core_counts_as_the_formula_of_the_same_name(config, causal, scores):
+    """Forward is the formula's integer; backward has 5 products where the formula has 4: a fused kernel keeps no scores."""
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    with Ledger(causal=causal) as ledger:
+        with ledger.phase("forward"):
+            loss = cross_entropy_sum(GPT(config, attention=causal_attention)(tokens), tokens)
+        loss.backward()
+    again = 2 * scores * 2 * config.num_layers * config.d_model
+    assert ledger.flops_by_phase["forward"] == 2 * 64 * forward_flops_per_token(config, 64, causal=causal)
+    assert ledger.flops == 2 * 64 * flops_per_token(config, 64, causal=causal) + again
+
+
+def test_triangle_and_square():
+    """The square charges T - 1 keys in 2T more; the default is what a causal mask leaves."""
+    attention = 6 * 12 * 768                                                     # a key more, for a token of GPT-2
+    triangle, square = (flops_per_token(presets["gpt2"], 1024, causal=causal) for causal in ("triangle", "square"))
+    assert square == 6 * matmul_parameters(presets["gpt2"]) + 2 * attention * 1024
+    assert flops_per_token(presets["gpt2"], 1024) == triangle == square - attention * 1023
+    assert round(square / triangle, 2) == 1.07
+    assert round(flops_per_token(presets["llama3-8b"], 2**17, causal="square") / flops_per_token(presets["llama3-8b"], 2**17), 2) == 1.7
+    with pytest.raises(ValueError, match="causal = True; use 'triangle' .* or 'square'"):
+        flops_per_token(presets["gpt2"], 1024, causal=True)
 
 
 def test_mfu():
@@ -121,7 +138,7 @@ def test_narayanan_table_1(row):
 def test_narayanan_flops_are_four_forwards():
     """Equation 3 runs every block's forward twice; it is our count but for the output table, which it runs once."""
     config = GPTConfig(vocab_size=51_200, d_model=12_288, num_layers=96, num_heads=96, activation="gelu", tied=True)
-    ours = 2048 * flops_per_token(config, 2048, recompute=True)
+    ours = 2048 * flops_per_token(config, 2048, causal="square", recompute=True)
     assert near(megatron_flops(1, 2048, 96, 12_288, 51_200), ours - 2048 * 2 * 51_200 * 12_288, 1e-12)
 
 
@@ -157,9 +174,9 @@ def test_published_rates():
                                                     ((8, 16, 16, 8), 16_384, 380, 38)):
         assert tp * cp * pp * dp == gpus and abs(100 * tflops / 989.5 - percent) < 0.6
     assert [round(100 * tflops / 989.5, 1) for tflops in (430, 400, 380)] == [43.5, 40.4, 38.4]
-    # MegaScale table 2: 6·N and half the square of scores (causal).
+    # MegaScale table 2: 6·N and half the square of scores; a triangle is that and half its diagonal.
     config = GPTConfig(vocab_size=64_000, d_model=12_288, num_layers=96, num_heads=96, activation="gelu")
-    per_token = 6 * 175e9 + flops_per_token(config, 2048, causal=True) - 6 * matmul_parameters(config)
+    per_token = 6 * 175e9 + flops_per_token(config, 2048, causal="triangle") - 6 * matmul_parameters(config)
     assert near(per_token, 1.0645e12, 1e-4)
     assert round(6144 * 2048 / 6.34 / 1e3) == 1985                              # printed 1,984K
     assert abs(mfu(6144 * 2048 / 6.34, per_token, 12_288, 312e12) - 0.552) < 0.001

@@ -18,6 +18,7 @@ EVERYTHING = {"*"}
 DOOR = {"collectives", "channel", "messages", "transport", "sharding", "mesh", "launch", "launch_ranks", "dryrun", "grading"}
 ARROWS = {
     "events": set(), "config": set(), "accounting": {"config"}, "layers": {"alibi", "config"}, "model": {"config", "layers"}, "alibi": set(),
+    "hugging_face": {"config", "model"},
     "data": set(), "dropout": set(), "deduplicate": set(), "atlas": set(), "notebook": set(),
     "call_log": set(), "checked": {"call_log"}, "shared_cores": set(), "channel": {"call_log", "shared_cores"},
     "transport": {"call_log", "checked", "channel"},
@@ -31,7 +32,7 @@ ARROWS = {
     "simulate": {"events"}, "plan": {"simulate", "accounting", "config", "events"},
     "house_style": set(), "plot": {"house_style", "simulate"}, "plot_pipeline": {"house_style"},
     "pipeline_widget": {"house_style", "pipeline", "plot_pipeline"},
-    "train": {"collectives", "data", "optim"}, "recipe": {"optim"}, "flags": set(), "strategy": {"config", "context", "pipeline"},
+    "train": {"collectives", "data", "optim"}, "recipe": {"optim"}, "flags": set(), "strategy": {"config", "context", "data_parallel", "pipeline"},
     "run": EVERYTHING, "trainer": EVERYTHING, "train_command": EVERYTHING, "parallelize": EVERYTHING, "cli": EVERYTHING,
     "grading": {"collectives"}, "exercises": {"grading"},
 }

@@ -9,7 +9,7 @@ from minitrain.alibi import Alibi, alibi_slopes
 from minitrain.context.flash import flash_attention
 from minitrain.context.layout import positions, striped
 from minitrain.context.ulysses import ulysses_attention
-from minitrain.layers import causal_attention
+from minitrain.layers import LatentAttention, causal_attention
 from tests.context_cores import CORES, HEADS, MASK, in_one_process
 from tests.context_runs import T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
@@ -42,6 +42,14 @@ def test_one_device():
         *qkv, dout = inputs(HEADS, width=width)
         out = flash_attention(*[x.requires_grad_() for x in qkv])
         assert furthest([out, *torch.autograd.grad(out, qkv, dout)], in_one_process(width=width)) < TOLERANCE
+
+
+def test_latent_attention_hands_dropout_to_its_core():
+    given, config = [], small(kv_latent=8, rope_head_dim=2, num_kv_heads=4, dropout=0.3)
+    layer = LatentAttention(config, lambda q, k, v, **more: given.append(more) or v)
+    layer(torch.ones(1, 3, 16), torch.arange(3))
+    layer.eval()(torch.ones(1, 3, 16), torch.arange(3))
+    assert given == [{"dropout": 0.3}, {}]
 
 
 PROBLEM = Problem(config=small(vocab_size=32, kv_latent=8, query_latent=6, rope_head_dim=2, num_kv_heads=4))

@@ -22,6 +22,7 @@ from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.model import GPT, Block, GPTConfig, cross_entropy_sum
 from minitrain.layers import causal_attention, naive_attention
+from minitrain.operators import ATTENTION, describe, visible_scores
 from minitrain.optim import AdamW
 
 B, T, D, H, L, V = 2, 24, 32, 4, 3, 50
@@ -36,17 +37,20 @@ def account(function, *args):
 
 # ---- FLOPs -----------------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("causal", ["triangle", "square"])
 @pytest.mark.parametrize("core, backward_over_forward", [(naive_attention, 2), (causal_attention, 2.5)])
-def test_flops_of_a_layer_are_24bsh2_and_4bs2h(core, backward_over_forward):
-    """Backward is twice the forward; a fused core computes its scores anew and has 2.5 times its own."""
+def test_flops_of_a_layer_are_24bsh2_and_4bs2h(core, backward_over_forward, causal):
+    """Backward is twice the forward; a fused core computes its scores anew and has 2.5 times its own, and by default counts
+    those of the triangle. Attention in matmuls makes the square, whatever is asked."""
     block = Block(CONFIG, "layers.1", attention=core)
     x = torch.randn(B, T, D, requires_grad=True)
-    with Ledger() as ledger:
+    with Ledger(causal=causal) as ledger:
         with ledger.phase("forward"):
             y = block(x, torch.arange(T))
         with ledger.phase("backward"):
             y.sum().backward()
-    matrices, attention = 24 * B * T * D**2, 4 * B * T**2 * D
+    scores = T * (T + 1) // 2 if core is causal_attention and causal == "triangle" else T**2
+    matrices, attention = 24 * B * T * D**2, 4 * B * scores * D
     assert ledger.flops_by_phase == {"forward": matrices + attention,
                                      "backward": 2 * matrices + backward_over_forward * attention}
     products = "mm bmm" if core is naive_attention else (
@@ -106,6 +110,55 @@ def tensor(*shape):
 ])
 def test_flops_of_operators(multiply_adds, function):
     assert account(function).flops == 2 * multiply_adds
+
+
+def of_kernel(packet, queries, keys, is_causal):
+    """One call of a kernel without data: 2 heads, keys of width 8, values of width 16."""
+    place = dict(device="meta", dtype=torch.bfloat16)
+    given = {}
+    for argument in packet.default._schema.arguments:
+        if argument.name in ("query", "key", "value", "grad_out", "grad_out_", "out"):
+            rows = keys if argument.name in ("key", "value") else queries
+            given[argument.name] = torch.empty(1, 2, rows, 8 if argument.name in ("query", "key") else 16, **place)
+    return describe(packet.default, "triangle").flops(**given, is_causal=is_causal), describe(packet.default, "square").flops(**given, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("packet", ATTENTION, ids=str)
+def test_a_causal_kernel_counts_what_its_mask_leaves(packet):
+    """Top left, as F.scaled_dot_product_attention documents; torch's flash kernel for CUDA aligns a mask that is not square
+    to the lower right, and is called with one by torch.nn.attention.bias.causal_lower_right alone."""
+    backward, lower_right = "backward" in str(packet), "flash_attention" in str(packet) and "cpu" not in str(packet)
+    per_score = 2 * 2 * (3 * 8 + 2 * 16 if backward else 8 + 16)
+    for queries, keys in ((64, 64), (5, 8), (8, 5), (1, 7), (7, 1)):
+        seen = torch.ones(queries, keys).tril(keys - queries if lower_right else 0).sum().item()
+        assert of_kernel(packet, queries, keys, True) == (per_score * seen, per_score * queries * keys)
+        assert of_kernel(packet, queries, keys, False) == (per_score * queries * keys,) * 2
+
+
+@pytest.mark.parametrize("queries, keys", [(40, 70), (70, 40), (33, 33)])
+def test_the_mask_that_is_counted_is_the_one_that_is_applied(queries, keys):
+    """A mask with one more or one less diagonal gives another output, and another count."""
+    q, k, v = (torch.randn(1, 2, length, 4, dtype=torch.float64) for length in (queries, keys, keys))
+    with Ledger() as ledger:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for shift, same in ((0, True), (1, False), (-1, False), (keys - queries, queries == keys)):
+        mask = torch.ones(queries, keys, dtype=torch.bool).tril(shift)
+        mask[0, 0] = True                               # a row that sees nothing has no output
+        assert torch.allclose(out, F.scaled_dot_product_attention(q, k, v, attn_mask=mask)) == same
+        assert (ledger.flops == 2 * 2 * 8 * mask.sum()) == same
+    assert ledger.flops == 2 * 2 * 8 * visible_scores(queries, keys)
+
+
+def test_a_mask_of_numbers_spares_nothing():
+    """A bias makes the model hand over a mask as a tensor: the kernel computes all scores, and so says the ledger."""
+    q, k, v = (torch.randn(1, 2, 16, 4) for _ in range(3))
+    assert account(lambda: causal_attention(q, k, v, bias=torch.zeros(2, 16, 16))).flops == 4 * 2 * 16 * 16 * 4
+    assert account(lambda: causal_attention(q, k, v)).flops == 4 * 2 * (16 * 17 // 2) * 4
+
+
+def test_a_convention_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="causal = 'half'; use 'triangle' .* or 'square'"):
+        Ledger(causal="half")
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

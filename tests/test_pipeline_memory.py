@@ -28,7 +28,7 @@ from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.varuna import jitter, recomputed, varuna
 from minitrain.train import Batch, NoReducer
 
-from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
+from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, rows_of_problem, small, train_pipeline
 from tests.test_dryrun import everything
 
 PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(6, 6, 5), microbatches=4)
@@ -42,10 +42,9 @@ def reference():
 
 def on_rank(schedule, problem=PROBLEM):
     """(this rank's run, a batch): what parallelize makes of a model over as many ranks as the schedule has."""
-    mesh, cuts = Mesh(dp=1, pp=len(schedule.ranks)), even(problem.config.num_layers, schedule.stages)
-    stages = Stages(problem.config, {stage: cuts[stage] for stage in schedule.stages_of(mesh.rank("pp"))}, seed=3, dtype=torch.float64)
-    run = parallelize(stages, mesh, schedule=schedule, make_optimizer=lambda params: AdamW(params, lr=problem.lr))
-    return run, run.lay_out(*problem.batch(0))
+    strategy = Strategy(pp=len(schedule.ranks), microbatches=schedule.microbatches, precision="float64")
+    run = parallelize(problem.config, strategy, lambda params: AdamW(params, lr=problem.lr), seed=3, schedule=schedule)
+    return run, run.batch(rows_of_problem(problem, 0), 0)
 
 
 # ---- Varuna ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ and backward of a block needs nothing of the others but the final O and lse: P =
 so that blocks are done again in backward and their sums are the gradients. `Attended` and `Summed` take blocks in as they come, whatever
 brings them (ring.py, balanced.py, wallfacer.py). `plain_*` writes this down and keeps [Tq, Tk] scores while it works; `fused_*` calls
 torch's flash kernels (CPU: any float; CUDA: fp16 and bf16), which do not. Sends nothing. Grouped queries: k, v may have fewer heads;
-they are repeated where they are used and their gradients summed.
+they are repeated where they are used and their gradients summed. Values may have another width than keys, as in latent attention.
 
 Raises ValueError in one line for heads that do not divide and for a triangle that is not square.
 Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); Rabe and Staats 2021, arXiv:2112.05682, section 2; Dao et al. 2022

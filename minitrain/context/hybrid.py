@@ -26,8 +26,8 @@ the ring turn inside the node, on w blocks of keys, while the next w, one for ea
 In backward gradients travel as keys do, twice the blocks in both cases. So the bytes of a node hardly change, (mw-1)/(mw-w), but all
 cards carry them, and a step across has w inner steps to hide behind. A rank sends (m·w - 1) blocks in either case. Replayed on two
 nodes of 8 H100 (forward and backward, H=32, H_kv=8, K=128, bf16, zig-zag):     T=16K     T=128K
-                                                            one ring of 16    4.1 ms    41.9 ms
-                                                       outer 2, inner of 8    1.65 ms   42.1 ms
+                                                            one ring of 16    4.1 ms    40.0 ms
+                                                       outer 2, inner of 8    1.62 ms   40.1 ms
 Memory: as ring.py, and two more blocks of K and V, one leaving and one arriving, for each ring further out; five in backward.
 
 Raises ValueError in one line, before any rank waits, for heads that u does not divide, for groups that do not cross in this rank

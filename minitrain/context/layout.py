@@ -9,6 +9,7 @@ Everything else follows: `split` cuts a batch by it, `positions` are what RoPE, 
 anywhere, and `tiles` says which rectangles of the score matrix two ranks have between them. Under a causal mask query i sees keys
 j <= i, so a tile is there in full, or as a triangle ("causal"), or not at all; nobody looks at a mask made of numbers. Where documents
 share a row, `each_document` lays out each by itself, so that all ranks have their part of every one, and tiles stay within documents.
+Queries may be the last ones of the tokens whose keys are there (`last`): sliced.py lays out the slices of a sequence for that.
 
 Sends nothing (`join` gathers (n-1)/n of the whole). Memory: `split` copies. Raises ValueError in one line for a length that the
 layout does not divide, offsets of documents that do not add up, and two layouts whose runs do not fit each other under a causal mask.

@@ -16,7 +16,8 @@ the copies' gradients are summed at home. More ranks than heads need a ring besi
 
 The core is given the tokens in their natural order, whatever the layout (layout.py) in which the ranks hold them: they are put in
 order after the first all-to-all and back before the second. Every core sees the whole triangle, so contiguous runs do as well as
-any. Memory: q, k, v a second time as they travel and a third as they arrive, all O(T/n); no rank holds more than 1/n of anything.
+any; of a sequence in slices (sliced.py) it is given the last queries and all keys so far. Memory: q, k, v a second time as they
+travel and a third as they arrive, all O(T/n); no rank holds more than 1/n of anything.
 
 `switch` is the step by itself, for one tensor and any two dims. Raises ValueError in one line, before any rank waits, for fewer
 heads than ranks, heads that n does not divide, shapes or dtypes that do not fit each other, what placed.py refuses, and what the

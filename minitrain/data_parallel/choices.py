@@ -44,6 +44,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations_with_replacement
 
+WORDS = tuple("".join(word) for word in combinations_with_replacement("NIG", 3))     # parameters, gradients, optimizer state: none cut finer than the next
 NAMED = {"DDP": "NNN", "ZeRO-1": "NNG", "ZeRO-2": "NGG", "ZeRO-3": "GGG", "MiCS": "III"}
 STATE_BYTES = {"parameters": 2, "gradients": 2, "optimizer state": 12}  # bf16, bf16; fp32 master, momentum, variance
 WIRE_BYTES = 2                                                          # a parameter or a gradient, bf16
@@ -120,7 +121,7 @@ def paro(word: str, cluster: Cluster) -> Choice:
 
 def paro_choices(cluster: Cluster) -> dict[str, Choice]:
     """The 10 words that obey the rule; on one node, or with one rank a node, some of them mean the same."""
-    return {"".join(word): paro("".join(word), cluster) for word in combinations_with_replacement("NIG", 3)}
+    return {word: paro(word, cluster) for word in WORDS}
 
 
 def amsp_choices(cluster: Cluster) -> list[Choice]:

@@ -24,11 +24,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import Handle, all_gather, all_reduce, reduce_scatter
+from minitrain.data_parallel.choices import WORDS
 from minitrain.data_parallel.sync import MakeOptimizer
 from minitrain.data_parallel.zero3 import Gathered, Zero3
-
-WORDS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
-
 
 class Held(Gathered):
     """A flat buffer of which this rank holds what `kept` cuts leave, and updates what `updated` cuts leave."""

@@ -210,9 +210,8 @@ def parts_of(model: nn.Module) -> list[dict[nn.Parameter, str]]:
 
 
 def named_once(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Every parameter and its first name."""
-    names = {param: name for name, param in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    return dict(reversed(names.items()))
+    """Every parameter and its first name, in the order of these: the gradient of a tied table is complete last."""
+    return {param: name for name, param in model.named_parameters()}
 
 
 def check_trainable(names: dict[nn.Parameter, str], model: nn.Module) -> dict[nn.Parameter, str]:

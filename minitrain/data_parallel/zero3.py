@@ -4,27 +4,29 @@
     backward   all_gather(W shard) -> W    dx, dW          free W    reduce_scatter(dW) -> grad shard[P/n]
     step       optimizer.step() on the shards, and nothing to gather: the next forward does
 
-The unit of gathering is a module (of `units`; by default each element of every ModuleList and Sequential). A unit inside
-another keeps its own parameters, what no unit has belongs to the model itself. A rank holds its shards, 16/n bytes a
-parameter with Adam in mixed precision, and beside them one unit whole, two with prefetch. A parameter that several units
-share (a tied table) is gathered for each of them in forward and stays whole in backward until its last use.
+The unit of gathering is a module (of `units`). By default the model is opened, and in it every module that has a ModuleList,
+ModuleDict or Sequential or is one; a unit is each member of a list and each child beside, if it has parameters.
+A unit inside another keeps its own parameters, what no unit has belongs to the model itself. A rank holds its shards, 16/n
+bytes a parameter with Adam in mixed precision, and beside them one unit whole, two with prefetch. A parameter that several
+units share (a tied table) is gathered for each of them in forward and stays whole in backward until its last use.
 
 A gathered buffer keeps its address in life: freeing it shrinks its storage to nothing, gathering grows it again. So the
-views of a weight that autograd saved in forward find the data again in backward. Between times a parameter reads as NaN.
+views of a weight that autograd saved in forward find the data again in backward. Between times a parameter reads as NaN, so
+a unit must be called as a module, and nobody else may read its parameters.
 
 Sends 3 (n-1)/n of the parameters a step (two gathers, one reduce-scatter); with `reshard=False` parameters stay whole from
 forward to backward, and it is 2 (n-1)/n. Under recomputation the layers of backward are gathered once, as without.
 Accumulation: as in zero2.py, and every microbatch gathers anew. Whoever has memory for it sets `reshard=False`. In a pipeline units
 are gathered and freed in each action of their stage, and a stage's gradients are scattered when its backward (or W) is done.
-Raises ValueError for units without parameters and other values of `accumulate`, in `finish()` for missing gradients, and
-what flat.py refuses.
+Raises ValueError for units without parameters and other values of `accumulate`, in backward for a unit whose parameters were
+used and which was never called, in `finish()` for missing gradients, and what flat.py refuses.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3 and 7.2.2 (P_os+g+p); Zhao et al. 2023, PyTorch FSDP,
 arXiv:2304.11277, section 3.2.1 and 3.3 (units, prefetch). Differs: SUM instead of mean; the last unit is freed after
 forward like all others; the order of prefetch is the order of the last forward.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -38,6 +40,7 @@ from minitrain import collectives
 from minitrain.collectives import Handle
 from minitrain.data_parallel.flat import Flat, Shards
 from minitrain.data_parallel.sync import MakeOptimizer, built, check_trainable, parts_of, sums_alike, together
+from minitrain.data_parallel.units import Unit, Way, assign, elements
 from minitrain.data_parallel.zero2 import check_accumulate
 
 
@@ -90,22 +93,6 @@ class Gathered(Flat):
         collectives.announce_resized(self.whole)
 
 
-class Unit:
-    """A module, the buffers it needs, and the pass through the model (through a stage, in a pipeline) that it belongs to."""
-
-    def __init__(self, module: nn.Module):
-        self.module, self.flats, self.way = module, [], None
-
-
-class Way:
-    """The order of units in a pass, learnt from the last forward."""
-
-    def __init__(self, units: list[Unit]):
-        self.order = units  # a guess before the first
-        self.seen: list[Unit] = []  # in this forward
-        self.done: set[Unit] = set()  # whose backward has begun
-
-
 class Zero3(Shards):
     """Reducer and optimizer of a training step: train_step(forward_backward, batch, zero, zero)."""
 
@@ -121,6 +108,7 @@ class Zero3(Shards):
         optimizer, early, group_of = built(make_optimizer, names)
         self.units = assign(model, list(elements(model) if units is None else units), self.make_flat,
                             dict(sums_alike(parts, self.levels(), group_of)))
+        self.called: set[Unit] = set()  # in this step
         flats = list(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
         super().__init__(names, flats, optimizer, early, group_of)
         self.flat_of = {param: flat for flat in flats for param in flat.params}
@@ -167,6 +155,7 @@ class Zero3(Shards):
             if unit in way.seen or way.done:  # a new pass
                 way.seen, way.done = [], set()
             way.seen.append(unit)
+            self.called.add(unit)
             if len(way.seen) == len(way.order):
                 way.order = list(way.seen)
             inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -207,6 +196,7 @@ class Zero3(Shards):
         if param.grad is None:  # W makes it
             return
         if flat.grads is None:
+            self._check_called(flat)
             flat.grads = collectives.announce_buffer(param.new_zeros(flat.numel))
         place = next(place for known, place in zip(flat.params, flat.views(flat.grads)) if known is param)
         place.add_(param.grad)
@@ -244,6 +234,13 @@ class Zero3(Shards):
         grads, flat.grads = flat.grads, None
         self._in_flight = flat, self.scatter(flat, grads)
 
+    def _check_called(self, flat: Gathered) -> None:
+        users = [unit for unit in self.units if flat in unit.flats]
+        if not self.called.intersection(users):
+            raise ValueError(f"unit {type(users[0].module).__name__} of {self.names[flat.params[0]]} never ran forward, yet its "
+                             f"parameters were used, which read as NaN; call it as a module, or give units=[...] without it, so that "
+                             f"the module around it gathers them")
+
     def _after_backward(self, unit: Unit) -> None:
         """The gradient of a unit's input is there: for what is frozen no other says so, in a pipeline W may come much later."""
         for flat in unit.flats:
@@ -260,6 +257,7 @@ class Zero3(Shards):
     def finish(self) -> None:
         """Every shard has its gradient, summed over the group and over the microbatches; nothing is whole any more."""
         self._settle()
+        self.called.clear()
         for flat in self.flats:
             flat.free()
         trainable = [flat for flat in self.flats if flat.shard.requires_grad]
@@ -286,38 +284,3 @@ class Zero3(Shards):
 def in_backward() -> bool:
     """Is autograd at work in this thread (so that a forward is a recomputation)?"""
     return torch._C._current_graph_task_id() != -1
-
-
-def elements(model: nn.Module) -> list[nn.Module]:
-    """The members of the model's outermost lists of modules."""
-    if isinstance(model, (nn.ModuleList, nn.Sequential)):
-        return list(model)
-    return [element for child in model.children() for element in elements(child)]
-
-
-def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable, alike: dict[nn.Parameter, tuple]) -> list[Unit]:
-    """Units, the model itself first, each with its buffers; a parameter belongs to the innermost unit around it. Parameters share a
-    buffer if the same units use them and they are `alike` (sync.sums_alike)."""
-    units = {module: Unit(module) for module in [model, *modules]}
-    inner: dict[nn.Parameter, dict[Unit, None]] = {}  # the units that use a parameter, by whatever name
-
-    def visit(module: nn.Module, unit: Unit) -> None:
-        unit = units.get(module, unit)
-        for param in module.parameters(recurse=False):
-            inner.setdefault(param, {})[unit] = None
-        for child in module.children():
-            visit(child, unit)
-
-    visit(model, units[model])
-    kinds: dict[tuple, list[nn.Parameter]] = {}
-    for param, users in inner.items():
-        kinds.setdefault((tuple(users), param.requires_grad, alike[param]), []).append(param)
-    for (users, _, (_, _, groups, *_)), params in kinds.items():
-        flat = make_flat(params, groups)
-        for unit in users:
-            unit.flats.append(flat)
-    empty = [module for module in modules if not units[module].flats]
-    if empty:
-        raise ValueError(f"unit {type(empty[0]).__name__} has no parameters of its own; leave it out of units, or give modules of "
-                         f"the model that was passed")
-    return [unit for unit in units.values() if unit.flats]

@@ -105,9 +105,12 @@ class Balanced(Runner):
         self.lent: dict[Unit, int] = dict(lent or {})
         self.told: set[Unit] = set()
 
-    def __call__(self, batch) -> Tensor:
+    def begin(self) -> None:
+        super().begin()
         self.bags: dict[tuple[int, int], Bag] = {}
         self.places: dict[tuple[int, int], Places] = {}
+
+    def __call__(self, batch) -> Tensor:
         self.lengths: list[collectives.Handle] = []
         loss = super().__call__(batch)
         for handle in self.lengths:

@@ -24,6 +24,7 @@ Differs from torch.distributed.pipelining, which groups sends and receives that 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -64,6 +65,30 @@ def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     if schedule.evicts:
         _check_moves(programs, schedule)
     return programs
+
+
+def pause(program: tuple[Step, ...], rank: int, schedule: Schedule) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The program up to the rank's first backward, and from there on.
+
+    All that the ranks send before their first backwards is received in the first part, and nothing else: so the forwards that fill the
+    pipeline can be run again, messages included, with nothing of them left on a link.
+    """
+    filling = {action for entries in schedule.ranks for action in parts(entries[:_first_backward(entries)])}
+    computed = [step for step in program if isinstance(step, (Action, Pair))]
+    at = program.index(computed[_first_backward(computed)])
+    for step in parts(computed[:_first_backward(computed)]):
+        late = [before for before in schedule.needs[step] if before not in filling]
+        if late:
+            raise ValueError(f"{schedule.name}: rank {rank} needs {late[0]}, which comes behind a first backward, for {step}, in front of its own "
+                             "first backward; a step can be checked late only where all of that comes before")
+    late = [step for step in program[:at] if isinstance(step, Receive) and step.what not in filling]
+    early = [step for step in program[at:] if isinstance(step, Receive) and step.what in filling]
+    return (tuple([step for step in program[:at] if step not in late] + early),
+            tuple(late + [step for step in program[at:] if step not in early]))
+
+
+def _first_backward(entries: Sequence[Entry]) -> int:
+    return next(i for i, entry in enumerate(entries) if any(action.kind in "BIR" for action in parts([entry])))
 
 
 def messages(schedule: Schedule) -> dict[Link, list[tuple[Action, Action]]]:

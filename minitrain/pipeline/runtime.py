@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -35,8 +36,8 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.pipeline.deferred import Deferred
-from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, lower, user_of
-from minitrain.pipeline.random_state import drawing_from, random_state
+from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, lower, pause, user_of
+from minitrain.pipeline.random_state import drawing_from, random_state, set_random_state
 from minitrain.pipeline.schedule import Action, Pair, Schedule
 
 
@@ -60,7 +61,9 @@ class Runner:
     communicate themselves, over tp or cp. `around("F1.2")` is entered around each action: `ledger.phase` makes an account by action.
     `memory`, for slices: what a slice leaves to later ones (SliceMemory in sliced_attention.py; `SliceMemory({})` for stages that look at
     each token by itself). `cut(batch, schedule)` gives the units, if the rows are not to fall evenly on them (`samples` in dynapipe.py).
-    `at(step, first_row)` is told which rows of the global batch come next (dropout.Places)."""
+    `at(step, first_row)` is told which rows of the global batch come next (dropout.Places).
+    The attribute `before_backward`, if set, is called once a step before the rank's first backward; where it says True, on all ranks alike,
+    the forwards until then are run again (post_validation.py)."""
 
     def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup, loss_fn: Callable[[Tensor, Tensor], Tensor],
                  reducer, *, width: int, down: ProcessGroup | None = None, dtype: torch.dtype | None = None,
@@ -80,6 +83,7 @@ class Runner:
         self.cut, self.at = cut or cut_evenly, at
         self.uses = Counter(param for stage in stages.values() for param in stage.parameters())     # by how many stages here
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}
+        self.before_backward: Callable[[], bool] | None = None
         for number, stage in stages.items() if check else ():
             check_boundary(number, stage, schedule, width, self.dtype)
 
@@ -87,6 +91,34 @@ class Runner:
         """This rank's part of the loss: zero where there is no last stage."""
         self.batch, self.units = batch, self.cut(batch, self.schedule)
         self.first_rows = first_rows(self.units, self.schedule.slices, getattr(batch, "first_row", 0))
+        self.reducer.enabled = False                                        # the program says when gradients are complete
+        self.begin()
+        if self.before_backward is None:
+            self.play(self.program)
+        else:
+            filling, rest = self.halves
+            drawn = random_state(self.device)
+            self.play(filling)
+            if self.before_backward():
+                self.start_again(filling, drawn)
+            self.play(filling + rest, len(filling))
+        for handle in self.outbox.values():
+            handle.wait()
+        return self.loss
+
+    def start_again(self, filling: tuple, drawn: tuple[Tensor, ...]) -> None:
+        """The forwards that fill the pipeline once more; what they sent is received by all, and dropped."""
+        for x in self.inbox.values():
+            x if isinstance(x, Tensor) else x.wait()
+        stale = list(self.outbox.values())
+        set_random_state(drawn, self.device)
+        self.begin()
+        self.play(filling)
+        for handle in stale:
+            handle.wait()
+
+    def begin(self) -> None:
+        """Nothing is kept, nothing on its way."""
         self.left = self.uses.copy()
         self.kept: dict[tuple[int, int], Kept] = {}
         self.inbox: dict[Action, Tensor | collectives.Handle] = {}
@@ -94,22 +126,18 @@ class Runner:
         self.loss = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
         if self.memory:
             self.memory.clear()
-        self.reducer.enabled = False                                        # the program says when gradients are complete
-        for number, step in enumerate(self.program):
+
+    @cached_property
+    def halves(self) -> tuple[tuple, tuple]:
+        """What is done before `before_backward`, and behind it."""
+        return pause(self.program, self.rank, self.schedule)
+
+    def play(self, program: tuple, start: int = 0) -> None:
+        for number, step in enumerate(program[start:], start):
             try:
                 self.do(step)
             except Exception as error:
-                raise RuntimeError(f"{self.schedule.name}, rank {self.rank}: {step} failed, {self.neighbours(number)}: {error}") from error
-        for handle in self.outbox.values():
-            handle.wait()
-        return self.loss
-
-    def neighbours(self, number: int) -> str:
-        """What is computed around a step of the program."""
-        computed = [isinstance(step, (Action, Pair)) for step in self.program]
-        before = [str(step) for step, yes in zip(self.program[:number], computed) if yes]
-        after = [str(step) for step, yes in zip(self.program[number + 1:], computed[number + 1:]) if yes]
-        return f"after {before[-1] if before else 'nothing'} and before {after[0] if after else 'the end'}"
+                raise RuntimeError(f"{self.schedule.name}, rank {self.rank}: {step} failed, {neighbours(program, number)}: {error}") from error
 
     def do(self, step) -> None:
         match step:
@@ -275,6 +303,14 @@ def takes_positions(stage: nn.Module) -> bool:
     return first.kind is first.VAR_POSITIONAL or any(
         other.kind is other.VAR_POSITIONAL or other.name == "positions" or (other.kind is other.POSITIONAL_OR_KEYWORD and other.default is other.empty)
         for other in others)
+
+
+def neighbours(program: tuple, number: int) -> str:
+    """What is computed around a step of the program."""
+    computed = [isinstance(step, (Action, Pair)) for step in program]
+    before = [str(step) for step, yes in zip(program[:number], computed) if yes]
+    after = [str(step) for step, yes in zip(program[number + 1:], computed[number + 1:]) if yes]
+    return f"after {before[-1] if before else 'nothing'} and before {after[0] if after else 'the end'}"
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
