@@ -22,7 +22,7 @@ ROOT = notebook.CHAPTERS.parent
 
 
 def main() -> None:
-    """Entry point: an error of ours is one line on stderr, never a traceback; of the ranks of torchrun, the first one says it."""
+    """An error of ours is one line on stderr, never a traceback; of the ranks of torchrun, the first one says it."""
     try:
         app()
     except (ValueError, OSError, RuntimeError) as error:
@@ -167,7 +167,6 @@ def replay(model: Annotated[str, typer.Argument(help="a preset, such as llama3-8
 def _one_step(model: str, batch: int, length: int, bucket_bytes: int):
     """One data-parallel training step of a preset under the ledger, in bfloat16 with float32 master weights."""
     from functools import partial
-
     from minitrain.collectives import world
     from minitrain.config import presets
     from minitrain.data import Rows, random_tokens
@@ -175,11 +174,10 @@ def _one_step(model: str, batch: int, length: int, bucket_bytes: int):
     from minitrain.parallelize import parallelize
     from minitrain.recipe import Recipe
     from minitrain.strategy import Strategy
-
-    config, ranks = presets[model], world().size()
-    shape = dict(batch_size=batch * ranks, length=length)
+    config, shape = presets[model], dict(batch_size=batch * world().size(), length=length)
     with Ledger() as ledger:
-        run = parallelize(config, Strategy(dp=ranks, precision="bfloat16", bucket_bytes=bucket_bytes), Recipe().make_optimizer)
+        strategy = Strategy(dp=world().size(), precision="bfloat16", bucket_bytes=bucket_bytes)
+        run = parallelize(config, strategy, Recipe().make_optimizer)
         rows = run.batch(Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape), step=0)
         run.forward_backward = ledger.phase("backward")(run.forward_backward)       # but for what the line below says
         run.model.forward = ledger.phase("forward")(run.model.forward)

@@ -159,6 +159,39 @@ def curves(a, b):
     return max(abs(one[name] - other[name]) for one, other in zip(a, b) for name in ("loss", "held_out", "norm"))
 
 
+def plain_loop(recipe, peaks):
+    """The same run with nothing of the Trainer, the Run or our optimizer in it: torch's AdamW and clipping, rates written out."""
+    text, held_out = TEXT.split()
+    model = GPT(CONFIG, seed=recipe.seed, dtype=torch.float64)
+    params = list(model.parameters())
+    groups = [{"params": [p for p in params if p.dim() == 2], "weight_decay": 0.1}, {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}]
+    optimizer, records = torch.optim.AdamW(groups, betas=(0.9, 0.95)), []
+
+    def loss_of(text, step, seed):
+        tokens, targets = text.batch(step, 0, 1, recipe.batch_size, recipe.length, seed)
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    for step, lr in enumerate(peaks):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        loss = loss_of(text, step, recipe.seed)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(params, recipe.clip)
+        optimizer.step()
+        held_out_loss = sum(loss_of(held_out, number, 0).item() for number in range(2)) / 2
+        records.append({"step": step + 1, "loss": loss.item(), "norm": norm.item(), "held_out": held_out_loss})
+    return records, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def test_a_run_is_the_plain_loop():
+    recipe = replace(RECIPE, steps=5, seed=2, lr=1e-2, clip=0.7)
+    rates = [0.005, 0.01, *(0.001 + 0.009 * (1 + math.cos(math.pi * done / 3)) / 2 for done in range(3))]       # two up, three down to a tenth
+    records, reference = plain_loop(recipe, rates)
+    ((others, weights, _),) = launch.run(lambda: train(CONFIG, Strategy(), recipe, report_every=1), ranks=1)
+    assert curves(others, records) < TOLERANCE and max((weights[name] - reference[name]).abs().max() for name in reference) < TOLERANCE
+
+
 LAYOUTS = {
     1: [Strategy(microbatches=3), Strategy(recompute=True)],
     2: [Strategy(dp=2), Strategy(dp=2, zero=1), Strategy(dp=2, zero=2, microbatches=2), Strategy(dp=2, zero=3), Strategy(tp=2),

@@ -144,6 +144,7 @@ def test_the_same_command_under_torchrun_and_resumed(tmp_path, minitrain):
 def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypatch):
     for variable, value in dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
         monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("minitrain.launch.run", lambda *_, **__: pytest.fail("the job was joined"))
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)
         code, _, err = minitrain("train", "--dp", 3)
