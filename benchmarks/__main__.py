@@ -4,7 +4,7 @@ import sys
 
 from benchmarks import measure
 
-ALL = ("launch", "collectives", "ddp", "zero", "tensor_parallel", "context_parallel", "pipeline", "one_device", "ledger")
+ALL = ("launch", "collectives", "ddp", "zero", "tensor_parallel", "context_parallel", "pipeline", "layouts", "one_device", "ledger")
 
 
 def main(wanted: list[str]) -> int:

@@ -72,8 +72,8 @@ def in_turns(ours: Callable[[], object], theirs: Callable[[], object], rounds: i
     return times
 
 
-def stock_group(*ours: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of all ranks for the peer, as torch makes it: its own connections and its own event loop.
+def stock_group(*ours: dist.ProcessGroup, ranks: list[int] | None = None) -> dist.ProcessGroup:
+    """A group of all ranks, or of some, for the peer, as torch makes it: its own connections and its own event loop.
 
     On a group shared with the peer our transport would change what is measured: it has Linux treat the rank, and all event loops there
     are when it first uses a group, in another way (`shared_cores`), and gloo's own collectives become up to 3 times as fast. So the
@@ -84,7 +84,7 @@ def stock_group(*ours: dist.ProcessGroup) -> dist.ProcessGroup:
         channel.channel(group)
     known = shared_cores.event_loops()
     shared_cores.leave_rank()
-    group = dist.new_group()
+    group = dist.new_group(ranks, use_local_synchronization=ranks is not None)
     shared_cores.calm_rank()
     _STOCK_LOOPS.extend(set(shared_cores.event_loops()) - set(known))
     return group
@@ -102,6 +102,19 @@ def slowest_then_median(per_rank: list[tuple[list[float], list[float]]]) -> tupl
 def one_after_the_other(launches: list[list[tuple[list[float], list[float]]]]) -> list[tuple[list[float], list[float]]]:
     """Each rank's turns of all launches as if they were of one."""
     return [tuple([seconds for turns in rank for seconds in turns[side]] for side in (0, 1)) for rank in zip(*launches)]
+
+
+def most_in(name: str, profiler: torch.profiler.profile) -> int:
+    """The most bytes that torch's allocator had given out while `record_function(name)` was open."""
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    measured = next(event for event in events if event.name() == name)
+    live = most = 0
+    for event in events:
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            if measured.start_ns() <= event.start_ns() <= measured.end_ns():
+                most = max(most, live)
+    return most
 
 
 def save(rows: list[Row]) -> None:

@@ -19,7 +19,7 @@ from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.model import GPT, GPTConfig, cross_entropy_sum
 
-from benchmarks.measure import Row, in_turns, row, slowest_then_median, stock_group
+from benchmarks.measure import Row, in_turns, most_in, row, slowest_then_median, stock_group
 
 CONFIG = GPTConfig(vocab_size=2048, d_model=320, num_layers=4, num_heads=8, tied=False)
 BUCKET_BYTES = 4_000_000
@@ -81,15 +81,7 @@ def peak_bytes(ours: bool, stage: int, reshard: bool) -> int:
         step()
         with record_function("measured"):
             step()
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    measured = next(event for event in events if event.name() == "measured")
-    live = most = 0
-    for event in events:
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            if measured.start_ns() <= event.start_ns() <= measured.end_ns():
-                most = max(most, live)
-    return most
+    return most_in("measured", profiler)
 
 
 def rows() -> list[Row]:

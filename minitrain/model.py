@@ -255,7 +255,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model: Callable, prompt: Tensor, n: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
+def generate(model: Callable, prompt: Tensor, n: int, temperature: float = 1.0, seed: int = 0, window: int | None = None) -> Tensor:
     """`[B, T]` tokens -> `[B, T + n]`: draws one token at a time; temperature 0 takes the likeliest. Keeps no cache."""
     if temperature < 0:
         raise ValueError(f"temperature = {temperature}; use 0 (the likeliest token) or more")
@@ -264,7 +264,7 @@ def generate(model: Callable, prompt: Tensor, n: int, temperature: float = 1.0, 
     model.train(False)
     try:
         for _ in range(n):
-            logits = model(tokens[:, -model.config.max_positions:])[:, -1].float()
+            logits = model(tokens[:, -(window or model.config.max_positions):])[:, -1].float()
             if temperature == 0:
                 token = logits.argmax(-1, keepdim=True)
             else:

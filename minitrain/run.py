@@ -104,6 +104,8 @@ class Run:
     def __call__(self, tokens: Tensor) -> Tensor:
         """Whole rows of tokens `[B, T]`, the same on all ranks -> logits `[B, T, V]` on every rank, without dropout."""
         length, pieces = tokens.size(1), self.strategy.pieces
+        if length + -length % pieces > self.config.max_positions:
+            raise ValueError(f"sequence {length}, padded to a multiple of {pieces}, > max_positions {self.config.max_positions}; cut the sequence")
         x, positions = F.pad(tokens, (0, -length % pieces)), None           # causal: what stands behind changes nothing
         if self.layout:
             positions = layouts.positions(self.layout, self.context_group, x.size(1), x.device)
@@ -132,7 +134,8 @@ class Run:
 
     def sample(self, prompt: Tensor, n: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
         """`[B, T]` -> `[B, T + n]`, the same on every rank."""
-        return generate(self, prompt, n, temperature, seed)
+        window = self.config.max_positions // self.strategy.pieces * self.strategy.pieces      # padded to pieces it is no longer
+        return generate(self, prompt, n, temperature, seed, window)
 
     def train(self, mode: bool = True) -> Run:
         self.model.train(mode)

@@ -288,10 +288,10 @@ def features(case: Draw) -> list[str]:
 
 def table(pairs: Counter) -> str:
     """How many draws had both, as Markdown."""
-    names = list(FEATURES)
-    lines = [" | ".join(["", *names]), " | ".join(["---"] * (len(names) + 1))]
-    for row in names:
-        counts = [pairs[tuple(sorted((row, column)))] for column in names]
+    columns = list(FEATURES)[:list(FEATURES).index("recompute")]
+    lines = [" | ".join(["", *columns]), " | ".join(["---"] * (len(columns) + 1))]
+    for row in FEATURES:
+        counts = [pairs[tuple(sorted((row, column)))] for column in columns]
         lines.append(" | ".join([row, *(str(count or "") for count in counts)]))
     return "\n".join(f"| {line} |" for line in lines)
 

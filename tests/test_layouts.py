@@ -1,0 +1,72 @@
+"""Random layouts, a few of them each time; `python -m tests.layouts --draws 500 --seed 7` runs as many as one likes."""
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minitrain import launch
+from minitrain.config import GPTConfig
+from minitrain.sharding import place
+from minitrain.strategy import Strategy
+from tests.layouts import FEATURES, Draw, distance, draw, features, on_rank, one_process, verdict
+
+SEED, DRAWS = 1234, 24
+CONFIG = GPTConfig(vocab_size=29, d_model=24, num_layers=2, num_heads=6, num_kv_heads=2, max_positions=16, tied=True, dropout=0.1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("number", range(DRAWS))
+def test_a_drawn_layout_equals_one_process_and_its_dry_run(number):
+    case = draw(number, SEED)
+    assert not verdict(case), f"python -m tests.layouts --seed {SEED} --only {number}"
+
+
+def test_the_draws_meet_every_feature():
+    """The first 500 of a seed have each feature, and nearly every pair that can be."""
+    found, pairs = Counter(), set()
+    for number in range(500):
+        names = features(draw(number, 7))
+        found.update(names)
+        pairs |= {frozenset((a, b)) for a in names for b in names if a < b}
+    assert all(found[name] >= 8 for name in FEATURES), found
+    for one in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid"):
+        for other in ("tp", "tp, sequence", "tp, overlap", "cp, rings", "cp, heads", "pp", "pp, I and W", "recompute", "tied", "frozen", "dropout", "clipping"):
+            assert frozenset((one, other)) in pairs, (one, other)
+
+
+def case(**values) -> Draw:
+    strategy = Strategy(**(dict(precision="float64", microbatches=2) | values))
+    return Draw(CONFIG, strategy, (8, 8, 7), 16, 0.3, (), "adamw", "ragged")
+
+
+BROKEN = {"sums over data ranks": case(dp=2), "sums over tp of what saw slices": case(tp=2, sequence_parallel=True),
+          "sums over stages": case(pp=2), "places of dropout": case(dp=2)}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_draws_would_notice(what):
+    """Controls: what the draws prove is wrong without the one line that does it."""
+    def rank(case):
+        from minitrain import dropout, parallelize as module
+        if what == "sums over data ranks":
+            module.sum_over = lambda model, strategy, mesh: [place(param, summed_over=(mesh.group("pp"),)) for param in model.parameters()]
+        elif what == "sums over tp of what saw slices":
+            module.seen_in_slices = lambda layers: set()
+        elif what == "sums over stages":
+            module.share_stages = lambda *_: None
+        else:
+            dropout.Places.at = lambda self, step, first_row: None
+        return on_rank(case)
+
+    reference = one_process(BROKEN[what])
+    assert max(distance(outcome, reference) for outcome, _ in launch.run(rank, BROKEN[what], ranks=2)) > 1e-6
+    if what == "sums over data ranks":
+        assert not verdict(replace(BROKEN[what], strategy=replace(BROKEN[what].strategy, zero=1)))
