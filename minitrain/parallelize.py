@@ -34,7 +34,7 @@ from minitrain.data_parallel.zero3 import Zero3
 from minitrain.dropout import Places, drop_by_place
 from minitrain.mesh import Mesh
 from minitrain.model import GPT, Stages, cross_entropy_sum
-from minitrain.pipeline.bpipe import Balanced
+from minitrain.pipeline.lending import Balanced
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
