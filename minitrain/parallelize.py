@@ -39,6 +39,7 @@ from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.sliced_attention import look_back
+from minitrain.pipeline.slices import on_each_rank
 from minitrain.run import Run
 from minitrain.sharding import place
 from minitrain.strategy import Strategy
@@ -88,9 +89,9 @@ def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer
         sync.driven = True
         kind = Balanced if schedule.evicts else Runner
         forward_backward = runner = kind(
-            dict(module.items()), schedule, mesh.group("pp"), loss_fn, sync, width=config.d_model, down=mesh.twin("pp"), check=False,
+            dict(module.items()), on_each_rank(schedule, strategy.cp), mesh.group("pp"), loss_fn, sync, width=config.d_model, down=mesh.twin("pp"), check=False,
             length_over=strategy.tp if strategy.sequence_parallel else 1, memory=memory, at=places.at)
-    return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config=config, runner=runner, layout=layout_of(strategy))
+    return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config=config, runner=runner, layout=layout_of(strategy, schedule))
 
 
 def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
@@ -135,7 +136,7 @@ def attend_over(module: GPT | Stages, strategy: Strategy, mesh: Mesh, schedule: 
     """Attention over the ranks of cp; with slices, also over earlier ones, and what remembers their keys."""
     groups = dict(zip(strategy.context_groups, (mesh.group(axis) for axis in strategy.context_axes)))
     if schedule is not None and schedule.slices > 1:
-        how = dict(attend=core_of_slices(strategy.core, groups, strategy.layout, schedule.slices)) if groups else {}
+        how = dict(attend=core_of_slices(strategy.core, groups, strategy.layout, schedule.lengths or schedule.slices)) if groups else {}
         return look_back(dict(module.items()), schedule, **how)
     if groups:
         for layer in module.layers:
@@ -153,9 +154,10 @@ def parts_of_places(strategy: Strategy, mesh: Mesh) -> dict:
     return dict(part=group.rank()) | (dict(own=own) if own else {})
 
 
-def layout_of(strategy: Strategy):
-    """How the tokens of a row are laid out over the ranks of cp."""
-    return data_layout(strategy.core, strategy.context_groups, strategy.layout, strategy.slices) if strategy.cp > 1 else None
+def layout_of(strategy: Strategy, schedule: Schedule | None):
+    """How the tokens of a row are laid out over the ranks of cp: slice by slice, if there are any."""
+    slices = schedule and schedule.lengths or strategy.slices
+    return data_layout(strategy.core, strategy.context_groups, strategy.layout, slices) if strategy.cp > 1 else None
 
 
 # ---- 5: placements -----------------------------------------------------------------------------------------------------
