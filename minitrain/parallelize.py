@@ -36,7 +36,7 @@ from minitrain.dropout import Places, drop_by_place
 from minitrain.mesh import Mesh
 from minitrain.model import GPT, Stages, cross_entropy_sum
 from minitrain.optim import sum_of_squares
-from minitrain.pipeline.bpipe import Balanced
+from minitrain.pipeline.lending import Balanced
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
@@ -159,8 +159,8 @@ def parts_of_places(strategy: Strategy, mesh: Mesh) -> dict:
 
 
 def layout_of(strategy: Strategy, schedule: Schedule | None):
-    """How the tokens of a row are laid out over the ranks of cp."""
-    slices = strategy.slices if schedule is None else schedule.lengths or schedule.slices
+    """How the tokens of a row are laid out over the ranks of cp: slice by slice, if there are any."""
+    slices = schedule and schedule.lengths or strategy.slices
     return data_layout(strategy.core, strategy.context_groups, strategy.layout, slices) if strategy.cp > 1 else None
 
 

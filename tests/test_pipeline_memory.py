@@ -13,20 +13,19 @@ from torch import nn
 from minitrain import collectives, dryrun, launch
 from minitrain.events import Compute, Issue, Wait
 from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
-from minitrain.model import Stages
 from minitrain.optim import AdamW
 from minitrain.parallelize import parallelize
 from minitrain.pipeline import runtime
-from minitrain.pipeline.bpipe import Balanced, bpipe
+from minitrain.pipeline.bpipe import bpipe
 from minitrain.pipeline.contrastive import contrastive_loss, contrastive_step, doubled, naive
+from minitrain.pipeline.lending import Balanced
 from minitrain.pipeline.lower import Receive, Sent, lower
 from minitrain.pipeline.one_direction import gpipe, one_f_one_b
-from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, B, F, R, Schedule, check, peak
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.varuna import jitter, recomputed, varuna
+from minitrain.strategy import Strategy
 from minitrain.train import Batch, NoReducer
 
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, rows_of_problem, small, train_pipeline
@@ -104,10 +103,10 @@ def saved_by_action(schedule):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             yield
         if name[0] == "F":
-            kept = run.pipeline.kept[tuple(map(int, name[1:].split(".")))]
+            kept = run.runner.kept[tuple(map(int, name[1:].split(".")))]
             held[name] = kept.x.nbytes, kept.end is None
-    run.pipeline.around = watch
-    run.forward_backward(PROBLEM.microbatches)(batch)
+    run.runner.around = watch
+    run.forward_backward(batch)
     return saved, held
 
 
@@ -173,19 +172,17 @@ DROPS = replace(PROBLEM, config=small(num_layers=4, vocab_size=32, dropout=0.2),
 
 
 def dropped_gradients(schedule, **axes):
-    mesh, cuts = Mesh(dp=1, pp=2, **axes), even(4, schedule.stages)
-    stages = Stages(DROPS.config, {stage: cuts[stage] for stage in schedule.stages_of(mesh.rank("pp"))}, seed=3, dtype=torch.float64)
-    torch.manual_seed(1000 + mesh.rank("pp"))
+    torch.manual_seed(1000 + collectives.world().rank())
     with Ledger() as ledger:
-        run = parallelize(stages, mesh, schedule=schedule)
-        run.forward_backward(4)(run.lay_out(*DROPS.batch(0)))
-        run.reducer.finish()
-    return torch.cat([param.grad.flatten() for param in stages.parameters() if param.grad is not None]), everything(ledger)
+        run = parallelize(DROPS.config, Strategy(pp=2, microbatches=4, precision="float64", **axes), seed=3, schedule=schedule)
+        run.forward_backward(run.batch(rows_of_problem(DROPS, 0), 0))
+        run.sync.finish()
+    return torch.cat([param.grad.flatten() for param in run.model.parameters() if param.grad is not None]), everything(ledger)
 
 
 @pytest.mark.parametrize("axes", [{}, dict(tp=2)], ids=["", "tp"])
 def test_recomputed_dropout_equals_the_schedule_without(axes):
-    """A whole model, of which every rank draws masks of its own: the gradients are those of the plain schedule, to the bit."""
+    """A whole model, ranks seeded apart: the gradients are those of the plain schedule, to the bit."""
     plain, again = one_f_one_b(2, 4), recomputed(one_f_one_b(2, 4))
     for (expected, _), (found, _) in launch.run(lambda: [dropped_gradients(schedule, **axes) for schedule in (plain, again)],
                                                 ranks=2 * axes.get("tp", 1)):
@@ -228,8 +225,9 @@ def held_at_most(schedule, interpreter):
     """Bytes for backwards that this rank held at most, after any step of its program, and after its first F; and the most activations
     alive after an action; sent."""
     run, batch = on_rank(schedule, MANY)
-    runner, held, alive = run.pipeline, [], []
-    runner.__class__ = interpreter
+    runner, held, alive = run.runner, [], []
+    if type(runner) is not interpreter:
+        runner.__class__, runner.lent, runner.told = interpreter, {}, set()
     do = runner.do
 
     def watched(step):
@@ -246,7 +244,7 @@ def held_at_most(schedule, interpreter):
             alive.append(ledger.live_by_kind["activations"])
 
         runner.around = watch
-        run.forward_backward(MANY.microbatches)(batch)
+        run.forward_backward(batch)
     return max(held, default=0), first[:1], max(alive), ledger.sent_bytes("send")
 
 
@@ -266,11 +264,11 @@ def test_activations_are_held_where_the_lists_say():
 def events_of(schedule, lent=None):
     """(account of a step, what moved) of this rank; `lent` is what dry runs of other ranks have found out."""
     run, batch = on_rank(schedule, MANY)
-    run.pipeline.lent |= lent or {}
+    run.runner.lent |= lent or {}
     with Ledger() as ledger:
-        run.pipeline.around = ledger.phase
-        run.forward_backward(MANY.microbatches)(batch)
-    return ledger, run.pipeline.lent
+        run.runner.around = ledger.phase
+        run.forward_backward(batch)
+    return ledger, run.runner.lent
 
 
 def counted(ledger):

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitrain import collectives, launch
-from minitrain.pipeline.bpipe import Balanced, bpipe
+from minitrain.pipeline.bpipe import bpipe
+from minitrain.pipeline.fits import takes_positions
+from minitrain.pipeline.lending import Balanced
 from minitrain.pipeline.lower import lower
 from minitrain.pipeline.one_direction import one_f_one_b
-from minitrain.pipeline.runtime import Runner, takes_positions
+from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, Pair, Schedule, check
 from minitrain.pipeline.varuna import recomputed
 from minitrain.pipeline.zero_bubble import zb_h1
@@ -94,7 +96,7 @@ def batch():
 
 
 def one_process(name, frozen=()):
-    stages, (tokens, targets, count, _) = model(name, frozen), batch()
+    stages, (tokens, targets, count, *_) = model(name, frozen), batch()
     x = tokens
     for stage in stages:
         x = stage(x, torch.arange(LENGTH)) if isinstance(stage, Turned) else stage(x)

@@ -7,24 +7,26 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.channel import channel
-from minitrain.mesh import Mesh
-from minitrain.model import Stages, cross_entropy_sum
+from minitrain.model import cross_entropy_sum
 from minitrain.optim import AdamW, clip_grad_norm
 from minitrain.parallelize import parallelize
+from minitrain.pipeline import runtime
 from minitrain.pipeline.bpipe import bpipe
 from minitrain.pipeline.chimera import chimera
 from minitrain.pipeline.lower import Receive, Send, lower, pause
 from minitrain.pipeline.one_direction import gpipe, interleaved, one_f_one_b
-from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
+from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, Schedule, check
 from minitrain.pipeline.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.varuna import recomputed
 from minitrain.pipeline.zero_bubble import zb_h1, zb_h2
-from minitrain.sharding import full_tensor
-from minitrain.train import train_step
+from minitrain.sharding import Shard, place, placement
+from minitrain.strategy import Strategy
+from minitrain.train import Batch, NoReducer, train_step
 
-from tests.parallel import TOLERANCE, Problem, check_refusals, small
+from tests.parallel import TOLERANCE, Problem, check_refusals, rows_of_problem, small
+from tests.test_pipeline_memory import Dropped
 from tests.test_pipeline_runtime import split
 
 STEPS, POISONED = 6, 3                                  # in one step of each training the gradient of one parameter is no number
@@ -57,46 +59,39 @@ def reference(clip):
 CLIP = sorted(reference(1.0)[1])[STEPS // 2]            # about half of the steps are clipped
 
 
-def pipeline(mesh, schedule, problem, **settings):
-    cuts = even(problem.config.num_layers, schedule.stages)
-    stages = Stages(problem.config, {stage: cuts[stage] for stage in schedule.stages_of(mesh.rank("pp"))}, seed=3, dtype=torch.float64)
-    if problem.frozen in stages.global_parameters():
-        stages.global_parameters()[problem.frozen].requires_grad_(False)
-    return stages, parallelize(stages, mesh, schedule=schedule, make_optimizer=lambda params: AdamW(params, lr=1.0), **settings)
-
-
 class Poisoned:
-    """A reducer that leaves something that is no number in the gradient of one parameter, wherever that stands."""
+    """The sync of a run; it leaves something that is no number in the gradient of one parameter, wherever that stands."""
 
-    def __init__(self, reducer, stages):
-        self.reducer, self.stages, self.step = reducer, stages, 0
+    def __init__(self, sync):
+        self.sync, self.step = sync, 0
 
     def finish(self):
-        self.reducer.finish()
-        param = self.stages.global_parameters().get("layers.5.mlp.up.weight")
-        if self.step == POISONED and param is not None:
-            param.grad.fill_(float("nan"))
+        self.sync.finish()
+        for kept in self.sync.held:
+            if self.step == POISONED and "layers.5.mlp.up.weight" in [self.sync.names[param] for param in kept.params]:
+                kept.shard.grad.fill_(float("nan"))
         self.step += 1
 
 
 def train(schedule, shape, problem, plant=lambda post, run: None, stop=False):
     """(losses, norms, parameters, which steps were run again) of this rank; with `stop`, clipping by an all-reduce."""
-    mesh = Mesh(**shape)
-    stages, run = pipeline(mesh, schedule, problem)
-    torch.manual_seed(mesh.rank("pp"))
-    forward_backward, reducer = run.forward_backward(problem.microbatches), Poisoned(run.reducer, stages)
-    trained = [param for param in run.model.parameters() if param.requires_grad]
+    strategy = Strategy(**shape, microbatches=problem.microbatches, precision="float64")
+    run = parallelize(problem.config, strategy, lambda params: AdamW(params, lr=1.0), seed=3, frozen=(problem.frozen,), schedule=schedule)
+    torch.manual_seed(collectives.world().rank())
+    stages, reducer = run.mesh.group("pp"), Poisoned(run.sync)
+    trained = [param for group in run.sync.param_groups for param in group["params"]]
 
     def squares():
         total = torch.zeros((), dtype=torch.float64)
         for param in trained:
-            square = torch.linalg.vector_norm(param.grad).square() * (not hasattr(param, "copy"))
-            for shard in getattr(param, "shards", ()):
-                square = collectives.all_reduce(square, shard.group)
+            copies = placement(param).copies
+            square = torch.linalg.vector_norm(param.grad).square() * (copies is None or copies.rank() == 0)
+            for group in placement(param).cut_over:
+                square = collectives.all_reduce(square, group)
             total = total + square
         return total
 
-    post, again = PostValidation(run.optimizer, CLIP, mesh.group("pp"), squares if "tp" in shape else None), []
+    post, again = PostValidation(run.sync, CLIP, stages, squares if {"tp", "zero"} & shape.keys() else None), []
 
     def asked():
         again.append(post.before_backward())
@@ -104,32 +99,31 @@ def train(schedule, shape, problem, plant=lambda post, run: None, stop=False):
         return again[-1]
     losses, norms = [], []
     if not stop:
-        run.pipeline.before_backward = asked
+        run.runner.before_backward = asked
     plant(post, run)
     for step in range(STEPS):
-        run.optimizer.param_groups[0]["lr"] = rate(step)
-        batch = run.lay_out(*problem.batch(step))
+        run.sync.param_groups[0]["lr"] = rate(step)
+        batch = run.batch(rows_of_problem(problem, step), step)
         if stop:
-            run.optimizer.zero_grad()
-            loss = forward_backward(batch)
+            run.sync.zero_grad()
+            loss = run.forward_backward(batch)
             reducer.finish()
-            norms.append(clip_grad_norm(trained, CLIP))
+            norms.append(clip_grad_norm(trained, CLIP, stages=stages))
             if torch.isfinite(norms[-1]):
-                run.optimizer.step()
+                run.sync.step()
         else:
-            loss = train_step(forward_backward, batch, post, reducer).loss
-        losses.append(collectives.all_reduce(loss, run.loss_group).item())
+            loss = train_step(run.forward_backward, batch, post, reducer).loss
+        losses.append(run.total(loss).item())
     if not stop:
         norms = [norm.item() for norm in (*norms[1:], post.finish())]
-    assert not any(channel(group).unwaited for group in (run.pipeline.group, run.pipeline.down))        # every message was waited for
-    return losses, norms, {name: full_tensor(param).clone() for name, param in stages.global_parameters().items()}, again
+    assert not any(channel(group).unwaited for group in (run.runner.group, run.runner.down))        # every message was waited for
+    return losses, norms, {name: run.sync.full_tensor(param) for param, name in run.sync.names.items()}, again
 
 
 def far(ranks):
     """How far losses and parameters are from one process, and norms where they are numbers."""
     losses, norms, params = reference(CLIP)
     found = {name: param for _, _, part, _ in ranks for name, param in part.items()}
-    found.pop(f"layers.{PROBLEM.config.num_layers + 1}.out.weight")                      # tied
     differences = [abs(ours - theirs) for rank in ranks for ours, theirs in zip(rank[0], losses)]
     differences += [abs(ours - theirs) for rank in ranks for i, (ours, theirs) in enumerate(zip(rank[1], norms)) if i != POISONED]
     assert found.keys() == params.keys()
@@ -156,18 +150,62 @@ def test_cut_parameters_bring_their_own_squares():
     assert far(found) < TOLERANCE
 
 
-def test_forwards_run_again_draw_again_what_they_drew():
+@pytest.mark.parametrize("zero", [1, 3])
+def test_sharded_states_are_taken_back(zero):
+    """What was updated is a slice on each rank, and what the model has is gathered from it."""
+    assert far(launch.run(train, zb_h1(2, 2), dict(dp=2, pp=2, zero=zero), replace(PROBLEM, microbatches=2), ranks=4)) < TOLERANCE
+
+
+def test_a_stage_without_anything_to_train_passes_the_sum_on():
+    """The other stage clips by its own norm, step for step, and nobody waits."""
+    def rank(again):
+        run = parallelize(PROBLEM.config, Strategy(pp=2, microbatches=4, precision="float64"), lambda params: AdamW(params, lr=1e-2), seed=3,
+                          frozen=[f"layers.{layer}.*" for layer in range(5)])
+        post, norms = PostValidation(run.sync, 0.3, run.mesh.group("pp")), []
+        if again:
+            run.runner.before_backward = post.before_backward
+        for step in range(3):
+            batch = run.batch(rows_of_problem(PROBLEM, step), step)
+            if not again:
+                norms.append(run.step(batch, 0.3).norm.item())
+            else:
+                train_step(run.forward_backward, batch, post, run.sync)
+                norms.append(post.norm)
+        return [norm.item() for norm in (*norms[1:], post.finish())] if again else norms
+    for (stopped, checked) in launch.run(lambda: [rank(False), rank(True)], ranks=2):
+        assert max(abs(a - b) for a, b in zip(stopped, checked)) < TOLERANCE and min(stopped) < 0.3 < max(stopped)
+
+
+def test_forwards_run_again_drop_again_what_they_dropped():
     drops = replace(PROBLEM, config=replace(PROBLEM.config, dropout=0.2))
     with_stop, without = launch.run(lambda: [train(zb_h1(2, 4), dict(dp=1, pp=2), drops, stop=stop) for stop in (True, False)], ranks=2)[0]
     assert max(abs(a - b) for a, b in zip(with_stop[0], without[0])) < TOLERANCE and any(without[3])
     assert max((with_stop[2][name] - param).abs().max() for name, param in without[2].items()) < TOLERANCE
 
 
+def test_forwards_run_again_draw_again_what_they_drew():
+    """A stage of one's own that draws from torch's random numbers."""
+    def drawn(again):
+        stage, ones = Dropped(), torch.ones(4, 30, dtype=torch.float64)
+        run = Runner({0: stage}, gpipe(1, 4), collectives.world(), lambda y, targets: y.sum(), NoReducer(), width=1, check=False)
+        run.before_backward = lambda: again
+        torch.manual_seed(0)
+        loss = run(Batch(ones, ones, torch.ones(())))
+        return loss.item(), stage.w.grad.item(), torch.rand(3).tolist()
+
+    def rank():
+        found = [drawn(False), drawn(True)]
+        runtime.set_random_state = lambda state, device: None
+        return [*found, drawn(True)]
+    once, twice, control = launch.run(rank, ranks=1)[0]
+    assert once == twice and once[0] == once[1] and control[0] != once[0] and control[2] != once[2]
+
+
 # ---- controls --------------------------------------------------------------------------------------------------------
 
 def never_again(post, run):
-    right = run.pipeline.before_backward
-    run.pipeline.before_backward = lambda: right() and False
+    right = run.runner.before_backward
+    run.runner.before_backward = lambda: right() and False
 
 
 def keeps_the_wrong_step(post, run):
@@ -204,19 +242,21 @@ def test_what_fills_the_pipeline_is_received_before_the_check_and_nothing_else()
 
 
 def test_refusals():
-    def make(max_norm, squares=None, **marks):
-        param = torch.nn.Parameter(torch.ones(2))
-        vars(param).update(marks)
+    def make(max_norm, squares=None, **where):
+        param = place(torch.nn.Parameter(torch.ones(2)), **where)
         param.grad = torch.ones(2)
         return PostValidation(AdamW([param]), max_norm, collectives.world(), squares)
+
+    def cut():
+        return (Shard(0, collectives.world()),)
 
     def twice():
         post = make(1.0)
         post.step()
         post.step()
-    check_refusals({"max_norm=0: must be > 0": lambda: make(0), "give squares=, a function": lambda: make(1.0, shards=(0,)),
+    check_refusals({"max_norm=0: must be > 0": lambda: make(0), "give squares=, a function": lambda: make(1.0, shards=cut()),
                     "the step before has not been checked": twice}, ranks=1)
-    assert launch.run(lambda: make(1.0, lambda: torch.ones(()), shards=(0,)).max_norm, ranks=1) == [1.0]
+    assert launch.run(lambda: make(1.0, lambda: torch.ones(()), shards=cut()).max_norm, ranks=1) == [1.0]
     mine = check(Schedule("both ways", ((F(0, 0), F(1, 1), B(1, 1), F(0, 2), B(0, 0), B(0, 2)), (F(0, 1), F(1, 0), F(1, 2), B(1, 0), B(0, 1), B(1, 2))), 2, 3))
     pause(lower(mine)[0], 0, mine)
     with pytest.raises(ValueError, match=r"rank 1 needs F0\.2, which comes behind a first backward, for F1\.2"):

@@ -1,5 +1,7 @@
 """Schedules as lists: what is refused, that nobody waits in a circle, and the formulas of GPipe, 1F1B, interleaving and breadth-first."""
 import random
+import subprocess
+import sys
 from collections import Counter
 from fractions import Fraction
 from functools import cache
@@ -482,3 +484,10 @@ def test_memory_imbalance():
         assert [left for _, left in outcome] == [0] * 4
     assert in_flight_peaks(schedules[0]) == [4, 3, 2, 1]
     assert in_flight_peaks(schedules[2]) == [min(2, 4 - s) for s in range(4)] == [2, 2, 2, 1]
+
+
+def test_schedules_by_name_need_no_torch():
+    """Lists are for planners too: torch is loaded by what runs them, and by nothing that a strategy names."""
+    code = ("import sys; from minitrain.strategy import Strategy; from minitrain.pipeline.named import NAMES; "
+            "made = [Strategy(pp=2, schedule=name, microbatches=4) for name in NAMES]; print('bpipe' in NAMES, 'torch' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True False\n"

@@ -7,18 +7,16 @@ import pytest
 import torch
 
 from minitrain import launch
-from minitrain.mesh import Mesh
-from minitrain.model import Stages
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.lower import messages
 from minitrain.pipeline.one_direction import gpipe, one_f_one_b
-from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import check, peak
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
 from minitrain.pipeline.slices import causal_cost, makespan, on_each_rank, seq1f1b, slice_lengths, terapipe
+from minitrain.strategy import Strategy
 
-from tests.parallel import TOLERANCE, Problem, check_refusals, one_process, pipeline_difference, small, train_pipeline
+from tests.parallel import TOLERANCE, Problem, check_refusals, one_process, pipeline_difference, rows_of_problem, small, train_pipeline
 
 PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(4, 4, 3), microbatches=2)
 GRID = [(p, m, k) for p in (1, 2, 5) for m in (1, 3, 8) for k in (1, 2, 5)] + [(16, 2, 3), (8, 8, 4), (3, 64, 2)]
@@ -121,6 +119,10 @@ def test_learned_positions_multi_head_and_untied():
     assert equal(2, seq1f1b(2, 2, 2, (5, 3)), **changes) < TOLERANCE
 
 
+def test_biases_of_positions():
+    assert equal(2, seq1f1b(2, 2, 2), positions="alibi") < TOLERANCE
+
+
 def test_composes_with_tensor_parallelism():
     problem = Problem(config=small(num_layers=2, vocab_size=32), batch_sizes=(4, 4), microbatches=2)
     assert pipeline_difference(problem, dict(dp=1, pp=2, tp=2), seq1f1b(2, 2, 2), one_process(problem), sequence_parallel=True) < TOLERANCE
@@ -148,20 +150,24 @@ def test_refusals():
         assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def build(shape, schedule, **changes):
-    mesh, config = Mesh(**shape), small(num_layers=4, **changes)
-    cuts = even(4, schedule.stages)
-    stages = Stages(config, {stage: cuts[stage] for stage in schedule.stages_of(mesh.rank("pp"))})
-    return parallelize(stages, mesh, schedule=schedule)
+@pytest.mark.parametrize("lengths", [(), (12, 4)], ids=str)
+def test_slices_of_a_part_of_the_tokens(lengths):
+    """Ranks of cp share out every slice."""
+    problem = Problem(config=small(num_layers=4, max_positions=16), length=16, batch_sizes=(4, 3), microbatches=2)
+    schedule = seq1f1b(2, 2, 2, lengths)
+    assert pipeline_difference(problem, dict(dp=1, pp=2, cp=2), schedule, one_process(problem)) < TOLERANCE
+
+
+def build(schedule, **changes):
+    strategy = Strategy(**(dict(pp=2, microbatches=2, slices=2, schedule="seq1f1b") | changes))
+    return parallelize(small(num_layers=4), strategy, schedule=schedule)
 
 
 def test_refusals_on_ranks():
-    tokens = torch.zeros(2, 8, dtype=torch.int64)
-
     def wrong_sum():
-        run = build(dict(dp=1, pp=2), seq1f1b(2, 2, 2, (4, 3)))
-        run.forward_backward(2)(run.lay_out(tokens, tokens))
+        run = build(seq1f1b(2, 2, 2, (4, 3)))
+        run.forward_backward(run.batch(rows_of_problem(PROBLEM, 0), 0))
 
-    check_refusals({"cp=2": lambda: build(dict(dp=1, pp=1, cp=2), terapipe(1, 2, 2)),
-                    "use positions=": lambda: build(dict(dp=1, pp=2), terapipe(2, 2, 2), positions="alibi"),
+    check_refusals({"is for pp=2, microbatches=2, slices=4, and the strategy has 2, 2, 2": lambda: build(terapipe(2, 2, 4)),
+                    "balanced: 2 slices of a sequence in the pipeline": lambda: build(None, pp=1, cp=2, core="balanced", layout="contiguous", recompute=True),
                     "are 7, the batch has 8": wrong_sum}, ranks=2)

@@ -141,7 +141,8 @@ class PostValidation:
             group.update(values)
 
     def squares_of_whole(self) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.params[0].device)
+        some = next(iter((*self.params, *getattr(self.optimizer, "names", ()))))        # a frozen stage has no other
+        total = torch.zeros((), dtype=torch.float64, device=some.device)
         for param in self.params:
             copies = placement(param).copies
             if param.grad is not None and (copies is None or copies.rank() == 0):

@@ -15,14 +15,13 @@ a message is posted, when a sent tensor can go, and when the gradients of a stag
 
 Sends per boundary between ranks and per microbatch rows · T · D elements forward, as many backward. Memory: what the schedule keeps in
 flight, for each of those x and what autograd saved; two received tensors ahead; not y, whose graph does not need it.
-Raises ValueError in one line, before any rank waits, for stages that are not those of the schedule, for stages that do not take and
+Raises ValueError in one line, before any rank waits, for stages that are not those of the schedule (fits.py), that do not take and
 give `[rows, T, D]`, for a batch that does not divide. An action that fails is named, with its neighbours.
 Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473. Differs from Megatron-LM, which has a function
 for each schedule, and from torch.distributed.pipelining, which runs lists like these one communication batch at a time.
 """
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -36,6 +35,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.pipeline.deferred import Deferred
+from minitrain.pipeline.fits import check_boundary, check_fits, takes_positions
 from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, lower, pause, user_of
 from minitrain.pipeline.random_state import drawing_from, random_state, set_random_state
 from minitrain.pipeline.schedule import Action, Pair, Schedule
@@ -297,44 +297,9 @@ def cut_evenly(batch, schedule: Schedule) -> list[tuple[Tensor, Tensor, Tensor]]
             for tokens, targets, places in zip(*(x.tensor_split(ends, dim=-1) for x in (*row, positions)))]
 
 
-def takes_positions(stage: nn.Module) -> bool:
-    """A stage is `forward(x)` or `forward(x, positions)`: has its forward a second argument that must be given, or one of that name?"""
-    first, *others = inspect.signature(stage.forward).parameters.values()
-    return first.kind is first.VAR_POSITIONAL or any(
-        other.kind is other.VAR_POSITIONAL or other.name == "positions" or (other.kind is other.POSITIONAL_OR_KEYWORD and other.default is other.empty)
-        for other in others)
-
-
 def neighbours(program: tuple, number: int) -> str:
     """What is computed around a step of the program."""
     computed = [isinstance(step, (Action, Pair)) for step in program]
     before = [str(step) for step, yes in zip(program[:number], computed) if yes]
     after = [str(step) for step, yes in zip(program[number + 1:], computed[number + 1:]) if yes]
     return f"after {before[-1] if before else 'nothing'} and before {after[0] if after else 'the end'}"
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-def check_fits(stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup) -> None:
-    if len(schedule.ranks) != group.size():
-        raise ValueError(f"{schedule.name} is for {len(schedule.ranks)} ranks, the group {collectives.axis_of(group)} has {group.size()}; "
-                         "make the schedule for that many")
-    if sorted(stages) != schedule.stages_of(group.rank()):
-        raise ValueError(f"{schedule.name}: rank {group.rank()} runs the stages {schedule.stages_of(group.rank())}, but was given "
-                         f"{sorted(stages)}; build those that schedule.stages_of(rank) names")
-
-
-def check_boundary(number: int, stage: nn.Module, schedule: Schedule, width: int, dtype: torch.dtype) -> None:
-    """Does the stage take and give [rows, T, width]? Asked of a copy without data."""
-    tensors = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
-    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    x = torch.empty((1, 2), dtype=torch.int64, device="meta") if number == 0 else torch.empty((1, 2, width), dtype=dtype, device="meta")
-    try:
-        with torch.no_grad():
-            y = torch.func.functional_call(stage, empty, (x, torch.arange(2, device="meta")) if takes_positions(stage) else (x,))
-    except RuntimeError as error:
-        raise ValueError(f"stage {number} does not take {list(x.shape)}: {str(error).splitlines()[0]}; cut the model where its width is "
-                         f"{width}") from None
-    if number < schedule.stages - 1 and tuple(y.shape) != (1, 2, width):
-        raise ValueError(f"stage {number} gives {list(y.shape)}, stage {number + 1} expects [1, 2, {width}]; cut the model where its width "
-                         f"is {width}")
