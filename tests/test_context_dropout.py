@@ -1,7 +1,8 @@
-"""Dropout over a cut sequence: a mask by position, equal to one process in every layout, ring, factorization and mesh; its statistics."""
+"""Dropout by place: every layout, core, axis and schedule drops what one process drops; the statistics of the mask."""
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from minitrain import collectives, launch
 from minitrain.context.blocks import FUSED, plain_backward
 from minitrain.context.burst import burst_attention
-from minitrain.context.dropout import drop_tokens, seeded
 from minitrain.context.flash import flash_2, flash_attention
 from minitrain.context.hybrid import dealt, double_ring_attention, usp_attention
 from minitrain.context.layout import Tile, each_document, split, striped, tiles, zigzag
@@ -21,14 +21,14 @@ from minitrain.context.ring_self_attention import ring_self_attention
 from minitrain.context.sparing import Sparing
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.context.wallfacer import wallfacer_attention
-from minitrain.dropout import GAMMA, DropMask, keep, mix
+from minitrain.dropout import GAMMA, DropMask, DropRows, Places, drop_scores, keep, mix
 from minitrain.data import MASKED
-from minitrain.layers import Dropout, causal_attention, naive_attention
+from minitrain.layers import causal_attention, naive_attention
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
-from minitrain.model import GPT, Stages, cross_entropy_sum
+from minitrain.model import GPT, cross_entropy_sum
 from minitrain.parallelize import parallelize
-from minitrain.pipeline.one_direction import one_f_one_b
+from minitrain.strategy import Strategy
 from tests.context_cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context_runs import B, T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Outcome, Problem, check_refusals, difference, small, train_parallel
@@ -164,137 +164,168 @@ def test_sends_what_it_sent_and_keeps_no_mask():
                 core(*qkv, dropout=mask)
         nothing, dropped = (over(partial(core, dropout=mask), group, zigzag, HEADS) for mask in (0.0, MASK))
         with Ledger() as ledger:
-            agree = partial(collectives.broadcast, source=0, group=group)
-            seeded(core, agree)(*qkv, dropout=0.0)
+            placed_core = drop_scores(core, Places(5), "layers.1.scores")
+            placed_core(*qkv, dropout=0.0)
             ring_alone = ledger.sent_bytes()
-            seeded(core, agree)(*qkv, dropout=0.1)
+            placed_core(*qkv, dropout=0.1)
         return (all(map(torch.equal, plain[0], nothing[0])), plain[1] == nothing[1] == dropped[1], kept[0] == kept[1] and len(kept[0]) == 5,
                 ledger.sent_bytes() - 2 * ring_alone)
 
-    seeds = [(True, True, True, 8 * (rank == 0)) for rank in range(2)]
-    assert launch.run(rank, ranks=2) == seeds
+    assert launch.run(rank, ranks=2) == [(True, True, True, 0)] * 2                     # nobody has to agree on a seed
     assert placed(FUSED) is FUSED and all(FUSED.on(tile) is FUSED for tile in tiles([range(4)], [range(4)], True))
 
 
 def test_a_layer_that_is_computed_again_drops_the_same():
-    """torch's checkpoint around the core restores the generator, hence the seed; with and without Sparing. Two calls differ."""
+    """torch's checkpoint around the core, with and without Sparing, whatever others draw; two layers differ, and so do two steps and rows.
+    torch's generator is left alone."""
     def rank():
         group, results = collectives.world(), {}
         torch.manual_seed(50 + group.rank())
         way = dict(group=group, layout=zigzag, causal=True, blocks=FUSED)
         spared = Sparing(partial(ring_forward, **way), partial(ring_backward, **way))
         *qkv, dout = (split(x, zigzag, group, 2) for x in inputs(HEADS))
-        state = torch.get_rng_state()
+        places = Places(3)
         for name, core, settings in (("kept", spared, None), ("ring", partial(ring_attention, group=group, layout=zigzag), {}),
                                      ("spared", spared, dict(context_fn=spared.contexts))):
-            torch.set_rng_state(state)
-            layer = partial(seeded(core, partial(collectives.broadcast, source=0, group=group)), dropout=0.3)
-            ours = [x.clone().requires_grad_() for x in qkv]
-            outs = [layer(*ours) if settings is None else checkpoint(layer, *ours, use_reentrant=False, **settings) for _ in range(2)]
+            layers = [partial(drop_scores(core, places, site), dropout=0.3) for site in ("layers.1.scores", "layers.2.scores")]
+            ours, before = [x.clone().requires_grad_() for x in qkv], torch.get_rng_state()
+            outs = [layer(*ours) if settings is None else checkpoint(layer, *ours, use_reentrant=False, **settings) for layer in layers]
+            untouched = torch.equal(before, torch.get_rng_state())
             torch.rand(3)                                                                # others draw, too
             sum((out * dout).sum() for out in outs).backward()
             results[name] = [*outs, *(x.grad for x in ours)]
+        others = []
+        for place in ((1, 0), (0, 2)):
+            places.at(*place)
+            others.append(layers[0](*qkv))
         expected = results.pop("kept")
-        return torch.equal(*expected[:2]), max((a - b).abs().max().item() for found in results.values() for a, b in zip(found, expected))
+        apart = [torch.equal(one, other) for one, other in combinations((*expected[:2], *others), 2)]
+        return any(apart), untouched, max((a - b).abs().max().item() for found in results.values() for a, b in zip(found, expected))
 
-    for same, error in launch.run(rank, ranks=2):
-        assert not same and error < TOLERANCE
+    for same, untouched, error in launch.run(rank, ranks=2):
+        assert not same and untouched and error < TOLERANCE
 
 
 # ---- the whole model -------------------------------------------------------------------------------------------------
 
-PROBLEM = Problem(config=small(vocab_size=32, dropout=0.2))
+PROBLEM, SEED = Problem(config=small(dropout=0.2)), 3                                       # train_parallel's seed
 
 
-def by_position(model, first_row=0):
-    """Dropout of a model in one process: masks of natural positions, seeds from torch's generator."""
+def by_place(model, step, seed):
+    """Dropout of a model in one process, written out: nothing of the module but `keep` and the seed of a site."""
+    places = Places(seed)
+    places.at(step, 0)
+
+    def masked(x, site, heads):
+        count = torch.arange
+        return keep(PROBLEM.config.dropout, places.seed_of(site), *map(count, (x.size(0), heads, x.size(-2), x.size(-1))))
+
+    def activations(x, positions, site):
+        return x * masked(x, site, 1).squeeze(1) / (1 - PROBLEM.config.dropout)
+
+    def scores(q, k, v, site, dropout):
+        return naive_attention(q, k, v, dropout=lambda probabilities: probabilities * masked(probabilities, site, q.size(1)) / (1 - dropout))
+
     for layer in model.layers:
         if hasattr(layer, "attention"):
-            layer.attention.core = seeded(naive_attention, first_row=first_row)
-        for module in layer.modules():
-            if isinstance(module, Dropout):
-                drop = seeded(partial(drop_tokens, positions=lambda x: torch.arange(x.size(1))), first_row=first_row)
-                module.forward = partial(drop, dropout=module.p)
+            layer.attention.core = partial(scores, site=f"{layer.name}.scores")
+        for name in ("dropout", "dropout1", "dropout2"):
+            if hasattr(layer, name):
+                getattr(layer, name).forward = partial(activations, site=f"{layer.name}.{name}")
 
 
-def one_process(problem, seeds=(1000,)):
-    """As tests.parallel.one_process, with dropout; a seed for each rank of dp, whose rows come one after the other."""
+def one_process(problem, seed=SEED):
+    """As tests.parallel.one_process, with dropout."""
     model, losses = problem.model(), []
     trainable = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=problem.lr)
-    states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
     for step in range(len(problem.batch_sizes)):
+        by_place(model, step, seed)
         optimizer.zero_grad()
-        parts = [problem.batch(step, number, len(seeds)) for number in range(len(seeds))]
-        valid, losses = sum((targets != MASKED).sum() for _, targets in parts), [*losses, 0.0]
-        for number, (tokens, targets) in enumerate(parts):
-            torch.set_rng_state(states[number])
-            by_position(model, first_row=number << 32)
-            loss = cross_entropy_sum(model(tokens), targets) / valid
-            loss.backward()
-            losses[-1] += loss.item()
-            states[number] = torch.get_rng_state()
+        tokens, targets = problem.batch(step)
+        loss = cross_entropy_sum(model(tokens), targets) / (targets != MASKED).sum()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(trainable, problem.clip)
         optimizer.step()
+        losses.append(loss.item())
     return Outcome(losses, {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
                    {name: param.detach() for name, param in model.named_parameters()})
 
 
-def usp_core(q, k, v, *, group, layout, **more):
-    mesh = Mesh(ring=2, ulysses=2)
-    return usp_attention(q, k, v, ring=mesh.group("ring"), ulysses=mesh.group("ulysses"), **more)
-
-
-ULYSSES = partial(ulysses_attention, core=flash_attention)
-MODELS = {
-    "cp2": (dict(dp=1, cp=2), (1000,), [dict(layout=striped), dict(core=ring_self_attention), dict(zero=3)]),
-    "cp4": (dict(dp=1, cp=4), (1000,), [{}, dict(core=usp_core, layout=dealt(zigzag, 2))]),
-    "dp2 cp2": (dict(dp=2, cp=2), (1000, 1002), [{}]),
-    "cp2 tp2": (dict(dp=1, cp=2, tp=2), (1000,), [{}, dict(sequence_parallel=True, overlap=True), dict(core=ULYSSES)]),
+MODELS = {                                  # shape: ways, each with the microbatches of a rank
+    "dp2": (dict(dp=2), [({}, 1), ({}, 3), (dict(zero=1), 2), (dict(zero=3), 2), (dict(zero="IGG", node=2), 1)]),
+    "tp2": (dict(tp=2), [({}, 1), (dict(sequence_parallel=True), 2), (dict(sequence_parallel=True, overlap=True), 1)]),
+    "pp2": (dict(pp=2), [({}, 4), (dict(recompute=True), 3), (dict(schedule="zb_h1"), 4), (dict(schedule="interleaved", chunks=2), 2),
+                         (dict(schedule="chimera"), 2), (dict(schedule="seq1f1b", slices=2), 2)]),
+    "cp2": (dict(cp=2), [(dict(layout="striped"), 1), (dict(core="ring_self_attention"), 2), (dict(core="ulysses"), 1), (dict(zero=3), 1)]),
+    "cp4": (dict(cp=4), [({}, 1), (dict(core="usp", ulysses=2), 1)]),
+    "dp2 cp2": (dict(dp=2, cp=2), [({}, 2)]),
+    "dp2 tp2": (dict(dp=2, tp=2), [(dict(zero=2), 1), (dict(sequence_parallel=True, zero=3), 2)]),
+    "dp2 pp2": (dict(dp=2, pp=2), [({}, 3), (dict(zero=1), 2)]),
+    "cp2 tp2": (dict(cp=2, tp=2), [({}, 1), (dict(sequence_parallel=True, overlap=True), 1), (dict(core="ulysses"), 1)]),
+    "pp2 cp2": (dict(pp=2, cp=2), [({}, 2), (dict(schedule="terapipe", slices=2), 2)]),
+    "pp2 tp2": (dict(pp=2, tp=2), [(dict(sequence_parallel=True), 2), (dict(recompute=True), 2)]),
 }
 
 
+@pytest.fixture(scope="module")
+def expected():
+    return one_process(PROBLEM)
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_equals_one_process(name):
-    """Three steps with dropout of scores and of activations, ranks seeded apart: loss, gradients, parameters."""
-    shape, seeds, ways = MODELS[name]
-    expected = one_process(PROBLEM, seeds)
-    for outcomes in launch.run(lambda: [train_parallel(PROBLEM, shape, **settings) for settings in ways], ranks=math.prod(shape.values())):
-        for settings, outcome in zip(ways, outcomes):
-            assert difference(outcome, expected) < TOLERANCE, settings
+def test_a_model_equals_one_process(name, expected):
+    """Three steps with dropout of scores and of activations, ranks seeded apart: loss, gradients, parameters, the same under every axis,
+    layout, schedule and number of microbatches."""
+    shape, ways = MODELS[name]
 
-
-def test_a_model_without_it_does_not():
-    """Controls: a seed for each rank; heads counted from each rank's first; the model's dropout as it was."""
     def rank():
-        from minitrain import parallelize as module
-        seeds, all_heads, found = module.seeded, dict(dp=1, cp=2, tp=1), {}
-        heads_cut = dict(dp=1, cp=1, tp=2)
-        found["right"] = train_parallel(PROBLEM, all_heads), train_parallel(PROBLEM, heads_cut)
-        module.seeded = lambda core, agree, **more: seeds(core, **more)
-        found["seeds apart"] = train_parallel(PROBLEM, all_heads)
-        module.seeded = lambda core, agree, first_row, part=0: seeds(core, agree, first_row)
-        found["first heads"] = train_parallel(PROBLEM, heads_cut)
-        module.seeded = seeds
+        return [train_parallel(replace(PROBLEM, microbatches=count), Strategy(**shape, **settings, microbatches=count)) for settings, count in ways]
+
+    for outcomes in launch.run(rank, ranks=math.prod(shape.values())):
+        for way, outcome in zip(ways, outcomes):
+            assert difference(outcome, expected, part="pp" in shape) < TOLERANCE, way
+
+
+def test_a_model_without_it_does_not(expected):
+    """Controls: a seed for each rank; heads, rows and tokens counted from each rank's first; the same mask in every step."""
+    def rank():
+        from minitrain import dropout, parallelize as module
+        number, shapes = collectives.world().rank(), dict(cp=Strategy(cp=2), tp=Strategy(tp=2), dp=Strategy(dp=2))
+        found = {"right": [train_parallel(PROBLEM, strategy) for strategy in shapes.values()]}
+        seed_of, at, drop = Places.seed_of, Places.at, dropout.drop_by_place
+        Places.seed_of = lambda self, site: seed_of(self, site) + number
+        found["seeds apart"] = train_parallel(PROBLEM, shapes["cp"])
+        Places.seed_of = seed_of
+        Places.at = lambda self, step, first_row: at(self, step, 0)
+        found["first rows"] = train_parallel(PROBLEM, shapes["dp"])
+        found["first rows of microbatches"] = train_parallel(replace(PROBLEM, microbatches=2), shapes["cp"])
+        Places.at = lambda self, step, first_row: at(self, 0, first_row)
+        found["one step's masks"] = train_parallel(PROBLEM, shapes["tp"])
+        Places.at = at
+        module.drop_by_place = lambda layers, places, part=0: drop(layers, places)
+        found["first heads"] = train_parallel(PROBLEM, shapes["tp"])
+        module.drop_by_place = lambda layers, places: drop(layers, places, own=lambda positions: torch.arange(len(positions)))
+        found["first tokens"] = train_parallel(PROBLEM, shapes["cp"])
         return found
 
-    expected = one_process(PROBLEM)
-    assert difference(one_process(PROBLEM, [1001]), expected) > 1e-4                       # the seed matters
+    assert difference(one_process(PROBLEM, seed=4), expected) > 1e-4                       # the seed matters
     for found in launch.run(rank, ranks=2):
         assert max(difference(outcome, expected) for outcome in found.pop("right")) < TOLERANCE
-        assert min(difference(outcome, expected) for outcome in found.values()) > 1e-4
+        assert len(found) == 6 and min(difference(outcome, expected) for outcome in found.values()) > 1e-4
 
 
 def test_tokens_of_different_ranks_and_rows_of_different_ranks_have_different_masks():
-    """What one rank drops of its activations says nothing about another's, though all generators are seeded alike."""
+    """What one rank drops of its activations says nothing about another's, nor about another step's; in evaluation nothing is dropped."""
     def rank():
-        mesh = Mesh(dp=2, cp=2)
-        torch.manual_seed(0)
-        model = GPT(small(vocab_size=32, dropout=0.5))
-        parallelize(model, mesh)
-        dropped = [model.layers[0].dropout(torch.ones(1, 4, 256)) == 0 for _ in range(2)]
-        model.eval()
-        return *dropped, bool((model.layers[0].dropout(torch.ones(1, 4, 256)) == 1).all())
+        run = parallelize(small(dropout=0.5), Strategy(dp=2, cp=2, layout="contiguous"))
+        module, positions = run.model.layers[0].dropout, torch.arange(4) + 4 * run.mesh.rank("cp")
+        dropped = []
+        for step in range(2):
+            module.places.at(step, run.mesh.rank("dp"))
+            dropped.append(module(torch.ones(1, 4, 256), positions) == 0)
+        run.train(False)
+        return *dropped, bool((module(torch.ones(1, 4, 256), positions) == 1).all())
 
     found = launch.run(rank, ranks=4)
     masks = [mask for *drawn, whole in found for mask in drawn if whole]
@@ -311,10 +342,6 @@ def test_refusals_are_one_line_on_every_rank():
             what(q, q, q, **dict(zip(axes, (mesh.group("a"), mesh.group("b")))), **settings)
         return run
 
-    def sliced_pipeline():
-        model = Stages(small(vocab_size=32, dropout=0.1), {0: range(4)})
-        parallelize(model, Mesh(dp=1, pp=1, cp=2), schedule=replace(one_f_one_b(1, 2), slices=2))
-
     tiled = dict(dropout=MASK, blocks=flash_2())
     refused = {
         "ring_attention: dropout=0.1 is a rate without a seed, and each rank would draw its own mask; give a DropMask":
@@ -327,7 +354,7 @@ def test_refusals_are_one_line_on_every_rank():
         "wallfacer_attention: dropout=0.1": call(wallfacer_attention, "ring", "team", dropout=0.1),
         "burst_attention: dropout=0.1": call(burst_attention, "across", "inside", dropout=0.1),
         "flash_attention: dropout=0.2": call(flash_attention, dropout=0.2),
-        "dropout=0.1 under cp with 2 slices of a sequence in the pipeline": sliced_pipeline,
+        "dropout p=1.0; must be in [0, 1)": lambda: DropRows(1.0, Places(), "layers.0.dropout"),
         "packed_attention: dropout=0.3": call(packed_attention, cu_seqlens=[0, 8], dropout=0.3),
     }
     check_refusals(refused, ranks=2)

@@ -9,18 +9,14 @@ from minitrain import collectives, dryrun, launch
 from minitrain.config import GPTConfig
 from minitrain.events import Compute, Issue, Wait
 from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
 from minitrain.model import Block
-from minitrain.optim import AdamW
-from minitrain.parallelize import parallelize
-from minitrain.sharding import full_tensor, placement
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
+from minitrain.strategy import Strategy
 from minitrain.tensor_parallel import linear, overlap, ring_overlap, sequence
 from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
-from minitrain.train import Batch, accumulate, train_step, valid_tokens
-from tests.parallel import TOLERANCE, Outcome, Problem, difference, one_process, small
+from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
 
 B, T, D, F = 2, 8, 8, 16
 PAIRS = {"plain": (overlap, linear), "sequence": (ring_overlap, sequence)}
@@ -145,23 +141,6 @@ def test_bfloat16_stays_near():
 
 # ---- a whole model -----------------------------------------------------------------------------------------------------
 
-def trained(problem, dp, tp, **settings):
-    mesh = Mesh(dp=dp, tp=tp)
-    torch.manual_seed(1000 + collectives.world().rank())
-    model = problem.model()
-    parallel = parallelize(model, mesh, bucket_bytes=3000, make_optimizer=lambda params: AdamW(params, lr=problem.lr), **settings)
-    forward_backward = accumulate(model, parallel.loss_fn, problem.microbatches, parallel.reducer)
-    group, losses = parallel.data_group, []
-    for step in range(len(problem.batch_sizes)):
-        tokens, targets = problem.batch(step, group.rank(), group.size())
-        batch = Batch(tokens, targets, valid_tokens(targets, group))
-        loss = train_step(forward_backward, batch, parallel.optimizer, parallel.reducer, problem.clip).loss
-        losses.append(collectives.all_reduce(loss, group).item())
-    return Outcome(losses, {name: full_tensor(param.grad, placement(param).shards).clone()
-                            for name, param in model.named_parameters() if param.grad is not None},
-                   {name: full_tensor(param).detach().clone() for name, param in model.named_parameters()})
-
-
 PROBLEMS = {
     "grouped queries, tied, frozen": Problem(config=small(vocab_size=32)),
     "GPT-2 with biases": Problem(config=small(vocab_size=32, tied=False, norm="layer", positions="learned", activation="gelu", bias=True,
@@ -177,7 +156,7 @@ def references():
 @pytest.mark.parametrize("dp, tp", [(1, 2), (1, 4), (2, 2)])
 def test_a_model_trains_as_on_one_process(dp, tp, references):
     def rank():
-        return [(name, trained(problem, dp, tp, sequence_parallel=cut, overlap=True)) for name, problem in PROBLEMS.items()
+        return [(name, train_parallel(problem, Strategy(dp=dp, tp=tp, sequence_parallel=cut, overlap=True))) for name, problem in PROBLEMS.items()
                 for cut in (False, True)]
 
     for outcomes in launch.run(rank, ranks=dp * tp):

@@ -6,25 +6,28 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from minitrain import collectives, dryrun, launch, layers
+from minitrain import collectives, dryrun, launch
 from minitrain.accounting.memory import activation_bytes
 from minitrain.collectives import world
+from minitrain.dropout import DropMask, Places, drop_by_place
 from minitrain.events import Issue
 from minitrain.layers import naive_attention
 from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.mesh import Mesh
 from minitrain.model import GPT, GPTConfig, cross_entropy_sum
+from minitrain.optim import AdamW
 from minitrain.parallelize import parallelize
-from minitrain.sharding import full_tensor, placement
+from minitrain.sharding import full_tensor, placement, shard
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
+from minitrain.strategy import Strategy
 from minitrain.tensor_parallel import linear, sequence, vocabulary
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 from minitrain.tensor_parallel.random import RandomStates
-from minitrain.train import Batch, accumulate
-from minitrain.trainer import Recipe, Trainer
+from minitrain.tensor_parallel.model import cut_layers
+from minitrain.train import Batch
 from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
 
 CONFIGS = {
@@ -52,7 +55,7 @@ def problems():
 def test_equals_one_process(shape, references):
     """Loss, every gradient, every parameter after three steps; tied, frozen, masked, clipped, uneven."""
     def rank():
-        return {(way, name): train_parallel(problem, shape, **settings)
+        return {(way, name): train_parallel(problem, Strategy(**shape, **settings))
                 for way, settings in WAYS.items() for name, problem in problems().items()}
 
     for outcomes in launch.run(rank, ranks=shape["dp"] * shape["tp"]):
@@ -69,7 +72,7 @@ def test_without_its_collective_it_fails(broken, references):
             collectives.reduce_from = lambda x, group: x
         else:                                           # norms that saw half of the tokens are not summed over tp
             Mesh.group = lambda self, *axes, group=Mesh.group: group(self, *[axis for axis in axes if axis != "tp" or len(axes) == 1])
-        return train_parallel(problem, dict(dp=1, tp=2), sequence_parallel=broken == "slices")
+        return train_parallel(problem, Strategy(tp=2, sequence_parallel=broken == "slices"))
 
     name, problem = next(iter(problems().items()))
     assert max(difference(outcome, references[name]) for outcome in launch.run(rank, ranks=2)) > 1e-4
@@ -143,27 +146,23 @@ def test_bytes_of_a_layer_cut_along_the_sequence(ranks):
 
 def test_norms_may_all_be_frozen():
     def rank():
-        model = GPT(PLAIN, dtype=torch.float64)
-        for name, param in model.named_parameters():
-            param.requires_grad_("norm" not in name)
-        run = parallelize(model, Mesh(dp=1, tp=2), sequence_parallel=True)
+        run = parallelize(PLAIN, Strategy(tp=2, sequence_parallel=True, precision="float64"), frozen=["*norm*"])
         tokens = torch.zeros(B, T, dtype=torch.long)
-        accumulate(model, run.loss_fn, 1, run.reducer)(run.lay_out(tokens, tokens))
-        run.reducer.finish()
-        return all((param.grad is not None) == param.requires_grad for param in model.parameters())
+        run.forward_backward(Batch(tokens, tokens, torch.tensor(B * T)))
+        run.sync.finish()
+        frozen = [name for name, param in run.model.named_parameters() if not param.requires_grad]
+        return len(frozen) == 3 and all((param.grad is not None) == param.requires_grad for param in run.model.parameters())
 
     assert launch.run(rank, ranks=2) == [True, True]
 
 
 def whole_step(shape, settings):
-    mesh = Mesh(**shape)
-    model = GPT(replace(PLAIN, num_layers=2), dtype=torch.float32)
-    run = parallelize(model, mesh, **settings)
+    run = parallelize(replace(PLAIN, num_layers=2), Strategy(**shape, **settings))
     tokens = torch.zeros(B, T, dtype=torch.long)
     batch = Batch(tokens, tokens, torch.tensor(B * T * shape["dp"]))
     with Ledger() as ledger:
-        accumulate(model, run.loss_fn, 1, run.reducer)(batch)
-        run.reducer.finish()
+        run.forward_backward(batch)
+        run.sync.finish()
     return ledger.flops, ledger.sent_bytes(), ledger.sent_bytes(axis="tp"), ledger.peak_bytes, dict(ledger.peak_by_kind)
 
 
@@ -214,84 +213,132 @@ def test_activations_of_gpt3():
 
 # ---- the vocabulary --------------------------------------------------------------------------------------------------
 
-def test_vocab_parallel():
-    """Equal to the dense loss, gradient included; 3·b·s elements are summed and nothing of size V."""
-    words = 40
-
+@pytest.mark.parametrize("words", [40, 37, 9])
+def test_vocab_parallel(words):
+    """Equal to the dense loss, gradient included; 3·b·s elements are summed and nothing of size V. Also where words are left over, and
+    where the last of 4 ranks has none at all (9 words: 3, 3, 3, 0)."""
     def rank():
         torch.manual_seed(0)
         logits = 30 * torch.randn(B, T, words, dtype=torch.float64)
         targets = torch.randint(words, (B, T)).masked_fill(torch.rand(B, T) < 0.3, -100)
-        dense, own = logits.clone().requires_grad_(), logits.chunk(world().size(), -1)[world().rank()].clone().requires_grad_()
+        dense, own = logits.clone().requires_grad_(), shard(logits, 2, world(), pad=True)
+        cut, garbage = placement(own).shards, torch.full_like(own, 7.0)         # what padding says must not matter
+        here = max(0, min(words - world().rank() * own.size(-1), own.size(-1)))
+        own = torch.cat((own[..., :here], garbage[..., here:]), -1).requires_grad_()
         cross_entropy_sum(dense, targets).mul(0.25).backward()
         with Ledger() as ledger:
-            loss = vocabulary.cross_entropy_sum(own, targets, world())
+            loss = vocabulary.cross_entropy_sum(own, targets, world(), words)
             loss.mul(0.25).backward()
-        nothing = vocabulary.cross_entropy_sum(own, torch.full((B, T), -100), world())
+        nothing = vocabulary.cross_entropy_sum(own, torch.full((B, T), -100), world(), words)
         nothing.backward()
-        low = vocabulary.cross_entropy_sum(own.detach().bfloat16(), targets, world())
-        grad = full_tensor(own.grad, linear.shard(torch.empty(1, 1, words), 2, world()).placement.shards)
-        return ((loss - cross_entropy_sum(logits, targets)).abs().item(), (grad - dense.grad).abs().max().item(), nothing.item(),
-                ledger.payload_bytes(), ledger.sent_bytes(), low.dtype, (low - cross_entropy_sum(logits.bfloat16(), targets)).abs().item())
+        low = vocabulary.cross_entropy_sum(own.detach().bfloat16(), targets, world(), words)
+        return ((loss - cross_entropy_sum(logits, targets)).abs().item(), (full_tensor(own.grad, cut) - dense.grad).abs().max().item(),
+                own.grad[..., here:].abs().sum().item(), nothing.item(), ledger.payload_bytes(), ledger.sent_bytes(), low.dtype,
+                (low - cross_entropy_sum(logits.bfloat16(), targets)).abs().item())
 
     for ranks in (2, 4):
-        for loss, grad, nothing, payload, sent, dtype, low in launch.run(rank, ranks=ranks):
-            assert loss < 1e-9 and grad < TOLERANCE and nothing == 0.0
+        for loss, grad, padding, nothing, payload, sent, dtype, low in launch.run(rank, ranks=ranks):
+            assert loss < 1e-9 and grad < TOLERANCE and nothing == 0.0 and padding == 0.0
             assert payload == 8 * 3 * B * T and sent == 2 * (ranks - 1) / ranks * 8 * 3 * B * T
             assert dtype == torch.float32 and low < 1e-2
 
 
 def test_the_table_finds_its_rows():
-    def rank(cut):
-        table = torch.arange(24, dtype=torch.float64).view(12, 2)
+    """Of a vocabulary that divides, of one with padding, and of one that leaves the last rank without a word."""
+    def rank(words):
+        table = torch.arange(2 * words, dtype=torch.float64).view(words, 2)
         own = vocabulary.cut_table(nn.Parameter(table), world())
-        ids = torch.tensor([[0, 5, 11], [6, 6, 3]])
-        rows = vocabulary.lookup(own, ids, "token", "vocab_size", group=world())
+        ids = torch.tensor([[0, 5, words - 1], [6, 6, 3]])
+        rows = vocabulary.lookup(own, ids, "token", "vocab_size", group=world(), vocab_size=words)
         rows.sum().backward()
-        counts = torch.bincount(ids.flatten(), minlength=12).double().unsqueeze(-1).expand(12, 2)
-        return torch.equal(rows, table[ids]), torch.equal(full_tensor(own.grad, own.placement.shards), counts)
+        counts = torch.bincount(ids.flatten(), minlength=words).double().unsqueeze(-1).expand(words, 2)
+        return torch.equal(rows, table[ids]), torch.equal(full_tensor(own.grad, own.placement.shards), counts), own.size(0)
 
-    assert launch.run(rank, None, ranks=4) == [(True, True)] * 4
+    for words, rows in ((12, 3), (11, 3), (9, 3)):
+        assert launch.run(rank, words, ranks=4) == [(True, True, rows)] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_vocabulary_that_does_not_divide_trains_as_on_one_process(ranks):
+    """63 words, and 9 (on 4 ranks the last has none): tied or not, plain and along the sequence. Padding is 0 and stays 0 through AdamW's
+    steps with decay."""
+    ways = [Problem(config=small(vocab_size=words, tied=tied)) for words in (63, 9) for tied in (True, False)]
+
+    def rank():
+        found = [[train_parallel(problem, Strategy(tp=ranks, sequence_parallel=cut)) for cut in (False, True)] for problem in ways]
+        run = parallelize(ways[-1].config, Strategy(tp=ranks, precision="float64"), lambda params: AdamW(params, lr=1e-2, weight_decay=0.1))
+        tokens = torch.arange(8).view(1, 8)
+        run.step(Batch(tokens, tokens, torch.tensor(8)))
+        tables = run.model.layers[0].tokens, run.model.layers[-1].out.weight
+        here = max(0, min(9 - world().rank() * len(tables[0]), len(tables[0])))
+        return found, [table[here:].abs().sum().item() for table in tables], here
+
+    references = [one_process(problem) for problem in ways]
+    results = launch.run(rank, ranks=ranks)
+    for found, padding, _ in results:
+        assert padding == [0.0, 0.0]
+        for outcomes, reference in zip(found, references):
+            assert max(difference(outcome, reference) for outcome in outcomes) < TOLERANCE
+    assert [here for *_, here in results] == {2: [5, 4], 4: [3, 3, 3, 0]}[ranks]
+
+
+def test_padding_that_takes_part_in_the_softmax_is_found():
+    """Control: as if the padded words were words."""
+    problem = Problem(config=small(vocab_size=63))
+
+    def rank():
+        right = vocabulary.cross_entropy_forward
+        vocabulary.cross_entropy_forward = lambda logits, targets, group, vocab_size: right(logits, targets, group, 64)
+        return train_parallel(problem, Strategy(tp=2))
+
+    reference = one_process(problem)
+    assert min(difference(outcome, reference) for outcome in launch.run(rank, ranks=2)) > 1e-4
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
-def dropped_model(shape, settings, masks=None):
-    """Logits' loss and a gradient of a model with dropout; the masks that were drawn, or those given instead of drawing."""
-    drawn = []
+DROPPED = replace(CONFIGS["GPT-2: biases, learned positions"], dropout=0.3)
 
-    def drop(x, p):
-        if not p:
-            return x
-        mask = masks.pop(0) if masks else torch.rand_like(x) >= p
-        drawn.append(mask)
-        return x * mask / (1 - p)
 
-    layers.drop = drop
-    model = GPT(replace(CONFIGS["GPT-2: biases, learned positions"], dropout=0.3), dtype=torch.float64, attention=naive_attention)
+def dropped_model(settings):
+    """Loss and a gradient of a model with dropout, and the masks that were made, whole in one process or of this rank of tp=2."""
+    drawn, make = [], DropMask.keep
+
+    def keep(mask, *args):
+        drawn.append(make(mask, *args))
+        return drawn[-1]
+
+    DropMask.keep = keep
     tokens = torch.arange(16).view(2, 8)
-    loss_fn = cross_entropy_sum
-    if shape:
-        loss_fn = parallelize(model, Mesh(**shape), **settings).loss_fn
+    torch.manual_seed(world().rank())
+    if settings is None:
+        model, loss_fn = GPT(DROPPED, dtype=torch.float64), cross_entropy_sum
+        drop_by_place(model.layers, Places(0))
+    else:
+        run = parallelize(DROPPED, Strategy(tp=2, precision="float64", **settings))
+        model, loss_fn = run.model, run.loss_fn
     loss = loss_fn(model(tokens), tokens)
+    forward = list(drawn)
     loss.backward()
     weight = model.layers[1].mlp.up.weight
-    return loss.item(), full_tensor(weight.grad, placement(weight).shards), drawn
+    return loss.item(), full_tensor(weight.grad, placement(weight).shards), forward
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_dropout_agrees_where_it_must_and_differs_where_it_must(sequence_parallel):
-    """The masks of the ranks, put together as the activations are cut, make one process compute the very same."""
+def test_dropout_is_that_of_one_process(sequence_parallel):
+    """Masks agree where ranks hold the same and differ where they do not: put together as activations are cut, they are those of one
+    process, which computes the very same."""
     def rank():
-        return dropped_model(dict(dp=1, tp=2), dict(sequence_parallel=sequence_parallel))
+        return dropped_model(dict(sequence_parallel=sequence_parallel))
 
     (loss, grad, first), (_, _, second) = launch.run(rank, ranks=2)
-    whole = []
-    for one, other in zip(first, second):
-        cut = 1 if one.dim() == 4 or sequence_parallel else None         # heads [B, H, T, T]; tokens [B, T, D]
+    ((expected, expected_grad, masks),) = launch.run(dropped_model, None, ranks=1)
+    assert len(first) == len(second) == len(masks) == 1 + 3 * DROPPED.num_layers
+    scores = [number for number in range(len(masks)) if number % 3 == 1]        # table; scores, dropout1, dropout2 of each block
+    for number, (one, other, whole) in enumerate(zip(first, second, masks)):
+        cut = 1 if number in scores else 2 if sequence_parallel else None       # heads of [B, H, T, T]; tokens of [B, 1, T, D]
         assert torch.equal(one, other) == (cut is None)
-        whole.append(one if cut is None else torch.cat((one, other), cut))
-    expected, expected_grad, _ = launch.run(dropped_model, None, {}, whole, ranks=1)[0]
+        assert torch.equal(whole, one if cut is None else torch.cat((one, other), cut))
     assert abs(loss - expected) < 1e-9 and (grad - expected_grad).abs().max() < TOLERANCE
 
 
@@ -317,32 +364,49 @@ def test_streams_go_on_and_take_one_number_a_call_from_torchs():
 
 
 def test_recomputation_draws_the_same_masks():
-    """torch's checkpoint around a block with dropout: its gradients are those without a checkpoint."""
-    def rank():
-        mesh, grads = Mesh(dp=1, tp=2), []
-        x = torch.randn(2, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    """torch's checkpoint around a cut block: its gradients are those without a checkpoint, with streams and with masks by place."""
+    def rank(by_place):
+        grads, group = [], world()
+        x = torch.randn(2, 8, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         for again in (False, True):
             model = GPT(replace(PLAIN, dropout=0.5), dtype=torch.float64, layers=[1])
-            parallelize(model, mesh)
+            cut_layers(model.layers, PLAIN.head_dim, PLAIN.vocab_size, group)
             block, own = model.layers[0], x.clone().requires_grad_()
-            torch.manual_seed(5 + mesh.rank("tp"))
+            if by_place:
+                drop_by_place(model.layers, Places(7), group.rank())
+            else:
+                states = RandomStates(7, group)
+                block.attention.core = states.different(block.attention.core)
+                for module in (block.dropout1, block.dropout2):
+                    module.forward = states.same(module.forward)
+            torch.manual_seed(5 + group.rank())
             positions = torch.arange(8)
             y = checkpoint(block, own, positions, use_reentrant=False) if again else block(own, positions)
             y.square().sum().backward()
-            grads.append(own.grad)
-        return (grads[0] - grads[1]).abs().max().item()
+            grads.append((y.detach(), own.grad))
+        return all(map(torch.equal, *grads)), grads[0][0]
 
-    assert launch.run(rank, ranks=2) == [0.0, 0.0]
+    for by_place in (False, True):
+        (one, first), (other, second) = launch.run(rank, by_place, ranks=2)
+        assert one and other and torch.equal(first, second)             # the ranks, seeded apart, go on holding the same
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
-def cut(**settings):
-    """A model over tp=2: settings of its config, and of `parallelize` where it knows them."""
-    ours = {name: settings.pop(name) for name in ("sequence_parallel", "zero", "make_optimizer") if name in settings}
-    model = GPT(replace(PLAIN, **settings), dtype=torch.float64)
-    parallelize(model, Mesh(dp=1, tp=2), **ours)
-    return model
+def cut(strategy=Strategy(tp=2), **settings):
+    """A model over tp=2, with settings of its config."""
+    return parallelize(replace(PLAIN, **settings), strategy)
+
+
+def latent_layers():
+    """By the pass itself; the strategy refuses them before it."""
+    config = replace(PLAIN, kv_latent=8, rope_head_dim=4)
+    cut_layers(GPT(config).layers, config.head_dim, config.vocab_size, world())
+
+
+def heads(num_heads, num_kv_heads):
+    config = replace(PLAIN, d_model=8 * num_heads, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    cut_layers(GPT(config).layers, config.head_dim, config.vocab_size, Mesh(tp=2).group("tp"))
 
 
 def bias_cut_twice():
@@ -359,24 +423,27 @@ def groups_mixed():
 REFUSED = {
     "ColumnLinear: out_features = 33 is not a multiple of the 2 ranks of world": lambda: ColumnLinear(nn.Linear(8, 33), world()),
     "RowLinear: in_features = 33 is not a multiple of the 2 ranks of world": lambda: RowLinear(nn.Linear(33, 8), world()),
-    "query heads = 3 is not a multiple of the 2 ranks of tp; change": lambda: cut(d_model=48, num_heads=3),
-    "3 K/V heads over 2 ranks of tp: neither divides the other; take 1 or 3": lambda: cut(d_model=48, num_heads=6, num_kv_heads=3),
-    "a vocabulary of 63 does not divide by the 2 ranks of tp; pad it to 64": lambda: cut(vocab_size=63),
-    "T=7 tokens are not a multiple of tp=2; pad the sequence": lambda: cut(sequence_parallel=True)(torch.zeros(1, 7, dtype=torch.long)),
+    "query heads = 3 is not a multiple of the 2 ranks of tp; change": lambda: heads(3, 3),
+    "tp=2 does not divide num_heads=3, num_kv_heads=3 (which may also divide tp) and d_ff=128 (gated); use tp 1":
+        lambda: cut(d_model=48, num_heads=3),
+    "3 K/V heads over 2 ranks of tp: neither divides the other; take 1 or 3": lambda: heads(6, 3),
+    "T=7 tokens are not a multiple of tp=2; pad the sequence":
+        lambda: cut(Strategy(tp=2, sequence_parallel=True)).model(torch.zeros(1, 7, dtype=torch.long)),
     "weight [16, 8] is cut already, along dim 0 over world": lambda: ColumnLinear(ColumnLinear(nn.Linear(8, 32), world()), world()),
     "bias [16] is cut already": bias_cut_twice,
     "is cut over a, but the call is over b; use one group": groups_mixed,
     "is 4 wide, the matrix takes 8: give the whole width": lambda: ColumnLinear(nn.Linear(8, 32), world())(torch.ones(1, 4)),
     "is 8 wide, this rank's slice of the matrix takes 4 of 8": lambda: RowLinear(nn.Linear(8, 32), world())(torch.ones(1, 8)),
-    "token 64; vocab_size is 64 (0..63)": lambda: cut()(torch.full((1, 4), 64)),
+    "token 64; vocab_size is 64 (0..63)": lambda: cut().model(torch.full((1, 4), 64)),
+    "token 63; vocab_size is 63 (0..62)": lambda: cut(vocab_size=63).model(torch.full((1, 4), 63)),      # a row of padding is no word
     "target 64; the vocabulary is 64 (0..63)":
-        lambda: vocabulary.cross_entropy_sum(torch.zeros(1, 4, 32), torch.full((1, 4), 64), world()),
-    "does not cut latent attention": lambda: cut(kv_latent=8, rope_head_dim=4),
-    "zero=1 with tp=2": lambda: cut(zero=1, make_optimizer=torch.optim.AdamW),
-    "sequence_parallel=True needs an axis tp": lambda: parallelize(GPT(PLAIN), Mesh(dp=2), sequence_parallel=True),
-    "the mesh has no axis dp: give it one, of size 1 if need be, Mesh(dp=1, tp=2)": lambda: parallelize(GPT(PLAIN), Mesh(tp=2)),
-    "saves whole parameters, and these are cut over ranks":
-        lambda: Trainer(parallelize(GPT(PLAIN), Mesh(dp=1, tp=2)), None, Recipe()),
+        lambda: vocabulary.cross_entropy_sum(torch.zeros(1, 4, 32), torch.full((1, 4), 64), world(), 64),
+    "target 63; the vocabulary is 63 (0..62)":
+        lambda: vocabulary.cross_entropy_sum(torch.zeros(1, 4, 32), torch.full((1, 4), 63), world(), 63),
+    "tensor parallelism does not cut latent attention (kv_latent)": latent_layers,
+    "tp=2 does not cut latent attention (kv_latent=8)": lambda: cut(kv_latent=8, rope_head_dim=4),
+    "sequence_parallel=True is about the ranks of tp, and tp=1; use tp > 1": lambda: cut(Strategy(dp=2, sequence_parallel=True)),
+    "dp=1 · pp=1 · cp=1 · tp=4 · ep=1 are 4 ranks, but the job has 2": lambda: cut(Strategy(tp=4)),
     "seed = 0.5 is float": lambda: RandomStates(0.5, world()),
 }
 

@@ -14,14 +14,15 @@ from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
 from minitrain.model import GPT, GPTConfig, cross_entropy_sum
 from minitrain.optim import AdamW
 from minitrain.parallelize import parallelize
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
+from minitrain.strategy import Strategy
 from minitrain.train import Batch, accumulate, train_step
-from tests.parallel import TOLERANCE, Problem, difference, one_process, run_steps, small, train_on_rank, train_sharded
+from tests.parallel import (TOLERANCE, Problem, check_refusals, difference, one_process, run_steps, small, train_on_rank, train_parallel,
+                            train_sharded)
 
 WAYS = {
     "stage 1": (Zero1, dict(bucket_bytes=3000)),
@@ -606,25 +607,20 @@ def test_nan_in_a_gradient_reaches_the_norm_of_every_rank():
 @pytest.mark.parametrize("zero", [1, 2, 3, "III"])
 def test_parallelize_takes_every_stage(zero, references):
     def rank():
-        problem = problems()[0]
-        mesh = Mesh(inter=2, intra=1) if isinstance(zero, str) else Mesh(dp=2)
-        model = problem.model()
-        parallel = parallelize(model, mesh, zero=zero, make_optimizer=lambda shards: AdamW(shards, lr=problem.lr))
-        losses = run_steps(problem, model, parallel.data_group, parallel.optimizer, parallel.reducer)
-        return max(abs(a - b) for a, b in zip(losses, references[0].losses))
+        return train_parallel(problems()[0], Strategy(dp=2, zero=zero))
 
-    assert max(launch.run(rank, ranks=2)) < TOLERANCE
+    assert max(difference(outcome, references[0]) for outcome in launch.run(rank, ranks=2)) < TOLERANCE
 
 
 def test_parallelize_refuses_what_it_does_not_know():
-    def rank():
-        mesh, said = Mesh(dp=2), []
-        for settings in (dict(zero=4), dict(zero=1), dict(zero="III", make_optimizer=AdamW)):
-            try:
-                parallelize(nn.Linear(4, 4), mesh, **settings)
-            except ValueError as error:
-                said.append(str(error))
-        return said
-
-    for stage, optimizer, axis in launch.run(rank, ranks=2):
-        assert "zero=4" in stage and "make_optimizer=lambda" in optimizer and "'dp' of size 2" in axis
+    refused = {
+        "zero=4; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding": lambda: Strategy(dp=2, zero=4),
+        "zero='GIG'; use 0": lambda: Strategy(dp=2, zero="GIG"),
+        "zero=True; use 0": lambda: Strategy(dp=2, zero=True),
+        "node=3 does not divide dp=2; a node has 1 or 2 of its ranks": lambda: Strategy(dp=2, node=3, zero="III"),
+        "AdamW was built before sharding, over whole parameters; give a function that builds it":
+            lambda: parallelize(nn.Linear(4, 4), Strategy(dp=2, zero=1), AdamW(nn.Linear(4, 4).parameters())),
+        "dp=4, but the job has 2 ranks; use dp=2": lambda: parallelize(nn.Linear(4, 4), Strategy(dp=4, zero=1), AdamW),
+        "a module of your own gets data parallelism and ZeRO": lambda: parallelize(nn.Linear(4, 4), Strategy(tp=2, zero=1), AdamW),
+    }
+    check_refusals(refused, ranks=2)
