@@ -53,7 +53,7 @@ from minitrain.train import accumulate
 
 def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer: MakeOptimizer | None = None, *, seed: int = 0,
                 frozen: Iterable[str] = (), device: torch.device | str | None = None, loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum,
-                schedule: Schedule | None = None, cuts: list[range] | None = None, mesh: Mesh | None = None) -> Run:
+                schedule: Schedule | None = None, cuts: list[range] | None = None) -> Run:
     """This rank's part of training a GPT of that config, or a module of the reader's own (dp and ZeRO; alike on all ranks), over all ranks.
 
     `make_optimizer(params)` builds the optimizer (data_parallel/sync.py); without it nothing is updated. `seed` fills the parameters and
@@ -64,7 +64,7 @@ def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer
         strategy.check(model, collectives.world().size())
     else:
         check_module(model, strategy, collectives.world().size())
-    mesh = mesh or Mesh(**strategy.axes)
+    mesh = Mesh(**strategy.axes)
     if schedule is not None:
         check_schedule(schedule, strategy)
     elif strategy.pipelined:
@@ -73,7 +73,7 @@ def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer
         module, config = build(model, strategy, mesh, schedule, cuts, seed, device), model
     else:
         module, config = model, None
-    freeze(module, frozen)
+    freeze(module, frozen, config)
 
     places, memory = Places(seed), None
     if config:
@@ -92,8 +92,8 @@ def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer
         sync.driven = True
         kind = Balanced if schedule.evicts else Runner
         forward_backward = runner = kind(
-            dict(module.items()), on_each_rank(schedule, strategy.cp), mesh.group("pp"), loss_fn, sync, width=config.d_model, down=mesh.twin("pp"), check=False,
-            length_over=strategy.tp if strategy.sequence_parallel else 1, memory=memory, at=places.at)
+            dict(module.items()), on_each_rank(schedule, strategy.cp), mesh.group("pp"), loss_fn, sync, width=config.d_model,
+            down=mesh.twin("pp"), check=False, length_over=strategy.tp if strategy.sequence_parallel else 1, memory=memory, at=places.at)
     late = check_late(sync, strategy, mesh, runner) if strategy.post_validation else None
     return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config=config, runner=runner, layout=layout_of(strategy, schedule), late=late)
 
@@ -119,10 +119,11 @@ def build(config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule: Schedule 
     return Stages(config, {stage: cuts[stage] for stage in schedule.stages_of(mesh.rank("pp"))}, **settings)
 
 
-def freeze(module: nn.Module, patterns: Iterable[str]) -> None:
-    """A parameter is frozen under any of its names; a pattern may be about layers of other ranks."""
+def freeze(module: nn.Module, patterns: Iterable[str], config: GPTConfig | None) -> None:
+    """A parameter is frozen under any of its names, a tied table so on both ends; a pattern may be about layers of other ranks."""
+    tied = {"layers.0.tokens": f"layers.{config.num_layers + 1}.out.weight"} if config and config.tied else {}
     for param, name in together(parts_of(module)).items():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
+        if any(fnmatchcase(one, pattern) for pattern in patterns for one in (name, tied.get(name, name))):
             param.requires_grad_(False)
 
 

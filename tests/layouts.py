@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import combinations_with_replacement
 
@@ -181,7 +182,6 @@ def one_process(case: Draw) -> Outcome:
 
 
 def matches(name: str, case: Draw) -> bool:
-    from fnmatch import fnmatchcase
     return any(fnmatchcase(name, pattern) for pattern in case.frozen)
 
 
