@@ -16,7 +16,7 @@ from minitrain.pipeline.one_direction import one_f_one_b
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import peak
 from minitrain.pipeline.simulate import Costs, Measured, simulate
-from minitrain.train import Batch
+from minitrain.train import Batch, NoReducer
 
 from tests.parallel import small
 
@@ -31,13 +31,6 @@ def cuts_of(layers: int, stages: int):
 
 P, M, LENGTH = 3, 3, 128
 TOY = small(num_layers=4, d_model=32, vocab_size=500, max_positions=LENGTH, tied=False)
-
-
-class NoReducer:
-    enabled = True
-
-    def ready(self, params):
-        pass
 
 
 @cache

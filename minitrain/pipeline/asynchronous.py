@@ -79,7 +79,7 @@ class AsynchronousRunner(Runner):
     def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup,
                  loss_fn: Callable[[Tensor, Tensor], Tensor], policy: Policy, update: Update, **settings):
         check_policy(schedule, policy)
-        super().__init__(stages, schedule, group, loss_fn, SimpleNamespace(enabled=True, ready=lambda params: None), **settings)
+        super().__init__(stages, schedule, group, loss_fn, SimpleNamespace(arrived=lambda params: None, ready=lambda params: None), **settings)
         self.policy, self.update = policy, update
         self.stages = {number: Versioned(stage) for number, stage in stages.items()}
 
