@@ -59,6 +59,33 @@ def test_a_flattened_group_waits_for_nobody_but_its_members():
     assert launch.run(made_by_its_members_only, ranks=4, timeout_s=20) == [2, 2, 0, 0]
 
 
+def parts_of_a_pipeline():
+    """The ends of each pipeline, and two stages in the middle: who is in one has it, the others None."""
+    mesh = Mesh(dp=2, pp=4)
+    ends, middle = mesh.part("pp", (0, 3)), mesh.part("pp", (1, 2))
+    assert mesh.part("pp", (0, 3)) is ends and collectives.axis_of(ends or middle) == "pp"
+    here = mesh.rank("pp")
+    assert (ends is None) == (here in (1, 2)) and (middle is None) == (here in (0, 3))
+    one = torch.tensor([dist.get_rank()])
+    return (ends or middle).rank(), collectives.all_gather(one, ends or middle).tolist()
+
+
+def test_some_ranks_of_an_axis_are_a_group():
+    found = launch.run(parts_of_a_pipeline, ranks=8, timeout_s=120)
+    assert [members for _, members in found] == [[0, 3], [1, 2], [1, 2], [0, 3], [4, 7], [5, 6], [5, 6], [4, 7]]
+    assert [number for number, _ in found] == [0, 0, 1, 1] * 2
+
+
+def test_a_second_group_of_the_same_ranks():
+    def rank():
+        mesh = Mesh(dp=2, pp=2)
+        twin = mesh.twin("pp")
+        assert twin is mesh.twin("pp") is not mesh.group("pp") and twin.rank() == mesh.rank("pp")
+        return dist.get_process_group_ranks(twin), collectives.axis_of(twin)
+
+    assert launch.run(rank, ranks=4) == [([0, 1], "pp"), ([0, 1], "pp"), ([2, 3], "pp"), ([2, 3], "pp")]
+
+
 def test_the_picture():
     picture = dryrun.run(lambda: Mesh(dp=2, pp=1, tp=3).draw(), rank=4, ranks=6)
     assert picture == """\
@@ -100,6 +127,7 @@ WRONG = {
     "fraction": (lambda: Mesh(dp=6.0), "Mesh: dp=6.0; the size"),
     "bool": (lambda: Mesh(dp=6, tp=True), "Mesh: tp=True; the size"),
     "unknown": (lambda: Mesh(dp=6).group("tp"), "group('tp'): the mesh has no such axis; its axes are dp"),
+    "no axis to take a part of": (lambda: Mesh(dp=6).part("pp", (0, 1)), "part('pp'): the mesh has no such axis; its axes are dp"),
     "repeated": (lambda: Mesh(dp=6).size("dp", "dp"), "size('dp', 'dp'): name each axis once"),
     "none": (lambda: Mesh(dp=6).rank(), "rank(): name each axis once, at least one of dp"),
 }

@@ -12,8 +12,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from minitrain import launch
+from minitrain.mesh import Mesh
 from minitrain.optim import AdamW, clip_grad_norm, warmup_cosine
-from minitrain.sharding import Shard, place
+from minitrain.sharding import Shard, full_tensor, own_slice, place, placement, shard
 
 
 def parameters(dtype=torch.float64):
@@ -191,8 +192,8 @@ def norm_on_ranks(max_norm, say_it):
     cuts = {"both": (Shard(0, rows), Shard(1, columns)), "rows": (Shard(1, rows),), "world": (Shard(0, world),)}
     params = {}
     for name, grad in whole_gradients().items():
-        for shard in cuts.get(name, ()):
-            grad = grad.chunk(shard.group.size(), shard.dim)[shard.group.rank()]
+        for cut in cuts.get(name, ()):
+            grad = grad.chunk(cut.group.size(), cut.dim)[cut.group.rank()]
         params[name] = nn.Parameter(torch.zeros_like(grad))
         params[name].grad = grad.clone()
         if say_it and name in cuts:
@@ -223,6 +224,41 @@ def test_the_norm_of_cut_parameters_is_the_norm_of_the_whole(ranks, max_norm):
             assert (grad - whole).abs().max() < 1e-12
     for norm, _ in launch.run(norm_on_ranks, max_norm, False, ranks=ranks):  # control: nobody says what is cut
         assert abs(norm - expected) > 1e-3
+
+
+def norm_of_stages(broken):
+    """Two stages of two ranks each, which have cut a matrix; both ends hold a table, as one whole and as one cut over tp."""
+    mesh = Mesh(pp=2, tp=2)
+    stage, stages, tp = mesh.rank("pp"), mesh.group("pp"), mesh.group("tp")
+    grads = {name: grad for name, grad in whole_gradients().items() if name in ("both", "rows", ("world", "copy")[stage])}
+    params = []
+    for name, grad in grads.items():
+        param = nn.Parameter(torch.zeros_like(grad))
+        shared = name in ("both", "rows") and broken != "copies"
+        param = place(param, copies=stages) if shared else param
+        if name != "both":
+            param = shard(param, 0, tp)
+            grad = own_slice(grad, param)
+        param.grad = grad.clone()
+        params.append(param)
+    norm = clip_grad_norm(params, 1.5, stages=None if broken == "stages" else stages)
+    nothing = clip_grad_norm(params if stage else [], math.inf, stages=stages, like=torch.zeros(1, dtype=torch.float64))
+    return norm, [(name, full_tensor(param.grad, placement(param).shards)) for name, param in zip(grads, params)], nothing
+
+
+def test_the_norm_of_stages_counts_copies_once():
+    """Squares are added over the stages of a pipeline; what stands on several counts once; a stage may have nothing to train."""
+    reference = [nn.Parameter(torch.zeros(8, 4, dtype=torch.float64)) for _ in range(4)]
+    for param, grad in zip(reference, whole_gradients().values()):
+        param.grad = grad
+    expected = nn.utils.clip_grad_norm_(reference, 1.5)
+    clipped = dict(zip(whole_gradients(), (param.grad for param in reference)))
+    for norm, grads, nothing in launch.run(norm_of_stages, None, ranks=4):
+        assert abs(norm - expected) < 1e-12 and norm.dtype == torch.float64
+        assert all((grad - clipped[name]).abs().max() < 1e-12 for name, grad in grads)
+        assert nothing.dtype == torch.float64 and abs(nothing - clipped["copy"].norm()) < 1e-12        # copies count on the first stage
+    for broken in ("stages", "copies"):
+        assert all(abs(norm - expected) > 1e-3 for norm, *_ in launch.run(norm_of_stages, broken, ranks=4))
 
 
 def test_a_bad_gradient_shows_in_the_norm():

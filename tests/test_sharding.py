@@ -6,7 +6,7 @@ from torch import nn
 
 from minitrain import collectives, dryrun, launch
 from minitrain.mesh import Mesh
-from minitrain.sharding import Shard, full_tensor, place, placement, shard
+from minitrain.sharding import WHOLE, Placement, Shard, full_tensor, own_slice, place, placement, shard, whole_shape
 
 
 def cut_and_undo():
@@ -38,6 +38,54 @@ def cut_and_undo():
 
 def test_what_is_cut_can_be_put_together_again():
     launch.run(cut_and_undo, ranks=4)
+
+
+def padded():
+    """Sizes that the ranks do not divide, also such that a rank has nothing but padding; cut again along either dim."""
+    world, mesh = collectives.world(), Mesh(dp=2, tp=2)
+    tp, dp, rank = mesh.group("tp"), mesh.group("dp"), dist.get_rank()
+    found = []
+    for length, cuts in ((10, [(0, world)]), (9, [(0, world)]), (5, [(0, world)]), (3, [(0, world)]), (8, [(0, world)]), (7, [(0, tp), (0, dp)]),
+                         (9, [(0, dp), (1, tp)]), (5, [(1, tp), (0, dp)])):
+        whole = torch.arange(1., length * 4 + 1).view(length, 4)
+        part = nn.Parameter(whole)
+        for dim, group in cuts:
+            part = shard(part, dim, group, pad=True)
+        assert torch.equal(full_tensor(part), whole) and whole_shape(part) == [length, 4]
+        assert torch.equal(own_slice(whole, part), part) and part.is_contiguous()
+        assert torch.equal(full_tensor(part.detach() * 2, part.placement.shards), whole * 2)
+        if len(cuts) == 1:                                                              # equal slices, real rows first, zeros behind
+            rows = -(-length // 4)
+            mine = whole[rank * rows:(rank + 1) * rows]
+            assert part.shape == (rows, 4) and torch.equal(part[:len(mine)], mine) and not part[len(mine):].any()
+            found.append(len(mine))
+    return found
+
+
+def test_slices_are_padded_where_the_ranks_do_not_divide():
+    assert launch.run(padded, ranks=4) == [[3, 3, 2, 1, 2], [3, 3, 2, 1, 2], [3, 3, 1, 1, 2], [1, 0, 0, 0, 2]]
+    sizes = dryrun.run(lambda: shard(torch.ones(10), 0, collectives.world(), pad=True).placement.shards[0].size, ranks=4)
+    assert sizes == 10 and dryrun.run(lambda: shard(torch.ones(8), 0, collectives.world(), pad=True).placement.shards[0].size, ranks=4) is None
+
+
+def test_a_placement_is_one_record_that_grows():
+    """What is written stays beside what is written later; a tensor that nobody placed is whole."""
+    def rank():
+        mesh = Mesh(dp=2, tp=2)
+        tp, dp = mesh.group("tp"), mesh.group("dp")
+        param = nn.Parameter(torch.ones(8, 4))
+        assert placement(param) == WHOLE == Placement((), (), None, ()) and not placement(param).cut_over
+        assert place(param, summed_over=(dp,)) is param
+        cut = shard(place(param, copies=dp), 1, tp)
+        assert cut.placement == Placement((Shard(1, tp),), (dp,), dp) and cut.placement.cut_over == (tp,)
+        assert param.placement == Placement((), (dp,), dp), "the whole keeps its own"
+        place(cut, inside=(dp,))
+        assert cut.placement.cut_over == (dp, tp) and cut.placement.shards == (Shard(1, tp),)
+        with pytest.raises(TypeError):
+            place(param, shard=())
+        return whole_shape(cut), list(own_slice(torch.ones(8, 4), cut).shape)
+
+    assert launch.run(rank, ranks=4) == [([8, 4], [8, 2])] * 4
 
 
 def bytes_sent():

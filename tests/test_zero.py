@@ -561,7 +561,7 @@ def test_bad_input_gets_one_line():
     for said in launch.run(refusals, ranks=2):
         assert set(said) == {"devices", "built before", "bucket", "accumulate", "unit", "frozen", "unused", "stranger"}
         assert all("\n" not in line and len(line) < 330 for line in said.values())
-        assert "cpu, meta" in said["devices"] and "lambda shards: SGD(shards" in said["built before"]
+        assert "cpu, meta" in said["devices"] and "lambda params: SGD(params" in said["built before"]
         assert "'scatter'" in said["accumulate"] and "Tanh" in said["unit"]
 
 

@@ -168,8 +168,8 @@ class Zero3(Shards):
         if in_backward():
             return
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for result in results:
-            result.register_hook(lambda grad: self._before_backward(unit))
+        for result in results:  # a node's hooks come after those of its tensor: the unit behind is freed before the next is gathered
+            (result.register_hook if result.is_leaf else result.grad_fn.register_prehook)(lambda grads: self._before_backward(unit))
         if self.reshard or not results:
             for flat in unit.flats:
                 flat.free()
