@@ -63,12 +63,12 @@ def activation_terms() -> list[Term]:
         Term("dropout mask of the softmax", "attention", ass=1, core=True),
         Term("probabilities after dropout", "attention", ass=2, core=True),
         Term("input of the output projection", "attention.out", sbh=2),
-        Term("dropout mask after the projection", "dropout", sbh=1, cut=False),
+        Term("dropout mask after the projection", "dropout1", sbh=1, cut=False),
         Term("input of the second norm", "norm2", sbh=2, cut=False),
         Term("input of the up projection", "mlp.up", sbh=2, cut=False),
         Term("input of the GELU", "mlp", sbh=8),
         Term("input of the down projection", "mlp.down", sbh=8),
-        Term("dropout mask after the MLP", "dropout", sbh=1, cut=False),
+        Term("dropout mask after the MLP", "dropout2", sbh=1, cut=False),
     ]
 
 
