@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.sharding import placement
 
 
 @torch.no_grad()
@@ -36,7 +37,7 @@ def broadcast_parameters(module: nn.Module, group: ProcessGroup, source: int = 0
 
 
 def check_whole(name: str, tensor: Tensor, group: ProcessGroup) -> None:
-    for cut in getattr(tensor, "shards", ()):
+    for cut in placement(tensor).shards:
         if cut.group.size() > 1 and group in (cut.group, collectives.world()):
             raise ValueError(f"{name} is cut over {collectives.axis_of(cut.group)}, whose ranks hold different slices on purpose; "
                              f"broadcast before it is cut, or over the ranks that hold the same slice")
