@@ -104,7 +104,7 @@ class Run:
     def __call__(self, tokens: Tensor) -> Tensor:
         """Whole rows of tokens `[B, T]`, the same on all ranks -> logits `[B, T, V]` on every rank, without dropout."""
         length, pieces = tokens.size(1), self.strategy.pieces
-        if length + -length % pieces > self.config.max_positions:
+        if self.config and length + -length % pieces > self.config.max_positions:
             raise ValueError(f"sequence {length}, padded to a multiple of {pieces}, > max_positions {self.config.max_positions}; cut the sequence")
         x, positions = F.pad(tokens, (0, -length % pieces)), None           # causal: what stands behind changes nothing
         if self.layout:
