@@ -53,12 +53,13 @@ from minitrain.train import accumulate
 
 def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer: MakeOptimizer | None = None, *, seed: int = 0,
                 frozen: Iterable[str] = (), device: torch.device | str | None = None, loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum,
-                schedule: Schedule | None = None, cuts: list[range] | None = None) -> Run:
+                schedule: Schedule | None = None, cuts: list[range] | None = None, runner: type[Runner] | None = None) -> Run:
     """This rank's part of training a GPT of that config, or a module of the reader's own (dp and ZeRO; alike on all ranks), over all ranks.
 
     `make_optimizer(params)` builds the optimizer (data_parallel/sync.py); without it nothing is updated. `seed` fills the parameters and
     draws dropout's masks; `frozen` are patterns of global names ("layers.0.*"). For a pipeline, `schedule` is one of the reader's own in
-    the place of the strategy's, and `cuts` the layers of each stage, as even as they can be otherwise.
+    the place of the strategy's, `cuts` the layers of each stage, as even as they can be otherwise, and `runner` what plays the schedule:
+    a kind of Runner, for actions of the reader's own.
     """
     if isinstance(model, GPTConfig):
         strategy.check(model, collectives.world().size())
@@ -87,15 +88,15 @@ def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer
     sync = SYNCS[strategy.zero if not strategy.word else "word"](module, strategy, mesh, make_optimizer)
 
     if schedule is None:
-        forward_backward, runner = accumulate(module, loss_fn, strategy.microbatches, sync, places.at), None
+        forward_backward, played = accumulate(module, loss_fn, strategy.microbatches, sync, places.at), None
     else:
         sync.driven = True
-        kind = Balanced if schedule.evicts else Runner
-        forward_backward = runner = kind(
+        kind = runner or (Balanced if schedule.evicts else Runner)
+        forward_backward = played = kind(
             dict(module.items()), on_each_rank(schedule, strategy.cp), mesh.group("pp"), loss_fn, sync, width=config.d_model,
             down=mesh.twin("pp"), check=False, length_over=strategy.tp if strategy.sequence_parallel else 1, memory=memory, at=places.at)
-    late = check_late(sync, strategy, mesh, runner) if strategy.post_validation else None
-    return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config=config, runner=runner, layout=layout_of(strategy, schedule), late=late)
+    late = check_late(sync, strategy, mesh, played) if strategy.post_validation else None
+    return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config=config, runner=played, layout=layout_of(strategy, schedule), late=late)
 
 
 def check_schedule(schedule: Schedule, strategy: Strategy) -> None:

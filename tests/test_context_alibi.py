@@ -10,7 +10,7 @@ from minitrain.alibi import Alibi, alibi_slopes
 from minitrain.context.blocks import FUSED, PLAIN, fused_backward
 from minitrain.context.flash import flash_1, flash_attention
 from minitrain.context.hybrid import dealt, usp_attention
-from minitrain.context.layout import Tile, contiguous, each_document, positions, striped, zigzag
+from minitrain.context.layout import Tile, contiguous, each_document, positions, zigzag
 from minitrain.context.packed import packed_attention
 from minitrain.context.placed import Placed, placed
 from minitrain.context.ring import ring_attention
@@ -18,6 +18,7 @@ from minitrain.context.ulysses import ulysses_attention
 from minitrain.layers import Attention, causal_attention, naive_attention
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
+from minitrain.strategy import Strategy
 from minitrain.model import GPT, GPTConfig, cross_entropy_sum
 from tests.context_cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context_runs import T, furthest, inputs, over
@@ -134,28 +135,21 @@ def test_sends_what_it_sent_and_keeps_no_bias():
 PROBLEM = Problem(config=small(vocab_size=32, positions="alibi", num_heads=8))
 
 
-def usp_core(q, k, v, *, group, layout, **more):
-    mesh = Mesh(ring=2, ulysses=2)
-    return usp_attention(q, k, v, ring=mesh.group("ring"), ulysses=mesh.group("ulysses"), **more)
-
-
-ULYSSES = dict(core=partial(ulysses_attention, core=causal_attention))
 MODELS = {
-    "cp2": (dict(dp=1, cp=2), [dict(layout=striped), ULYSSES, dict(zero=3)]),
-    "cp4": (dict(dp=1, cp=4), [dict(layout=contiguous), dict(core=usp_core, layout=dealt(zigzag, 2))]),
-    "dp2 cp2": (dict(dp=2, cp=2), [{}]),
-    "cp2 tp2": (dict(dp=1, cp=2, tp=2), [{}, dict(sequence_parallel=True, overlap=True), ULYSSES]),
+    "cp2": [Strategy(cp=2, layout="striped"), Strategy(cp=2, core="ulysses"), Strategy(cp=2, zero=3)],
+    "cp4": [Strategy(cp=4, layout="contiguous"), Strategy(cp=4, core="usp", ulysses=2)],
+    "dp2 cp2": [Strategy(dp=2, cp=2)],
+    "cp2 tp2": [Strategy(cp=2, tp=2), Strategy(cp=2, tp=2, sequence_parallel=True, overlap=True), Strategy(cp=2, tp=2, core="ulysses")],
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_equals_one_process(name):
     """Three steps: loss, gradients, parameters; the heads of tp and of Ulysses have their own slopes."""
-    shape, ways = MODELS[name]
-    expected = one_process(PROBLEM)
-    for outcomes in launch.run(lambda: [train_parallel(PROBLEM, shape, **settings) for settings in ways], ranks=math.prod(shape.values())):
-        for settings, outcome in zip(ways, outcomes):
-            assert difference(outcome, expected) < TOLERANCE, settings
+    ways, expected = MODELS[name], one_process(PROBLEM)
+    for outcomes in launch.run(lambda: [train_parallel(PROBLEM, strategy) for strategy in ways], ranks=ways[0].ranks):
+        for strategy, outcome in zip(ways, outcomes):
+            assert difference(outcome, expected) < TOLERANCE, strategy
 
 
 def test_a_dry_run_equals_the_real_one():

@@ -12,12 +12,11 @@ from minitrain import collectives, launch
 from minitrain.context.blocks import FUSED, plain_backward
 from minitrain.context.burst import burst_attention
 from minitrain.context.flash import flash_2, flash_attention
-from minitrain.context.hybrid import dealt, double_ring_attention, usp_attention
-from minitrain.context.layout import Tile, each_document, split, striped, tiles, zigzag
+from minitrain.context.hybrid import double_ring_attention, usp_attention
+from minitrain.context.layout import Tile, each_document, split, tiles, zigzag
 from minitrain.context.packed import packed_attention
 from minitrain.context.placed import Placed, placed
 from minitrain.context.ring import ring_attention, ring_backward, ring_forward
-from minitrain.context.ring_self_attention import ring_self_attention
 from minitrain.context.sparing import Sparing
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.context.wallfacer import wallfacer_attention
@@ -26,7 +25,7 @@ from minitrain.data import MASKED
 from minitrain.layers import causal_attention, naive_attention
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
-from minitrain.model import GPT, cross_entropy_sum
+from minitrain.model import cross_entropy_sum
 from minitrain.parallelize import parallelize
 from minitrain.strategy import Strategy
 from tests.context_cores import CORES, HEADS, LAYOUTS, MASK, in_one_process

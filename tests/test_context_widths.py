@@ -8,8 +8,8 @@ from minitrain import collectives, launch
 from minitrain.alibi import Alibi, alibi_slopes
 from minitrain.context.flash import flash_attention
 from minitrain.context.layout import positions, striped
-from minitrain.context.ulysses import ulysses_attention
-from minitrain.layers import LatentAttention, causal_attention
+from minitrain.layers import LatentAttention
+from minitrain.strategy import Strategy
 from tests.context_cores import CORES, HEADS, MASK, in_one_process
 from tests.context_runs import T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
@@ -57,9 +57,9 @@ PROBLEM = Problem(config=small(vocab_size=32, kv_latent=8, query_latent=6, rope_
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_latent_attention_over_ranks(ranks):
-    ways = [{}, dict(layout=striped), dict(core=partial(ulysses_attention, core=causal_attention))]
+    ways = [Strategy(cp=ranks), Strategy(cp=ranks, layout="striped"), Strategy(cp=ranks, core="ulysses")]
     expected = one_process(PROBLEM)
-    for outcomes in launch.run(lambda: [train_parallel(PROBLEM, dict(dp=1, cp=ranks), **way) for way in ways], ranks=ranks):
+    for outcomes in launch.run(lambda: [train_parallel(PROBLEM, way) for way in ways], ranks=ranks):
         assert max(difference(outcome, expected) for outcome in outcomes) < TOLERANCE
 
 

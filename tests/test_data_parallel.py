@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from minitrain import collectives, dryrun, launch
-from minitrain.collectives import reduce_scatter
 from minitrain.data_parallel import naive
 from minitrain.data_parallel.accumulation import ScatteredGradients
 from minitrain.data_parallel.bucketed import GradReducer, cut

@@ -15,7 +15,7 @@ import torch
 
 from minitrain import exercises
 from minitrain.grading import book
-from minitrain.grading.judge import EXERCISES, Code, Judge
+from minitrain.grading.judge import Code, Judge
 from minitrain.grading.trial import Failure
 
 CHAPTER = book.chapter("00")

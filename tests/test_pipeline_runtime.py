@@ -8,10 +8,7 @@ import torch
 from minitrain import collectives, launch
 from minitrain.data import random_tokens
 from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
 from minitrain.model import Stages, cross_entropy_sum
-from minitrain.optim import AdamW
-from minitrain.parallelize import parallelize
 from minitrain.pipeline.lower import lower
 from minitrain.pipeline.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.partition import even

@@ -7,7 +7,7 @@ from torch import nn
 
 from minitrain import collectives, dryrun, launch
 from minitrain.config import GPTConfig
-from minitrain.events import Compute, Issue, Wait
+from minitrain.events import Issue, Wait
 from minitrain.ledger import Ledger
 from minitrain.model import Block
 from minitrain.simulate.machines import machine

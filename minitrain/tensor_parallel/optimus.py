@@ -196,9 +196,9 @@ def _makers(row_group: ProcessGroup, column_group: ProcessGroup) -> list[Callabl
 
 def replace_in_block(block: nn.Module, cut_linear: Callable, cut_norm: Callable, row_group: ProcessGroup) -> None:
     """What a cut of a block replaces, whatever kind of linear and norm replaces it."""
-    dropout = getattr(block, "dropout", None)
-    if dropout is not None and dropout.p:
-        raise ValueError(f"dropout={dropout.p}: ranks would have to draw the blocks of one mask; set it to 0")
+    p = max((part.p for part in block.modules() if isinstance(part, nn.Dropout)), default=0)
+    if p:
+        raise ValueError(f"dropout={p}: ranks would have to draw the blocks of one mask; set it to 0")
     replace_in_attention(block.attention, cut_linear, row_group)
     replace_in_mlp(block.mlp, cut_linear)
     block.norm1, block.norm2 = cut_norm(block.norm1), cut_norm(block.norm2)
