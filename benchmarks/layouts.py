@@ -1,8 +1,10 @@
 """Two axes at once against torch's own: dp 2 x tp 2 against `parallelize_module` with `fully_shard`, dp 2 x pp 2 against
 `torch.distributed.pipelining` with DistributedDataParallel. The same GPT, whole training steps with SGD, 4 ranks, in turns.
 
-Ours is what `parallelize` makes of a Strategy. Peak memory is the most that torch's CPU allocator had given out during the third step, by
-its own events (torch's profiler), ours and theirs in a launch of their own each.
+Ours is what `parallelize` makes of a Strategy. A rank of the pipeline has 8 microbatches of one sequence of 64 tokens, as in pipeline.py; with
+128 tokens both compute twice as much between the same messages, and the ratio is 0.92 to 0.95.
+Peak memory is the most that torch's CPU allocator had given out during the third step, by its own events (torch's profiler), ours and
+theirs in a launch of their own each.
 """
 from collections.abc import Callable
 
@@ -29,8 +31,8 @@ from benchmarks.measure import Row, in_turns, most_in, one_after_the_other, row,
 
 CONFIG = GPTConfig(vocab_size=512, d_model=256, num_layers=4, num_heads=8, max_positions=128, norm="layer", positions="learned", activation="gelu",
                    bias=True)
-LENGTH, ROWS, MICROBATCHES = 128, 8, 4
-STRATEGIES = {"dp 2 x tp 2, ZeRO-3": Strategy(dp=2, tp=2, zero=3, overlap=True), "dp 2 x pp 2, 1F1B": Strategy(dp=2, pp=2, microbatches=MICROBATCHES)}
+LENGTH, ROWS, MICROBATCHES = 64, 16, 8
+STRATEGIES = {"dp 2 x tp 2, ZeRO-3": Strategy(dp=2, tp=2, zero=3), "dp 2 x pp 2, 1F1B": Strategy(dp=2, pp=2, microbatches=MICROBATCHES)}
 PEERS = {"dp 2 x tp 2, ZeRO-3": "parallelize_module + fully_shard", "dp 2 x pp 2, 1F1B": "pipelining + DistributedDataParallel"}
 GOALS = {"dp 2 x tp 2, ZeRO-3": 0.85, "dp 2 x pp 2, 1F1B": 0.9}
 LAUNCHES, TURNS = 3, 15
