@@ -54,7 +54,8 @@ class Mesh:
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The ranks that differ from this one along `axes` only, in mesh order whatever the order of the names.
 
-        A group over several axes is made at the first call: all its members must come here at that point.
+        A group over several axes is made at the first call: all ranks must come here at that point, members or not, for torch names a
+        group by its members and by how many groups a rank has.
         """
         axes = self._in_mesh_order("group", axes)
         if axes not in self._groups:
@@ -65,7 +66,7 @@ class Mesh:
     def part(self, axis: str, numbers: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Some ranks of `group(axis)`, by their numbers in it. All ranks must ask; those that are not in it get None.
 
-        torch names a group by its members and by how many groups there are, so the others make one too, of themselves alone.
+        The others make one too, of themselves alone (see `group`).
         """
         (axis,) = self._in_mesh_order("part", (axis,))
         member = self.rank(axis) in numbers

@@ -172,10 +172,11 @@ def sum_over(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
     """A gradient is a sum over all ranks with other tokens: dp × cp, and tp for what sees a slice of the sequence there."""
     *outer, inner = strategy.data_axes
     levels = [(axis,) for axis in outer] + [(inner, *strategy.context_axes)]
+    groups = tuple(mesh.group(*names) for names in reversed(levels))                                # inside a node first
+    with_tp = (mesh.group(*levels[-1], "tp"), *groups[1:]) if strategy.sequence_parallel else groups     # on every rank, used or not: see Mesh
     in_slices = seen_in_slices(module.layers) if strategy.sequence_parallel else set()
     for param in module.parameters():
-        axes = [*levels[:-1], (*levels[-1], "tp")] if param in in_slices else levels
-        place(param, summed_over=tuple(mesh.group(*names) for names in reversed(axes)))             # inside a node first
+        place(param, summed_over=with_tp if param in in_slices else groups)
 
 
 def share_stages(module: Stages, schedule: Schedule, mesh: Mesh) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitrain import launch
+from minitrain import dryrun, launch
 from minitrain.data import Rows
 from minitrain.model import cross_entropy_sum
 from minitrain.optim import AdamW
@@ -188,6 +188,15 @@ def test_frozen_tables_and_stages_in_a_pipeline(what):
         assert grads.keys() == reference.grads.keys() and not any(name.startswith(frozen) for name in grads)
         for outcomes in found:
             assert difference(outcomes[number], reference, part=True) < TOLERANCE, way
+
+
+@pytest.mark.parametrize("way", [Strategy(pp=3, tp=2, sequence_parallel=True), Strategy(dp=2, pp=3, tp=2, zero=3, sequence_parallel=True),
+                                 Strategy(dp=2, pp=2, cp=4, core="usp", ulysses=2, schedule="zb_v", microbatches=4)], ids=str)
+def test_every_rank_makes_as_many_groups(way):
+    """Else the next one has another name on each, and all wait. With norms behind, the last stage of three has none that sees slices."""
+    config = small(vocab_size=32, residual="post")
+    made = [dryrun.run(lambda: len(parallelize(config, way).mesh._groups), rank=rank, ranks=way.ranks) for rank in range(way.ranks)]
+    assert len(set(made)) == 1, made
 
 
 def test_decay_by_group_means_the_same_whatever_is_cut():

@@ -1,4 +1,5 @@
 """What every Sync promises: optimizers of any kind, stand-ins for them, states for any layout, bytes and memory in a pipeline."""
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,6 +68,24 @@ def test_an_optimizer_that_has_states_when_it_is_built(shape):
         for outcomes in launch.run(rank, make, ranks=Strategy(**EARLY[shape][0]).ranks):
             for way, outcome in zip(EARLY[shape], outcomes):
                 assert difference(outcome, reference, part="pp" in way) < TOLERANCE, way
+
+
+def test_without_an_optimizer_there_are_gradients_and_no_updates():
+    """Of every kind; nothing is updated, and the state is of parameters alone."""
+    def rank(way):
+        run = parallelize(PROBLEM.config, replace(Strategy(**way), precision="float64"), seed=3)
+        before = run.state_dict()
+        run.step(run.batch(rows_of_problem(PROBLEM, 0), 0))
+        grads = {name: run.sync.full_grad(param) for param, name in run.sync.names.items()}
+        run.load_state_dict(after := run.state_dict())
+        same = all(torch.equal(value, after["parameters"][name]) for name, value in before["parameters"].items())
+        return grads, same and not after["optimizer"]
+
+    ways = [dict(dp=2), *(dict(dp=2, zero=zero) for zero in (1, 2, 3)), dict(dp=2, zero="IGG", node=2), dict(tp=2)]
+    for found in launch.run(lambda: [rank(way) for way in ways], ranks=2):
+        expected = found[0][0]
+        for way, (grads, unchanged) in zip(ways, found):
+            assert unchanged and max((grads[name] - grad).abs().max() for name, grad in expected.items()) < TOLERANCE, way
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3, "IGG"])

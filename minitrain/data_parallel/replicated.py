@@ -32,7 +32,7 @@ class Replicated(Sync):
         parts = parts_of(model)
         names = together(parts)
         optimizer, early, group_of = built(make_optimizer, names)
-        super().__init__(names, [Whole(param) for param in names if param.requires_grad] if optimizer else [], optimizer, early, group_of)
+        super().__init__(names, [Whole(param) for param in names if param.requires_grad], optimizer, early, group_of)
         alike: dict[tuple, list[nn.Parameter]] = {}
         for param, (part, _, groups, copies, *_) in sums_alike(parts, (group,), group_of):
             if param.requires_grad:

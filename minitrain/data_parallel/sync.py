@@ -56,7 +56,7 @@ class Sync:
         """`names`: of every parameter, frozen ones too; `held`: what it keeps of them (Whole, Flat); the others are what `built` says."""
         self.names, self.held, self.optimizer = names, list(held), optimizer
         for kept in self.held:
-            if kept.shard.requires_grad:
+            if optimizer and kept.shard.requires_grad:
                 optimizer.param_groups[group_of[kept.params[0]]]["params"].append(kept.shard)
                 if kept.params[0] in early:
                     self._take_state(kept, [early[param] for param in kept.params])
@@ -136,7 +136,7 @@ class Sync:
         """Copies of whole parameters and optimizer states by name."""
         full: dict[str, Any] = {"parameters": {self.names[param]: full_tensor(param).clone() for param in self.loose()}, "optimizer": {}}
         for kept in self.held:
-            state = self.optimizer.state.get(kept.shard, {}) if kept.shard.requires_grad else {}
+            state = self.optimizer.state.get(kept.shard, {}) if self.optimizer else {}
             weights = kept.unfold(kept.shard)
             whole = {key: kept.unfold(value) for key, value in state.items() if is_cut(value, kept.shard)}
             for position, param in enumerate(kept.params):
@@ -159,7 +159,7 @@ class Sync:
                 names = [self.names[param] for param in kept.params]
                 own = [own_slice(full["parameters"][name].to(param.device), param) for name, param in zip(names, kept.params)]
                 kept.shard.copy_(kept.fold(own))
-                if kept.shard.requires_grad and names[0] in full["optimizer"]:
+                if self.optimizer and kept.shard.requires_grad and names[0] in full["optimizer"]:
                     self._take_state(kept, [full["optimizer"][name] for name in names])
         self.publish()
 
