@@ -28,11 +28,11 @@ doctor: install
 	@$(BIN)/minitrain doctor
 
 exercises: install
-	@$(BIN)/python -m minitrain.exercises build
+	@$(BIN)/python -m minitrain.course.exercises build
 
 nbgrader: install          # proves that student notebooks are what nbgrader would write; it is no dependency, so it has a venv of its own
 	@test -x build/nbgrader/bin/nbgrader || ($(PYTHON) -m venv build/nbgrader && build/nbgrader/bin/pip install --quiet nbgrader==0.9.6)
-	@NBGRADER=$(CURDIR)/build/nbgrader/bin/nbgrader $(BIN)/python -m pytest tests/test_exercises.py
+	@NBGRADER=$(CURDIR)/build/nbgrader/bin/nbgrader $(BIN)/python -m pytest tests/course/test_exercises.py
 
 install: $(VENV)/installed
 

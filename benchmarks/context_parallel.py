@@ -15,10 +15,10 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from minitrain import launch
-from minitrain.context.blocks import FUSED, merge
+from minitrain.attention.blocks import FUSED, merge
 from minitrain.context.layout import contiguous, join, split, zigzag
 from minitrain.context.ring import ring_attention
-from minitrain.transport import renamed
+from minitrain.collectives.transport import renamed
 
 from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 

@@ -4,9 +4,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from minitrain import launch
-from minitrain.data import random_tokens
+from minitrain.data.batches import random_tokens
 from minitrain.data_parallel.bucketed import GradReducer
-from minitrain.model import GPT, GPTConfig, cross_entropy_sum
+from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 
 from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from minitrain import launch
-from minitrain.data import Rows, random_tokens
+from minitrain.data.batches import Rows, random_tokens
 from minitrain.mesh import Mesh
-from minitrain.model import GPT, GPTConfig, cross_entropy_sum
+from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.partition import even
 from minitrain.strategy import Strategy

@@ -3,10 +3,10 @@ import statistics
 
 
 from minitrain import launch
-from minitrain.data import random_tokens
+from minitrain.data.batches import random_tokens
 from minitrain.ledger import Ledger
-from minitrain.model import GPT, GPTConfig, cross_entropy_sum
-from minitrain.optim import AdamW
+from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
+from minitrain.training.optim import AdamW
 
 from benchmarks.measure import Row, in_turns, row
 

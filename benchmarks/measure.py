@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minitrain import channel, shared_cores
+from minitrain.collectives import channel
+from minitrain.launch import shared_cores
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
@@ -81,7 +82,7 @@ def stock_group(*ours: dist.ProcessGroup, ranks: list[int] | None = None) -> dis
     in the end.
     """
     for group in (dist.group.WORLD, *ours):
-        channel.channel(group)
+        channel.channel_of(group)
     known = shared_cores.event_loops()
     shared_cores.leave_rank()
     group = dist.new_group(ranks, use_local_synchronization=ranks is not None)

@@ -11,11 +11,11 @@ import time
 import torch
 
 from minitrain import launch
-from minitrain.data import random_tokens
-from minitrain.layers import naive_attention
+from minitrain.data.batches import random_tokens
+from minitrain.model.layers import naive_attention
 from minitrain.ledger import Ledger
-from minitrain.model import GPT, GPTConfig, cross_entropy_sum
-from minitrain.optim import AdamW
+from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
+from minitrain.training.optim import AdamW
 
 from benchmarks.measure import Row, row
 

@@ -13,15 +13,15 @@ from torch.distributed.pipelining import schedules as theirs_of
 
 from minitrain import launch
 from minitrain.mesh import Mesh
-from minitrain.model import GPTConfig, Stages, cross_entropy_sum
-from minitrain.pipeline.dualpipe import dualpipe_v
-from minitrain.pipeline.one_direction import gpipe, interleaved, one_f_one_b
+from minitrain.model.gpt import GPTConfig, Stages, cross_entropy_sum
+from minitrain.pipeline.schedules.dualpipe import dualpipe_v
+from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.pipeline.v_shape import zb_v
-from minitrain.pipeline.zero_bubble import zb_interleaved
-from minitrain.train import Batch, NoReducer
+from minitrain.pipeline.schedules.v_shape import zb_v
+from minitrain.pipeline.schedules.zero_bubble import zb_interleaved
+from minitrain.training.step import Batch, NoReducer
 
 from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInp
 from minitrain import launch
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.mesh import Mesh
-from minitrain.model import GPT, GPTConfig
+from minitrain.model.gpt import GPT, GPTConfig
 from minitrain.sharding import full_tensor, placement
 from minitrain.tensor_parallel import overlap, sequence
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp

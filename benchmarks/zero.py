@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from minitrain import launch
-from minitrain.data import random_tokens
+from minitrain.data.batches import random_tokens
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero3 import Zero3
-from minitrain.model import GPT, GPTConfig, cross_entropy_sum
+from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 
 from benchmarks.measure import Row, in_turns, most_in, row, slowest_then_median, stock_group
 

@@ -14,7 +14,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from minitrain import notebook, train_command
+from minitrain import train_command
+from minitrain.course import notebook
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Learn how large models are trained on many machines, by running it.")
@@ -124,7 +125,7 @@ def lab() -> None:
 def grade(chapter: Annotated[Optional[str], typer.Argument(help="chapter, such as 02; a table of all when none is given")] = None,
           detail: Annotated[bool, typer.Option(help="show the traceback of each failed task")] = False) -> None:
     """Grade your exercise notebooks: points per task, and what to look at next."""
-    from minitrain import exercises
+    from minitrain.course import exercises
 
     typer.echo(exercises.grade(chapter, detail=detail).table())
 
@@ -139,9 +140,10 @@ def replay(model: Annotated[str, typer.Argument(help="a preset, such as llama3-8
            trace: Annotated[Optional[Path], typer.Option(help="write a trace for ui.perfetto.dev here")] = None,
            picture: Annotated[Optional[Path], typer.Option(help="draw the timeline here (.png, .svg, .pdf)")] = None) -> None:
     """What a data-parallel step of a published model would take on a described machine: dry run, then replay."""
-    from minitrain import dryrun, plot
-    from minitrain.accounting.compute import flops_per_token
-    from minitrain.config import presets
+    from minitrain.launch import dryrun
+    from minitrain.plot import charts as plot
+    from minitrain.plan.accounting.compute import flops_per_token
+    from minitrain.model.config import presets
     from minitrain.simulate.machines import machine as described
     from minitrain.simulate.replay import replay as play
 
@@ -168,11 +170,11 @@ def _one_step(model: str, batch: int, length: int, bucket_bytes: int):
     """One data-parallel training step of a preset under the ledger, in bfloat16 with float32 master weights."""
     from functools import partial
     from minitrain.collectives import world
-    from minitrain.config import presets
-    from minitrain.data import Rows, random_tokens
+    from minitrain.model.config import presets
+    from minitrain.data.batches import Rows, random_tokens
     from minitrain.ledger import Ledger
     from minitrain.parallelize import parallelize
-    from minitrain.recipe import Recipe
+    from minitrain.training.recipe import Recipe
     from minitrain.strategy import Strategy
     config, shape = presets[model], dict(batch_size=batch * world().size(), length=length)
     with Ledger() as ledger:
@@ -190,7 +192,7 @@ def _one_step(model: str, batch: int, length: int, bucket_bytes: int):
 @app.command()
 def atlas(words: Annotated[Optional[list[str]], typer.Argument(help="only rows with all these words")] = None) -> None:
     """Search the systems the course covers; each names the test that proves it."""
-    from minitrain.atlas import search
+    from minitrain.course.atlas import search
 
     found = search(" ".join(words or []))
     for row in found:

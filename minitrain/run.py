@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.config import GPTConfig
+from minitrain.model.config import GPTConfig
 from minitrain.context import layout as layouts
-from minitrain.data import Rows, rows_of
+from minitrain.data.batches import Rows, rows_of
 from minitrain.data_parallel.sync import Sync
 from minitrain.mesh import Mesh
-from minitrain.model import GPT, generate
+from minitrain.model.gpt import GPT, generate
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.strategy import Strategy
-from minitrain.train import Batch, StepResult, train_step, valid_tokens
+from minitrain.training.step import Batch, StepResult, train_step, valid_tokens
 
 
 class Run:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from minitrain.config import GATED, GPTConfig
+from minitrain.model.config import GATED, GPTConfig
 from minitrain.context import names as cores
 from minitrain.data_parallel.choices import WORDS
 from minitrain.pipeline.lower import lower, pause

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Optional
 import psutil
 import typer
 
-from minitrain.accounting.parameters import parameters
-from minitrain.config import GPTConfig, presets
-from minitrain.flags import flags, options, taken
-from minitrain.recipe import Recipe
+from minitrain.plan.accounting.parameters import parameters
+from minitrain.model.config import GPTConfig, presets
+from minitrain.training.flags import flags, options, taken
+from minitrain.training.recipe import Recipe
 from minitrain.strategy import Strategy
 
 WEEK_S = 7 * 86_400
@@ -42,9 +42,10 @@ def train(preset: Annotated[str, typer.Option(help=f"model: {', '.join(presets)}
     torchrun --nproc-per-node 4 -m minitrain.cli train --dp 4 --zero 3
     """
     from minitrain import launch
+    from minitrain.launch.start import TORCHRUN
 
     config, strategy, recipe = configure(preset, values), Strategy(**taken(Strategy, values)), Recipe(**taken(Recipe, values))
-    job = all(variable in os.environ for variable in launch.TORCHRUN)
+    job = all(variable in os.environ for variable in TORCHRUN)
     check(config, strategy, recipe, text, out, ranks=int(os.environ["WORLD_SIZE"]) if job else strategy.ranks)
     for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0)):
         if value < least:
@@ -60,7 +61,7 @@ def train(preset: Annotated[str, typer.Option(help=f"model: {', '.join(presets)}
 
 def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
     """The preset for bytes of text, with what was given; positions for the length, unless they were given too."""
-    from minitrain.data import VOCAB
+    from minitrain.data.batches import VOCAB
 
     if preset not in presets:
         raise ValueError(f"unknown preset {preset!r}; there are {', '.join(presets)}")
@@ -84,7 +85,7 @@ def check(config: GPTConfig, strategy: Strategy, recipe: Recipe, text: Path | No
 
 def open_text(path: Path | None, length: int) -> tuple:
     """The part to train on and, if it is long enough for one window, the part held out."""
-    from minitrain.data import Text
+    from minitrain.data.batches import Text
 
     train_text, held_out = (Text.open(path) if path else Text.found()).split()
     train_text.num_windows(length)
@@ -95,7 +96,7 @@ def check_frozen(config: GPTConfig, recipe: Recipe) -> None:
     """Every pattern means something, and something is left to train."""
     if not recipe.frozen:
         return
-    from minitrain.model import GPT
+    from minitrain.model.gpt import GPT
 
     names = [name for name, _ in GPT(config, device="meta").named_parameters()]
     for pattern in recipe.frozen:
@@ -113,7 +114,7 @@ def check_memory(config: GPTConfig, strategy: Strategy, out: Path | None) -> Non
     needed, free = ranks * state_bytes(config, strategy, bool(out)), psutil.virtual_memory().available
     if needed > free and not torch.cuda.is_available():
         raise ValueError(f"{parameters(config):,} parameters need {needed / 1e9:.0f} GB on {ranks} rank{'s' * (ranks > 1)}{' (with a checkpoint)' * bool(out)}, "
-                         f"{free / 1e9:.0f} GB are free: use a smaller model, more ZeRO, or count it in a minitrain.dryrun")
+                         f"{free / 1e9:.0f} GB are free: use a smaller model, more ZeRO, or count it in a minitrain.launch.dryrun")
 
 
 def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> int:
@@ -134,7 +135,7 @@ def train_on_rank(config: GPTConfig, strategy: Strategy, recipe: Recipe, path: P
 
     from minitrain import launch
     from minitrain.parallelize import parallelize
-    from minitrain.train import measure_peak_flops
+    from minitrain.training.step import measure_peak_flops
     from minitrain.trainer import Trainer
 
     text, held_out = open_text(path, recipe.length)

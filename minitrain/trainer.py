@@ -32,13 +32,13 @@ from typing import Any, BinaryIO
 import torch
 
 from minitrain import collectives
-from minitrain.accounting.compute import flops_per_token, mfu
-from minitrain.config import GPTConfig
-from minitrain.data import Text
-from minitrain.recipe import Recipe
+from minitrain.plan.accounting.compute import flops_per_token, mfu
+from minitrain.model.config import GPTConfig
+from minitrain.data.batches import Text
+from minitrain.training.recipe import Recipe
 from minitrain.run import Run
 from minitrain.strategy import Strategy
-from minitrain.train import StepResult
+from minitrain.training.step import StepResult
 
 
 class Trainer:

@@ -4,7 +4,7 @@ Hypothesis draws the same examples in every run and never looks at the clock: a 
 """
 import hypothesis
 
-from minitrain import atlas
+from minitrain.course import atlas
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")

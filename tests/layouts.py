@@ -25,14 +25,15 @@ from itertools import combinations_with_replacement
 import torch
 from torch import Tensor
 
-from minitrain import collectives, dryrun, launch
-from minitrain.config import GPTConfig
+from minitrain import collectives, launch
+from minitrain.launch import dryrun
+from minitrain.model.config import GPTConfig
 from minitrain.context.names import CORES
-from minitrain.data import MASKED, Rows, random_tokens, rows_of
-from minitrain.dropout import Places, drop_by_place
+from minitrain.data.batches import MASKED, Rows, random_tokens, rows_of
+from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.ledger import Ledger
-from minitrain.model import GPT, cross_entropy_sum
-from minitrain.optim import AdamW
+from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.training.optim import AdamW
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.named import CHUNKED, NAMES, SLICED
 from minitrain.run import Run

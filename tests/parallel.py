@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from minitrain import collectives, launch
-from minitrain.data import MASKED, Rows, random_tokens, rows_of
-from minitrain.model import GPT, GPTConfig, cross_entropy_sum
-from minitrain.optim import AdamW
+from minitrain.data.batches import MASKED, Rows, random_tokens, rows_of
+from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
+from minitrain.training.optim import AdamW
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.schedule import Schedule
 from minitrain.sharding import full_tensor
 from minitrain.strategy import Strategy
-from minitrain.train import Batch, accumulate, train_step, valid_tokens
+from minitrain.training.step import Batch, accumulate, train_step, valid_tokens
 
 TOLERANCE = 1e-12
 

@@ -1,45 +1,42 @@
 """The arrows of the house point down: who may import whom, read from the source with `ast`.
 
-A row says which parts of minitrain a part may import. A part is the first name after `minitrain` (a module or a folder).
-Techniques never import each other, nor the mesh, the model or a config: what one needs of another arrives as an argument.
+A room is a folder of minitrain, or a module at its top. `FLOORS` are what the room stands on: it may import from rooms of lower floors
+only, and techniques not each other's (what one needs of another arrives as an argument). No module imports itself round a circle.
 """
 import ast
+import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "minitrain"
-BASE = {"alibi", "collectives", "dropout", "sharding"}                            # all a technique may lean on
-TECHNIQUES = {"data_parallel", "tensor_parallel", "pipeline", "context", "moe", "precision", "memory", "checkpoint",
-              "fault", "communication", "kernels"}
-NO_TORCH = {"events", "deduplicate", "simulate", "plan", "accounting", "config", "plot", "plot_pipeline", "house_style", "atlas",
-            "notebook", "shared_cores", "flags", "strategy"}
-EVERYTHING = {"*"}
-DOOR = {"collectives", "channel", "messages", "transport", "sharding", "mesh", "launch", "launch_ranks", "dryrun", "grading"}
-ARROWS = {
-    "events": set(), "config": set(), "accounting": {"config"}, "layers": {"alibi", "config"}, "model": {"config", "layers"}, "alibi": set(),
-    "hugging_face": {"config", "model"},
-    "data": set(), "dropout": set(), "deduplicate": set(), "atlas": set(), "notebook": set(),
-    "call_log": set(), "checked": {"call_log"}, "shared_cores": set(), "channel": {"call_log", "shared_cores"},
-    "transport": {"call_log", "checked", "channel"},
-    "messages": {"call_log", "channel", "transport"},
-    "collectives": {"call_log", "checked", "channel", "messages", "transport"}, "mesh": {"collectives"}, "sharding": {"collectives"},
-    "launch": {"collectives", "launch_local", "launch_ranks", "launch_report"}, "launch_local": {"collectives", "launch_ranks", "launch_report"},
-    "launch_ranks": {"collectives", "launch_report"}, "launch_report": set(), "wire": {"collectives", "launch"},
-    "operators": set(), "memory_meter": set(), "ledger": {"call_log", "collectives", "events", "memory_meter", "operators"},
-    "dryrun": {"collectives", "launch_local", "launch_report"},
-    "optim": BASE, **{name: BASE for name in TECHNIQUES},
-    "simulate": {"events"}, "plan": {"simulate", "accounting", "config", "events"},
-    "house_style": set(), "plot": {"house_style", "simulate"}, "plot_pipeline": {"house_style"},
-    "pipeline_widget": {"house_style", "pipeline", "plot_pipeline"},
-    "train": {"collectives", "data", "optim"}, "recipe": {"optim"}, "flags": set(), "strategy": {"config", "context", "data_parallel", "pipeline"},
-    "run": EVERYTHING, "trainer": EVERYTHING, "train_command": EVERYTHING, "parallelize": EVERYTHING, "cli": EVERYTHING,
-    "grading": {"collectives"}, "exercises": {"grading"},
-}
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "minitrain"
+FLOORS = [
+    {"collectives", "attention", "data", "simulate"},
+    {"mesh", "sharding", "model", "ledger", "launch"},
+    {"data_parallel", "tensor_parallel", "context", "pipeline", "communication", "memory", "moe", "precision", "checkpoint", "fault", "kernels"},
+    {"training", "plan", "strategy"},
+    {"run", "parallelize", "plot", "course"},
+    {"trainer"},
+    {"train_command", "cli", "__main__"},
+]
+TECHNIQUES = FLOORS[2]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+BASE = {"collectives", "attention", "sharding"}                     # all a technique may lean on
+NEIGHBOURS = {("parallelize", "run"), ("cli", "train_command"), ("__main__", "cli")}         # on one floor, one way
+FACES = {"collectives", "launch", "ledger"}                                   # folders that are one module to their users
+NO_TORCH = ("simulate", "plan", "plot.charts", "plot.pipeline", "plot.style", "strategy", "model.config", "course.atlas", "course.notebook",
+            "training.flags", "launch.shared_cores", "pipeline.schedules", "pipeline.schedule", "pipeline.simulate", "pipeline.lower")
+DOOR = {"collectives", "launch", "sharding", "mesh", "course"}      # may speak to torch.distributed themselves
 
 
-def part_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else module
+def name_of(path: Path) -> str:
+    return ".".join(("minitrain", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+SOURCES = [path for path in MODULES.values() if path.name != "__init__.py"]
 
 
 def imports_of(path: Path) -> set[str]:
@@ -50,35 +47,113 @@ def imports_of(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} uses a relative import; write the whole name"
-            names.add(node.module)
-            if node.module == "minitrain":
-                names |= {f"minitrain.{alias.name}" for alias in node.names}
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= inside & MODULES.keys() | ({node.module} if inside - MODULES.keys() else set())
     return names
 
 
-SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+@cache
+def graph() -> dict[str, set[str]]:
+    return {name: imports_of(path) & MODULES.keys() - {name} for name, path in MODULES.items()}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_follow_the_arrows(path):
-    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    assert part in ARROWS, f"{part} has no row in the table of arrows"
-    used = {part_of(name) for name in imports_of(path) if name.startswith("minitrain.")} - {part}
-    wrong = set() if ARROWS[part] == EVERYTHING else used - ARROWS[part]
-    assert not wrong, f"{path.relative_to(PACKAGE)} imports {sorted(wrong)}; allowed: {sorted(ARROWS[part]) or 'torch only'}"
-    if part in NO_TORCH:
-        assert "torch" not in {name.split(".")[0] for name in imports_of(path)}, f"{part} must not need torch"
-    elif part not in DOOR:
-        taken = {name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
-                 and node.module == "torch.distributed" for name in (alias.name for alias in node.names)}
+    name = name_of(path)
+    room = room_of(name)
+    assert room in FLOOR, f"{room} stands on no floor"
+    used = {room_of(other) for other in graph()[name] if other != "minitrain"} - {room}
+    wrong = {other for other in used if FLOOR[other] >= FLOOR[room] and (room, other) not in NEIGHBOURS}
+    if room in TECHNIQUES:
+        wrong |= used - BASE
+    assert not wrong, f"{name} imports from {sorted(wrong)}; allowed: {sorted(BASE) if room in TECHNIQUES else f'rooms below floor {FLOOR[room]}'}"
+    if room not in DOOR:
+        taken = {alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+                 and node.module == "torch.distributed" for alias in node.names}
         assert "torch.distributed" not in imports_of(path) or taken == {"ProcessGroup"}, \
             f"{path.name}: collectives is the only door to torch.distributed; only the type ProcessGroup goes past it"
 
 
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, or nothing."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name):], name]
+        if name in done:
+            return []
+        found = next(filter(None, (visit(other, [*path, name]) for other in sorted(graph[name]))), [])
+        done.add(name)
+        return found
+
+    return next(filter(None, (visit(name, []) for name in sorted(graph))), [])
+
+
+def test_no_circle():
+    assert not circle(graph()), " -> ".join(circle(graph()))
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def loads(name: str) -> set[str]:
+    """What is outside of minitrain and loaded with a module: its own imports, those of what it imports, and of the folders they are in."""
+    seen, outside, waiting = set(), set(), [name]
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        outside |= {other.split(".")[0] for other in imports_of(MODULES[module]) if other not in MODULES}
+        parents = [module.rsplit(".", count)[0] for count in range(1, module.count(".") + 1)]
+        waiting += [*graph()[module], *parents]
+    return outside
+
+
+@pytest.mark.parametrize("start", NO_TORCH)
+def test_no_torch_is_loaded_with(start):
+    """Planners, simulators and pictures, and whatever they import, run where no torch is."""
+    own = [name for name in MODULES if name == f"minitrain.{start}" or name.startswith(f"minitrain.{start}.")]
+    heavy = {name: loads(name) & {"torch"} for name in own if start != "launch.shared_cores"}
+    assert not any(heavy.values()), f"{[name for name, found in heavy.items() if found]} need torch"
+    assert "torch" in loads("minitrain.parallelize")
+
+
+def test_every_declared_dependency_is_used():
+    """By the package, the tests or the benchmarks, or as a tool by its name."""
+    tools = {"jupyterlab": "jupyter", "ipykernel": "nbclient", "nbval": "--nbval", "pytest-xdist": "--dist", "ruff": "ruff"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project.get("optional-dependencies", {}).values() for line in extra)]
+    names = {line.split(">")[0].split("[")[0].strip() for line in lines} - {"minitrain"}
+    used = {name.split(".")[0] for folder in ("minitrain", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py") for name in imports_of(path)}
+    texts = "".join((ROOT / name).read_text() for name in ("Makefile", "minitrain/cli.py", "minitrain/course/notebook.py"))
+    modules = {"pillow": "PIL"}
+    unused = {name for name in names if modules.get(name, name).replace("-", "_") not in used and tools.get(name, "no tool") not in texts}
+    assert not unused, f"declared and never used: {sorted(unused)}"
+
+
 def test_packages_re_export_nothing():
+    """But for three folders that are one module to their users, and say so."""
     for path in PACKAGE.rglob("__init__.py"):
-        body = ast.parse(path.read_text()).body
-        assert len(body) == 1 and ast.get_docstring(ast.parse(path.read_text())), f"{path}: one docstring, nothing else"
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), f"{path} has no map"
+        if path.parent.name in FACES and path.parent.parent == PACKAGE:
+            assert all(isinstance(node, (ast.Expr, ast.ImportFrom, ast.Assign)) for node in tree.body), f"{path}: a docstring and imports, nothing else"
+        else:
+            assert len(tree.body) == 1, f"{path}: one docstring, nothing else"
+
+
+def test_maps_name_every_room():
+    """The docstring of a folder names each of its modules, and nothing that is not there."""
+    for path in PACKAGE.rglob("__init__.py"):
+        if path.parent != PACKAGE:
+            words = set(ast.get_docstring(ast.parse(path.read_text())).replace(",", " ").replace("/", " ").split())
+            there = {other.stem if other.suffix else other.name for other in path.parent.iterdir()
+                     if other.suffix == ".py" and other.name != "__init__.py" or (other / "__init__.py").exists()}
+            assert there <= words, f"{path.parent.name}: the map does not know {sorted(there - words)}"
 
 
 def test_no_drawer_for_odds_and_ends():
@@ -94,5 +169,5 @@ def test_every_module_says_what_it_is_and_fits_in_the_head():
 
 def test_a_forbidden_arrow_is_seen(tmp_path):
     bad = tmp_path / "zero.py"
-    bad.write_text("from minitrain.mesh import Mesh\nfrom minitrain import model\n")
-    assert {part_of(name) for name in imports_of(bad) if "." in name} == {"mesh", "model"}
+    bad.write_text("from minitrain.mesh import Mesh\nfrom minitrain.model import gpt\nimport minitrain.launch.dryrun\n")
+    assert {room_of(name) for name in imports_of(bad)} == {"mesh", "model", "launch"}

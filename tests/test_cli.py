@@ -7,7 +7,8 @@ import nbformat
 import pytest
 from typer.testing import CliRunner
 
-from minitrain import atlas, cli, notebook
+from minitrain import cli
+from minitrain.course import atlas, notebook
 
 
 def invoke(*words: str):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitrain import launch
-from minitrain.config import GPTConfig
+from minitrain.model.config import GPTConfig
 from minitrain.sharding import place
 from minitrain.strategy import Strategy
 from tests.layouts import FEATURES, Draw, distance, draw, features, on_rank, one_process, verdict
@@ -55,7 +55,8 @@ BROKEN = {"sums over data ranks": case(dp=2), "sums over tp of what saw slices":
 def test_the_draws_would_notice(what):
     """Controls: what the draws prove is wrong without the one line that does it."""
     def rank(case):
-        from minitrain import dropout, parallelize as module
+        from minitrain import parallelize as module
+        from minitrain.attention import dropout
         if what == "sums over data ranks":
             module.sum_over = lambda model, strategy, mesh: [place(param, summed_over=(mesh.group("pp"),)) for param in model.parameters()]
         elif what == "sums over tp of what saw slices":

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from minitrain import collectives, dryrun, launch
+from minitrain import collectives, launch
+from minitrain.launch import dryrun
 from minitrain.mesh import Mesh
 
 SHAPES = [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 1, "tp": 2}, {"tp": 1, "dp": 4}]

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from minitrain import dryrun, launch
-from minitrain.data import Rows
-from minitrain.model import cross_entropy_sum
-from minitrain.optim import AdamW
+from minitrain import launch
+from minitrain.launch import dryrun
+from minitrain.data.batches import Rows
+from minitrain.model.gpt import cross_entropy_sum
+from minitrain.training.optim import AdamW
 from minitrain.parallelize import parallelize
-from minitrain.pipeline.one_direction import one_f_one_b
+from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.strategy import Strategy
 from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
 

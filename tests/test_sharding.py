@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minitrain import collectives, dryrun, launch
+from minitrain import collectives, launch
+from minitrain.launch import dryrun
 from minitrain.mesh import Mesh
 from minitrain.sharding import WHOLE, Placement, Shard, full_tensor, own_slice, place, placement, shard, whole_shape
 

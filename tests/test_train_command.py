@@ -15,16 +15,17 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from minitrain import cli, flags, launch, train_command
-from minitrain.accounting.memory import zero_bytes
-from minitrain.accounting.parameters import parameters
-from minitrain.config import GPTConfig, presets
-from minitrain.data import Text
+from minitrain import cli, launch, train_command
+from minitrain.training import flags
+from minitrain.plan.accounting.memory import zero_bytes
+from minitrain.plan.accounting.parameters import parameters
+from minitrain.model.config import GPTConfig, presets
+from minitrain.data.batches import Text
 from minitrain.parallelize import parallelize
-from minitrain.recipe import Recipe
+from minitrain.training.recipe import Recipe
 from minitrain.strategy import Strategy
 from minitrain.trainer import Trainer
-from tests.test_launch_torchrun import free_port
+from tests.launch.test_launch_torchrun import free_port
 
 TEXT = b"It is not enough to have a good mind; the main thing is to use it well. " * 40
 SMALL = ("--width", "32", "--heads", "4", "--layers", "2", "--length", "16", "--batch", "4", "--steps", "4", "--report-every", "2", "--sample", "6")

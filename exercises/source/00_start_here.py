@@ -18,7 +18,7 @@
 import torch
 
 from minitrain import collectives
-from minitrain.grading.checks import Draw, Failure, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, Failure, ask, expect, expect_equal, run
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 ready_made = ["exchange", "rotate", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce_from", "gather_from"]

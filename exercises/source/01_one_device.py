@@ -16,8 +16,8 @@
 # %% given="setup"
 import torch
 
-from minitrain.grading.checks import Draw, ask, expect, expect_equal, run
-from minitrain.model import GPT, GPTConfig, cross_entropy_sum
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 
 draw = Draw()  # hidden checks draw sizes and values
 MASKED = -100  # a target that no loss counts
@@ -102,7 +102,7 @@ def state_bytes(parameters, trained, mixed):
 
 # %% check="state_bytes-all" points=1
 # Nothing frozen: both ways of training, bytes of real tensors.
-from minitrain.optim import AdamW
+from minitrain.training.optim import AdamW
 
 def held(trained, frozen, mixed):
     """Bytes of real tensors after a real step."""
@@ -126,7 +126,7 @@ for mixed in (True, False):
 
 # %% check="state_bytes-frozen" points=1
 # Some are frozen.
-from minitrain.optim import AdamW
+from minitrain.training.optim import AdamW
 
 def held(trained, frozen, mixed):
     params = [torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16 if mixed else torch.float32), requires_grad=grad)
@@ -166,9 +166,9 @@ def kept_bytes(s, b, h, a, f, size):
 
 # %% check="kept_bytes-16" points=1
 # Two bytes per number, as in the paper, and an MLP of any width.
-from minitrain.layers import naive_attention
+from minitrain.model.layers import naive_attention
 from minitrain.memory.saved_tensors import SavedTensors
-from minitrain.model import Block
+from minitrain.model.gpt import Block
 
 def kept(s, b, h, a, f, size):
     """What autograd keeps of a real block; shapes are real, so is the list, only the numbers are missing (device "meta")."""
@@ -191,9 +191,9 @@ for _ in range(2):
 
 # %% check="kept_bytes-any" points=1
 # Numbers of any size.
-from minitrain.layers import naive_attention
+from minitrain.model.layers import naive_attention
 from minitrain.memory.saved_tensors import SavedTensors
-from minitrain.model import Block
+from minitrain.model.gpt import Block
 
 def kept(s, b, h, a, f, size):
     place = dict(dtype={2: torch.float16, 4: torch.float32, 8: torch.float64}[size], device="meta")

@@ -21,7 +21,7 @@ import torch
 from minitrain import collectives
 from minitrain.communication.check import check
 from minitrain.communication.schedule import Schedule, Transfer, sent_shares
-from minitrain.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 ready_made = ["exchange", "rotate", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce_from",

@@ -21,10 +21,10 @@ from types import SimpleNamespace
 import torch
 
 from minitrain import collectives
-from minitrain.channel import channel
+from minitrain.collectives.channel import channel_of
 from minitrain.data_parallel import accumulation, bucketed, parameter_server
-from minitrain.grading.checks import Draw, Failure, ask, expect, expect_equal, run
-from minitrain.model import GPT, GPTConfig, cross_entropy_sum
+from minitrain.course.grading.checks import Draw, Failure, ask, expect, expect_equal, run
+from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 MASKED = -100  # a target that no loss counts
@@ -223,7 +223,7 @@ def train(shapes, frozen, order, bucket_bytes, steps, pace, group):
 
 def let_the_network_work(group):
     """Until all that was started in the background is done; ten seconds at most."""
-    for last in [lane.submit(lambda: None) for lane in channel(group).lanes]:
+    for last in [lane.submit(lambda: None) for lane in channel_of(group).lanes]:
         for _ in range(10_000):
             if not last.done():
                 time.sleep(0.001)

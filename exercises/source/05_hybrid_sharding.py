@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from minitrain import collectives
-from minitrain.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
 
 WORDS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
 

@@ -27,7 +27,7 @@ import math
 import torch
 
 from minitrain import collectives
-from minitrain.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 

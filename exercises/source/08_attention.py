@@ -27,7 +27,7 @@ from collections import Counter
 
 import torch
 
-from minitrain.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
 
 draw = Draw()  # hidden checks draw sizes and values
 

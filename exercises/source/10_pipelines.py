@@ -23,8 +23,8 @@
 from collections import Counter, deque
 from fractions import Fraction
 
-from minitrain.grading.checks import Draw, ask, expect, expect_equal
-from minitrain.grading.trial import Failure
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal
+from minitrain.course.grading.trial import Failure
 
 draw = Draw()  # hidden checks draw sizes, schedules and costs
 

@@ -28,8 +28,8 @@ from functools import partial
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitrain.grading.checks import Draw, ask, expect, expect_equal
-from minitrain.grading.trial import Failure
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal
+from minitrain.course.grading.trial import Failure
 
 draw = Draw()  # hidden checks draw sizes and costs
 
@@ -452,7 +452,7 @@ def expect_bar(p, m, costs, limit, time):
     expect(not easy or time < bar, "shorter than 1F1B", f"nobody waits for a W; where could it go? {where}")
 
 def expect_target(p, m, costs, limit, time):
-    from minitrain.pipeline.greedy import greedy
+    from minitrain.pipeline.schedules.greedy import greedy
     from minitrain.pipeline.simulate import Costs, simulate as simulated
 
     prices = Costs(**costs)

@@ -19,7 +19,7 @@ from itertools import combinations, product
 
 import torch
 
-from minitrain.grading.checks import Draw, ask, expect, expect_equal
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal
 
 draw = Draw()  # hidden checks draw sizes and numbers
 

@@ -36,13 +36,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.alibi import Alibi
+from minitrain.attention.alibi import Alibi
 from minitrain.collectives import Handle
-from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, row_sums, stand_in
+from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, row_sums, stand_in
 from minitrain.context.layout import Tile, contiguous, tiles
-from minitrain.context.placed import placed
+from minitrain.attention.placed import placed
 from minitrain.context.ring import check_core
-from minitrain.dropout import DropMask
+from minitrain.attention.dropout import DropMask
 
 ALL = slice(None)
 

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.alibi import Alibi
-from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward, row_sums, stand_in
+from minitrain.attention.alibi import Alibi
+from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, row_sums, stand_in
 from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
-from minitrain.context.placed import placed
+from minitrain.attention.placed import placed
 from minitrain.context.ring import carry_through, check_core
-from minitrain.dropout import DropMask
+from minitrain.attention.dropout import DropMask
 
 SIDES = "queries", "keys"
 

@@ -46,14 +46,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.alibi import Alibi
-from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward
+from minitrain.attention.alibi import Alibi
+from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward
 from minitrain.context.layout import Layout, Tile, contiguous, last, part, tiles, zigzag
-from minitrain.context.placed import placed
+from minitrain.attention.placed import placed
 from minitrain.context.ring import carry_through, check_core, ring_attention
 from minitrain.context.sliced import sliced
 from minitrain.context.ulysses import ulysses_attention
-from minitrain.dropout import DropMask
+from minitrain.attention.dropout import DropMask
 
 
 def usp_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, ring: ProcessGroup, layout: Layout = zigzag,
@@ -170,7 +170,7 @@ def check_crossing(**groups: ProcessGroup) -> None:
     """Axes of a grid have this rank in common, and no other."""
     for axis, group in groups.items():
         for other, other_group in groups.items():
-            ours, theirs = (collectives.channel(g).members for g in (group, other_group))
+            ours, theirs = (collectives.channel_of(g).members for g in (group, other_group))
             if axis < other and len(shared := sorted(set(ours) & set(theirs))) != 1:
                 raise ValueError(f"{axis} group {list(ours)} and {other} group {list(theirs)} share ranks {shared}, but must cross in this "
                                  f"rank only; on Mesh({axis}=, {other}=) they are group({axis!r}) and group({other!r})")

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.context.packed import sequence_lengths
+from minitrain.attention.packed import sequence_lengths
 
 Layout = Callable[[int, int, int], list[range]]
 

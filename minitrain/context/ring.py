@@ -35,11 +35,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.alibi import Alibi
-from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward
+from minitrain.attention.alibi import Alibi
+from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward
 from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
-from minitrain.context.placed import check_places, placed
-from minitrain.dropout import DropMask
+from minitrain.attention.placed import check_places, placed
+from minitrain.attention.dropout import DropMask
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.alibi import Alibi
-from minitrain.context.blocks import spread, together
+from minitrain.attention.alibi import Alibi
+from minitrain.attention.blocks import spread, together
 from minitrain.context.layout import Layout, Tile, contiguous, last
 from minitrain.context.ring import carry, check_core
-from minitrain.dropout import DropMask
+from minitrain.attention.dropout import DropMask
 
 
 def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,

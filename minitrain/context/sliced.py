@@ -22,12 +22,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from minitrain.alibi import Alibi
-from minitrain.context.blocks import FUSED, Attended, Blocks, Summed, meet_backward
+from minitrain.attention.alibi import Alibi
+from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward
 from minitrain.context.layout import Layout, Tile, tiles
 from minitrain.context.names import even_slices
-from minitrain.context.placed import check_places, placed
-from minitrain.dropout import DropMask
+from minitrain.attention.placed import check_places, placed
+from minitrain.attention.dropout import DropMask
 
 
 def sliced(layout: Layout, slices: int | Sequence[int]) -> Layout:

@@ -25,11 +25,11 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from minitrain.alibi import Alibi
-from minitrain.context.blocks import FUSED
-from minitrain.context.placed import placed
+from minitrain.attention.alibi import Alibi
+from minitrain.attention.blocks import FUSED
+from minitrain.attention.placed import placed
 from minitrain.context.ring import check_core
-from minitrain.dropout import DropMask
+from minitrain.attention.dropout import DropMask
 
 
 class Sparing:

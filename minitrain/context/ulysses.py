@@ -32,14 +32,15 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.alibi import Alibi
+from minitrain.attention.alibi import Alibi
 from minitrain.context.layout import Layout, contiguous, last, positions_of
-from minitrain.context.placed import check_places
-from minitrain.dropout import DropMask
+from minitrain.attention.placed import check_places
+from minitrain.attention.dropout import DropMask
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, core: Callable, layout: Layout = contiguous,
@@ -70,10 +71,10 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, c
 
 def to_heads(tensors: tuple[Tensor, ...], group: ProcessGroup) -> tuple[Tensor, ...]:
     """Each `[B, H, T/n, K]` -> `[B, H/n, T, K]`, of as many heads and as wide as it is; one message for all."""
-    parts = [x.unflatten(1, (group.size(), -1)).movedim(1, 0) for x in tensors]                       # n × [B, H/n, T/n, K]
+    parts = [rearrange(x, "b (n h) t k -> n b h t k", n=group.size()) for x in tensors]
     arrived = collectives.all_to_all(torch.cat([part.flatten(1) for part in parts], 1), group)
     pieces = arrived.split([part[0].numel() for part in parts], 1)
-    return tuple(piece.reshape(part.shape).movedim(0, 2).flatten(2, 3) for piece, part in zip(pieces, parts))
+    return tuple(rearrange(piece.reshape(part.shape), "n b h t k -> b h (n t) k") for piece, part in zip(pieces, parts))
 
 
 def switch(x: Tensor, group: ProcessGroup, *, cut: int, join: int) -> Tensor:

@@ -27,6 +27,7 @@ Zhang et al. 2022 (MiCS), arXiv:2205.00119, section 3.3. Differs: one gather ins
 where MiCS orders the chunks first and gathers them inside in a batch; the adjoint (MiCS reduces in one flat group).
 """
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -45,8 +46,9 @@ def hierarchical_all_gather(shard: Tensor, intra: ProcessGroup, inter: ProcessGr
         raise ValueError(f"hierarchical_all_gather: out is {list(out.shape)} {out.dtype} on {out.device}; it must be "
                          f"{list(whole)} {shard.dtype} on {shard.device}, contiguous")
     of_this_place = all_gather(shard, inter)
-    place_by_place = all_gather(of_this_place, intra).view(places, nodes, rows, *rest)
-    out.detach().view(nodes, places, rows, *rest).copy_(place_by_place.transpose(0, 1))
+    place_by_place = all_gather(of_this_place, intra)
+    out.detach().view(nodes, places, rows, *rest).copy_(
+        rearrange(place_by_place, "(place node row) ... -> node place row ...", place=places, node=nodes))
     return out
 
 
@@ -56,9 +58,8 @@ def hierarchical_reduce_scatter(flat: Tensor, intra: ProcessGroup, inter: Proces
     if flat.shape[0] % (nodes * places):
         raise ValueError(f"hierarchical_reduce_scatter: {flat.shape[0]} along dim 0 is not a multiple of the "
                          f"{nodes} x {places} ranks of {nodes} nodes; pad it")
-    rows, rest = flat.shape[0] // (nodes * places), flat.shape[1:]
-    place_by_place = flat.detach().reshape(nodes, places, rows, *rest).transpose(0, 1)
-    of_this_place = reduce_scatter(place_by_place.reshape(flat.shape), intra)
+    place_by_place = rearrange(flat.detach(), "(node place row) ... -> (place node row) ...", place=places, node=nodes)
+    of_this_place = reduce_scatter(place_by_place, intra)
     return reduce_scatter(of_this_place, inter)
 
 

@@ -36,6 +36,7 @@ Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 (qwZ) and 3.3 (qgZ). Di
 sums, not means; the hops of consecutive buffers do not overlap; no fused kernels.
 """
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -79,7 +80,7 @@ def two_hop_reduce_scatter(flat: Tensor, intra: ProcessGroup, inter: ProcessGrou
     places, nodes = intra.size(), inter.size()
     what = f"two_hop_reduce_scatter over {axis_of(intra)} and {axis_of(inter)}"
     slices = flat.detach().view(nodes, places, _slice_length(what, flat, places * nodes, bits, block))
-    of_node = _exchange_and_add(slices.transpose(0, 1), intra, bits, block, flat.dtype)
+    of_node = _exchange_and_add(rearrange(slices, "node place x -> place node x"), intra, bits, block, flat.dtype)
     return _exchange_and_add(of_node, inter, bits, block, flat.dtype).to(flat.dtype)
 
 

@@ -17,6 +17,7 @@ the paper quantises the whole gather; gathers and reduce-scatters run when they 
 """
 from collections.abc import Iterable
 
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -58,8 +59,8 @@ class ZeroPlusPlus(Zero3):
             column = all_gather(shard, self.inter)
         else:
             column = quantized_all_gather(shard, self.inter, self.weight_bits, self.block)  # [N d], place i of every node
-        table = all_gather(column, self.intra).view(k, nodes, -1)
-        flat.whole.view(nodes, k, -1).copy_(table.transpose(0, 1))
+        table = all_gather(column, self.intra)
+        flat.whole.view(nodes, k, -1).copy_(rearrange(table, "(place node x) -> node place x", place=k, node=nodes))
         if self.secondary:
             self.in_node[flat] = flat.whole.view(k, -1)[self.intra.rank()].clone()
         return Ready(flat.whole)

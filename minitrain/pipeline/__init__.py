@@ -1,1 +1,16 @@
-"""Pipeline parallelism: schedules as data, run by one interpreter, simulated and drawn from the same lists."""
+"""The layers of a model over ranks: schedules as data, run by one interpreter, simulated and drawn from the same lists.
+
+First  schedule            a schedule is a list for each rank; what makes one right
+       schedules/          the published ones
+       simulate            when everything happens: bubble, idle time, memory
+then   lower, runtime      messages put in; the interpreter on real ranks
+       deferred            a backward in two halves, dx now and dW later
+       partition           where to cut a model into stages
+       fits                does a stage fit into a pipeline?
+beside lending             activations that leave for another rank (BPipe)
+       sliced_attention    slices of a sequence as units
+       post_validation     clipping without a common stop
+       asynchronous        PipeDream: never emptied
+       contrastive         a loss over all samples at once
+       named, random_state, torch_csv           schedules by name; masks drawn again; PyTorch's files
+"""

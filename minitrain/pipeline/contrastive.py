@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.pipeline.one_direction import check_sizes
+from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.schedule import Action, Schedule, check
 
 Towers = Callable[[object], tuple[Tensor, Tensor]]

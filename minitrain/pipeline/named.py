@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from minitrain.pipeline import dualpipe, one_direction, slices as sliced, v_shape, zero_bubble
-from minitrain.pipeline.bpipe import bpipe
-from minitrain.pipeline.chimera import chimera
-from minitrain.pipeline.greedy import greedy
-from minitrain.pipeline.hanayo import hanayo
+from minitrain.pipeline.schedules import dualpipe, one_direction, slices as sliced, v_shape, zero_bubble
+from minitrain.pipeline.schedules.bpipe import bpipe
+from minitrain.pipeline.schedules.chimera import chimera
+from minitrain.pipeline.schedules.greedy import greedy
+from minitrain.pipeline.schedules.hanayo import hanayo
 from minitrain.pipeline.schedule import Schedule
-from minitrain.pipeline.varuna import recomputed, varuna
+from minitrain.pipeline.schedules.varuna import recomputed, varuna
 
 PLAIN: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": one_direction.gpipe, "1f1b": one_direction.one_f_one_b, "zb_h1": zero_bubble.zb_h1, "zb_h2": zero_bubble.zb_h2,

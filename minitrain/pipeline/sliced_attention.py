@@ -32,8 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.alibi import Alibi, check_bias
-from minitrain.dropout import DropMask
+from minitrain.attention.alibi import Alibi, check_bias
+from minitrain.attention.dropout import DropMask
 from minitrain.pipeline.schedule import Schedule
 
 

@@ -23,7 +23,7 @@ Raises ValueError, naming rank, collective and line, when the ranks do not issue
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from minitrain.events import Compute, Event, Issue, Wait
+from minitrain.simulate.events import Compute, Event, Issue, Wait
 from minitrain.simulate import collectives
 from minitrain.simulate.machines import Machine
 from minitrain.simulate.timeline import Span, Timeline

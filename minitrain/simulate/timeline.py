@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from minitrain.events import Compute, Issue
+from minitrain.simulate.events import Compute, Issue
 from minitrain.simulate import trace
 from minitrain.simulate.intervals import Intervals, join, length, outside
 from minitrain.simulate.machines import Machine

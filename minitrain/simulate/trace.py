@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from minitrain.events import Compute
+from minitrain.simulate.events import Compute
 
 
 def write(spans_by_rank: Mapping[int, list], path: str | Path, ranks: Iterable[int] | None = None) -> Path:

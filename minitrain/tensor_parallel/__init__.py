@@ -1,1 +1,11 @@
-"""Tensor parallelism: the matrices of a layer cut over ranks, in one dimension and on grids."""
+"""The matrices of a layer over ranks.
+
+First  linear              columns, then rows, one sum
+       block, vocabulary   attention by heads, the MLP by hidden units; the table and the loss
+       model               a whole model
+then   sequence            between the matrices the sequence is cut
+       overlap, ring_overlap                    what is sent behind what is computed
+beside random              streams of random numbers that agree, or differ
+       rotated             pieces of weights go round
+       grids/              blocks on two and three dimensions
+"""

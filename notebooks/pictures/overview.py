@@ -13,18 +13,19 @@ import torch
 from matplotlib import rc_context
 from PIL import Image
 
-from minitrain import collectives, dryrun, launch
+from minitrain import collectives, launch
+from minitrain.launch import dryrun
 from minitrain.collectives import world
-from minitrain.config import GPTConfig, presets
-from minitrain.data import random_tokens
+from minitrain.model.config import GPTConfig, presets
+from minitrain.data.batches import random_tokens
 from minitrain.data_parallel.accumulation import ScatteredGradients
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.naive import all_reduce_gradients
 from minitrain.data_parallel.parameter_server import Worker, serve
-from minitrain.house_style import BLACK, COLOURS, HATCHES, Picture, colour_of, ink_on, style, unit_for
+from minitrain.plot.style import BLACK, COLOURS, HATCHES, Picture, colour_of, ink_on, style, unit_for
 from minitrain.ledger import Ledger
-from minitrain.model import GPT, cross_entropy_sum
-from minitrain.optim import AdamW
+from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.training.optim import AdamW
 from minitrain.simulate.intervals import join, outside
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay

@@ -1,1 +1,0 @@
-"""What training costs, as formulas: one file a quantity, plain numbers in and out, no torch."""

@@ -1,0 +1,81 @@
+"""Blockwise Parallel Transformer: a block of queries goes through attention and MLP at once, before the next block starts.
+
+    K, V = keys_values(X)        for block i:   Y_i = finish(X_i, attention(query(X_i), K, V))           X, Y [B, T, D]
+
+Attention by tiles keeps no scores, and then the widest tensor of a layer is the MLP's, [B, T, F]: of each token, alone. So it need never
+exist for more than a block of tokens: what belongs to a block (queries, attention, both residuals, norms and the MLP) is computed in one
+checkpointed function, and again in backward, block by block.
+
+In 2 bytes, with F = 4D and as many K/V heads as heads, in units of B·T·D (the paper's bsh):
+
+                              attention by tiles alone        blockwise
+    widest tensor kept        8   (the MLP's)                 2   (X, K or V)
+    all that is kept          36  (GELU, RMSNorm)             6   (X, K and V)
+    peak with backward        44                              25, gradients of X, K, V included (T = 256, rows = 16)
+
+The paper's 8bsh -> 2bsh are the widest tensors. Costs one more forward. A checkpoint around the whole layer leaves X alone, 2bsh, and
+computes K and V a third time. Sends nothing.
+Raises ValueError in one line for blocks of no size; `blockwise_block` for a block that is not pre-norm, has a latent or ALiBi.
+
+Liu and Abbeel 2023, arXiv:2305.19370, section 3 and its table of activation sizes. Differs: keys and values of the whole sequence are
+made at once and kept; a tile of attention has its own sizes (flash.py), theirs is the block.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from minitrain.attention.flash import flash_2, flash_attention
+from minitrain.attention.score_tiles import pieces
+
+TILED = partial(flash_attention, blocks=flash_2())
+
+
+def blockwise_layer(x: Tensor, positions: Tensor, query: Callable, keys_values: Callable, finish: Callable, *, rows: int,
+                    causal: bool = True, core: Callable = TILED) -> Tensor:
+    """x `[B, T, D]`, positions `[T]` or `[B, T]` -> `[B, T, D]`, `rows` tokens at a time.
+
+    `query(x_i, positions_i) -> [B, H, r, K]`, `keys_values(x, positions) -> k, v [B, H_kv, T, K]`, and `finish(x_i, attended [B, H, r, K])
+    -> [B, r, D]` is all that follows, residuals included. Queries of `core` are the last ones of the keys that it is given.
+    """
+    k, v = checkpoint(keys_values, x, positions, use_reentrant=False)
+
+    def block(x_i: Tensor, positions_i: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return finish(x_i, core(query(x_i, positions_i), k, v, causal=causal))
+
+    done = []
+    for tokens in pieces(x.size(1), rows):
+        seen = slice(0, tokens.stop if causal else x.size(1))
+        done.append(checkpoint(block, x[:, tokens], positions[..., tokens], k[..., seen, :], v[..., seen, :], use_reentrant=False))
+    return torch.cat(done, dim=1)
+
+
+def blockwise_block(block: nn.Module, x: Tensor, positions: Tensor, *, rows: int, core: Callable = TILED) -> Tensor:
+    """What `block(x, positions)` is, for a pre-norm block of the model: norm1, attention (q, k, v, out), norm2, mlp, dropout."""
+    attention, config = block.attention, block.config
+    if config.residual != "pre" or config.positions == "alibi" or not hasattr(attention, "q"):
+        raise ValueError(f"blockwise: residual={config.residual}, positions={config.positions}, kv_latent={config.kv_latent}; it is written for "
+                         "pre-norm blocks with separate Q, K, V and no bias; give blockwise_layer the three functions of another one")
+
+    def heads(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        return [y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for y in attention.project(block.norm1(x), linears)]
+
+    def turned(y: Tensor, positions: Tensor) -> Tensor:
+        return attention.rotated(y, positions) if config.positions == "rope" else y
+
+    def query(x: Tensor, positions: Tensor) -> Tensor:
+        return turned(*heads(x, attention.q), positions)
+
+    def keys_values(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = heads(x, attention.k, attention.v)
+        return turned(k, positions), v
+
+    def finish(x: Tensor, attended: Tensor) -> Tensor:
+        x = x + block.dropout1(attention.out(attended.transpose(1, 2).flatten(-2)))
+        return x + block.dropout2(block.mlp(block.norm2(x)))
+
+    return blockwise_layer(x, positions, query, keys_values, finish, rows=rows, core=core)

@@ -1,0 +1,71 @@
+"""What depends on the place of a score: ALiBi's bias and the mask of dropout, tile by tile, whatever brings the keys of the tile.
+
+    S = Q Kᵀ / sqrt(K) + A          A[h, i, j] = - slope_h (i - j)                                           minitrain/attention/alibi.py
+    O = (P ∘ M') V                  M' = M / (1-p)          M[b, h, i, j] = keep(seed; row, head, i, j)      minitrain/attention/dropout.py
+
+Both are functions of the positions i of the queries and j of the keys, and a tile knows its own (layout.Tile). Blocks still merge by
+their lse (blocks.py). A is in all scores, hence in lse, and backward, which makes P of scores and lse, needs no more than to add it
+again: it is constant. The softmax is over *all* scores, dropped or not: lse and P are as without dropout, and
+
+    O = Σ_blocks e^(lse_b - lse) O_b          O_b = (P_b ∘ M'_b) V_b          for M' multiplies e^(S - lse_b) and e^(S - lse) alike
+    dV = (P ∘ M')ᵀ dO          dP = M' ∘ (dO Vᵀ)          dS = P ∘ (dP - D)          D = Σ_j P_j dP_j = rowsum(dO · O), still
+
+so a ring sends what it sent, in every layout and order of blocks. Slopes and seed are kept, A and M are made again in backward, a tile
+at a time. torch's flash kernel for CPUs takes A as a mask, the one for CUDA takes none, and neither takes M: such tiles compute their
+scores as `plain_*` does.
+
+Sends nothing. Memory: H scores of a tile for A; with dropout, or on CUDA, a tile of scores, as PLAIN, and 16 bytes a score for its mask.
+Raises ValueError in one line for a rate without a seed, a rate outside [0, 1), what `alibi.check_bias` refuses, and blocks that make no
+scores to add to or to multiply.
+Dao et al. 2022, arXiv:2205.14135, appendix B.3 and B.4 (the state of the generator instead of the mask; dropout in both passes).
+"""
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from minitrain.attention.alibi import Alibi, check_bias
+from minitrain.attention.blocks import FUSED, PLAIN, Blocks
+from minitrain.attention.dropout import DropMask, Positions
+
+
+class Placed(NamedTuple):
+    """In the place of Blocks: each tile has its own, which know the positions of its queries and keys."""
+
+    blocks: Blocks
+    bias: Alibi | None
+    mask: DropMask | None
+
+    def on(self, tile) -> Blocks:
+        """`tile.positions(device)` says where it is (layout.Tile)."""
+        return self.at(tile.positions)
+
+    def at(self, positions: Positions) -> Blocks:
+        more = {}
+        if self.bias:
+            more["bias"] = lambda device: self.bias.between(*positions(device))
+        if self.mask:
+            more["factors"] = partial(self.mask.factors, positions=positions)
+        return Blocks(*(partial(pass_, **more) for pass_ in (PLAIN if self.mask else self.blocks)))
+
+
+def placed(blocks: Blocks, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Blocks | Placed:
+    """The blocks as they are; with ALiBi or a mask, those that add the one and multiply by the other."""
+    if bias is None and not dropout:
+        return blocks
+    if blocks not in (FUSED, PLAIN):
+        raise ValueError(f"{'dropout' if dropout else 'ALiBi'} needs blocks that make scores, and these keep theirs to themselves; use FUSED or "
+                         "PLAIN of blocks.py")
+    return Placed(blocks, bias, dropout or None)
+
+
+def check_places(what: str, q: Tensor, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> None:
+    """What a core by tiles can be given; before anything is sent."""
+    check_bias(what, bias, q.size(1))
+    if dropout and not isinstance(dropout, DropMask):
+        raise ValueError(f"{what}: dropout={dropout} is a rate without a seed, and each rank would draw its own mask; give a DropMask, as "
+                         "dropout.drop_scores does")
+    if dropout and not 0 <= dropout.p < 1:
+        raise ValueError(f"{what}: dropout p={dropout.p}; must be in [0, 1)")

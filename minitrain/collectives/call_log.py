@@ -1,0 +1,239 @@
+"""Every collective leaves a record before it starts, where others can read it even if the rank never returns.
+
+A `Call` says who calls what from which line, and how many bytes were handed to the network. A process keeps its last
+`SLOTS` calls in memory (`last_calls`) and, after `log_to(path)`, in a memory-mapped file of fixed slots: writing one is
+a copy of 320 bytes and no system call, and a rank that hangs inside the network library still shows its last calls to
+whoever opens the file (`read_log`). `observe(callback)` hands the records to an instrument such as the ledger;
+unobserved, a call costs its record and nothing else.
+
+A slot: one state byte (b"i" issued, b"d" done), then the fields as text between tabs, padded with zero bytes.
+A recorder of collectives in flight is PyTorch's idea (the NCCL flight recorder). Differs: gloo too, and the call site.
+"""
+
+import mmap
+import os
+import sys
+import threading
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Callable, Iterator, NamedTuple
+
+import torch
+
+SLOTS, SLOT_BYTES = 64, 320
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of one rank. `seq` counts collectives per group, and messages per (group, peer, direction)."""
+
+    seq: int
+    op: str
+    axis: str  # the mesh axis of the group, "world" for everyone
+    members: tuple[int, ...]  # global ranks of the group, one object shared by all calls of the group
+    who: str  # the same in short: "0-3"
+    payload_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    site: str  # "file.py:41" of the caller
+    peer: int | None = None  # global rank, for send and receive
+    name: str | None = None  # given by the caller, to tell calls of one line apart
+    dim: int = 0
+    source: int | None = None  # of a broadcast
+    uneven: bool = False  # all_to_all with sizes: members' shapes differ along dim
+    reduction: str = "sum"  # of an all_reduce, or "max"
+    sent_bytes: int = 0  # grows while buffers are handed to the network: final once the call is done
+    planned: bool = False  # True: the backend moves the data itself, so the plan's volume is charged
+    order: int = -1  # position among all calls of this process
+
+    def __str__(self) -> str:
+        return f"{describe(self)} #{self.seq} on {self.axis} at {self.site}"
+
+
+class LoggedCall(NamedTuple):
+    """What `read_log` gives back; `order` counts all calls of the process, `done` is False while it is in flight."""
+
+    order: int
+    done: bool
+    seq: int
+    op: str
+    axis: str
+    members: str  # "0-3" or "0,2,5"; cut off after 80 letters
+    shape: str
+    dtype: str
+    payload_bytes: int
+    peer: int | None
+    name: str | None
+    site: str
+
+
+def signature(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype)[6:]}[{', '.join(map(str, shape))}]"
+
+
+def describe(call: Call) -> str:
+    """What all members must agree on, in words: "all_gather(float32[4, 8], dim=1)"."""
+    shape = tuple("*" if call.uneven and i == call.dim else size for i, size in enumerate(call.shape))
+    extra = f", dim={call.dim}" * bool(call.dim) + (f", source={call.source}" if call.source is not None else "")
+    extra += f", op={call.reduction}" * (call.reduction != "sum")
+    return f"{call.op}({signature(shape, call.dtype)}{extra})"
+
+
+def span(ranks: tuple[int, ...]) -> str:
+    """(0, 1, 2, 3) -> "0-3", otherwise the ranks with commas."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks[:40]))[:80]
+
+
+# ---- where the caller stands -----------------------------------------------------------------------------------------
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_PLUMBING = {os.path.join(_HERE, f"{module}.py")
+             for module in ("functions", "messages", "channel", "transport", "checked", "call_log")}
+_standing = threading.local()
+_labels: dict[str, str | None] = {}  # file name -> how to print it; None for plumbing
+
+
+def name_file(filename: str, label: str) -> None:
+    """From now on call sites in `filename` (the file name of a compiled notebook cell, say) print as `label:line`."""
+    _labels[filename] = label
+
+
+@contextmanager
+def standing_at(site: str) -> Iterator[None]:
+    """Calls made inside report `site`: a backward collective belongs to the line of its forward."""
+    _standing.site = site
+    try:
+        yield
+    finally:
+        _standing.site = None
+
+
+def call_site() -> str:
+    """The first frame outside minitrain's collectives and torch, as "train.py:41"."""
+    if getattr(_standing, "site", None):
+        return _standing.site
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        try:
+            label = _labels[filename]
+        except KeyError:
+            hidden = filename in _PLUMBING or filename.startswith(_TORCH)
+            label = _labels[filename] = None if hidden else os.path.basename(filename)
+        if label is not None:
+            return f"{label}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "autograd"  # a backward pass on a thread of torch's own has no Python caller
+
+
+# ---- the log ---------------------------------------------------------------------------------------------------------
+
+_recent: deque[Call] = deque(maxlen=SLOTS)
+_observers: list[Callable] = []
+_file: mmap.mmap | None = None
+_order = 0
+
+
+def issued(call: Call) -> Call:
+    """Record a call that is about to start."""
+    global _order
+    call.order = _order
+    _recent.append(call)
+    if _file is not None:
+        start = (_order % SLOTS) * SLOT_BYTES
+        what = _text_of(call.op, call.axis, call.who, call.shape, call.dtype, call.payload_bytes, call.peer, call.name, call.site)
+        _file[start:start + SLOT_BYTES] = f"i{_order}\t{call.seq}{what}".encode()[:SLOT_BYTES].ljust(SLOT_BYTES, b"\0")
+    _order += 1
+    if _observers:
+        tell("issue", call)
+    return call
+
+
+@lru_cache(maxsize=256)
+def _text_of(op: str, axis: str, who: str, shape: tuple[int, ...], dtype: torch.dtype, payload_bytes: int, peer: int | None,
+             name: str | None, site: str) -> str:
+    """The fields of a slot that are the same whenever a line makes the same call."""
+    return (f"\t{op}\t{axis}\t{who}\t{', '.join(map(str, shape))}\t{str(dtype)[6:]}\t{payload_bytes}\t{'' if peer is None else peer}\t"
+            f"{name.replace(chr(9), ' ')[:40] if name else ''}\t{site}")
+
+
+def finished(call: Call) -> None:
+    """Mark the call as done (from the worker thread when it is asynchronous)."""
+    if _file is not None and _order - call.order <= SLOTS:  # else its slot already belongs to a later call
+        start = (call.order % SLOTS) * SLOT_BYTES
+        _file[start:start + 1] = b"d"
+
+
+def waited(call: Call) -> None:
+    """Tell the observers that the caller has waited for `call`: its `sent_bytes` are final."""
+    if _observers:
+        tell("wait", call)
+
+
+def tell(kind: str, subject) -> None:
+    for callback in tuple(_observers):
+        callback(kind, subject)
+
+
+def announce_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """Tell the observers that `tensor` is communication scratch memory."""
+    if _observers:
+        tell("buffer", tensor)
+    return tensor
+
+
+def announce_resized(tensor: torch.Tensor) -> torch.Tensor:
+    """Tell the observers that `tensor`, a gathered copy of parameters, has just been given memory or lost it."""
+    if _observers:
+        tell("resized", tensor)
+    return tensor
+
+
+@contextmanager
+def observe(callback: Callable) -> Iterator[None]:
+    """Call `callback(kind, subject)`: "issue" and "wait" with a `Call`, "buffer" with scratch memory just allocated,
+    "resized" with a gathered tensor whose storage has just grown or shrunk."""
+    _observers.append(callback)
+    try:
+        yield
+    finally:
+        _observers.remove(callback)
+
+
+def last_calls() -> list[Call]:
+    """This process's last calls, oldest first."""
+    return list(_recent)
+
+
+def log_to(path: str | os.PathLike) -> None:
+    """Write a record of every further call into the file `path` (created, readable by the owner only)."""
+    global _file
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.ftruncate(descriptor, SLOTS * SLOT_BYTES)
+        _file = mmap.mmap(descriptor, SLOTS * SLOT_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def read_log(path: str | os.PathLike) -> list[LoggedCall]:
+    """The last calls of the process that logs to `path`, oldest first; at any moment, even after its death."""
+    with open(path, "rb") as file:
+        data = file.read()
+    calls = []
+    for start in range(0, len(data), SLOT_BYTES):
+        state, text = data[start:start + 1], data[start + 1:start + SLOT_BYTES].rstrip(b"\0").decode(errors="replace")
+        fields = text.split("\t")
+        try:
+            order, seq, op, axis, members, shape, dtype, payload, peer, name, site = fields
+            done = {b"i": False, b"d": True}[state]
+            calls.append(LoggedCall(int(order), done, int(seq), op, axis, members, shape, dtype, int(payload),
+                                    int(peer) if peer else None, name or None, site))
+        except (ValueError, KeyError):
+            continue  # never written, or being written right now
+    return sorted(calls, key=lambda call: call.order)

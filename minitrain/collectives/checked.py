@@ -1,0 +1,112 @@
+"""Checked mode: the ranks of a group swap a header before each collective, and say so in one line if they disagree.
+
+gloo does not look: it adds float32 to the bits of int32, sums two tensors of one shape in swapped order, and aborts the
+process when sizes differ. A header of 256 bytes carries what is called, where, and under which `name`:
+
+    collective  The description (operation, dtype, shape, dim, source, sum or max) must be the same on all members, and
+                so must the call site: SPMD code is one program, and two tensors summed in swapped order differ in
+                nothing else.
+                Where branches meet on purpose (`if rank == 0: broadcast(..) else: broadcast(..)`), or where one line
+                issues many tensors (a loop over buckets), pass `name=`: then names must agree, and sites may differ.
+    all_to_all  With uneven sizes, what each rank sends must be what its receiver expects.
+    message     The header travels ahead, and dtype and shape go into the tag of the data, so that a message which the
+                receiver does not expect is never written into its tensor. Sites of the two ends do not matter.
+
+A rank that calls something else is caught; a rank that calls nothing leaves the others waiting, and the launch reports
+the hang. Costs one more exchange of n-1 small messages per call; headers are not counted as sent bytes. On NCCL and
+in a dry run nothing is compared.
+"""
+
+import zlib
+
+import torch
+
+from minitrain.collectives import call_log
+from minitrain.collectives.call_log import Call
+
+HEADER_BYTES = 256
+ROOM = (112, 48, 72, 20)  # bytes for what, name, site and count, which with three separators fit a header
+SEPARATOR = b"\x1f"
+enabled = False
+
+
+def set_checked(on: bool) -> None:
+    """Turn checked mode on or off in this process: the same on all ranks, and not between two halves of a call."""
+    global enabled
+    enabled = bool(on)
+
+
+class CollectiveMismatch(RuntimeError):
+    """The ranks of a group do not call the same collective."""
+
+
+def pack(*fields: str) -> torch.Tensor:
+    """Text fields as a header; of a field that is too long the tail becomes a checksum, so that it still differs."""
+    data = [field.encode() for field in fields]
+    data = [text if len(text) <= room else text[:room - 8] + f"{zlib.crc32(text):08x}".encode()
+            for text, room in zip(data, ROOM)]
+    return torch.frombuffer(bytearray(SEPARATOR.join(data).ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def unpack(header: torch.Tensor) -> list[str]:
+    return [text.decode(errors="replace") for text in bytes(header.tolist()).rstrip(b"\0").split(SEPARATOR)]
+
+
+def headers_of(call: Call, sends: list[int] | None) -> list[torch.Tensor]:
+    """The header for each member; it also says how many elements go to that member, where sizes may differ."""
+    identity = call_log.describe(call), call.name or "", call.site
+    if sends is None:
+        return [pack(*identity, "")] * len(call.members)
+    return [pack(*identity, str(count)) for count in sends]
+
+
+def compare(call: Call, headers: torch.Tensor, expects: list[int] | None) -> None:
+    """Raise CollectiveMismatch if the members' headers ([n, 256], in rank order) do not belong together."""
+    if expects is None and bool((headers == headers[0]).all()):
+        return
+    calls = [unpack(header) for header in headers]
+    if len({(what, name, "" if name else site) for what, name, site, _ in calls}) > 1:
+        raise CollectiveMismatch(disagreement(call, calls))
+    for member, (*_, sent), expected in zip(call.members, calls, expects or ()):
+        if int(sent) != expected:
+            raise CollectiveMismatch(f"{place(call)}: rank {member} sends {sent} elements at {call.site}, "
+                                     f"but here receive_sizes asks for {expected}; pass what it sends")
+
+
+def disagreement(call: Call, calls: list[list[str]]) -> str:
+    """Who calls what, the fewest first: "rank 2 calls all_reduce(..) at .., others all_reduce(..) at ..". """
+    ranks: dict[str, list[int]] = {}
+    for member, (what, name, site, _) in zip(call.members, calls):
+        ranks.setdefault(f"{what}{f' named {name!r}' if name else ''} at {site}", []).append(member)
+    sides = sorted(ranks.items(), key=lambda side: len(side[1]))
+    texts = [f"rank {who[0]} calls {what}" if len(who) == 1 else f"ranks {', '.join(map(str, who))} call {what}"
+             for what, who in sides]
+    if len(sides) == 2 and len(sides[0][1]) < len(sides[1][1]):
+        texts[1] = f"others {sides[1][0]}"
+    only_sites_differ = len({(what, name) for what, name, *_ in calls}) == 1
+    hint = "; if these belong together, give both the same name=" if only_sites_differ else ""
+    return f"{place(call)}: {', '.join(texts)}{hint}"
+
+
+def place(call: Call) -> str:
+    return f"collective #{call.seq}" + ("" if call.axis == "world" else f" on {call.axis}")
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+def message_header(call: Call) -> torch.Tensor:
+    return pack(call_log.signature(call.shape, call.dtype), "", call.site)
+
+
+def fingerprint(call: Call) -> int:
+    """16 bits of what is sent."""
+    return zlib.crc32(call_log.signature(call.shape, call.dtype).encode()) & 0xFFFF
+
+
+def compare_message(call: Call, header: torch.Tensor) -> None:
+    """Raise CollectiveMismatch if the message announced by `header` is not what `call` expects."""
+    what, _, site = unpack(header)
+    expected = call_log.signature(call.shape, call.dtype)
+    if what != expected:
+        raise CollectiveMismatch(f"message #{call.seq} from rank {call.peer}: it sends {what} at {site}, "
+                                 f"this rank expects {expected} at {call.site}")

@@ -1,0 +1,7 @@
+"""What chapters and exercises need around the package.
+
+First  notebook            show a function, set numbers beside formulas, run a notebook
+       atlas               every system covered, and the test that proves it
+then   exercises           make, prove and grade exercise notebooks
+       grading/            the judge stays outside; an answer runs in processes that get inputs and give back data
+"""

@@ -1,0 +1,222 @@
+"""Grade exercise notebooks: points per check, and what to look at next.
+
+    minitrain grade 02                               the student's notebook exercises/02_….ipynb
+    python -m minitrain.course.exercises build              write the notebooks of all chapters from exercises/source/*.py
+    python -m minitrain.course.exercises prove [02]         stubs get nothing, solutions all, wrong ones are caught by name
+    python -m minitrain.course.exercises prove 02 --draws 9 the same, with nine different draws: is a mistake caught by luck alone?
+    python -m minitrain.course.exercises nbgrader PROGRAM   our notebooks equal those that nbgrader makes
+
+Of the student's notebook only the answer cells are read, by their grade_id; given cells and checks come from
+exercises/source, so editing or deleting a check changes nothing. Each check is a new run of the answer in processes
+of its own (course/grading/judge.py), with values drawn after the answer was handed in. All or nothing per check; a check
+that cannot read an answer gives no points.
+"""
+import argparse
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from minitrain.course.grading import assignment, book
+from minitrain.course.grading.checks import Answer, Draw, Session, judging
+from minitrain.course.grading.judge import Judge
+from minitrain.course.grading.trial import Broken, Failure, NotAttempted, short
+
+TIME_LIMIT_S = 20.0  # for one run of an answer; the slowest honest one takes a second
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one check found: `property` is the one that is broken, "" if none."""
+
+    task: str
+    check: str
+    title: str
+    points: int
+    earned: int
+    property: str = ""
+    message: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of one chapter."""
+
+    name: str
+    results: list[Result]
+    missing: str  # why there are no walls; "" behind walls
+    seed: str
+    elapsed_s: float
+    note: str = ""
+    show_detail: bool = False
+
+    @property
+    def earned(self) -> int:
+        return sum(result.earned for result in self.results)
+
+    @property
+    def points(self) -> int:
+        return sum(result.points for result in self.results)
+
+    def table(self) -> str:
+        lines, task = [f"exercises/{self.name}.ipynb{self.note}"], None
+        for result in self.results:
+            if result.task != task:
+                task = result.task
+                lines += ["", f"  {task}"]
+            lines.append(f"  {result.earned:2}/{result.points}  {'--' if result.property else 'ok'}  {result.title}")
+            if result.message:
+                lines.append(f"            {result.message}")
+            if result.detail and self.show_detail:
+                lines += [f"            | {line}" for line in result.detail.splitlines()]
+        lines += ["", f"total {self.earned}/{self.points} in {self.elapsed_s:.1f} s  (seed {self.seed})"]
+        return "\n".join([*lines, *what_it_is(self.missing)])
+
+
+@dataclass(frozen=True)
+class Grades:
+    """All chapters."""
+
+    reports: list[Report]
+
+    def table(self) -> str:
+        lines = [f"{report.earned:3}/{report.points}  {report.name}{report.note}" for report in self.reports]
+        earned, points = sum(r.earned for r in self.reports), sum(r.points for r in self.reports)
+        return "\n".join([*lines, f"{earned:3}/{points}  in all; `minitrain grade 00` shows a chapter check by check",
+                          *what_it_is(self.reports[-1].missing if self.reports else "")])
+
+
+def what_it_is(missing: str) -> list[str]:
+    return [f"a self-check, not a grade: answers ran without walls, because {missing}"] if missing else []
+
+
+def grade(chapter: str | int | None = None, path: str | Path | None = None, *, detail: bool = False,
+          judge: Judge | None = None, seed: str | None = None, time_limit_s: float = TIME_LIMIT_S) -> Report | Grades:
+    """Grade a chapter's notebook (or the one at `path`), or all chapters.
+
+    `seed` repeats what an earlier report drew. Without a `judge` one is started and ended.
+    Raises ValueError if there is nothing to grade.
+    """
+    with Judge() if judge is None else nullcontext(judge) as judge:
+        if chapter is None:
+            return Grades([grade(one, judge=judge, seed=seed, time_limit_s=time_limit_s) for one in book.chapters()])
+        of = book.chapter(chapter)
+        path = Path(path or of.student)
+        answers = {name: cell["source"] for name, cell in assignment.cells_in(path).items()}
+        outdated = assignment.state(of, path) == "outdated"
+        note = "  (its checks are not those of this version: graded with this version's)" if outdated else ""
+        return grade_answers(of, answers, judge, seed=seed, time_limit_s=time_limit_s, note=note, detail=detail)
+
+
+def grade_answers(of: book.Chapter, answers: dict[str, str], judge: Judge, *, seed: str | None = None,
+                  time_limit_s: float = TIME_LIMIT_S, note: str = "", detail: bool = False) -> Report:
+    """Grade answer cells given as text, by grade_id."""
+    started, seed = time.perf_counter(), seed or secrets.token_hex(4)
+    results = [result for task in of.tasks
+               for result in results_of(of, task, answers.get(task.answer.name), judge, seed, time_limit_s)]
+    return Report(of.path.stem, results, judge.missing, seed, time.perf_counter() - started, note, detail)
+
+
+def results_of(of: book.Chapter, task: book.Task, answer: str | None, judge: Judge, seed: str,
+               time_limit_s: float = TIME_LIMIT_S) -> Iterator[Result]:
+    """Run the checks of one task, one after the other."""
+    given: dict = {"__name__": "exercise"}
+    for source in of.given:
+        exec(compile(source, "<given cell>", "exec"), given)
+    defined = frozenset({*task.names, *(name for source in of.given for name in book.defined_by(source))})
+    session = Session(judge, [*of.given, answer or ""], defined, time_limit_s)
+    failure: Failure | None = None
+    for check in task.checks:
+        if answer is None:
+            failure = Failure("no error", "the answer cell is gone; a fresh notebook has it")
+        elif answer == assignment.stub_of(task.answer.source):
+            failure = NotAttempted()
+        elif failure is not None and failure.property in ("time limit", "memory limit"):
+            failure = Failure(failure.property, "not run, because of the check above")
+        else:
+            failure = failure_in(check, {**given, **{name: Answer(name) for name in task.names}}, session, seed)
+        yield result_of(task, check, failure)
+
+
+def failure_in(check: book.Cell, namespace: dict, session: Session, seed: str) -> Failure | None:
+    """Run one check cell before the judge."""
+    namespace["draw"] = Draw(f"{seed}/{check.name}")
+    try:
+        with judging(session):
+            exec(compile(check.source, f"<check {check.name}>", "exec"), namespace)
+    except Failure as failure:
+        return failure
+    except Broken:
+        raise
+    except Exception as error:  # an answer may return what a check cannot read; that costs the points, no more
+        return Failure("data", f"the check cannot read what came back: {type(error).__name__}: {short(error)}")
+    return None
+
+
+def result_of(task: book.Task, check: book.Cell, failure: Failure | None) -> Result:
+    points = int(check.attributes["points"])
+    facts = task.title, check.name, check.title, points
+    if failure is None:
+        return Result(*facts, points)
+    return Result(*facts, 0, failure.property, str(failure), failure.detail)
+
+
+# ---- proofs ----------------------------------------------------------------------------------------------------------
+
+def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
+    """What is wrong with a chapter's grading (nothing, we hope): stubs, solutions and the committed wrong solutions.
+
+    All that the checks draw follows from `seed`, so a proof ends the same way each time it runs.
+    """
+    faults = []
+    solutions = {task.answer.name: task.answer.source for task in of.tasks}
+    stubs = {name: assignment.stub_of(source) + "\n" for name, source in solutions.items()}  # the "\n" makes it run
+    empty, full = (grade_answers(of, answers, judge, seed=seed) for answers in (stubs, solutions))
+    if empty.earned or any(result.message != "not attempted yet" for result in empty.results):
+        faults.append(f"{of.number}: a stub gets {empty.earned} points, or another message than 'not attempted yet'")
+    faults += [f"{of.number}: the solution fails {result.check}: {result.message} {result.detail}"
+               for result in full.results if result.property]
+    for task in of.tasks:
+        wrong = [cell for cell in of.wrong if cell.name == task.answer.name]
+        if len(wrong) < 3:
+            faults.append(f"{of.number}: {task.answer.name} has {len(wrong)} wrong solutions; write at least three")
+        for cell in wrong:
+            results = results_of(of, task, cell.source, judge, seed)
+            found = next((result.property for result in results if result.property), "nothing")
+            wanted, why = cell.attributes["fails"], cell.attributes["why"]
+            if found != wanted:
+                faults.append(f"{of.number}: {cell.name}, {why}: found {found!r}, not {wanted!r}")
+    return faults
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m minitrain.course.exercises", description="Make exercise notebooks.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("build", help="write the notebooks of all chapters from exercises/source/*.py")
+    proving = commands.add_parser("prove", help="stubs get nothing, solutions all, wrong ones are caught by name")
+    proving.add_argument("chapter", nargs="?", help="such as 02; all when none is given")
+    proving.add_argument("--draws", type=int, default=1, help="how often, each time with other draws (1)")
+    comparing = commands.add_parser("nbgrader", help="our notebooks equal those that nbgrader makes")
+    comparing.add_argument("program", help="path of an nbgrader executable, best in an environment of its own")
+    wish = parser.parse_args(arguments)
+    if wish.command == "build":
+        faults = []
+        print("\n".join(f"wrote {path}" for path in assignment.build()) or "all notebooks are as they should be")
+    elif wish.command == "prove":
+        with Judge() as judge:
+            faults = [f"draw {seed}: {fault}" for number in ([wish.chapter] if wish.chapter else book.chapters())
+                      for seed in range(wish.draws) for fault in prove(book.chapter(number), judge, str(seed))]
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            faults = assignment.compare_with_nbgrader(wish.program, Path(folder))
+    print("\n".join(faults) or f"{wish.command}: good")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

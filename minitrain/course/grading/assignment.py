@@ -1,0 +1,163 @@
+"""The two notebooks of a chapter, in nbgrader's format: the source with everything, and the student's with stubs.
+
+`build` writes both from the chapter's percent file, and `state` says what a student's notebook on disk is. The
+student's equals, cell by cell, checksums and metadata included, what `nbgrader generate_assignment` makes of the
+source (`compare_with_nbgrader`, against nbgrader 0.9.6: LockCells, ClearSolutions, ComputeChecksums,
+ClearHiddenTests; schema version 3). So nbgrader is no dependency, and a teacher who uses it can:
+exercises/nbgrader_config.py says where things are.
+"""
+import copy
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from minitrain.course.grading.book import Cell, Chapter, chapter, chapters
+from minitrain.course.grading.judge import EXERCISES
+
+STUB = ["# YOUR CODE HERE", "raise NotImplementedError()"]
+
+
+def source_notebook(cells: list[Cell]) -> dict:
+    """nbgrader's source notebook."""
+    made = []
+    for number, cell in enumerate(cells):
+        metadata = {}
+        if cell.role in ("given", "answer", "check"):
+            check, answer = cell.role == "check", cell.role == "answer"
+            metadata["nbgrader"] = {"grade": check, "grade_id": cell.name, "locked": not answer, "schema_version": 3,
+                                    "solution": answer, "task": False}
+        if cell.role == "check":
+            metadata["nbgrader"]["points"] = int(cell.attributes["points"])
+        one = {"cell_type": "markdown" if cell.role == "text" else "code", "id": cell.name or f"cell-{number:03d}",
+               "metadata": metadata, "source": cell.source}
+        made.append(one if cell.role == "text" else {**one, "execution_count": None, "outputs": []})
+    return {"cells": made, "nbformat": 4, "nbformat_minor": 5,
+            "metadata": {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+                         "language_info": {"name": "python"}}}
+
+
+def student_notebook(source: dict) -> dict:
+    """What a student gets: solutions and hidden checks cut out, the rest locked and sealed with checksums."""
+    notebook = copy.deepcopy(source)
+    for cell in notebook["cells"]:
+        facts = cell["metadata"].get("nbgrader")
+        if facts is None:
+            continue
+        cell["metadata"]["deletable"] = False
+        if facts["solution"]:
+            cell["source"] = stub_of(cell["source"])
+        else:
+            cell["metadata"]["editable"] = False
+            cell["source"] = without(cell["source"], "HIDDEN TESTS", [])
+        facts["checksum"], facts["cell_type"] = checksum(cell), cell["cell_type"]
+    return notebook
+
+
+def stub_of(solution: str) -> str:
+    return without(solution, "SOLUTION", STUB) if "BEGIN SOLUTION" in solution else "\n".join(STUB)
+
+
+def without(source: str, what: str, instead: list[str]) -> str:
+    """The source with each region BEGIN `what` ... END `what` replaced by lines at its indentation."""
+    kept, inside = [], False
+    for line in source.split("\n"):
+        if f"BEGIN {what}" in line:
+            inside = True
+            kept += [line[:len(line) - len(line.lstrip())] + other for other in instead]
+        elif f"END {what}" in line:
+            inside = False
+        elif not inside:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def checksum(cell: dict) -> str:
+    """nbgrader's seal of a cell: its source, type and role, and the points it is worth."""
+    facts = cell["metadata"]["nbgrader"]
+    grade, solution = facts.get("grade", False), facts.get("solution", False)
+    locked = not solution and (grade or facts.get("locked", False))
+    parts = [cell["source"], cell["cell_type"], grade, solution, locked, facts["grade_id"]]
+    parts += [float(facts["points"])] if grade else []
+    return hashlib.md5("".join(map(str, parts)).encode()).hexdigest()
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+def notebooks(of: Chapter) -> dict[Path, str]:
+    """The files made from a chapter, and their text."""
+    source = source_notebook(of.cells)
+    return {of.path.with_suffix(".ipynb"): as_text(source), of.student: as_text(student_notebook(source))}
+
+
+def as_text(notebook: dict) -> str:
+    """A notebook as Jupyter writes it: one line of source is one line of the file."""
+    cells = [{**cell, "source": cell["source"].splitlines(keepends=True)} for cell in notebook["cells"]]
+    return json.dumps({**notebook, "cells": cells}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def build() -> list[Path]:
+    """Write the notebooks that are not as they should be; a student's with answers in it is never touched."""
+    written = []
+    for number in chapters():
+        of = chapter(number)
+        for path, text in notebooks(of).items():
+            mine = path == of.student and path.exists() and has_answers(cells_in(path))
+            if not mine and (not path.exists() or path.read_text() != text):
+                path.write_text(text)
+                written.append(path)
+    return written
+
+
+def cells_in(path: Path) -> dict[str, dict]:
+    """The cells of a notebook that have a grade_id. Raises ValueError if it cannot be read."""
+    cure = "`python -m minitrain.course.exercises build` writes a fresh one"
+    try:
+        cells = json.loads(path.read_text())["cells"]
+        return {cell["metadata"]["nbgrader"]["grade_id"]: {**cell, "source": "".join(cell["source"])}
+                for cell in cells if "nbgrader" in cell["metadata"]}
+    except FileNotFoundError:
+        raise ValueError(f"{path} is not there; {cure}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not a notebook; move it away, then {cure}") from None
+
+
+def has_answers(cells: dict[str, dict]) -> bool:
+    """Somebody has written in an answer cell since it was generated."""
+    return any(checksum(cell) != cell["metadata"]["nbgrader"].get("checksum")
+               for cell in cells.values() if cell["metadata"]["nbgrader"].get("solution"))
+
+
+def state(of: Chapter, path: Path | None = None) -> str:
+    """What a student's notebook is: "stub", "edited" (answers in it), or "outdated" (made from another source)."""
+    found = cells_in(path or of.student)
+    for wanted in student_notebook(source_notebook(of.cells))["cells"]:
+        facts = wanted["metadata"].get("nbgrader")
+        if facts is None:
+            continue
+        cell = found.get(facts["grade_id"])
+        locked_differs = cell is not None and not facts["solution"] and cell["source"] != wanted["source"]
+        if cell is None or locked_differs or cell["metadata"]["nbgrader"].get("checksum") != facts["checksum"]:
+            return "outdated"
+    return "edited" if has_answers(found) else "stub"
+
+
+def compare_with_nbgrader(executable: str, folder: Path) -> list[str]:
+    """Let nbgrader make the students' notebooks in `folder`; returns the cells that differ from ours."""
+    course = folder / "exercises"
+    shutil.copytree(EXERCISES / "source", course / "source", ignore=shutil.ignore_patterns("*.py"))
+    shutil.copy(EXERCISES / "nbgrader_config.py", course)
+    program = Path(executable).absolute()
+    environ = {**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}  # it calls alembic by name
+    subprocess.run([program, "generate_assignment", "source", "--force"], cwd=course, env=environ, check=True,
+                   capture_output=True, text=True)
+    different = []
+    for number in chapters():
+        of = chapter(number)
+        ours = json.loads(notebooks(of)[of.student])["cells"]
+        theirs = json.loads((course / "release" / "source" / of.student.name).read_text())["cells"]
+        different += [f"{of.path.stem}: cell {index}" for index, (a, b) in enumerate(zip(ours, theirs)) if a != b]
+        different += [f"{of.path.stem}: {len(ours)} cells and {len(theirs)}"] * (len(ours) != len(theirs))
+    return different

@@ -1,0 +1,141 @@
+"""Exercises as files: one reviewable source per chapter, read into cells and tasks.
+
+    exercises/source/02_collectives.py       what an author writes: solutions, visible and hidden checks
+    exercises/source/02_collectives.ipynb    the same as nbgrader's source notebook           (made by assignment.py)
+    exercises/02_collectives.ipynb           what a student opens: stubs and visible checks   (made by assignment.py)
+    exercises/wrong/02_collectives.py        wrong solutions, and the property that must catch each
+
+A header says what a cell is; its name becomes nbgrader's grade_id:
+
+    # %% [markdown]                     text
+    # %%                                code for the reader (a demonstration); the judge does not run it
+    # %% given="setup"                  read-only code that answers and checks can use
+    # %% answer="total"                 the student's; ### BEGIN SOLUTION to ### END SOLUTION is cut out
+    # %% check="total-sum" points=2     read-only; ### BEGIN HIDDEN TESTS to ### END HIDDEN TESTS is cut out
+
+A task is an answer and the checks after it, up to the next answer; its title is the last heading before.
+"""
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minitrain.course.grading.judge import EXERCISES
+
+HEADER = re.compile(r"^# %%(?P<markdown> \[markdown\])?(?P<attributes>( \w+=(\"[^\"]*\"|\d+))*)$")
+ROLES = ("given", "answer", "check", "wrong")
+
+
+@dataclass(frozen=True)
+class Cell:
+    role: str  # "text", "code", or one of ROLES
+    name: str
+    source: str
+    attributes: dict = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The first line of a comment or heading."""
+        return self.source.splitlines()[0].lstrip("# ").rstrip(".")
+
+
+@dataclass(frozen=True)
+class Task:
+    """An answer and the checks that follow it."""
+
+    title: str
+    answer: Cell
+    checks: list[Cell]
+
+    @property
+    def names(self) -> list[str]:
+        """What the reference answer defines at its top level."""
+        return sorted(defined_by(self.answer.source))
+
+
+@dataclass(frozen=True)
+class Chapter:
+    number: str
+    path: Path
+    cells: list[Cell]
+
+    @property
+    def given(self) -> list[str]:
+        return [cell.source for cell in self.cells if cell.role == "given"]
+
+    @property
+    def tasks(self) -> list[Task]:
+        tasks, title = [], ""
+        for cell in self.cells:
+            if cell.role == "text" and cell.source.startswith("## "):
+                title = cell.title
+            elif cell.role == "answer":
+                tasks.append(Task(title, cell, []))
+            elif cell.role == "check":
+                tasks[-1].checks.append(cell)
+        return tasks
+
+    @property
+    def student(self) -> Path:
+        return EXERCISES / f"{self.path.stem}.ipynb"
+
+    @property
+    def wrong(self) -> list[Cell]:
+        """The committed wrong solutions: name of the task, property that must catch it, code."""
+        return read_cells(EXERCISES / "wrong" / self.path.name)
+
+
+def defined_by(source: str) -> set[str]:
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def chapters() -> dict[str, Path]:
+    """The chapters that have exercises: {"00": source, ...}."""
+    return {path.name[:2]: path for path in sorted((EXERCISES / "source").glob("[0-9][0-9]_*.py"))}
+
+
+def chapter(number: str | int) -> Chapter:
+    """Raises ValueError naming the chapters there are."""
+    key, known = f"{int(number):02d}" if str(number).isdigit() else str(number), chapters()
+    if key not in known:
+        raise ValueError(f"chapter {number} has no exercises; there are {', '.join(known) or 'none'}")
+    return Chapter(key, known[key], read_cells(known[key]))
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """The cells of a percent file. Raises ValueError naming file and line."""
+    cells, names = [], set()
+    for start, header, lines in split(path):
+        match = HEADER.match(header)
+        if match is None:
+            raise ValueError(f"{path.name}:{start}: not a cell header: {header}")
+        attributes = {key: value.strip('"') for key, value in re.findall(r'(\w+)=("[^"]*"|\d+)', match["attributes"])}
+        roles = [role for role in ROLES if role in attributes]
+        if match["markdown"]:
+            lines = [line.removeprefix("#").removeprefix(" ") for line in lines]
+        role = "text" if match["markdown"] else roles[0] if roles else "code"
+        name = attributes.pop(role, "")
+        if role in ("given", "answer", "check") and (name in names or not re.fullmatch(r"[\w-]+", name)):
+            raise ValueError(f"{path.name}:{start}: {name!r} must be a name of its own of letters, digits, _ and -")
+        if role == "check" and not attributes.get("points", "").isdigit():
+            raise ValueError(f"{path.name}:{start}: a check needs points=1 or more")
+        if role == "check" and not any(cell.role == "answer" for cell in cells):
+            raise ValueError(f"{path.name}:{start}: a check needs an answer before it")
+        names.add(name)
+        cells.append(Cell(role, name, "\n".join(lines).strip("\n"), attributes))
+    return cells
+
+
+def split(path: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """(line number, header, lines below) of each cell."""
+    lines = path.read_text().splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("# %%")]
+    for start, end in zip(starts, [*starts[1:], len(lines)]):
+        yield start + 1, lines[start], lines[start + 1:end]

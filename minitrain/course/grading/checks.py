@@ -1,0 +1,161 @@
+"""What the cells of an exercise use. One text of a check runs in the student's notebook, under nbgrader and before
+the judge.
+
+    outcome = run(total, [x0, x1, x2])             total(x_r, group) on three ranks, whose only network is the judge's
+    expect_equal(outcome.results, [x0 + x1 + x2] * 3, "the sum", "every rank returns the sum of all ranks' tensors")
+    expect(max(outcome.sent_bytes) <= limit, "bytes on the wire", "each rank may send its tensor once")
+    ask(predicted_bytes, 4, 1000)                  predicted_bytes(4, 1000) in a process of its own
+
+In a notebook `total` is the student's function and travels by value. Before the judge it is an `Answer`: a name, and
+the ranks execute the student's cell themselves, so that nothing of it ever runs where the score is made.
+"""
+import contextvars
+import functools
+import io
+import linecache
+import os
+import random
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+
+from minitrain.course.grading.judge import Code, Judge
+from minitrain.course.grading.trial import Failure, Outcome
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Stands for something the student's cell defines, where that cell must not run."""
+
+    name: str
+
+
+@dataclass
+class Session:
+    """The judge and the cells that ranks execute, while a check cell runs before the judge."""
+
+    judge: Judge
+    cells: Sequence[str]
+    defined: frozenset[str]
+    time_limit_s: float
+
+
+_session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("session", default=None)
+
+
+@contextmanager
+def judging(session: Session):
+    """Within it `run` and `ask` execute the session's cells; what check cells print is dropped."""
+    token = _session.set(session)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        _session.reset(token)
+
+
+@functools.cache
+def notebook_judge() -> Judge:
+    """The judge of this notebook; its server ends with the kernel."""
+    return Judge()
+
+
+def run(fn: Callable | Answer, inputs: Sequence, **rules) -> Outcome:
+    """fn(*inputs[r], group) on rank r of len(inputs); an input that is no tuple is one argument. Raises Failure.
+
+    Rules (see Judge.run): forbid, secrets, time_limit_s, memory_limit_bytes, budget_bytes.
+    """
+    given = [entry if isinstance(entry, tuple) else (entry,) for entry in inputs]
+    session = _session.get()
+    if session is None:
+        file = getattr(getattr(fn, "__code__", None), "co_filename", "")
+        code = Code(pickled=cloudpickle.dumps(fn), sources={file: "".join(linecache.getlines(file))})
+        outcome = notebook_judge().run(code, len(given), given, **rules)
+        print(outcome.prints, end="\n" if outcome.prints else "")
+        return outcome
+    name = fn.name if isinstance(fn, Answer) else fn.__name__
+    if name not in session.defined:
+        raise ValueError(f"ranks cannot know {name}; define it in a given cell or in the answer")
+    rules["time_limit_s"] = min(session.time_limit_s, rules.get("time_limit_s", session.time_limit_s))
+    return session.judge.run(Code(cells=session.cells, call=name), len(given), given, **rules)
+
+
+def ask(fn: Callable | Answer | Any, *arguments, **rules) -> Any:
+    """fn(*arguments) in a process of its own, without a network; for an answer that is a value, the value."""
+    if not callable(fn) and not isinstance(fn, Answer):
+        return fn
+    return run(fn, [arguments], network=False, **rules).results[0]
+
+
+def expect(condition: bool, property: str, hint: str) -> None:
+    """Raise the Failure of `property` unless the condition holds. The hint teaches; it never tells the wanted value."""
+    if not condition:
+        raise Failure(property, hint)
+
+
+def expect_equal(actual: Any, expected: Any, property: str, hint: str, atol: float = 0.0) -> None:
+    """Tensors (or numbers, or lists of them, one per rank) are equal: the same shape, dtype and values.
+
+    `atol` is 0 because inputs are drawn so that every order of additions gives the same bits (`Draw.exact`); give it
+    where a bound is known. What differs is named (rank, shape, dtype), the wanted value is not.
+    """
+    if isinstance(expected, (list, tuple)):
+        expect(isinstance(actual, (list, tuple)) and len(actual) == len(expected), property,
+               f"a list of {len(expected)} is wanted, not {kind_of(actual)}; {hint}")
+        for rank, pair in enumerate(zip(actual, expected)):
+            expect_equal(*pair, property, hint if "(seen at" in hint else f"{hint} (seen at rank {rank})", atol)
+    elif isinstance(expected, torch.Tensor):
+        expect(isinstance(actual, torch.Tensor), property, f"a tensor is wanted, not {kind_of(actual)}; {hint}")
+        expect(actual.shape == expected.shape and actual.dtype == expected.dtype, property,
+               f"{kind_of(expected)} is wanted, not {kind_of(actual)}; {hint}")
+        near = torch.equal(actual, expected) if atol == 0 else bool(((actual - expected).abs() <= atol).all())
+        expect(near, property, hint)
+    else:
+        expect(type(actual) is type(expected), property,
+               f"{kind_of(expected)} is wanted, not {kind_of(actual)}; {hint}")
+        expect(actual == expected if atol == 0 else abs(actual - expected) <= atol, property, hint)
+
+
+def kind_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+class Draw:
+    """What hidden checks draw: sizes, numbers of ranks, values. Without a seed nobody can know them before."""
+
+    def __init__(self, seed: str | int | None = None) -> None:
+        self.random = random.Random(os.urandom(16) if seed is None else str(seed))
+
+    def integer(self, low: int, high: int) -> int:
+        """low and high included."""
+        return self.random.randint(low, high)
+
+    def choice(self, options: Sequence) -> Any:
+        return self.random.choice(options)
+
+    def several(self, options: Sequence, count: int) -> list:
+        """`count` different ones, in a random order."""
+        return self.random.sample(list(options), count)
+
+    def exact(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Multiples of 1/16 below 64: sums of 1,024 of them are exact in float32 and wider dtypes, in every order."""
+        return torch.randint(-1023, 1024, shape, generator=self._generator()).to(dtype) / 16
+
+    def real(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Normal numbers, whose sums do depend on the order."""
+        return torch.randn(shape, generator=self._generator(), dtype=dtype)
+
+    def mask(self, *shape: int) -> torch.Tensor:
+        """Booleans, each True with a probability drawn for this mask; at least one True."""
+        mask = torch.rand(shape, generator=self._generator()) < self.random.uniform(0.2, 0.9)
+        mask.view(-1)[self.random.randrange(mask.numel())] = True
+        return mask
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.random.getrandbits(62))

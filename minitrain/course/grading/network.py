@@ -1,0 +1,203 @@
+"""The network as the judge plays it: it matches sends with receives, counts what passes, and sees when nobody can go
+on.
+
+A pure state machine. Each frame of a rank goes in (`post`, `wait`); answers to ranks come out of `replies`.
+
+    step of a message    1 + the largest step among the messages its sender had received before:
+                         how many messages had to follow one another, 2(n-1) in a ring all-reduce, log2(n) in a tree
+    stuck                every rank that still runs waits for something that no other rank has offered
+    fetch                a secret is handed over when nothing else moves, as if computing took longer than the network:
+                         what is sent while others compute is under way before the next secret, on a loaded machine too
+
+Not counted: what two accomplices could hide in the tag of a message or in the moment they send it.
+Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978, defines the order that steps count.
+"""
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from minitrain.course.grading.frames import BadFrame, tensor_size
+
+HELD_LIMIT_BYTES = 1 << 29
+
+
+class Mismatch(Exception):
+    """A message met a receive of another dtype or size."""
+
+
+@dataclass(frozen=True)
+class Message:
+    source: int
+    destination: int
+    bytes: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the judge saw, in this order: kind is "send", "receive" (the rank has the data), "barrier" or "fetch"."""
+
+    kind: str
+    rank: int
+    peer: int | None = None
+    bytes: int = 0
+    name: str = ""
+
+
+@dataclass
+class Operation:
+    rank: int
+    op: int
+    kind: str
+    peer: int | None = None
+    dtype: str = ""
+    shape: list[int] = field(default_factory=list)
+    data: bytes = b""
+    name: str = ""
+    step: int = 0
+    done: bool = False
+    waited: bool = False
+    alone: bool = False  # the waiting thread is the only one of its process
+
+    def __str__(self) -> str:
+        if self.kind == "barrier":
+            return "waits in a barrier"
+        verb, word = ("send", "to") if self.kind == "send" else ("receive", "from")
+        return f"waits to {verb} {self.dtype}{self.shape} {word} rank {self.peer}"
+
+
+class Network:
+    """`secrets[rank]` maps the names a rank may fetch to bytes."""
+
+    def __init__(self, ranks: int, secrets: list[dict[str, bytes]]) -> None:
+        self.ranks, self.secrets = ranks, secrets
+        self.messages: list[Message] = []
+        self.events: list[Event] = []
+        self.replies: deque[tuple[int, int, bytes]] = deque()  # (rank, op, data) to be sent
+        self.running = set(range(ranks))
+        self.asked: list[Operation] = []  # secrets not handed over yet
+        self._known = [0] * ranks  # the largest step among the messages a rank has received
+        self._operations: dict[tuple[int, int], Operation] = {}
+        self._offers: dict[tuple, deque[Operation]] = defaultdict(deque)
+        self._barriers: dict[tuple, list[Operation]] = defaultdict(list)
+        self._held_bytes = 0
+
+    def post(self, rank: int, frame: dict, data: bytes) -> None:
+        """A rank starts an operation. Raises BadFrame or Mismatch."""
+        op, kind = frame.get("op"), frame["is"]
+        if type(op) is not int or (rank, op) in self._operations:
+            raise BadFrame("an operation without a number of its own")
+        operation = self._operations[rank, op] = Operation(rank, op, kind)
+        if kind == "fetch":
+            name = str(frame.get("name"))
+            if name not in self.secrets[rank]:
+                raise BadFrame("there is no input of that name")
+            operation.data, operation.name = self.secrets[rank][name], name
+            self.asked.append(operation)
+        elif kind == "barrier":
+            self._meet(operation, frame)
+        elif kind in ("send", "receive"):
+            self._match(operation, frame, data)
+        else:
+            raise BadFrame("an unknown kind of frame")
+
+    def wait(self, rank: int, frame: dict) -> None:
+        op = frame.get("op")
+        operation = self._operations.get((rank, op)) if type(op) is int else None
+        if operation is None or operation.waited:
+            raise BadFrame("a wait for nothing")
+        operation.waited, operation.alone = True, frame.get("alone") is True
+        self._answer(operation)
+
+    def hand_over(self) -> None:
+        """Give the secrets that were asked for; to be called when nothing else moves."""
+        for operation in self.asked:
+            operation.done = True
+            self.events.append(Event("fetch", operation.rank, name=operation.name))
+            self._answer(operation)
+        self.asked.clear()
+
+    def _answer(self, operation: Operation) -> None:
+        if not (operation.done and operation.waited):
+            return
+        if operation.kind == "receive":
+            self._known[operation.rank] = max(self._known[operation.rank], operation.step)
+            self.events.append(Event("receive", operation.rank, operation.peer, len(operation.data)))
+            self._held_bytes -= len(operation.data)
+        self.replies.append((operation.rank, operation.op, operation.data))
+        del self._operations[operation.rank, operation.op]
+
+    def _meet(self, operation: Operation, frame: dict) -> None:
+        members = frame.get("members")
+        if type(members) is not list or not all(type(m) is int for m in members) or operation.rank not in members:
+            raise BadFrame("a barrier needs its members")
+        here = self._barriers[str(frame.get("key")), tuple(members)]
+        here.append(operation)
+        if len(here) == len(members):
+            for other in here:
+                other.done = True
+                self.events.append(Event("barrier", other.rank))
+                self._answer(other)
+            here.clear()
+
+    def _match(self, operation: Operation, frame: dict, data: bytes) -> None:
+        peer, key = frame.get("peer"), str(frame.get("key"))
+        size = tensor_size(frame.get("dtype"), frame.get("shape"))
+        if type(peer) is not int or not 0 <= peer < self.ranks or (operation.kind == "send" and size != len(data)):
+            raise BadFrame("a message needs a peer and its bytes")
+        operation.peer, operation.dtype, operation.shape, operation.data = peer, frame["dtype"], frame["shape"], data
+        sending = operation.kind == "send"
+        if sending:
+            operation.step = self._known[operation.rank] + 1
+            self.events.append(Event("send", operation.rank, peer, len(data)))
+            self._held_bytes += len(data)
+            if self._held_bytes > HELD_LIMIT_BYTES:
+                raise BadFrame("too many bytes are under way at once")
+        ends = (operation.rank, peer) if sending else (peer, operation.rank)
+        others = self._offers["receive" if sending else "send", *ends, key]
+        if not others:
+            self._offers[operation.kind, *ends, key].append(operation)
+            return
+        self._deliver(*((operation, others.popleft()) if sending else (others.popleft(), operation)))
+
+    def _deliver(self, sent: Operation, wanted: Operation) -> None:
+        if (sent.dtype, tensor_size(sent.dtype, sent.shape)) != (wanted.dtype, tensor_size(wanted.dtype, wanted.shape)):
+            raise Mismatch(f"rank {sent.rank} sends {sent.dtype}{sent.shape} and rank {wanted.rank} receives "
+                           f"{wanted.dtype}{wanted.shape}")
+        self.messages.append(Message(sent.rank, wanted.rank, len(sent.data), sent.step))
+        wanted.data, wanted.step = sent.data, sent.step
+        sent.data = b""
+        sent.done = wanted.done = True
+        self._answer(sent)
+        self._answer(wanted)
+
+    # ---- when nothing moves any more ---------------------------------------------------------------------------------
+
+    def _blocked(self) -> dict[int, list[Operation]]:
+        """The operations each running rank waits for in vain."""
+        waits = {rank: [] for rank in self.running}
+        for operation in self._operations.values():
+            if operation.waited and not operation.done and operation.rank in waits:
+                waits[operation.rank].append(operation)
+        return waits
+
+    def stuck(self, surely: bool) -> bool:
+        """Every running rank waits in vain. `surely`: and no other thread of it could still change that."""
+        waits = self._blocked().values()
+        in_vain = all(ops and (not surely or any(op.alone for op in ops)) for ops in waits)
+        return bool(waits) and in_vain and not self.asked
+
+    def waiting(self) -> str:
+        """Who waits for whom, in one line."""
+        told = [f"rank {rank} {ops[0] if ops else 'computes'}" for rank, ops in sorted(self._blocked().items())]
+        returned = sorted(set(range(self.ranks)) - self.running)
+        told += [f"rank {rank} has returned" for rank in returned]
+        return "; ".join(told)
+
+    def left_over(self) -> str | None:
+        """The first message that never found its other half, in words."""
+        for operation in self._operations.values():
+            if operation.kind == "send" and not operation.done:
+                return f"rank {operation.rank} sent to rank {operation.peer}, which never received it"
+            if operation.kind == "receive" and not operation.done:
+                return f"rank {operation.rank} asked rank {operation.peer} for a tensor and returned without it"
+        return None

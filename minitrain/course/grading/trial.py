@@ -1,0 +1,279 @@
+"""One run of an answer, as the judge lives it: carry messages, count, watch the clock and the memory, end it.
+
+A run ends with an `Outcome` or with a `Failure`, whose property is one of `RULES` (checks add properties of their
+own). Ranks are not trusted: everything they send is parsed as data (frames.py), every word of theirs that is shown is
+stripped of control characters and cut, and a rank that sends nothing more, or too much, is ended like one that
+computes for ever.
+"""
+import contextlib
+import glob
+import os
+import selectors
+import socket
+import time
+from dataclasses import dataclass, field
+
+import psutil
+
+from minitrain.course.grading.frames import BadFrame, Line, unpack
+from minitrain.course.grading.network import Event, Message, Mismatch, Network
+
+RULES = {
+    "no error": "the answer raises nothing",
+    "no deadlock": "no rank waits for ever",
+    "time limit": "the answer ends in time",
+    "memory limit": "no rank takes more memory than the task allows",
+    "a result": "every rank returns",
+    "data": "what a rank returns is tensors, numbers, text, or lists and dicts of them",
+    "own work": "the answer does not call what the task asks it to write",
+    "matching messages": "a receive has the dtype and the size of what is sent",
+    "no message left": "every send is received, and every receive is sent",
+}
+OUTPUT_LIMIT_BYTES = 20_000
+QUIET_S = 2.0  # for ranks with several threads: so long must nothing move before we say that nobody can go on
+GRACE_S = 0.3  # after a rank has failed, for the others to fail too
+MEMORY_LOOK_S = 0.25
+PATIENCE_S = 30.0  # for a rank to be forked, and for one to take what it has asked for
+
+
+class Failure(Exception):
+    """The answer broke a rule: `property` names it, `message` says how, `detail` is what its side printed or raised."""
+
+    def __init__(self, property: str, message: str, detail: str = "") -> None:
+        super().__init__(f"{property}: {message}")
+        self.property, self.message, self.detail = property, message, detail
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in place of our stack: the broken rule, and what the answer's side said."""
+        return list(filter(None, [f"-- {self}", self.detail]))
+
+
+class Broken(RuntimeError):
+    """The judge could not do its work; no answer is to blame."""
+
+
+class NotAttempted(Failure):
+    """The stub is still there."""
+
+    def __init__(self) -> None:
+        super().__init__("attempted", "not attempted yet")
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass
+class Outcome:
+    """What came of a run: `results` in rank order, and what was counted on the network between the ranks."""
+
+    results: list
+    messages: list[Message] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    prints: str = ""
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """Bytes each rank sent."""
+        return [sum(m.bytes for m in self.messages if m.source == rank) for rank in range(len(self.results))]
+
+    @property
+    def steps(self) -> int:
+        """How many messages had to follow one another, each sent after the one before had been received."""
+        return max((message.step for message in self.messages), default=0)
+
+
+class Trial:
+    """The judge's ends of the ranks' lines and prints. `ends`: those for the ranks, line and prints in turn."""
+
+    def __init__(self, network: Network, server_pid: int, time_limit_s: float, memory_limit_bytes: int) -> None:
+        self.network, self.server, self.time_limit_s = network, psutil.Process(server_pid), time_limit_s
+        spare_bytes = max(1 << 30, psutil.virtual_memory().available // 2)
+        self.memory_limit_bytes = min(network.ranks * memory_limit_bytes, spare_bytes)
+        self.results, self.failures, self.moved, self.born = [None] * network.ranks, {}, 0.0, []
+        self.lines, self.prints, self.ends, self.output = [], [], [], [bytearray() for _ in range(network.ranks)]
+        for _ in range(network.ranks):
+            ours, theirs = socket.socketpair()
+            ours.settimeout(PATIENCE_S)
+            readable, writable = os.pipe()
+            os.set_blocking(readable, False)
+            self.lines.append(Line(ours))
+            self.prints.append(readable)
+            self.ends += [theirs.detach(), writable]
+
+    def __enter__(self) -> "Trial":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for line in self.lines:
+            line.sock.close()
+        self._close_ends()
+        for descriptor in self.prints:
+            os.close(descriptor)
+
+    def _close_ends(self) -> None:
+        while self.ends:
+            os.close(self.ends.pop())
+
+    def wait_until_ready(self) -> None:
+        """All ranks stand behind their walls before the first line of an answer runs. Raises Broken."""
+        self._close_ends()  # the ranks have theirs: from here on the end of a rank is the end of its line
+        for rank, line in enumerate(self.lines):
+            try:
+                ready = line.receive() is not None
+            except OSError:
+                ready = False
+            if not ready:
+                raise Broken(f"rank {rank} of an exercise could not be started: {self._printed() or 'it said nothing'}")
+
+    def tell(self, rank: int, header: dict, payload: bytes) -> None:
+        try:
+            self.lines[rank].send(header, payload)
+        except TimeoutError:
+            raise Failure("time limit", f"rank {rank} asked for data and did not take it") from None
+        except OSError:
+            pass  # it is gone, and we shall hear so
+
+    def play(self) -> Outcome:
+        """Be the network until every rank has returned. Raises Failure."""
+        try:
+            self._play()
+        except Failure as failure:
+            failure.detail = "\n".join(filter(None, [failure.detail, self._printed()]))
+            raise
+        left = self.network.left_over()
+        if left:
+            raise Failure("no message left", left, self._printed())
+        return Outcome(self.results, self.network.messages, self.network.events, self._printed())
+
+    def _play(self) -> None:
+        now = time.monotonic()
+        deadline, self.moved, looked = now + self.time_limit_s, now, now
+        with selectors.DefaultSelector() as selector:
+            for rank, line in enumerate(self.lines):
+                selector.register(line.sock, selectors.EVENT_READ, (self._listen, rank))
+                selector.register(self.prints[rank], selectors.EVENT_READ, (self._read_prints, rank))
+            while self.network.running or self.failures:
+                ready = selector.select(0.005 if self.network.asked else 0.05)
+                for key, _ in ready:
+                    act, rank = key.data
+                    if not act(rank):
+                        selector.unregister(key.fileobj)
+                    elif act == self._listen:
+                        self.moved = time.monotonic()
+                if self.network.asked and not ready and self._all_asleep():
+                    self.network.hand_over()
+                while self.network.replies:
+                    rank, op, data = self.network.replies.popleft()
+                    self.tell(rank, {"is": "done", "op": op}, data)
+                self._end_what_cannot_go_on(deadline)
+                if time.monotonic() - looked > MEMORY_LOOK_S:
+                    self._look_at_memory()
+                    looked = time.monotonic()
+
+    def _end_what_cannot_go_on(self, deadline: float) -> None:
+        now, network = time.monotonic(), self.network
+        stuck = network.stuck(surely=False)
+        if self.failures and (stuck or not network.running or now - self.moved > GRACE_S):
+            raise self.failures[min(self.failures)]  # if several ranks fail alike, always the same one speaks
+        if stuck and (network.stuck(surely=True) or now - self.moved > QUIET_S):
+            raise Failure("no deadlock", f"nobody can go on: {network.waiting()}")
+        if now > deadline:
+            raise Failure("time limit", f"not done after {self.time_limit_s:g} s; {network.waiting()}")
+
+    def _listen(self, rank: int) -> bool:
+        """Take what has come from a rank; False when there will be no more."""
+        try:
+            if all(self._take(rank, header, payload) for header, payload in self.lines[rank].arrived()):
+                return True
+        except Mismatch as mismatch:
+            raise Failure("matching messages", str(mismatch)) from None
+        except Failure as failure:
+            self.failures[rank] = failure
+        except BadFrame as error:
+            self.failures[rank] = Failure("data", f"rank {rank} sent something that is no data: {error}")
+        except OSError:
+            self.failures[rank] = Failure("a result", f"rank {rank} ended without returning")
+        self.network.running.discard(rank)
+        return False
+
+    def _take(self, rank: int, header: dict, payload: bytes) -> bool:
+        """Do what a frame says; False if it was the rank's last one: what comes after a result is noise."""
+        match header["is"]:
+            case "return":
+                self.results[rank] = unpack(header.get("value"), payload)
+                return False
+            case "raise":
+                raise failure_of(rank, header)
+            case "wait":
+                self.network.wait(rank, header)
+            case _:
+                self.network.post(rank, header, payload)
+        return True
+
+    def _read_prints(self, rank: int) -> bool:
+        """Take what a rank has printed, keep the first part; False at its end."""
+        try:
+            data = os.read(self.prints[rank], 65536)
+        except BlockingIOError:
+            return True
+        self.output[rank] += data[:OUTPUT_LIMIT_BYTES - len(self.output[rank])]
+        return bool(data)
+
+    def _printed(self) -> str:
+        lines = []
+        for rank in range(self.network.ranks):
+            self._read_prints(rank)
+            text = plain(self.output[rank].decode(errors="replace"))
+            lines += [f"[rank {rank}] {line}" for line in text.splitlines()]
+        return "\n".join(lines)
+
+    def _all_asleep(self) -> bool:
+        """No thread of any rank runs or could run. Where the system does not tell, after a while we believe it."""
+        self.born = self.born or self.server.children(recursive=True)
+        for process in self.born:
+            for path in glob.glob(f"/proc/{process.pid}/task/*/stat"):
+                with contextlib.suppress(OSError), open(path) as file:
+                    if file.read().rpartition(")")[2].split()[0] in "RD":
+                        return False
+        return os.path.exists("/proc/self/stat") or time.monotonic() - self.moved > MEMORY_LOOK_S
+
+    def _look_at_memory(self) -> None:
+        inherited = memory_of(self.server)  # a forked rank shares these pages until it writes to them
+        taken = sum(max(0, memory_of(process) - inherited) for process in self.server.children(recursive=True))
+        if taken > self.memory_limit_bytes:
+            raise Failure("memory limit", "the ranks together took more than they may")
+
+
+def memory_of(process: psutil.Process) -> int:
+    try:
+        return process.memory_info().rss
+    except psutil.Error:
+        return 0  # it has just ended
+
+
+def failure_of(rank: int, header: dict) -> Failure:
+    """What a rank says about its own failure, as one of ours."""
+    kind, name, message, line, code = (header.get(key) for key in ("kind", "type", "message", "line", "code"))
+    detail = plain(str(header.get("traceback", "")))
+    if kind == "stub":
+        return NotAttempted()
+    place = f" (line {line}: {short(code)})" if type(line) is int else ""
+    if kind == "not data":
+        what = f"rank {rank} returned {short(message)}; return tensors, numbers, text, or lists of them"
+        return Failure("data", what, detail)
+    if kind == "forbidden":
+        return Failure("own work", f"this task asks you to write it yourself: it calls {short(message)}{place}", detail)
+    if kind == "memory":
+        return Failure("memory limit", f"rank {rank} asked for more memory than it may have{place}", detail)
+    return Failure("no error", f"rank {rank} raised {short(name)}: {short(message)}{place}", detail)
+
+
+def plain(text: str) -> str:
+    """Text of a stranger without anything that could move the cursor or paint on a terminal."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+
+
+def short(text: object) -> str:
+    """The same on one line of 200 letters."""
+    line = " ".join(plain(str(text)).split())
+    return line if len(line) <= 200 else line[:197] + "..."

@@ -1,0 +1,122 @@
+"""What the chapters need around the code they show: print a function's source, set numbers beside formulas, run a notebook.
+
+A notebook owns the question, the module owns the code: `show(function)` prints what the module holds today, so text and code
+cannot drift apart. `beside` prints the table every chapter ends with. `execute` runs a chapter headless.
+"""
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Callable, Mapping
+
+CHAPTERS = Path(__file__).parents[2] / "notebooks"
+
+
+def show(thing: Callable, *, doc: bool = False) -> None:
+    """Print the current source of a function or class, without its docstring unless `doc`."""
+    source = inspect.cleandoc("\n" + inspect.getsource(thing)) if inspect.ismethod(thing) else inspect.getsource(thing)
+    text = inspect.getdoc(thing)
+    if not doc and text and '"""' in source:
+        before, _, rest = source.partition('"""')
+        source = before.rstrip(" ") + rest.partition('"""')[2].lstrip("\n")
+    print(source.rstrip())
+
+
+def beside(rows: Mapping[str, tuple], unit: str = "bytes") -> None:
+    """Print measured beside formula: {"what": (measured, formula)}; the ratio is exact when both are integers."""
+    width = max(map(len, rows), default=4)
+    print(f"{'':{width}}  {'measured':>20}  {'formula':>20}  ratio   [{unit}]")
+    for name, (measured, formula) in rows.items():
+        ratio = f"{float(Fraction(measured) / Fraction(formula)):.3f}" if formula else "-"
+        print(f"{name:{width}}  {_number(measured):>20}  {_number(formula):>20}  {ratio}")
+
+
+def _number(value) -> str:
+    exact = Fraction(value)
+    return f"{exact.numerator:,}" if exact.denominator == 1 else f"{float(value):,.4f}"
+
+
+def chapters() -> dict[str, Path]:
+    """The numbered notebooks: {"00": path, ...} in reading order."""
+    return {path.name[:2]: path for path in sorted(CHAPTERS.glob("[0-9][0-9]_*.ipynb"))}
+
+
+def chapter(number: str | int) -> Path:
+    """The notebook of a chapter number ("3", 3 and "03" are the same). Raises ValueError naming those there are."""
+    key, known = f"{int(number):02d}" if str(number).isdigit() else str(number), chapters()
+    if key not in known:
+        raise ValueError(f"there is no chapter {number!r}; there are {', '.join(known) or 'none'}")
+    return known[key]
+
+
+def heading(path: Path) -> tuple[str, str]:
+    """(title, the line of facts below it: time, ranks, hardware) from the first cell of a chapter."""
+    lines = "".join(json.loads(path.read_text())["cells"][0]["source"]).splitlines()
+    facts = next((line for line in lines if line.startswith("**Time**")), "")
+    return lines[0].lstrip("# "), facts.replace("**", "")
+
+
+def execute(path: Path, out: Path, on_cell: Callable[[int, int], None] = lambda done, total: None,
+            cell_timeout_s: int = 300) -> float:
+    """Run every cell of `path` in a fresh kernel and write the executed copy to `out`; returns the seconds it took.
+
+    Raises RuntimeError naming the cell and the error of the first cell that fails; the copy is written all the same.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+    notebook = nbformat.read(path, as_version=4)
+    total, done, started = len(notebook.cells), 0, time.perf_counter()
+
+    def finished(cell, cell_index, **_):
+        nonlocal done
+        done = cell_index + 1
+        on_cell(done, total)
+
+    client = NotebookClient(notebook, timeout=cell_timeout_s, kernel_name="python3", record_timing=False, on_cell_executed=finished,
+                            resources={"metadata": {"path": str(path.parent)}},
+                            extra_arguments=["--log-level=ERROR"])      # without the kernel's remarks on every start
+    try:
+        client.execute()
+        on_cell(total, total)                           # what follows the last code cell is text
+    except CellExecutionError as error:
+        raise RuntimeError(f"{path.name} stopped in cell {done}: {error.ename}: {error.evalue}") from None
+    except CellTimeoutError:
+        raise RuntimeError(f"{path.name}: a cell ran longer than {cell_timeout_s} s and was stopped") from None
+    finally:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(normalised(notebook), out)
+    return time.perf_counter() - started
+
+
+def normalised(notebook):
+    """The same notebook without what differs from run to run: ids, kernel names, versions, folders, and where the kernel paused between
+    two prints."""
+    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+                         "language_info": {"name": "python"}}
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number:03d}"
+        cell.metadata.pop("execution", None)
+        if "outputs" in cell:
+            cell.outputs = joined(cell.outputs)
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)        # a widget lives in its kernel only
+            if output.output_type == "error":           # a traceback names files; where they lie is nobody's business
+                output.traceback = [line.replace(f"{CHAPTERS.parent}/", "") for line in output.traceback]
+    return notebook
+
+
+def joined(outputs: list) -> list:
+    """Prints that follow each other as one."""
+    together = []
+    for output in outputs:
+        last = together[-1] if together else {}
+        if output["output_type"] == last.get("output_type") == "stream" and output["name"] == last["name"]:
+            last["text"] += output["text"]
+        else:
+            together.append(output)
+    return together

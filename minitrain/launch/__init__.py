@@ -1,0 +1,15 @@
+"""N ranks: fresh processes of this machine, the ranks of torchrun, or one of thousands without numbers (a dry run).
+
+First  start               launch.run(fn, ranks=4): the reader's function on N ranks
+       dryrun              dryrun.run(fn, rank=0, ranks=4096): the same as one rank, shapes without numbers
+then   local, ranks        both sides of a launch on this machine
+       report              who is to blame, in one sentence
+beside shared_cores        what Linux's scheduler is asked when ranks share cores
+       wire                the kernel's own count of bytes, which the ledger is checked with
+
+This folder is one module to its users: `from minitrain import launch`.
+"""
+from minitrain.launch.report import LaunchTimeout, RankError
+from minitrain.launch.start import device, leave, run
+
+__all__ = ["LaunchTimeout", "RankError", "device", "leave", "run"]

@@ -1,0 +1,107 @@
+"""The same code as one rank of a world of any size, in this process: shapes are computed, numbers are not.
+
+    ledger = dryrun.run(train, rank=17, ranks=1024)         as launch.run(train, ranks=1024)[17], without data
+
+torch's FakeTensorMode gives tensors a shape, a dtype and a device but no memory; its "fake" backend gives one process a
+process group of any size. The same operators and the same collectives happen in the same order, so the ledger counts
+what it would count in a real run: FLOPs, bytes sent and peak bytes are equal to the last digit. Nothing is sent or
+stored. (So far as torch's fake kernels give what its real ones do: on a CPU batch norm and LSTM differ in an output.)
+
+What has no number cannot decide: `.item()`, `if loss > 3` and `x[mask]` end the dry run with the line that asked.
+Tensors must come into being inside the function or be its arguments (tensors and modules are passed without data).
+Raises ValueError for a rank outside the world, inside a process group, where a number is asked for, and for a tensor
+from outside. Whatever happens, group and mode are gone afterwards.
+
+Estimating memory with fake tensors is an idea of torch.distributed._tools. Differs: communication is in the account.
+"""
+
+import copy
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import (DataDependentOutputException, DynamicOutputShapeException, FakeCopyMode,
+                                           FakeTensorMode)
+from torch.nn import Module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map
+
+from minitrain import collectives
+from minitrain.launch.local import notebook_cells
+from minitrain.launch.report import spot
+
+NOT_THE_READERS = (os.path.dirname(torch.__file__), copy.__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger", "ledger.py"))
+# What torch says where it meets a fake tensor and wanted numbers, or a real one among fake ones.
+WANTS_NUMBERS = ("unsupported format string passed to FakeTensor", ".numpy() is not supported for tensor subclasses")
+FROM_OUTSIDE = "convert all Tensors to FakeTensors"
+
+
+def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
+    """fn(*args) as rank `rank` of `ranks`; returns what fn returns. Tensors in it are fake: shapes without numbers."""
+    for name, value in (("rank", rank), ("ranks", ranks)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} = {value!r}; use a whole number")
+    if ranks < 1:
+        raise ValueError(f"ranks = {ranks}; a world has 1 rank or more")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank = {rank} of ranks = {ranks}; use a rank from 0 to {ranks - 1}")
+    if dist.is_initialized():
+        raise ValueError(f"rank {dist.get_rank()} of {dist.get_world_size()} calls dryrun.run; a dry run makes a world "
+                         "of its own: call it outside of launch.run, and not inside another")
+    cells = notebook_cells()
+    for file in cells:
+        collectives.name_file(file, "cell")     # as the ranks of a launch do, so that call sites are equal
+    on_crash = sys.excepthook                   # torch puts one in its place that prints "[rank17]: " before every line
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        mode = FakeTensorMode()
+        args = _without_data(args, mode)
+        with mode:
+            return fn(*args)
+    except Exception as error:
+        for cause in reversed(list(_causes(error))):
+            if complaint := _complaint(cause):
+                raise ValueError(f"{_line_of(cause, cells)} {complaint}") from None
+        raise
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = on_crash
+
+
+def _without_data(args: tuple, mode: FakeTensorMode) -> tuple:
+    """Tensors and modules among the arguments as fake copies; what they share, the copies share."""
+    memo: dict = {}
+    with FakeCopyMode(mode):
+        return tree_map(lambda x: copy.deepcopy(x, memo) if isinstance(x, (Tensor, Module)) else x, args)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it was raised from: who runs the reader's code may say in its own words where it failed."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _complaint(error: BaseException) -> str | None:
+    """What a beginner has to know about an error of torch's; None if it is not one that comes from the dry run."""
+    if FROM_OUTSIDE in str(error):
+        return ("uses a tensor from outside the dry run, or from torch.frombuffer; make it inside the function with "
+                "torch.tensor, or pass it as an argument")
+    numbers = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+    if numbers or any(text in str(error) for text in WANTS_NUMBERS):
+        return ("asks for the numbers in a tensor, and a dry run has shapes only; return the tensor, or leave this "
+                "line to real runs")
+    return None
+
+
+def _line_of(error: BaseException, cells: dict[str, str]) -> str:
+    """The innermost line that is the reader's, as "train.py:41 `loss.item()`"."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(NOT_THE_READERS):
+            return f"{spot((frame.filename, frame.lineno), cells)} `{frame.line}`"
+    raise AssertionError("every traceback passes through run")

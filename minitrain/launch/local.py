@@ -1,0 +1,283 @@
+"""The calling process's side of a launch: start the helper, hand it a request, listen, show prints, name the culprit.
+
+What crosses over lies in a private directory (`launch_ranks.py` is the other side): `request` and `call` (the pickled
+function and its arguments) go there, and of rank r come back `r.result` or `r.error`, `r.stdout`, `r.stderr`, `r.noise`
+(what native code wrote), `r.stack` and `r.calls`. Through the pipe come only events of one line, so a rank can die in
+the middle of anything and what it said before is whole.
+"""
+import atexit
+import json
+import linecache
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.connection import wait as wait_for
+
+from minitrain import collectives
+from minitrain.launch import ranks as launch_ranks, report
+from minitrain.launch.report import LaunchTimeout, RankError
+
+GRACE_S = 0.3                           # after the first error, for equal ones of other ranks
+ECHO_BYTES = 1_000_000                  # of prints shown per rank
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+# Read when numpy and torch are loaded: a process with threads cannot be forked safely, and the ranks share the cores.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Read when a process starts: the kernel gives large tensors pages of 2 MB, 300 times fewer faults for the same memory.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+def run(call: bytes, ranks: int, timeout_s: float, start_timeout_s: float, checked: bool, echo: bool) -> list:
+    launch = Launch(ranks, echo)
+    try:
+        # The ranks' own time-outs are longer than ours: the caller speaks, with the stacks of all ranks in hand.
+        launch.start(call, {"checked": checked, "patience_s": start_timeout_s + timeout_s + 60})
+        launch.wait(timeout_s, start_timeout_s)
+        return launch.results()
+    finally:
+        launch.stop()
+
+
+class Helper:
+    """The caller's hold on the process that forks ranks: one per calling process, started at the first launch."""
+
+    current: "Helper | None" = None
+    guard = threading.Lock()
+
+    @classmethod
+    def find(cls) -> "Helper":
+        with cls.guard:
+            helper = cls.current
+            # a process that was itself forked from a caller holds a copy of its parent's helper, and must not use it
+            if helper is None or helper.owner != os.getpid() or helper.process.poll() is not None:
+                cls.current = cls()
+                if helper is not None:
+                    helper.close()
+            return cls.current
+
+    def __init__(self):
+        self.owner, self.lock, self.log = os.getpid(), threading.Lock(), tempfile.TemporaryFile()
+        self.heavy: set[str] = set()            # modules that ranks had to import themselves: next time it has them
+        self.door, theirs = socket.socketpair()
+        code = ("import sys; sys.path[:] = sys.argv[3:]; from minitrain.launch import ranks as launch_ranks; "
+                "launch_ranks.serve(int(sys.argv[1]), int(sys.argv[2]))")
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(self.owner), *sys.path, root],
+                stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, pass_fds=[theirs.fileno()],
+                start_new_session=True,         # an interrupt typed at the terminal is for the caller alone
+                env=HUGE_PAGES | os.environ | ONE_THREAD)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self.door.close()
+        self.log.close()
+        if self.owner == os.getpid():
+            try:
+                self.process.wait(2)
+            except subprocess.TimeoutExpired:   # busy importing
+                self.process.kill()
+                self.process.wait()
+
+    def last_words(self) -> str:
+        self.log.seek(0)
+        return self.log.read()[-4000:].decode(errors="replace").strip()
+
+
+class Launch:
+    """The ranks of one `run`, seen from the caller."""
+
+    def __init__(self, ranks: int, echo: bool):
+        self.ranks, self.echo, self.cells = ranks, echo, notebook_cells()
+        self.states = dict.fromkeys(range(ranks), "start")          # -> "ready" -> "done" or "error"
+        self.pids: dict[int, int] = {}
+        self.exits: dict[int, int] = {}                             # of ranks that are gone although nobody asked
+        self.shown: dict[tuple, int] = {}                           # (rank, "stdout") -> bytes echoed
+        self.helper, self.reaped, self.unread = Helper.find(), False, b""
+        self.directory = tempfile.mkdtemp(prefix="minitrain-")      # for its owner only
+        self.events, self.their_events = os.pipe()
+        self.leash, self.their_leash = socket.socketpair()
+
+    # ---- from start to end -------------------------------------------------------------------------------------------
+
+    def start(self, call: bytes, settings: dict) -> None:
+        environ = os.environ | ONE_THREAD | {
+            "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks), "MINITRAIN_INSIDE": "1",
+            "GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+        # lines of code that no file holds, so that a rank can quote them
+        sources = {file: entry for file, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+        request = {"environ": environ, "path": sys.path, "folder": os.getcwd(), "argv": sys.argv, "sources": sources,
+                   "cells": self.cells, **settings}
+        for name, content in (("request", pickle.dumps(request)), ("call", call)):
+            with open(self.path(name), "wb") as file:
+                file.write(content)
+        heavy = [name for name in launch_ranks.HEAVY if name in sys.modules or name in self.helper.heavy]
+        order = {"directory": self.directory, "ranks": self.ranks, "heavy": heavy}
+        self.leash.sendall(json.dumps(order).encode() + b"\n")
+        with suppress(OSError), self.helper.lock:       # if the helper is dead, the events end, and `listen` says so
+            socket.send_fds(self.helper.door, [b"L"], [self.their_events, self.their_leash.fileno()])
+        self.let_go_of_their_ends()
+
+    def let_go_of_their_ends(self) -> None:
+        if self.their_events is not None:
+            os.close(self.their_events)
+            self.their_leash.close()
+            self.their_events = None
+
+    def wait(self, timeout_s: float, start_timeout_s: float) -> None:
+        if not self.wait_until({"ready", "done"}, start_timeout_s):
+            late = [rank for rank, state in self.states.items() if state == "start"]
+            raise LaunchTimeout(f"{self.ranks - len(late)} of {self.ranks} ranks arrived after {start_timeout_s:g} s; "
+                                f"missing: {report.name(late)}; if the machine is busy, raise start_timeout_s",
+                                tuple(late))
+        if not self.wait_until({"done"}, timeout_s):
+            raise self.hang(timeout_s)
+        self.show_all()
+
+    def wait_until(self, wanted: set[str], seconds: float) -> bool:
+        """False if time is up. Raises as soon as a rank fails."""
+        deadline = time.monotonic() + seconds
+        while not set(self.states.values()) <= wanted:
+            if time.monotonic() > deadline:
+                self.show_all()
+                return False
+            self.listen(0.1)
+            self.show(0, "stdout", sys.stdout)
+            if self.failed():
+                grace = time.monotonic() + GRACE_S
+                while time.monotonic() < grace and len(self.failed()) < self.ranks:
+                    self.listen(0.05)
+                self.show_all()
+                raise self.failure()
+        return True
+
+    def listen(self, timeout_s: float) -> None:
+        """Take in what ranks and helper say on the events pipe, for at most `timeout_s`."""
+        if wait_for([self.events], timeout_s):
+            data = os.read(self.events, 65536)
+        elif self.helper.process.poll() is None:
+            return
+        else:
+            data = b""
+        if not data:
+            raise RankError("the helper process that forks ranks is gone (killed, or out of memory?); "
+                            "run again to start another", (), self.helper.last_words())
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        for line in lines:
+            who, event, *value = line.decode().split()
+            if event == "reaped":
+                self.reaped = True
+            elif event == "pid":
+                self.pids[int(who)] = int(value[0])
+            elif event == "exit":
+                self.exits[int(who)] = int(value[0])
+            else:
+                self.states[int(who)] = event
+                self.helper.heavy.update(value)
+
+    def stop(self) -> None:
+        """Pull the leash: the helper kills and reaps every rank, and nothing of this launch is left."""
+        try:
+            # shutdown, not close: it counts even if a process forked meanwhile holds a copy of this socket
+            self.leash.shutdown(socket.SHUT_RDWR)
+            self.let_go_of_their_ends()
+            deadline = time.monotonic() + 10
+            while self.pids and not self.reaped and time.monotonic() < deadline:    # no pids: it still imports torch
+                self.listen(0.5)
+        except RankError:
+            pass        # the helper is gone, and the kernel has killed its ranks
+        finally:
+            self.leash.close()
+            os.close(self.events)
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    # ---- what the ranks left in the directory ------------------------------------------------------------------------
+
+    def path(self, *parts) -> str:
+        return os.path.join(self.directory, ".".join(map(str, parts)))
+
+    def read(self, rank: int, kind: str, start: int = 0, size: int = -1) -> bytes:
+        try:
+            with open(self.path(rank, kind), "rb") as file:
+                file.seek(start)
+                return file.read(size)
+        except FileNotFoundError:
+            return b""
+
+    def text(self, rank: int, kind: str) -> str:
+        return self.read(rank, kind).decode(errors="replace")
+
+    def calls(self, rank: int) -> list:
+        path = self.path(rank, "calls")
+        return collectives.read_log(path) if os.path.exists(path) else []
+
+    def results(self) -> list:
+        results = []
+        for rank in self.states:
+            try:
+                with open(self.path(rank, "result"), "rb") as file:
+                    results.append(pickle.load(file))
+            except Exception as error:
+                raise RankError(f"the result of rank {rank} cannot be rebuilt here: {error!r}", (rank,)) from error
+        return results
+
+    def failed(self) -> list[int]:
+        return [rank for rank, state in self.states.items() if state == "error" or rank in self.exits]
+
+    def failure(self) -> RankError:
+        records = {}
+        for rank in self.failed():
+            if self.states[rank] == "error":
+                records[rank] = json.loads(self.read(rank, "error"))
+            else:
+                stack, calls = self.text(rank, "stack"), self.calls(rank)
+                records[rank] = report.crash_record(self.exits[rank], stack, calls, self.cells)
+        return report.failure(records, self.cells, {rank: self.text(rank, "noise") for rank in records})
+
+    def hang(self, timeout_s: float) -> LaunchTimeout:
+        """Ask every rank for its stack (faulthandler answers even inside gloo) and read the log of its collectives."""
+        busy = [rank for rank, state in self.states.items() if state != "done"]
+        for rank in busy:
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGUSR1)
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline and not all("in live" in self.text(rank, "stack") for rank in busy):
+            time.sleep(0.02)
+        dumps = {rank: self.text(rank, "stack") for rank in busy}
+        where = {rank: report.stuck(dumps[rank], self.calls(rank), self.cells) if rank in busy
+                 else report.RETURNED for rank in self.states}
+        return report.hang(timeout_s, where, dumps, self.cells)
+
+    def show_all(self) -> None:
+        for kind, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+            for rank in self.states:
+                self.show(rank, kind, stream, ended=True)
+
+    def show(self, rank: int, kind: str, stream, ended: bool = False) -> None:
+        """Print the lines that `rank` has completed since the last time, and what is left once it has `ended`."""
+        if not self.echo:
+            return
+        before = self.shown.get((rank, kind), 0)
+        text = self.read(rank, kind, before, ECHO_BYTES - before)
+        text = text if ended else text[:text.rfind(b"\n") + 1]
+        self.shown[rank, kind] = before + len(text)
+        if text:
+            for line in text.decode(errors="replace").removesuffix("\n").split("\n"):
+                print(f"[rank {rank}] {line.rpartition(chr(13))[2]}", file=stream)  # of a progress bar the last state
+        if ended and self.read(rank, kind, ECHO_BYTES, 1):
+            print(f"[rank {rank}] ... (only the first {ECHO_BYTES:,} bytes are shown)", file=stream)
+
+
+def notebook_cells() -> dict[str, str]:
+    """{file name of a compiled cell: "Cell In[6]"} if this is a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    names = {file: shell.compile.format_code_name(file) for file in linecache.cache} if shell else {}
+    return {file: " ".join(name) for file, name in names.items() if name}

@@ -1,0 +1,281 @@
+"""The far side of a launch: the helper that ranks are forked from, and what a rank does with its life.
+
+`launch.run` starts `serve` once per calling process. The helper imports torch, stays single-threaded, never touches
+CUDA, and forks: a rank costs milliseconds where a fresh interpreter costs the seconds of importing torch. Forking the
+*caller* would be as fast and wrong: a notebook kernel has threads, sockets and perhaps a CUDA context, and none of them
+survives a fork.
+
+A launch is three things handed to the helper:
+
+    directory   private: the rendezvous file, the request, and per rank its result, error, prints, stacks and calls
+    events      a pipe, many writers and one reader: lines such as "3 ready", "3 done", "3 error", "3 exit -11"
+    leash       a socket whose other end only the caller holds: end of file means "stop now"
+
+What kills what:
+
+    caller lets go of the leash, or dies    the helper kills every rank's process group, reaps it and answers "- reaped"
+    caller dies, a copy of its end lives    the helper looks for its parent twice a second, and does the same
+    helper dies                             each rank gets SIGKILL from the kernel (PR_SET_PDEATHSIG, Linux)
+    caller dies, helper stopped or slow     a thread in each rank sleeps on the leash and exits the process
+    a rank dies                             nobody else: the caller decides, after it has heard who was first
+"""
+import ctypes
+import datetime
+import faulthandler
+import gc
+import importlib
+import json
+import linecache
+import os
+import pickle
+import random
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+import cloudpickle
+import numpy
+import torch
+import torch.distributed as dist
+
+from minitrain import collectives
+from minitrain.collectives.channel import ON_OPEN
+from minitrain.launch import report, shared_cores
+
+LINUX = sys.platform == "linux"
+PR_SET_PDEATHSIG = 1
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3     # malloc.h of glibc
+# Imported by the helper once the caller or a rank has: building a torch.optim optimizer pulls in the first, which takes
+# as long as torch itself, and four ranks doing so at once on two cores would take 4 s in every launch.
+HEAVY = ("torch._dynamo", "pytest", "hypothesis")
+# torch.autograd.function.once_differentiable makes a reader's function refer to this module. It cannot be imported, so
+# cloudpickle would take it to pieces that do not fit together again; listed here, it travels by its name.
+sys.modules.setdefault(torch._C._functions.__name__, torch._C._functions)
+
+
+def serve(door_fd: int, caller_pid: int) -> None:
+    """Fork ranks for every launch that comes through the door (a byte and two descriptors) until the caller is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    door = socket.socket(fileno=door_fd)
+    preload([])
+    wake, bell = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(bell, False)
+    signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)      # a handler, so that the bell rings
+    flocks: list[Flock] = []
+    while os.getppid() == caller_pid:
+        ready, _, _ = select.select([door, wake, *(flock.leash for flock in flocks)], [], [], 0.5)
+        if wake in ready:
+            os.read(wake, 4096)
+        for flock in flocks:
+            flock.reap()
+            if flock.leash in ready:
+                flock.end()
+        flocks = [flock for flock in flocks if not flock.ended]
+        if door in ready:
+            byte, fds, _, _ = socket.recv_fds(door, 1, 2)
+            if not byte:
+                break
+            flocks.append(Flock(*fds, not_for_ranks=[door, *(flock.leash for flock in flocks)], bell=(wake, bell)))
+    for flock in flocks:
+        flock.end()
+
+
+def preload(names: list[str]) -> None:
+    for name in names:
+        importlib.import_module(name)
+    assert not torch.cuda.is_initialized(), "a process that holds a CUDA context cannot be forked"
+    gc.collect()
+    gc.freeze()     # what is here now stays shared: the collector of a rank will not write into these pages
+
+
+class Flock:
+    """The ranks of one launch, as the helper sees them: process ids to reap and to kill."""
+
+    def __init__(self, events: int, leash: int, not_for_ranks: list, bell: tuple):
+        self.events, self.leash, self.ended = events, socket.socket(fileno=leash), False
+        request = json.loads(self.leash.makefile("r").readline())
+        self.directory = request["directory"]
+        if missing := [name for name in request["heavy"] if name not in sys.modules]:
+            preload(missing)
+        self.pids: dict[int, int] = {}
+        for rank in range(request["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for end in (*not_for_ranks, *map(os.fdopen, bell)):
+                        end.close()
+                    Rank(rank, request["ranks"], self.directory, self.events, self.leash).live()
+                finally:
+                    os._exit(70)        # never fall back into the helper's loop
+            self.pids[pid] = rank
+
+    def reap(self) -> None:
+        for pid, rank in list(self.pids.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self.pids[pid]
+                kill(os.killpg, pid)            # what a rank started ends with it
+                say(self.events, rank, "exit", os.waitstatus_to_exitcode(status))
+
+    def end(self) -> None:
+        for pid in self.pids:
+            kill(os.killpg, pid)
+            kill(os.kill, pid)          # in case it had not reached setpgid
+        for pid in self.pids:
+            os.waitpid(pid, 0)
+        shutil.rmtree(self.directory, ignore_errors=True)       # here, for the caller may be dead
+        say(self.events, "-", "reaped")
+        os.close(self.events)
+        self.leash.close()
+        self.ended = True
+
+
+def kill(how: Callable, pid: int) -> None:
+    try:
+        how(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):       # gone (macOS says the second of a group of zombies)
+        pass
+
+
+def say(events: int, *words) -> None:
+    """One line on the events pipe. Under 512 bytes, so POSIX promises that lines of different writers never mix."""
+    try:
+        os.write(events, (" ".join(map(str, words)) + "\n").encode())
+    except BrokenPipeError:
+        pass        # the caller is gone; the leash says so too
+
+
+def keep_freed_memory() -> None:
+    """A step frees and allocates the same tensors over and over. glibc would hand large ones back to the kernel each time and
+    pay for clean pages again (1 to 2 % of a small step); a rank keeps them, as torch's allocator for GPUs does."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if LINUX else None
+    if mallopt is not None:
+        mallopt(M_TRIM_THRESHOLD, 2**30)
+        mallopt(M_MMAP_THRESHOLD, 2**25)        # the largest that glibc takes
+
+
+class Rank:
+    """One rank from fork to kill. It never leaves by itself: see `wait_for_the_end`."""
+
+    def __init__(self, rank: int, ranks: int, directory: str, events: int, leash: socket.socket):
+        self.rank, self.ranks, self.directory, self.events, self.leash = rank, ranks, directory, events, leash
+
+    def in_directory(self, name: str) -> str:
+        return os.path.join(self.directory, name)
+
+    def path(self, kind: str) -> str:
+        return self.in_directory(f"{self.rank}.{kind}")
+
+    def live(self) -> None:
+        self.tie_to_caller()
+        say(self.events, self.rank, "pid", os.getpid())
+        self.redirect_output()
+        try:
+            with open(self.in_directory("request"), "rb") as file:
+                request = pickle.load(file)
+            fn, args = self.settle(request)
+            self.join(request)
+            ON_OPEN.append(shared_cores.calm)
+            say(self.events, self.rank, "ready")
+            result = fn(*args)
+            self.keep(result)
+        except BaseException as error:      # SystemExit included: a rank that leaves early is an error of the launch
+            with open(self.path("error"), "w", encoding="utf-8") as file:
+                json.dump(report.record(error), file)
+            self.wait_for_the_end("error")
+        self.wait_for_the_end("done")
+
+    def tie_to_caller(self) -> None:
+        helper = os.getppid()
+        if LINUX:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != helper:
+            os._exit(0)
+        os.setpgid(0, 0)
+        threading.Thread(target=self.watch_leash, daemon=True).start()
+
+    def watch_leash(self) -> None:
+        self.leash.recv(1)
+        os._exit(0)
+
+    def redirect_output(self) -> None:
+        """Prints go to files that the caller shows; what C writes to descriptor 2 is shown only after a failure."""
+        for fd, kind in ((1, "stdout"), (2, "noise")):
+            file = os.open(self.path(kind), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            os.dup2(file, fd)
+            os.close(file)
+        sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        sys.stderr = open(self.path("stderr"), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+        self.stack = open(self.path("stack"), "w")
+        faulthandler.enable(self.stack)
+        faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True)
+
+    def settle(self, request: dict) -> tuple:
+        """Become a process like the caller (environment, folder, import path), then read function and arguments."""
+        os.environ.clear()
+        os.environ.update(request["environ"], RANK=str(self.rank), LOCAL_RANK=str(self.rank))
+        os.chdir(request["folder"])
+        sys.path[:], sys.argv[:] = request["path"], request["argv"]
+        linecache.cache.update(request["sources"])
+        for file in request["cells"]:
+            collectives.name_file(file, "cell")
+        with open(self.in_directory("call"), "rb") as file:
+            fn, args = cloudpickle.load(file)
+        if getattr(fn, "__module__", None) == "__main__":   # so that plain pickle finds a notebook's classes by name
+            vars(sys.modules["__main__"]).update(getattr(fn, "__globals__", {}))
+        return fn, args
+
+    def join(self, request: dict) -> None:
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        seed_all()
+        store = dist.FileStore(self.in_directory("rendezvous"), self.ranks)
+        init_group(store, self.rank, self.ranks, datetime.timedelta(seconds=request["patience_s"]))
+        collectives.set_checked(request["checked"])
+        collectives.log_to(self.path("calls"))
+
+    def keep(self, result) -> None:
+        pickled = pickled_result(result)
+        with open(self.path("result"), "wb") as file:
+            file.write(pickled)
+
+    def wait_for_the_end(self, event: str) -> None:
+        """Tell the caller, then keep every socket open until it has decided: a peer that saw ours close would report an
+        error of its own ("Connection closed by peer") and the wrong rank would be blamed."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        say(self.events, self.rank, event, *(name for name in HEAVY if name in sys.modules))
+        while True:
+            signal.pause()
+
+
+def seed_all() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+
+
+def pickled_result(result) -> bytes:
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        raise TypeError(f"fn returned a {type(result).__name__}, which cannot be sent back ({error}); "
+                        "return tensors, numbers, text, or lists and dicts of them") from None
+
+
+def init_group(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    """The default process group: NCCL if every rank of this machine has a GPU of its own, else gloo."""
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)

@@ -1,0 +1,215 @@
+"""Who is to blame: turns what the ranks of a failed launch left behind into one sentence and a traceback.
+
+Three rules find the culprit.
+
+    A crash is heard twice. The rank that died says nothing, its neighbours say "Connection closed by peer". These are
+        dropped: a rank that merely *raised* keeps its sockets open until the caller has decided, so only a crash
+        can have caused them.
+    A hang is the fault of whoever is behind. Every rank counts its collectives; where the ranks of a group disagree,
+        the lowest number is to blame, and before it a rank that waits in no collective at all.
+    The line is the reader's. The innermost frame outside Python's and torch's libraries and outside minitrain is
+        named, because that is where something can be changed; the traceback shows the rest.
+"""
+import os
+import re
+import signal
+import sysconfig
+import traceback
+from typing import NamedTuple
+
+LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+CONNECTION_LOST = re.compile("Connection closed by peer|Connection reset|Broken pipe|(Read|Write) error|socket.*closed",
+                             re.I)
+STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
+OUR_FRAME = rf'(  File "{re.escape(PACKAGE)}launch/(?:start|ranks)\.py", line \d+ in (?:live|run)\n)'      # calls fn
+DOORS = [os.path.join("collectives", f"{name}.py") for name in ("functions", "messages", "channel", "transport", "checked")]
+NOISE_LETTERS = 2000        # of what native code wrote to stderr
+
+
+class RankError(RuntimeError):
+    """A rank failed. `ranks` are those to blame, `traceback` is the text of the first one's traceback."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), traceback: str = ""):
+        super().__init__(message)
+        self.ranks, self.traceback = tuple(ranks), traceback
+        if traceback:
+            self.add_note("\n" + traceback.rstrip())
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the message and the rank's own lines, not our way of waiting for it."""
+        return [f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
+
+
+class LaunchTimeout(RankError):
+    """The ranks did not start, or did not finish, in the time given."""
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+
+# ---- one rank: a record is {type, message, frames, traceback}, and survives JSON -------------------------------------
+
+def record(error: BaseException) -> dict:
+    """What a rank tells about the exception that ended its fn; the launcher's own frame is left out."""
+    tb = error.__traceback__.tb_next or error.__traceback__
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message could not be printed)"
+    frames = [Frame(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(traceback.extract_tb(tb))]
+    return {"type": type(error).__name__, "message": message, "frames": frames,
+            "traceback": "".join(traceback.format_exception(type(error), error, tb))}
+
+
+def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> dict:
+    """The record of a rank that ended without a word; `code` as in subprocess: minus the signal, or the exit status."""
+    frames = stack_frames(dump)
+    at = f" at {place(frames, cells)}" if frames else ""
+    if code >= 0:
+        what = f"ended the process with status {code} (os._exit?) before fn returned; return from fn instead"
+    elif -code == signal.SIGKILL:
+        what = "died of SIGKILL (kill -9, or the system ran out of memory: try fewer ranks or smaller tensors)"
+    elif -code == signal.SIGABRT:
+        what = f"aborted in native code (SIGABRT){at}; its last words are below"
+    else:
+        what = f"crashed in native code ({signal.Signals(-code).name}){at}"
+    if calls and not frames:
+        what += f"; last collective: {calls[-1].op} #{calls[-1].seq} ({calls[-1].site})"
+    return {"type": None, "message": what, "frames": frames, "traceback": stack_text(dump, cells)}
+
+
+def sentence(record: dict, places: list[str]) -> str:
+    """What happened, without naming the rank."""
+    where = f" ({', '.join(places)})" if places else ""
+    if record["type"] is None:
+        return record["message"]
+    if CONNECTION_LOST.search(record["message"]):
+        where += "; another process of the group is gone"
+    if record["type"] == "SystemExit":
+        return f"called sys.exit({record['message']}){where}; return from fn instead"
+    return f"raised {record['type']}{': ' * bool(record['message'])}{record['message']}{where}"
+
+
+def place(frames: list, cells: dict[str, str]) -> str:
+    """The line to look at, "train.py:41" or "cell:4" (cell numbers change from run to run); innermost frames first."""
+    for hidden in ((*LIBRARIES, PACKAGE), LIBRARIES, ()):
+        for frame in frames:
+            if not frame[0].startswith((*hidden, "<frozen", PACKAGE + "launch")):
+                return spot(frame, cells)
+    return ""
+
+
+def spot(frame: tuple, cells: dict[str, str]) -> str:
+    return f"{'cell' if frame[0] in cells else os.path.basename(frame[0])}:{frame[1]}"
+
+
+def stack_frames(dump: str) -> list[Frame]:
+    """The main thread's frames below fn, innermost first, from what faulthandler wrote about all threads."""
+    for thread in re.split(r"\n(?=Thread |Current thread )", dump):
+        fn_and_below, *ours = re.split(OUR_FRAME, thread, maxsplit=1)
+        if ours:
+            return [Frame(file, int(line), function) for file, line, function in STACK_LINE.findall(fn_and_below)]
+    return []
+
+
+def stack_text(dump: str, cells: dict[str, str]) -> str:
+    lines = [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in stack_frames(dump)]
+    return readable("\n".join(["innermost line first:", *lines]), cells) if lines else ""
+
+
+def readable(text: str, cells: dict[str, str]) -> str:
+    """A traceback with notebook cells called as the notebook calls them."""
+    for file, cell in cells.items():
+        text = text.replace(f'File "{file}"', cell)
+    return text
+
+
+def name(ranks: list[int]) -> str:
+    """[3] -> "rank 3", [0, 1, 2] -> "ranks 0, 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# ---- a failure -------------------------------------------------------------------------------------------------------
+
+def failure(records: dict[int, dict], cells: dict[str, str], noise: dict[int, str] | None = None) -> RankError:
+    """The error of a launch from the records of the ranks that failed; equal ones are named together."""
+    lost = {rank for rank, record in records.items() if record["type"] and CONNECTION_LOST.search(record["message"])}
+    blamed = sorted(set(records) - lost or records)
+    alike: dict[tuple, list[int]] = {}
+    for rank in blamed:
+        alike.setdefault((records[rank]["type"], records[rank]["message"]), []).append(rank)
+    sentences = []
+    for ranks in alike.values():
+        places = dict.fromkeys(place(records[rank]["frames"], cells) for rank in ranks)
+        sentences.append(f"{name(ranks)} {sentence(records[ranks[0]], [where for where in places if where])}")
+    more = f"; and {len(sentences) - 3} other errors" if len(sentences) > 3 else ""
+    first = blamed[0]
+    text = readable(records[first]["traceback"], cells)
+    if noise and noise.get(first, "").strip():
+        text += f"\nstderr of rank {first}:\n{noise[first].strip()[-NOISE_LETTERS:]}"
+    return RankError("; ".join(sentences[:3]) + more, tuple(blamed), f"Rank {first}: {text}" if text else "")
+
+
+# ---- a hang ----------------------------------------------------------------------------------------------------------
+
+class Stuck(NamedTuple):
+    """Where one rank was when time was up."""
+    text: str                           # "wait{s} in all_gather #41 (train.py:7)", {s} for one rank
+    waits: bool                         # in a collective or for a message
+    group: tuple = ()                   # which group's collective, and
+    seq: int = -1                       # its number there
+
+
+RETURNED = Stuck("returned from fn", False)
+
+
+def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
+    """Where a rank is, from its stack and from the log of its collectives (oldest first)."""
+    if not dump:
+        return Stuck("give{s} no answer to signals (stopped?)", False)
+    frames = stack_frames(dump)
+    in_torch = [frame.function for frame in frames if frame.file.endswith("distributed_c10d.py")
+                and frame.function.islower() and not frame.function.startswith(("_", "get_", "is_", "pg_", "default_"))]
+    in_ours = any(os.path.join(PACKAGE, file) == frame.file for frame in frames for file in DOORS)
+    unfinished = [call for call in calls if not call.done]
+    if unfinished and (in_ours or in_torch):
+        here = {spot(frame, cells) for frame in frames}
+        call = next((call for call in unfinished if call.site in here), unfinished[0])
+        peer = "" if call.peer is None else f" {'from' if call.op == 'receive' else 'to'} rank {call.peer}"
+        axis = "" if call.axis == "world" else f" of {call.axis} {call.members}"
+        group = (call.axis, call.members) if call.peer is None else ()
+        return Stuck(f"wait{{s}} in {call.op}{peer} #{call.seq}{axis} ({call.site})", True, group, call.seq)
+    if not place(frames, cells):
+        return RETURNED
+    if in_torch:
+        return Stuck(f"wait{{s}} in torch.distributed.{in_torch[-1]} ({place(frames, cells)})", True)
+    return Stuck(f"stand{{s}} at {place(frames, cells)}, in no collective", False)
+
+
+def say(text: str, ranks: list[int]) -> str:
+    return f"{name(ranks)} {text.replace('{s}', 's' if len(ranks) == 1 else '')}"
+
+
+def hang(timeout_s: float, stuck: dict[int, Stuck], dumps: dict[int, str], cells: dict[str, str]) -> LaunchTimeout:
+    """The report of a launch that ran out of time: those who are behind come first."""
+    blamed = [rank for rank, where in stuck.items() if not where.waits]
+    for group in {where.group for where in stuck.values() if where.group} if not blamed else ():
+        numbers = {rank: where.seq for rank, where in stuck.items() if where.group == group}
+        if len(set(numbers.values())) > 1:
+            blamed += [rank for rank, number in numbers.items() if number == min(numbers.values())]
+    order = sorted(stuck, key=lambda rank: (rank not in blamed, rank))
+    alike: dict[str, list[int]] = {}
+    for rank in order:
+        alike.setdefault(stuck[rank].text, []).append(rank)
+    told = "; ".join(say(text, ranks) for text, ranks in alike.items())
+    if not any(where.waits for where in stuck.values()):
+        told += "; if this is only slow, raise timeout_s"
+    stacks: dict[str, list[int]] = {}
+    for rank in order:
+        stacks.setdefault(stack_text(dumps.get(rank, ""), cells), []).append(rank)
+    text = "\n".join(f"{name(ranks).capitalize()}, {stack}" for stack, ranks in stacks.items() if stack)
+    return LaunchTimeout(f"not finished after {timeout_s:g} s: {told}", tuple(sorted(blamed) or sorted(stuck)), text)

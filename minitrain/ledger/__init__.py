@@ -1,0 +1,11 @@
+"""The account of a run: bytes sent, FLOPs spent, memory held, in order. Real and dry runs write the same one.
+
+First  ledger              Ledger: open it around what is to be counted
+then   operators           what one operator costs
+       memory_meter        every block of memory from birth to death
+
+This folder is one module to its users: `from minitrain.ledger import Ledger`.
+"""
+from minitrain.ledger.ledger import Ledger
+
+__all__ = ["Ledger"]

@@ -1,0 +1,275 @@
+"""The exact account of what one rank does: bytes it sends, FLOPs it spends, memory it holds, in which order.
+
+    with Ledger() as ledger:
+        with ledger.phase("forward"):
+            loss = loss_of(model(tokens), targets)
+        ...
+    print(ledger.table())
+
+Three instruments write it. A dispatch mode of torch sees every operator, those of backward too (`operators.py`: what
+one costs). The collectives report every call: bytes are counted where a buffer is handed to the network; where the
+backend moves the data itself, the volume is charged from the chunk plan and `planned` is True. Weak references see
+every tensor die (`memory_meter.py`). Nothing is estimated and nothing timed: a real run and a dry run of the same code
+give the same account, event by event.
+
+What is inside a collective belongs to it. Its additions are part of the communication and no Compute events, whichever
+thread carries them out; the memory it holds counts like any other. Operators run by another thread of yours are not
+seen (a mode belongs to its thread; backward takes it along), nor is the inside of a compiled function.
+Costs some ten microseconds per operator while open. A closed ledger holds numbers only and can be sent elsewhere.
+
+A causal attention kernel counts the scores its mask leaves, so that layouts of a sequence can be compared;
+`Ledger(causal="square")` counts all T², as the papers' formulas do (`accounting.compute` has both, by the same names).
+
+Raises ValueError when a ledger is opened a second time, and for another value of `causal`.
+FLOP counting by dispatch mode is the idea of torch.utils.flop_counter, storages held by weak reference that of
+torch.distributed._tools.mem_tracker. Differs: one account for both and for communication, of a dry run too.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minitrain import collectives
+from minitrain.collectives.call_log import Call
+from minitrain.simulate.events import Compute, Event, Issue, Wait
+from minitrain.ledger.memory_meter import KINDS, MemoryMeter
+from minitrain.ledger.operators import FLOATS, Operator, describe, tensors
+
+
+class Ledger:
+    """One run's account, to be read while it is open or after. Bytes are bytes of this rank."""
+
+    def __init__(self, *, causal: str = "triangle") -> None:
+        if causal not in ("triangle", "square"):
+            raise ValueError(f"causal = {causal!r}; use 'triangle' (the scores a causal mask leaves) or 'square' (all, as in papers)")
+        self.causal = causal
+        self._events: list[Compute | _Issued | Wait] = []
+        self._calls: list[_Issued] = []
+        self._pending: dict[int, _Issued] = {}      # id of the call -> the call, until it has been waited for
+        self._memory = MemoryMeter(now=lambda: len(self._events))
+        self._phase = ""
+        self._open: ExitStack | None = None
+        self._used = False
+
+    def __enter__(self) -> "Ledger":
+        if self._used:
+            raise ValueError("this Ledger has accounted for a run already; make a new one: `with Ledger() as ledger`")
+        self._used = True
+        self._open = ExitStack()
+        self._open.callback(self._memory.close)
+        self._memory.open()
+        self._open.enter_context(collectives.observe(self._on_call))
+        self._open.enter_context(_Watch(self))
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._open.close()
+        self._open = None
+        self._pending.clear()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Label the events inside: `with ledger.phase("forward")`. The innermost label holds."""
+        outer, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = outer
+
+    # ---- communication ---------------------------------------------------------------------------------------------
+
+    def sent_bytes(self, op: str | None = None, axis: str | None = None) -> int:
+        """Bytes this rank handed to the network, in all calls or those of one operation and one mesh axis."""
+        return sum(call.sent_bytes for call in self._matching(op, axis))
+
+    def payload_bytes(self, op: str | None = None, axis: str | None = None) -> int:
+        """The sum of the sizes S which the papers' formulas start from."""
+        return sum(call.payload_bytes for call in self._matching(op, axis))
+
+    def num_calls(self, op: str | None = None, axis: str | None = None) -> int:
+        return len(self._matching(op, axis))
+
+    @property
+    def planned(self) -> bool:
+        """Some volume was charged from the plan, not counted (NCCL, dry run)."""
+        return any(issued.call.planned for issued in self._calls)
+
+    def _matching(self, op: str | None, axis: str | None) -> list:
+        return [issued.call for issued in self._calls
+                if op in (None, issued.call.op) and axis in (None, issued.call.axis)]
+
+    # ---- computation -----------------------------------------------------------------------------------------------
+
+    @property
+    def flops(self) -> int:
+        return sum(self.flops_by_operator.values())
+
+    @property
+    def flops_by_operator(self) -> dict[str, int]:
+        """FLOPs of every operator that has some, the most expensive first."""
+        return self._flops_by(lambda compute: compute.name)
+
+    @property
+    def flops_by_phase(self) -> dict[str, int]:
+        return self._flops_by(lambda compute: compute.phase)
+
+    def _flops_by(self, key) -> dict[str, int]:
+        total: defaultdict[str, int] = defaultdict(int)
+        for event in self._events:
+            if type(event) is Compute and event.flops:
+                total[key(event)] += event.flops
+        return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
+
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all tensors that live now; of a closed ledger: that lived when it was closed."""
+        return self._memory.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._memory.peak_bytes
+
+    @property
+    def live_by_kind(self) -> dict[str, int]:
+        return self._memory.live_by_kind()
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """What the peak consists of (the first moment at which it was reached)."""
+        return self._memory.peak_by_kind()
+
+    def timeline(self) -> list[tuple[int, dict[str, int]]]:
+        """(index of the event, live bytes by kind at its fullest moment), wherever something was born or died."""
+        return list(self._memory.timeline())
+
+    # ---- the order of things ---------------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> list[Event]:
+        return [event.event() if type(event) is _Issued else event for event in self._events]
+
+    def table(self) -> str:
+        """Three small tables: calls per operation and axis, FLOPs per operator, memory per kind."""
+        def traffic(*which):
+            return self.num_calls(*which), self.payload_bytes(*which), self.sent_bytes(*which)
+
+        calls = dict.fromkeys((issued.call.op, issued.call.axis) for issued in self._calls)
+        live, peak = self.live_by_kind, self.peak_by_kind
+        return _Shown("\n\n".join((
+            _grid(("communication", "calls", "payload bytes", "planned bytes" if self.planned else "sent bytes"),
+                  [(f"{op} {axis}", *traffic(op, axis)) for op, axis in calls], ("total", *traffic())),
+            _grid(("computation", "FLOPs"), self.flops_by_operator.items(), ("total", self.flops)),
+            _grid(("memory", "live bytes", "at the peak"), [(kind, live[kind], peak[kind]) for kind in KINDS],
+                  ("total", self.live_bytes, self.peak_bytes)))))
+
+    # ---- what the instruments report -------------------------------------------------------------------------------
+
+    def _on_call(self, kind: str, subject) -> None:
+        if kind == "buffer":
+            self._memory.name(subject, "buffers", older=False)
+        elif kind == "resized":
+            self._memory.resized(subject)
+        elif kind == "issue":
+            issued = self._pending[id(subject)] = _Issued(subject, len(self._calls), self._phase, _members(subject))
+            self._calls.append(issued)
+            self._events.append(issued)
+        elif id(subject) in self._pending:
+            self._events.append(Wait(self._pending.pop(id(subject)).id))
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operator of this thread on its way to the kernel."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False    # else torch imports its compiler at the first operator: two seconds in every rank
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger, self._memory = ledger, ledger._memory
+        self._describe = cache(partial(describe, causal=ledger.causal))
+        self._event = cache(Compute)    # equal events are one object: thousands would keep the garbage collector busy
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        operator = self._describe(func)
+        if operator.composite:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if not operator.bookkeeping:
+            self._account(operator, args, kwargs, result)
+        return result
+
+    def _account(self, operator: Operator, args: tuple, kwargs: dict, result) -> None:
+        memory = self._memory
+        inputs = [] if operator.allocates else operator.inputs(args, kwargs)
+        read = [min(tensor.nbytes, memory.read(tensor)) for tensor in inputs]
+        if operator.views:
+            return
+        outputs = tensors(result)
+        if operator.mutates:
+            for target in operator.targets(args, kwargs):
+                memory.read(target)     # lest it be taken for new-born below
+                if all(target is not output for output in outputs):
+                    outputs.append(target)
+        births = memory.births
+        written = sum([min(tensor.nbytes, memory.write(tensor)) for tensor in outputs])
+        if operator.allocates or (births == memory.births and not operator.mutates):
+            return                      # memory that nobody has written yet, or a view by another name
+        if operator.gathers:
+            read[0] = written
+        elif operator.scatters:
+            read[0] = written = read[-1]
+        elif operator.ignores_first and read:
+            read[0] = 0
+        flops = operator.flops(*args, **kwargs, out_val=result) if operator.flops else 0
+        if flops or written:
+            dtype = next((FLOATS[tensor.dtype] for tensor in outputs if tensor.dtype in FLOATS), "")
+            event = self._event(operator.name, flops, sum(read) + written, self._ledger._phase, dtype)
+            self._ledger._events.append(event)
+
+
+@dataclass(slots=True)
+class _Issued:
+    """A call in its place among the events. What it sent is known only when it is complete, hence asked for late."""
+
+    call: Call
+    id: int
+    phase: str
+    members: tuple[int, ...]
+
+    def event(self) -> Issue:
+        call = self.call
+        return Issue(self.id, call.op, call.axis, self.members, call.payload_bytes, call.sent_bytes, call.seq,
+                     call.site, self.phase)
+
+
+def _members(call: Call) -> tuple[int, ...]:
+    """The ranks that take part; of a message: (source, destination)."""
+    if call.peer is None:
+        return call.members
+    rank = collectives.world().rank()
+    return (rank, call.peer) if call.op == "send" else (call.peer, rank)
+
+
+class _Shown(str):
+    """Text that a notebook shows as it is, without print."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _grid(head: tuple[str, ...], rows: Iterable[tuple], last: tuple) -> str:
+    """Names to the left, numbers to the right with their thousands set apart."""
+    lines = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in (head, *rows, last)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in lines)

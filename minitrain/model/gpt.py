@@ -1,0 +1,275 @@
+"""A GPT as a list of layers `(x, positions) -> x`; it asks nobody and knows nothing of ranks.
+
+    layer 0           token table (and learned positions)        tokens[B, T]  -> x[B, T, D]
+    layers 1 .. L     blocks: attention and MLP                  x[B, T, D]    -> x[B, T, D]
+    layer L+1         last norm and output table                 x[B, T, D]    -> logits[B, T, V]
+
+A pipeline stage is a slice of that list (`GPT(config, layers=range(2, 4))`) and its parameters keep their global names
+(`layers.3.mlp.up.weight`). Every parameter is filled from a seed made of that name and the run's seed, so any rank
+builds any slice equal to the reference, in any order, without a broadcast. A head that is tied to a token table on
+another stage starts equal to it, and stays so if the two gradients are added.
+
+Memory: 4 bytes per parameter in float32; activations as `accounting.memory` counts them. Sends nothing.
+Raises ValueError for tokens outside the vocabulary (on a CPU, where torch notices), tokens that are not integers, and
+sequences longer than `max_positions`.
+
+Radford et al. 2019 (GPT-2), section 2.3: pre-norm, output projections start smaller by sqrt(2L); Black et al. 2022
+(GPT-NeoX-20B), arXiv:2204.06745, section 2: parallel residual; Wang et al. 2022 (DeepNorm), arXiv:2203.00555; Zeng et
+al. 2022 (GLM-130B), arXiv:2210.02414, section 2.1. Differs: weights are drawn per name and not from one stream, and the
+draw is float32 on the CPU, whatever dtype and device follow.
+"""
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitrain.model.config import GPTConfig, presets
+from minitrain.model.layers import MLP, Attention, Dropout, LatentAttention, Linear, causal_attention, norm
+
+__all__ = ["GPT", "Block", "Embedding", "GPTConfig", "Head", "Stages", "cross_entropy_sum", "generate", "presets", "seed_of"]
+
+MASKED = -100       # a target that does not count
+
+
+def lookup(table: Tensor, ids: Tensor, what: str, limit: str) -> Tensor:
+    """Rows `ids` of the table. Where torch notices a wrong id (on a CPU) the error names it; to look first would cost
+    an operator everywhere and a synchronisation on a GPU."""
+    try:
+        return F.embedding(ids, table)
+    except IndexError:
+        place = ((ids < 0) | (ids >= table.size(0))).nonzero()[0].tolist()
+        raise ValueError(f"{what} {ids[tuple(place)].item()} at {place}; {limit} is {table.size(0)} "
+                         f"(0..{table.size(0) - 1})") from None
+
+
+class Embedding(nn.Module):
+    """Layer 0: rows of the token table, plus learned positions, plus a norm where the model has them."""
+
+    token_rows = position_rows = staticmethod(lookup)       # who cuts the tables over ranks brings their own
+
+    def __init__(self, config: GPTConfig, name: str, **place):
+        super().__init__()
+        self.config, self.name = config, name
+        self.tokens = nn.Parameter(torch.empty(config.vocab_size, config.d_model, **place))
+        if config.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(config.max_positions, config.d_model, **place))
+        self.norm = norm(config, **place) if config.embedding_norm else nn.Identity()
+        self.dropout = Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        if tokens.is_floating_point() or tokens.dim() != 2:
+            raise ValueError(f"tokens are {tokens.dtype} {list(tokens.shape)}; expected int64 [B, T]")
+        if tokens.size(1) > self.config.max_positions:
+            raise ValueError(f"sequence {tokens.size(1)} > max_positions {self.config.max_positions}; "
+                             "cut the sequence or raise max_positions")
+        x = self.token_rows(self.tokens, tokens, "token", "vocab_size")
+        if self.config.positions == "learned":
+            x = x + self.position_rows(self.positions, positions, "position", "max_positions")
+        return self.dropout(self.norm(x), positions)
+
+
+class Block(nn.Module):
+    """Attention and MLP around a residual stream, with the norms in one of four places.
+
+        pre        x + f(norm(x))                             the usual one: the stream itself is never normed
+        parallel   x + attention(norm1(x)) + mlp(norm2(x))    both at once: one all-reduce under tensor parallelism
+        post       norm(x + f(x))                             the original; deep down all tokens become one vector
+        deepnorm   norm(alpha·x + f(x))                       post-norm for depth: alpha = sqrt(2L), smaller weights
+    """
+
+    def __init__(self, config: GPTConfig, name: str, attention: Callable = causal_attention, **place):
+        super().__init__()
+        self.config, self.name = config, name
+        self.norm1 = norm(config, **place)
+        self.attention = (LatentAttention if config.kv_latent else Attention)(config, attention, **place)
+        self.norm2 = norm(config, **place)
+        self.mlp = MLP(config, **place)
+        self.dropout1, self.dropout2 = Dropout(config.dropout), Dropout(config.dropout)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        def attention(x):
+            return self.dropout1(self.attention(x, positions), positions)
+
+        def mlp(x):
+            return self.dropout2(self.mlp(x), positions)
+
+        match self.config.residual:
+            case "pre":
+                x = x + attention(self.norm1(x))
+                return x + mlp(self.norm2(x))
+            case "parallel":
+                return x + attention(self.norm1(x)) + mlp(self.norm2(x))
+            case "post" | "deepnorm" as kind:
+                alpha = deepnorm(self.config.num_layers)[0] if kind == "deepnorm" else 1.0
+                x = self.norm1(alpha * x + attention(x))
+                return self.norm2(alpha * x + mlp(x))
+
+
+def deepnorm(num_layers: int) -> tuple[float, float]:
+    """(alpha, beta) of GLM-130B: the residual is sqrt(2L) times larger; values, outputs, MLP start as much smaller."""
+    return math.sqrt(2 * num_layers), 1 / math.sqrt(2 * num_layers)
+
+
+class Head(nn.Module):
+    """Layer L+1: last norm (post-norm blocks have theirs already) and the scores of every token of the vocabulary."""
+
+    def __init__(self, config: GPTConfig, name: str, **place):
+        super().__init__()
+        self.name = name
+        self.norm = norm(config, **place) if config.residual in ("pre", "parallel") else nn.Identity()
+        self.out = Linear(config.d_model, config.vocab_size, bias=False, **place)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.out(self.norm(x))
+
+
+class Layers(nn.ModuleList):
+    """A list of layers that may start or stop anywhere: an index counts from its first, a name is the global number."""
+
+    def __getitem__(self, index):
+        return list(self)[index]
+
+
+class GPT(nn.Module):
+    """The model, or the slice `layers` of it (numbers from 0, the embedding, to L + 1, the head)."""
+
+    def __init__(self, config: GPTConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32,
+                 device: torch.device | str | None = None, attention: Callable = causal_attention,
+                 layers: Iterable[int] | None = None):
+        super().__init__()
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"dtype = {dtype!r}; use torch.float32, torch.bfloat16, torch.float16 or torch.float64")
+        self.config = config
+        last = config.num_layers + 1
+        place = dict(dtype=dtype, device=device)
+        self.layers = Layers()
+        for number in range(last + 1) if layers is None else layers:
+            if not 0 <= number <= last:
+                raise ValueError(f"layer {number}; this model has layers 0 (embedding) to {last} (head)")
+            kind = Embedding if number == 0 else Head if number == last else Block
+            extra = dict(attention=attention) if kind is Block else {}
+            self.layers.add_module(str(number), kind(config, f"layers.{number}", **extra, **place))
+        here = dict(self.layers.named_children())
+        if config.tied and "0" in here and str(last) in here:
+            here[str(last)].out.weight = here["0"].tokens
+        for name, parameter in self.named_parameters():
+            initialise(parameter, name, config, seed)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """tokens `[B, T]` -> logits `[B, T, V]`; a slice takes and gives what its first and last layer do."""
+        if x.dim() < 2:
+            raise ValueError(f"input is {list(x.shape)}; expected tokens [B, T] (or x [B, T, D] for later layers)")
+        if positions is None:
+            positions = torch.arange(x.size(1), device=x.device)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return x
+
+
+class Stages(nn.Module):
+    """The slices of a model that one rank of a pipeline has, by the number of the stage: `Stages(config, {1: range(2, 4)})`.
+
+    Both ends of a tied model on one rank share the table, as they do in a whole model.
+    """
+
+    def __init__(self, config: GPTConfig, cuts: Mapping[int, Iterable[int]], **settings):
+        super().__init__()
+        self.config = config
+        for number, layers in cuts.items():
+            self.add_module(str(number), GPT(config, layers=layers, **settings))
+        here = {layer.name: layer for layer in self.layers}
+        if config.tied and {"layers.0", self.head} <= here.keys():
+            here[self.head].out.weight = here["layers.0"].tokens
+
+    def items(self) -> list[tuple[int, GPT]]:
+        return [(int(number), stage) for number, stage in self.named_children()]
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return [layer for _, stage in self.items() for layer in stage.layers]
+
+    @property
+    def head(self) -> str:
+        return f"layers.{self.config.num_layers + 1}"
+
+    def global_parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in the whole model, where a tied table has the name of its first place."""
+        return {name: param for part in self.parts() for param, name in part.items()}
+
+    def parts(self) -> list[dict[nn.Parameter, str]]:
+        """The parameters of each stage with their global names; last those that two stages here share."""
+        tied = f"{self.head}.out.weight" if self.config.tied else None
+        parts, shared = [], {}
+        for _, stage in self.items():
+            part = {param: "layers.0.tokens" if name == tied else name for name, param in stage.named_parameters()}
+            again = {param: name for param, name in part.items() if any(param in other for other in parts)}
+            shared |= again
+            parts.append(part)
+        return [{param: name for param, name in part.items() if param not in shared} for part in parts] + [shared] * bool(shared)
+
+
+def seed_of(name: str, seed: int = 0) -> int:
+    """63 bits that depend on every letter of the name; Python's own hash would differ from process to process."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()) >> 1
+
+
+@torch.no_grad()
+def initialise(parameter: Tensor, name: str, config: GPTConfig, seed: int):
+    """Fills one parameter from its global name. A dry run does the same operators, so that its account is the same."""
+    fake = type(parameter) is not nn.Parameter
+    if parameter.is_meta or (fake and not parameter.is_cpu):            # no memory; or a GPU that torch may not know
+        return
+    if parameter.dim() == 1:
+        parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        return
+    if config.tied and name == f"layers.{config.num_layers + 1}.out.weight":
+        name = "layers.0.tokens"                                        # a stage with the head only: the same table
+    in_place = parameter.is_cpu and parameter.dtype == torch.float32
+    values = parameter if in_place else torch.empty(parameter.shape, dtype=torch.float32)
+    values.normal_(0.0, _std(name, parameter, config), generator=torch.Generator().manual_seed(seed_of(name, seed)))
+    if not in_place:
+        parameter.copy_(values)
+
+
+def _std(name: str, parameter: Tensor, config: GPTConfig) -> float:
+    number, module = int(name.split(".")[1]), name.split(".")[-2]
+    if not 1 <= number <= config.num_layers:
+        return 0.02                                                                             # the tables
+    if config.residual in ("post", "deepnorm"):                                                 # Xavier, as in 2017
+        small = config.residual == "deepnorm" and module in ("v", "v_up", "out", "up", "gate", "down")
+        return (deepnorm(config.num_layers)[1] if small else 1.0) * math.sqrt(2 / sum(parameter.shape))
+    return 0.02 / math.sqrt(2 * config.num_layers) if module in ("out", "down") else 0.02
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum over the targets that count (not -100) of -log p(target). logits `[B, T, V]`, targets `[B, T]` -> scalar.
+
+    A sum and not a mean: whoever knows how many tokens count on all ranks divides once. If every target is masked it is
+    0 with zero gradients and no error, for another rank may hold tokens that count.
+    """
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, -2).to(exact), targets.flatten(), ignore_index=MASKED, reduction="sum")
+
+
+@torch.no_grad()
+def generate(model: Callable, prompt: Tensor, n: int, temperature: float = 1.0, seed: int = 0, window: int | None = None) -> Tensor:
+    """`[B, T]` tokens -> `[B, T + n]`: draws one token at a time; temperature 0 takes the likeliest. Keeps no cache."""
+    if temperature < 0:
+        raise ValueError(f"temperature = {temperature}; use 0 (the likeliest token) or more")
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    tokens, training = prompt, model.training
+    model.train(False)
+    try:
+        for _ in range(n):
+            logits = model(tokens[:, -(window or model.config.max_positions):])[:, -1].float()
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                token = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+            tokens = torch.cat((tokens, token), dim=1)
+    finally:
+        model.train(training)
+    return tokens

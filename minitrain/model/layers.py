@@ -1,0 +1,285 @@
+"""The parts of a Transformer block: rotary positions, attention cores, attention (MHA, GQA, MQA, MLA) and MLP.
+
+    attention     Y[B, T, D] = concat_h softmax(Q_h K_hᵀ / sqrt(K)) V_h · W_out        causal
+    MLP           Y[B, T, D] = act(X · W_up) · W_down           gated:  (act(X · W_gate) * (X · W_up)) · W_down
+
+No layer stores how many heads it has: it counts them in the width it finds (`b t (h k) -> b h t k`, k given), so that a
+layer whose weights were cut to H/tp heads is still the same layer. The *core* of the attention is an argument,
+`core(q, k, v)` with q `[B, H, T, K]` and k, v `[B, H_kv, T, K]`; it is causal in the order of the tokens it is given;
+a model with ALiBi gives it `bias=` (alibi.py), one with dropout `dropout=`, others neither. Another argument is the way
+one input meets several matrices, `project(x, linears)`: who cuts these matrices over ranks brings x there.
+`positions` `[T]` or `[B, T]` are data and come along with the tokens: a rank that holds the second half of a sequence
+is given T/2, T/2 + 1, … and needs to know nothing else.
+
+Vaswani et al. 2017, arXiv:1706.03762, section 3; Zhang and Sennrich 2019 (RMSNorm), arXiv:1910.07467; Su et al. 2021
+(RoPE), arXiv:2104.09864, section 3.2.2; Shazeer 2019 (MQA), arXiv:1911.02150; Ainslie et al. 2023 (GQA),
+arXiv:2305.13245; DeepSeek-AI 2024 (MLA), arXiv:2405.04434, section 2.1; Shazeer 2020 (gated units), arXiv:2002.05202.
+Differs: RoPE turns the pairs (i, i + K/2), as GPT-NeoX does, where its paper turns (2i, 2i + 1); one is the other with
+the columns of each head in another order.
+"""
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from minitrain.attention.alibi import Alibi, alibi_slopes
+from minitrain.model.config import GATED, GPTConfig
+
+
+class Linear(nn.Linear):
+    """torch's, without its own random start: the model fills every parameter from the parameter's global name."""
+
+    def reset_parameters(self):
+        pass
+
+
+class Dropout(nn.Dropout):
+    """torch's, with a mask of one byte an element on every device (on a CPU torch keeps one as wide as the input)."""
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`positions` are for those that stand in its place and know what to drop from them (minitrain/attention/dropout.py)."""
+        return drop(x, self.p if self.training else 0.0)
+
+
+def drop(x: Tensor, p: float | Callable) -> Tensor:
+    """Zeroes each element with probability p and scales the others by 1/(1-p); draws from torch's global generator.
+    A mask that is known already is a function of x in the place of p."""
+    if callable(p):
+        return p(x)
+    return torch.native_dropout(x, p, True)[0] if p else x
+
+
+def norm(config: GPTConfig, width: int | None = None, **place) -> nn.Module:
+    """RMSNorm x / rms(x) · w, or LayerNorm (x - mean) / std · w + b."""
+    width = width or config.d_model
+    if config.norm == "rms":
+        return RMSNorm(width, config.norm_eps, **place)
+    return nn.LayerNorm(width, config.norm_eps, bias=config.bias, **place)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, but it keeps only x for backward on every device. On CUDA torch's own kernel does so; elsewhere torch
+    builds the norm from parts which keep two copies of x, in float32 even if x is bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.is_cuda else _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, scale = rms_norm_forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *rms_norm_backward(dy, *ctx.saved_tensors), None
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x `[..., D]` -> y = x · scale · weight, and scale = 1/rms(x) `[..., 1]` in at least float32."""
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = (torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square() / x.size(-1) + eps).rsqrt()
+    return (exact * scale).mul_(weight).to(x.dtype), scale
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """With n = x · scale and g = dy · weight:   dx = scale · (g - n · mean(g · n))   and   dweight = Σ dy · n."""
+    normed = x * scale
+    dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    g = dy * weight.to(normed.dtype)
+    mean = (g * normed).mean(-1, keepdim=True)
+    return g.sub_(normed.mul_(mean)).mul_(scale).to(x.dtype), dweight
+
+
+def project(x: Tensor, linears: tuple[nn.Module, ...]) -> tuple[Tensor, ...]:
+    """One input, several matrices: Q, K and V, or up and gate."""
+    return tuple(linear(x) for linear in linears)
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
+    """RoPE: turns the pair (x_i, x_{i+R/2}) of a head by the angle position · theta^(-2i/R).
+
+    x `[B, H, T, R]`, R even; positions `[T]` or `[B, T]`. The product of a rotated query and a rotated key depends on
+    the difference of their positions only.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)          # angles in bf16 would be wrong from position 256 on
+    exponents = torch.arange(0, x.size(-1), 2, device=x.device, dtype=exact) / x.size(-1)
+    angles = positions.to(exact).unsqueeze(-1) * theta ** -exponents                              # [(B,) T, R/2]
+    angles = angles.unsqueeze(-3)                                                                 # [(B,) 1, T, R/2]
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None,
+                     dropout: float | Callable = 0.0) -> Tensor:
+    """torch's fused attention. q `[B, H, T, K]`, k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`. It takes no mask that it has not drawn.
+    A bias is added to the scores: numbers that fit `[B, H, T, T]`, or ALiBi's, of the positions of these tokens."""
+    if q.size(-2) != k.size(-2):
+        raise ValueError(f"causal_attention: {q.size(-2)} queries, {k.size(-2)} keys; it is written for as many of both")
+    if callable(dropout):
+        return naive_attention(q, k, v, bias=bias, dropout=dropout)
+    if bias is not None:
+        bias = bias.own(q) if isinstance(bias, Alibi) else bias
+        bias = bias + future(q.size(-2), bias)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=bias is None,
+                                          enable_gqa=q.size(1) != k.size(1))
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None,
+                    dropout: float | Callable = 0.0) -> Tensor:
+    """The same in five lines, so that each FLOP and each saved tensor can be seen: `[B, H, T, T]` scores are kept."""
+    bias = bias.own(q) if isinstance(bias, Alibi) else bias
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) if x.size(1) != q.size(1) else x for x in (k, v))
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + future(q.size(-2), q)
+    probabilities = F.softmax(scores if bias is None else scores + bias, dim=-1)
+    return drop(probabilities, dropout) @ v
+
+
+def future(length: int, like: Tensor) -> Tensor:
+    """`[T, T]`: -inf where the key comes after the query, else 0. Added, not filled in: a sum saves nothing."""
+    return like.new_full((length, length), -math.inf).triu(1)
+
+
+class Attention(nn.Module):
+    """Multi-head attention whose keys and values may be shared by groups of heads (GQA; one group: MQA)."""
+
+    project = staticmethod(project)
+
+    def __init__(self, config: GPTConfig, core: Callable = causal_attention, **place):
+        super().__init__()
+        self.config, self.core = config, core
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q = Linear(config.d_model, heads, bias=config.bias, **place)
+        self.k = Linear(config.d_model, kv_heads, bias=config.bias, **place)
+        self.v = Linear(config.d_model, kv_heads, bias=config.bias, **place)
+        self.out = Linear(heads, config.d_model, bias=config.bias, **place)
+        if config.positions == "alibi":      # a buffer with a head per row, so that whoever cuts the heads cuts it too
+            self.register_buffer("slopes", torch.tensor(alibi_slopes(config.num_heads), **place), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        q, k, v = (rearrange(y, "b t (h k) -> b h t k", k=self.config.head_dim)
+                   for y in self.project(x, (self.q, self.k, self.v)))                           # [B, H, T, K]
+        if self.config.positions == "rope":
+            q, k = self.rotated(q, positions), self.rotated(k, positions)
+        out = self.core(q, k, v, **self._extras(positions))
+        return self.out(rearrange(out, "b h t k -> b t (h k)"))
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries or keys `[B, H, T, K]` with RoPE, on as much of a head as the model turns."""
+        width = self.config.rotated_dim
+        if width == x.size(-1):
+            return rotate(x, positions, self.config.rope_theta)
+        return torch.cat((rotate(x[..., :width], positions, self.config.rope_theta), x[..., width:]), dim=-1)
+
+    def _extras(self, positions: Tensor) -> dict:
+        """What few models need is handed over only when needed: a core without ALiBi or dropout stays core(q, k, v)."""
+        extras = {}
+        if self.config.positions == "alibi":
+            extras["bias"] = Alibi(self.slopes, positions)
+        if self.config.dropout and self.training:
+            extras["dropout"] = self.config.dropout
+        return extras
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: of a token only a latent c and one rotated key r, shared by all heads, need be kept.
+
+        [c, r] = x · W_kv_down        k_h = [c · W_k_up,h, rope(r)]        v_h = c · W_v_up,h
+                                      q_h = [plain_h, rope(turned_h)]      from x, or from a query latent
+
+    A cache holds kv_latent + rope_head_dim numbers per token and layer, whatever the number of heads.
+    """
+
+    def __init__(self, config: GPTConfig, core: Callable = causal_attention, **place):
+        super().__init__()
+        self.config, self.core = config, core
+        plain, turned, heads = config.head_dim, config.rope_head_dim, config.num_heads
+        if config.query_latent:
+            self.q_down = Linear(config.d_model, config.query_latent, bias=config.bias, **place)
+            self.q_norm = norm(config, config.query_latent, **place)
+        self.q_up = Linear(config.query_latent or config.d_model, heads * (plain + turned), bias=False, **place)
+        self.kv_down = Linear(config.d_model, config.kv_latent + turned, bias=config.bias, **place)
+        self.kv_norm = norm(config, config.kv_latent, **place)
+        self.k_up = Linear(config.kv_latent, heads * plain, bias=False, **place)
+        self.v_up = Linear(config.kv_latent, heads * plain, bias=False, **place)
+        self.out = Linear(heads * plain, config.d_model, bias=config.bias, **place)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """As it is trained: keys and values of every head are written out, then attention as always."""
+        out = self.attend(*self.compress(x), positions)
+        return self.out(rearrange(out, "b h t k -> b t (h k)"))
+
+    def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The narrow part: x `[B, T, D]` -> query latent `[B, T, query_latent]`, and [c, r] `[B, T, kv_latent + R]`."""
+        return self.q_down(x) if self.config.query_latent else x, self.kv_down(x)
+
+    def attend(self, query_latent: Tensor, kv_latent: Tensor, positions: Tensor) -> Tensor:
+        """The wide part: norms, up-projections and core -> `[B, H, T, K]`."""
+        plain, turned, latent, shared_key = self._parts(query_latent, kv_latent, positions)
+        k, v = (rearrange(up(latent), "b t (h k) -> b h t k", k=self.config.head_dim) for up in (self.k_up, self.v_up))
+        k = torch.cat((k, shared_key.expand(-1, k.size(1), -1, -1)), dim=-1)
+        extras = {"dropout": self.config.dropout} if self.config.dropout and self.training else {}
+        return self.core(torch.cat((plain, turned), dim=-1), k, v, **extras)
+
+    def absorbed(self, x: Tensor, positions: Tensor) -> Tensor:
+        """As it is served, and equal to forward: W_k_up moves to the queries, W_v_up behind the core.
+
+        q · (c · W)ᵀ = (q · Wᵀ) · cᵀ, so what is left is MQA: one key [c, rope(r)] and one value c for every head.
+        """
+        plain, turned, latent, shared_key = self._parts(*self.compress(x), positions)
+        k_up, v_up = (rearrange(up.weight, "(h k) c -> h k c", k=self.config.head_dim) for up in (self.k_up, self.v_up))  # [H, K, c]
+        q = torch.cat((torch.einsum("bhtk,hkc->bhtc", plain, k_up), turned), dim=-1)
+        k = torch.cat((latent.unsqueeze(1), shared_key), dim=-1)
+        q = q * math.sqrt(q.size(-1) / (plain.size(-1) + turned.size(-1)))     # the core will divide by the wider root
+        out = torch.einsum("bhtc,hkc->bhtk", self.core(q, k, latent.unsqueeze(1)), v_up)
+        return self.out(rearrange(out, "b h t k -> b t (h k)"))
+
+    def _parts(self, query_latent: Tensor, kv_latent: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Queries, plain `[B, H, T, K]` and turned `[B, H, T, R]`; c `[B, T, kv_latent]`; rope(r) `[B, 1, T, R]`."""
+        config = self.config
+        q = self.q_up(self.q_norm(query_latent) if config.query_latent else query_latent)
+        q = rearrange(q, "b t (h k) -> b h t k", k=config.head_dim + config.rope_head_dim)
+        plain, turned = q.split((config.head_dim, config.rope_head_dim), dim=-1)
+        latent, shared_key = kv_latent.split((config.kv_latent, config.rope_head_dim), dim=-1)
+        turned, shared_key = (rotate(part, positions, config.rope_theta) for part in (turned, shared_key.unsqueeze(1)))
+        return plain, turned, self.kv_norm(latent), shared_key
+
+
+class MLP(nn.Module):
+    """Two matrices of width F = 4·D, or with a gate three of width 8/3·D: 8·D² parameters either way."""
+
+    project = staticmethod(project)
+
+    def __init__(self, config: GPTConfig, **place):
+        super().__init__()
+        self.activation = config.activation
+        self.up = Linear(config.d_model, config.d_ff, bias=config.bias, **place)
+        if config.activation in GATED:
+            self.gate = Linear(config.d_model, config.d_ff, bias=config.bias, **place)
+        self.down = Linear(config.d_ff, config.d_model, bias=config.bias, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        *gate, up = self.project(x, (self.gate, self.up) if self.activation in GATED else (self.up,))
+        match self.activation:
+            case "gelu":
+                hidden = F.gelu(up)
+            case "gelu_tanh":
+                hidden = F.gelu(up, approximate="tanh")
+            case "fastgelu":
+                hidden = fast_gelu(up)
+            case "swiglu":
+                hidden = F.silu(*gate) * up
+            case "geglu":
+                hidden = F.gelu(*gate) * up
+        return self.down(hidden)
+
+
+def fast_gelu(x: Tensor) -> Tensor:
+    """x · sigmoid(1.702 x), at most 0.0203 away from GELU (Hendrycks and Gimpel 2016, section 2)."""
+    return x * torch.sigmoid(1.702 * x)

@@ -1,0 +1,7 @@
+"""Every picture of the course.
+
+First  charts              what each rank does when, what fills its memory when, and the curves
+       pipeline            schedules
+beside style               one palette named by meaning, one style
+       pipeline_widget     drag a schedule's sizes and costs
+"""

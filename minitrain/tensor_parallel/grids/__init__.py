@@ -1,0 +1,7 @@
+"""Matrices in blocks on grids of ranks.
+
+First  summa, cannon       the product of two matrices that nobody holds
+then   optimus             a Transformer's layer on a q x q grid
+       tesseract           d copies of it
+       cube                three dimensions
+"""

@@ -1,0 +1,75 @@
+"""Recipe: all that decides the numbers of a run besides model, text and layout, as plain frozen values. Flags of `minitrain train`.
+
+    run = parallelize(config, strategy, recipe.make_optimizer, seed=recipe.seed, frozen=recipe.frozen)
+    Trainer(run, text, recipe)
+
+The optimizer is AdamW, with masters in at least float32, over matrices that decay and vectors that do not; its rate goes up in a line
+and down half a cosine. torch is needed by a run only, not to read what a run would be.
+Raises ValueError in one line for values out of range.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import reduce
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Recipe:
+    steps: int = 1000                       # updates of the weights
+    batch_size: int = 8                     # rows of the global batch
+    length: int = 128                       # tokens of a row
+    lr: float = 3e-3                        # the highest learning rate
+    warmup: int | None = None               # steps until it is reached; else 20, or all there are
+    min_lr: float | None = None             # the rate at the end; else a tenth of lr
+    weight_decay: float = 0.1               # of matrices; norms and biases do not decay
+    clip: float = 1.0                       # the largest norm of the whole gradient; inf only measures it
+    seed: int = 0                           # of weights, the order of the text and dropout
+    frozen: tuple[str, ...] = ()            # patterns of parameters that are not trained, such as 'layers.0.*'
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: use at least 1")
+        warmup, min_lr = self._shape()
+        if not 0 <= min_lr <= self.lr < math.inf:
+            raise ValueError(f"lr={self.lr}, min_lr={min_lr}: need 0 <= min_lr <= lr, finite")
+        if not 0 <= warmup <= self.steps:
+            raise ValueError(f"warmup={warmup} of steps={self.steps}: lr is never reached; use 0 to {self.steps}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay}: must be >= 0, finite")
+        if not self.clip > 0:
+            raise ValueError(f"clip={self.clip}: must be > 0 (inf measures without clipping)")
+
+    def _shape(self) -> tuple[int, float]:
+        return (min(20, self.steps) if self.warmup is None else self.warmup, self.lr / 10 if self.min_lr is None else self.min_lr)
+
+    def lr_at(self, step: int) -> float:
+        """The rate of step 0, 1, 2, ..."""
+        from minitrain.training.optim import warmup_cosine
+
+        warmup, min_lr = self._shape()
+        return warmup_cosine(step, self.lr, warmup, self.steps, min_lr)
+
+    def freezes(self, name: str) -> bool:
+        """Is the parameter of that name left as it is?"""
+        return any(fnmatchcase(name, pattern) for pattern in self.frozen)
+
+    def make_optimizer(self, params: list):
+        """For `parallelize`."""
+        import torch
+        from minitrain.training.optim import AdamW
+
+        master = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
+        return AdamW(decaying_matrices(params, self.weight_decay), self.lr, betas=(0.9, 0.95), master_dtype=master)
+
+
+def decaying_matrices(params: Iterable, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices decay; norms and biases do not, their scale is not capacity. Shapes are those of whole parameters."""
+    params = list(params)
+    groups = [{"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
+              {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

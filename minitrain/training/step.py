@@ -1,0 +1,154 @@
+"""One training step, with one seam. `minitrain train --help` trains a model.
+
+    loss = sum over all valid tokens of the global batch of -log p(target)  /  number of those tokens
+
+The divisor is known before the first forward (one all-reduce of a count), so everything after it only adds:
+microbatches, ranks, later also stages and slices of a sequence. The gradient of a sum is the sum of the gradients,
+hence uneven batches and masks are no special case. What runs inside a step is an argument, `forward_backward(batch)`:
+gradient accumulation, below, is the schedule of a pipeline of one stage.
+
+    train_step:   zero_grad -> forward_backward -> reducer.finish() -> clip_grad_norm -> optimizer.step()
+
+Sends 2(n-1)/n of 8 bytes per batch, the count; gradients are the reducer's business, the norm is `optim`'s. Holds the
+activations of one microbatch. Asks for no number of a tensor, so a step runs as a dry run too.
+Raises ValueError in one line for a number of microbatches that the rows of a rank do not allow.
+Gradient accumulation with the network left out: Li et al. 2020, arXiv:2006.15704, section 3.2.4 (no_sync).
+Differs from Megatron-LM and torch's DDP: no mean over microbatches, ranks or the tokens of one rank. A mean of means
+is the loss above only if all counts are equal.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain import collectives
+from minitrain.data.batches import MASKED
+from minitrain.training.optim import clip_grad_norm
+
+
+class Batch(NamedTuple):
+    """This rank's rows, and the divisor of everyone's loss."""
+
+    tokens: Tensor  # int64 [B/dp, T]
+    targets: Tensor  # int64 [B/dp, T], MASKED where no loss is taken
+    num_valid: Tensor  # of the global batch; `valid_tokens` counts
+    positions: Tensor | None = None  # int64 [T] of the tokens, where they are not 0 .. T-1
+    step: int = 0  # which batch of the run this is,
+    first_row: int = 0  # and which of its rows is this rank's first: dropout is a function of these
+
+
+class StepResult(NamedTuple):
+    loss: Tensor  # this rank's part: the sum over the data group is the loss of the global batch
+    norm: Tensor | None  # of the whole gradient before clipping; None without clipping
+
+
+class Reducer(Protocol):
+    """Adds up gradients over ranks. While `enabled`, a backward may start it. Whoever runs backwards in an order of its own says what
+    they have found: `arrived(params)` after each, `ready(params)` after the last. `finish()` returns when all are sums."""
+
+    enabled: bool
+
+    def ready(self, params: Iterable[nn.Parameter]) -> None: ...
+
+    def arrived(self, params: Iterable[nn.Parameter]) -> None: ...
+
+    def lives(self) -> Iterable[Tensor]: ...  # memory of parameters besides their own: it is not a forward's to give away
+
+    def finish(self) -> None: ...
+
+
+class NoReducer:
+    """For one device: its gradients are the sums already."""
+
+    enabled = True
+
+    def ready(self, params: Iterable[nn.Parameter]) -> None:
+        pass
+
+    def arrived(self, params: Iterable[nn.Parameter]) -> None:
+        pass
+
+    def lives(self) -> Iterable[Tensor]:
+        return ()
+
+    def finish(self) -> None:
+        pass
+
+
+def valid_tokens(targets: Tensor, *groups) -> Tensor:
+    """How many targets are not masked, over all ranks of the groups that hold different tokens (one device: no group).
+    An int64 scalar, to be counted once per batch; 0 makes the loss NaN."""
+    count = (targets != MASKED).sum()
+    for group in groups:
+        count = collectives.all_reduce(count, group)
+    return count
+
+
+def train_step(
+    forward_backward: Callable[[Batch], Tensor],
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+    reducer: Reducer,
+    clip: float | None = None,
+    stages: ProcessGroup | None = None,
+) -> StepResult:
+    """Gradients of the global batch, then one step of the optimizer. `stages`: the ranks that have the other layers."""
+    optimizer.zero_grad()
+    loss = forward_backward(batch)
+    reducer.finish()  # as long as this takes, communication was not hidden behind backward
+    norm = None
+    if clip is not None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        norm = clip_grad_norm(params, clip, stages=stages, like=loss)
+    optimizer.step()
+    return StepResult(loss, norm)
+
+
+def accumulate(
+    model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], num_microbatches: int, reducer: Reducer,
+    at: Callable[[int, int], None] = lambda step, first_row: None,
+) -> Callable[[Batch], Tensor]:
+    """A `forward_backward` that cuts this rank's rows into microbatches, runs one after the other and adds up.
+
+    `loss_fn(logits, targets)` is a sum over tokens. Gradients add up locally and travel once, in the last backward.
+    `at(step, first_row)` is told which rows of the global batch come next (dropout.Places).
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches}: use at least 1")
+
+    def forward_backward(batch: Batch) -> Tensor:
+        rows = len(batch.tokens)
+        if rows < num_microbatches:
+            raise ValueError(f"num_microbatches={num_microbatches}, but this rank has {rows} rows: use at most {rows}, "
+                             "or a larger batch")
+        microbatches = zip(batch.tokens.tensor_split(num_microbatches), batch.targets.tensor_split(num_microbatches))
+        places = () if batch.positions is None else (batch.positions,)
+        total, first_row = torch.zeros((), device=batch.tokens.device), batch.first_row
+        for number, (tokens, targets) in enumerate(microbatches, start=1):
+            reducer.enabled = number == num_microbatches
+            at(batch.step, first_row)
+            first_row += len(tokens)
+            loss = loss_fn(model(tokens, *places), targets) / batch.num_valid
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+    return forward_backward
+
+
+def measure_peak_flops(
+    dtype: torch.dtype = torch.float32, device: torch.device | None = None, size: int = 1024
+) -> float:
+    """FLOP/s of this rank's best [size, size] · [size, size], of a few tries: the 100% that an MFU is a share of."""
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    best_s = math.inf
+    for _ in range(8):
+        started = time.perf_counter()
+        (a @ b)[0, 0].item()  # the number arrives when a GPU is done
+        best_s = min(best_s, time.perf_counter() - started)
+    return 2 * size**3 / best_s

@@ -1,0 +1,75 @@
+"""Every core over ranks with the layout of its tokens, and what one process finds for them with a bias and a mask."""
+from functools import partial
+
+from minitrain import collectives
+from minitrain.context.balanced import balanced_attention, unbalanced
+from minitrain.attention.blocks import FUSED, PLAIN
+from minitrain.context.burst import burst_attention
+from minitrain.attention.flash import flash_attention
+from minitrain.context.hybrid import dealt, double_ring_attention, loongtrain_attention, usp_attention
+from minitrain.context.layout import contiguous, striped, zigzag
+from minitrain.context.ring import ring_attention, ring_backward, ring_forward
+from minitrain.context.ring_self_attention import ring_self_attention
+from minitrain.context.sparing import Sparing
+from minitrain.context.ulysses import ulysses_attention
+from minitrain.context.wallfacer import wallfacer_attention
+from minitrain.attention.dropout import DropMask
+from minitrain.model.layers import causal_attention, naive_attention
+from minitrain.mesh import Mesh
+from tests.context.runs import K, inputs
+
+LAYOUTS = (contiguous, zigzag, striped)
+MASK = DropMask(0.3, seed=11, first_row=2, first_head=5)
+HEADS = (8, 4)
+
+
+def in_one_process(heads=HEADS, bias=None, mask=0.0, width=K):
+    """Out, dq, dk, dv: scores, bias, softmax, mask, product, and autograd."""
+    *qkv, dout = inputs(heads, width=width)
+    qkv = [x.requires_grad_() for x in qkv]
+    out = naive_attention(*qkv, bias=bias, dropout=mask)
+    out.backward(dout)
+    return [out.detach(), *(x.grad for x in qkv)]
+
+
+def in_one_axis(group):
+    """name -> (core, layout)."""
+    found = {}
+    for layout in LAYOUTS:
+        found[f"ring {layout.__name__}"] = partial(ring_attention, group=group, layout=layout), layout
+        found[f"rows {layout.__name__}"] = partial(ring_self_attention, group=group, layout=layout), layout
+        found[f"Ulysses {layout.__name__}"] = partial(ulysses_attention, group=group, layout=layout, core=flash_attention), layout
+    found["Ulysses, torch's"] = partial(ulysses_attention, group=group, core=causal_attention), contiguous
+    found["ring of PLAIN"] = partial(ring_attention, group=group, blocks=PLAIN), contiguous
+    found["balanced"] = partial(balanced_attention, group=group), contiguous
+    found["unbalanced"] = partial(balanced_attention, group=group, schedule=unbalanced), contiguous
+    way = dict(group=group, layout=zigzag, causal=True, blocks=FUSED)
+    found["sparing"] = Sparing(partial(ring_forward, **way), partial(ring_backward, **way)), zigzag
+    return found
+
+
+def in_two_axes(a, b):
+    mesh, found = Mesh(a=a, b=b), {}
+    outer, inner = mesh.group("a"), mesh.group("b")
+    for sends in ("queries", "keys"):
+        found[f"burst, {sends}"] = partial(burst_attention, across=outer, inside=inner, layout=striped, backward_sends=sends), striped
+    found["double ring"] = partial(double_ring_attention, outer=outer, inner=inner), zigzag
+    found["USP"] = partial(usp_attention, ring=outer, ulysses=inner), dealt(zigzag, b)
+    if a % b == 0:
+        for layout in LAYOUTS:
+            found[f"teams {layout.__name__}"] = partial(wallfacer_attention, ring=outer, team=inner, layout=layout), layout
+    return {f"{name}, {a} x {b}": way for name, way in found.items()}
+
+
+def in_three_axes():
+    mesh = Mesh(outer=2, inner=2, ulysses=2)
+    return {"LoongTrain": (partial(loongtrain_attention, **{axis: mesh.group(axis) for axis in mesh.shape}), dealt(zigzag, 2))}
+
+
+CORES = {2: lambda: in_one_axis(collectives.world()) | in_two_axes(2, 1) | in_two_axes(1, 2),
+         4: lambda: some("ring", "Ulysses striped", "balanced", "sparing", **in_one_axis(collectives.world())) | in_two_axes(2, 2),
+         8: lambda: some("USP", "teams zigzag", **in_two_axes(4, 2)) | some("USP", **in_two_axes(2, 4)) | in_three_axes()}
+
+
+def some(*names, **ways):
+    return {name: way for name, way in ways.items() if name.startswith(names)}

@@ -1,0 +1,360 @@
+"""Dropout by place: every layout, core, axis and schedule drops what one process drops; the statistics of the mask."""
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from minitrain import collectives, launch
+from minitrain.attention.blocks import FUSED, plain_backward
+from minitrain.context.burst import burst_attention
+from minitrain.attention.flash import flash_2, flash_attention
+from minitrain.context.hybrid import double_ring_attention, usp_attention
+from minitrain.context.layout import Tile, each_document, split, tiles, zigzag
+from minitrain.attention.packed import packed_attention
+from minitrain.attention.placed import Placed, placed
+from minitrain.context.ring import ring_attention, ring_backward, ring_forward
+from minitrain.context.sparing import Sparing
+from minitrain.context.ulysses import ulysses_attention
+from minitrain.context.wallfacer import wallfacer_attention
+from minitrain.attention.dropout import GAMMA, DropMask, DropRows, Places, drop_scores, keep, mix
+from minitrain.data.batches import MASKED
+from minitrain.model.layers import causal_attention, naive_attention
+from minitrain.ledger import Ledger
+from minitrain.mesh import Mesh
+from minitrain.model.gpt import cross_entropy_sum
+from minitrain.parallelize import parallelize
+from minitrain.strategy import Strategy
+from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
+from tests.context.runs import B, T, furthest, inputs, over
+from tests.parallel import TOLERANCE, Outcome, Problem, check_refusals, difference, small, train_parallel
+
+
+# ---- the generator ---------------------------------------------------------------------------------------------------
+
+def grid(p=0.5, seed=7, rows=2, heads=4, queries=360, keys=360):
+    return keep(p, seed, *(torch.arange(count) for count in (rows, heads, queries, keys)))
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_as_many_are_kept_as_asked_for(p):
+    """1,036,800 draws: the mean, and that of every row and column, within a few standard deviations."""
+    kept = grid(p).double()
+    for mean, count in ((kept.mean(), kept.numel()), (kept.mean((0, 1, 2)), 2880), (kept.mean((0, 1, 3)), 2880), (kept.mean((2, 3)), 129600)):
+        assert ((mean - (1 - p)).abs().max() / math.sqrt(p * (1 - p) / count)).item() < 5
+
+
+def test_neighbours_know_nothing_of_each_other():
+    """Correlation of a mask with its neighbours in every coordinate and with those of other seeds, in standard deviations."""
+    kept = grid()
+
+    def apart(one, other):
+        one, other = 2 * one.double() - 1, 2 * other.double() - 1
+        return abs((one * other).mean().item()) * math.sqrt(one.numel())
+
+    for dim in range(4):
+        for step in (1, 64) if kept.size(dim) > 64 else (1,):
+            assert apart(kept.narrow(dim, 0, kept.size(dim) - step), kept.narrow(dim, step, kept.size(dim) - step)) < 4.5, (dim, step)
+    assert apart(kept, kept.transpose(2, 3)) / math.sqrt(2) < 4.5                       # query and key are not the same to it
+    for seed in (8, -7, 7 + 2**32, GAMMA + 7, torch.tensor(2**62)):
+        assert apart(kept, grid(seed=seed)) < 4.5
+
+
+def test_every_bit_of_the_hash_depends_on_every_bit():
+    """Avalanche: one bit of the input turned over, each bit of the result turns over in half of the cases."""
+    numbers = torch.arange(4000)
+    bits = 1 << torch.arange(64)
+    before = mix(numbers.clone())
+    for bit in (0, 1, 31, 62):
+        turned = ((before ^ mix(numbers ^ (1 << bit))).unsqueeze(-1) & bits) != 0
+        assert (turned.double().mean(0) - 0.5).abs().max() < 5 * 0.5 / math.sqrt(4000)
+    assert mix(torch.tensor([GAMMA])).item() == 0xE220A8397B1DCDAF - 2**64        # splitmix64's first number for seed 0
+
+
+def test_the_mask_is_a_function_of_the_place():
+    kept, some = grid(), torch.tensor([5, 0, 359, 17])
+    assert torch.equal(keep(0.5, 7, torch.tensor([1]), torch.tensor([3, 1]), some, some + 0), kept[1:, [3, 1]][:, :, some][..., some])
+    assert not (grid(0.6) & ~kept).any() and not torch.equal(kept, grid(seed=8))        # a larger p drops more, and what was dropped
+    assert torch.equal(kept, grid(seed=torch.tensor(7))) and grid(0.0).all()
+    with Ledger() as ledger:
+        grid()
+    assert 16 <= ledger.peak_bytes / kept.numel() < 16.2                                # two numbers of 8 bytes a score while it is made
+
+
+# ---- cores -----------------------------------------------------------------------------------------------------------
+
+def packed_in_one_row():
+    """Documents in a row over the ranks, and one by one in one process: furthest from a mask of -inf between them."""
+    group, offsets = collectives.world(), [0, 8, 24, T]
+    document = torch.bucketize(torch.arange(T), torch.tensor(offsets), right=True)
+    expected = in_one_process(mask=MASK, bias=torch.where(document[:, None] == document, 0.0, -math.inf).double())
+    found = {}
+    for layout in LAYOUTS:
+        packed = each_document(layout, offsets)
+        found[layout.__name__] = furthest(over(partial(ring_attention, group=group, layout=packed, dropout=MASK), group, packed, HEADS)[0], expected)
+    *qkv, _ = (x[:1] for x in inputs(HEADS))
+    found["one by one"] = (packed_attention(*qkv, cu_seqlens=offsets, dropout=MASK) - expected[0][:1]).abs().max().item()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_core_drops_what_one_process_drops(ranks):
+    """Output and all gradients. The reference makes the whole mask and keeps it; here each tile makes its own, twice."""
+    def rank():
+        group, expected = collectives.world(), in_one_process(mask=MASK)
+        found = {name: furthest(over(partial(core, dropout=MASK), group, layout, HEADS)[0], expected)
+                 for name, (core, layout) in CORES[ranks]().items()}
+        return found | ({} if ranks == 8 else packed_in_one_row())
+
+    for found in launch.run(rank, ranks=ranks):
+        assert max(found.values()) < TOLERANCE, found
+
+
+def test_one_device_and_without_a_causal_mask():
+    """A tile of a whole sequence; the reference is written out here, with nothing of the module but `keep`."""
+    q, k, v, dout = (x.requires_grad_() for x in inputs(HEADS))
+    for causal in (True, False):
+        kept = keep(0.3, 11, torch.arange(2, 2 + B), torch.arange(5, 13), torch.arange(T), torch.arange(T))
+        scores = q @ k.repeat_interleave(2, 1).mT / math.sqrt(q.size(-1))
+        scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf) if causal else scores
+        expected = scores.softmax(-1).masked_fill(~kept, 0) / 0.7 @ v.repeat_interleave(2, 1)
+        ours = flash_attention(q, k, v, causal=causal, dropout=MASK)
+        theirs, mine = (torch.autograd.grad(out, (q, k, v), dout.detach()) for out in (expected, ours))
+        assert furthest([ours, *mine], [expected, *theirs]) < TOLERANCE
+
+
+def test_without_it_it_does_not():
+    """Controls: a seed for each rank, positions on the rank in the place of those in the sequence, a backward that forgets the mask."""
+    def rank():
+        group, expected, found = collectives.world(), in_one_process(mask=MASK), {}
+
+        def distance(mask=MASK):
+            core = partial(ring_attention, group=group, layout=zigzag, dropout=mask)
+            return furthest(over(core, group, zigzag, HEADS)[0], expected)
+
+        found["right"] = distance()
+        found["a seed for each rank"] = distance(MASK._replace(seed=11 + group.rank()))
+        there, at = Tile.positions, Placed.at
+        Tile.positions = lambda tile, device=None: (torch.arange(T)[tile.queries], torch.arange(T)[tile.keys])
+        found["local positions"] = distance()
+        Tile.positions = there
+        Placed.at = lambda self, positions: at(self, positions)._replace(backward=plain_backward)
+        found["no mask in backward"] = distance()
+        Placed.at = at
+        return found
+
+    for found in launch.run(rank, ranks=2):
+        assert found.pop("right") < TOLERANCE
+        assert len(found) == 3 and min(found.values()) > 1e-2, found
+
+
+def test_sends_what_it_sent_and_keeps_no_mask():
+    """The same bytes, forward and backward; q, k, v, out and lse are kept, as without dropout, and p = 0 takes the old way to the bit."""
+    def rank():
+        group, core = collectives.world(), partial(ring_attention, group=collectives.world(), layout=zigzag)
+        plain, kept = over(core, group, zigzag, HEADS), []
+        for mask in (0.0, MASK):
+            qkv = [split(x, zigzag, group, 2).requires_grad_() for x in inputs(HEADS)[:3]]
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: kept[-1].append(tuple(x.shape)) or x, lambda x: x):
+                kept.append([])
+                core(*qkv, dropout=mask)
+        nothing, dropped = (over(partial(core, dropout=mask), group, zigzag, HEADS) for mask in (0.0, MASK))
+        with Ledger() as ledger:
+            placed_core = drop_scores(core, Places(5), "layers.1.scores")
+            placed_core(*qkv, dropout=0.0)
+            ring_alone = ledger.sent_bytes()
+            placed_core(*qkv, dropout=0.1)
+        return (all(map(torch.equal, plain[0], nothing[0])), plain[1] == nothing[1] == dropped[1], kept[0] == kept[1] and len(kept[0]) == 5,
+                ledger.sent_bytes() - 2 * ring_alone)
+
+    assert launch.run(rank, ranks=2) == [(True, True, True, 0)] * 2                     # nobody has to agree on a seed
+    assert placed(FUSED) is FUSED and all(FUSED.on(tile) is FUSED for tile in tiles([range(4)], [range(4)], True))
+
+
+def test_a_layer_that_is_computed_again_drops_the_same():
+    """torch's checkpoint around the core, with and without Sparing, whatever others draw; two layers differ, and so do two steps and rows.
+    torch's generator is left alone."""
+    def rank():
+        group, results = collectives.world(), {}
+        torch.manual_seed(50 + group.rank())
+        way = dict(group=group, layout=zigzag, causal=True, blocks=FUSED)
+        spared = Sparing(partial(ring_forward, **way), partial(ring_backward, **way))
+        *qkv, dout = (split(x, zigzag, group, 2) for x in inputs(HEADS))
+        places = Places(3)
+        for name, core, settings in (("kept", spared, None), ("ring", partial(ring_attention, group=group, layout=zigzag), {}),
+                                     ("spared", spared, dict(context_fn=spared.contexts))):
+            layers = [partial(drop_scores(core, places, site), dropout=0.3) for site in ("layers.1.scores", "layers.2.scores")]
+            ours, before = [x.clone().requires_grad_() for x in qkv], torch.get_rng_state()
+            outs = [layer(*ours) if settings is None else checkpoint(layer, *ours, use_reentrant=False, **settings) for layer in layers]
+            untouched = torch.equal(before, torch.get_rng_state())
+            torch.rand(3)                                                                # others draw, too
+            sum((out * dout).sum() for out in outs).backward()
+            results[name] = [*outs, *(x.grad for x in ours)]
+        others = []
+        for place in ((1, 0), (0, 2)):
+            places.at(*place)
+            others.append(layers[0](*qkv))
+        expected = results.pop("kept")
+        apart = [torch.equal(one, other) for one, other in combinations((*expected[:2], *others), 2)]
+        return any(apart), untouched, max((a - b).abs().max().item() for found in results.values() for a, b in zip(found, expected))
+
+    for same, untouched, error in launch.run(rank, ranks=2):
+        assert not same and untouched and error < TOLERANCE
+
+
+# ---- the whole model -------------------------------------------------------------------------------------------------
+
+PROBLEM, SEED = Problem(config=small(dropout=0.2)), 3                                       # train_parallel's seed
+
+
+def by_place(model, step, seed):
+    """Dropout of a model in one process, written out: nothing of the module but `keep` and the seed of a site."""
+    places = Places(seed)
+    places.at(step, 0)
+
+    def masked(x, site, heads):
+        count = torch.arange
+        return keep(PROBLEM.config.dropout, places.seed_of(site), *map(count, (x.size(0), heads, x.size(-2), x.size(-1))))
+
+    def activations(x, positions, site):
+        return x * masked(x, site, 1).squeeze(1) / (1 - PROBLEM.config.dropout)
+
+    def scores(q, k, v, site, dropout):
+        return naive_attention(q, k, v, dropout=lambda probabilities: probabilities * masked(probabilities, site, q.size(1)) / (1 - dropout))
+
+    for layer in model.layers:
+        if hasattr(layer, "attention"):
+            layer.attention.core = partial(scores, site=f"{layer.name}.scores")
+        for name in ("dropout", "dropout1", "dropout2"):
+            if hasattr(layer, name):
+                getattr(layer, name).forward = partial(activations, site=f"{layer.name}.{name}")
+
+
+def one_process(problem, seed=SEED):
+    """As tests.parallel.one_process, with dropout."""
+    model, losses = problem.model(), []
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=problem.lr)
+    for step in range(len(problem.batch_sizes)):
+        by_place(model, step, seed)
+        optimizer.zero_grad()
+        tokens, targets = problem.batch(step)
+        loss = cross_entropy_sum(model(tokens), targets) / (targets != MASKED).sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trainable, problem.clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return Outcome(losses, {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
+                   {name: param.detach() for name, param in model.named_parameters()})
+
+
+MODELS = {                                  # shape: ways, each with the microbatches of a rank
+    "dp2": (dict(dp=2), [({}, 1), ({}, 3), (dict(zero=1), 2), (dict(zero=3), 2), (dict(zero="IGG", node=2), 1)]),
+    "tp2": (dict(tp=2), [({}, 1), (dict(sequence_parallel=True), 2), (dict(sequence_parallel=True, overlap=True), 1)]),
+    "pp2": (dict(pp=2), [({}, 4), (dict(recompute=True), 3), (dict(schedule="zb_h1"), 4), (dict(schedule="interleaved", chunks=2), 2),
+                         (dict(schedule="chimera"), 2), (dict(schedule="seq1f1b", slices=2), 2)]),
+    "cp2": (dict(cp=2), [(dict(layout="striped"), 1), (dict(core="ring_self_attention"), 2), (dict(core="ulysses"), 1), (dict(zero=3), 1)]),
+    "cp4": (dict(cp=4), [({}, 1), (dict(core="usp", ulysses=2), 1)]),
+    "dp2 cp2": (dict(dp=2, cp=2), [({}, 2)]),
+    "dp2 tp2": (dict(dp=2, tp=2), [(dict(zero=2), 1), (dict(sequence_parallel=True, zero=3), 2)]),
+    "dp2 pp2": (dict(dp=2, pp=2), [({}, 3), (dict(zero=1), 2)]),
+    "cp2 tp2": (dict(cp=2, tp=2), [({}, 1), (dict(sequence_parallel=True, overlap=True), 1), (dict(core="ulysses"), 1)]),
+    "pp2 cp2": (dict(pp=2, cp=2), [({}, 2), (dict(schedule="terapipe", slices=2), 2)]),
+    "pp2 tp2": (dict(pp=2, tp=2), [(dict(sequence_parallel=True), 2), (dict(recompute=True), 2)]),
+}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return one_process(PROBLEM)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_equals_one_process(name, expected):
+    """Three steps with dropout of scores and of activations, ranks seeded apart: loss, gradients, parameters, the same under every axis,
+    layout, schedule and number of microbatches."""
+    shape, ways = MODELS[name]
+
+    def rank():
+        return [train_parallel(replace(PROBLEM, microbatches=count), Strategy(**shape, **settings, microbatches=count)) for settings, count in ways]
+
+    for outcomes in launch.run(rank, ranks=math.prod(shape.values())):
+        for way, outcome in zip(ways, outcomes):
+            assert difference(outcome, expected, part="pp" in shape) < TOLERANCE, way
+
+
+def test_a_model_without_it_does_not(expected):
+    """Controls: a seed for each rank; heads, rows and tokens counted from each rank's first; the same mask in every step."""
+    def rank():
+        from minitrain import parallelize as module
+        from minitrain.attention import dropout
+        number, shapes = collectives.world().rank(), dict(cp=Strategy(cp=2), tp=Strategy(tp=2), dp=Strategy(dp=2))
+        found = {"right": [train_parallel(PROBLEM, strategy) for strategy in shapes.values()]}
+        seed_of, at, drop = Places.seed_of, Places.at, dropout.drop_by_place
+        Places.seed_of = lambda self, site: seed_of(self, site) + number
+        found["seeds apart"] = train_parallel(PROBLEM, shapes["cp"])
+        Places.seed_of = seed_of
+        Places.at = lambda self, step, first_row: at(self, step, 0)
+        found["first rows"] = train_parallel(PROBLEM, shapes["dp"])
+        found["first rows of microbatches"] = train_parallel(replace(PROBLEM, microbatches=2), shapes["cp"])
+        Places.at = lambda self, step, first_row: at(self, 0, first_row)
+        found["one step's masks"] = train_parallel(PROBLEM, shapes["tp"])
+        Places.at = at
+        module.drop_by_place = lambda layers, places, part=0: drop(layers, places)
+        found["first heads"] = train_parallel(PROBLEM, shapes["tp"])
+        module.drop_by_place = lambda layers, places: drop(layers, places, own=lambda positions: torch.arange(len(positions)))
+        found["first tokens"] = train_parallel(PROBLEM, shapes["cp"])
+        return found
+
+    assert difference(one_process(PROBLEM, seed=4), expected) > 1e-4                       # the seed matters
+    for found in launch.run(rank, ranks=2):
+        assert max(difference(outcome, expected) for outcome in found.pop("right")) < TOLERANCE
+        assert len(found) == 6 and min(difference(outcome, expected) for outcome in found.values()) > 1e-4
+
+
+def test_tokens_of_different_ranks_and_rows_of_different_ranks_have_different_masks():
+    """What one rank drops of its activations says nothing about another's, nor about another step's; in evaluation nothing is dropped."""
+    def rank():
+        run = parallelize(small(dropout=0.5), Strategy(dp=2, cp=2, layout="contiguous"))
+        module, positions = run.model.layers[0].dropout, torch.arange(4) + 4 * run.mesh.rank("cp")
+        dropped = []
+        for step in range(2):
+            module.places.at(step, run.mesh.rank("dp"))
+            dropped.append(module(torch.ones(1, 4, 256), positions) == 0)
+        run.train(False)
+        return *dropped, bool((module(torch.ones(1, 4, 256), positions) == 1).all())
+
+    found = launch.run(rank, ranks=4)
+    masks = [mask for *drawn, whole in found for mask in drawn if whole]
+    assert len(masks) == 8
+    for number, one in enumerate(masks):
+        for other in masks[:number]:
+            assert abs((one ^ other).double().mean() - 0.5) < 0.08                         # 5 standard deviations of 1,024 tosses
+
+
+def test_refusals_are_one_line_on_every_rank():
+    def call(what, *axes, **settings):
+        def run():
+            mesh, q = Mesh(a=2, b=1), torch.ones(1, 2, 8, 4)
+            what(q, q, q, **dict(zip(axes, (mesh.group("a"), mesh.group("b")))), **settings)
+        return run
+
+    tiled = dict(dropout=MASK, blocks=flash_2())
+    refused = {
+        "ring_attention: dropout=0.1 is a rate without a seed, and each rank would draw its own mask; give a DropMask":
+            call(ring_attention, "group", dropout=0.1),
+        "ring_attention: dropout p=1.0; must be in [0, 1)": call(ring_attention, "group", dropout=DropMask(1.0, 0)),
+        "dropout needs blocks that make scores": call(ring_attention, "group", **tiled),
+        "use FUSED or PLAIN of blocks.py": call(usp_attention, "ring", "ulysses", **tiled),
+        "ulysses_attention: dropout=0.1": call(ulysses_attention, "group", dropout=0.1, core=causal_attention),
+        "double_ring_attention: dropout=0.1": call(double_ring_attention, "outer", "inner", dropout=0.1),
+        "wallfacer_attention: dropout=0.1": call(wallfacer_attention, "ring", "team", dropout=0.1),
+        "burst_attention: dropout=0.1": call(burst_attention, "across", "inside", dropout=0.1),
+        "flash_attention: dropout=0.2": call(flash_attention, dropout=0.2),
+        "dropout p=1.0; must be in [0, 1)": lambda: DropRows(1.0, Places(), "layers.0.dropout"),
+        "packed_attention: dropout=0.3": call(packed_attention, cu_seqlens=[0, 8], dropout=0.3),
+    }
+    check_refusals(refused, ranks=2)

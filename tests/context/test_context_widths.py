@@ -1,0 +1,81 @@
+"""Values of another width than queries and keys, as latent attention has them: every core over ranks, and a whole model."""
+from functools import partial
+
+import pytest
+import torch
+
+from minitrain import collectives, launch
+from minitrain.attention.alibi import Alibi, alibi_slopes
+from minitrain.attention.flash import flash_attention
+from minitrain.context.layout import positions, striped
+from minitrain.model.layers import LatentAttention
+from minitrain.strategy import Strategy
+from tests.context.cores import CORES, HEADS, MASK, in_one_process
+from tests.context.runs import T, furthest, inputs, over
+from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
+
+SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_core(ranks):
+    """Narrower values go through the kernels with zeros behind them, wider ones past them; with ALiBi and dropout too."""
+    def rank():
+        group, found = collectives.world(), {}
+        for width in (2, 7):
+            for extras in (False, True):
+                bias, mask = (Alibi(SLOPES, torch.arange(T)), MASK) if extras else (None, 0.0)
+                expected = in_one_process(width=width, bias=bias, mask=mask)
+                for name, (core, layout) in CORES[ranks]().items():
+                    if extras:
+                        core = partial(core, bias=Alibi(SLOPES, positions(layout, group, T)), dropout=MASK)
+                    if not (name.startswith("teams") and width > 4):
+                        found[name, width, extras] = furthest(over(core, group, layout, HEADS, width=width)[0], expected)
+        return found
+
+    for found in launch.run(rank, ranks=ranks):
+        assert max(found.values()) < TOLERANCE, found
+
+
+def test_one_device():
+    for width in (2, 7):
+        *qkv, dout = inputs(HEADS, width=width)
+        out = flash_attention(*[x.requires_grad_() for x in qkv])
+        assert furthest([out, *torch.autograd.grad(out, qkv, dout)], in_one_process(width=width)) < TOLERANCE
+
+
+def test_latent_attention_hands_dropout_to_its_core():
+    given, config = [], small(kv_latent=8, rope_head_dim=2, num_kv_heads=4, dropout=0.3)
+    layer = LatentAttention(config, lambda q, k, v, **more: given.append(more) or v)
+    layer(torch.ones(1, 3, 16), torch.arange(3))
+    layer.eval()(torch.ones(1, 3, 16), torch.arange(3))
+    assert given == [{"dropout": 0.3}, {}]
+
+
+PROBLEM = Problem(config=small(vocab_size=32, kv_latent=8, query_latent=6, rope_head_dim=2, num_kv_heads=4))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_latent_attention_over_ranks(ranks):
+    ways = [Strategy(cp=ranks), Strategy(cp=ranks, layout="striped"), Strategy(cp=ranks, core="ulysses")]
+    expected = one_process(PROBLEM)
+    for outcomes in launch.run(lambda: [train_parallel(PROBLEM, way) for way in ways], ranks=ranks):
+        assert max(difference(outcome, expected) for outcome in outcomes) < TOLERANCE
+
+
+def test_what_is_sent_is_as_wide_as_it_is():
+    """The ring sends K + V numbers of a token, not twice the wider one."""
+    def rank():
+        core = CORES[2]()["ring striped"][0]
+        return over(core, collectives.world(), striped, HEADS, width=2)[1], over(core, collectives.world(), striped, HEADS)[1]
+
+    for narrow, same in launch.run(rank, ranks=2):
+        assert [ours / theirs for ours, theirs in zip(narrow, same)] == [6 / 8, 6 / 8]
+
+
+def test_teams_refuse_wider_values():
+    def call():
+        *qkv, _ = inputs(HEADS, width=7)
+        CORES[2]()["teams zigzag, 2 x 1"][0](*qkv)
+
+    check_refusals({"wallfacer_attention: values 7 wide, queries and keys 4": call}, ranks=2)

@@ -1,0 +1,275 @@
+"""Ulysses and dynamic sequence parallelism: equal to attention on one device, bytes beside Megatron's, clear refusals."""
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitrain import collectives, launch
+from minitrain.launch import dryrun
+from minitrain.collectives import world
+from minitrain.attention.blocks import spread
+from minitrain.context.dynamic import along, run_stages
+from minitrain.context.layout import contiguous, split, striped, zigzag
+from minitrain.context.ulysses import switch, to_heads, ulysses_attention
+from minitrain.model.layers import causal_attention, naive_attention
+from minitrain.ledger import Ledger
+from minitrain.model.gpt import GPT, GPTConfig
+from minitrain.tensor_parallel import sequence
+from minitrain.tensor_parallel.block import cut_attention, cut_mlp
+from tests.parallel import check_refusals
+
+TOLERANCE = 1e-12
+
+
+# ---- one device ------------------------------------------------------------------------------------------------------
+
+def whole_attention(q, k, v, causal):
+    k, v = spread(q, k, v)
+    scores = q @ k.mT / q.size(-1) ** 0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def example(heads, kv_heads, length, width=3, batch=2):
+    """q, k, v and the gradient of the output, of all tokens, on every rank the same."""
+    rng = torch.Generator().manual_seed(7)
+    return [torch.randn(batch, h, length, width, generator=rng, dtype=torch.float64) for h in (heads, kv_heads, kv_heads, heads)]
+
+
+def distance(core, layout, group, heads=8, kv_heads=8, length=16, causal=True):
+    """How far output and gradients of q, k and v are from those of one device, for this rank's tokens."""
+    *whole, dout = example(heads, kv_heads, length)
+    local = [split(x, layout, group, 2).requires_grad_() for x in whole]
+    out = core(*local)
+    ours = out, *torch.autograd.grad(out, local, split(dout, layout, group, 2))
+    whole = [x.requires_grad_() for x in whole]
+    out = whole_attention(*whole, causal)
+    theirs = out, *torch.autograd.grad(out, whole, dout)
+    return max((a - split(b, layout, group, 2)).abs().max().item() for a, b in zip(ours, theirs))
+
+
+def full(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.size(1) != k.size(1))
+
+
+def everything():
+    group, found = world(), {}
+    for heads, kv_heads in ((8, 8), (8, 2), (8, 1), (24, 12)):
+        for layout in (contiguous, zigzag, striped):
+            for causal, core in ((True, causal_attention), (False, full)):
+                run = partial(ulysses_attention, group=group, core=core, layout=layout)
+                found[heads, kv_heads, layout.__name__, causal] = distance(run, layout, group, heads, kv_heads, causal=causal)
+    *_, dout = example(8, 8, 16)
+    mixed = [dout.clone().requires_grad_(), *example(8, 2, 16)[1:3]]                 # values wider than queries, as in latent attention
+    mixed[2] = torch.cat((mixed[2], mixed[2] + 1), -1)
+    ours = ulysses_attention(*(split(x, contiguous, group, 2) for x in mixed), group=group, core=causal_attention)
+    found["wide values"] = (ours - split(whole_attention(*mixed, True), contiguous, group, 2)).abs().max().item()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_equals_one_device(ranks):
+    """Forward and all gradients; every layout, causal or not; K/V heads that the ranks divide, or not."""
+    for found in launch.run(everything, ranks=ranks):
+        assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("broken", ["all-to-all", "order", "copies"])
+def test_without_it_the_result_is_another(broken):
+    def rank():
+        layout = contiguous
+        if broken == "all-to-all":
+            collectives.all_to_all = lambda x, group, dim=0: x
+        elif broken == "order":
+            layout = zigzag                                                          # held so, but not said
+        else:
+            torch.Tensor.repeat_interleave = lambda x, n, dim: x.repeat(1, n, 1, 1)  # heads 0 1 0 1, where 0 0 1 1 is meant
+        run = partial(ulysses_attention, group=world(), core=partial(whole_attention, causal=True))
+        return distance(run, layout, world(), kv_heads=2 if broken == "copies" else 8)
+
+    assert min(launch.run(rank, ranks=4)) > 1e-3
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+B, T, D = 2, 16, 32
+CONFIG = GPTConfig(vocab_size=64, d_model=D, num_layers=1, num_heads=8, max_positions=T, positions="rope")
+
+
+def block(core=naive_attention, config=CONFIG):
+    return GPT(config, dtype=torch.float64, layers=[1], attention=core).layers[0]
+
+
+def one_layer(way):
+    """A layer in forward and backward: bytes sent in forward, in both, the number of calls; output, gradients of x and weights."""
+    group = world()
+    x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D)
+    positions = split(torch.arange(T), contiguous, group, 0)
+    if way == "ulysses":
+        layer = block(partial(ulysses_attention, group=group, core=causal_attention))
+    else:
+        layer, positions = block(), torch.arange(T)
+        cut_attention(layer.attention, CONFIG.head_dim, group, sequence.column, sequence.row)
+        cut_mlp(layer.mlp, group, sequence.column, sequence.row)
+    x = split(x, contiguous, group).requires_grad_()
+    with Ledger() as ledger:
+        y = layer(x, positions)
+        forward = ledger.sent_bytes()
+        y.square().sum().backward()
+    calls = ledger.num_calls()
+    weight = layer.attention.q.weight.grad
+    weight = collectives.all_reduce(weight, group) if way == "ulysses" else collectives.all_gather(weight, group)
+    return forward, ledger.sent_bytes(), calls, (y.detach(), x.grad, weight)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ulysses(ranks):
+    """A layer as on one device; 4 (P-1)/P · N·h/P elements where Megatron's sequence parallelism sends 4 (P-1)/P · N·h: P times less."""
+    layer, x = block(), torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D).requires_grad_()
+    y = layer(x, torch.arange(T))
+    y.square().sum().backward()
+    unit = 8 * 4 * B * T * D * (ranks - 1) // ranks
+    found = launch.run(lambda: [one_layer(way) for way in ("ulysses", "megatron")], ranks=ranks)
+    for way, volume, calls, runs in zip(("ulysses", "megatron"), (unit // ranks, unit), (4, 10), zip(*found)):
+        for forward, both, number, (_, _, weight) in runs:
+            assert (forward, number) == (volume, calls)
+            assert both == (2 * volume if way == "ulysses" else volume * 10 // 4)      # Megatron gathers its inputs again
+            assert (weight - layer.attention.q.weight.grad).abs().max() < TOLERANCE
+        for place, whole in ((0, y), (1, x.grad)):
+            assert (torch.cat([found[place] for *_, found in runs], 1) - whole).abs().max() < TOLERANCE
+        assert dryrun.run(one_layer, way, rank=ranks - 1, ranks=ranks)[:3] == runs[-1][:3]
+
+
+def core_bytes(heads, kv_heads):
+    q, k, v, _ = (split(x, contiguous, world(), 2) for x in example(heads, kv_heads, 16))
+    with Ledger() as ledger:
+        ulysses_attention(q, k, v, group=world(), core=causal_attention)
+    return ledger.num_calls(), ledger.sent_bytes()
+
+
+@pytest.mark.parametrize("heads, kv_heads, sent_kv_heads", [(8, 8, 8), (8, 4, 4), (8, 2, 4), (8, 1, 4), (12, 6, 12)])
+def test_bytes_of_grouped_heads(heads, kv_heads, sent_kv_heads):
+    """Few K/V heads are sent as few, unless there are fewer than ranks: then each rank needs a copy."""
+    elements = (2 * heads + 2 * sent_kv_heads) * 2 * 16 // 4 * 3
+    for calls, sent in [dryrun.run(core_bytes, heads, kv_heads, rank=1, ranks=4)]:
+        assert (calls, sent) == (2, 8 * elements * 3 // 4)
+
+
+def core_memory():
+    q = torch.ones(1, 8, 64, 32)
+    k, v = torch.ones_like(q), torch.ones_like(q)
+    with Ledger() as ledger:
+        ulysses_attention(q, k, v, group=world(), core=lambda q, k, v: q)
+    return ledger.peak_bytes / q.nbytes
+
+
+def test_memory():
+    """Inputs, and twice as much while they travel; nothing that grows with the number of ranks."""
+    assert [dryrun.run(core_memory, rank=1, ranks=ranks) for ranks in (2, 8)] == [9, 9]
+
+
+# ---- dynamic ---------------------------------------------------------------------------------------------------------
+
+FRAMES, PATCHES = 8, 16
+SPATIAL_TEMPORAL = GPTConfig(vocab_size=64, d_model=D, num_layers=1, num_heads=8, max_positions=16, positions="rope", norm="rms")
+
+
+def layer_along(layer, positions=None):
+    return lambda x: layer(x, torch.arange(x.size(1)) if positions is None else positions)
+
+
+def video(way, group):
+    """A spatial and a temporal layer on x[B, T/n, S, D]: what was sent in forward and in both, the result and its gradients."""
+    x = torch.linspace(-1, 1, B * FRAMES * PATCHES * D, dtype=torch.float64).view(B, FRAMES, PATCHES, D).sin()
+    x = (x if group is None else split(x, contiguous, group)).clone().requires_grad_()
+    ulysses = partial(ulysses_attention, group=group, core=causal_attention)
+    spatial, temporal = block(config=SPATIAL_TEMPORAL), block(ulysses if way == "ulysses" else naive_attention, SPATIAL_TEMPORAL)
+    with Ledger() as ledger:
+        if way == "dsp":
+            y = run_stages(x, [(2, layer_along(spatial)), (1, layer_along(temporal))], group, cut=1)
+        else:
+            positions = None if group is None else split(torch.arange(FRAMES), contiguous, group, 0)
+            y = along(along(x, 2, layer_along(spatial)), 1, layer_along(temporal, positions))
+        forward = ledger.num_calls(), ledger.sent_bytes()
+        (y * y.detach().cos()).sum().backward()
+    weights = [layer.mlp.up.weight.grad for layer in (spatial, temporal)]
+    if group is not None:
+        weights = [collectives.all_reduce(weight, group) for weight in weights]
+    return forward, (ledger.num_calls(), ledger.sent_bytes()), (y.detach(), x.grad), weights
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_dsp(ranks):
+    """A spatial-temporal block: as on one device, with 2 all-to-alls of M/P where Ulysses sends 4 and on a flat sequence 8: 50 to 75 % less."""
+    *_, expected, weights = video("one device", None)
+    unit = 8 * B * FRAMES * PATCHES * D // ranks * (ranks - 1) // ranks
+    sent = {}
+    found = launch.run(lambda: [video(way, world()) for way in ("dsp", "ulysses")], ranks=ranks)
+    for way, factor, runs in zip(("dsp", "ulysses"), (2, 4), zip(*found)):
+        for forward, both, _, summed in runs:
+            assert forward == (2, factor * unit) and both == (4, 2 * factor * unit)    # q, k and v are one message: 2 calls as well
+            assert all((ours - theirs).abs().max() < 1e-11 for ours, theirs in zip(summed, weights))
+        for place in (0, 1):
+            assert (torch.cat([found[place] for *_, found, _ in runs], 1) - expected[place]).abs().max() < TOLERANCE
+        sent[way] = runs[0][0][1]
+    assert sent["dsp"] <= 0.5 * sent["ulysses"] and sent["dsp"] <= 0.25 * 8 * unit
+
+
+def test_stages_switch_only_when_they_must():
+    """Five stages over three dims: each dim is cut while nobody needs it, and the one needed last is cut next."""
+    def rank():
+        x = torch.arange(2 * 4 * 4 * 6 * 3, dtype=torch.float64).view(2, 4, 4, 6, 3)
+        stages = [(dim, lambda x: x.cumsum(1) / (1 + x.mean(1, keepdim=True).abs())) for dim in (2, 3, 1, 3, 2)]
+        with Ledger() as ledger:
+            y = run_stages(split(x, contiguous, world()), stages, world(), cut=1)
+        calls = ledger.num_calls()
+        for dim, layer in stages:
+            x = along(x, dim, layer)
+        return calls, (y - split(x, contiguous, world())).abs().max().item()
+
+    for calls, error in launch.run(rank, ranks=2):
+        assert calls == 2 and error < TOLERANCE           # dim 2 is cut for the third stage, as it is needed last, and dim 1 for the fifth
+
+
+def test_switch_and_its_adjoint():
+    """Both ways it is the identity; <switch x, y> = <x, switch' y>; to_heads does the same to several tensors at once."""
+    def rank():
+        group, rng = world(), torch.Generator().manual_seed(world().rank())
+        x, y = (torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((3, 8, 2, 5), (3, 2, 8, 5)))
+        x.requires_grad_()
+        there = switch(x, group, cut=1, join=2)
+        assert there.shape == y.shape and torch.equal(switch(there, group, cut=-2, join=-3), x)
+        assert torch.equal(to_heads((x, 2 * x), group)[1], 2 * there)
+        there.backward(y)
+        sums = torch.stack(((there * y).sum(), (x * x.grad).sum())).detach()
+        return collectives.all_reduce(sums, group).tolist()
+
+    for left, right in launch.run(rank, ranks=4):
+        assert abs(left - right) < TOLERANCE
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+def ulysses_on(heads, kv_heads=None, layout=contiguous, length=3, kv_length=None, dtype=torch.float32):
+    q, k = torch.ones(1, heads, length, 4), torch.ones(1, kv_heads or heads, kv_length or length, 4)
+    return ulysses_attention(q, k.to(dtype), k, group=world(), core=causal_attention, layout=layout)
+
+
+REFUSED = {
+    "Ulysses: 2 heads cannot be dealt to the 4 ranks of world, each takes whole ones; take 1 or 2 ranks, and a ring": lambda: ulysses_on(2),
+    "Ulysses: 6 heads cannot be dealt to the 4 ranks of world, each takes whole ones; take 1 or 2 or 3 ranks": lambda: ulysses_on(6),
+    "expected [B, H, T/n, K] and twice [B, H_kv, T/n, K]": lambda: ulysses_on(4, kv_length=2),
+    "k [1, 3, 3, 4]": lambda: ulysses_on(4, kv_heads=3),
+    "q, k, v are torch.float32, torch.bfloat16, torch.float32": lambda: ulysses_on(4, dtype=torch.bfloat16),
+    "zigzag: T=12 is not a multiple of 8 pieces; pad the sequence to 16": lambda: ulysses_on(4, layout=zigzag),
+    "has 6 along dim 1, not a multiple of the 4 ranks of world; pad it": lambda: switch(torch.ones(2, 6, 2), world(), cut=1, join=2),
+    "cut and join are both dim 1": lambda: switch(torch.ones(2, 4, 2), world(), cut=1, join=-2),
+    "there must be two": lambda: run_stages(torch.ones(2, 4, 8), [(1, torch.relu)], world(), cut=1),
+    "stages along dims [3] of x [2, 4, 8, 8]": lambda: run_stages(torch.ones(2, 4, 8, 8), [(3, torch.relu)], world(), cut=1),
+}
+
+
+def test_refusals_are_one_line_on_every_rank():
+    check_refusals(REFUSED, ranks=4)

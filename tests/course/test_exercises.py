@@ -1,0 +1,200 @@
+"""Exercise notebooks as files, as nbgrader makes them, as reports, and in a kernel."""
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from minitrain.course import exercises
+from minitrain.course.grading import assignment, book
+from minitrain.course.grading.checks import Draw, Failure, expect_equal
+from minitrain.course.grading.judge import EXERCISES, Judge
+
+CHAPTERS = {number: book.chapter(number) for number in book.chapters()}
+FIRST = CHAPTERS["00"]
+
+
+@pytest.fixture(scope="module")
+def judge():
+    with Judge() as judge:
+        yield judge
+
+
+def with_answers(path, answers):
+    """A copy of the first chapter's student notebook at `path` with these answers written into it."""
+    notebook = json.loads(assignment.notebooks(FIRST)[FIRST.student])
+    for cell in notebook["cells"]:
+        name = cell["metadata"].get("nbgrader", {}).get("grade_id")
+        cell["source"] = answers.get(name, cell["source"])
+    path.write_text(json.dumps(notebook))
+    return path
+
+
+SOLUTIONS = {task.answer.name: task.answer.source for task in FIRST.tasks}
+
+# ---- notebooks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", CHAPTERS)
+def test_the_notebooks_are_made_from_the_source_of_today(number):
+    for path, text in assignment.notebooks(CHAPTERS[number]).items():
+        if path.parent == EXERCISES and edited_by_the_reader(path):
+            pytest.skip(f"{path.name} has answers of yours in it")
+        assert path.read_text() == text, f"{path} is stale; run: python -m minitrain.course.exercises build"
+
+
+def edited_by_the_reader(path):
+    """git knows another version, and what differs are answers: the copy of somebody who works on the exercises."""
+    status = subprocess.run(["git", "status", "--porcelain", "--", path.name], cwd=path.parent, capture_output=True)
+    return bool(status.stdout) and assignment.has_answers(assignment.cells_in(path))
+
+
+@pytest.mark.parametrize("number", CHAPTERS)
+def test_a_chapter_is_worth_ten_points_and_gives_nothing_away(number):
+    of = CHAPTERS[number]
+    points = [int(check.attributes["points"]) for task in of.tasks for check in task.checks]
+    assert sum(points) == 10 and len(of.tasks) >= 3 and all(task.title and task.checks for task in of.tasks)
+    student = assignment.notebooks(of)[of.student]
+    assert "BEGIN" not in student and "HIDDEN" not in student
+    source, region = of.path.read_text(), r"### BEGIN (?:SOLUTION|HIDDEN TESTS)\n(.*?)### END"
+    secrets = re.findall(region, source, re.DOTALL)
+    assert len(secrets) >= 2 * len(of.tasks)
+    visible = {line.strip() for line in re.sub(region, "", source, flags=re.DOTALL).splitlines()}
+    told = {line.strip() for cell in json.loads(student)["cells"] for line in cell["source"]}
+    assert visible & told and not {line.strip() for line in "".join(secrets).splitlines()} - visible & told
+
+
+def test_our_notebooks_equal_nbgraders(tmp_path, monkeypatch):
+    program = os.environ.get("NBGRADER") or shutil.which("nbgrader")
+    if program is None:
+        pytest.skip("set NBGRADER: python -m venv build/nbgrader && build/nbgrader/bin/pip install nbgrader==0.9.6")
+    assert assignment.compare_with_nbgrader(program, tmp_path / "as is") == []
+    monkeypatch.setattr(assignment, "STUB", ["# another stub"])
+    different = assignment.compare_with_nbgrader(program, tmp_path / "control")
+    assert len(different) == sum(len(of.tasks) for of in CHAPTERS.values())
+
+
+def test_checksums_are_nbgraders():
+    """The seals of nbgrader 0.9.6 for two cells, written down once; checking them needs no nbgrader."""
+    answer = {"cell_type": "code", "source": "x = 1", "metadata": {"nbgrader": {
+        "grade": False, "solution": True, "locked": False, "grade_id": "a"}}}
+    check = {"cell_type": "code", "source": "assert x", "metadata": {"nbgrader": {
+        "grade": True, "solution": False, "locked": True, "grade_id": "a-1", "points": 2}}}
+    assert [assignment.checksum(cell) for cell in (answer, check)] == [
+        "3952363144b9625d080fedd1f7d073ce", "d0e5e51c0550e8ff7f33573f2b91b5c1"]
+
+
+def test_a_notebook_says_what_it_is(tmp_path):
+    stub = with_answers(tmp_path / "stub.ipynb", {})
+    edited = with_answers(tmp_path / "edited.ipynb", {"total": "def total(x, group): return x"})
+    outdated = with_answers(tmp_path / "old.ipynb", {"total-sum": "# another check"})
+    assert [assignment.state(FIRST, path) for path in (stub, edited, outdated)] == ["stub", "edited", "outdated"]
+
+
+def test_build_never_touches_answers(tmp_path, monkeypatch):
+    shutil.copytree(EXERCISES, tmp_path / "exercises")
+    for module in (assignment, book):
+        monkeypatch.setattr(module, "EXERCISES", tmp_path / "exercises")
+    mine = with_answers(book.chapter("00").student, {"total": "# mine"})
+    text = mine.read_text()
+    mine.with_name("00_start_here.ipynb")
+    (tmp_path / "exercises/source/00_start_here.ipynb").unlink()
+    assert assignment.build()[0].parent.name == "source" and mine.read_text() == text
+
+
+@pytest.mark.parametrize("header, problem", [
+    ('# %% answer=""', "must be a name"), ('# %% check="a"', "needs points"), ("# %% cell", "not a cell header"),
+    ('# %% check="two words" points=1', "must be a name")])
+def test_a_bad_source_names_its_line(tmp_path, header, problem):
+    path = tmp_path / "00_bad.py"
+    path.write_text(f"# %% [markdown]\n# text\n\n{header}\nx = 1\n")
+    with pytest.raises(ValueError, match=rf"00_bad.py:4: .*{problem}"):
+        book.read_cells(path)
+
+
+# ---- grading ---------------------------------------------------------------------------------------------------------
+
+def test_the_report_of_a_notebook(judge, tmp_path):
+    answers = {"pass_on": SOLUTIONS["pass_on"], "total": "def total(x, group):\n    return x + 1 // 0\n",
+               "total-sum": "pass  # a check that was cut out",
+               "relay_bytes": "def relay_bytes(ranks, numel): return [0] * ranks"}
+    report = exercises.grade("00", with_answers(tmp_path / "mine.ipynb", answers), judge=judge, seed="1", detail=True)
+    table = report.table()
+    assert (report.earned, report.points) == (4, 10)
+    assert "2/2  ok  Every rank holds its left neighbour's tensor" in table
+    assert "own work" not in table and "not attempted yet" not in table
+    assert "bytes of each rank: which ranks pass the tensor on" in table
+    assert "its checks are not those of this version" in table
+    assert "(line 2: return x + 1 // 0)" in table
+    assert "| Traceback (most recent call last):" in table and 'File "<your answer>", line 2, in total' in table
+    assert "answer.py" not in table
+    again = exercises.grade("00", tmp_path / "mine.ipynb", judge=judge, seed="1").table()
+    assert [line for line in again.splitlines() if "total 4/10" not in line] == [
+        line for line in table.splitlines() if "total 4/10" not in line and "  | " not in line]
+
+
+def test_what_is_missing_is_said_in_one_line(judge, tmp_path):
+    lost = json.loads(with_answers(tmp_path / "lost.ipynb", {}).read_text())
+    lost["cells"] = [cell for cell in lost["cells"] if cell["metadata"].get("nbgrader", {}).get("grade_id") != "total"]
+    (tmp_path / "lost.ipynb").write_text(json.dumps(lost))
+    report = exercises.grade("00", tmp_path / "lost.ipynb", judge=judge)
+    assert report.earned == 0 and "the answer cell is gone" in report.table() and "not attempted yet" in report.table()
+    with pytest.raises(ValueError, match="chapter 77 has no exercises; there are 00"):
+        exercises.grade("77", judge=judge)
+    with pytest.raises(ValueError, match="is not there"):
+        exercises.grade("00", tmp_path / "none.ipynb", judge=judge)
+    (tmp_path / "torn.ipynb").write_text('{"cells": [{"metadata"')
+    with pytest.raises(ValueError, match="is not a notebook"):
+        exercises.grade("00", tmp_path / "torn.ipynb", judge=judge)
+
+
+def test_all_chapters_in_one_table(judge):
+    grades = exercises.grade(judge=judge)
+    assert len(grades.table().splitlines()) >= len(CHAPTERS) + 1 and "00_start_here" in grades.table()
+
+
+def test_equality_names_what_differs_but_not_the_value():
+    import torch
+    wanted = [torch.tensor([1.0, 42.0])] * 2
+    for actual, words in ((None, "a list of 2 is wanted, not None"),
+                          ([wanted[0], None], "a tensor is wanted, not None"),
+                          ([wanted[0], wanted[0].double()], "not a float64 tensor of shape \\[2\\]"),
+                          ([wanted[0], wanted[0] + 1], "all alike \\(seen at rank 1\\)")):
+        with pytest.raises(Failure, match=words) as caught:
+            expect_equal(actual, wanted, "the sum", "all alike")
+        assert "42" not in str(caught.value)
+    expect_equal(wanted, wanted, "the sum", "all alike")
+
+
+def test_exact_numbers_add_up_in_every_order_and_real_ones_do_not():
+    import torch
+    draw = Draw("a seed")
+    for dtype in (torch.float32, torch.float64):
+        x = draw.exact(1024, 8, dtype=dtype)
+        shuffled = x[torch.randperm(1024)]
+        assert torch.equal(sum(x), sum(shuffled)) and torch.equal(x.sum(0), sum(shuffled))
+    x = draw.real(1024)
+    assert sum(x) != sum(x.flip(0))
+    assert all(Draw(None).mask(5).any() for _ in range(50)) and Draw(3).integer(0, 10**9) == Draw(3).integer(0, 10**9)
+
+
+# ---- in a kernel -----------------------------------------------------------------------------------------------------
+
+def test_the_visible_checks_run_in_a_notebook_and_say_what_is_wrong(tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    wrong = next(cell.source for cell in FIRST.wrong if cell.attributes["fails"] == "own work")
+    notebook = nbformat.read(with_answers(tmp_path / "mine.ipynb", {**SOLUTIONS, "pass_on": wrong}), as_version=4)
+    NotebookClient(notebook, timeout=120, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = {cell.metadata.nbgrader.grade_id: "".join(str(output) for output in cell.outputs)
+            for cell in notebook.cells if cell.metadata.get("nbgrader", {}).get("grade")}
+    for name in ("total-sum", "total-bytes", "relay_bytes-four", "relay_bytes-any"):
+        assert "the visible checks pass" in said[name], said[name]
+    assert "own work: this task asks you to write it yourself: it calls rotate" in said["pass_on-result"]
+    assert "return collectives.rotate(x, group)" in said["pass_on-result"]
+    assert "minitrain/course/grading" not in said["pass_on-result"], "the student sees the rule, not our stack"
+    shown = "".join(str(output) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs)
+    assert "no deadlock: nobody can go on: rank 0 waits to send float32[1] to rank 1; rank 1 waits" in shown

@@ -1,0 +1,331 @@
+"""What a choice of sharding costs: real ranks and dry ones send the formulas' bytes, and the search is exhaustive."""
+import ast
+import inspect
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from minitrain import collectives, launch
+from minitrain.launch import dryrun
+from minitrain.collectives import all_gather, reduce_scatter
+from minitrain.communication.algorithms import ring_all_reduce
+from minitrain.data_parallel import choices
+from minitrain.data_parallel.choices import (NAMED, Choice, Cluster, amsp_choices, cheapest, memory_bytes, paro,
+                                             paro_choices, plans, traffic, traffic_by_term)
+from minitrain.ledger import Ledger
+from minitrain.mesh import Mesh
+from tests.parallel import TOLERANCE
+
+PSI = 7_500_000_000
+
+
+def held(choice, parameters=PSI):
+    return sum(memory_bytes(choice, parameters).values())
+
+
+# ---- the formulas of the papers --------------------------------------------------------------------------------------
+
+def test_named_choices_hold_what_zero_says():
+    """Figure 1 of ZeRO: 7.5 billion parameters on 64 ranks, 120 GB, 31.4, 16.6, 1.9."""
+    for ranks in (1, 2, 64):
+        cluster = Cluster(ranks, per_node=min(ranks, 8))
+        by_name = {name: Fraction(held(paro(word, cluster))) for name, word in NAMED.items()}
+        assert by_name["DDP"] == 16 * PSI
+        assert by_name["ZeRO-1"] == (4 + Fraction(12, ranks)) * PSI
+        assert by_name["ZeRO-2"] == (2 + Fraction(14, ranks)) * PSI
+        assert by_name["ZeRO-3"] == Fraction(16, ranks) * PSI
+        assert by_name["MiCS"] == Fraction(16, cluster.per_node) * PSI
+    assert [round(float(by_name[name]) / 1e9, 1) for name in NAMED][:4] == [120, 31.4, 16.6, 1.9]
+
+
+def test_named_choices_send_what_zero_says():
+    """On one node with one microbatch: 2Ψ(N-1)/N elements up to stage 2, 3Ψ(N-1)/N for stage 3; all of them inside."""
+    for ranks in (1, 2, 4, 64):
+        cluster = Cluster(ranks, per_node=ranks)
+        for name, times in (("DDP", 2), ("ZeRO-1", 2), ("ZeRO-2", 2), ("ZeRO-3", 3), ("MiCS", 3)):
+            sent = traffic(paro(NAMED[name], cluster), PSI, cluster)
+            assert sent.intra_bytes == sent.total_bytes == 2 * times * PSI * (ranks - 1) / ranks
+
+
+def test_microbatches_cost_what_cannot_accumulate():
+    cluster, m = Cluster(64, 8), 5
+    once = Fraction(2 * PSI * 63, 64)
+    expected = {"NNN": 2 * once, "NNG": 2 * once, "NGG": (m + 1) * once, "GGG": 3 * m * once}
+    for word, total in expected.items():
+        assert traffic(paro(word, cluster), PSI, cluster, m).total_bytes == total
+    terms = traffic_by_term(paro("NIG", cluster), PSI, cluster, m)
+    M = 2 * PSI
+    assert [(term.intra_bytes, term.inter_bytes) for term in terms.values()] == [
+        (0, 0), (m * M * 7 / 8, 0), (0, M * (1 / 8 - 1 / 64)), (0, 0), (M * 7 / 8, M * (1 / 8 - 1 / 64))]
+
+
+def test_hybrid_sharding_crosses_hosts_with_less_than_the_ring_bound_of_the_paper():
+    for ranks, host in ((8, 1), (16, 8), (64, 8), (512, 8), (8, 8)):
+        cluster, M = Cluster(ranks, host), 2 * PSI
+        hybrid = traffic(paro("III", cluster), PSI, cluster)
+        paper = Fraction(2 * M * (ranks - 1), host * ranks)
+        if ranks <= 64 and ranks > host:                        # a host's share of one ring through all ranks
+            leaving = [len(transfer.chunks) for step in ring_all_reduce(ranks).steps for transfer in step
+                       if transfer.source // host == 0 != transfer.to // host]
+            assert paper == Fraction(M * sum(leaving), ranks * host)
+        assert Fraction(hybrid.inter_bytes) == Fraction(2 * M * (ranks - host), host * ranks)
+        assert paper - Fraction(hybrid.inter_bytes) == Fraction(2 * M * (host - 1), host * ranks)
+        assert hybrid.inter_bytes <= traffic(paro("GGG", cluster), PSI, cluster).inter_bytes
+        assert traffic(paro("III", cluster), PSI, cluster, 7).inter_bytes == hybrid.inter_bytes    # MiCS: once a step
+
+
+@given(per_node=st.integers(1, 12), nodes=st.integers(1, 12), microbatches=st.integers(1, 4))
+def test_a_finer_cut_holds_less_and_sends_more(per_node, nodes, microbatches):
+    cluster, parameters = Cluster(per_node * nodes, per_node), 12 * math.lcm(*range(1, 13)) ** 2
+    factors = cluster.factors()
+    table = [Choice(factor, factor, factor) for factor in factors]
+    memory = [held(choice, parameters) for choice in table]
+    sent = [traffic(choice, parameters, cluster, microbatches) for choice in table]
+    assert memory == [16 * parameters / factor for factor in factors]
+    assert all(fine < coarse for coarse, fine in itertools.pairwise(memory))
+    assert all(coarse.total_bytes < fine.total_bytes and coarse.inter_bytes <= fine.inter_bytes
+               and coarse.intra_bytes <= fine.intra_bytes for coarse, fine in itertools.pairwise(sent))
+
+
+# ---- the same choices on ranks ---------------------------------------------------------------------------------------
+
+def train(choice, mesh, data, start, microbatches=1, second_hop=True):
+    """Momentum SGD on a vector, its states cut as chosen; every axis of the mesh is 2, the innermost one cuts first.
+
+    The loss of a microbatch is the sum of scale · w²/2 + shift · w, so its gradient is scale · w + shift.
+    """
+    axes = [mesh.group(axis) for axis in reversed(mesh.shape)]             # the innermost first: inside the node
+
+    def between(coarse, fine):
+        return axes[coarse.bit_length() - 1:fine.bit_length() - 1]
+
+    def cut(x, coarse, fine):
+        for group in between(coarse, fine):
+            x = reduce_scatter(x, group)
+        return x
+
+    def gather(x, fine, coarse):
+        for group in reversed(between(coarse, fine)):
+            x = all_gather(x, group)
+        return x
+
+    def piece(x, coarse, fine):
+        for group in between(coarse, fine):
+            x = x.chunk(group.size())[group.rank()]
+        return x
+
+    p, g, o = choice.parameters, choice.gradients, choice.optimizer
+    weight = piece(start, 1, p).clone()
+    momentum = torch.zeros_like(piece(start, 1, o))
+    for step in range(len(data) // microbatches):
+        gradient = 0
+        for scale, shift in data[step * microbatches:(step + 1) * microbatches]:
+            local = scale * gather(weight, p, 1)                           # forward
+            gather(weight, p, 1)                                           # and again for backward
+            gradient = gradient + cut(local + shift, 1, g)
+        gradient = cut(gradient, g, o)
+        if second_hop:
+            gradient = gather(cut(gradient, o, 2 ** len(axes)), 2 ** len(axes), o)
+        momentum = 0.9 * momentum + gradient
+        weight = gather(piece(weight, p, o) - 0.05 * momentum, o, p)
+    return gather(weight, p, 1)
+
+
+def rank_data(ranks, microbatches, size):
+    """[rank][microbatch] -> scale [size], shift [size]."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.rand(ranks, microbatches, 2, size, dtype=torch.float64, generator=generator)
+
+
+def test_every_choice_trains_like_one_process_and_sends_the_formula():
+    size, ranks, m, steps = 8, 4, 2, 2
+    start = torch.linspace(-1, 1, size, dtype=torch.float64)
+
+    def rank():
+        mesh = Mesh(node=2, gpu=2)
+        data = rank_data(ranks, steps * m, size)[collectives.world().rank()]
+        outcomes = {}
+        for word, choice in paro_choices(Cluster(ranks, 2)).items():
+            with Ledger() as ledger:
+                weights = train(choice, mesh, data, start, m)
+            outcomes[word] = weights, ledger.sent_bytes(axis="gpu"), ledger.sent_bytes(axis="node")
+        return outcomes, train(paro("III", Cluster(ranks, 2)), mesh, data, start, m, second_hop=False)
+
+    reference, momentum = start, torch.zeros_like(start)
+    for parts in rank_data(ranks, steps * m, size).split(m, dim=1):
+        scale, shift = parts.sum(dim=(0, 1))
+        momentum = 0.9 * momentum + scale * reference + shift
+        reference = reference - 0.05 * momentum
+    cluster = Cluster(ranks, 2)
+    for outcomes, without_second_hop in launch.run(rank, ranks=ranks):
+        assert len(outcomes) == 10
+        for word, (weights, inside, across) in outcomes.items():
+            assert (weights - reference).abs().max() < TOLERANCE, word
+            assert (inside, across) == expected_bytes(paro(word, cluster), size, cluster, m, 8, steps), word
+        assert (without_second_hop - reference).abs().max() > 1e-4
+
+
+def expected_bytes(choice, size, cluster, microbatches, element_bytes, steps=1):
+    """The formula's bytes for elements of another size, and the gather with which `train` shows its result."""
+    sent = traffic(choice, size, cluster, microbatches)
+    shown = traffic_by_term(Choice(choice.parameters, choice.parameters, choice.parameters), size, cluster)
+    shown = shown["reduce-scatter the gradients"]                          # the same bytes as one gather
+    return ((steps * sent.intra_bytes + shown.intra_bytes) * element_bytes / 2,
+            (steps * sent.inter_bytes + shown.inter_bytes) * element_bytes / 2)
+
+
+@pytest.mark.parametrize("ranks,per_node,num_choices", [(8, 4, 20), (64, 8, 10)])
+def test_every_chain_of_8_ranks_and_every_word_of_64_send_the_formula(ranks, per_node, num_choices):
+    """Dry, two microbatches: AMSP's choices on 2 nodes of 4, PaRO's on 8 nodes of 8."""
+    cluster = Cluster(ranks, per_node)
+    space = amsp_choices(cluster) if ranks == 8 else list(paro_choices(cluster).values())
+    inside, across = (range(levels.bit_length() - 1) for levels in (per_node, ranks // per_node))
+
+    def rank():
+        mesh = Mesh(**{f"across{i}": 2 for i in across}, **{f"inside{i}": 2 for i in inside})
+        outcomes = []
+        for choice in space:
+            with Ledger() as ledger:
+                train(choice, mesh, torch.zeros(2, 2, 128), torch.zeros(128), 2)
+            outcomes.append(tuple(sum(ledger.sent_bytes(axis=f"{level}{i}") for i in axes)
+                                  for level, axes in (("inside", inside), ("across", across))))
+        return outcomes
+
+    assert len(space) == num_choices
+    for choice, sent in zip(space, dryrun.run(rank, rank=ranks // 2 + 1, ranks=ranks), strict=True):
+        assert sent == expected_bytes(choice, 128, cluster, 2, 4), choice
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+def brute_force_factors(ranks, per_node):
+    """Groups of f neighbours: does each lie in one node, or does each hold whole nodes?"""
+    def node(rank):
+        return rank // per_node
+
+    def fits(f):
+        groups = [range(first, first + f) for first in range(0, ranks, f)]
+        inside = all(len({node(rank) for rank in group}) == 1 for group in groups)
+        whole = all({rank for rank in range(ranks) if node(rank) in set(map(node, group))} == set(group)
+                    for group in groups)
+        return ranks % f == 0 and (inside or whole)
+
+    return [f for f in range(1, ranks + 1) if fits(f)]
+
+
+def brute_force_sent(coarse, fine, per_node, size):
+    """One ring per prime factor, the inner ones first, on what the ring before it left."""
+    sent, pieces = [Fraction(0), Fraction(0)], coarse
+    while pieces < fine:
+        here = math.gcd(fine // pieces, per_node // pieces) if pieces < per_node else fine // pieces
+        ring = next(q for q in range(2, here + 1) if here % q == 0)
+        sent[pieces >= per_node] += Fraction(size, pieces) * (ring - 1) / ring
+        pieces *= ring
+    return sent
+
+
+def brute_force(limit, triples, parameters, ranks, per_node, intra, inter, m):
+    best = None
+    for p, g, o in triples:
+        memory = float(Fraction(2 * parameters, p) + Fraction(2 * parameters, g) + Fraction(12 * parameters, o))
+        if p > g or g % p or g > o or o % g or memory > limit:
+            continue
+        steps = [(1, p)] * 2 * m + [(1, g)] * m + [(g, o)] + [(o, ranks)] * 2 + [(p, o)]
+        sent = [brute_force_sent(*step, per_node, 2 * parameters) for step in steps]
+        seconds = float(sum(inside for inside, _ in sent) / intra + sum(across for _, across in sent) / inter)
+        best = min(best or (seconds, memory, (p, g, o)), (seconds, memory, (p, g, o)))
+    return best
+
+
+@settings(max_examples=60)
+@given(per_node=st.sampled_from([1, 2, 3, 4, 6, 8]), nodes=st.sampled_from([1, 2, 3, 4]), m=st.integers(1, 3),
+       parameters=st.integers(1, 10**12), intra=st.integers(1, 10**12), inter=st.integers(1, 10**12),
+       share=st.floats(0.5, 20), words=st.booleans())
+def test_search_equals_brute_force(per_node, nodes, m, parameters, intra, inter, share, words):
+    ranks = per_node * nodes
+    cluster, limit = Cluster(ranks, per_node), share * 16 * parameters / ranks
+    factors = [1, per_node, ranks] if words else brute_force_factors(ranks, per_node)
+    assert words or factors == cluster.factors()
+    expected = brute_force(limit, itertools.product(factors, repeat=3), parameters, ranks, per_node, intra, inter, m)
+    space = paro_choices(cluster).values() if words else amsp_choices(cluster)
+    candidates = plans(space, parameters, cluster, intra_bytes_per_s=intra, inter_bytes_per_s=inter, microbatches=m)
+    if expected is None:
+        with pytest.raises(ValueError, match="no choice holds at most"):
+            cheapest(limit, candidates)
+    else:
+        plan = cheapest(limit, candidates)
+        choice = plan.choice
+        assert (plan.seconds, plan.memory_bytes, (choice.parameters, choice.gradients, choice.optimizer)) == expected
+
+
+@given(per_node=st.integers(1, 8), nodes=st.integers(1, 8), m=st.integers(1, 4), intra=st.floats(1, 1e3),
+       inter=st.floats(1, 1e3))
+def test_plain_data_parallelism_is_never_the_answer(per_node, nodes, m, intra, inter):
+    """Without any limit the optimizer state is cut all the same: it costs not one byte on the wire."""
+    assume(per_node * nodes > 1)
+    cluster = Cluster(per_node * nodes, per_node)
+    best = cheapest(math.inf, plans(amsp_choices(cluster), PSI, cluster, intra_bytes_per_s=intra,
+                                    inter_bytes_per_s=inter, microbatches=m))
+    assert best.choice.optimizer == cluster.ranks and best.choice.parameters == 1
+
+
+def test_as_memory_gets_tight_the_answer_walks_through_the_words():
+    """7.5 billion parameters, 8 nodes of 8, 18 times as fast inside, 4 microbatches."""
+    cluster = Cluster(64, 8)
+    words = {choice: word for word, choice in paro_choices(cluster).items()}
+    candidates = plans(words, PSI, cluster, intra_bytes_per_s=450e9, inter_bytes_per_s=25e9, microbatches=4)
+    answers = [words[cheapest(limit, candidates).choice] for limit in (200e9, 30e9, 17e9, 10e9, 4e9, 2e9)]
+    assert answers == ["NNG", "NIG", "NGG", "IIG", "IGG", "GGG"]
+    exactly = cheapest(16 * PSI / 64, candidates)                          # "at most": the limit itself is enough
+    assert words[exactly.choice] == "GGG" and exactly.memory_bytes == 16 * PSI / 64
+
+
+def test_ten_words_of_27_and_the_chains_of_divisors():
+    words = {"".join(word) for word in itertools.product("NIG", repeat=3)}
+    obey = {word for word in words if sorted(word, key="NIG".index) == list(word)}
+    assert len(words) == 27 and set(paro_choices(Cluster(64, 8))) == obey and len(obey) == 10
+    for word in words - obey:
+        with pytest.raises(ValueError, match="divide the next"):
+            paro(word, Cluster(64, 8))
+    assert Cluster(24, 6).factors() == [1, 2, 3, 6, 12, 24] and Cluster(4, 4).factors() == [1, 2, 4]
+    assert len(amsp_choices(Cluster(64, 8))) == 84
+
+
+RATES = dict(intra_bytes_per_s=2.0, inter_bytes_per_s=1.0)
+BAD = [
+    ("10 ranks do not fill nodes of 4", lambda: Cluster(10, 4)),
+    ("0 ranks do not fill nodes of 4", lambda: Cluster(0, 4)),
+    ("factors 4, 2, 2 of parameters", lambda: Choice(4, 2, 2)),
+    ("factors 2, 3, 6 of parameters", lambda: Choice(2, 3, 6)),
+    ("factors 0, 1, 1 of parameters", lambda: Choice(0, 1, 1)),
+    ("'NN' is no choice; write N, I or G", lambda: paro("NN", Cluster(8, 4))),
+    ("4 pieces do not fit 24 ranks on nodes of 6; choose from 1, 2, 3, 6, 12, 24",
+     lambda: traffic(Choice(1, 1, 4), PSI, Cluster(24, 6))),
+    ("16 pieces do not fit 8 ranks", lambda: traffic(Choice(1, 1, 16), PSI, Cluster(8, 4))),
+    ("microbatches=0; a step has at least one", lambda: traffic(Choice(1, 1, 1), PSI, Cluster(8, 4), 0)),
+    ("parameters=0; a step has at least one", lambda: traffic(Choice(1, 1, 1), 0, Cluster(8, 4))),
+    ("inter_bytes_per_s=0.0 is not a bandwidth",
+     lambda: plans([Choice(1, 1, 1)], PSI, Cluster(8, 4), intra_bytes_per_s=1.0, inter_bytes_per_s=0.0)),
+    ("no choice holds at most 14 GB a rank; the smallest holds 15 GB",
+     lambda: cheapest(14e9, plans(amsp_choices(Cluster(8, 4)), PSI, Cluster(8, 4), **RATES))),
+    ("no choice to search in", lambda: cheapest(1.0, [])),
+]
+
+
+@pytest.mark.parametrize("expected,make", BAD, ids=[expected for expected, _ in BAD])
+def test_bad_input_is_one_line(expected, make):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_needs_no_torch():
+    tree = ast.parse(inspect.getsource(choices))
+    taken = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert taken == {"collections.abc", "dataclasses", "fractions", "itertools"}
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]

@@ -1,0 +1,360 @@
+"""Data parallelism in all its forms equals one process; each loses the equality when its collective is taken away."""
+import math
+
+import pytest
+import torch
+
+from minitrain import collectives, launch
+from minitrain.launch import dryrun
+from minitrain.data_parallel import naive
+from minitrain.data_parallel.accumulation import ScatteredGradients
+from minitrain.data_parallel.bucketed import GradReducer, cut
+from minitrain.data_parallel.local_updates import LocalUpdates
+from minitrain.data_parallel.negotiated import NegotiatedReducer
+from minitrain.data_parallel.parameter_server import Worker, serve, slices
+from minitrain.ledger import Ledger
+from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.model.gpt import presets
+from tests.parallel import TOLERANCE, Problem, difference, on_ranks, one_process
+
+
+class Naive:
+    """The naive functions in the reducer's clothes, so that one harness tests all."""
+
+    def __init__(self, params, group, fused=False):
+        self.params, self.group, self.fused, self.enabled = params, group, fused, True
+
+    def finish(self):
+        naive.all_reduce_gradients(self.params, self.group, fused=self.fused)
+
+
+class Silent(Naive):
+    """The control: a reducer that reduces nothing."""
+
+    def finish(self):
+        pass
+
+
+def fused(params, group):
+    return Naive(params, group, fused=True)
+
+
+def bucketed(params, group):
+    return GradReducer(params, group, bucket_bytes=3000)
+
+
+def negotiated(params, group):
+    return NegotiatedReducer(params, group, fusion_bytes=3000, cycle=3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("technique", [Naive, fused, bucketed, negotiated])
+def test_equals_one_process(technique, ranks):
+    problem = Problem()
+    reference = one_process(problem)
+    for outcome in on_ranks(problem, technique, ranks):
+        assert difference(outcome, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_without_the_reduction_it_does_not(ranks):
+    problem = Problem()
+    reference = one_process(problem)
+    assert min(difference(outcome, reference) for outcome in on_ranks(problem, Silent, ranks)) > 1e-4
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_accumulation_communicates_once(microbatches):
+    """3 microbatches of 2 and of 1 sequences: still one batch, still one reduction."""
+    def rank(problem):
+        with Ledger() as ledger:
+            from tests.parallel import train_on_rank
+            outcome = train_on_rank(problem, bucketed)
+        return outcome, [event.op for event in ledger.events if type(event).__name__ == "Issue" and event.payload_bytes > 64]
+
+    problem = Problem(microbatches=microbatches, batch_sizes=(12, 12, 11))
+    reference = one_process(problem)
+    buckets = number_of_buckets(problem, 3000)
+    for outcome, calls in launch.run(rank, problem, ranks=2):
+        assert difference(outcome, reference) < TOLERANCE
+        assert calls.count("all_reduce") == buckets * len(problem.batch_sizes)
+
+
+def number_of_buckets(problem: Problem, bucket_bytes: int) -> int:
+    trainable = [param for param in problem.model().parameters() if param.requires_grad]
+    return len(cut(trainable[::-1], bucket_bytes))
+
+
+def gradients_of(model, tokens, targets, count):
+    (cross_entropy_sum(model(tokens), targets) / count).backward()
+
+
+def test_pytorch_ddp():
+    """Gradients equal the whole batch's; 2(n-1)/n of their bytes; ceil(bytes / bucket) all-reduces, begun during backward."""
+    def rank(bucket_bytes, width):
+        group = collectives.world()
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(8)))
+        reducer = GradReducer(model.parameters(), group, bucket_bytes)
+        x = torch.ones(2, width, dtype=torch.float64) * (group.rank() + 1)
+        with Ledger() as ledger:
+            with ledger.phase("backward"):
+                model(x).sum().backward()
+            with ledger.phase("finish"):
+                reducer.finish()
+        calls = [event for event in ledger.events if type(event).__name__ == "Issue"]
+        return ledger.sent_bytes("all_reduce"), [call.phase for call in calls], [param.grad for param in model.parameters()]
+
+    width, ranks = 16, 4
+    size = 8 * width * width * 8
+    for bucket_bytes in (size // 8, size // 4, size, 10 * size):
+        for sent, phases, grads in launch.run(rank, bucket_bytes, width, ranks=ranks):
+            assert sent == 2 * (ranks - 1) * size // ranks
+            assert len(phases) == math.ceil(size / bucket_bytes) and set(phases) == {"backward"}
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(8)))
+    model(torch.cat([torch.ones(2, width, dtype=torch.float64) * (r + 1) for r in range(ranks)])).sum().backward()
+    for ours, theirs in zip(grads, model.parameters()):
+        assert (ours - theirs.grad).abs().max() < TOLERANCE
+
+
+def test_buckets_start_in_one_order_on_every_rank_and_before_backward_ends():
+    def rank():
+        problem, group = Problem(), collectives.world()
+        model = problem.model()
+        reducer = bucketed(model.parameters(), group)
+        tokens, targets = problem.batch(0, group.rank(), group.size())
+        with Ledger() as ledger:
+            gradients_of(model, tokens, targets, 50)
+            reducer.finish()
+        kinds = [type(event).__name__ for event in ledger.events]
+        sizes = [event.payload_bytes for event in ledger.events if type(event).__name__ == "Issue"]
+        return kinds.index("Issue") < len(kinds) - 1 - kinds[::-1].index("Compute"), sizes
+
+    (early, sizes), (_, other) = launch.run(rank, ranks=2)
+    assert early and sizes == other and len(sizes) > 3
+
+
+def test_horovod():
+    """Ranks whose gradients become ready in different orders still issue one sequence of collectives; the result is DDP's."""
+    def rank():
+        group = collectives.world()
+        layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(6))
+        plain = [param.clone().detach().requires_grad_() for param in layers.parameters()]
+        reducer = NegotiatedReducer(layers.parameters(), group, cycle=2)
+        x = torch.full((1, 4), 1.0 + group.rank(), dtype=torch.float64)
+        order = range(6) if group.rank() % 2 == 0 else reversed(range(6))
+        for index in order:                            # six separate losses: this rank finishes them in its own order
+            layers[index](x).square().sum().backward()
+        reducer.finish()
+        for index in range(6):
+            torch.nn.functional.linear(x, plain[2 * index], plain[2 * index + 1]).square().sum().backward()
+        naive.all_reduce_gradients(plain, group)
+        worst = max((ours.grad - theirs.grad).abs().max().item() for ours, theirs in zip(layers.parameters(), plain))
+        return reducer.sequence, worst
+
+    for ranks in (2, 4):
+        results = launch.run(rank, ranks=ranks)
+        assert all(sequence == results[0][0] for sequence, _ in results) and sorted(results[0][0]) == list(range(12))
+        assert max(worst for _, worst in results) < TOLERANCE
+
+
+def test_reducing_in_order_of_readiness_without_negotiation_adds_up_different_tensors():
+    def rank():
+        group = collectives.world()
+        grads = [torch.full((2,), 1.0), torch.full((2,), 100.0)]
+        order = (0, 1) if group.rank() == 0 else (1, 0)
+        for index in order:
+            collectives.all_reduce(grads[index], group, out=grads[index])
+        return grads[0].tolist()
+
+    assert launch.run(rank, ranks=2, checked=False) == [[101.0, 101.0], [101.0, 101.0]]      # 2.0 is right
+    with pytest.raises(launch.RankError, match="all_reduce"):
+        launch.run(swapped_sites, ranks=2, checked=True)
+
+
+def swapped_sites():
+    group = collectives.world()
+    first, second = torch.ones(2), torch.ones(2)
+    if group.rank() == 0:
+        collectives.all_reduce(first, group)
+        collectives.all_reduce(second, group)
+    else:
+        collectives.all_reduce(second, group)
+        collectives.all_reduce(first, group)
+
+
+def test_grad_accum_zero():
+    """m microbatches equal one batch; all-reduce once, or m reduce-scatters when the gradient is sharded."""
+    def rank(m):
+        problem, group = Problem(batch_sizes=(12,)), collectives.world()
+        model = problem.model()
+        trainable = [param for param in model.parameters() if param.requires_grad]
+        scattered = ScatteredGradients(trainable, group)
+        tokens, targets = problem.batch(0, group.rank(), group.size())
+        with Ledger() as ledger:
+            for part, goal in zip(tokens.chunk(m), targets.chunk(m)):
+                gradients_of(model, part, goal, 60)
+                scattered.add()
+        whole = problem.model()
+        gradients_of(whole, *problem.batch(0), 60)
+        flat = torch.cat([p.grad.reshape(-1) for p in whole.parameters() if p.requires_grad])
+        flat = torch.cat([flat, flat.new_zeros(-flat.numel() % group.size())])
+        mine = flat.chunk(group.size())[group.rank()]
+        return (scattered.shard - mine).abs().max().item(), ledger.sent_bytes("reduce_scatter"), flat.numel() * 8
+
+    for ranks in (2, 4):
+        for m in (1, 3):
+            for worst, sent, gradient_bytes in launch.run(rank, m, ranks=ranks):
+                assert worst < TOLERANCE and sent == m * (ranks - 1) * gradient_bytes // ranks
+
+
+def test_temporary_buffers():
+    """The fused fp32 buffer of a 1.5-billion-parameter model is 6 GB; a bucket is as small as you like. Dry, one rank of 64."""
+    def rank(fused):
+        model, group = GPT(presets["gpt2-xl"]), collectives.world()
+        reducer = fused_reducer(model, group) if fused else GradReducer(model.parameters(), group, 25_000_000)
+        for param in model.parameters():
+            param.grad = None
+        with Ledger() as ledger:
+            for param in reversed(list(model.parameters())):
+                param.grad = torch.zeros_like(param)
+                if not fused:
+                    reducer._on_ready(param)
+            reducer.finish()
+        biggest = max(event.payload_bytes for event in ledger.events if type(event).__name__ == "Issue")
+        return biggest, sum(param.numel() for param in model.parameters())
+
+    biggest, parameters = dryrun.run(rank, True, ranks=64)
+    assert biggest == 4 * parameters and 6.0e9 < biggest < 6.5e9
+    biggest, _ = dryrun.run(rank, False, ranks=64)
+    assert biggest == 4 * 50257 * 1600                     # the token table is one parameter, larger than any bucket
+
+
+def fused_reducer(model, group):
+    return Naive(list(model.parameters()), group, fused=True)
+
+
+def quadratic(w, x):
+    return ((w * x).sum() - 1) ** 2
+
+
+def serial_stale(start, data, lr, staleness):
+    """w[t+1] = w[t] - lr · sum over workers of g_worker(w[t-d]): one process that keeps old weights."""
+    history = [start]
+    for step in range(len(data[0])):
+        w = history[max(0, step - staleness)].clone().requires_grad_()
+        sum(quadratic(w, worker[step]) for worker in data).backward()
+        history.append(history[-1] - lr * w.grad)
+    return history[-1]
+
+
+@pytest.mark.parametrize("ranks,servers,staleness", [(2, 1, 0), (4, 1, 0), (4, 2, 0), (4, 1, 1), (3, 1, 2)])
+def test_parameter_server_equals_its_serial_text(ranks, servers, staleness):
+    worst = max(result[0] for result in launch.run(server_run, servers, staleness, ranks=ranks))
+    assert worst < TOLERANCE
+
+
+def server_run(servers, staleness, steps=5, lr=0.05):
+    group = collectives.world()
+    data = [torch.randn(steps, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(worker))
+            for worker in range(group.size() - servers)]
+    start = torch.linspace(-1, 1, 7, dtype=torch.float64)
+    params = [torch.nn.Parameter(start[:3].clone()), torch.nn.Parameter(start[3:].clone())]
+    expected = serial_stale(start, data, lr, staleness)
+    with Ledger() as ledger:
+        if group.rank() < servers:
+            mine = serve(params, lambda ps: torch.optim.SGD(ps, lr=lr), steps, group, servers=servers, staleness=staleness)
+            error = (mine - expected[slices(7, servers)[group.rank()]]).abs().max().item()
+        else:
+            worker = Worker(params, group, servers=servers, staleness=staleness)
+            for step in range(steps):
+                for param in params:
+                    param.grad = None
+                quadratic(torch.cat(params), data[group.rank() - servers][step]).backward()
+                worker.push_pull()
+            worker.finish()
+            error = (torch.cat(params) - expected).abs().max().item()
+    return error, ledger.sent_bytes("send")
+
+
+def test_parameter_server():
+    """Synchronous, it is all-reduce SGD; n workers put nS into one server and take nS out, where a ring rank sends 2(n-1)/n S."""
+    steps, size = 5, 7 * 8
+    for ranks in (2, 4):
+        results = launch.run(server_run, 1, 0, ranks=ranks)
+        workers = ranks - 1
+        assert results[0][1] == steps * workers * size                     # out of the server; the workers put in as much
+        assert sum(sent for _, sent in results[1:]) == steps * workers * size
+        assert max(error for error, _ in results) < TOLERANCE
+
+    def by_all_reduce():
+        group, lr = collectives.world(), 0.05
+        data = [torch.randn(steps, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(w)) for w in range(group.size())]
+        w = torch.nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64))
+        for step in range(steps):
+            w.grad = None
+            quadratic(w, data[group.rank()][step]).backward()
+            naive.all_reduce_gradients([w], group)
+            torch.optim.SGD([w], lr=lr).step()
+        start = torch.linspace(-1, 1, 7, dtype=torch.float64)
+        return (w - serial_stale(start, data, lr, 0)).abs().max().item()
+
+    assert max(launch.run(by_all_reduce, ranks=3)) < TOLERANCE
+
+
+def test_local_updates_every_step_is_data_parallel_sgd_and_every_fourth_is_not():
+    def rank(every):
+        group = collectives.world()
+        w = torch.nn.Parameter(torch.linspace(-1, 1, 5, dtype=torch.float64))
+        alone = w.detach().clone().requires_grad_()
+        local = LocalUpdates([w], group, every)
+        with Ledger() as ledger:
+            for step in range(4):
+                x = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + group.rank()))
+                for weight in (w, alone):
+                    weight.grad = None
+                    quadratic(weight, x).backward()
+                alone.grad = collectives.all_reduce(alone.grad, group) / group.size()
+                for weight in (w, alone):
+                    weight.data -= 0.05 * weight.grad
+                averaged = local.after_step()
+        return (w - alone).abs().max().item(), averaged, ledger.payload_bytes("all_reduce") - 4 * 40
+
+    for ranks in (2, 4):
+        assert all(worst < TOLERANCE and sent == 4 * 40 for worst, _, sent in launch.run(rank, 1, ranks=ranks))
+        assert all(worst > 1e-4 and sent == 40 and averaged for worst, averaged, sent in launch.run(rank, 4, ranks=ranks))
+
+
+BAD = [
+    ("no parameter asks for a gradient", lambda group: GradReducer([torch.zeros(2)], group)),
+    ("bucket_bytes=0; a bucket needs at least one byte", lambda group: GradReducer([torch.nn.Parameter(torch.zeros(2))], group, 0)),
+    ("1 parameters got no gradient", lambda group: GradReducer([torch.nn.Parameter(torch.zeros(2))], group).finish()),
+    ("1 of 1 parameters got no gradient", lambda group: naive.all_reduce_gradients([torch.nn.Parameter(torch.zeros(2))], group)),
+    ("got no gradient on this rank", lambda group: NegotiatedReducer([torch.nn.Parameter(torch.zeros(2))], group).finish()),
+    ("cycle=0; negotiate at least", lambda group: NegotiatedReducer([torch.nn.Parameter(torch.zeros(2))], group, cycle=0)),
+    ("every=0; average at least", lambda group: LocalUpdates([torch.nn.Parameter(torch.zeros(2))], group, 0)),
+    ("servers=2 of 2 ranks leaves nobody to work; choose 1 to 1", lambda group: Worker([torch.nn.Parameter(torch.zeros(2))], group, servers=2)),
+    ("staleness=-1; 0 waits", lambda group: Worker([torch.nn.Parameter(torch.zeros(2))], group, staleness=-1)),
+]
+
+
+def test_bad_input_is_one_line_before_anyone_waits():
+    def rank():
+        messages = []
+        for _, make in BAD:
+            with pytest.raises(ValueError) as error:
+                make(collectives.world())
+            messages.append(str(error.value))
+        return messages
+
+    for (expected, _), message in zip(BAD, launch.run(rank, ranks=2)[0]):
+        assert expected in message and "\n" not in message
+
+
+def test_slices_cover_and_differ_by_at_most_one():
+    for numel in (1, 7, 8, 100):
+        for servers in (1, 2, 3, 7):
+            parts = slices(numel, servers)
+            sizes = [part.stop - part.start for part in parts]
+            assert sum(sizes) == numel and max(sizes) - min(sizes) <= 1
+            assert all(a.stop == b.start for a, b in zip(parts, parts[1:]))

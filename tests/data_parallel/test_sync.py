@@ -1,0 +1,210 @@
+"""What every Sync promises: optimizers of any kind, stand-ins for them, states for any layout, bytes and memory in a pipeline."""
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minitrain import launch
+from minitrain.launch import dryrun
+from minitrain.data.batches import MASKED
+from minitrain.ledger import Ledger
+from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.training.optim import AdamW
+from minitrain.parallelize import parallelize
+from minitrain.strategy import Strategy
+from tests.parallel import TOLERANCE, Outcome, Problem, difference, rows_of_problem, small, train_parallel
+
+PROBLEM = Problem(config=small(tied=False), clip=None)      # 29 words: padded under tp
+
+
+# ---- optimizers ----------------------------------------------------------------------------------------------------------
+
+EARLY = {"dp2": [dict(dp=2, zero=1), dict(dp=2, zero=2), dict(dp=2, zero=3), dict(dp=2, zero="III", node=2), dict(tp=2), dict(pp=2, zero=1)],
+         "dp2 tp2": [dict(dp=2, tp=2, zero=1), dict(dp=2, tp=2, zero=3, sequence_parallel=True)]}
+
+
+def adagrad(params):
+    """torch's makes its sums of squares, which do not start at 0, when it is built."""
+    return torch.optim.Adagrad(params, lr=0.05, initial_accumulator_value=0.1, eps=1e-3)
+
+
+class Ramp(torch.optim.Optimizer):
+    """The same rule, but its sums start as a ramp over each whole parameter, and it does not make again what gets lost."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["sum"] = torch.linspace(0.1, 1, param.numel(), dtype=param.dtype).view(param.shape)
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            total = self.state[param]["sum"].addcmul_(param.grad, param.grad)
+            param.addcdiv_(param.grad, total.sqrt() + 1e-3, value=-0.05)
+
+
+def by_hand(make):
+    """One process, nothing of minitrain's but the model."""
+    model, losses = PROBLEM.model(), []
+    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    optimizer = make(list(trainable.values()))
+    for step in range(len(PROBLEM.batch_sizes)):
+        tokens, targets = PROBLEM.batch(step)
+        optimizer.zero_grad()
+        loss = cross_entropy_sum(model(tokens), targets) / (targets != MASKED).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return Outcome(losses, {name: param.grad for name, param in trainable.items()}, {name: param.detach() for name, param in model.named_parameters()})
+
+
+@pytest.mark.parametrize("shape", EARLY)
+def test_an_optimizer_that_has_states_when_it_is_built(shape):
+    """Equal to one process, element by element: each rank takes its part of the first states, which were made of stand-ins."""
+    def rank(make):
+        return [train_parallel(PROBLEM, Strategy(**way), make_optimizer=make) for way in EARLY[shape]]
+
+    for make in (adagrad, Ramp):
+        reference = by_hand(make)
+        for outcomes in launch.run(rank, make, ranks=Strategy(**EARLY[shape][0]).ranks):
+            for way, outcome in zip(EARLY[shape], outcomes):
+                assert difference(outcome, reference, part="pp" in way) < TOLERANCE, way
+
+
+def test_without_an_optimizer_there_are_gradients_and_no_updates():
+    """Of every kind; nothing is updated, and the state is of parameters alone."""
+    def rank(way):
+        run = parallelize(PROBLEM.config, replace(Strategy(**way), precision="float64"), seed=3)
+        before = run.state_dict()
+        run.step(run.batch(rows_of_problem(PROBLEM, 0), 0))
+        grads = {name: run.sync.full_grad(param) for param, name in run.sync.names.items()}
+        run.load_state_dict(after := run.state_dict())
+        same = all(torch.equal(value, after["parameters"][name]) for name, value in before["parameters"].items())
+        return grads, same and not after["optimizer"]
+
+    ways = [dict(dp=2), *(dict(dp=2, zero=zero) for zero in (1, 2, 3)), dict(dp=2, zero="IGG", node=2), dict(tp=2)]
+    for found in launch.run(lambda: [rank(way) for way in ways], ranks=2):
+        expected = found[0][0]
+        for way, (grads, unchanged) in zip(ways, found):
+            assert unchanged and max((grads[name] - grad).abs().max() for name, grad in expected.items()) < TOLERANCE, way
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3, "IGG"])
+def test_stand_ins_are_named_whole_and_weightless(zero):
+    """Under tp and ZeRO an optimizer is asked about parameters as one process has them, and pays nothing for it."""
+    whole = {name: list(param.shape) for name, param in GPT(PROBLEM.config, device="meta").named_parameters()}
+
+    def rank():
+        seen = {}
+
+        def make(params):
+            for param in params:
+                seen[param.global_name] = list(param.shape), param.untyped_storage().nbytes(), param.requires_grad
+            return AdamW(params)
+
+        parallelize(PROBLEM.config, Strategy(dp=2, tp=2, zero=zero, node=2 if zero == "IGG" else 1), make, frozen=[PROBLEM.frozen])
+        return seen
+
+    for seen in launch.run(rank, ranks=4):
+        assert {name: shape for name, (shape, *_) in seen.items()} == {name: shape for name, shape in whole.items() if name != PROBLEM.frozen}
+        assert all(held <= 8 and trainable for _, held, trainable in seen.values())
+
+
+# ---- states --------------------------------------------------------------------------------------------------------------
+
+LAYOUTS = [dict(dp=2, tp=2, zero=1), dict(tp=4), dict(dp=2, pp=2, zero=3), dict(dp=4, zero="III", node=2), dict(pp=2, tp=2),
+           dict(dp=2, tp=2, zero=3, sequence_parallel=True)]
+
+
+def adamw(params):
+    return AdamW([{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}, {"params": [p for p in params if p.dim() == 1]}], lr=1e-2)
+
+
+@pytest.mark.parametrize("words", [29, 9])
+def test_a_state_goes_from_any_layout_to_any_other(words):
+    """Two steps in one layout, two in the next, and so on round: equal to one process throughout. 9 words over tp=4 leave a rank with none."""
+    problem = Problem(config=small(vocab_size=words, tied=words == 9), batch_sizes=(8,) * (2 * len(LAYOUTS)))
+
+    def rank(layouts):
+        states = []
+        for number, layout in enumerate(layouts):
+            run = parallelize(problem.config, Strategy(**layout, precision="float64", bucket_bytes=3000), adamw, seed=3 if not states else 99,
+                              frozen=[problem.frozen])
+            if states:
+                run.load_state_dict(states[-1])
+            for step in (2 * number, 2 * number + 1):
+                run.step(run.batch(rows_of_problem(problem, step), step), problem.clip)
+            states.append(run.state_dict())
+        return states
+
+    (whole,) = launch.run(rank, [{}] * len(LAYOUTS), ranks=1)
+    for states in launch.run(rank, LAYOUTS, ranks=4):
+        for layout, ours, theirs in zip(LAYOUTS, states, whole):
+            for what in ("parameters", "optimizer"):
+                assert ours[what].keys() == theirs[what].keys(), (layout, what)
+            for name, param in theirs["parameters"].items():
+                assert (ours["parameters"][name] - param).abs().max() < TOLERANCE, (layout, name)
+            for name, state in theirs["optimizer"].items():
+                assert state["step"] == ours["optimizer"][name]["step"]
+                assert all((ours["optimizer"][name][key] - state[key]).abs().max() < TOLERANCE for key in ("exp_avg", "exp_avg_sq")), (layout, name)
+
+
+# ---- a pipeline ------------------------------------------------------------------------------------------------------------
+
+DEEP = Problem(config=small(tied=False, num_layers=8), batch_sizes=(24,), clip=None)
+
+
+def one_step(zero, microbatches, schedule, dp, watch=None):
+    """Over pp=2: bytes that this rank sends over dp as multiples of (dp-1)/dp of its stages' parameters."""
+    strategy = Strategy(dp=dp, pp=2, zero=zero, microbatches=microbatches, schedule=schedule, precision="float64", bucket_bytes=3000)
+    run = parallelize(DEEP.config, strategy, AdamW)
+    if watch:
+        watch(run.sync)
+    batch = run.batch(rows_of_problem(DEEP, 0), 0)
+    with Ledger() as ledger:
+        run.step(batch)
+    once = 8 * sum(flat.numel for flat in run.sync.flats) * (dp - 1) // dp
+    return run, {op: ledger.sent_bytes(op, axis="dp") / once for op in ("all_gather", "reduce_scatter")}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_what_zero_sends_in_a_pipeline(schedule):
+    """Stage 1 sends gradients once a step, 2 and 3 after each backward: m times; stage 3 gathers for each forward and each backward (I and
+    W together are one). The same on real ranks and in dry runs of more."""
+    sends = {1: lambda m: (1, 1), 2: lambda m: (1, m), 3: lambda m: (2 * m, m)}             # (all_gather, reduce_scatter)
+
+    def rank():
+        return [tuple(one_step(zero, m, schedule, 2)[1].values()) for zero in sends for m in (1, 3)]
+
+    expected = [times(m) for times in sends.values() for m in (1, 3)]
+    assert launch.run(rank, ranks=4) == [expected] * 4
+    for zero in sends:
+        for place in (0, 7):
+            found = dryrun.run(lambda: one_step(zero, 3, schedule, 4)[1], rank=place, ranks=8)
+            assert tuple(found.values()) == sends[zero](3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
+def test_zero3_in_a_pipeline_is_never_whole(schedule):
+    """At any moment two units of a stage at most, one in use and one on its way; none after a step, when parameters read as NaN."""
+    def rank(reshard=True):
+        peak = 0
+
+        def watch(sync):
+            sync.reshard = reshard
+            for flat in sync.flats:
+                flat._resize = lambda numel, flat=flat, resize=flat._resize: (resize(numel), note(sync))
+
+        def note(sync):
+            nonlocal peak
+            peak = max(peak, sum(flat.whole.untyped_storage().nbytes() for flat in sync.flats))
+
+        run, _ = one_step(3, 4, schedule, 2, watch)
+        sizes = sorted(8 * flat.numel for flat in run.sync.flats)
+        left = [flat for flat in run.sync.flats if flat.is_whole]
+        unread = all(param.isnan().all() for param in run.model.parameters())
+        return peak, sum(sizes[-2:]), sum(sizes), len(left), unread
+
+    for peak, two, whole, left, unread in launch.run(rank, ranks=4):
+        assert 0 < peak <= two < whole and left == 0 and unread
+    assert all(peak > two for peak, two, *_ in launch.run(rank, False, ranks=4))            # control: kept from forward to backward

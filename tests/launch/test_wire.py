@@ -1,0 +1,57 @@
+"""The kernel's count of bytes beside the ledger's, and the finding that made minitrain write its own collectives."""
+import pytest
+import torch
+import torch.distributed as dist
+
+from minitrain import collectives, launch
+from minitrain.launch import wire
+from minitrain.ledger import Ledger
+
+NUMEL, RANKS = 1_000_000, 4
+SIZE = 4 * NUMEL
+
+
+def tensor() -> torch.Tensor:
+    return torch.ones(NUMEL)
+
+
+def our_reduce_scatter():
+    return collectives.reduce_scatter(tensor(), dist.group.WORLD)
+
+
+def our_all_gather():
+    return collectives.all_gather(tensor()[: NUMEL // RANKS], dist.group.WORLD)
+
+
+def our_all_reduce():
+    return collectives.all_reduce(tensor(), dist.group.WORLD)
+
+
+def stock_reduce_scatter():
+    dist.reduce_scatter_tensor(torch.empty(NUMEL // RANKS), tensor())
+
+
+def by_ledger(fn) -> int:
+    with Ledger() as ledger:
+        fn()
+    return ledger.sent_bytes()
+
+
+@pytest.mark.skipif(not wire.has_private_network(), reason="this system gives no network namespace")
+def test_the_kernel_counts_what_the_ledger_counts_and_stock_gloo_sends_twice():
+    ours = (our_reduce_scatter, our_all_gather, our_all_reduce)
+    *counted, stock = wire.bytes_on_the_wire(*ours, stock_reduce_scatter, ranks=RANKS)
+    for fn, on_the_wire in zip(ours, counted):
+        handed_over = sum(launch.run(by_ledger, fn, ranks=RANKS))
+        assert handed_over == (6 if fn is our_all_reduce else 3) * SIZE
+        assert 1 < on_the_wire / handed_over < 1.02, fn.__name__        # above 1: the headers of TCP and IP
+    assert 1.9 < stock / counted[0] < 2.1
+
+
+def test_a_failure_is_one_line():
+    with pytest.raises(RuntimeError, match="the measurement failed: .*no tensor today"):
+        wire.bytes_on_the_wire(no_tensor, ranks=2)
+
+
+def no_tensor():
+    raise ValueError("no tensor today")

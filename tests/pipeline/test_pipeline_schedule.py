@@ -1,0 +1,493 @@
+"""Schedules as lists: what is refused, that nobody waits in a circle, and the formulas of GPipe, 1F1B, interleaving and breadth-first."""
+import random
+import subprocess
+import sys
+from collections import Counter
+from fractions import Fraction
+from functools import cache
+from itertools import groupby
+
+import pytest
+import torch
+from torch import nn
+
+from minitrain import collectives, launch
+from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.pipeline.schedules.bpipe import bpipe
+from minitrain.pipeline.schedules.chimera import chimera
+from minitrain.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
+from minitrain.plan.graphpipe import GraphSchedule
+from minitrain.pipeline.schedules.hanayo import hanayo
+from minitrain.pipeline.lower import EARLY, Receive, Reduce, Send, Sent, lower
+from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
+from minitrain.pipeline.runtime import Runner
+from minitrain.pipeline.schedule import Action, B, F, I, Pair, R, Schedule, W, check, parts, peak
+from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
+from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
+from minitrain.pipeline.schedules.varuna import recomputed, varuna
+from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved
+from minitrain.training.step import Batch, NoReducer
+
+from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small
+
+GRID = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 7), (4, 8), (5, 64), (8, 3), (8, 16), (16, 16), (16, 64)]
+TWICE = Costs(F=1, B=2)
+
+
+def split(schedule: Schedule) -> Schedule:
+    """Each B as I, and W when the next backward has been."""
+    def rank(entries):
+        late = []
+        for action in entries:
+            if action.kind == "B":
+                yield I(*action[1:])
+                yield from late
+                late = [W(*action[1:])]
+            else:
+                yield action
+        yield from late
+    return Schedule(f"{schedule.name}, split", tuple(tuple(rank(entries)) for entries in schedule.ranks), schedule.stages, schedule.microbatches)
+
+
+def recomputing(schedule: Schedule) -> Schedule:
+    """A forward once more in front of each backward."""
+    return Schedule(f"{schedule.name}, recomputing", tuple(tuple(
+        part for action in entries for part in ((R(*action[1:]), action) if action.kind in "BI" else (action,))) for entries in schedule.ranks),
+        schedule.stages, schedule.microbatches)
+
+
+def paired(schedule: Schedule) -> Schedule:
+    """Neighbours F and B of different microbatches as one entry, where that leaves nobody stuck."""
+    def rank(entries):
+        entries = list(entries)
+        while entries:
+            first = entries.pop(0)
+            if first.kind == "B" and entries and entries[0].kind == "F":
+                yield Pair(entries.pop(0), first)
+            else:
+                yield first
+    return Schedule(f"{schedule.name}, paired", tuple(tuple(rank(entries)) for entries in schedule.ranks), schedule.stages, schedule.microbatches)
+
+
+def folded(p: int, m: int) -> Schedule:
+    """A V: rank r has the stages r and 2p-1-r; all forwards, then all backwards."""
+    ranks = [[F(s, i) for i in range(m) for s in (r, 2 * p - 1 - r)] for r in range(p)]
+    ranks = [tuple(sorted(entries, key=lambda action: (action.stage, action.microbatch))) for entries in ranks]
+    return Schedule(f"V, p={p}, m={m}", tuple(entries + tuple(B(*action[1:]) for action in sorted(entries, key=lambda a: (-a.stage, a.microbatch)))
+                                              for entries in ranks), 2 * p, m)
+
+
+def both_ways(p: int, m: int) -> Schedule:
+    """Every stage on two ranks: microbatch i goes up the ranks or down them, in turn. One at a time."""
+    ranks = [[] for _ in range(p)]
+    for i in range(m):
+        for r in range(p):
+            stage = r if i % 2 == 0 else p - 1 - r
+            ranks[r] += [F(stage, i), B(stage, i)]
+    return Schedule(f"both ways, p={p}, m={m}", tuple(map(tuple, ranks)), p, m)
+
+
+def sliced(p: int, m: int, k: int) -> Schedule:
+    """GPipe on slices of a sequence."""
+    forwards = [i * k + j for i in range(m) for j in range(k)]
+    backwards = [i * k + j for i in range(m) for j in reversed(range(k))]
+    return Schedule(f"slices, p={p}, m={m}, k={k}", tuple(tuple([F(r, i) for i in forwards] + [B(r, i) for i in backwards]) for r in range(p)), p, m * k, k)
+
+
+@cache
+def everything() -> list[Schedule]:
+    found = [make(p, m) for p, m in GRID[:-1] for make in (gpipe, one_f_one_b, lambda p, m: split(one_f_one_b(p, m)),
+                                                           lambda p, m: recomputing(one_f_one_b(p, m)))] + [split(one_f_one_b(16, 64))]
+    found += [make(p, m, v) for p, m, v in [(2, 4, 3), (4, 8, 2), (4, 12, 4), (8, 16, 2)] for make in (interleaved, breadth_first)]
+    found += [folded(p, m) for p, m in [(1, 2), (2, 3), (4, 8)]] + [both_ways(p, m) for p, m in [(2, 4), (4, 6)]]
+    found += [sliced(p, m, k) for p, m, k in [(2, 2, 3), (4, 4, 2)]]
+    found += [make(p, m) for p, m in [(2, 4), (4, 8), (6, 13)] for make in (zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, bpipe, varuna)]
+    found += [make(p, 2 * p) for p in (2, 4, 6) for make in (chimera, dualpipe)]
+    found += [hanayo(4, 8, 2), zb_interleaved(4, 8, 2), terapipe(4, 2, 3), seq1f1b(4, 4, 2), recomputed(gpipe(3, 4))]
+    return found + [paired(one_f_one_b(1, 6)), paired(interleaved(2, 8, 2)), split(interleaved(4, 8, 2)), split(folded(4, 4))]
+
+
+# ---- nobody gets stuck -------------------------------------------------------------------------------------------------
+
+def test_every_schedule_passes_and_ends():
+    for schedule in everything():
+        assert check(schedule) is schedule
+        run = simulate(schedule, Costs(F=6, I=6, W=3, send=1))
+        assert run.makespan >= max(run.busy(rank) for rank in range(len(schedule.ranks)))
+
+
+def test_a_graph_of_stages_is_not_lowered():
+    branches = GraphSchedule("two branches", ((F(0, 0), B(0, 0)), (F(1, 0), B(1, 0))), 2, 1, edges=())
+    with pytest.raises(ValueError, match="its stages branch, and programs are made for chains"):
+        lower(branches)
+
+
+def used_by(what, schedule):
+    kind, stage, unit = what
+    users = {"F": F(stage + 1, unit), "E": Action("H", stage, unit), "G": Action("L", stage, unit)}
+    return users.get(kind) or (schedule.backward(stage - 1, unit) if kind in "BI" else None)
+
+
+def test_links_agree_and_nothing_is_lost():
+    for schedule in everything():
+        programs, sent, received = lower(schedule), Counter(), Counter()
+        for rank, program in enumerate(programs):
+            at = {}
+            for i, step in enumerate(program):
+                if isinstance(step, Sent):
+                    assert at[Send, step.what] < i
+                elif isinstance(step, (Send, Receive)):
+                    at[type(step), step.what] = i
+                elif not isinstance(step, Reduce):
+                    at |= {action: i for action in parts([step])}
+            for (kind, what), i in [item for item in at.items() if isinstance(item[0][0], type)]:
+                if kind is Send:
+                    assert at[what] < i
+                    sent[what] += 1
+                else:
+                    user = used_by(what, schedule)
+                    assert i < at[user], f"{schedule.name}, rank {rank}: {what} is posted behind {user}"
+                    received[what] += 1
+            for other in range(len(programs)):
+                assert ([step.what for step in program if isinstance(step, Send) and step.to == other]
+                        == [step.what for step in programs[other] if isinstance(step, Receive) and step.source == rank])
+            reduced = [step.stage for step in program if isinstance(step, Reduce)]
+            assert sorted(reduced) == schedule.stages_of(rank)
+        crossing = Counter(what for what, rank in schedule.place.items() if (user := used_by(what, schedule)) in schedule.place
+                           and schedule.place[user] != rank)
+        assert sent == received == crossing
+
+
+def test_a_receive_is_posted_two_entries_early_for_the_room_of_two_tensors():
+    for schedule in (gpipe(4, 8), one_f_one_b(4, 8)):
+        for entries, program in zip(schedule.ranks, lower(schedule)):
+            posted, begun, ahead = {}, 0, 0
+            for step in program:
+                if isinstance(step, Receive):
+                    posted[F(step.what.stage + 1, step.what.microbatch) if step.what.kind == "F" else B(step.what.stage - 1, step.what.microbatch)] = begun
+                elif isinstance(step, Action):
+                    if step in posted:
+                        assert posted.pop(step) == max(begun - EARLY, 0)
+                    ahead, begun = max(ahead, len(posted)), begun + 1
+            assert begun == len(entries) and ahead <= EARLY == 2 and not posted
+
+
+def waits(schedule: Schedule) -> list:
+    """Runs the programs with no data: a send is over when its receive is posted, and `Sent` waits for that. Who is left waiting."""
+    programs = lower(schedule)
+    position, sent, posted, done = [0] * len(programs), set(), set(), set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while position[rank] < len(program):
+                match step := program[position[rank]]:
+                    case Send(what, _):
+                        sent.add(what)
+                    case Receive(what, _):
+                        posted.add(what)
+                    case Sent(what):
+                        if what not in posted:
+                            break
+                    case Reduce(_):
+                        pass
+                    case _:
+                        if not all(before in (done if schedule.place[before] == rank else sent & posted) for before in schedule.needs[step]):
+                            break
+                        done.update(parts([step]))
+                position[rank] += 1
+                moved = True
+    return [program[i] for program, i in zip(programs, position) if i < len(program)]
+
+
+def test_programs_end_though_sends_wait_for_their_receives():
+    # (what BPipe moves is sent by its own interpreter)
+    assert not any(waits(schedule) for schedule in everything() if len(schedule.place) < 700 and not schedule.evicts)
+
+
+def circular(schedule: Schedule) -> bool:
+    """Another way to see a deadlock: actions are taken off a graph while one has nothing before it."""
+    before = {action: set(schedule.needs[action]) for entries in schedule.ranks for action in entries}
+    for entries in schedule.ranks:
+        for first, second in zip(entries, entries[1:]):
+            before[second].add(first)
+    while free := {action for action, waits_for in before.items() if not waits_for}:
+        before = {action: waits_for - free for action, waits_for in before.items() if action not in free}
+    return bool(before)
+
+
+def test_random_deadlocks_are_found():
+    draw, stuck = random.Random(7), 0
+    for _ in range(300):
+        p, m = draw.randint(1, 3), draw.randint(1, 3)
+        ranks = [list(entries) for entries in draw.choice([gpipe, one_f_one_b, lambda p, m: split(one_f_one_b(p, m))])(p, m).ranks]
+        for _ in range(draw.randint(1, 4)):
+            entries = draw.choice(ranks)
+            i, j = draw.randrange(len(entries)), draw.randrange(len(entries))
+            entries[i], entries[j] = entries[j], entries[i]
+        schedule = Schedule("shuffled", tuple(map(tuple, ranks)), p, m)
+        if circular(schedule):
+            stuck += 1
+            for what in (check, simulate, lower):
+                with pytest.raises(ValueError, match="shuffled is stuck: rank"):
+                    what(schedule)
+        else:
+            assert not waits(schedule)
+    assert 50 < stuck < 250
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "F0.1 is missing": Schedule("", ((F(0, 0), B(0, 0), B(0, 1)),), 1, 2),
+    "B0.0 is missing": Schedule("", ((F(0, 0),),), 1, 1),
+    "W0.0 is missing": Schedule("", ((F(0, 0), I(0, 0)),), 1, 1),
+    "I0.0 is missing": Schedule("", ((F(0, 0), W(0, 0)),), 1, 1),
+    "F1.0 is missing": Schedule("", ((F(0, 0), B(0, 0)), ()), 2, 1),
+    r"F0.0 stands 2 times \(rank 0\)": Schedule("", ((F(0, 0), F(0, 0), B(0, 0)),), 1, 1),
+    "W0.0 stands 2 times": Schedule("", ((F(0, 0), I(0, 0), W(0, 0), W(0, 0)),), 1, 1),
+    "X0.0 is no action of 1 stages and 1 microbatches; the kinds are F, B, I, W, R": Schedule("", ((F(0, 0), B(0, 0), Action("X", 0, 0)),), 1, 1),
+    "F1.0 is no action": Schedule("", ((F(0, 0), B(0, 0), F(1, 0)),), 1, 1),
+    "F0.-1 is no action": Schedule("", ((F(0, 0), B(0, 0), F(0, -1)),), 1, 1),
+    "F0.1 is no action": Schedule("", ((F(0, 0), B(0, 0), F(0, 1)),), 1, 1),
+    "B0.0 stands beside I0.0; B is I and W together": Schedule("", ((F(0, 0), B(0, 0), I(0, 0), W(0, 0)),), 1, 1),
+    "B0.0 stands beside W0.0": Schedule("", ((F(0, 0), B(0, 0), W(0, 0)),), 1, 1),
+    r"stage 0, microbatch 0 stands on ranks \[0, 1\]": Schedule("", ((F(0, 0),), (B(0, 0),)), 1, 1),
+    r"microbatch 0 stands on ranks \[0, 1\]; what a forward keeps": Schedule("", ((F(0, 0), I(0, 0)), (W(0, 0),)), 1, 1),
+    "is stuck: rank 0 at B0.0 waits for F0.0; move an action": Schedule("", ((B(0, 0), F(0, 0)),), 1, 1),
+    "is stuck: rank 0 at W0.0 waits for I0.0": Schedule("", ((F(0, 0), W(0, 0), I(0, 0)),), 1, 1),
+    "is stuck: rank 0 at B0.0 waits for R0.0": Schedule("", ((F(0, 0), B(0, 0), R(0, 0)),), 1, 1),
+    "is stuck: rank 0 at B0.0 waits for B1.0, rank 1 at F1.1 waits for F0.1": Schedule(
+        "", ((F(0, 0), B(0, 0), F(0, 1), B(0, 1)), (F(1, 0), F(1, 1), B(1, 0), B(1, 1))), 2, 2),
+    "is stuck: rank 0 at F0.1 waits for F0.0": Schedule("", ((F(0, 1), F(0, 0), B(0, 1), B(0, 0)),), 1, 2, slices=2),
+    "is stuck: rank 0 at B0.0 waits for B0.1": Schedule("", ((F(0, 0), F(0, 1), B(0, 0), B(0, 1)),), 1, 2, slices=2),
+    r"\(B0.0 F0.1\) is no pair": Schedule("", ((F(0, 0), Pair(B(0, 0), F(0, 1)), B(0, 1)),), 1, 2),
+    r"\(F0.0 B0.0\) is no pair": Schedule("", ((Pair(F(0, 0), B(0, 0)),),), 1, 1),
+    "3 units are not a multiple of slices=2": Schedule("", ((F(0, 0), F(0, 1), F(0, 2), B(0, 2), B(0, 1), B(0, 0)),), 1, 3, slices=2),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_schedules_are_refused(message):
+    with pytest.raises(ValueError, match=message) as refused:
+        check(REFUSED[message])
+    assert "\n" not in str(refused.value)
+
+
+def test_bad_sizes_and_costs_are_refused():
+    for call, message in [(lambda: gpipe(0, 4), "gpipe: p=0; use a whole number, 1 or more"), (lambda: one_f_one_b(2, -1), "m=-1"),
+                          (lambda: one_f_one_b(2, 2.0), "m=2.0"), (lambda: breadth_first(2, 4, 0), "v=0"), (lambda: interleaved(True, 1, 1), "p=True"),
+                          (lambda: interleaved(4, 6, 2), "m=6 microbatches are not a multiple of p=4 ranks; use 4 or 8"),
+                          (lambda: interleaved(4, 3, 2), "use 4 or 4"), (lambda: Costs(F=-1), "F=-1; a time is 0 or more"),
+                          (lambda: Costs(W=float("nan")), "W=nan"), (lambda: Costs(send=-Fraction(1, 2)), "send=-1/2")]:
+        with pytest.raises(ValueError) as refused:
+            call()
+        assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_longer_actions_never_end_earlier():
+    draw = random.Random(3)
+    for _ in range(60):
+        schedule = draw.choice(everything()[:12] + [interleaved(4, 8, 2), folded(3, 4), sliced(3, 2, 2), split(interleaved(2, 4, 2))])
+        times = {kind: draw.randint(0, 6) for kind in ("F", "I", "W", "R", "send")}
+        longer = times | {(kind := draw.choice(list(times))): times[kind] + draw.randint(1, 3)}
+        stages = {draw.randrange(schedule.stages): 2}
+        before, after, uneven = (simulate(schedule, costs) for costs in (Costs(**times), Costs(**longer), Costs(**times, stage=stages)))
+        assert before.makespan <= after.makespan and before.makespan <= uneven.makespan
+        assert all(ours.start <= theirs.start for was, now in zip(before.spans, after.spans) for ours, theirs in zip(was, now))
+
+
+# ---- the systems -------------------------------------------------------------------------------------------------------
+
+def in_flight_peaks(schedule: Schedule) -> list[int]:
+    return [peak(schedule, rank) for rank in range(len(schedule.ranks))]
+
+
+def test_gpipe():
+    for p, m in GRID:
+        schedule = gpipe(p, m)
+        for costs in (TWICE, Costs(F=3, B=5)):
+            assert simulate(schedule, costs).makespan == (m + p - 1) * (costs.F + costs.B)
+        assert in_flight_peaks(schedule) == [m] * p
+    assert simulate(gpipe(4, 8), TWICE).makespan == 33
+    again = recomputing(gpipe(4, 8))
+    assert simulate(again, TWICE).makespan == 11 * (1 + 1 + 2) - 3 and in_flight_peaks(again) == [1] * 4   # an R waits for no other rank
+    problem = Problem(config=small(num_layers=2), batch_sizes=(8, 7), microbatches=4)
+    assert pipeline_difference(problem, dict(dp=1, pp=2), recomputing(gpipe(2, 4)), one_process(problem)) < TOLERANCE
+
+
+def test_one_f_one_b():
+    for p, m in GRID:
+        schedule = one_f_one_b(p, m)
+        for costs in (TWICE, Costs(F=3, B=5)):
+            assert simulate(schedule, costs).makespan == simulate(gpipe(p, m), costs).makespan
+        assert in_flight_peaks(schedule) == [min(m, p - s) for s in range(p)]
+    assert simulate(one_f_one_b(4, 8), TWICE).makespan == 33
+
+
+def test_dapple():
+    """K_i forwards first, then strictly a backward and a forward in turn: the lists of 1F1B."""
+    def early_backward(p, m):
+        for i in range(p):
+            K = min(p - i, m)
+            turns = [action for j in range(m) for action in ([B(i, j), F(i, j + K)] if j + K < m else [B(i, j)])]
+            yield tuple([F(i, j) for j in range(K)] + turns)
+
+    for p, m in GRID:
+        assert tuple(early_backward(p, m)) == one_f_one_b(p, m).ranks
+    assert in_flight_peaks(one_f_one_b(8, 16)) == in_flight_peaks(one_f_one_b(8, 64)) == [8, 7, 6, 5, 4, 3, 2, 1]
+
+
+def messages(schedule: Schedule) -> int:
+    return sum(isinstance(step, Send) for program in lower(schedule) for step in program)
+
+
+def test_interleaved():
+    for p, m, v in [(2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 9, 3), (8, 16, 2), (8, 64, 4)]:
+        schedule = interleaved(p, m, v)
+        for times in (1, 2), (3, 5):
+            run = simulate(schedule, Costs(F=Fraction(times[0], v), B=Fraction(times[1], v)))
+            assert run.overhead == Fraction(p - 1, v * m)
+            assert run.makespan == (m + Fraction(p - 1, v)) * sum(times)
+        assert Fraction(peak(schedule, 0), v) == p * (1 + Fraction(p - 1, p * v))
+        assert [peak(schedule, rank) for rank in range(p)] == [2 * (p - rank - 1) + (v - 1) * p + 1 for rank in range(p)]
+        # between ranks: p-1 boundaries of 1F1B, and from the last rank round to the first as well
+        assert messages(schedule) == 2 * m * (p * v - 1) and messages(one_f_one_b(p, m)) == 2 * m * (p - 1)
+    overheads = [simulate(interleaved(4, 8, v), Costs(F=Fraction(1, v), B=Fraction(2, v))).overhead for v in (1, 2, 4)]
+    assert overheads == [Fraction(3, 8), Fraction(3, 16), Fraction(3, 32)]
+
+
+def runs(schedule: Schedule, rank: int) -> Counter:
+    """How often the weights of each stage are gathered for a forward or a backward run, if only one stage's are held at a time."""
+    return Counter(stage for (_, stage), _ in groupby(schedule.ranks[rank], key=lambda action: action[:2]))
+
+
+def test_breadth_first():
+    for p, m, v in [(2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 9, 3), (8, 64, 4)]:
+        wide, deep = breadth_first(p, m, v), interleaved(p, m, v)
+        run = simulate(wide, Costs(F=Fraction(1, v), B=Fraction(2, v)))
+        assert run.overhead == Fraction(p - 1, v * m)
+        assert in_flight_peaks(wide) == [m * v] * p
+        assert all(runs(wide, rank) == dict.fromkeys(wide.stages_of(rank), 2) for rank in range(p))
+        for rank in range(p):
+            ahead = min(2 * (p - rank - 1) + (v - 1) * p, m * v)
+            # the runs of p ahead and at the end, and between them no two neighbours alike: 2m a stage less those
+            assert runs(deep, rank).total() == 2 * (m * v - ahead) + 2 * (-(-ahead // p)) - (2 if ahead % p else 0)
+    for m in 8, 64, 512:
+        assert runs(interleaved(4, m, 2), 3).total() == 2 * (2 * m - 3)
+
+
+class Clock(nn.Module):
+    """A stage without arithmetic: what travels is the time at which it was ready, and the rank's clock moves on."""
+
+    def __init__(self, now: list[int], forward: int, backward: int):
+        super().__init__()
+        self.now, self.times, self.weight = now, (forward, backward), nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x, positions):
+        x = x.unsqueeze(-1).double() * 0 if not x.is_floating_point() else x
+        return Tick.apply(x, self.weight, self)
+
+    def work(self, arrived: torch.Tensor, time: int) -> torch.Tensor:
+        self.now[0] = max(self.now[0], round(arrived.max().item())) + time
+        return torch.full_like(arrived, self.now[0])
+
+
+class Tick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, stage):
+        ctx.stage = stage
+        return stage.work(x, stage.times[0])
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.stage.work(dy, ctx.stage.times[1]), None, None
+
+
+def clocks(schedule: Schedule) -> list[int]:
+    group, now = collectives.world(), [0]
+    stages = {stage: Clock(now, 1, 2) for stage in schedule.stages_of(group.rank())}
+    run = Runner(stages, schedule, group, lambda y, targets: (y * 0).sum(), NoReducer(), width=1, check=False)
+    run(Batch(torch.zeros(schedule.microbatches, 2, dtype=torch.int64), torch.zeros(schedule.microbatches, 2), torch.tensor(1)))
+    return now[0]
+
+
+def test_pipeline_bubble():
+    """From the lists, and from a run on four ranks in which every message carries the time it left."""
+    for p, m in GRID:
+        for schedule in gpipe(p, m), one_f_one_b(p, m):
+            run = simulate(schedule, TWICE)
+            assert (run.bubble, run.overhead) == (Fraction(p - 1, m + p - 1), Fraction(p - 1, m))
+    assert (simulate(gpipe(4, 8), TWICE).bubble, simulate(gpipe(4, 8), TWICE).overhead) == (Fraction(3, 11), Fraction(3, 8))
+    assert simulate(one_f_one_b(8, 4224 // 24)).bubble == Fraction(7, 183)                                          # GLM-130B
+    shares = [simulate(one_f_one_b(35, m)).bubble for m in (1920 // 8, 1920 // 10, 1920 // 12)]
+    assert [round(float(100 * share), 1) for share in shares] == [12.4, 15.0, 17.5]                                 # MT-NLG
+    ended = launch.run(lambda: (clocks(gpipe(4, 8)), clocks(one_f_one_b(4, 8))), ranks=4)
+    assert ended[0] == (33, 33)
+    for rank in range(4):
+        assert ended[rank] == tuple(simulate(schedule, TWICE).spans[rank][-1].end for schedule in (gpipe(4, 8), one_f_one_b(4, 8)))
+
+
+class Meter:
+    """What autograd keeps now and kept at most: each tensor handed over is held by a slip that dies with the graph."""
+
+    def __init__(self, parameters):
+        self.live, self.peak = 0, 0
+        self.skip = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+
+    def keep(self, tensor):
+        if tensor.untyped_storage().data_ptr() in self.skip:
+            return tensor
+        return Slip(self, tensor)
+
+
+class Slip:
+    def __init__(self, meter: Meter, tensor: torch.Tensor):
+        self.meter, self.tensor = meter, tensor
+        meter.live += tensor.nbytes
+        meter.peak = max(meter.peak, meter.live)
+
+    def __del__(self):
+        self.meter.live -= self.tensor.nbytes
+
+
+class Layer(nn.Module):
+    """Keeps its input, for the product, and its output, for the tanh."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x, positions):
+        return torch.tanh(self.linear(x if x.is_floating_point() else torch.zeros(*x.shape, 4, device=x.device)))
+
+
+def kept_at_most(schedule: Schedule) -> tuple[float, int]:
+    group = collectives.world()
+    stage = Layer()
+    with SavedTensors(stage) as saved:
+        stage(torch.zeros(1, 2, dtype=torch.int64) if group.rank() == 0 else torch.zeros(1, 2, 4), None)
+    meter = Meter(stage.parameters())
+    run = Runner({group.rank(): stage}, schedule, group, lambda y, targets: y.sum(), NoReducer(), width=4)
+    with torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda slip: slip.tensor if isinstance(slip, Slip) else slip):
+        run(Batch(torch.zeros(schedule.microbatches, 2, dtype=torch.int64), torch.zeros(schedule.microbatches, 2), torch.tensor(1.0)))
+    return meter.peak / saved.bytes, meter.live
+
+
+def test_memory_imbalance():
+    """In units of what one microbatch keeps, by the saved-tensor meter on four ranks: 4, 3, 2, 1 for 1F1B, 8 for GPipe."""
+    schedules = one_f_one_b(4, 8), gpipe(4, 8), one_f_one_b(4, 2)
+    measured = launch.run(lambda: [kept_at_most(schedule) for schedule in schedules], ranks=4)
+    for schedule, outcome in zip(schedules, zip(*measured)):
+        assert [high for high, _ in outcome][:3] == in_flight_peaks(schedule)[:3]
+        assert [left for _, left in outcome] == [0] * 4
+    assert in_flight_peaks(schedules[0]) == [4, 3, 2, 1]
+    assert in_flight_peaks(schedules[2]) == [min(2, 4 - s) for s in range(4)] == [2, 2, 2, 1]
+
+
+def test_schedules_by_name_need_no_torch():
+    """Lists are for planners too: torch is loaded by what runs them, and by nothing that a strategy names."""
+    code = ("import sys; from minitrain.strategy import Strategy; from minitrain.pipeline.named import NAMES; "
+            "made = [Strategy(pp=2, schedule=name, microbatches=4) for name in NAMES]; print('bpipe' in NAMES, 'torch' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True False\n"

@@ -1,0 +1,289 @@
+"""Backwards in two halves: bubbles and peaks of the papers from the lists, a list scheduler, and gradients of real ranks."""
+import random
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+
+import pytest
+import torch
+
+from minitrain import collectives, launch
+from minitrain.ledger import Ledger
+from minitrain.model.gpt import Stages
+from minitrain.training.optim import AdamW, clip_grad_norm
+from minitrain.pipeline.deferred import Deferred
+from minitrain.pipeline.schedules.greedy import greedy
+from minitrain.pipeline.lower import lower, messages
+from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
+from minitrain.pipeline.partition import even
+from minitrain.pipeline.post_validation import PostValidation
+from minitrain.pipeline.runtime import Runner
+from minitrain.pipeline.schedule import B, F, I, Schedule, W, check, in_flight, peak
+from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.pipeline.schedules.v_shape import rank_of, v_half, v_min, zb_v
+from minitrain.pipeline.schedules.zero_bubble import bubble, zb_h1, zb_h2, zb_interleaved
+
+from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
+from tests.pipeline.test_pipeline_runtime import account
+
+PROBLEM = Problem(config=small(num_layers=8), batch_sizes=(8, 8, 7), microbatches=4, frozen="layers.1.norm1.weight")
+GRID = [(1, 3), (2, 1), (2, 5), (3, 7), (4, 2), (4, 12), (8, 15), (16, 4)]
+
+
+@cache
+def reference():
+    return one_process(PROBLEM)
+
+
+def waiting(schedule: Schedule, costs: Costs = Costs()):
+    return bubble(simulate(schedule, costs))
+
+
+def peaks(schedule: Schedule) -> set:
+    return {peak(schedule, rank) for rank in range(len(schedule.ranks))}
+
+
+def folded(p: int) -> list[int]:
+    return [rank_of(stage, p) for stage in range(2 * p)]
+
+
+# ---- ZB-H1 and ZB-H2 ---------------------------------------------------------------------------------------------------
+
+def test_zero_bubble():
+    """Table 2: bubbles and peaks; 9, 3 and 0 at p=4; and a greedy scheduler finds 0 with 2p-1 in flight."""
+    assert [waiting(make(4, 8)) for make in (one_f_one_b, zb_h1, zb_h2)] == [9, 3, 0]
+    for p in (2, 3, 4, 8, 16):
+        for m in (2 * p - 1, 4 * p) if p < 16 else (2 * p,):
+            h1, h2 = zb_h1(p, m), zb_h2(p, m)
+            for costs in (Costs(), Costs(F=3, I=4, W=2), Costs(F=Fraction(5, 3), I=Fraction(7, 4), W=Fraction(3, 2))):
+                f, i, w = costs.F, costs.I, costs.W
+                assert waiting(one_f_one_b(p, m), costs) == (p - 1) * (f + i + w)
+                assert waiting(h1, costs) == (p - 1) * (f + i - w)
+                assert waiting(h2, costs) == (p - 1) * (f + i - 2 * w)
+            assert simulate(h1).makespan == 3 * m + (p - 1)
+            assert max(peaks(one_f_one_b(p, m))) == p and peaks(h1) == {p} and peaks(h2) == {2 * p - 1}
+    for p in (4, 8):
+        found = greedy(range(p), p, 3 * p, limit=2 * p - 1)
+        assert waiting(found) == 0 and max(peaks(found)) == 2 * p - 1
+        assert waiting(greedy(range(p), p, 3 * p, limit=2 * p - 2)) > 0
+
+
+def test_the_smallest_m_and_a_long_w():
+    for p in (2, 4, 8):
+        assert waiting(zb_h1(p, p)) == p - 1 and waiting(zb_h1(p, p - 1)) > p - 1
+        assert waiting(zb_h2(p, 2 * p - 1)) == 0 and waiting(zb_h2(p, 2 * p - 2)) > 0
+        for m in (1, p):
+            assert peaks(zb_h1(p, m)) == peaks(zb_h2(p, m)) == {m}
+        for f, i, w in [(1, 1, 2), (2, 1, 3), (1, 3, 2), (1, 1, 4)]:
+            costs = Costs(F=f, I=i, W=w)
+            assert waiting(zb_h1(p, 4 * p), costs) == (p - 1) * i
+            assert waiting(zb_h2(p, 4 * p), costs) == (p - 1) * max(0, i - f)
+
+
+def test_steps_in_a_row_wait_only_for_the_bubble():
+    """Two steps with no common stop between: the second adds its work and `bubble`, so with ZB-H2 nothing but its work."""
+    for p, m in [(2, 4), (4, 8), (4, 12), (8, 16)]:
+        for make, wait in ((one_f_one_b, 3 * (p - 1)), (zb_h1, p - 1), (zb_h2, 0)):
+            one, rows = make(p, m), []
+            for entries in one.ranks:
+                rows.append((*entries, *(type(action)(action.kind, action.stage, action.microbatch + m) for action in entries)))
+            two = check(Schedule("two steps", tuple(rows), p, 2 * m))
+            assert simulate(two).makespan - simulate(one).makespan == 3 * m + wait
+
+
+def test_interleaved_zero_bubble():
+    """ZB-H1's bubble in the times of a stage, 1/v of a rank's; 1F1B's memory, which is less than interleaved 1F1B's."""
+    assert [entries for entries in zb_interleaved(4, 8, 1).ranks] == [entries for entries in zb_h1(4, 8).ranks]
+    for p, m, v in [(2, 4, 3), (4, 4, 2), (4, 8, 2), (4, 16, 4), (8, 16, 2)]:
+        schedule, plain = zb_interleaved(p, m, v), interleaved(p, m, v)
+        costs = Costs(F=Fraction(3, v), I=Fraction(4, v), W=Fraction(2, v))
+        assert waiting(schedule, costs) == Fraction((p - 1) * (3 + 4 - 2), v) < waiting(plain, costs) == Fraction((p - 1) * 9, v)
+        assert peaks(schedule) == {v * p}
+        assert m == p or max(peaks(plain)) == v * p + p - 1
+        assert {link: len(sent) for link, sent in messages(schedule).items()} == {link: len(sent) for link, sent in messages(plain).items()}
+
+
+# ---- V shapes --------------------------------------------------------------------------------------------------------
+
+def test_v_shape():
+    """Memory of 1F1B's p microbatches: a third, a half, all; bubbles 2/3, 1/2 and 0 of 1F1B's; twice the messages."""
+    for p in (2, 3, 4, 5, 6, 8, 13):
+        whole = waiting(one_f_one_b(p, 2 * p), Costs(F=2, I=2, W=2))                # a rank's stage takes as long as its two in a V
+        assert whole == 6 * (p - 1)
+        for m in (2 * p - 1, 3 * p) if p < 8 else (2 * p - 1,):
+            smallest, half, full = v_min(p, m), v_half(p, m), zb_v(p, m)
+            assert max(peaks(smallest)) == 2 * ((p + 4) // 3)                       # activations of a stage, two to a microbatch's
+            assert max(peaks(half)) == 2 * ((p + 2) // 2)
+            assert max(peaks(full)) == 2 * p
+            assert waiting(smallest) == Fraction(2, 3) * whole + (1 if p % 3 == 0 else -1)
+            assert waiting(half) == Fraction(1, 2) * whole - p % 2
+            assert waiting(full) == 0
+            for schedule in (smallest, half, full):
+                assert schedule.stages_of(1) == [1, 2 * p - 2]
+                sent, straight = (sum(map(len, messages(s).values())) for s in (schedule, one_f_one_b(p, m)))
+                assert sent == 2 * straight == 4 * (p - 1) * m
+    for make, needed in ((v_min, 6), (v_half, 6), (zb_v, 11)):
+        assert waiting(make(6, needed)) == waiting(make(6, 30))
+
+
+# ---- the list scheduler ------------------------------------------------------------------------------------------------
+
+def test_greedy_keeps_its_limits_and_never_gets_stuck():
+    draw = random.Random(11)
+    for _ in range(60):
+        p, m, v = draw.randint(1, 4), draw.randint(1, 9), draw.randint(1, 3)
+        place = [draw.randrange(p) for _ in range(p * v)]
+        place = [sorted(set(place)).index(rank) for rank in place]
+        p, split_it, kept = max(place) + 1, draw.random() < 0.7, draw.choice([1, Fraction(1, 2), 0])
+        limit = [place.count(rank) + draw.randint(0, 4) for rank in range(p)]
+        order = {(kind, stage, i): draw.random() for kind in "BFIW" for stage in range(len(place)) for i in range(m)}
+        costs = Costs(F=draw.randint(1, 3), I=draw.randint(1, 3), W=draw.randint(1, 3), send=draw.randint(0, 2))
+        priority = draw.choice([{}, {"priority": order.__getitem__}])
+        found = greedy(place, len(place), m, costs, limit, split_it, kept=kept, **priority)
+        assert check(found) is found and found.splits_backward == split_it
+        for rank in range(p):
+            assert peak(found, rank, kept) <= limit[rank] and in_flight(found, rank, kept)[-1] == 0
+            with pytest.raises(ValueError, match="would wait for ever"):
+                greedy(place, len(place), m, limit=[place.count(r) - (r == rank) for r in range(p)])
+
+
+def test_greedy_finds_known_schedules():
+    for p, m in [(2, 4), (4, 8), (8, 16)]:
+        whole = greedy(range(p), p, m, Costs(F=1, B=1), limit=[p - r for r in range(p)], split=False)
+        assert whole.ranks == one_f_one_b(p, m).ranks                               # the early backward, from priorities and memory alone
+        assert simulate(greedy(folded(p), 2 * p, m, limit=2 * p)).makespan < 6 * m + 6 * (p - 1)
+    both = greedy(lambda stage, i: stage if i % 2 else 3 - stage, 4, 4, Costs(F=1, B=1), split=False)
+    assert both.stages_of(0) == [0, 3] and simulate(both, Costs(F=1, B=1)).bubble == Fraction(1, 5)       # Chimera's, p = m = 4
+    assert simulate(greedy([0, 1, 1, 0], 4, 6, limit=2)).makespan > simulate(greedy([0, 1, 1, 0], 4, 6, limit=4)).makespan
+
+
+def test_every_list_is_valid_and_holds_what_its_module_says():
+    for p, m in GRID:
+        made = [zb_h1(p, m), zb_h2(p, m), v_min(p, m), v_half(p, m), zb_v(p, m), greedy(range(p), p, m, limit=p)]
+        for schedule, most in zip(made, (p, 2 * p - 1, 2 * ((p + 4) // 3), 2 * ((p + 2) // 2), 2 * p, p)):
+            assert check(schedule) is schedule and schedule.splits_backward and max(peaks(schedule)) <= most
+            assert simulate(schedule, Costs(F=2, I=3, W=1, send=Fraction(1, 2))).makespan > 0
+            if m < 20:
+                assert len(lower(schedule)) == p
+    for large in (zb_interleaved(16, 64, 2), zb_h2(16, 64), v_half(16, 64)):
+        assert check(large) is large
+
+
+def test_bad_sizes():
+    for make in (zb_h1, zb_h2, v_min, v_half, zb_v, lambda p, m: zb_interleaved(p, m, 2)):
+        for sizes, words in (((0, 4), "p=0; use a whole number"), ((4, 0), "m=0; use a whole number")):
+            with pytest.raises(ValueError, match=words):
+                make(*sizes)
+    for words, call in {
+        "m=6 microbatches are not a multiple of p=4 ranks; use 4 or 8": lambda: zb_interleaved(4, 6, 2),
+        "2 ranks for stages=4; name a rank for each stage": lambda: greedy([0, 1], 4, 3),
+        "m=0; use a whole number, 1 or more": lambda: greedy([0, 1], 2, 0),
+        "stages stand on the ranks \\[0, 2\\]; ranks count from 0": lambda: greedy([0, 2], 2, 3),
+        "1 limits for 2 ranks; give one for each": lambda: greedy([0, 1], 2, 3, limit=[4]),
+        "rank 0 may hold 1 activations, but a microbatch has 2 stages there.*use limit=2": lambda: greedy([0, 1, 1, 0], 4, 3, limit=1),
+    }.items():
+        with pytest.raises(ValueError, match=words) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+# ---- real ranks --------------------------------------------------------------------------------------------------------
+
+REAL = {"zb-h1": (4, zb_h1(4, 4)), "zb-h2 of 2": (2, zb_h2(2, 4)), "zb-h2": (4, zb_h2(4, 7)), "interleaved": (2, zb_interleaved(2, 4, 2)),
+        "v-min": (4, v_min(4, 4)), "v-half": (2, v_half(2, 4)), "zb-v": (4, zb_v(4, 7)), "greedy": (2, greedy([0, 1, 1, 0], 4, 4, limit=3))}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_equals_one_process(name):
+    ranks, schedule = REAL[name]
+    problem = replace(PROBLEM, microbatches=schedule.microbatches)
+    assert pipeline_difference(problem, dict(dp=1, pp=ranks), schedule, reference()) < TOLERANCE
+
+
+def test_without_one_w_the_gradient_is_wrong():
+    """A runner that skips one W: its stage has a wrong gradient, its neighbours a right one."""
+    problem = replace(PROBLEM, batch_sizes=(8,), clip=None)
+
+    def train():
+        weights = Runner.weights
+        Runner.weights = lambda self, action: self.kept.pop(action[1:]) if action == W(1, 2) else weights(self, action)
+        return train_pipeline(problem, dict(dp=1, pp=2), zb_v(2, 4))
+
+    expected, found = one_process(problem).grads, {}
+    for outcome in launch.run(train, ranks=2):
+        found |= outcome.grads
+    wrong = {name for name, grad in expected.items() if (grad - found[name]).abs().max() > TOLERANCE}
+    linears = ("attention.q", "attention.k", "attention.v", "attention.out", "mlp.gate", "mlp.up", "mlp.down")
+    assert wrong == {f"layers.{layer}.{linear}.weight" for layer in even(8, 4)[1] for linear in linears}
+
+
+def test_i_and_w_cost_what_b_costs():
+    """FLOPs of the ledger, action by action: the halves of every backward against the whole one."""
+    whole, halves, costs = interleaved(2, 4, 2), zb_interleaved(2, 4, 2), [{}, {}]
+    for accounts in launch.run(lambda: [account(schedule)[0] for schedule in (whole, halves)], ranks=2):
+        for found, flops in zip(costs, accounts):
+            found |= flops
+    for stage in range(4):
+        for i in range(4):
+            b, for_input, for_weights = costs[0][str(B(stage, i))], costs[1][str(I(stage, i))], costs[1][str(W(stage, i))]
+            assert for_input + for_weights == b and for_input > 0 and for_weights > 0
+            assert costs[0][str(F(stage, i))] == costs[1][str(F(stage, i))]
+
+
+def test_between_i_and_w_the_operands_of_the_products_stay():
+    """deferred.py: of each linear its input and the gradient of its output, and nothing else of what the forward kept."""
+    stage = dict(Stages(small(num_layers=4), {1: range(2, 4)}, dtype=torch.float64).items())[1]
+    ledger = Ledger()
+    with ledger:
+        x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
+        dy = torch.randn(2, 8, 16, dtype=torch.float64)
+        with Deferred() as later:
+            end = torch.autograd.graph.get_gradient_edge(stage(x, torch.arange(8)))
+        after_f = ledger.live_by_kind["activations"]
+        torch.autograd.backward(end, dy)
+        del end
+        x.grad = None
+        products = [(weight.shape, kept.numel(), grad.numel()) for weight, _, kept, grad in later.products]
+        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for _, _, *both in later.products for tensor in both}
+        for tensor in (x, dy):
+            held.pop(tensor.untyped_storage().data_ptr(), None)
+        after_i = ledger.live_by_kind["activations"]
+        later.weights()
+        after_w = ledger.live_by_kind["activations"]
+    linears = [module for module in stage.modules() if isinstance(module, torch.nn.Linear)]
+    assert sorted(shape for shape, _, _ in products) == sorted(linear.weight.shape for linear in linears)
+    assert all(kept == 16 * shape[1] and grad == 16 * shape[0] for shape, kept, grad in products)         # 2 rows of 8 tokens
+    assert after_i - after_w == sum(held.values()) and after_i < after_f
+    assert all(linear.weight.grad is not None for linear in linears)
+
+
+# ---- the step that is checked afterwards -----------------------------------------------------------------------------
+
+def test_post_validation():
+    """Equal to clipping by an all-reduced norm, wherever along the ranks the limit is passed; also when the norm is no number."""
+    def rank():
+        group, results = collectives.world(), []
+        for scales in ((0.1, 0.1, 0.1), (5.0, 0.1, 0.1), (0.1, 0.1, 5.0), (0.5, 0.5, 0.5)):
+            pairs = [torch.nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64)) for _ in range(2)]
+            plain, ours = (AdamW([param], lr=0.1) for param in pairs)
+            post, back = PostValidation(ours, 1.0, group), []
+            for step in range(3):
+                for param in pairs:
+                    param.grad = torch.cos(torch.arange(6, dtype=torch.float64) + step + group.rank()) * scales[group.rank()]
+                norm = clip_grad_norm([pairs[0]], 1.0, stages=group)
+                plain.step()
+                post.step()
+                found, taken_back = post.validate()
+                back.append(taken_back)
+                assert abs(found - norm) < 1e-12
+            assert (pairs[0] - pairs[1]).abs().max() < 1e-12 and (pairs[0].grad - pairs[1].grad).abs().max() < 1e-12
+            results.append(any(back))
+        before = pairs[1].detach().clone()
+        pairs[1].grad = torch.full_like(pairs[1], float("nan") if group.rank() == 2 else 0.1)
+        post.step()
+        norm, taken_back = post.validate()
+        assert torch.equal(before, pairs[1]) and not torch.isfinite(norm)
+        return results + [taken_back]
+    # nothing is clipped; rank 0 sees at once that it is, and so all; only rank 2 does, the others go back; rank 1 does; no number
+    expected = [[False, False, True, True, True], [False, False, True, False, True], [False] * 5]
+    assert launch.run(rank, ranks=3) == expected

@@ -1,0 +1,487 @@
+"""Tensor parallelism in one dimension: equal to one process, bytes and activations as the papers say, dropout, clear refusals."""
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from minitrain import collectives, launch
+from minitrain.launch import dryrun
+from minitrain.plan.accounting.memory import activation_bytes
+from minitrain.collectives import world
+from minitrain.attention.dropout import DropMask, Places, drop_by_place
+from minitrain.simulate.events import Issue
+from minitrain.model.layers import naive_attention
+from minitrain.ledger import Ledger
+from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.mesh import Mesh
+from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
+from minitrain.training.optim import AdamW
+from minitrain.parallelize import parallelize
+from minitrain.sharding import full_tensor, placement, shard
+from minitrain.simulate.machines import machine
+from minitrain.simulate.replay import replay
+from minitrain.strategy import Strategy
+from minitrain.tensor_parallel import linear, sequence, vocabulary
+from minitrain.tensor_parallel.block import cut_attention, cut_mlp
+from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
+from minitrain.tensor_parallel.random import RandomStates
+from minitrain.tensor_parallel.model import cut_layers
+from minitrain.training.step import Batch
+from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
+
+CONFIGS = {
+    "tied, RoPE, SwiGLU, 2 K/V heads": small(vocab_size=32),
+    "GPT-2: biases, learned positions": small(vocab_size=32, tied=False, norm="layer", positions="learned", activation="gelu",
+                                              bias=True, num_kv_heads=4),
+    "ALiBi, parallel residual, norm behind the table": small(vocab_size=32, positions="alibi", residual="parallel", embedding_norm=True),
+}
+MESHES = [dict(dp=1, tp=2), dict(dp=1, tp=4), dict(dp=2, tp=2)]
+WAYS = {"plain": {}, "sequence": dict(sequence_parallel=True), "plain, overlap": dict(overlap=True),
+        "sequence, overlap": dict(sequence_parallel=True, overlap=True)}
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {name: one_process(problem) for name, problem in problems().items()}
+
+
+def problems():
+    found = {name: Problem(config=config) for name, config in CONFIGS.items()}
+    return found | {"3 microbatches": Problem(config=small(vocab_size=32), batch_sizes=(6, 6, 7), microbatches=3)}
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_equals_one_process(shape, references):
+    """Loss, every gradient, every parameter after three steps; tied, frozen, masked, clipped, uneven."""
+    def rank():
+        return {(way, name): train_parallel(problem, Strategy(**shape, **settings))
+                for way, settings in WAYS.items() for name, problem in problems().items()}
+
+    for outcomes in launch.run(rank, ranks=shape["dp"] * shape["tp"]):
+        for (way, name), outcome in outcomes.items():
+            assert difference(outcome, references[name]) < TOLERANCE, (way, name)
+
+
+@pytest.mark.parametrize("broken", ["f", "g", "slices"])
+def test_without_its_collective_it_fails(broken, references):
+    def rank():
+        if broken == "f":
+            collectives.copy_to = lambda x, group: x
+        elif broken == "g":
+            collectives.reduce_from = lambda x, group: x
+        else:                                           # norms that saw half of the tokens are not summed over tp
+            Mesh.group = lambda self, *axes, group=Mesh.group: group(self, *[axis for axis in axes if axis != "tp" or len(axes) == 1])
+        return train_parallel(problem, Strategy(tp=2, sequence_parallel=broken == "slices"))
+
+    name, problem = next(iter(problems().items()))
+    assert max(difference(outcome, references[name]) for outcome in launch.run(rank, ranks=2)) > 1e-4
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+B, T, D = 2, 16, 32
+PLAIN = GPTConfig(vocab_size=64, d_model=D, num_layers=1, num_heads=4, max_positions=T)
+
+
+def layer_of(config, group, ways, core=naive_attention, dtype=torch.float64):
+    """One block of a model, cut over the group."""
+    column, row = ways
+    block = GPT(config, dtype=dtype, layers=[1], attention=core).layers[0]
+    cut_attention(block.attention, config.head_dim, group, column, row)
+    cut_mlp(block.mlp, group, column, row)
+    return block
+
+
+def one_layer(way):
+    """A layer forward and backward: what it sent by operation, as (calls, bytes); what it gave; how much of its matrices is here."""
+    group = world()
+    ways = {"plain": (linear.column, linear.row), "keeping": (sequence.column_keeping, sequence.row),
+            "sequence": (sequence.column, sequence.row)}[way]
+    block = layer_of(PLAIN, group, ways)
+    x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D)
+    x = x if way == "plain" else x.chunk(group.size(), 1)[group.rank()]
+    x = x.clone().requires_grad_()
+    with Ledger() as ledger:
+        y = block(x, torch.arange(T))
+        y.square().sum().backward()
+    calls = [event.op for event in ledger.events if isinstance(event, Issue)]
+    sent = {op: (calls.count(op), ledger.sent_bytes(op)) for op in ("all_reduce", "all_gather", "reduce_scatter")}
+    cut = [param for param in block.parameters() if placement(param).shards]
+    return sent, (y, x.grad, full_tensor(block.mlp.up.weight.grad, block.mlp.up.weight.placement.shards)), sum(param.numel() for param in cut)
+
+
+def whole_layer():
+    block = GPT(PLAIN, dtype=torch.float64, layers=[1], attention=naive_attention).layers[0]
+    x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D).requires_grad_()
+    y = block(x, torch.arange(T))
+    y.square().sum().backward()
+    return (y, x.grad, block.mlp.up.weight.grad), sum(param.numel() for param in block.parameters() if param.dim() == 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_megatron_tp_1d(ranks):
+    """A layer and its gradients as unsplit; exactly four all-reduces of b·s·h, 8(t-1)/t·bsh elements; 1/t of the weights."""
+    expected, numel = whole_layer()
+    for sent, found, cut in launch.run(one_layer, "plain", ranks=ranks):
+        assert all((ours - theirs).abs().max() < TOLERANCE for ours, theirs in zip(found, expected))
+        assert sent == {"all_reduce": (4, 8 * 8 * (ranks - 1) // ranks * B * T * D), "all_gather": (0, 0), "reduce_scatter": (0, 0)}
+        assert cut * ranks == numel
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_of_a_layer_cut_along_the_sequence(ranks):
+    """The same bytes, split into halves; and two gathers more where only the slice is kept."""
+    expected, _ = whole_layer()
+    unit = 8 * B * T * D * (ranks - 1) // ranks
+    for way, gathers in (("keeping", 4), ("sequence", 6)):
+        runs = launch.run(one_layer, way, ranks=ranks)
+        for sent, found, _ in runs:
+            assert sent == {"all_reduce": (0, 0), "all_gather": (gathers, gathers * unit), "reduce_scatter": (4, 4 * unit)}
+            assert (found[2] - expected[2]).abs().max() < TOLERANCE
+        for place in (0, 1):
+            assert (torch.cat([found[place] for _, found, _ in runs], 1) - expected[place]).abs().max() < TOLERANCE
+        assert dryrun.run(one_layer, way, rank=1, ranks=ranks)[0] == runs[1][0]
+
+
+def test_norms_may_all_be_frozen():
+    def rank():
+        run = parallelize(PLAIN, Strategy(tp=2, sequence_parallel=True, precision="float64"), frozen=["*norm*"])
+        tokens = torch.zeros(B, T, dtype=torch.long)
+        run.forward_backward(Batch(tokens, tokens, torch.tensor(B * T)))
+        run.sync.finish()
+        frozen = [name for name, param in run.model.named_parameters() if not param.requires_grad]
+        return len(frozen) == 3 and all((param.grad is not None) == param.requires_grad for param in run.model.parameters())
+
+    assert launch.run(rank, ranks=2) == [True, True]
+
+
+def whole_step(shape, settings):
+    run = parallelize(replace(PLAIN, num_layers=2), Strategy(**shape, **settings))
+    tokens = torch.zeros(B, T, dtype=torch.long)
+    batch = Batch(tokens, tokens, torch.tensor(B * T * shape["dp"]))
+    with Ledger() as ledger:
+        run.forward_backward(batch)
+        run.sync.finish()
+    return ledger.flops, ledger.sent_bytes(), ledger.sent_bytes(axis="tp"), ledger.peak_bytes, dict(ledger.peak_by_kind)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dry_run_counts_what_a_real_run_counts(way):
+    for shape in (dict(dp=1, tp=2), dict(dp=2, tp=2)):
+        ranks = shape["dp"] * shape["tp"]
+        for rank, measured in enumerate(launch.run(whole_step, shape, WAYS[way], ranks=ranks)):
+            assert dryrun.run(whole_step, shape, WAYS[way], rank=rank, ranks=ranks) == measured
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+PAPER = dict(norm="layer", positions="learned", activation="gelu", bias=True, dropout=0.1)
+GPT3 = GPTConfig(vocab_size=64, d_model=12288, num_layers=1, num_heads=96, max_positions=2048, **PAPER)
+
+
+def kept(config, length, batch, sequence_parallel):
+    """Bytes that a layer keeps for backward in bfloat16, without mean and deviation of its two norms."""
+    group = world()
+    block = layer_of(config, group, (sequence.column, sequence.row) if sequence_parallel else (linear.column, linear.row),
+                     dtype=torch.bfloat16)
+    tokens = length // group.size() if sequence_parallel else length
+    x = torch.zeros(batch, tokens, config.d_model, dtype=torch.bfloat16, requires_grad=True)
+    with SavedTensors(block) as saved:
+        block(x, torch.arange(length))
+    return saved.bytes - sum(item.bytes for item in saved.saved if item.shape == (batch, tokens, 1))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_megatron_sp(ranks):
+    """sbh(10 + 24/t + 5as/ht), and sbh/t(34 + 5as/h): counted in what autograd saved on real ranks; and the same bytes are sent."""
+    config = GPTConfig(vocab_size=64, d_model=32, num_layers=1, num_heads=4, max_positions=16, **PAPER)
+    for sequence_parallel in (False, True):
+        expected = activation_bytes(16, 3, 32, 4, tensor_parallel=ranks, sequence_parallel=sequence_parallel)
+        assert launch.run(kept, config, 16, 3, sequence_parallel, ranks=ranks) == [expected] * ranks
+    sent = {way: sum(size for _, size in launch.run(one_layer, way, ranks=ranks)[0][0].values()) for way in ("plain", "keeping")}
+    assert sent["plain"] == sent["keeping"]
+
+
+def test_activations_of_gpt3():
+    """114 sbh on one device; at t = 8 it is 23, with sequence parallelism 14.25."""
+    sbh = 2048 * 12288
+    assert dryrun.run(kept, GPT3, 2048, 1, False, ranks=1) == 114 * sbh
+    assert dryrun.run(kept, GPT3, 2048, 1, False, ranks=8) == 23 * sbh
+    assert dryrun.run(kept, GPT3, 2048, 1, True, ranks=8) == 14.25 * sbh
+
+
+# ---- the vocabulary --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("words", [40, 37, 9])
+def test_vocab_parallel(words):
+    """Equal to the dense loss, gradient included; 3·b·s elements are summed and nothing of size V. Also where words are left over, and
+    where the last of 4 ranks has none at all (9 words: 3, 3, 3, 0)."""
+    def rank():
+        torch.manual_seed(0)
+        logits = 30 * torch.randn(B, T, words, dtype=torch.float64)
+        targets = torch.randint(words, (B, T)).masked_fill(torch.rand(B, T) < 0.3, -100)
+        dense, own = logits.clone().requires_grad_(), shard(logits, 2, world(), pad=True)
+        cut, garbage = placement(own).shards, torch.full_like(own, 7.0)         # what padding says must not matter
+        here = max(0, min(words - world().rank() * own.size(-1), own.size(-1)))
+        own = torch.cat((own[..., :here], garbage[..., here:]), -1).requires_grad_()
+        cross_entropy_sum(dense, targets).mul(0.25).backward()
+        with Ledger() as ledger:
+            loss = vocabulary.cross_entropy_sum(own, targets, world(), words)
+            loss.mul(0.25).backward()
+        nothing = vocabulary.cross_entropy_sum(own, torch.full((B, T), -100), world(), words)
+        nothing.backward()
+        low = vocabulary.cross_entropy_sum(own.detach().bfloat16(), targets, world(), words)
+        return ((loss - cross_entropy_sum(logits, targets)).abs().item(), (full_tensor(own.grad, cut) - dense.grad).abs().max().item(),
+                own.grad[..., here:].abs().sum().item(), nothing.item(), ledger.payload_bytes(), ledger.sent_bytes(), low.dtype,
+                (low - cross_entropy_sum(logits.bfloat16(), targets)).abs().item())
+
+    for ranks in (2, 4):
+        for loss, grad, padding, nothing, payload, sent, dtype, low in launch.run(rank, ranks=ranks):
+            assert loss < 1e-9 and grad < TOLERANCE and nothing == 0.0 and padding == 0.0
+            assert payload == 8 * 3 * B * T and sent == 2 * (ranks - 1) / ranks * 8 * 3 * B * T
+            assert dtype == torch.float32 and low < 1e-2
+
+
+def test_the_table_finds_its_rows():
+    """Of a vocabulary that divides, of one with padding, and of one that leaves the last rank without a word."""
+    def rank(words):
+        table = torch.arange(2 * words, dtype=torch.float64).view(words, 2)
+        own = vocabulary.cut_table(nn.Parameter(table), world())
+        ids = torch.tensor([[0, 5, words - 1], [6, 6, 3]])
+        rows = vocabulary.lookup(own, ids, "token", "vocab_size", group=world(), vocab_size=words)
+        rows.sum().backward()
+        counts = torch.bincount(ids.flatten(), minlength=words).double().unsqueeze(-1).expand(words, 2)
+        return torch.equal(rows, table[ids]), torch.equal(full_tensor(own.grad, own.placement.shards), counts), own.size(0)
+
+    for words, rows in ((12, 3), (11, 3), (9, 3)):
+        assert launch.run(rank, words, ranks=4) == [(True, True, rows)] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_vocabulary_that_does_not_divide_trains_as_on_one_process(ranks):
+    """63 words, and 9 (on 4 ranks the last has none): tied or not, plain and along the sequence. Padding is 0 and stays 0 through AdamW's
+    steps with decay."""
+    ways = [Problem(config=small(vocab_size=words, tied=tied)) for words in (63, 9) for tied in (True, False)]
+
+    def rank():
+        found = [[train_parallel(problem, Strategy(tp=ranks, sequence_parallel=cut)) for cut in (False, True)] for problem in ways]
+        run = parallelize(ways[-1].config, Strategy(tp=ranks, precision="float64"), lambda params: AdamW(params, lr=1e-2, weight_decay=0.1))
+        tokens = torch.arange(8).view(1, 8)
+        run.step(Batch(tokens, tokens, torch.tensor(8)))
+        tables = run.model.layers[0].tokens, run.model.layers[-1].out.weight
+        here = max(0, min(9 - world().rank() * len(tables[0]), len(tables[0])))
+        return found, [table[here:].abs().sum().item() for table in tables], here
+
+    references = [one_process(problem) for problem in ways]
+    results = launch.run(rank, ranks=ranks)
+    for found, padding, _ in results:
+        assert padding == [0.0, 0.0]
+        for outcomes, reference in zip(found, references):
+            assert max(difference(outcome, reference) for outcome in outcomes) < TOLERANCE
+    assert [here for *_, here in results] == {2: [5, 4], 4: [3, 3, 3, 0]}[ranks]
+
+
+def test_padding_that_takes_part_in_the_softmax_is_found():
+    """Control: as if the padded words were words."""
+    problem = Problem(config=small(vocab_size=63))
+
+    def rank():
+        right = vocabulary.cross_entropy_forward
+        vocabulary.cross_entropy_forward = lambda logits, targets, group, vocab_size: right(logits, targets, group, 64)
+        return train_parallel(problem, Strategy(tp=2))
+
+    reference = one_process(problem)
+    assert min(difference(outcome, reference) for outcome in launch.run(rank, ranks=2)) > 1e-4
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+DROPPED = replace(CONFIGS["GPT-2: biases, learned positions"], dropout=0.3)
+
+
+def dropped_model(settings):
+    """Loss and a gradient of a model with dropout, and the masks that were made, whole in one process or of this rank of tp=2."""
+    drawn, make = [], DropMask.keep
+
+    def keep(mask, *args):
+        drawn.append(make(mask, *args))
+        return drawn[-1]
+
+    DropMask.keep = keep
+    tokens = torch.arange(16).view(2, 8)
+    torch.manual_seed(world().rank())
+    if settings is None:
+        model, loss_fn = GPT(DROPPED, dtype=torch.float64), cross_entropy_sum
+        drop_by_place(model.layers, Places(0))
+    else:
+        run = parallelize(DROPPED, Strategy(tp=2, precision="float64", **settings))
+        model, loss_fn = run.model, run.loss_fn
+    loss = loss_fn(model(tokens), tokens)
+    forward = list(drawn)
+    loss.backward()
+    weight = model.layers[1].mlp.up.weight
+    return loss.item(), full_tensor(weight.grad, placement(weight).shards), forward
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_is_that_of_one_process(sequence_parallel):
+    """Masks agree where ranks hold the same and differ where they do not: put together as activations are cut, they are those of one
+    process, which computes the very same."""
+    def rank():
+        return dropped_model(dict(sequence_parallel=sequence_parallel))
+
+    (loss, grad, first), (_, _, second) = launch.run(rank, ranks=2)
+    ((expected, expected_grad, masks),) = launch.run(dropped_model, None, ranks=1)
+    assert len(first) == len(second) == len(masks) == 1 + 3 * DROPPED.num_layers
+    scores = [number for number in range(len(masks)) if number % 3 == 1]        # table; scores, dropout1, dropout2 of each block
+    for number, (one, other, whole) in enumerate(zip(first, second, masks)):
+        cut = 1 if number in scores else 2 if sequence_parallel else None       # heads of [B, H, T, T]; tokens of [B, 1, T, D]
+        assert torch.equal(one, other) == (cut is None)
+        assert torch.equal(whole, one if cut is None else torch.cat((one, other), cut))
+    assert abs(loss - expected) < 1e-9 and (grad - expected_grad).abs().max() < TOLERANCE
+
+
+def test_streams_go_on_and_take_one_number_a_call_from_torchs():
+    def rank():
+        mesh = Mesh(dp=2, tp=2)
+        states = RandomStates(7 * 2 + mesh.rank("dp"), mesh.group("tp"))
+        torch.manual_seed(3)
+        same, different = states.same(torch.rand), states.different(torch.rand)
+        drawn = [same(4), different(4), same(4), different(4)]
+        left = torch.rand(1).item()
+        torch.manual_seed(3)
+        for _ in drawn:
+            torch.randint(2**62, ())
+        return [draw.tolist() for draw in drawn], left == torch.rand(1).item()
+
+    runs = [drawn for drawn, untouched in launch.run(rank, ranks=4) if untouched]
+    assert len(runs) == 4
+    for place in (0, 2):                                                 # same: within tp, not across dp, and not over time
+        assert runs[0][place] == runs[1][place] != runs[2][place] == runs[3][place]
+    assert runs[0][0] != runs[0][2]
+    assert len({tuple(draw) for drawn in runs for draw in (drawn[1], drawn[3])}) == 8
+
+
+def test_recomputation_draws_the_same_masks():
+    """torch's checkpoint around a cut block: its gradients are those without a checkpoint, with streams and with masks by place."""
+    def rank(by_place):
+        grads, group = [], world()
+        x = torch.randn(2, 8, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for again in (False, True):
+            model = GPT(replace(PLAIN, dropout=0.5), dtype=torch.float64, layers=[1])
+            cut_layers(model.layers, PLAIN.head_dim, PLAIN.vocab_size, group)
+            block, own = model.layers[0], x.clone().requires_grad_()
+            if by_place:
+                drop_by_place(model.layers, Places(7), group.rank())
+            else:
+                states = RandomStates(7, group)
+                block.attention.core = states.different(block.attention.core)
+                for module in (block.dropout1, block.dropout2):
+                    module.forward = states.same(module.forward)
+            torch.manual_seed(5 + group.rank())
+            positions = torch.arange(8)
+            y = checkpoint(block, own, positions, use_reentrant=False) if again else block(own, positions)
+            y.square().sum().backward()
+            grads.append((y.detach(), own.grad))
+        return all(map(torch.equal, *grads)), grads[0][0]
+
+    for by_place in (False, True):
+        (one, first), (other, second) = launch.run(rank, by_place, ranks=2)
+        assert one and other and torch.equal(first, second)             # the ranks, seeded apart, go on holding the same
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+def cut(strategy=Strategy(tp=2), **settings):
+    """A model over tp=2, with settings of its config."""
+    return parallelize(replace(PLAIN, **settings), strategy)
+
+
+def latent_layers():
+    """By the pass itself; the strategy refuses them before it."""
+    config = replace(PLAIN, kv_latent=8, rope_head_dim=4)
+    cut_layers(GPT(config).layers, config.head_dim, config.vocab_size, world())
+
+
+def heads(num_heads, num_kv_heads):
+    config = replace(PLAIN, d_model=8 * num_heads, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    cut_layers(GPT(config).layers, config.head_dim, config.vocab_size, Mesh(tp=2).group("tp"))
+
+
+def bias_cut_twice():
+    layer = nn.Linear(32, 32)
+    layer.bias = ColumnLinear(nn.Linear(8, 32), world()).bias
+    RowLinear(layer, world())
+
+
+def groups_mixed():
+    mesh = Mesh(a=2, b=1)
+    linear.column(torch.ones(1, 8), (ColumnLinear(nn.Linear(8, 32), mesh.group("a")),), mesh.group("b"))
+
+
+REFUSED = {
+    "ColumnLinear: out_features = 33 is not a multiple of the 2 ranks of world": lambda: ColumnLinear(nn.Linear(8, 33), world()),
+    "RowLinear: in_features = 33 is not a multiple of the 2 ranks of world": lambda: RowLinear(nn.Linear(33, 8), world()),
+    "query heads = 3 is not a multiple of the 2 ranks of tp; change": lambda: heads(3, 3),
+    "tp=2 does not divide num_heads=3, num_kv_heads=3 (which may also divide tp) and d_ff=128 (gated); use tp 1":
+        lambda: cut(d_model=48, num_heads=3),
+    "3 K/V heads over 2 ranks of tp: neither divides the other; take 1 or 3": lambda: heads(6, 3),
+    "T=7 tokens are not a multiple of tp=2; pad the sequence":
+        lambda: cut(Strategy(tp=2, sequence_parallel=True)).model(torch.zeros(1, 7, dtype=torch.long)),
+    "weight [16, 8] is cut already, along dim 0 over world": lambda: ColumnLinear(ColumnLinear(nn.Linear(8, 32), world()), world()),
+    "bias [16] is cut already": bias_cut_twice,
+    "is cut over a, but the call is over b; use one group": groups_mixed,
+    "is 4 wide, the matrix takes 8: give the whole width": lambda: ColumnLinear(nn.Linear(8, 32), world())(torch.ones(1, 4)),
+    "is 8 wide, this rank's slice of the matrix takes 4 of 8": lambda: RowLinear(nn.Linear(8, 32), world())(torch.ones(1, 8)),
+    "token 64; vocab_size is 64 (0..63)": lambda: cut().model(torch.full((1, 4), 64)),
+    "token 63; vocab_size is 63 (0..62)": lambda: cut(vocab_size=63).model(torch.full((1, 4), 63)),      # a row of padding is no word
+    "target 64; the vocabulary is 64 (0..63)":
+        lambda: vocabulary.cross_entropy_sum(torch.zeros(1, 4, 32), torch.full((1, 4), 64), world(), 64),
+    "target 63; the vocabulary is 63 (0..62)":
+        lambda: vocabulary.cross_entropy_sum(torch.zeros(1, 4, 32), torch.full((1, 4), 63), world(), 63),
+    "tensor parallelism does not cut latent attention (kv_latent)": latent_layers,
+    "tp=2 does not cut latent attention (kv_latent=8)": lambda: cut(kv_latent=8, rope_head_dim=4),
+    "sequence_parallel=True is about the ranks of tp, and tp=1; use tp > 1": lambda: cut(Strategy(dp=2, sequence_parallel=True)),
+    "dp=1 · pp=1 · cp=1 · tp=4 · ep=1 are 4 ranks, but the job has 2": lambda: cut(Strategy(tp=4)),
+    "seed = 0.5 is float": lambda: RandomStates(0.5, world()),
+}
+
+
+def test_refusals_are_one_line_on_every_rank():
+    check_refusals(REFUSED, ranks=2)
+
+
+# ---- on machines -----------------------------------------------------------------------------------------------------
+
+def test_a_cut_nvlink_costs_its_bandwidth():
+    """H800 is an H100 whose NVLink has 400 GB/s in place of 900: a large all-reduce takes 9/4 of the time, one of GPT-3 almost."""
+    def rank(batch):
+        with Ledger() as ledger:
+            collectives.all_reduce(torch.empty(batch, 2048, 12288, dtype=torch.bfloat16), world())
+        return ledger.events
+
+    ratio = {}
+    for batch in (1, 64):
+        events = dryrun.run(rank, batch, ranks=8)
+        h100, h800 = (replay({0: events}, machine(name)).step_s for name in ("h100", "h800"))
+        ratio[batch] = h800 / h100
+    assert 2 < ratio[1] < ratio[64] < 900 / 400 < ratio[64] * 1.01
+
+
+def test_tensor_parallelism_stays_inside_the_node():
+    """A layer of GPT-3 on H100: what a rank gets done per second falls with t, and most where the group leaves its node of 8."""
+    def rank():
+        block = layer_of(GPT3, world(), (linear.column, linear.row), dtype=torch.bfloat16)
+        x = torch.zeros(1, 2048, 12288, dtype=torch.bfloat16, requires_grad=True)
+        with Ledger() as ledger:
+            block(x, torch.arange(2048)).sum().backward()
+        return ledger.events
+
+    events = {ranks: dryrun.run(rank, ranks=ranks) for ranks in (1, 2, 4, 8, 16)}
+    for name in ("h100", "h800"):
+        step = {ranks: replay({0: events[ranks]}, machine(name)).step_s for ranks in events}
+        efficiency = [step[1] / step[ranks] / ranks for ranks in events]
+        falls = [before - after for before, after in zip(efficiency, efficiency[1:])]
+        assert falls == sorted(falls) and efficiency[3] > 0.6 > 0.51 > efficiency[4]
