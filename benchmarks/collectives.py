@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from minitrain import collectives, launch
-
 from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
+from minitrain import collectives, launch
 
 GOALS = {"reduce_scatter": 0.6, "all_gather": 1.0, "all_reduce": 1.0}
 LAUNCHES, TURNS = 5, 31

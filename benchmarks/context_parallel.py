@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 from minitrain import launch
 from minitrain.attention.blocks import FUSED, merge
+from minitrain.collectives.transport import renamed
 from minitrain.context.layout import contiguous, join, split, zigzag
 from minitrain.context.ring import ring_attention
-from minitrain.collectives.transport import renamed
-
-from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 
 BATCH, HEADS, WIDTH = 1, 8, 64
 LENGTHS = (1024, 4096)

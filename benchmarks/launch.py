@@ -2,9 +2,8 @@
 import statistics
 import time
 
-from minitrain import launch
-
 from benchmarks.measure import Row, row
+from minitrain import launch
 
 
 def rows() -> list[Row]:

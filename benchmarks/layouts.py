@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.measure import Row, in_turns, most_in, one_after_the_other, row, slowest_then_median, stock_group
 from minitrain import launch
 from minitrain.data.batches import Rows, random_tokens
 from minitrain.mesh import Mesh
@@ -26,8 +27,6 @@ from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.partition import even
 from minitrain.strategy import Strategy
-
-from benchmarks.measure import Row, in_turns, most_in, one_after_the_other, row, slowest_then_median, stock_group
 
 CONFIG = GPTConfig(vocab_size=512, d_model=256, num_layers=4, num_heads=8, max_positions=128, norm="layer", positions="learned", activation="gelu",
                    bias=True)

@@ -1,14 +1,12 @@
 """What the ledger costs: a training step of a tiny model inside a `Ledger` against the same step without it."""
 import statistics
 
-
+from benchmarks.measure import Row, in_turns, row
 from minitrain import launch
 from minitrain.data.batches import random_tokens
 from minitrain.ledger import Ledger
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.training.optim import AdamW
-
-from benchmarks.measure import Row, in_turns, row
 
 CONFIG = GPTConfig(vocab_size=256, d_model=128, num_layers=4, num_heads=4)
 BATCH, LENGTH = 8, 128

@@ -10,14 +10,13 @@ import time
 
 import torch
 
+from benchmarks.measure import Row, row
 from minitrain import launch
 from minitrain.data.batches import random_tokens
-from minitrain.model.layers import naive_attention
 from minitrain.ledger import Ledger
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
+from minitrain.model.layers import naive_attention
 from minitrain.training.optim import AdamW
-
-from benchmarks.measure import Row, row
 
 CONFIG = GPTConfig(vocab_size=256, d_model=1024, num_layers=2, num_heads=8, norm="layer", activation="gelu", positions="learned")
 BATCH, LENGTH = 120, 64

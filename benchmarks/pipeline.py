@@ -11,19 +11,18 @@ import torch.distributed as dist
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as theirs_of
 
+from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 from minitrain import launch
 from minitrain.mesh import Mesh
 from minitrain.model.gpt import GPTConfig, Stages, cross_entropy_sum
-from minitrain.pipeline.schedules.dualpipe import dualpipe_v
-from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
-from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.pipeline.schedules.dualpipe import dualpipe_v
+from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.schedules.v_shape import zb_v
 from minitrain.pipeline.schedules.zero_bubble import zb_interleaved
+from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.training.step import Batch, NoReducer
-
-from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 
 RANKS, MICROBATCHES = 4, 8
 LENGTH, LAUNCHES, TURNS = 64, 5, 21

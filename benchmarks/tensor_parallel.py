@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel,
-                                               parallelize_module)
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 
+from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 from minitrain import launch
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.mesh import Mesh
@@ -24,8 +24,6 @@ from minitrain.model.gpt import GPT, GPTConfig
 from minitrain.sharding import full_tensor, placement
 from minitrain.tensor_parallel import overlap, sequence
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
-
-from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 
 CONFIG = GPTConfig(vocab_size=64, d_model=512, num_layers=1, num_heads=8, max_positions=256, norm="layer", positions="learned",
                    activation="gelu", bias=True)

@@ -70,6 +70,7 @@ def _version(text: str) -> tuple[int, int]:
 
 def _sum_of_ranks() -> float:
     import torch
+
     from minitrain.collectives import all_reduce, world
     return all_reduce(torch.ones(1), world()).item()
 
@@ -141,9 +142,9 @@ def replay(model: Annotated[str, typer.Argument(help="a preset, such as llama3-8
            picture: Annotated[Optional[Path], typer.Option(help="draw the timeline here (.png, .svg, .pdf)")] = None) -> None:
     """What a data-parallel step of a published model would take on a described machine: dry run, then replay."""
     from minitrain.launch import dryrun
-    from minitrain.plot import charts as plot
-    from minitrain.plan.accounting.compute import flops_per_token
     from minitrain.model.config import presets
+    from minitrain.plan.accounting.compute import flops_per_token
+    from minitrain.plot import charts as plot
     from minitrain.simulate.machines import machine as described
     from minitrain.simulate.replay import replay as play
 
@@ -169,13 +170,14 @@ def replay(model: Annotated[str, typer.Argument(help="a preset, such as llama3-8
 def _one_step(model: str, batch: int, length: int, bucket_bytes: int):
     """One data-parallel training step of a preset under the ledger, in bfloat16 with float32 master weights."""
     from functools import partial
+
     from minitrain.collectives import world
-    from minitrain.model.config import presets
     from minitrain.data.batches import Rows, random_tokens
     from minitrain.ledger import Ledger
+    from minitrain.model.config import presets
     from minitrain.parallelize import parallelize
-    from minitrain.training.recipe import Recipe
     from minitrain.strategy import Strategy
+    from minitrain.training.recipe import Recipe
     config, shape = presets[model], dict(batch_size=batch * world().size(), length=length)
     with Ledger() as ledger:
         strategy = Strategy(dp=world().size(), precision="bfloat16", bucket_bytes=bucket_bytes)

@@ -14,7 +14,6 @@ reader's own under more than data parallelism.
 """
 from __future__ import annotations
 
-
 import math
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.model.config import GPTConfig
+from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.context.choices import core_for, core_of_slices, data_layout
 from minitrain.data_parallel.hybrid import Hybrid
 from minitrain.data_parallel.replicated import Replicated
@@ -32,22 +31,22 @@ from minitrain.data_parallel.sync import MakeOptimizer, Sync, parts_of, together
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
-from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.mesh import Mesh
+from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
-from minitrain.training.optim import sum_of_squares
 from minitrain.pipeline.lending import Balanced
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
-from minitrain.pipeline.sliced_attention import look_back
 from minitrain.pipeline.schedules.slices import on_each_rank
+from minitrain.pipeline.sliced_attention import look_back
 from minitrain.run import Run
 from minitrain.sharding import place
 from minitrain.strategy import Strategy
 from minitrain.tensor_parallel.model import cut_layers, seen_in_slices
 from minitrain.tensor_parallel.sequence import own_time
+from minitrain.training.optim import sum_of_squares
 from minitrain.training.step import accumulate
 
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.model.config import GPTConfig
 from minitrain.context import layout as layouts
 from minitrain.data.batches import Rows, rows_of
 from minitrain.data_parallel.sync import Sync
 from minitrain.mesh import Mesh
+from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, generate
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner

@@ -13,13 +13,12 @@ No torch here: planners read it too. Raises ValueError in one line for values th
 """
 from __future__ import annotations
 
-
 import math
 from dataclasses import dataclass, fields
 
-from minitrain.model.config import GATED, GPTConfig
 from minitrain.context import names as cores
 from minitrain.data_parallel.choices import WORDS
+from minitrain.model.config import GATED, GPTConfig
 from minitrain.pipeline.lower import lower, pause
 from minitrain.pipeline.named import named
 from minitrain.pipeline.partition import even

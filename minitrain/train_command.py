@@ -15,11 +15,11 @@ from typing import Annotated, Any, Optional
 import psutil
 import typer
 
-from minitrain.plan.accounting.parameters import parameters
 from minitrain.model.config import GPTConfig, presets
+from minitrain.plan.accounting.parameters import parameters
+from minitrain.strategy import Strategy
 from minitrain.training.flags import flags, options, taken
 from minitrain.training.recipe import Recipe
-from minitrain.strategy import Strategy
 
 WEEK_S = 7 * 86_400
 BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
@@ -135,8 +135,8 @@ def train_on_rank(config: GPTConfig, strategy: Strategy, recipe: Recipe, path: P
 
     from minitrain import launch
     from minitrain.parallelize import parallelize
-    from minitrain.training.step import measure_peak_flops
     from minitrain.trainer import Trainer
+    from minitrain.training.step import measure_peak_flops
 
     text, held_out = open_text(path, recipe.length)
     run = parallelize(config, strategy, recipe.make_optimizer, seed=recipe.seed, frozen=recipe.frozen, device=launch.device())

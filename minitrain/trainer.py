@@ -32,12 +32,12 @@ from typing import Any, BinaryIO
 import torch
 
 from minitrain import collectives
-from minitrain.plan.accounting.compute import flops_per_token, mfu
-from minitrain.model.config import GPTConfig
 from minitrain.data.batches import Text
-from minitrain.training.recipe import Recipe
+from minitrain.model.config import GPTConfig
+from minitrain.plan.accounting.compute import flops_per_token, mfu
 from minitrain.run import Run
 from minitrain.strategy import Strategy
+from minitrain.training.recipe import Recipe
 from minitrain.training.step import StepResult
 
 

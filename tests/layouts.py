@@ -26,18 +26,18 @@ import torch
 from torch import Tensor
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
-from minitrain.model.config import GPTConfig
+from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.context.names import CORES
 from minitrain.data.batches import MASKED, Rows, random_tokens, rows_of
-from minitrain.attention.dropout import Places, drop_by_place
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
+from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
-from minitrain.training.optim import AdamW
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.named import CHUNKED, NAMES, SLICED
 from minitrain.run import Run
 from minitrain.strategy import WORDS, Strategy
+from minitrain.training.optim import AdamW
 
 TOLERANCE, STEPS, SEED = 1e-12, 3, 3
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from minitrain import collectives, launch
 from minitrain.data.batches import MASKED, Rows, random_tokens, rows_of
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
-from minitrain.training.optim import AdamW
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.schedule import Schedule
 from minitrain.sharding import full_tensor
 from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW
 from minitrain.training.step import Batch, accumulate, train_step, valid_tokens
 
 TOLERANCE = 1e-12

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from minitrain import launch
-from minitrain.launch import dryrun
 from minitrain.data.batches import Rows
+from minitrain.launch import dryrun
 from minitrain.model.gpt import cross_entropy_sum
-from minitrain.training.optim import AdamW
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW
 from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
 
 CONFIGS = {

@@ -16,15 +16,15 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from minitrain import cli, launch, train_command
-from minitrain.training import flags
+from minitrain.data.batches import Text
+from minitrain.model.config import GPTConfig, presets
+from minitrain.parallelize import parallelize
 from minitrain.plan.accounting.memory import zero_bytes
 from minitrain.plan.accounting.parameters import parameters
-from minitrain.model.config import GPTConfig, presets
-from minitrain.data.batches import Text
-from minitrain.parallelize import parallelize
-from minitrain.training.recipe import Recipe
 from minitrain.strategy import Strategy
 from minitrain.trainer import Trainer
+from minitrain.training import flags
+from minitrain.training.recipe import Recipe
 from tests.launch.test_launch_torchrun import free_port
 
 TEXT = b"It is not enough to have a good mind; the main thing is to use it well. " * 40

@@ -38,10 +38,10 @@ from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
 from minitrain.attention.blocks import FUSED, Blocks, spread, together
+from minitrain.attention.dropout import DropMask, in_order
 from minitrain.attention.placed import Placed, check_places, placed
 from minitrain.attention.score_tiles import diagonal, largest, pieces, score_tile, visible
 from minitrain.attention.traffic import UNCOUNTED, SlowMemory
-from minitrain.attention.dropout import DropMask, in_order
 
 A100_ELEMENTS = 192 * 1024 // 2          # fast memory of one multiprocessor, in numbers of 2 bytes
 

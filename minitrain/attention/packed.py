@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
+from minitrain.attention.dropout import DropMask
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.placed import check_places
-from minitrain.attention.dropout import DropMask
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Sequence[int], causal: bool = True,

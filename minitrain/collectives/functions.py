@@ -38,8 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitrain.collectives import call_log, transport
-from minitrain.collectives.channel import (Channel, Handle, channel_of, check_rank, contiguous, new_call, new_scratch, open_channel,
-                               sketch)
+from minitrain.collectives.channel import Channel, Handle, channel_of, check_rank, contiguous, new_call, new_scratch, open_channel, sketch
 from minitrain.collectives.transport import Job
 
 FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}

@@ -37,12 +37,12 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.collectives import Handle
 from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, row_sums, stand_in
-from minitrain.context.layout import Tile, contiguous, tiles
-from minitrain.attention.placed import placed
-from minitrain.context.ring import check_core
 from minitrain.attention.dropout import DropMask
+from minitrain.attention.placed import placed
+from minitrain.collectives import Handle
+from minitrain.context.layout import Tile, contiguous, tiles
+from minitrain.context.ring import check_core
 
 ALL = slice(None)
 

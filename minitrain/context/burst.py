@@ -27,10 +27,10 @@ from torch.distributed import ProcessGroup
 
 from minitrain.attention.alibi import Alibi
 from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, row_sums, stand_in
-from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
-from minitrain.attention.placed import placed
-from minitrain.context.ring import carry_through, check_core
 from minitrain.attention.dropout import DropMask
+from minitrain.attention.placed import placed
+from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
+from minitrain.context.ring import carry_through, check_core
 
 SIDES = "queries", "keys"
 

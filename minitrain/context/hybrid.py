@@ -48,12 +48,12 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
 from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward
-from minitrain.context.layout import Layout, Tile, contiguous, last, part, tiles, zigzag
+from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import placed
+from minitrain.context.layout import Layout, Tile, contiguous, last, part, tiles, zigzag
 from minitrain.context.ring import carry_through, check_core, ring_attention
 from minitrain.context.sliced import sliced
 from minitrain.context.ulysses import ulysses_attention
-from minitrain.attention.dropout import DropMask
 
 
 def usp_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, ring: ProcessGroup, layout: Layout = zigzag,

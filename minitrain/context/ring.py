@@ -37,9 +37,9 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
 from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward
-from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
-from minitrain.attention.placed import check_places, placed
 from minitrain.attention.dropout import DropMask
+from minitrain.attention.placed import check_places, placed
+from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,

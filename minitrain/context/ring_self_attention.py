@@ -28,9 +28,9 @@ from torch.distributed import ProcessGroup
 
 from minitrain.attention.alibi import Alibi
 from minitrain.attention.blocks import spread, together
+from minitrain.attention.dropout import DropMask
 from minitrain.context.layout import Layout, Tile, contiguous, last
 from minitrain.context.ring import carry, check_core
-from minitrain.attention.dropout import DropMask
 
 
 def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,

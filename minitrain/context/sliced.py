@@ -24,10 +24,10 @@ from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
 from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward
+from minitrain.attention.dropout import DropMask
+from minitrain.attention.placed import check_places, placed
 from minitrain.context.layout import Layout, Tile, tiles
 from minitrain.context.names import even_slices
-from minitrain.attention.placed import check_places, placed
-from minitrain.attention.dropout import DropMask
 
 
 def sliced(layout: Layout, slices: int | Sequence[int]) -> Layout:

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
 from minitrain.attention.blocks import FUSED
+from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import placed
 from minitrain.context.ring import check_core
-from minitrain.attention.dropout import DropMask
 
 
 class Sparing:

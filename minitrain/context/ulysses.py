@@ -38,9 +38,9 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.context.layout import Layout, contiguous, last, positions_of
-from minitrain.attention.placed import check_places
 from minitrain.attention.dropout import DropMask
+from minitrain.attention.placed import check_places
+from minitrain.context.layout import Layout, contiguous, last, positions_of
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, core: Callable, layout: Layout = contiguous,

@@ -37,11 +37,11 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
 from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, widened
+from minitrain.attention.dropout import DropMask
+from minitrain.attention.placed import placed
 from minitrain.context.hybrid import check_crossing
 from minitrain.context.layout import Layout, Tile, tiles, zigzag
-from minitrain.attention.placed import placed
 from minitrain.context.ring import added, check_core
-from minitrain.attention.dropout import DropMask
 
 TIME = 2
 

@@ -28,6 +28,7 @@ from minitrain.data_parallel.choices import WORDS
 from minitrain.data_parallel.sync import MakeOptimizer
 from minitrain.data_parallel.zero3 import Gathered, Zero3
 
+
 class Held(Gathered):
     """A flat buffer of which this rank holds what `kept` cuts leave, and updates what `updated` cuts leave."""
 

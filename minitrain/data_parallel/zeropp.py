@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import Handle, all_gather
-from minitrain.data_parallel.sync import MakeOptimizer
 from minitrain.data_parallel.hybrid import Ready
 from minitrain.data_parallel.quantized_collectives import quantized_all_gather, two_hop_reduce_scatter
+from minitrain.data_parallel.sync import MakeOptimizer
 from minitrain.data_parallel.zero3 import Gathered, Zero3, in_backward
 
 

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import (DataDependentOutputException, DynamicOutputShapeException, FakeCopyMode,
-                                           FakeTensorMode)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeCopyMode, FakeTensorMode
 from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map

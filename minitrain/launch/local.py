@@ -22,7 +22,8 @@ from contextlib import suppress
 from multiprocessing.connection import wait as wait_for
 
 from minitrain import collectives
-from minitrain.launch import ranks as launch_ranks, report
+from minitrain.launch import ranks as launch_ranks
+from minitrain.launch import report
 from minitrain.launch.report import LaunchTimeout, RankError
 
 GRACE_S = 0.3                           # after the first error, for equal ones of other ranks

@@ -39,7 +39,8 @@ import torch
 import torch.distributed as dist
 
 from minitrain import collectives
-from minitrain.launch import local, ranks as launch_ranks, report
+from minitrain.launch import local, report
+from minitrain.launch import ranks as launch_ranks
 from minitrain.launch.report import LaunchTimeout, RankError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -35,9 +35,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain import collectives
 from minitrain.collectives.call_log import Call
-from minitrain.simulate.events import Compute, Event, Issue, Wait
 from minitrain.ledger.memory_meter import KINDS, MemoryMeter
 from minitrain.ledger.operators import FLOATS, Operator, describe, tensors
+from minitrain.simulate.events import Compute, Event, Issue, Wait
 
 
 class Ledger:

@@ -1,2 +1,4 @@
-"""What training keeps in memory, and ways to keep less: one file an idea. First
-saved_tensors, what autograd keeps, and for whom."""
+"""What training keeps in memory, and ways to keep less: one file an idea.
+
+First  saved_tensors       what autograd keeps, and for whom
+"""

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.schedule import Action, Schedule, check
+from minitrain.pipeline.schedules.one_direction import check_sizes
 
 Towers = Callable[[object], tuple[Tensor, Tensor]]
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from minitrain.pipeline.schedules import dualpipe, one_direction, slices as sliced, v_shape, zero_bubble
+from minitrain.pipeline.schedule import Schedule
+from minitrain.pipeline.schedules import dualpipe, one_direction, v_shape, zero_bubble
+from minitrain.pipeline.schedules import slices as sliced
 from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.schedules.chimera import chimera
 from minitrain.pipeline.schedules.greedy import greedy
 from minitrain.pipeline.schedules.hanayo import hanayo
-from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.varuna import recomputed, varuna
 
 PLAIN: dict[str, Callable[[int, int], Schedule]] = {

@@ -40,7 +40,6 @@ from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, lower, pause, 
 from minitrain.pipeline.random_state import drawing_from, random_state, set_random_state
 from minitrain.pipeline.schedule import Action, Pair, Schedule
 
-
 DOES = {"F": "forward", "R": "forward_again", "B": "backward", "I": "backward", "W": "weights"}      # the methods of Runner
 
 

@@ -24,8 +24,8 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from minitrain.plan.dapple import Ahead, Stage, in_front
 from minitrain.pipeline.partition import Number, undominated
+from minitrain.plan.dapple import Ahead, Stage, in_front
 
 
 class Unit(NamedTuple):

@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from minitrain.pipeline.schedules.one_direction import check_sizes, one_f_one_b
 from minitrain.pipeline.partition import Number, balanced, check_costs
 from minitrain.pipeline.schedule import Action, Schedule
+from minitrain.pipeline.schedules.one_direction import check_sizes, one_f_one_b
 from minitrain.pipeline.simulate import Measured, Simulation, simulate
 
 

@@ -30,9 +30,9 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from minitrain.pipeline.schedules.one_direction import alternate, check_sizes
 from minitrain.pipeline.partition import Number, undominated
 from minitrain.pipeline.schedule import Action, B, F, Schedule
+from minitrain.pipeline.schedules.one_direction import alternate, check_sizes
 
 Edges = tuple[tuple[int, int], ...]
 

@@ -25,8 +25,8 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.pipeline.schedule import Action, B, F, Schedule, check
+from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.pipeline.simulate import Time
 
 

@@ -18,9 +18,32 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from minitrain.plot.style import (BLACK, BLUE, COLOURS, CYCLE, DASHES, GREEN, GREY, HATCHES, MARKERS, PALE, VERMILLION,
-                                   WIDTH, blend, canvas, cell, colour_of, grid_of_panels, in_house_style, ink_on,
-                                   legend_below, square_cells, swatch, title_above, unit_for)
+from minitrain.plot.style import (
+    BLACK,
+    BLUE,
+    COLOURS,
+    CYCLE,
+    DASHES,
+    GREEN,
+    GREY,
+    HATCHES,
+    MARKERS,
+    PALE,
+    VERMILLION,
+    WIDTH,
+    blend,
+    canvas,
+    cell,
+    colour_of,
+    grid_of_panels,
+    in_house_style,
+    ink_on,
+    legend_below,
+    square_cells,
+    swatch,
+    title_above,
+    unit_for,
+)
 from minitrain.simulate.intervals import join, outside
 
 

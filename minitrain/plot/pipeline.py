@@ -14,8 +14,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from minitrain.plot.style import (COLOURS, CYCLE, GREY, HATCHES, PALE, WIDTH, Picture, blend, in_house_style, ink_on, legend_below, swatch,
-                                   title_above)
+from minitrain.plot.style import (
+    COLOURS,
+    CYCLE,
+    GREY,
+    HATCHES,
+    PALE,
+    WIDTH,
+    Picture,
+    blend,
+    in_house_style,
+    ink_on,
+    legend_below,
+    swatch,
+    title_above,
+)
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
 

@@ -15,17 +15,17 @@ from fractions import Fraction
 import ipywidgets
 from matplotlib.figure import Figure
 
-from minitrain.plot import pipeline as plot_pipeline
-from minitrain.plot.style import png
+from minitrain.pipeline.schedule import Schedule, check, peak
 from minitrain.pipeline.schedules.chimera import chimera
 from minitrain.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from minitrain.pipeline.schedules.hanayo import hanayo
 from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
-from minitrain.pipeline.schedule import Schedule, check, peak
-from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
 from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved
+from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.plot import pipeline as plot_pipeline
+from minitrain.plot.style import png
 
 SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
     "GPipe": lambda p, m, v: gpipe(p, m), "1F1B": lambda p, m, v: one_f_one_b(p, m), "interleaved 1F1B": interleaved,

@@ -23,8 +23,8 @@ Raises ValueError, naming rank, collective and line, when the ranks do not issue
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from minitrain.simulate.events import Compute, Event, Issue, Wait
 from minitrain.simulate import collectives
+from minitrain.simulate.events import Compute, Event, Issue, Wait
 from minitrain.simulate.machines import Machine
 from minitrain.simulate.timeline import Span, Timeline
 

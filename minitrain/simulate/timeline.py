@@ -16,8 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from minitrain.simulate.events import Compute, Issue
 from minitrain.simulate import trace
+from minitrain.simulate.events import Compute, Issue
 from minitrain.simulate.intervals import Intervals, join, length, outside
 from minitrain.simulate.machines import Machine
 

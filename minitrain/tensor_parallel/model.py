@@ -23,7 +23,8 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.sharding import placement
-from minitrain.tensor_parallel import linear, overlap as chunked, ring_overlap, sequence, vocabulary
+from minitrain.tensor_parallel import linear, ring_overlap, sequence, vocabulary
+from minitrain.tensor_parallel import overlap as chunked
 from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp
 
 # (sequence_parallel, overlap) -> how activations get to the matrices and from them. The ring takes dW whole, which is faster.

@@ -24,7 +24,6 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
-
 REMEMBERED = 65_536        # calls; more than a step makes between a forward and its recomputation
 
 

@@ -61,6 +61,7 @@ class Recipe:
     def make_optimizer(self, params: list):
         """For `parallelize`."""
         import torch
+
         from minitrain.training.optim import AdamW
 
         master = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from minitrain.model.config import GPTConfig
 from minitrain.attention import flash, lazy
 from minitrain.attention.blocks import merge, nothing_yet
 from minitrain.attention.blockwise import blockwise_block, blockwise_layer
@@ -13,10 +12,11 @@ from minitrain.attention.flash import flash_1, flash_2, flash_2_forward, flash_a
 from minitrain.attention.lazy import lazy_attention
 from minitrain.attention.pipelined import elapsed, fp8_attention, hadamard, pingpong, random_signs, run, sequential, to_fp8, within
 from minitrain.attention.traffic import SlowMemory, Traffic
-from minitrain.model.layers import naive_attention
 from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Block
+from minitrain.model.layers import naive_attention
 
 SIZES = [(1, 2, 2, 4), (7, 4, 2, 4), (13, 4, 1, 6)]                          # T, H, H_kv, K: tiles of 2, 3, 5 do not divide them
 

@@ -7,8 +7,8 @@ import torch
 from minitrain.attention.flash import A100_ELEMENTS, flash_1, flash_2, flash_2_forward, tile_sizes
 from minitrain.attention.traffic import Traffic, flash_traffic, standard_backward, standard_forward, standard_traffic
 from minitrain.attention.two_level import two_level_forward
-from minitrain.model.layers import naive_attention
 from minitrain.ledger import Ledger
+from minitrain.model.layers import naive_attention
 
 VERSIONS = {1: flash_1, 2: flash_2}
 

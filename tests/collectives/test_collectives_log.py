@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
 from minitrain.collectives.call_log import SLOT_BYTES, SLOTS
+from minitrain.launch import dryrun
 from minitrain.mesh import Mesh
 
 

@@ -3,8 +3,8 @@ from fractions import Fraction
 from math import log2
 
 import pytest
-
 from communication_runs import beside_torch
+
 from minitrain import launch
 from minitrain.communication import cost
 from minitrain.communication.algorithms import ring_all_reduce

@@ -4,10 +4,9 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
-
 from communication_runs import beside_torch, metered, own_tensor
+
 from minitrain import launch
-from minitrain.launch import dryrun
 from minitrain.communication import all_to_all, interpreter, ring
 from minitrain.communication.algorithms import (
     binomial_all_reduce,
@@ -21,6 +20,7 @@ from minitrain.communication.algorithms import (
 from minitrain.communication.halving import doubling_all_reduce, halving_doubling_all_reduce
 from minitrain.communication.schedule import Schedule, sent_elements, sent_shares
 from minitrain.communication.tree import binary_tree, double_tree_all_reduce, tree_all_reduce
+from minitrain.launch import dryrun
 
 NUMELS = [840, 1001, 3, 0]  # divisible by 1..8, not divisible, less than one element a chunk, nothing
 

@@ -2,8 +2,8 @@
 from math import ceil, log2
 
 import pytest
-
 from communication_runs import beside_torch
+
 from minitrain import launch
 from minitrain.communication import cost, selector
 from minitrain.communication.check import check

@@ -2,10 +2,11 @@
 from functools import partial
 
 from minitrain import collectives
-from minitrain.context.balanced import balanced_attention, unbalanced
 from minitrain.attention.blocks import FUSED, PLAIN
-from minitrain.context.burst import burst_attention
+from minitrain.attention.dropout import DropMask
 from minitrain.attention.flash import flash_attention
+from minitrain.context.balanced import balanced_attention, unbalanced
+from minitrain.context.burst import burst_attention
 from minitrain.context.hybrid import dealt, double_ring_attention, loongtrain_attention, usp_attention
 from minitrain.context.layout import contiguous, striped, zigzag
 from minitrain.context.ring import ring_attention, ring_backward, ring_forward
@@ -13,9 +14,8 @@ from minitrain.context.ring_self_attention import ring_self_attention
 from minitrain.context.sparing import Sparing
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.context.wallfacer import wallfacer_attention
-from minitrain.attention.dropout import DropMask
-from minitrain.model.layers import causal_attention, naive_attention
 from minitrain.mesh import Mesh
+from minitrain.model.layers import causal_attention, naive_attention
 from tests.context.runs import K, inputs
 
 LAYOUTS = (contiguous, zigzag, striped)

@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 
 from minitrain import collectives, launch
-from minitrain.context.balanced import balanced_attention
 from minitrain.attention.blocks import FUSED, PLAIN
+from minitrain.context.balanced import balanced_attention
 from minitrain.context.hybrid import double_ring_attention
 from minitrain.context.layout import contiguous, each_document, split, striped, tiles, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.ulysses import ulysses_attention
-from minitrain.simulate.events import Compute
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
+from minitrain.simulate.events import Compute
 
 B, H, T, K, RANKS = 2, 4, 64, 8, 4
 FORWARD, BACKWARD = 2 * B * H * 2 * K, 2 * B * H * 5 * K          # FLOPs of a score: 2 products, and 5 that compute it anew

@@ -6,25 +6,25 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
 from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.blocks import FUSED, PLAIN, fused_backward
 from minitrain.attention.flash import flash_1, flash_attention
-from minitrain.context.hybrid import dealt, usp_attention
-from minitrain.context.layout import Tile, contiguous, each_document, positions, zigzag
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
+from minitrain.context.hybrid import dealt, usp_attention
+from minitrain.context.layout import Tile, contiguous, each_document, positions, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.ulysses import ulysses_attention
-from minitrain.model.layers import Attention, causal_attention, naive_attention
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
-from minitrain.strategy import Strategy
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
+from minitrain.model.layers import Attention, causal_attention, naive_attention
+from minitrain.strategy import Strategy
 from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import T, furthest, inputs, over
-from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
 from tests.launch.test_dryrun import everything
+from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
 
 SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 ALIBI = Alibi(SLOPES, torch.arange(T))

@@ -10,28 +10,27 @@ from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, launch
 from minitrain.attention.blocks import FUSED, plain_backward
-from minitrain.context.burst import burst_attention
+from minitrain.attention.dropout import GAMMA, DropMask, DropRows, Places, drop_scores, keep, mix
 from minitrain.attention.flash import flash_2, flash_attention
-from minitrain.context.hybrid import double_ring_attention, usp_attention
-from minitrain.context.layout import Tile, each_document, split, tiles, zigzag
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
+from minitrain.context.burst import burst_attention
+from minitrain.context.hybrid import double_ring_attention, usp_attention
+from minitrain.context.layout import Tile, each_document, split, tiles, zigzag
 from minitrain.context.ring import ring_attention, ring_backward, ring_forward
 from minitrain.context.sparing import Sparing
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.context.wallfacer import wallfacer_attention
-from minitrain.attention.dropout import GAMMA, DropMask, DropRows, Places, drop_scores, keep, mix
 from minitrain.data.batches import MASKED
-from minitrain.model.layers import causal_attention, naive_attention
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.model.gpt import cross_entropy_sum
+from minitrain.model.layers import causal_attention, naive_attention
 from minitrain.parallelize import parallelize
 from minitrain.strategy import Strategy
 from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import B, T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Outcome, Problem, check_refusals, difference, small, train_parallel
-
 
 # ---- the generator ---------------------------------------------------------------------------------------------------
 

@@ -5,24 +5,24 @@ import pytest
 import torch
 
 from minitrain import launch
-from minitrain.launch import dryrun
+from minitrain.attention.blocks import PLAIN
 from minitrain.collectives import all_reduce, world
 from minitrain.context import wallfacer
-from minitrain.attention.blocks import PLAIN
 from minitrain.context.hybrid import dealt, double_ring_attention, loongtrain_attention, rings_backward, rings_forward, usp_attention
 from minitrain.context.layout import contiguous, split, striped, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.wallfacer import wallfacer_attention
 from minitrain.data.batches import random_tokens
-from minitrain.simulate.events import Issue
-from minitrain.model.layers import naive_attention
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.model.layers import naive_attention
+from minitrain.simulate.events import Issue
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
-from tests.parallel import check_refusals, small
 from tests.context.test_ulysses import TOLERANCE, distance, example, whole_attention
+from tests.parallel import check_refusals, small
 
 HEADS = ((8, 8), (8, 2))
 ALL_LAYOUTS = (contiguous, zigzag, striped)

@@ -8,8 +8,8 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.attention.alibi import Alibi, alibi_slopes
-from minitrain.context.balanced import balanced_attention
 from minitrain.attention.blocks import PLAIN
+from minitrain.context.balanced import balanced_attention
 from minitrain.context.choices import core_of_slices, data_layout
 from minitrain.context.hybrid import dealt
 from minitrain.context.layout import contiguous, each_document, join, last, part, positions, split, tiles, zigzag
@@ -18,9 +18,9 @@ from minitrain.context.ring import ring_attention
 from minitrain.context.sliced import last_attention, sliced
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.context.wallfacer import wallfacer_attention
-from minitrain.model.layers import causal_attention, naive_attention
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
+from minitrain.model.layers import causal_attention, naive_attention
 from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
 from tests.context.cores import HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import B, K, T, furthest, inputs, over

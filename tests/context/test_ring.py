@@ -6,22 +6,22 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
-from minitrain.model.config import GPTConfig
 from minitrain.attention import blocks
 from minitrain.attention.blocks import FUSED, PLAIN, merge, nothing_yet, row_sums, stand_in
-from minitrain.context.layout import contiguous, each_document, join, positions, split, striped, tiles, zigzag
 from minitrain.attention.packed import packed_attention
+from minitrain.context.layout import contiguous, each_document, join, positions, split, striped, tiles, zigzag
 from minitrain.context.ring import ring_attention, ring_backward, ring_forward
 from minitrain.context.work import efficiency, entries
 from minitrain.data_parallel.bucketed import GradReducer
-from minitrain.simulate.events import Compute, Issue
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Block, cross_entropy_sum
-from minitrain.training.optim import AdamW
+from minitrain.simulate.events import Compute, Issue
 from minitrain.simulate.machines import Device, Link, Machine, machine
 from minitrain.simulate.replay import replay
+from minitrain.training.optim import AdamW
 from minitrain.training.step import Batch, NoReducer, accumulate, train_step, valid_tokens
 from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, inputs, over, whole
 from tests.parallel import TOLERANCE, Outcome, Problem, difference, one_process, small

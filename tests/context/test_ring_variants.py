@@ -8,25 +8,34 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
-from minitrain.context import balanced as balanced_module
-from minitrain.context.balanced import (Work, balanced, balanced_attention, balanced_forward, check, given, idle_fraction, idle_slots, needs,
-                                        unbalanced)
 from minitrain.attention.blocks import FUSED, PLAIN
+from minitrain.context import balanced as balanced_module
+from minitrain.context.balanced import (
+    Work,
+    balanced,
+    balanced_attention,
+    balanced_forward,
+    check,
+    given,
+    idle_fraction,
+    idle_slots,
+    needs,
+    unbalanced,
+)
 from minitrain.context.burst import burst_attention
 from minitrain.context.layout import contiguous, positions, striped, zigzag
 from minitrain.context.ring import ring_attention, ring_backward, ring_forward
 from minitrain.context.ring_self_attention import ring_self_attention, rows_backward, rows_forward
 from minitrain.context.sparing import Sparing
-from minitrain.simulate.events import Issue
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.model.gpt import Block
+from minitrain.simulate.events import Issue
 from minitrain.simulate.machines import Device, Link, Machine
 from minitrain.simulate.replay import replay
 from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, over, whole
 from tests.parallel import TOLERANCE, small
-
 
 # ---- ring self-attention ---------------------------------------------------------------------------------------------
 

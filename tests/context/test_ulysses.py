@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
-from minitrain.collectives import world
 from minitrain.attention.blocks import spread
+from minitrain.collectives import world
 from minitrain.context.dynamic import along, run_stages
 from minitrain.context.layout import contiguous, split, striped, zigzag
 from minitrain.context.ulysses import switch, to_heads, ulysses_attention
-from minitrain.model.layers import causal_attention, naive_attention
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.model.gpt import GPT, GPTConfig
+from minitrain.model.layers import causal_attention, naive_attention
 from minitrain.tensor_parallel import sequence
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
 from tests.parallel import check_refusals

@@ -7,7 +7,8 @@ import socket
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minitrain import collectives, launch
 from minitrain.course.grading.frames import BadFrame, Line, NotData, pack, unpack

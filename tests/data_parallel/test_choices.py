@@ -11,12 +11,23 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
 from minitrain.collectives import all_gather, reduce_scatter
 from minitrain.communication.algorithms import ring_all_reduce
 from minitrain.data_parallel import choices
-from minitrain.data_parallel.choices import (NAMED, Choice, Cluster, amsp_choices, cheapest, memory_bytes, paro,
-                                             paro_choices, plans, traffic, traffic_by_term)
+from minitrain.data_parallel.choices import (
+    NAMED,
+    Choice,
+    Cluster,
+    amsp_choices,
+    cheapest,
+    memory_bytes,
+    paro,
+    paro_choices,
+    plans,
+    traffic,
+    traffic_by_term,
+)
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from tests.parallel import TOLERANCE

@@ -5,16 +5,15 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
 from minitrain.data_parallel import naive
 from minitrain.data_parallel.accumulation import ScatteredGradients
 from minitrain.data_parallel.bucketed import GradReducer, cut
 from minitrain.data_parallel.local_updates import LocalUpdates
 from minitrain.data_parallel.negotiated import NegotiatedReducer
 from minitrain.data_parallel.parameter_server import Worker, serve, slices
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
-from minitrain.model.gpt import GPT, cross_entropy_sum
-from minitrain.model.gpt import presets
+from minitrain.model.gpt import GPT, cross_entropy_sum, presets
 from tests.parallel import TOLERANCE, Problem, difference, on_ranks, one_process
 
 

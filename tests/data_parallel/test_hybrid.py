@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
 from minitrain.data_parallel import choices
 from minitrain.data_parallel.hybrid import WORDS, Hybrid
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.data_parallel.zeropp import ZeroPlusPlus
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum

@@ -3,15 +3,15 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
 from minitrain.data_parallel import quantized_collectives
 from minitrain.data_parallel.quantized import Quantized, dequantize, from_bytes, quantize, to_bytes
-from minitrain.data_parallel.quantized_collectives import (one_hop_reduce_scatter, quantized_all_gather,
-                                                           two_hop_reduce_scatter)
+from minitrain.data_parallel.quantized_collectives import one_hop_reduce_scatter, quantized_all_gather, two_hop_reduce_scatter
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 

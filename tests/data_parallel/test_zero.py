@@ -8,22 +8,32 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.flat import Flat
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
-from minitrain.training.optim import AdamW
 from minitrain.parallelize import parallelize
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
 from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW
 from minitrain.training.step import Batch, accumulate, train_step
-from tests.parallel import (TOLERANCE, Problem, check_refusals, difference, one_process, run_steps, small, train_on_rank, train_parallel,
-                            train_sharded)
+from tests.parallel import (
+    TOLERANCE,
+    Problem,
+    check_refusals,
+    difference,
+    one_process,
+    run_steps,
+    small,
+    train_on_rank,
+    train_parallel,
+    train_sharded,
+)
 
 WAYS = {
     "stage 1": (Zero1, dict(bucket_bytes=3000)),

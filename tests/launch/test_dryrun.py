@@ -14,17 +14,17 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
-from minitrain.model.config import GPTConfig, presets
 from minitrain.data.batches import random_tokens
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.naive import all_reduce_gradients
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
+from minitrain.model.config import GPTConfig, presets
 from minitrain.model.gpt import GPT, cross_entropy_sum
-from minitrain.training.optim import AdamW
-from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.runtime import Runner
+from minitrain.pipeline.schedules.one_direction import one_f_one_b
+from minitrain.training.optim import AdamW
 from minitrain.training.step import Batch, NoReducer
 
 CONFIG = GPTConfig(vocab_size=29, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=16, tied=True)

@@ -337,7 +337,7 @@ def waiting(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(WAIT_FOR_EVER))
     env = dict(os.environ, PYTHONPATH=os.path.dirname(report.PACKAGE.rstrip(os.sep)))
     command = [sys.executable, tmp_path / "script.py", tmp_path]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     deadline = time.monotonic() + 60
     while not (tmp_path / "waiting").exists():
         assert process.poll() is None and time.monotonic() < deadline

@@ -11,7 +11,6 @@ import pytest
 
 from minitrain.launch import report
 
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the loopback's name and /proc are Linux's")
 
 

@@ -19,12 +19,12 @@ import minitrain
 from minitrain import collectives, launch
 from minitrain.collectives import call_log
 from minitrain.launch import dryrun
-from minitrain.simulate.events import Compute, Issue, Wait
 from minitrain.ledger import Ledger
+from minitrain.ledger.operators import ATTENTION, describe, visible_scores
 from minitrain.mesh import Mesh
 from minitrain.model.gpt import GPT, Block, GPTConfig, cross_entropy_sum
 from minitrain.model.layers import causal_attention, naive_attention
-from minitrain.ledger.operators import ATTENTION, describe, visible_scores
+from minitrain.simulate.events import Compute, Issue, Wait
 from minitrain.training.optim import AdamW
 
 B, T, D, H, L, V = 2, 24, 32, 4, 3, 50

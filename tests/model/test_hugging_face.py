@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minitrain.model.gpt import GPT
 from minitrain.model.hugging_face import config_of, from_hugging_face, halves, to_hugging_face
 from minitrain.model.layers import rotate
-from minitrain.model.gpt import GPT
 from tests.parallel import TOLERANCE
 
 LLAMA = dict(model_type="llama", vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,

@@ -12,14 +12,23 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minitrain.plan.accounting.compute import layer_forward_flops
-from minitrain.plan.accounting.parameters import cached_elements, mlp_parameters, parameters
-from minitrain.model.config import CHOICES, GPTConfig, presets
-from minitrain.model.layers import (Attention, LatentAttention, RMSNorm, alibi_slopes, causal_attention, drop, fast_gelu,
-                              naive_attention, rotate)
 from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.model.config import CHOICES, GPTConfig, presets
 from minitrain.model.gpt import GPT, Block, cross_entropy_sum, deepnorm, generate, seed_of
+from minitrain.model.layers import (
+    Attention,
+    LatentAttention,
+    RMSNorm,
+    alibi_slopes,
+    causal_attention,
+    drop,
+    fast_gelu,
+    naive_attention,
+    rotate,
+)
+from minitrain.plan.accounting.compute import layer_forward_flops
+from minitrain.plan.accounting.parameters import cached_elements, mlp_parameters, parameters
 
 PUBLISHED = {
     "gpt2": 124_439_808, "gpt2-xl": 1_557_611_200,

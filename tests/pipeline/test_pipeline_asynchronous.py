@@ -11,13 +11,12 @@ from minitrain import collectives, launch
 from minitrain.data.batches import random_tokens
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
 from minitrain.pipeline.asynchronous import AsynchronousRunner, Policy, double_buffered, each_its_own, sgd
-from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import B, F, I, R, Schedule, W
+from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plan.trirace import delayed, ends, period, racing, together
 from minitrain.training.step import Batch
-
 from tests.parallel import TOLERANCE, check_refusals, small
 
 CONFIG = small(num_layers=4, tied=False)

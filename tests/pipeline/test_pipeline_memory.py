@@ -12,25 +12,24 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.launch import dryrun
-from minitrain.simulate.events import Compute, Issue, Wait
 from minitrain.ledger import Ledger
-from minitrain.training.optim import AdamW
 from minitrain.parallelize import parallelize
 from minitrain.pipeline import runtime
-from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.contrastive import contrastive_loss, contrastive_step, doubled, naive
 from minitrain.pipeline.lending import Balanced
 from minitrain.pipeline.lower import Receive, Sent, lower
-from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, B, F, R, Schedule, check, peak
-from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.pipeline.schedules.bpipe import bpipe
+from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.schedules.varuna import jitter, recomputed, varuna
+from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.simulate.events import Compute, Issue, Wait
 from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW
 from minitrain.training.step import Batch, NoReducer
-
-from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, rows_of_problem, small, train_pipeline
 from tests.launch.test_dryrun import everything
+from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, rows_of_problem, small, train_pipeline
 
 PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(6, 6, 5), microbatches=4)
 GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 7, 16)] + [(16, 16), (4, 64)]

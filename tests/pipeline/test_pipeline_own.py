@@ -7,17 +7,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitrain import collectives, launch
-from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.fits import takes_positions
 from minitrain.pipeline.lending import Balanced
 from minitrain.pipeline.lower import lower
-from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, Pair, Schedule, check
+from minitrain.pipeline.schedules.bpipe import bpipe
+from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.schedules.varuna import recomputed
 from minitrain.pipeline.schedules.zero_bubble import zb_h1
 from minitrain.training.step import Batch, NoReducer
-
 from tests.parallel import TOLERANCE
 
 WIDTH, ROWS, LENGTH = 6, 7, 3

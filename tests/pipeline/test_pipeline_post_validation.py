@@ -8,23 +8,22 @@ import torch
 from minitrain import collectives, launch
 from minitrain.collectives.channel import channel_of
 from minitrain.model.gpt import cross_entropy_sum
-from minitrain.training.optim import AdamW, clip_grad_norm
 from minitrain.parallelize import parallelize
 from minitrain.pipeline import runtime
-from minitrain.pipeline.schedules.bpipe import bpipe
-from minitrain.pipeline.schedules.chimera import chimera
 from minitrain.pipeline.lower import Receive, Send, lower, pause
-from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, Schedule, check
+from minitrain.pipeline.schedules.bpipe import bpipe
+from minitrain.pipeline.schedules.chimera import chimera
+from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.schedules.varuna import recomputed
 from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 from minitrain.sharding import Shard, place, placement
 from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW, clip_grad_norm
 from minitrain.training.step import Batch, NoReducer, train_step
-
 from tests.parallel import TOLERANCE, Problem, check_refusals, rows_of_problem, small
 from tests.pipeline.test_pipeline_memory import Dropped
 from tests.pipeline.test_pipeline_runtime import split

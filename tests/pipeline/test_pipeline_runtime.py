@@ -10,16 +10,15 @@ from minitrain.data.batches import random_tokens
 from minitrain.ledger import Ledger
 from minitrain.model.gpt import Stages, cross_entropy_sum
 from minitrain.pipeline.lower import lower
-from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner, cut_evenly
 from minitrain.pipeline.schedule import I, Schedule, W
+from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Measured, simulate
 from minitrain.simulate.machines import Device, Link, Machine
 from minitrain.simulate.replay import replay
 from minitrain.training.step import Batch, NoReducer, valid_tokens
-
-from tests.parallel import (TOLERANCE, Problem, check_refusals, one_process, pipeline_difference, small, train_pipeline)
+from tests.parallel import TOLERANCE, Problem, check_refusals, one_process, pipeline_difference, small, train_pipeline
 
 PROBLEM = Problem(config=small(num_layers=8), batch_sizes=(8, 8, 7), microbatches=4, frozen="layers.1.norm1.weight")
 

@@ -13,22 +13,21 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.pipeline.lower import EARLY, Receive, Reduce, Send, Sent, lower
+from minitrain.pipeline.runtime import Runner
+from minitrain.pipeline.schedule import Action, B, F, I, Pair, R, Schedule, W, check, parts, peak
 from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.schedules.chimera import chimera
 from minitrain.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
-from minitrain.plan.graphpipe import GraphSchedule
 from minitrain.pipeline.schedules.hanayo import hanayo
-from minitrain.pipeline.lower import EARLY, Receive, Reduce, Send, Sent, lower
 from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
-from minitrain.pipeline.runtime import Runner
-from minitrain.pipeline.schedule import Action, B, F, I, Pair, R, Schedule, W, check, parts, peak
-from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
 from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.schedules.varuna import recomputed, varuna
 from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved
+from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.plan.graphpipe import GraphSchedule
 from minitrain.training.step import Batch, NoReducer
-
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small
 
 GRID = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 7), (4, 8), (5, 64), (8, 3), (8, 16), (16, 16), (16, 64)]

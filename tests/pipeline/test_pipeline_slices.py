@@ -9,13 +9,12 @@ import torch
 from minitrain import launch
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.lower import messages
-from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.schedule import check, peak
+from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
+from minitrain.pipeline.schedules.slices import causal_cost, makespan, on_each_rank, seq1f1b, slice_lengths, terapipe
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
-from minitrain.pipeline.schedules.slices import causal_cost, makespan, on_each_rank, seq1f1b, slice_lengths, terapipe
 from minitrain.strategy import Strategy
-
 from tests.parallel import TOLERANCE, Problem, check_refusals, one_process, pipeline_difference, rows_of_problem, small, train_pipeline
 
 PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(4, 4, 3), microbatches=2)

@@ -9,11 +9,10 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from minitrain import collectives, launch
-from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.schedule import B, F, Pair, Schedule, check
+from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.torch_csv import from_csv, to_csv
-
 from tests.pipeline.test_pipeline_schedule import both_ways, everything, folded, paired, recomputing, sliced, split
 
 WIDTH, ROWS, MICROBATCHES = 6, 16, 8

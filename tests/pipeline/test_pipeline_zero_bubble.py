@@ -10,19 +10,18 @@ import torch
 from minitrain import collectives, launch
 from minitrain.ledger import Ledger
 from minitrain.model.gpt import Stages
-from minitrain.training.optim import AdamW, clip_grad_norm
 from minitrain.pipeline.deferred import Deferred
-from minitrain.pipeline.schedules.greedy import greedy
 from minitrain.pipeline.lower import lower, messages
-from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, I, Schedule, W, check, in_flight, peak
-from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.pipeline.schedules.greedy import greedy
+from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.schedules.v_shape import rank_of, v_half, v_min, zb_v
 from minitrain.pipeline.schedules.zero_bubble import bubble, zb_h1, zb_h2, zb_interleaved
-
+from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.training.optim import AdamW, clip_grad_norm
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
 from tests.pipeline.test_pipeline_runtime import account
 

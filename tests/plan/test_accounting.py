@@ -9,20 +9,36 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitrain.plan.accounting.compute import (flops_per_token, forward_flops_per_token, hfu, megatron_flops, mfu,
-                                          training_days)
-from minitrain.plan.accounting.memory import (activation_bytes, activation_terms, checkpoint_bytes,
-                                         latent_attention_bytes_per_token, model_state_bytes, zero_bytes)
-from minitrain.plan.accounting.parameters import (attention_parameters, matmul_parameters, megatron_parameters,
-                                             mixture_parameters, parameter_table, parameters)
-from minitrain.plan.accounting.traffic import (crossover_tokens, tensor_parallel_bytes_per_step, text_bytes, token_bytes,
-                                          zero3_bytes_per_step)
-from minitrain.model.config import GPTConfig, presets
 from minitrain.data.batches import random_tokens
-from minitrain.model.layers import LatentAttention, RMSNorm, causal_attention, naive_attention
 from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.model.config import GPTConfig, presets
 from minitrain.model.gpt import GPT, Block, cross_entropy_sum
+from minitrain.model.layers import LatentAttention, RMSNorm, causal_attention, naive_attention
+from minitrain.plan.accounting.compute import flops_per_token, forward_flops_per_token, hfu, megatron_flops, mfu, training_days
+from minitrain.plan.accounting.memory import (
+    activation_bytes,
+    activation_terms,
+    checkpoint_bytes,
+    latent_attention_bytes_per_token,
+    model_state_bytes,
+    zero_bytes,
+)
+from minitrain.plan.accounting.parameters import (
+    attention_parameters,
+    matmul_parameters,
+    megatron_parameters,
+    mixture_parameters,
+    parameter_table,
+    parameters,
+)
+from minitrain.plan.accounting.traffic import (
+    crossover_tokens,
+    tensor_parallel_bytes_per_step,
+    text_bytes,
+    token_bytes,
+    zero3_bytes_per_step,
+)
 from minitrain.training.optim import AdamW
 
 DEEPSEEK_V2 = GPTConfig(vocab_size=102_400, d_model=5120, num_layers=60, num_heads=128, head_dim=128, d_ff=12_288,

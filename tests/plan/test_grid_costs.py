@@ -9,14 +9,13 @@ from torch import nn
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
+from minitrain.plan.grid_costs import Grid, Layer, Links, cheapest, cost, crossover, grids, mlp, seconds, table, transformer_layer
 from minitrain.simulate.machines import Machine, machine
 from minitrain.simulate.replay import replay
 from minitrain.tensor_parallel.grids.cube import Linear3D
-from minitrain.plan.grid_costs import (Grid, Layer, Links, cheapest, cost, crossover, grids, mlp, seconds, table,
-                                                  transformer_layer)
-from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 from minitrain.tensor_parallel.grids.optimus import Linear2D
 from minitrain.tensor_parallel.grids.tesseract import Linear25D
+from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 
 ONE = Layer(32, ((8, 16),))                            # m k = 256, k n = 128, m n = 512
 SLOW = Links(per_node=8, intra_bytes_per_s=100.0, inter_bytes_per_s=10.0)

@@ -10,14 +10,13 @@ import torch
 from minitrain import collectives, launch
 from minitrain.ledger import Ledger
 from minitrain.model.gpt import GPT, cross_entropy_sum
-from minitrain.plan import adapipe, dapple, mpress
-from minitrain.plan.memory_balance import fit, mcap, profiled, smallest_peak
-from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import peak
+from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Costs, Measured, simulate
+from minitrain.plan import adapipe, dapple, mpress
+from minitrain.plan.memory_balance import fit, mcap, profiled, smallest_peak
 from minitrain.training.step import Batch, NoReducer
-
 from tests.parallel import small
 
 

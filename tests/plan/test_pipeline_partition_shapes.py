@@ -9,16 +9,15 @@ import torch
 from minitrain import collectives, launch
 from minitrain.data.batches import MASKED
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
-from minitrain.plan import dynapipe, graphpipe
-from minitrain.plan.graphpipe import Op, Parallel
 from minitrain.pipeline.lower import Receive, Send, lower
-from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, Schedule, check, peak
+from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Costs, Measured, simulate
+from minitrain.plan import dynapipe, graphpipe
+from minitrain.plan.graphpipe import Op, Parallel
 from minitrain.training.step import Batch, NoReducer
-
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small
 
 

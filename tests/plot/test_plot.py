@@ -8,12 +8,14 @@ import matplotlib
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from minitrain.plot import charts as plot, pipeline as plot_pipeline, style as house_style
-from minitrain.simulate.events import Compute, Issue, Wait
-from minitrain.plot.style import COLOURS, CYCLE, ink_on, png, unit_for
-from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.schedule import in_flight
+from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.plot import charts as plot
+from minitrain.plot import pipeline as plot_pipeline
+from minitrain.plot import style as house_style
+from minitrain.plot.style import COLOURS, CYCLE, ink_on, png, unit_for
+from minitrain.simulate.events import Compute, Issue, Wait
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
 

@@ -4,10 +4,11 @@ from dataclasses import replace
 from math import ceil, log2, sqrt
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
-from minitrain.simulate.events import Issue, Wait
 from minitrain.simulate.collectives import ALGORITHMS, by_algorithm, place, seconds
+from minitrain.simulate.events import Issue, Wait
 from minitrain.simulate.machines import GB, Device, Link, Machine, machine
 from minitrain.simulate.replay import replay
 

@@ -5,10 +5,11 @@ from dataclasses import replace as changed
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from minitrain.simulate.events import Compute, Issue, Wait
 from minitrain.simulate import collectives
+from minitrain.simulate.events import Compute, Issue, Wait
 from minitrain.simulate.intervals import join, length, outside
 from minitrain.simulate.machines import GB, Device, Link, Machine, machine
 from minitrain.simulate.replay import replay

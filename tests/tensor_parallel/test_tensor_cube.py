@@ -7,15 +7,15 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.launch import dryrun
-from minitrain.model.config import GPTConfig
-from minitrain.model.layers import MLP, Linear
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
-from minitrain.training.optim import AdamW, clip_grad_norm
-from minitrain.sharding import full_tensor, placement
+from minitrain.model.config import GPTConfig
+from minitrain.model.layers import MLP, Linear
 from minitrain.plan import grid_costs
+from minitrain.sharding import full_tensor, placement
 from minitrain.tensor_parallel.grids import cube
 from minitrain.tensor_parallel.grids.cube import Linear3D, activation_shards, cut_activations, cut_mlp
+from minitrain.training.optim import AdamW, clip_grad_norm
 from tests.parallel import TOLERANCE
 
 M, K, N = 16, 12, 8                          # sequences, width, output width: multiples of l² = 4, otherwise different

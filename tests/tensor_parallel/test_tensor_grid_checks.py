@@ -11,9 +11,9 @@ from minitrain.model.gpt import Block, GPTConfig
 from minitrain.sharding import full_tensor
 from minitrain.tensor_parallel.grids import cube, optimus, tesseract
 from minitrain.tensor_parallel.grids.cannon import cannon
+from minitrain.tensor_parallel.grids.summa import block, summa, whole
 from minitrain.tensor_parallel.linear import ColumnLinear
 from minitrain.tensor_parallel.rotated import RotatedLinear
-from minitrain.tensor_parallel.grids.summa import block, summa, whole
 from tests.parallel import TOLERANCE
 
 M, K, N, DOUBLE = 8, 16, 24, 8

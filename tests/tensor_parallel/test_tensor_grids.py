@@ -12,13 +12,14 @@ from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.mesh import Mesh
 from minitrain.model.gpt import Block, GPTConfig
-from minitrain.training.optim import AdamW
 from minitrain.sharding import full_tensor, shard
-from minitrain.tensor_parallel.grids import optimus, summa as products, tesseract
+from minitrain.tensor_parallel.grids import optimus, tesseract
+from minitrain.tensor_parallel.grids import summa as products
 from minitrain.tensor_parallel.grids.cannon import cannon
 from minitrain.tensor_parallel.grids.optimus import Linear2D, Norm2D
 from minitrain.tensor_parallel.grids.summa import block, summa, summa_nt, summa_overlapped, summa_tn, whole
 from minitrain.tensor_parallel.grids.tesseract import Linear25D, Norm25D, batch_block, whole_batch
+from minitrain.training.optim import AdamW
 from tests.parallel import TOLERANCE
 
 DOUBLE = 8                                              # bytes

@@ -7,10 +7,10 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.launch import dryrun
-from minitrain.model.config import GPTConfig
-from minitrain.simulate.events import Issue, Wait
 from minitrain.ledger import Ledger
+from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import Block
+from minitrain.simulate.events import Issue, Wait
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
 from minitrain.strategy import Strategy

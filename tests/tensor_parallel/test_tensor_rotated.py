@@ -7,15 +7,15 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.launch import dryrun
-from minitrain.model.config import GPTConfig
-from minitrain.model.layers import MLP, Attention
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
-from minitrain.training.optim import AdamW, clip_grad_norm
-from minitrain.sharding import full_tensor
+from minitrain.model.config import GPTConfig
+from minitrain.model.layers import MLP, Attention
 from minitrain.plan import grid_costs
+from minitrain.sharding import full_tensor
 from minitrain.tensor_parallel import rotated
 from minitrain.tensor_parallel.rotated import RotatedLinear, rotate_linears
+from minitrain.training.optim import AdamW, clip_grad_norm
 from tests.parallel import TOLERANCE
 
 K, N = 6, 8

@@ -13,8 +13,8 @@ from torch._subclasses import FakeTensorMode
 
 from minitrain import launch
 from minitrain.mesh import Mesh
-from minitrain.training.optim import AdamW, clip_grad_norm, warmup_cosine
 from minitrain.sharding import Shard, full_tensor, own_slice, place, placement, shard
+from minitrain.training.optim import AdamW, clip_grad_norm, warmup_cosine
 
 
 def parameters(dtype=torch.float64):

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from minitrain import collectives, launch, trainer
-from minitrain.launch import dryrun
-from minitrain.model.config import GPTConfig
 from minitrain.data.batches import MASKED, Rows, Text, random_tokens
 from minitrain.data_parallel.bucketed import GradReducer
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
+from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
-from minitrain.training.optim import AdamW
 from minitrain.parallelize import parallelize
-from minitrain.training.recipe import Recipe, decaying_matrices
 from minitrain.strategy import Strategy
-from minitrain.training.step import Batch, NoReducer, accumulate, measure_peak_flops, train_step, valid_tokens
 from minitrain.trainer import Trainer, replace_file
+from minitrain.training.optim import AdamW
+from minitrain.training.recipe import Recipe, decaying_matrices
+from minitrain.training.step import Batch, NoReducer, accumulate, measure_peak_flops, train_step, valid_tokens
 from tests.parallel import TOLERANCE, Problem, difference, on_ranks, one_process
 
 CONFIG = GPTConfig(d_model=16, num_layers=2, num_heads=2, max_positions=16, tied=True)

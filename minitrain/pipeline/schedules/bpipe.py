@@ -22,8 +22,8 @@ Kim et al. 2023 (BPipe), ICML, PMLR 202, section 3. Differs: their bound is for 
 """
 from __future__ import annotations
 
-from minitrain.pipeline.schedules.one_direction import check_sizes, one_f_one_b
 from minitrain.pipeline.schedule import Action, Entry, Schedule, check
+from minitrain.pipeline.schedules.one_direction import check_sizes, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 
 

@@ -26,8 +26,8 @@ units, for twice the activations or half the microbatch; more than two pipelines
 """
 from __future__ import annotations
 
-from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.schedule import Action, B, F, Schedule
+from minitrain.pipeline.schedules.one_direction import check_sizes
 
 
 def chimera(p: int, m: int) -> Schedule:

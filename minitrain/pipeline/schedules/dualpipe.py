@@ -36,8 +36,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.schedule import B, Entry, F, I, Pair, Schedule, W
+from minitrain.pipeline.schedules.one_direction import check_sizes
 
 
 def dualpipe(p: int, m: int) -> Schedule:

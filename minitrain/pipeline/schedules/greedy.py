@@ -27,8 +27,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from heapq import heappop, heappush
 
-from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.schedule import Action, B, F, I, Schedule, W, check
+from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.simulate import Costs, Time
 
 Place = Sequence[int] | Callable[[int, int], int]

@@ -25,8 +25,8 @@ Liu et al. 2023, arXiv:2308.15762, section 3. Differs: the paper's bubble has a 
 """
 from __future__ import annotations
 
-from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.schedule import Action, B, F, Schedule
+from minitrain.pipeline.schedules.one_direction import check_sizes
 
 
 def hanayo(p: int, m: int, waves: int) -> Schedule:

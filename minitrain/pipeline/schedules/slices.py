@@ -27,8 +27,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
-from minitrain.pipeline.schedules.one_direction import alternate, check_sizes
 from minitrain.pipeline.schedule import B, F, Schedule
+from minitrain.pipeline.schedules.one_direction import alternate, check_sizes
 
 Cost = Callable[[int, int], int | float | Fraction]
 

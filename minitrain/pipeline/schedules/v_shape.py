@@ -34,8 +34,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.schedule import Action, F, I, Schedule, W, check
+from minitrain.pipeline.schedules.one_direction import check_sizes
 
 Block = Callable[[int], tuple[int, int, int, int]]
 PERIOD = 6

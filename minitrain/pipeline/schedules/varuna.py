@@ -32,8 +32,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
-from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.schedule import Action, B, F, R, Schedule, check, parts
+from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.simulate import Costs, Time
 
 Delay = Callable[[Action], Time]

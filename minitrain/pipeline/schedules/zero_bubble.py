@@ -31,8 +31,8 @@ ScheduleInterleavedZeroBubble, of which there is no formula in print: the one ab
 """
 from __future__ import annotations
 
-from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.schedule import Action, F, I, Schedule, W
+from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.simulate import Simulation, Time
 
 

@@ -16,8 +16,8 @@ Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 4.1 and appendix B (squa
 arXiv:2402.15627, table 2 (triangle). Differs: N is every weight that a token is multiplied with
 (`parameters.matmul_parameters`), so the count is exact; PaLM's N is all parameters.
 """
-from minitrain.plan.accounting.parameters import matmul_parameters
 from minitrain.model.config import GPTConfig
+from minitrain.plan.accounting.parameters import matmul_parameters
 
 DAY_S = 86_400
 

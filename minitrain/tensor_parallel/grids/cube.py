@@ -45,7 +45,6 @@ from minitrain import collectives
 from minitrain.collectives import all_gather, reduce_scatter
 from minitrain.sharding import Shard, placement, shard
 
-
 # ---- the product -----------------------------------------------------------------------------------------------------
 
 def cube_forward(x: Tensor, weight: Tensor, bias: Tensor | None, input_group: ProcessGroup, weight_group: ProcessGroup,

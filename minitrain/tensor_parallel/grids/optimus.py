@@ -40,7 +40,6 @@ from minitrain.collectives import all_reduce, copy_to
 from minitrain.sharding import shard
 from minitrain.tensor_parallel.grids.summa import check_whole, grid_side, summa_nt, summa_overlapped, summa_tn
 
-
 # ---- linear ----------------------------------------------------------------------------------------------------------
 
 def linear_forward(x: Tensor, weight: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:

@@ -34,8 +34,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.collectives import channel_of, copy_to
 from minitrain.sharding import Shard, full_tensor, shard
-from minitrain.tensor_parallel.grids.optimus import (Linear2D, Norm2D, linear, norm, replace_in_attention, replace_in_block,
-                                               replace_in_mlp)
+from minitrain.tensor_parallel.grids.optimus import Linear2D, Norm2D, linear, norm, replace_in_attention, replace_in_block, replace_in_mlp
 from minitrain.tensor_parallel.grids.summa import check_whole, grid_side
 
 
