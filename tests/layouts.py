@@ -274,6 +274,7 @@ FEATURES = {
     "ZeRO-3": lambda s, c: s.zero == 3, "hybrid": lambda s, c: s.word, "tp": lambda s, c: s.tp > 1,
     "tp, sequence": lambda s, c: s.sequence_parallel, "tp, overlap": lambda s, c: s.overlap,
     "cp, rings": lambda s, c: s.cp > 1 and s.core in ("ring", "ring_self_attention", "balanced", "double_ring", "burst", "wallfacer"),
+    "cp, gathered": lambda s, c: s.cp > 1 and s.core == "gathered",
     "cp, heads": lambda s, c: s.cp > 1 and s.core in ("ulysses", "usp", "loongtrain"),
     "pp": lambda s, c: s.pp > 1 and not s.build_schedule().splits_backward,
     "pp, I and W": lambda s, c: s.pp > 1 and s.build_schedule().splits_backward,

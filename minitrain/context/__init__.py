@@ -2,6 +2,7 @@
 
 First  layout              who holds which tokens
        ring                blocks of keys and values go round
+       gathered            K and V of all ranks in front, dK and dV scattered behind
        ulysses             an all-to-all trades tokens for heads
 then   ring_self_attention, balanced, burst, wallfacer          other rings, by what they send and who works when
        hybrid              both over two axes, rings within rings

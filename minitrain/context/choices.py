@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.context.balanced import balanced_attention
 from minitrain.context.burst import burst_attention
+from minitrain.context.gathered import gathered_attention
 from minitrain.context.hybrid import dealt, double_ring_attention, loongtrain_attention, usp_attention
 from minitrain.context.layout import Layout, contiguous, striped, zigzag
 from minitrain.context.names import dealt_to, even_slices
@@ -32,9 +33,9 @@ from minitrain.context.wallfacer import wallfacer_attention
 
 Slices = int | Sequence[int]
 LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
-FUNCTIONS = {"ring": ring_attention, "ring_self_attention": ring_self_attention, "balanced": balanced_attention, "burst": burst_attention,
-             "double_ring": double_ring_attention, "wallfacer": wallfacer_attention, "ulysses": partial(ulysses_attention, core=last_attention),
-             "usp": usp_attention, "loongtrain": loongtrain_attention}
+FUNCTIONS = {"ring": ring_attention, "ring_self_attention": ring_self_attention, "gathered": gathered_attention,
+             "balanced": balanced_attention, "burst": burst_attention, "double_ring": double_ring_attention, "wallfacer": wallfacer_attention,
+             "ulysses": partial(ulysses_attention, core=last_attention), "usp": usp_attention, "loongtrain": loongtrain_attention}
 
 
 def core_for(name: str, groups: Mapping[str, ProcessGroup], layout: str) -> Callable:

@@ -3,6 +3,7 @@
     core                   groups of cp, outermost first      layouts         slices     a rank's share of the heads
     ring                   ring                               all             yes        all
     ring_self_attention    ring                               all             yes        all
+    gathered               ring                               all             yes        all
     balanced               ring                               contiguous      no         all
     burst                  across, inside                     all             yes        all
     double_ring            outer, inner                       all             yes        all
@@ -39,6 +40,7 @@ ALL = tuple(LAYOUTS)
 CORES = {
     "ring": Kind(("ring",), ALL, True),
     "ring_self_attention": Kind(("ring",), ALL, True),
+    "gathered": Kind(("ring",), ALL, True),
     "balanced": Kind(("ring",), ("contiguous",), False),
     "burst": Kind(("across", "inside"), ALL, True),
     "double_ring": Kind(("outer", "inner"), ALL, True),

@@ -7,6 +7,7 @@ from minitrain.attention.dropout import DropMask
 from minitrain.attention.flash import flash_attention
 from minitrain.context.balanced import balanced_attention, unbalanced
 from minitrain.context.burst import burst_attention
+from minitrain.context.gathered import gathered_attention
 from minitrain.context.hybrid import dealt, double_ring_attention, loongtrain_attention, usp_attention
 from minitrain.context.layout import contiguous, striped, zigzag
 from minitrain.context.ring import ring_attention, ring_backward, ring_forward
@@ -38,6 +39,7 @@ def in_one_axis(group):
     for layout in LAYOUTS:
         found[f"ring {layout.__name__}"] = partial(ring_attention, group=group, layout=layout), layout
         found[f"rows {layout.__name__}"] = partial(ring_self_attention, group=group, layout=layout), layout
+        found[f"gathered {layout.__name__}"] = partial(gathered_attention, group=group, layout=layout, keep=layout is not striped), layout
         found[f"Ulysses {layout.__name__}"] = partial(ulysses_attention, group=group, layout=layout, core=flash_attention), layout
     found["Ulysses, torch's"] = partial(ulysses_attention, group=group, core=causal_attention), contiguous
     found["ring of PLAIN"] = partial(ring_attention, group=group, blocks=PLAIN), contiguous
@@ -67,7 +69,7 @@ def in_three_axes():
 
 
 CORES = {2: lambda: in_one_axis(collectives.world()) | in_two_axes(2, 1) | in_two_axes(1, 2),
-         4: lambda: some("ring", "Ulysses striped", "balanced", "sparing", **in_one_axis(collectives.world())) | in_two_axes(2, 2),
+         4: lambda: some("ring", "gathered", "Ulysses striped", "balanced", "sparing", **in_one_axis(collectives.world())) | in_two_axes(2, 2),
          8: lambda: some("USP", "teams zigzag", **in_two_axes(4, 2)) | some("USP", **in_two_axes(2, 4)) | in_three_axes()}
 
 

@@ -64,7 +64,7 @@ def test_slices_are_what_a_pipeline_cuts():
 # ---- cores -----------------------------------------------------------------------------------------------------------
 
 TAKE_SLICES = [name for name, kind in CORES.items() if kind.slices]
-SIZES = {"ring": dict(ring=2), "ring_self_attention": dict(ring=2), "burst": dict(across=2, inside=2), "double_ring": dict(outer=2, inner=2),
+SIZES = {"ring": dict(ring=2), "ring_self_attention": dict(ring=2), "gathered": dict(ring=2), "burst": dict(across=2, inside=2), "double_ring": dict(outer=2, inner=2),
          "ulysses": dict(ulysses=2), "usp": dict(ring=2, ulysses=2), "loongtrain": dict(outer=2, inner=2, ulysses=2)}
 
 
@@ -109,7 +109,7 @@ def test_a_whole_sequence_laid_out_in_slices():
     """Outside of a step, an evaluation say: nothing was announced, and tokens lie as batches do."""
     def rank():
         found = {}
-        for name in ("ring", "ulysses", "ring_self_attention"):
+        for name in ("ring", "gathered", "ulysses", "ring_self_attention"):
             for layout in ("zigzag", "striped"):
                 for slices in (2, UNEVEN):
                     group, whole = collectives.world(), data_layout(name, SIZES[name], layout, slices)
