@@ -3,9 +3,9 @@
     forward      K, V of all ranks [B, T, H_kv, 2K]  <- all-gather        O = this rank's queries against the keys that each sees
     backward     dK, dV of all ranks                 -> reduce-scatter    dQ stays
 
-Nothing hides behind anything, and every rank holds K and V of the whole sequence; so it is for sequences that are short for their ranks,
-where a ring's n - 1 messages cost more than their bytes, and for few K/V heads. It takes fewer kernel calls than a ring: in order of the
-sequence, keys before a run of queries are one tile, whoever held them. Under a causal mask zig-zag halves are even, as in a ring.
+Nothing hides behind anything, and every rank holds K and V of the whole sequence. What that buys: attention as it is on one device, with any
+mask, in fewer and larger tiles (in the order of the sequence, all keys before a run of queries are one, whoever held them). What is exposed
+grows with T and the K/V heads, attention with T² and all heads. Under a causal mask zig-zag halves are even, as in a ring.
 
     sent, forward  (n-1) · 2·B·H_kv·T/n·K elements, as a ring        backward  the same once more, where a ring sends twice that
     keep=False     K, V are not kept but gathered again: a ring's bytes, and between forward and backward a ring's memory
