@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 ONLY   ?=
 
-.PHONY: course test bench lab doctor install exercises nbgrader clean
+.PHONY: course test lint bench lab doctor install exercises nbgrader clean
 
 course: install
 	@$(BIN)/minitrain doctor
@@ -17,6 +17,9 @@ course: install
 test: install
 	@$(BIN)/python -m pytest --atlas -n $(JOBS) --dist loadscope \
 		--nbval --nbval-current-env --nbval-cell-timeout=120 tests notebooks
+
+lint: install
+	@$(BIN)/ruff check .
 
 bench: install
 	@$(BIN)/python -m benchmarks $(ONLY)
@@ -40,7 +43,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Python %d.%d found; minitrain needs 3.11 or newer: make PYTHON=python3.12" % v[:2])'
 	@echo "Installing into $(VENV) (the first time takes a minute or two) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[course,test]"
 	@touch $@
 
 clean:

@@ -4,6 +4,7 @@ A room is a folder of minitrain, or a module at its top. `FLOORS` are what the r
 only, and techniques not each other's (what one needs of another arrives as an argument). No module imports itself round a circle.
 """
 import ast
+import sys
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -171,3 +172,18 @@ def test_a_forbidden_arrow_is_seen(tmp_path):
     bad = tmp_path / "zero.py"
     bad.write_text("from minitrain.mesh import Mesh\nfrom minitrain.model import gpt\nimport minitrain.launch.dryrun\n")
     assert {room_of(name) for name in imports_of(bad)} == {"mesh", "model", "launch"}
+
+
+def test_the_core_needs_few_packages():
+    """All but pictures, notebooks and exercises runs with what `pip install minitrain` brings; what is imported inside a function may be an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    core = {line.split(">")[0] for line in project["dependencies"]} | set(sys.stdlib_module_names) | {"minitrain"}
+    at_top = {}
+    for name, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        inside = {f"{node.module}.{alias.name}" for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+        at_top[name] = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names} | inside
+    extra = {name for name, imported in at_top.items() if not {other.split(".")[0] for other in imported} <= core}
+    assert all(name.startswith(("minitrain.plot", "minitrain.course")) for name in extra), f"{extra} need more than {core}"
+    needs = {name: {other for other in imported if other in extra or other.rpartition(".")[0] in extra} for name, imported in at_top.items()}
+    assert all(name.startswith(("minitrain.plot", "minitrain.course")) for name, found in needs.items() if found), needs

@@ -11,9 +11,10 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DECLARED = {Requirement(line).name: Requirement(line) for line in PROJECT["dependencies"]}
+EXTRAS = PROJECT["optional-dependencies"]
+DECLARED = {Requirement(line).name: Requirement(line) for line in [*PROJECT["dependencies"], *EXTRAS["course"], *EXTRAS["test"]]}
 PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-IMPORT_NAMES = {"pytest-xdist": "xdist"}
+IMPORT_NAMES = {"pytest-xdist": "xdist", "pillow": "PIL"}
 
 
 def conda_file() -> dict:
@@ -22,7 +23,7 @@ def conda_file() -> dict:
 
 def test_environment_yml_names_the_same_packages_and_bounds():
     pip_lines = next(entry["pip"] for entry in conda_file()["dependencies"] if isinstance(entry, dict))
-    assert pip_lines[0] == "-c constraints.txt" and pip_lines[-1] == "-e ."
+    assert pip_lines[0] == "-c constraints.txt" and pip_lines[-1] == "-e .[course,test]"
     assert {str(Requirement(line)) for line in pip_lines[1:-1]} == {str(r) for r in DECLARED.values()}
 
 
@@ -50,7 +51,7 @@ def test_what_is_installed_is_inside_the_bounds():
 
 def test_every_import_of_the_package_is_declared():
     known = {IMPORT_NAMES.get(name, name) for name in DECLARED} | set(sys.stdlib_module_names) | {"minitrain"}
-    known |= {"nbformat", "IPython", "PIL"}                        # come with nbclient, ipykernel and matplotlib, always
+    known |= {"IPython"}                                           # comes with ipykernel, always
     for path in (ROOT / "minitrain").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else \

@@ -116,7 +116,6 @@ def wait_all(works: list) -> None:
 
 def in_rounds(ch: Channel, call: Call | None, outgoing: list[Tensor], incoming: list[Tensor], tag: int) -> None:
     """In round s send outgoing[rank + s] to that rank, and wait for incoming[rank - s] from that one."""
-    n, rank = ch.size, ch.rank
     arrivals = [post_receive(ch, incoming[p], p, tag) for p in ch.before]
     sends = []
     for to, arrival in zip(ch.after, arrivals):

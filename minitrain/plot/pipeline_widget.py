@@ -19,7 +19,12 @@ from minitrain.pipeline.schedule import Schedule, check, peak
 from minitrain.pipeline.schedules.chimera import chimera
 from minitrain.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from minitrain.pipeline.schedules.hanayo import hanayo
-from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
+from minitrain.pipeline.schedules.one_direction import (
+    breadth_first,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+)
 from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
 from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved

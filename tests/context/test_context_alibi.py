@@ -102,7 +102,7 @@ def test_without_it_it_does_not():
         ring, ulysses = partial(ring_attention, group=group, layout=zigzag), partial(ulysses_attention, group=group, core=causal_attention)
         found["right"] = furthest(over_ranks(ring, group, zigzag)[0], expected)
         found["none"] = furthest(over(ring, group, zigzag, HEADS)[0], expected)
-        there, at, given = Tile.positions, Placed.at, torch.Tensor.chunk
+        there, at = Tile.positions, Placed.at
         Tile.positions = lambda tile, device=None: (torch.arange(T)[tile.queries], torch.arange(T)[tile.keys])
         found["places on the rank"] = furthest(over_ranks(ring, group, zigzag)[0], expected)
         Tile.positions = there

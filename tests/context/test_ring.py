@@ -38,10 +38,10 @@ def everywhere(layouts, all_heads, kinds=(FUSED,)):
         for causal in (True, False):
             expected = whole(heads, causal)
             for layout in layouts:
-                for blocks in kinds:
-                    core = partial(ring_attention, group=group, layout=layout, causal=causal, blocks=blocks)
+                for kind in kinds:
+                    core = partial(ring_attention, group=group, layout=layout, causal=causal, blocks=kind)
                     found, sent[heads] = over(core, group, layout, heads)
-                    apart[heads, causal, layout.__name__, blocks is PLAIN] = furthest(found, expected)
+                    apart[heads, causal, layout.__name__, kind is PLAIN] = furthest(found, expected)
     return apart, sent
 
 
@@ -157,8 +157,8 @@ def test_blocks_in_any_order_with_any_masks():
         merge(out, lse, *nothing_yet(q))
     assert furthest([out], whole(MHA, False, 8)[:1]) < TOLERANCE
     dout[..., 0, :], dout[..., 1, :] = 0, dout[..., 1, :] * 1e-200
-    for blocks in (PLAIN, FUSED):
-        ours, theirs = (blocks.backward(dout, q, k, v, o, lse, False) for o in (stand_in(dout, row_sums(dout, out)), out))
+    for kind in (PLAIN, FUSED):
+        ours, theirs = (kind.backward(dout, q, k, v, o, lse, False) for o in (stand_in(dout, row_sums(dout, out)), out))
         assert furthest(ours, theirs) < TOLERANCE
         assert torch.allclose(ours[0][..., 1, :], theirs[0][..., 1, :], rtol=1e-9, atol=0) and theirs[0][..., 1, :].abs().max() > 0
 

@@ -127,7 +127,7 @@ def test_the_algorithm_can_be_fixed():
     assert times["ring"] == collectives.seconds("all_reduce", 100, placement, "ring") > times["tree"] >= times["auto"]
 
 
-# ---- published bubbles (Huang et al. 2019, Narayanan et al. 2021): schedules as messages, F = 1, B = 2, free network 
+# ---- published bubbles (Huang et al. 2019, Narayanan et al. 2021): schedules as messages, F = 1, B = 2, free network
 def pipeline(order, p, m):
     """order(stage) -> [("F", microbatch) | ("B", microbatch), ...]; activations go down, gradients come back."""
     programs = {stage: Program() for stage in range(p)}

@@ -427,7 +427,7 @@ def test_what_depth_saves_and_what_it_costs():
         x = torch.zeros(64 // (side * depth), T, k // side, dtype=torch.float64).requires_grad_()
         linear = Linear25D(nn.Linear(k, n, bias=False, dtype=torch.float64), *groups)
         with Ledger() as ledger:
-            y = linear(x)
+            linear(x)
             activations = ledger.sent_bytes("broadcast", "column"), ledger.sent_bytes("broadcast", "row")
         return *activations, forward_and_backward_bytes(linear, x), linear.weight.numel()
 
