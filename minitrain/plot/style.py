@@ -33,7 +33,7 @@ HATCHES = {"exposed communication": ("/////", "white"), "wait": (".....", GREY),
 CYCLE = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, BLACK]       # for what has no meaning of its own
 MARKERS, DASHES = "o^sDvPX", ["-", "--", "-.", ":"]
 WIDTH = 7.2                     # inches: 720 pixels at 100 dots an inch
-_LETTERS_A_LINE = 110           # of the small font, across that width
+_LETTERS_A_LINE = 120           # of the small font, across that width
 
 
 def style() -> dict:
@@ -58,17 +58,20 @@ def in_house_style(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
 
 class Picture(Figure):
-    """A figure which a notebook shows without pyplot."""
+    """A figure which a notebook shows without pyplot, drawn in the one style wherever it is saved."""
 
     def _repr_png_(self) -> bytes:
         return png(self)
+
+    def savefig(self, *args, **settings) -> None:
+        with rc_context(style()):
+            super().savefig(*args, **settings)
 
 
 def png(figure: Figure) -> bytes:
     """The picture as a PNG of 128 colours, a third of the size of a plain one."""
     drawn, small = io.BytesIO(), io.BytesIO()
-    with rc_context(style()):
-        figure.savefig(drawn, format="png")
+    figure.savefig(drawn, format="png")
     Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
     return small.getvalue()
 
@@ -93,8 +96,9 @@ def title_above(figure: Figure, text: str) -> None:
 
 def legend_below(figure: Figure, handles: Sequence) -> None:
     """Outside the axes, where it can hide nothing."""
-    letters = [len(handle.get_label()) + 5 for handle in handles]
-    columns = len(handles) if sum(letters) <= _LETTERS_A_LINE else max(1, _LETTERS_A_LINE // max(letters))
+    letters = [len(handle.get_label()) + 8 for handle in handles]                           # a swatch and a gap are as wide as 8
+    columns = next((count for count in range(len(letters), 1, -1)
+                    if sum(max(column) for column in numpy.array_split(letters, count)) <= _LETTERS_A_LINE), 1)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=1.6)
 
 

@@ -25,9 +25,9 @@ product each, and holds all of X and dY in backward: column's backward is then s
 it is; row's collects dY as it passes. One layer of GPT-3, T=2048, t=8, replayed on an H100, in ms:
 
                       B=1   step   exposed   peak            B=4   step   exposed   peak
-    sequence.py              4.2     0.62   1.11 GB               17.1      2.38   2.05 GB
-    dw_by_slice=True         5.5     0.02   0.96 GB               14.4      0.12   1.20 GB
-    dw_by_slice=False        4.0     0.03   1.11 GB               15.0      0.24   2.05 GB
+    sequence.py              3.9     0.62   1.13 GB               15.9      2.38   2.10 GB
+    dw_by_slice=True         5.2     0.02   0.98 GB               13.3      0.12   1.22 GB
+    dw_by_slice=False        3.7     0.03   1.13 GB               13.8      0.24   2.10 GB
 
 The sums are added in the order of the ring, and rounded at each hop: in bf16 that is coarser than reduce_scatter, which rounds
 once. On a CPU, where the ranks' processes compute and communicate with the same cores, it rarely gains.

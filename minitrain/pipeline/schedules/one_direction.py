@@ -42,7 +42,7 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     """Interleaved 1F1B: rank r has the stages r, r+p, …, and goes through them depth-first, p microbatches at a time."""
     check_sizes("interleaved", p=p, m=m, v=v)
     if m % p:
-        raise ValueError(f"interleaved: m={m} microbatches are not a multiple of p={p} ranks; use {m // p * p or p} or {(m // p + 1) * p}")
+        raise ValueError(f"interleaved: m={m} microbatches are not a multiple of p={p} ranks; use {f'{m // p * p} or ' * (m > p)}{(m // p + 1) * p}")
     # rounds of p microbatches: the k-th forward of a rank is chunk k // p % v, microbatch k % p of round k // (p·v)
     order = [(k // p % v, k // (p * v) * p + k % p) for k in range(m * v)]
     return Schedule(f"interleaved 1F1B, p={p}, m={m}, v={v}", tuple(
