@@ -7,7 +7,7 @@ K and V of a block travel side by side, of the few heads that there are (GQA), a
 Backward goes round again: P is computed anew from the final lse, dQ stays, and dK, dV of a block travel one step behind it, gathering
 every rank's share until they are home; the owner's own share never leaves. That last hop home is the one nothing hides.
 
-`carry` is this ring for any tensors and any work, `carry_through` rings within rings (burst.py, hybrid.py). `layout` (layout.py) says
+`flat_ring` is the idea in 30 lines. `carry` is this ring for any tensors and any work, `carry_through` rings within rings (burst.py, hybrid.py). `layout` (layout.py) says
 which tokens a rank holds. Under a causal mask contiguous runs leave the first rank idle in all steps but one; zig-zag halves and
 stripes give all ranks the same work in every step (work.py counts it).
 
@@ -36,11 +36,41 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward
+from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, merge, nothing_yet
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import check_places, placed
 from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
 
+# ---- first the ring alone: contiguous tokens, causal -----------------------------------------------------------------
+
+def flat_ring(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """out and lse, as `ring_forward` finds them. Each rank's block of keys comes by once; later ones are hidden from these queries."""
+    rank, ranks = group.rank(), group.size()
+    out, lse = nothing_yet(q)
+    for step in range(ranks):
+        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
+        owner = (rank - step) % ranks
+        if owner <= rank:
+            merge(out, lse, *FUSED.forward(q, k, v, owner == rank))
+        if arriving:
+            k, v = arriving.wait()
+    return out.to(q.dtype), lse
+
+
+def flat_ring_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+    """dq, dk, dv. The block goes round once more, and the sums for its keys go with it; n hops bring them home."""
+    rank, ranks = group.rank(), group.size()
+    dq, sums = torch.zeros_like(q), (torch.zeros_like(k), torch.zeros_like(v))
+    for step in range(ranks):
+        owner = (rank - step) % ranks
+        if owner <= rank:
+            more, *shares = FUSED.backward(dout, q, k, v, out, lse, owner == rank)
+            dq, sums = dq + more, added(sums, shares)
+        k, v, *sums = collectives.rotate((k, v, *sums), group)
+    return dq, *sums
+
+
+# ---- then any layout, any mask, and nothing waited for that could be hidden ------------------------------------------
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,
                    blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
@@ -110,7 +140,7 @@ def carry_through(x: tuple[Tensor, ...], rings: Sequence[ProcessGroup], visit: C
     return carry(x, rings[0], lambda step, *x: carry_through(x, rings[1:], visit, (*steps, step)))
 
 
-def added(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def added(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Ours, with theirs added in place if there are any."""
     for a, b in zip(ours, theirs):
         a.add_(b)

@@ -5,7 +5,7 @@
     lines, loss_curves                              something over something
     rank_grid, chunk_matrix, message_lanes          who talks to whom, who holds what, who sends when
 
-Colours and hatches are those of `house_style`. Legends stand below the axes, titles say what is to be seen. A picture
+Colours and hatches are those of `style`. Legends stand below the axes, titles say what is to be seen. A picture
 is 720 pixels wide and at most 60 kB. Raises ValueError for what could not be read as a picture.
 """
 

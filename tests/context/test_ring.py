@@ -10,7 +10,7 @@ from minitrain.attention import blocks
 from minitrain.attention.blocks import FUSED, PLAIN, merge, nothing_yet, row_sums, stand_in
 from minitrain.attention.packed import packed_attention
 from minitrain.context.layout import contiguous, each_document, join, positions, split, striped, tiles, zigzag
-from minitrain.context.ring import ring_attention, ring_backward, ring_forward
+from minitrain.context.ring import flat_ring, flat_ring_backward, ring_attention, ring_backward, ring_forward
 from minitrain.context.work import efficiency, entries
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.launch import dryrun
@@ -43,6 +43,23 @@ def everywhere(layouts, all_heads, kinds=(FUSED,)):
                     found, sent[heads] = over(core, group, layout, heads)
                     apart[heads, causal, layout.__name__, kind is PLAIN] = furthest(found, expected)
     return apart, sent
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_flat_ring_is_the_ring(ranks):
+    """Thirty lines to read first: they equal full attention, and what they send is a ring's and one more hop of the block."""
+    def rank():
+        group = collectives.world()
+        q, k, v, dout = (split(x, contiguous, group, 2) for x in inputs())
+        with Ledger() as ledger:
+            out, lse = flat_ring(q, k, v, group)
+            forward = ledger.sent_bytes()
+            found = [out, *flat_ring_backward(dout, q, k, v, out, lse, group)]
+        return furthest([join(x, contiguous, group, 2) for x in found], whole()), forward, ledger.sent_bytes() - forward
+
+    block = 2 * B * GQA[1] * T // ranks * K * 8
+    for apart, forward, backward in launch.run(rank, ranks=ranks):
+        assert apart < TOLERANCE and (forward, backward) == ((ranks - 1) * block, 2 * ranks * block * (ranks > 1))
+
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

@@ -13,7 +13,7 @@ from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plot import charts as plot
 from minitrain.plot import pipeline as plot_pipeline
-from minitrain.plot import style as house_style
+from minitrain.plot import style
 from minitrain.plot.style import COLOURS, CYCLE, ink_on, png, unit_for
 from minitrain.simulate.events import Compute, Issue, Wait
 from minitrain.simulate.machines import machine
@@ -125,7 +125,7 @@ def test_bars_show_the_amounts():
 def test_a_wrong_number_stands_out():
     texts = {t.get_text(): t.get_color() for t in PICTURES["measured_beside_formula"]().axes[0].texts}
     assert texts["1.000"] == texts["0 = 0"] == COLOURS["formula"]
-    assert texts["2.667"] == house_style.VERMILLION
+    assert texts["2.667"] == style.VERMILLION
 
 
 def test_memory_names_the_peak_and_the_phases():
@@ -165,7 +165,7 @@ def test_the_reader_keeps_their_own_style():
 
 def test_one_palette():
     okabe_ito = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
-    assert set(CYCLE) <= okabe_ito and set(COLOURS.values()) - okabe_ito == {house_style.GREY, house_style.PALE}
+    assert set(CYCLE) <= okabe_ito and set(COLOURS.values()) - okabe_ito == {style.GREY, style.PALE}
     for kinds in (["parameters", "gradients", "optimizer state", "activations", "buffers"],
                   ["forward", "backward", "optimizer", "compute", "communication", "exposed communication", "wait"]):
         assert len({COLOURS[kind] for kind in kinds}) == len(kinds)     # in one picture no colour means two things
