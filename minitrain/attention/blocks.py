@@ -244,3 +244,25 @@ def meet_backward(seen: list, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out
         found = blocks.on(tile).backward(dout[rows], q[rows], k[columns], v[columns], out[rows], lse[..., tile.queries], tile.causal)
         for total, tokens, part in zip((dq, dk, dv), (tile.queries, tile.keys, tile.keys), found):
             total.add(tokens, part)
+
+
+# ---- attention that is computed anew in backward ---------------------------------------------------------------------
+
+def recomputed(forward: Callable, backward: Callable, q: Tensor, k: Tensor, v: Tensor, *way) -> Tensor:
+    """out of forward(q, k, v, *way) -> out, lse. Keeps these five; backward(dout, q, k, v, out, lse, *way) -> dq, dk, dv does the rest."""
+    return _Recomputed.apply(q, k, v, forward, backward, way)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, forward: Callable, backward: Callable, way: tuple) -> Tensor:
+        out, lse = forward(q, k, v, *way)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.way = backward, way
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout: Tensor):
+        backward, way = ctx.way
+        return *backward(dout, *ctx.saved_tensors, *way), None, None, None

@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, row_sums, stand_in
+from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, recomputed, row_sums, stand_in
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import placed
 from minitrain.collectives import Handle
@@ -172,7 +172,9 @@ def balanced_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, 
                        blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, contiguous tokens -> `[B, H, T/n, K]`, causal. A core for the model's attention."""
     check_core("balanced_attention", q, k, v, bias, dropout)
-    return _Balanced.apply(q, k, v, group, schedule(group.size()), placed(blocks, bias, dropout))
+    work = schedule(group.size())
+    check(work)
+    return recomputed(balanced_forward, balanced_backward, q, k, v, group, work, placed(blocks, bias, dropout))
 
 
 def balanced_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, blocks: Blocks) -> tuple[Tensor, Tensor]:
@@ -224,18 +226,3 @@ def tile_of(work: Work, group: ProcessGroup, q: Tensor) -> Tile:
     """All queries of one rank and all keys of the other."""
     queries, keys = (contiguous(rank, group.size(), q.size(-2) * group.size()) for rank in work)
     return tiles(queries, keys, causal=True)[0]
-
-
-class _Balanced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, blocks: Blocks) -> Tensor:
-        check(schedule)
-        out, lse = balanced_forward(q, k, v, group, schedule, blocks)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.way = group, schedule, blocks
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout: Tensor):
-        return *balanced_backward(dout, *ctx.saved_tensors, *ctx.way), None, None, None

@@ -21,12 +21,13 @@ arXiv:2509.19836: rings that follow the topology. Differs: inside a device PyTor
 """
 from __future__ import annotations
 
-import torch
+from functools import partial
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, row_sums, stand_in
+from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, recomputed, row_sums, stand_in
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import placed
 from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
@@ -42,7 +43,8 @@ def burst_attention(q: Tensor, k: Tensor, v: Tensor, *, inside: ProcessGroup, ac
     check_core("burst_attention", q, k, v, bias, dropout, fewer=True)
     if backward_sends not in SIDES:
         raise ValueError(f"burst_attention: backward_sends={backward_sends!r}; choose from {', '.join(SIDES)}")
-    return _Burst.apply(q, k, v, (across, inside), layout, causal, backward_sends, placed(blocks, bias, dropout))
+    return recomputed(burst_forward, partial(burst_backward, sends=backward_sends), q, k, v, (across, inside), layout, causal,
+                      placed(blocks, bias, dropout))
 
 
 def burst_forward(q: Tensor, k: Tensor, v: Tensor, groups: tuple[ProcessGroup, ProcessGroup], layout: Layout, causal: bool,
@@ -54,7 +56,7 @@ def burst_forward(q: Tensor, k: Tensor, v: Tensor, groups: tuple[ProcessGroup, P
 
 
 def burst_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, groups: tuple[ProcessGroup, ProcessGroup],
-                   layout: Layout, causal: bool, sends: str, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+                   layout: Layout, causal: bool, blocks: Blocks, *, sends: str) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
     plan = tiles_by_steps(groups, layout, q, k, causal)
     own = [Summed(x) for x in (q, k, v)]
@@ -89,17 +91,3 @@ def tiles_by_steps(groups: tuple[ProcessGroup, ProcessGroup], layout: Layout, q:
     own, visitors = held(node, device), {(o, i): held(node - o, device - i) for o in range(nodes) for i in range(devices)}
     return {steps: (tiles(last(own, q.size(-2)), other, causal), tiles(last(other, q.size(-2)), own, causal))
             for steps, other in visitors.items()}
-
-
-class _Burst(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, groups, layout: Layout, causal: bool, sends: str, blocks: Blocks) -> Tensor:
-        out, lse = burst_forward(q, k, v, groups, layout, causal, blocks)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.way = groups, layout, causal, sends, blocks
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout: Tensor):
-        return *burst_backward(dout, *ctx.saved_tensors, *ctx.way), None, None, None, None, None

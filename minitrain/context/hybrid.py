@@ -41,13 +41,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward
+from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, recomputed
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import placed
 from minitrain.context.layout import Layout, Tile, contiguous, last, part, tiles, zigzag
@@ -110,7 +109,7 @@ def double_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, outer: ProcessGrou
     check_core("double_ring_attention", q, k, v, bias, dropout, fewer=True)
     check_crossing(outer=outer, inner=inner)
     seen((outer, inner), (0, 0), layout, q, k, causal)                                  # refused here, before anything is sent
-    return _Rings.apply(q, k, v, (outer, inner), layout, causal, placed(blocks, bias, dropout))
+    return recomputed(rings_forward, rings_backward, q, k, v, (outer, inner), layout, causal, placed(blocks, bias, dropout))
 
 
 def rings_forward(q: Tensor, k: Tensor, v: Tensor, rings: Sequence[ProcessGroup], layout: Layout, causal: bool,
@@ -151,19 +150,6 @@ def number_in(rings: Sequence[ProcessGroup], steps: Sequence[int]) -> int:
         number = number * ring.size() + (ring.rank() - step) % ring.size()
     return number
 
-
-class _Rings(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, rings: Sequence[ProcessGroup], layout: Layout, causal: bool, blocks: Blocks) -> Tensor:
-        out, lse = rings_forward(q, k, v, rings, layout, causal, blocks)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.way = rings, layout, causal, blocks
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout: Tensor):
-        return *rings_backward(dout, *ctx.saved_tensors, *ctx.way), None, None, None, None
 
 
 def check_crossing(**groups: ProcessGroup) -> None:

@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, merge, nothing_yet
+from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, merge, nothing_yet, recomputed
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import check_places, placed
 from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
@@ -77,7 +77,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layo
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. A core for the model's attention.
     Fewer queries than keys are the last of each rank's (sliced.py)."""
     check_core("ring_attention", q, k, v, bias, dropout, fewer=True)
-    return _Ring.apply(q, k, v, group, layout, causal, placed(blocks, bias, dropout))
+    return recomputed(ring_forward, ring_backward, q, k, v, group, layout, causal, placed(blocks, bias, dropout))
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool, blocks: Blocks) -> tuple[Tensor, Tensor]:
@@ -146,19 +146,6 @@ def added(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Sequence[Tensor]:
         a.add_(b)
     return ours
 
-
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool, blocks: Blocks) -> Tensor:
-        out, lse = ring_forward(q, k, v, group, layout, causal, blocks)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.way = group, layout, causal, blocks
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout: Tensor):
-        return *ring_backward(dout, *ctx.saved_tensors, *ctx.way), None, None, None, None
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -19,11 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward
+from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, recomputed
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import check_places, placed
 from minitrain.context.layout import Layout, Tile, tiles
@@ -60,24 +59,16 @@ def last_attention(q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks = FUSED, b
                          "their keys")
     before, length = k.size(-2) - q.size(-2), k.size(-2)
     keys = [range(before), range(before, length)] if before else [range(length)]
-    return _Last.apply(q, k, v, tiles(keys[-1:], keys, causal=True), placed(blocks, bias, dropout))
+    return recomputed(_forward, _backward, q, k, v, tiles(keys[-1:], keys, causal=True), placed(blocks, bias, dropout))
 
 
-class _Last(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, seen: list[Tile], blocks: Blocks) -> Tensor:
-        found = Attended(q)
-        found.meet(seen, k, v, blocks)
-        out, lse = found.result()
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.way = seen, blocks
-        return out
+def _forward(q: Tensor, k: Tensor, v: Tensor, seen: list[Tile], blocks: Blocks) -> tuple[Tensor, Tensor]:
+    found = Attended(q)
+    found.meet(seen, k, v, blocks)
+    return found.result()
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout: Tensor):
-        q, k, v, out, lse = ctx.saved_tensors
-        seen, blocks = ctx.way
-        dq, dk, dv = sums = [Summed(x) for x in (q, k, v)]
-        meet_backward(seen, dout, q, k, v, out, lse, dq, dk, dv, blocks)
-        return *(dx.total.to(q.dtype) for dx in sums), None, None
+
+def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: list[Tile], blocks: Blocks) -> tuple[Tensor, ...]:
+    dq, dk, dv = sums = [Summed(x) for x in (q, k, v)]
+    meet_backward(seen, dout, q, k, v, out, lse, dq, dk, dv, blocks)
+    return tuple(dx.total.to(q.dtype) for dx in sums)

@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, widened
+from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, recomputed, widened
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import placed
 from minitrain.context.hybrid import check_crossing
@@ -58,7 +58,7 @@ def wallfacer_attention(q: Tensor, k: Tensor, v: Tensor, *, team: ProcessGroup, 
         raise ValueError(f"teams of C={team.size()} on P={ring.size() * team.size()} ranks: P/C² = {ring.size() / team.size():g} blocks for "
                          "each member; take a C whose square divides P")
     plan = tiles_by_step(team, ring, layout, q.size(TIME), causal)
-    out = _WallFacer.apply(q, k, widened(v, q), team, ring, plan, placed(blocks, bias, dropout))
+    out = recomputed(wallfacer_forward, wallfacer_backward, q, k, widened(v, q), team, ring, plan, placed(blocks, bias, dropout))
     return out if v.size(-1) == q.size(-1) else out[..., :v.size(-1)]
 
 
@@ -129,17 +129,3 @@ def tiles_by_step(team: ProcessGroup, ring: ProcessGroup, layout: Layout, tokens
 
     here = ring.rank()
     return [tiles(runs(here), runs((here - team.rank() * steps - step) % teams), causal) for step in range(steps)]
-
-
-class _WallFacer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, *way) -> Tensor:
-        out, lse = wallfacer_forward(q, k, v, *way)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.way = way
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout: Tensor):
-        return *wallfacer_backward(dout, *ctx.saved_tensors, *ctx.way), None, None, None, None
