@@ -1,6 +1,6 @@
 """The calling process's side of a launch: start the helper, hand it a request, listen, show prints, name the culprit.
 
-What crosses over lies in a private directory (`launch_ranks.py` is the other side): `request` and `call` (the pickled
+What crosses over lies in a private directory (`ranks.py` is the other side): `request` and `call` (the pickled
 function and its arguments) go there, and of rank r come back `r.result` or `r.error`, `r.stdout`, `r.stderr`, `r.noise`
 (what native code wrote), `r.stack` and `r.calls`. Through the pipe come only events of one line, so a rank can die in
 the middle of anything and what it said before is whole.

@@ -2,7 +2,7 @@
 
     results = run(fn, *args, ranks=4)       fn(*args) on every rank, inside one process group; results in rank order
 
-Ranks are forked from a helper that has torch loaded (`launch_ranks.py`), so the first launch of a process takes about
+Ranks are forked from a helper that has torch loaded (`ranks.py`), so the first launch of a process takes about
 2 s and every later one about 0.1 s, where N fresh interpreters would import torch N times. `fn` travels by value
 (cloudpickle): a function of a notebook cell, a lambda or a closure works, and the caller's script is never run again.
 Every launch has new processes, so nothing is left over from the one before, not even after a crash.

@@ -87,7 +87,7 @@ def test_an_exception_names_rank_and_line(fn, mark, message):
     error = failing(fn)
     line = line_of(together, "return") if fn is during_a_collective else line_of(fn, mark)
     assert str(error).startswith(message) and str(error).endswith(f"({line})") and error.ranks == (2,)
-    assert f"in {fn.__name__}" in error.traceback and "launch_ranks.py" not in error.traceback
+    assert f"in {fn.__name__}" in error.traceback and "launch/ranks.py" not in error.traceback
     assert error.__notes__ == ["\n" + error.traceback.rstrip()], "a traceback shows the rank's own below"
 
 
