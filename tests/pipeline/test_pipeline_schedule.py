@@ -278,7 +278,7 @@ def test_bad_sizes_and_costs_are_refused():
     for call, message in [(lambda: gpipe(0, 4), "gpipe: p=0; use a whole number, 1 or more"), (lambda: one_f_one_b(2, -1), "m=-1"),
                           (lambda: one_f_one_b(2, 2.0), "m=2.0"), (lambda: breadth_first(2, 4, 0), "v=0"), (lambda: interleaved(True, 1, 1), "p=True"),
                           (lambda: interleaved(4, 6, 2), "m=6 microbatches are not a multiple of p=4 ranks; use 4 or 8"),
-                          (lambda: interleaved(4, 3, 2), "use 4 or 4"), (lambda: Costs(F=-1), "F=-1; a time is 0 or more"),
+                          (lambda: interleaved(4, 3, 2), "ranks; use 4"), (lambda: Costs(F=-1), "F=-1; a time is 0 or more"),
                           (lambda: Costs(W=float("nan")), "W=nan"), (lambda: Costs(send=-Fraction(1, 2)), "send=-1/2")]:
         with pytest.raises(ValueError) as refused:
             call()
