@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Blocks, spread, together
+from minitrain.attention.blocks import FUSED, Blocks, recomputed, spread, together
 from minitrain.attention.dropout import DropMask, in_order
 from minitrain.attention.placed import Placed, check_places, placed
 from minitrain.attention.score_tiles import diagonal, largest, pieces, score_tile, visible
@@ -53,23 +53,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, blo
     blocks = placed(blocks, bias, dropout)
     if isinstance(blocks, Placed):
         blocks = blocks.at(in_order(q.size(-2), k.size(-2)))
-    return _Flash.apply(q, k, v, causal, blocks)
+    return recomputed(blocks.forward, blocks.backward, q, k, v, causal)
 
-
-class _Flash(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, blocks: Blocks) -> Tensor:
-        out, lse = blocks.forward(q, k, v, causal)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.way = causal, blocks
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout: Tensor):
-        q, k, v, out, lse = ctx.saved_tensors
-        causal, blocks = ctx.way
-        return *blocks.backward(dout, q, k, v, out, lse, causal), None, None
 
 
 def flash_1(fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED) -> Blocks:

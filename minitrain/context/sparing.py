@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED
+from minitrain.attention.blocks import FUSED, recomputed
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import placed
 from minitrain.context.ring import check_core
@@ -43,7 +43,8 @@ class Sparing:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
         check_core("Sparing", q, k, v, bias, dropout)
-        return _Attention.apply(q, k, v, self, {} if bias is None and not dropout else {"blocks": placed(FUSED, bias, dropout)})
+        settings = {} if bias is None and not dropout else {"blocks": placed(FUSED, bias, dropout)}
+        return recomputed(partial(self.attend, **settings), partial(self.backward, **settings), q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **settings) -> tuple[Tensor, Tensor]:
         """O and lse, computed the first time, handed out the second."""
@@ -69,18 +70,3 @@ class Sparing:
             yield
         finally:
             self._store, self._again = before
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, core: Sparing, settings: dict) -> Tensor:
-        out, lse = core.attend(q, k, v, **settings)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.way = core, settings
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout: Tensor):
-        core, settings = ctx.way
-        return *core.backward(dout, *ctx.saved_tensors, **settings), None, None

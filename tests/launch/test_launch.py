@@ -259,6 +259,7 @@ def test_rank_0_is_heard_while_it_runs(capsys, tmp_path):
     thread.start()
     launch.run(talk, ranks=1)
     thread.join(10)
+    assert (tmp_path / "heard").exists() and not thread.is_alive()
 
 
 def test_a_flood_of_prints_is_cut(capsys):
