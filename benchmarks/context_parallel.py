@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
+from benchmarks.measure import Row, in_turns, most_in, one_after_the_other, row, slowest_then_median, stock_group
 from minitrain import launch
 from minitrain.attention.blocks import FUSED, merge
 from minitrain.collectives.transport import renamed
@@ -106,12 +106,7 @@ def peak_bytes(way: str, length: int) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         with record_function("measured"):
             run()
-    live = most = 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live)
-    return most
+    return most_in("measured", profiler)
 
 
 def rows() -> list[Row]:
