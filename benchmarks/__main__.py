@@ -1,10 +1,22 @@
 """`make bench` runs all of them, `make bench ONLY=ddp` one. Each file beside this one has a function `rows() -> list[Row]`."""
+
 import importlib
 import sys
 
 from benchmarks import measure
 
-ALL = ("launch", "collectives", "ddp", "zero", "tensor_parallel", "context_parallel", "pipeline", "layouts", "one_device", "ledger")
+ALL = (
+    "launch",
+    "collectives",
+    "ddp",
+    "zero",
+    "tensor_parallel",
+    "context_parallel",
+    "pipeline",
+    "layouts",
+    "one_device",
+    "ledger",
+)
 
 
 def main(wanted: list[str]) -> int:
@@ -16,7 +28,9 @@ def main(wanted: list[str]) -> int:
         rows = importlib.import_module(f"benchmarks.{name}").rows()
         measure.save(rows)
         for r in rows:
-            print(f"{r.name:44} vs {r.peer:34} {r.ours:10.4g} {r.theirs:10.4g} {r.unit:4} ratio {r.ratio:5.2f} (goal {r.goal:.2f})")
+            print(
+                f"{r.name:44} vs {r.peer:34} {r.ours:10.4g} {r.theirs:10.4g} {r.unit:4} ratio {r.ratio:5.2f} (goal {r.goal:.2f})"
+            )
     return 0
 
 

@@ -3,6 +3,7 @@
 A turn is as many calls as move 4 MB, so that a short call is not measured by how far apart the ranks leave the barrier. Where the
 processes of a launch land on the cores moves a ratio more than turns do: the medians are over the turns of several launches.
 """
+
 from collections.abc import Callable
 
 import torch
@@ -21,16 +22,25 @@ def turn(op: str, size_bytes: int, calls: int, rounds: int) -> tuple[list[float]
     group, stock, n = dist.group.WORLD, stock_group(), dist.get_world_size()
     whole = torch.randn(size_bytes // 4 // n * n)
     part = whole[: whole.numel() // n].clone()
-    out_whole, out_part = torch.zeros_like(whole), torch.empty_like(part)  # summed in place, zeros stay what they are
+    out_whole, out_part = (
+        torch.zeros_like(whole),
+        torch.empty_like(part),
+    )  # summed in place, zeros stay what they are
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     ours, theirs = {
-        "reduce_scatter": (lambda: collectives.reduce_scatter(whole, group, out=out_part),
-                           lambda: scatter(out_part, whole, group=stock)),
-        "all_gather": (lambda: collectives.all_gather(part, group, out=out_whole),
-                       lambda: gather(out_whole, part, group=stock)),
-        "all_reduce": (lambda: collectives.all_reduce(out_whole, group, out=out_whole),
-                       lambda: dist.all_reduce(out_whole, group=stock)),
+        "reduce_scatter": (
+            lambda: collectives.reduce_scatter(whole, group, out=out_part),
+            lambda: scatter(out_part, whole, group=stock),
+        ),
+        "all_gather": (
+            lambda: collectives.all_gather(part, group, out=out_whole),
+            lambda: gather(out_whole, part, group=stock),
+        ),
+        "all_reduce": (
+            lambda: collectives.all_reduce(out_whole, group, out=out_whole),
+            lambda: dist.all_reduce(out_whole, group=stock),
+        ),
     }[op]
     times = in_turns(repeated(ours, calls), repeated(theirs, calls), rounds=rounds, meet=dist.barrier)
     return tuple([seconds / calls for seconds in side] for side in times)
@@ -40,6 +50,7 @@ def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
     def run() -> None:
         for _ in range(times):
             call()
+
     return run
 
 
@@ -48,7 +59,12 @@ def rows() -> list[Row]:
     for op, goal in GOALS.items():
         for size_bytes in SIZES:
             calls = max(1, 4_000_000 // size_bytes)
-            launches = [launch.run(turn, op, size_bytes, calls, TURNS, ranks=4, checked=False) for _ in range(LAUNCHES)]
+            launches = [
+                launch.run(turn, op, size_bytes, calls, TURNS, ranks=4, checked=False)
+                for _ in range(LAUNCHES)
+            ]
             ours, theirs = slowest_then_median(one_after_the_other(launches))
-            table.append(row(f"{op}, 4 ranks, {size_bytes / 1e6:g} MB", "gloo", ours * 1e3, theirs * 1e3, "ms", goal))
+            table.append(
+                row(f"{op}, 4 ranks, {size_bytes / 1e6:g} MB", "gloo", ours * 1e3, theirs * 1e3, "ms", goal)
+            )
     return table

@@ -5,6 +5,7 @@ runs with its load balancing (the same zig-zag halves). The other peer gathers K
 twice: a rank's queries against all keys before them, and against their own; contiguous tokens, so the last rank has the most work.
 Peak memory is what torch's CPU allocator had given out at most during one forward and backward, each side in a launch of its own.
 """
+
 import itertools
 from collections.abc import Callable
 
@@ -14,7 +15,15 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.measure import Row, in_turns, most_in, one_after_the_other, row, slowest_then_median, stock_group
+from benchmarks.measure import (
+    Row,
+    in_turns,
+    most_in,
+    one_after_the_other,
+    row,
+    slowest_then_median,
+    stock_group,
+)
 from minitrain import launch
 from minitrain.attention.blocks import FUSED, merge
 from minitrain.collectives.transport import renamed
@@ -30,7 +39,9 @@ aten = torch.ops.aten
 class _TorchsRing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-        out, lse = torchs._templated_ring_attention(group, 2, aten._scaled_dot_product_flash_attention_for_cpu, q, k, v, is_causal=True)
+        out, lse = torchs._templated_ring_attention(
+            group, 2, aten._scaled_dot_product_flash_attention_for_cpu, q, k, v, is_causal=True
+        )
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group = group
         return out
@@ -39,7 +50,19 @@ class _TorchsRing(torch.autograd.Function):
     def backward(ctx, dout: Tensor):
         q, k, v, out, lse = ctx.saved_tensors
         grads = torchs._templated_ring_attention_backward(
-            ctx.group, 2, aten._scaled_dot_product_flash_attention_for_cpu_backward.default, dout, "grad_out", q, k, v, out, lse, True, dropout_p=0.0)
+            ctx.group,
+            2,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            dout,
+            "grad_out",
+            q,
+            k,
+            v,
+            out,
+            lse,
+            True,
+            dropout_p=0.0,
+        )
         return *grads[:3], None
 
 
@@ -49,8 +72,10 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
         everyones = q.new_empty(group.size(), 2, *k.shape)
-        renamed("all_gather_single", "all_gather_into_tensor")(everyones.flatten(0, 1), torch.stack((k, v)), group=group)
-        before = everyones[:group.rank()].movedim(0, 3).flatten(3, 4)                                 # [2, B, H, tokens of lower ranks, K]
+        renamed("all_gather_single", "all_gather_into_tensor")(
+            everyones.flatten(0, 1), torch.stack((k, v)), group=group
+        )
+        before = everyones[: group.rank()].movedim(0, 3).flatten(3, 4)  # [2, B, H, tokens of lower ranks, K]
         out, lse = FUSED.forward(q, k, v, True)
         if group.rank():
             merge(out, lse, *FUSED.forward(q, *before, False))
@@ -67,26 +92,33 @@ class _Gathered(torch.autograd.Function):
         if group.rank():
             more, *found = FUSED.backward(dout, q, *before, out, lse, False)
             dq += more
-            everyones[:group.rank()] = torch.stack(found).unflatten(3, (group.rank(), -1)).movedim(3, 0)
+            everyones[: group.rank()] = torch.stack(found).unflatten(3, (group.rank(), -1)).movedim(3, 0)
         dkv = torch.empty_like(everyones[0])
         renamed("reduce_scatter_single", "reduce_scatter_tensor")(dkv, everyones.flatten(0, 1), group=group)
         return dq, *dkv, None
 
 
-WAYS = {"ours": (zigzag, lambda q, k, v, group: ring_attention(q, k, v, group=group, layout=zigzag)),
-        "torch's ring attention": (zigzag, _TorchsRing.apply), "all keys gathered": (contiguous, _Gathered.apply)}
+WAYS = {
+    "ours": (zigzag, lambda q, k, v, group: ring_attention(q, k, v, group=group, layout=zigzag)),
+    "torch's ring attention": (zigzag, _TorchsRing.apply),
+    "all keys gathered": (contiguous, _Gathered.apply),
+}
 
 
 def step(way: str, length: int, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
     """Forward and backward of this rank's tokens; the gradients."""
     layout, attention = WAYS[way]
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (split(torch.randn(BATCH, HEADS, length, WIDTH, generator=generator), layout, group, 2) for _ in range(3))
+    q, k, v = (
+        split(torch.randn(BATCH, HEADS, length, WIDTH, generator=generator), layout, group, 2)
+        for _ in range(3)
+    )
 
     def run() -> list[Tensor]:
         parts = [x.detach().requires_grad_() for x in (q, k, v)]
         attention(*parts, group).square().sum().backward()
         return [part.grad for part in parts]
+
     return run
 
 
@@ -112,10 +144,15 @@ def peak_bytes(way: str, length: int) -> int:
 def rows() -> list[Row]:
     table = []
     for ranks, length, peer in itertools.product((2, 4), LENGTHS, list(WAYS)[1:]):
-        launches = [launch.run(turn, peer, length, TURNS, ranks=ranks, timeout_s=300, checked=False) for _ in range(LAUNCHES)]
+        launches = [
+            launch.run(turn, peer, length, TURNS, ranks=ranks, timeout_s=300, checked=False)
+            for _ in range(LAUNCHES)
+        ]
         ours, theirs = slowest_then_median(one_after_the_other(launches))
         name = f"attention, {length} tokens, cp={ranks}"
         table.append(row(name, peer, ours * 1e3, theirs * 1e3, "ms", 0.9))
-        ours, theirs = (max(launch.run(peak_bytes, way, length, ranks=ranks, checked=False)) for way in ("ours", peer))
+        ours, theirs = (
+            max(launch.run(peak_bytes, way, length, ranks=ranks, checked=False)) for way in ("ours", peer)
+        )
         table.append(row(f"{name}, peak memory", peer, ours / 1e6, theirs / 1e6, "MB", 1.0))
     return table

@@ -1,4 +1,5 @@
 """A data-parallel training step: our bucketed reducer against DistributedDataParallel, same GPT, same optimizer, 2 and 4 ranks."""
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -10,7 +11,7 @@ from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 
 CONFIG = GPTConfig(vocab_size=2048, d_model=320, num_layers=4, num_heads=8)
-BUCKET_BYTES = 4_000_000                     # the model has 7 million parameters: 8 buckets, for both sides
+BUCKET_BYTES = 4_000_000  # the model has 7 million parameters: 8 buckets, for both sides
 LENGTH = 64
 LAUNCHES, TURNS = 3, 21
 
@@ -20,8 +21,12 @@ def turn(rounds: int, as_views: bool) -> tuple[list[float], list[float]]:
     tokens, targets = random_tokens(0, rank, size, 4 * size, LENGTH, CONFIG.vocab_size, seed=1)
     mine, theirs = GPT(CONFIG), GPT(CONFIG)
     reducer = GradReducer(mine.parameters(), dist.group.WORLD, BUCKET_BYTES)
-    wrapped = DistributedDataParallel(theirs, bucket_cap_mb=BUCKET_BYTES / 2**20, gradient_as_bucket_view=as_views,
-                                      process_group=stock_group())
+    wrapped = DistributedDataParallel(
+        theirs,
+        bucket_cap_mb=BUCKET_BYTES / 2**20,
+        gradient_as_bucket_view=as_views,
+        process_group=stock_group(),
+    )
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (mine, theirs)]
 
     def our_step():
@@ -44,8 +49,16 @@ def turn(rounds: int, as_views: bool) -> tuple[list[float], list[float]]:
 def rows() -> list[Row]:
     table = []
     for ranks in (2, 4):
-        for peer, as_views in (("DistributedDataParallel", False), ("the same, gradient_as_bucket_view", True)):
-            launches = [launch.run(turn, TURNS, as_views, ranks=ranks, timeout_s=300, checked=False) for _ in range(LAUNCHES)]
+        for peer, as_views in (
+            ("DistributedDataParallel", False),
+            ("the same, gradient_as_bucket_view", True),
+        ):
+            launches = [
+                launch.run(turn, TURNS, as_views, ranks=ranks, timeout_s=300, checked=False)
+                for _ in range(LAUNCHES)
+            ]
             ours, theirs = slowest_then_median(one_after_the_other(launches))
-            table.append(row(f"data-parallel step, GPT 7M, {ranks} ranks", peer, ours * 1e3, theirs * 1e3, "ms", 1.0))
+            table.append(
+                row(f"data-parallel step, GPT 7M, {ranks} ranks", peer, ours * 1e3, theirs * 1e3, "ms", 1.0)
+            )
     return table

@@ -1,4 +1,5 @@
 """A second launch of four ranks: what every cell of a notebook pays."""
+
 import statistics
 import time
 

@@ -1,4 +1,5 @@
 """What the ledger costs: a training step of a tiny model inside a `Ledger` against the same step without it."""
+
 import statistics
 
 from benchmarks.measure import Row, in_turns, row
@@ -32,4 +33,13 @@ def turn(rounds: int) -> tuple[list[float], list[float]]:
 def rows() -> list[Row]:
     [times] = launch.run(turn, 31, ranks=1, checked=False)
     ours, theirs = (statistics.median(side) for side in times)
-    return [row(f"ledger, step of width {CONFIG.d_model}, {CONFIG.num_layers} layers", "no ledger", ours * 1e3, theirs * 1e3, "ms", 2.0)]
+    return [
+        row(
+            f"ledger, step of width {CONFIG.d_model}, {CONFIG.num_layers} layers",
+            "no ledger",
+            ours * 1e3,
+            theirs * 1e3,
+            "ms",
+            2.0,
+        )
+    ]

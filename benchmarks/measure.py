@@ -2,6 +2,7 @@
 
 A time on a shared machine means little; two times taken in turns can be compared. `ratio` is better when lower.
 """
+
 from __future__ import annotations
 
 import json
@@ -46,14 +47,23 @@ def machine() -> str:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.partition(":")[2].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         model = names[0] if names else model
     gpu = f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
     return f"{os.cpu_count()} cores, {model}{gpu}, torch {torch.__version__}"
 
 
-def in_turns(ours: Callable[[], object], theirs: Callable[[], object], rounds: int = 15, warmup: int = 3,
-             meet: Callable[[], object] = lambda: None) -> tuple[list[float], list[float]]:
+def in_turns(
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    rounds: int = 15,
+    warmup: int = 3,
+    meet: Callable[[], object] = lambda: None,
+) -> tuple[list[float], list[float]]:
     """Seconds of each call, taken alternately; `meet` (a barrier) starts all ranks together, and the order swaps every round.
 
     Ours runs as minitrain's ranks do, theirs as Linux starts a thread (see `stock_group`).
@@ -69,7 +79,9 @@ def in_turns(ours: Callable[[], object], theirs: Callable[[], object], rounds: i
             if turn >= 0:
                 times[which].append(time.perf_counter() - started)
     calmed = [thread for thread in _STOCK_LOOPS if os.sched_getscheduler(thread) != os.SCHED_OTHER]
-    assert not calmed, f"the peer's event loops {calmed} run with our priority; give stock_group() all groups of ours"
+    assert not calmed, (
+        f"the peer's event loops {calmed} run with our priority; give stock_group() all groups of ours"
+    )
     return times
 
 
@@ -96,13 +108,22 @@ _STOCK_LOOPS: list[int] = []  # threads of the peer
 
 def slowest_then_median(per_rank: list[tuple[list[float], list[float]]]) -> tuple[float, float]:
     """A collective step is as slow as its slowest rank: the maximum over ranks of each round, then the median over rounds."""
-    return tuple(statistics.median(max(rank[which][turn] for rank in per_rank) for turn in range(len(per_rank[0][which])))
-                 for which in (0, 1))
+    return tuple(
+        statistics.median(
+            max(rank[which][turn] for rank in per_rank) for turn in range(len(per_rank[0][which]))
+        )
+        for which in (0, 1)
+    )
 
 
-def one_after_the_other(launches: list[list[tuple[list[float], list[float]]]]) -> list[tuple[list[float], list[float]]]:
+def one_after_the_other(
+    launches: list[list[tuple[list[float], list[float]]]],
+) -> list[tuple[list[float], list[float]]]:
     """Each rank's turns of all launches as if they were of one."""
-    return [tuple([seconds for turns in rank for seconds in turns[side]] for side in (0, 1)) for rank in zip(*launches)]
+    return [
+        tuple([seconds for turns in rank for seconds in turns[side]] for side in (0, 1))
+        for rank in zip(*launches)
+    ]
 
 
 def most_in(name: str, profiler: torch.profiler.profile) -> int:
@@ -120,7 +141,11 @@ def most_in(name: str, profiler: torch.profiler.profile) -> int:
 
 def save(rows: list[Row]) -> None:
     """Merge into results.json (a row of the same name and peer is replaced) and rewrite the table in README.md."""
-    known = {(old["name"], old["peer"]): old for old in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
+    known = (
+        {(old["name"], old["peer"]): old for old in json.loads(RESULTS.read_text())}
+        if RESULTS.exists()
+        else {}
+    )
     known |= {(new.name, new.peer): asdict(new) for new in rows}
     RESULTS.write_text(json.dumps(list(known.values()), indent=1) + "\n")
     readme = FOLDER / "README.md"
@@ -129,10 +154,15 @@ def save(rows: list[Row]) -> None:
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| what | against | ours | theirs | unit | ratio | goal | |", "|---|---|--:|--:|---|--:|--:|---|"]
+    lines = [
+        "| what | against | ours | theirs | unit | ratio | goal | |",
+        "|---|---|--:|--:|---|--:|--:|---|",
+    ]
     for r in rows:
         verdict = "met" if r["ratio"] <= r["goal"] else "**not met**"
-        lines.append(f"| {r['name']} | {r['peer']} | {r['ours']:g} | {r['theirs']:g} | {r['unit']} | {r['ratio']:.2f} "
-                     f"| {r['goal']:.2f} | {verdict} |")
+        lines.append(
+            f"| {r['name']} | {r['peer']} | {r['ours']:g} | {r['theirs']:g} | {r['unit']} | {r['ratio']:.2f} "
+            f"| {r['goal']:.2f} | {verdict} |"
+        )
     machines = sorted({r["machine"] for r in rows})
     return "\n".join(lines) + "\n\n" + "\n".join(f"Measured on: {name}." for name in machines)

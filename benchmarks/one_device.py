@@ -4,6 +4,7 @@ ratio = time of the step / time its FLOPs would take at the best rate, so 1.43 i
 with attention as plain products, which at this length is faster on a CPU than torch's fused one; enough tokens that reading
 and writing the optimizer's state is a small part; on one rank with all cores, since a rank keeps freed memory.
 """
+
 import os
 import statistics
 import time
@@ -18,9 +19,17 @@ from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.model.layers import naive_attention
 from minitrain.training.optim import AdamW
 
-CONFIG = GPTConfig(vocab_size=256, d_model=1024, num_layers=2, num_heads=8, norm="layer", activation="gelu", positions="learned")
+CONFIG = GPTConfig(
+    vocab_size=256,
+    d_model=1024,
+    num_layers=2,
+    num_heads=8,
+    norm="layer",
+    activation="gelu",
+    positions="learned",
+)
 BATCH, LENGTH = 120, 64
-WIDTHS = (512, 1024, 2048, 4096)                # of the square products: the best of them is the machine's rate
+WIDTHS = (512, 1024, 2048, 4096)  # of the square products: the best of them is the machine's rate
 ROUNDS = {torch.bfloat16: 11, torch.float32: 5}
 
 
@@ -46,7 +55,9 @@ def turn(dtype: torch.dtype) -> tuple[float, float]:
 
     with Ledger() as ledger:
         step()
-    times = {width: max(1, round(ledger.flops / (2 * width**3) / 8)) for width in WIDTHS}    # an eighth of the step's work
+    times = {
+        width: max(1, round(ledger.flops / (2 * width**3) / 8)) for width in WIDTHS
+    }  # an eighth of the step's work
     steps, products = [], {width: [] for width in WIDTHS}
     for _ in range(ROUNDS[dtype]):
         for width in WIDTHS:
@@ -54,7 +65,10 @@ def turn(dtype: torch.dtype) -> tuple[float, float]:
         started = time.perf_counter()
         step()
         steps.append(time.perf_counter() - started)
-    at_rate = {width: statistics.median(products[width]) * ledger.flops / (2 * width**3 * times[width]) for width in WIDTHS}
+    at_rate = {
+        width: statistics.median(products[width]) * ledger.flops / (2 * width**3 * times[width])
+        for width in WIDTHS
+    }
     return statistics.median(steps), min(at_rate.values())
 
 

@@ -4,6 +4,7 @@ Both run blocks of one GPT, cut into 4 stages or into 8 (two a rank), 8 microbat
 schedules of these names have the same idea, their lists may differ in the order of a few actions. Last row: how long it takes to say
 when everything happens in a schedule of 64 ranks and 512 microbatches.
 """
+
 from time import perf_counter
 
 import torch
@@ -26,12 +27,28 @@ from minitrain.training.step import Batch, NoReducer
 
 RANKS, MICROBATCHES = 4, 8
 LENGTH, LAUNCHES, TURNS = 64, 5, 21
-CONFIG = GPTConfig(vocab_size=256, d_model=64, num_layers=8, num_heads=4, max_positions=LENGTH, norm="layer", positions="learned",
-                   activation="gelu", bias=True)
-PEERS = {"GPipe": (gpipe, theirs_of.ScheduleGPipe), "1F1B": (one_f_one_b, theirs_of.Schedule1F1B),
-         "interleaved 1F1B": (lambda p, m: interleaved(p, m, 2), theirs_of.ScheduleInterleaved1F1B),
-         "interleaved zero bubble": (lambda p, m: zb_interleaved(p, m, 2), theirs_of.ScheduleInterleavedZeroBubble),
-         "ZB-V": (zb_v, theirs_of.ScheduleZBVZeroBubble), "DualPipeV": (dualpipe_v, theirs_of.ScheduleDualPipeV)}
+CONFIG = GPTConfig(
+    vocab_size=256,
+    d_model=64,
+    num_layers=8,
+    num_heads=4,
+    max_positions=LENGTH,
+    norm="layer",
+    positions="learned",
+    activation="gelu",
+    bias=True,
+)
+PEERS = {
+    "GPipe": (gpipe, theirs_of.ScheduleGPipe),
+    "1F1B": (one_f_one_b, theirs_of.Schedule1F1B),
+    "interleaved 1F1B": (lambda p, m: interleaved(p, m, 2), theirs_of.ScheduleInterleaved1F1B),
+    "interleaved zero bubble": (
+        lambda p, m: zb_interleaved(p, m, 2),
+        theirs_of.ScheduleInterleavedZeroBubble,
+    ),
+    "ZB-V": (zb_v, theirs_of.ScheduleZBVZeroBubble),
+    "DualPipeV": (dualpipe_v, theirs_of.ScheduleDualPipeV),
+}
 
 
 def turn(name: str, rounds: int) -> tuple[list[float], list[float]]:
@@ -44,14 +61,25 @@ def turn(name: str, rounds: int) -> tuple[list[float], list[float]]:
     cuts = even(CONFIG.num_layers, schedule.stages)
     mine = {stage: cuts[stage] for stage in schedule.stages_of(group.rank())}
     ours, theirs = Stages(CONFIG, mine), Stages(CONFIG, mine)
-    data = torch.randint(CONFIG.vocab_size, (MICROBATCHES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    data = torch.randint(
+        CONFIG.vocab_size, (MICROBATCHES, LENGTH + 1), generator=torch.Generator().manual_seed(0)
+    )
     tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()
     batch = Batch(tokens, targets, torch.tensor(targets.numel()))
 
-    run = Runner(dict(ours.items()), schedule, group, cross_entropy_sum, NoReducer(), width=CONFIG.d_model, down=down)
-    their_stages = [pipelining.PipelineStage(stage, number, schedule.stages, torch.device("cpu"), group=stock) for number, stage in theirs.items()]
-    them = their_schedule(their_stages[0] if schedule.stages == RANKS else their_stages, MICROBATCHES, scale_grads=False,
-                          loss_fn=lambda logits, target: cross_entropy_sum(logits, target) / batch.num_valid)
+    run = Runner(
+        dict(ours.items()), schedule, group, cross_entropy_sum, NoReducer(), width=CONFIG.d_model, down=down
+    )
+    their_stages = [
+        pipelining.PipelineStage(stage, number, schedule.stages, torch.device("cpu"), group=stock)
+        for number, stage in theirs.items()
+    ]
+    them = their_schedule(
+        their_stages[0] if schedule.stages == RANKS else their_stages,
+        MICROBATCHES,
+        scale_grads=False,
+        loss_fn=lambda logits, target: cross_entropy_sum(logits, target) / batch.num_valid,
+    )
     first, last = 0 in mine, schedule.stages - 1 in mine
 
     def our_step() -> None:
@@ -71,9 +99,20 @@ def turn(name: str, rounds: int) -> tuple[list[float], list[float]]:
 def rows() -> list[Row]:
     table = []
     for name in PEERS:
-        launches = [launch.run(turn, name, TURNS, ranks=RANKS, timeout_s=300, checked=False) for _ in range(LAUNCHES)]
+        launches = [
+            launch.run(turn, name, TURNS, ranks=RANKS, timeout_s=300, checked=False) for _ in range(LAUNCHES)
+        ]
         ours, theirs = slowest_then_median(one_after_the_other(launches))
-        table.append(row(f"pipeline step, {name}, 4 ranks", "torch.distributed.pipelining", ours * 1e3, theirs * 1e3, "ms", 0.9))
+        table.append(
+            row(
+                f"pipeline step, {name}, 4 ranks",
+                "torch.distributed.pipelining",
+                ours * 1e3,
+                theirs * 1e3,
+                "ms",
+                0.9,
+            )
+        )
     schedule, started = one_f_one_b(64, 512), perf_counter()
     simulate(schedule, Costs(B=2))
     table.append(row("simulating 1F1B, p=64, m=512", "one second", perf_counter() - started, 1.0, "s", 1.0))

@@ -5,6 +5,7 @@ peer's plan gathers the input of Q, K and V once (`PrepareModuleInput` before th
 parallelism ours is overlap.py with whole sums (one piece): the sum of dX travels behind the product for dW, as Megatron-LM has it.
 Two shapes, 256 and 512 tokens: with more tokens products, which are the peer's too, take more of the time.
 """
+
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -14,7 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 from minitrain import launch
@@ -25,16 +32,31 @@ from minitrain.sharding import full_tensor, placement
 from minitrain.tensor_parallel import overlap, sequence
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
 
-CONFIG = GPTConfig(vocab_size=64, d_model=512, num_layers=1, num_heads=8, max_positions=256, norm="layer", positions="learned",
-                   activation="gelu", bias=True)
+CONFIG = GPTConfig(
+    vocab_size=64,
+    d_model=512,
+    num_layers=1,
+    num_heads=8,
+    max_positions=256,
+    norm="layer",
+    positions="learned",
+    activation="gelu",
+    bias=True,
+)
 LENGTH = 256
 BATCHES = (1, 2)
 LAUNCHES, TURNS = 3, 31
 
 
-def our_layer(block: nn.Module, group: dist.ProcessGroup, sequence_parallel: bool) -> tuple[nn.Module, GradReducer | None]:
+def our_layer(
+    block: nn.Module, group: dist.ProcessGroup, sequence_parallel: bool
+) -> tuple[nn.Module, GradReducer | None]:
     """The block cut by minitrain, and what sums the gradients of the parameters that see a slice of the sequence."""
-    column, row = (sequence.column, sequence.row) if sequence_parallel else (partial(way, chunks=1) for way in (overlap.column, overlap.row))
+    column, row = (
+        (sequence.column, sequence.row)
+        if sequence_parallel
+        else (partial(way, chunks=1) for way in (overlap.column, overlap.row))
+    )
     cut_attention(block.attention, CONFIG.head_dim, group, column, row)
     cut_mlp(block.mlp, group, column, row)
     sliced = [param for param in block.parameters() if not placement(param).shards]
@@ -45,15 +67,25 @@ def their_layer(block: nn.Module, group: dist.ProcessGroup, sequence_parallel: b
     """The same block cut by DTensor."""
     outside = Shard(1) if sequence_parallel else Replicate()
     into = dict(input_layouts=(outside, None), desired_input_layouts=(Replicate(), None))
-    plan = {"attention": PrepareModuleInput(**into), "mlp": PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(Replicate(),)),
-            **{f"attention.{name}": ColwiseParallel() for name in "qkv"}, "attention.out": RowwiseParallel(output_layouts=outside),
-            "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel(output_layouts=outside)}
+    plan = {
+        "attention": PrepareModuleInput(**into),
+        "mlp": PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(Replicate(),)),
+        **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+        "attention.out": RowwiseParallel(output_layouts=outside),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=outside),
+    }
     if sequence_parallel:
-        plan |= {"norm1": SequenceParallel(use_local_output=True), "norm2": SequenceParallel(use_local_output=True)}
+        plan |= {
+            "norm1": SequenceParallel(use_local_output=True),
+            "norm2": SequenceParallel(use_local_output=True),
+        }
     return parallelize_module(block, DeviceMesh.from_group(group, "cpu"), plan)
 
 
-def turn(batch: int, whole_layer: bool, sequence_parallel: bool, rounds: int) -> tuple[list[float], list[float]]:
+def turn(
+    batch: int, whole_layer: bool, sequence_parallel: bool, rounds: int
+) -> tuple[list[float], list[float]]:
     """Seconds of our forward and backward and of theirs on this rank."""
     n = dist.get_world_size()
     group = Mesh(tp=n).group("tp")
@@ -75,6 +107,7 @@ def turn(batch: int, whole_layer: bool, sequence_parallel: bool, rounds: int) ->
             if reducer and block is ours and whole_layer:
                 reducer.finish()
             return own.grad
+
         return run
 
     if reducer and not whole_layer:
@@ -82,18 +115,32 @@ def turn(batch: int, whole_layer: bool, sequence_parallel: bool, rounds: int) ->
     times = in_turns(step(ours), step(theirs), rounds=rounds, meet=dist.barrier)
     drift = (step(ours)() - step(theirs)()).abs().max().item()
     weight = theirs.mlp.up.weight.grad
-    drift = max(drift, (full_tensor(ours.mlp.up.weight.grad, ours.mlp.up.weight.placement.shards) - weight.full_tensor()).abs().max().item())
+    drift = max(
+        drift,
+        (full_tensor(ours.mlp.up.weight.grad, ours.mlp.up.weight.placement.shards) - weight.full_tensor())
+        .abs()
+        .max()
+        .item(),
+    )
     assert drift < 1e-2 and isinstance(weight, DTensor), f"the two layers differ by {drift}"
     return times
 
 
 def rows() -> list[Row]:
     table = []
-    for batch, whole_layer, ranks, sequence_parallel in product(BATCHES, (False, True), (2, 4), (False, True)):
-        launches = [launch.run(turn, batch, whole_layer, sequence_parallel, TURNS, ranks=ranks, timeout_s=300, checked=False)
-                    for _ in range(LAUNCHES)]
+    for batch, whole_layer, ranks, sequence_parallel in product(
+        BATCHES, (False, True), (2, 4), (False, True)
+    ):
+        launches = [
+            launch.run(
+                turn, batch, whole_layer, sequence_parallel, TURNS, ranks=ranks, timeout_s=300, checked=False
+            )
+            for _ in range(LAUNCHES)
+        ]
         ours, theirs = slowest_then_median(one_after_the_other(launches))
-        name = (f"{'layer' if whole_layer else 'MLP'} {CONFIG.d_model} wide, {batch * LENGTH} tokens, tp={ranks}"
-                f"{', sequence' if sequence_parallel else ''}")
+        name = (
+            f"{'layer' if whole_layer else 'MLP'} {CONFIG.d_model} wide, {batch * LENGTH} tokens, tp={ranks}"
+            f"{', sequence' if sequence_parallel else ''}"
+        )
         table.append(row(name, "DTensor parallelize_module", ours * 1e3, theirs * 1e3, "ms", 0.9))
     return table

@@ -3,6 +3,7 @@
 Peak memory is the most that torch's CPU allocator had given out during the third step, by the allocator's own events, which torch's
 profiler records from the making of the model on; ours and theirs in a launch of their own each.
 """
+
 from collections.abc import Callable
 
 import torch
@@ -29,13 +30,19 @@ def sgd(params) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
 
 
-def steps(ours: bool, stage: int, reshard: bool, group: dist.ProcessGroup) -> tuple[Callable[[], None], Callable[[str], torch.Tensor]]:
+def steps(
+    ours: bool, stage: int, reshard: bool, group: dist.ProcessGroup
+) -> tuple[Callable[[], None], Callable[[str], torch.Tensor]]:
     """(one training step, the whole of a parameter by name) of a freshly built model."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tokens, targets = random_tokens(0, rank, size, 4 * size, LENGTH, CONFIG.vocab_size, seed=1)
     model = GPT(CONFIG)
     if ours:
-        zero = Zero3(model, group, sgd, reshard=reshard) if stage == 3 else Zero1(model, group, sgd, BUCKET_BYTES)
+        zero = (
+            Zero3(model, group, sgd, reshard=reshard)
+            if stage == 3
+            else Zero1(model, group, sgd, BUCKET_BYTES)
+        )
 
         def our_step() -> None:
             zero.zero_grad()
@@ -48,23 +55,36 @@ def steps(ours: bool, stage: int, reshard: bool, group: dist.ProcessGroup) -> tu
         mesh = DeviceMesh.from_group(group, "cpu")
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-        wrapped, optimizer = fully_shard(model, mesh=mesh, reshard_after_forward=reshard), sgd(model.parameters())
+        wrapped, optimizer = (
+            fully_shard(model, mesh=mesh, reshard_after_forward=reshard),
+            sgd(model.parameters()),
+        )
     else:
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=BUCKET_BYTES / 2**20, gradient_as_bucket_view=True, process_group=group)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=1e-3, momentum=0.9)
+        wrapped = DistributedDataParallel(
+            model, bucket_cap_mb=BUCKET_BYTES / 2**20, gradient_as_bucket_view=True, process_group=group
+        )
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, process_group=group, lr=1e-3, momentum=0.9
+        )
 
     def their_step() -> None:
         optimizer.zero_grad()
         (cross_entropy_sum(wrapped(tokens), targets) / targets.numel()).backward()
         optimizer.step()
 
-    return their_step, lambda name: model.get_parameter(name).full_tensor() if stage == 3 else model.get_parameter(name)
+    return (
+        their_step,
+        lambda name: model.get_parameter(name).full_tensor() if stage == 3 else model.get_parameter(name),
+    )
 
 
 def turn(stage: int, reshard: bool, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of our steps and of theirs on this rank."""
     stock = stock_group()
-    (our_step, our_tensor), (their_step, their_tensor) = steps(True, stage, reshard, dist.group.WORLD), steps(False, stage, reshard, stock)
+    (our_step, our_tensor), (their_step, their_tensor) = (
+        steps(True, stage, reshard, dist.group.WORLD),
+        steps(False, stage, reshard, stock),
+    )
     times = in_turns(our_step, their_step, rounds=rounds, meet=dist.barrier)
     for name, _ in GPT(CONFIG, device="meta").named_parameters():
         drift = (our_tensor(name) - their_tensor(name)).abs().max().item()
@@ -85,13 +105,20 @@ def peak_bytes(ours: bool, stage: int, reshard: bool) -> int:
 
 def rows() -> list[Row]:
     table = []
-    cases = ((3, True, "fully_shard"), (3, False, "fully_shard, reshard_after_forward=False"), (1, True, "ZeroRedundancyOptimizer"))
+    cases = (
+        (3, True, "fully_shard"),
+        (3, False, "fully_shard, reshard_after_forward=False"),
+        (1, True, "ZeroRedundancyOptimizer"),
+    )
     for ranks in (2, 4):
         for stage, reshard, peer in cases:
             times = launch.run(turn, stage, reshard, 25, ranks=ranks, timeout_s=300, checked=False)
             ours, theirs = slowest_then_median(times)
             name = f"ZeRO-{stage} step, GPT 7.5M, {ranks} ranks"
             table.append(row(name, peer, ours * 1e3, theirs * 1e3, "ms", 1.0))
-            ours, theirs = (max(launch.run(peak_bytes, side, stage, reshard, ranks=ranks, checked=False)) for side in (True, False))
+            ours, theirs = (
+                max(launch.run(peak_bytes, side, stage, reshard, ranks=ranks, checked=False))
+                for side in (True, False)
+            )
             table.append(row(name.replace("step", "peak memory"), peer, ours / 1e6, theirs / 1e6, "MB", 1.0))
     return table

@@ -2,6 +2,7 @@
 
 Exit codes: 2 for bad input, 1 for a rank or a chapter that failed, both with one line on stderr; 130 for an interrupt.
 """
+
 from __future__ import annotations
 
 import os
@@ -17,8 +18,13 @@ import typer
 from minitrain import train_command
 from minitrain.course import notebook
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
-                  help="Learn how large models are trained on many machines, by running it.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Learn how large models are trained on many machines, by running it.",
+)
 ROOT = notebook.CHAPTERS.parent
 
 
@@ -48,7 +54,12 @@ def doctor() -> None:
         typer.echo(f"{'ok  ' if good else 'FAIL'}  {what:14} {found}" + ("" if good else f"   -> {cure}"))
 
     line(sys.version_info >= (3, 11), "python", platform.python_version(), "install Python 3.11 or newer")
-    line(_version(torch.__version__) >= (2, 11), "torch", torch.__version__, "pip install -c constraints.txt torch")
+    line(
+        _version(torch.__version__) >= (2, 11),
+        "torch",
+        torch.__version__,
+        "pip install -c constraints.txt torch",
+    )
     line(True, "cores", str(os.cpu_count()))
     free_gb = __import__("psutil").virtual_memory().available / 1e9
     line(free_gb > 2, "free memory", f"{free_gb:.1f} GB", "the chapters need 2 GB; close something")
@@ -56,10 +67,14 @@ def doctor() -> None:
     try:
         first, later = _time_to_launch(), _time_to_launch()
         line(True, "4 ranks", f"first launch {first:.1f} s, next {later:.2f} s")
-    except Exception as error:                     # whatever stops four ranks from meeting is what the reader must see
+    except Exception as error:  # whatever stops four ranks from meeting is what the reader must see
         line(False, "4 ranks", str(error).splitlines()[0], "see 'When ranks cannot meet' in the README")
     gpus = torch.cuda.device_count()
-    line(True, "GPUs", f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "none (every chapter runs without)")
+    line(
+        True,
+        "GPUs",
+        f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "none (every chapter runs without)",
+    )
     if problems:
         raise typer.Exit(1)
 
@@ -72,11 +87,13 @@ def _sum_of_ranks() -> float:
     import torch
 
     from minitrain.collectives import all_reduce, world
+
     return all_reduce(torch.ones(1), world()).item()
 
 
 def _time_to_launch() -> float:
     from minitrain import launch
+
     started = time.perf_counter()
     sums = launch.run(_sum_of_ranks, ranks=4)
     if sums != [4.0] * 4:
@@ -93,9 +110,15 @@ def list_chapters() -> None:
 
 
 @app.command()
-def run(numbers: Annotated[Optional[list[str]], typer.Argument(help="chapters, such as 00 03; all when none is given")] = None,
-        save: Annotated[bool, typer.Option(help="write the outputs into the notebook itself (for authors)")] = False,
-        out: Annotated[Path, typer.Option(help="folder for the executed copies")] = ROOT / "runs") -> None:
+def run(
+    numbers: Annotated[
+        Optional[list[str]], typer.Argument(help="chapters, such as 00 03; all when none is given")
+    ] = None,
+    save: Annotated[
+        bool, typer.Option(help="write the outputs into the notebook itself (for authors)")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="folder for the executed copies")] = ROOT / "runs",
+) -> None:
     """Run chapters from the first cell to the last without a browser, with a progress bar."""
     from tqdm import tqdm
 
@@ -103,13 +126,17 @@ def run(numbers: Annotated[Optional[list[str]], typer.Argument(help="chapters, s
     started = time.perf_counter()
     for path in paths:
         with tqdm(desc=path.stem, unit="cell", leave=False, disable=not sys.stderr.isatty()) as bar:
+
             def on_cell(done: int, total: int) -> None:
                 bar.total = total
                 bar.update(done - bar.n)
+
             elapsed_s = notebook.execute(path, path if save else out / path.name, on_cell)
         typer.echo(f"ok  {path.stem:24} {elapsed_s:5.1f} s")
     where = "in place" if save else f"in {_short(out)}/"
-    typer.echo(f"{len(paths)} of {len(paths)} chapters ran in {time.perf_counter() - started:.0f} s; executed notebooks are {where}")
+    typer.echo(
+        f"{len(paths)} of {len(paths)} chapters ran in {time.perf_counter() - started:.0f} s; executed notebooks are {where}"
+    )
 
 
 def _short(path: Path) -> str:
@@ -123,8 +150,12 @@ def lab() -> None:
 
 
 @app.command()
-def grade(chapter: Annotated[Optional[str], typer.Argument(help="chapter, such as 02; a table of all when none is given")] = None,
-          detail: Annotated[bool, typer.Option(help="show the traceback of each failed task")] = False) -> None:
+def grade(
+    chapter: Annotated[
+        Optional[str], typer.Argument(help="chapter, such as 02; a table of all when none is given")
+    ] = None,
+    detail: Annotated[bool, typer.Option(help="show the traceback of each failed task")] = False,
+) -> None:
     """Grade your exercise notebooks: points per task, and what to look at next."""
     from minitrain.course import exercises
 
@@ -132,14 +163,16 @@ def grade(chapter: Annotated[Optional[str], typer.Argument(help="chapter, such a
 
 
 @app.command()
-def replay(model: Annotated[str, typer.Argument(help="a preset, such as llama3-8b or gpt2")],
-           machine: Annotated[str, typer.Option(help="a described machine, such as h100 or a100")] = "h100",
-           ranks: Annotated[int, typer.Option(help="data-parallel ranks")] = 64,
-           batch: Annotated[int, typer.Option(help="sequences on each rank")] = 1,
-           length: Annotated[int, typer.Option(help="tokens in a sequence")] = 1024,
-           bucket_mb: Annotated[float, typer.Option(help="size of the gradient buckets")] = 25,
-           trace: Annotated[Optional[Path], typer.Option(help="write a trace for ui.perfetto.dev here")] = None,
-           picture: Annotated[Optional[Path], typer.Option(help="draw the timeline here (.png, .svg, .pdf)")] = None) -> None:
+def replay(
+    model: Annotated[str, typer.Argument(help="a preset, such as llama3-8b or gpt2")],
+    machine: Annotated[str, typer.Option(help="a described machine, such as h100 or a100")] = "h100",
+    ranks: Annotated[int, typer.Option(help="data-parallel ranks")] = 64,
+    batch: Annotated[int, typer.Option(help="sequences on each rank")] = 1,
+    length: Annotated[int, typer.Option(help="tokens in a sequence")] = 1024,
+    bucket_mb: Annotated[float, typer.Option(help="size of the gradient buckets")] = 25,
+    trace: Annotated[Optional[Path], typer.Option(help="write a trace for ui.perfetto.dev here")] = None,
+    picture: Annotated[Optional[Path], typer.Option(help="draw the timeline here (.png, .svg, .pdf)")] = None,
+) -> None:
     """What a data-parallel step of a published model would take on a described machine: dry run, then replay."""
     from minitrain.launch import dryrun
     from minitrain.model.config import presets
@@ -153,11 +186,19 @@ def replay(model: Annotated[str, typer.Argument(help="a preset, such as llama3-8
     target = described(machine)
     ledger = dryrun.run(_one_step, model, batch, length, int(bucket_mb * 1e6), rank=0, ranks=ranks)
     timeline = play({0: ledger.events}, target, dtype="float16")
-    typer.echo(f"{model} on {ranks} ranks of {target.device.name}, {batch} x {length} tokens each, float16 products\n")
+    typer.echo(
+        f"{model} on {ranks} ranks of {target.device.name}, {batch} x {length} tokens each, float16 products\n"
+    )
     typer.echo(timeline.table())
     peak_gb = ledger.peak_bytes / 1e9
-    typer.echo(f"\npeak memory {peak_gb:.1f} GB of {target.device.memory_bytes / 1e9:.0f} GB"
-               + ("" if peak_gb * 1e9 <= target.device.memory_bytes else ": DOES NOT FIT; shard it or make the batch smaller"))
+    typer.echo(
+        f"\npeak memory {peak_gb:.1f} GB of {target.device.memory_bytes / 1e9:.0f} GB"
+        + (
+            ""
+            if peak_gb * 1e9 <= target.device.memory_bytes
+            else ": DOES NOT FIT; shard it or make the batch smaller"
+        )
+    )
     model_flops = batch * length * flops_per_token(presets[model], length)
     typer.echo(f"MFU {timeline.mfu(model_flops, 'float16'):.1%}, a causal attention counted as a triangle")
     if trace:
@@ -178,12 +219,15 @@ def _one_step(model: str, batch: int, length: int, bucket_bytes: int):
     from minitrain.parallelize import parallelize
     from minitrain.strategy import Strategy
     from minitrain.training.recipe import Recipe
+
     config, shape = presets[model], dict(batch_size=batch * world().size(), length=length)
     with Ledger() as ledger:
         strategy = Strategy(dp=world().size(), precision="bfloat16", bucket_bytes=bucket_bytes)
         run = parallelize(config, strategy, Recipe().make_optimizer)
         rows = run.batch(Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape), step=0)
-        run.forward_backward = ledger.phase("backward")(run.forward_backward)       # but for what the line below says
+        run.forward_backward = ledger.phase("backward")(
+            run.forward_backward
+        )  # but for what the line below says
         run.model.forward = ledger.phase("forward")(run.model.forward)
         run.sync.finish = ledger.phase("backward")(run.sync.finish)
         run.sync.step = ledger.phase("optimizer")(run.sync.step)
@@ -192,13 +236,17 @@ def _one_step(model: str, batch: int, length: int, bucket_bytes: int):
 
 
 @app.command()
-def atlas(words: Annotated[Optional[list[str]], typer.Argument(help="only rows with all these words")] = None) -> None:
+def atlas(
+    words: Annotated[Optional[list[str]], typer.Argument(help="only rows with all these words")] = None,
+) -> None:
     """Search the systems the course covers; each names the test that proves it."""
     from minitrain.course.atlas import search
 
     found = search(" ".join(words or []))
     for row in found:
-        typer.echo(f"{row.chapter}  {row.kind:5} {row.name}\n          {row.idea}\n          {row.module}  proved by {row.test}")
+        typer.echo(
+            f"{row.chapter}  {row.kind:5} {row.name}\n          {row.idea}\n          {row.module}  proved by {row.test}"
+        )
     typer.echo(f"{len(found)} systems")
 
 

@@ -37,10 +37,11 @@ class Mesh:
         self.shape: dict[str, int] = axes
         if (product := math.prod(axes.values())) != self.ranks:
             text = " x ".join(f"{axis}={size}" for axis, size in axes.items())
-            raise ValueError(f"Mesh: {text} is {product} ranks, but the job has {self.ranks}; "
-                             f"{self._what_fits(product)}")
+            raise ValueError(
+                f"Mesh: {text} is {product} ranks, but the job has {self.ranks}; {self._what_fits(product)}"
+            )
         sizes = list(axes.values())
-        self._strides = {axis: math.prod(sizes[i + 1:]) for i, axis in enumerate(axes)}
+        self._strides = {axis: math.prod(sizes[i + 1 :]) for i, axis in enumerate(axes)}
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._device_mesh: DeviceMesh | None = None
         for axis in axes:
@@ -59,8 +60,9 @@ class Mesh:
         """
         axes = self._in_mesh_order("group", axes)
         if axes not in self._groups:
-            self._groups[axes] = dist.new_group(self.members(*axes), use_local_synchronization=True,
-                                                group_desc=f"mesh_{'_'.join(axes)}")
+            self._groups[axes] = dist.new_group(
+                self.members(*axes), use_local_synchronization=True, group_desc=f"mesh_{'_'.join(axes)}"
+            )
         return self._groups[axes]
 
     def part(self, axis: str, numbers: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -72,7 +74,9 @@ class Mesh:
         member = self.rank(axis) in numbers
         if (axis, numbers) not in self._groups:
             members = [self.members(axis)[number] for number in numbers] if member else [dist.get_rank()]
-            self._groups[axis, numbers] = dist.new_group(members, use_local_synchronization=True, group_desc=f"mesh_{axis}")
+            self._groups[axis, numbers] = dist.new_group(
+                members, use_local_synchronization=True, group_desc=f"mesh_{axis}"
+            )
         return self._groups[axis, numbers] if member else None
 
     def twin(self, *axes: str) -> dist.ProcessGroup:
@@ -80,8 +84,9 @@ class Mesh:
         direction must not queue behind those in the other."""
         axes = self._in_mesh_order("twin", axes)
         if ("twin", *axes) not in self._groups:
-            self._groups["twin", *axes] = dist.new_group(self.members(*axes), use_local_synchronization=True,
-                                                         group_desc=f"mesh_{'_'.join(axes)}")
+            self._groups["twin", *axes] = dist.new_group(
+                self.members(*axes), use_local_synchronization=True, group_desc=f"mesh_{'_'.join(axes)}"
+            )
         return self._groups["twin", *axes]
 
     def members(self, *axes: str) -> list[int]:
@@ -109,8 +114,11 @@ class Mesh:
             with _disable_current_modes():  # in a dry run too it holds real numbers
                 grid = torch.arange(self.ranks, dtype=torch.int).view(tuple(self.shape.values()))
                 self._device_mesh = DeviceMesh.from_group(
-                    [self.group(axis) for axis in self.shape], "cuda" if "nccl" in dist.get_backend() else "cpu",
-                    mesh=grid, mesh_dim_names=tuple(self.shape))
+                    [self.group(axis) for axis in self.shape],
+                    "cuda" if "nccl" in dist.get_backend() else "cpu",
+                    mesh=grid,
+                    mesh_dim_names=tuple(self.shape),
+                )
         return self._device_mesh
 
     def draw(self) -> str:
@@ -121,8 +129,10 @@ class Mesh:
         lines = [f"Mesh({axes}): {self.ranks} ranks, {inner} to the right"]
         for first in range(0, self.ranks, columns)[:DRAWN]:
             label = " ".join(f"{axis}={self._place(first)[axis]}" for axis in outer)
-            cells = [f"{'*' * (rank == dist.get_rank())}{rank}".rjust(width)
-                     for rank in range(first, first + columns)[:DRAWN]]
+            cells = [
+                f"{'*' * (rank == dist.get_rank())}{rank}".rjust(width)
+                for rank in range(first, first + columns)[:DRAWN]
+            ]
             lines.append(f"  {label}{''.join(cells)}{' ...' * (columns > DRAWN)}")
         lines += ["  ..."] * (self.ranks // columns > DRAWN)
         return "\n".join(lines + [f"{axis} groups: {self._draw_groups(axis)}" for axis in self.shape])
@@ -130,8 +140,12 @@ class Mesh:
     def _draw_groups(self, axis: str) -> str:
         stride, size = self._strides[axis], self.shape[axis]
         starts = itertools.islice((rank for rank in range(self.ranks) if rank // stride % size == 0), DRAWN)
-        groups = [" ".join([*map(str, range(start, start + size * stride, stride)[:DRAWN]), *["..."] * (size > DRAWN)])
-                  for start in starts]
+        groups = [
+            " ".join(
+                [*map(str, range(start, start + size * stride, stride)[:DRAWN]), *["..."] * (size > DRAWN)]
+            )
+            for start in starts
+        ]
         return " ".join([*(f"[{group}]" for group in groups), *["..."] * (self.ranks // size > DRAWN)])
 
     def _place(self, rank: int) -> dict[str, int]:
@@ -140,14 +154,21 @@ class Mesh:
     def _in_mesh_order(self, what: str, axes: tuple[str, ...]) -> tuple[str, ...]:
         for axis in axes:
             if axis not in self.shape:
-                raise ValueError(f"{what}({axis!r}): the mesh has no such axis; its axes are {', '.join(self.shape)}")
+                raise ValueError(
+                    f"{what}({axis!r}): the mesh has no such axis; its axes are {', '.join(self.shape)}"
+                )
         if not axes or len(set(axes)) < len(axes):
-            raise ValueError(f"{what}({', '.join(map(repr, axes))}): name each axis once, at least one of "
-                             f"{', '.join(self.shape)}")
+            raise ValueError(
+                f"{what}({', '.join(map(repr, axes))}): name each axis once, at least one of "
+                f"{', '.join(self.shape)}"
+            )
         return tuple(axis for axis in self.shape if axis in axes)
 
     def _what_fits(self, product: int) -> str:
         """The sizes of one axis that would make the product right."""
-        fits = [f"{axis}={self.ranks * size // product}" for axis, size in self.shape.items()
-                if self.ranks * size % product == 0]
+        fits = [
+            f"{axis}={self.ranks * size // product}"
+            for axis, size in self.shape.items()
+            if self.ranks * size % product == 0
+        ]
         return f"{' or '.join(fits)} would fit" if fits else f"choose sizes whose product is {self.ranks}"

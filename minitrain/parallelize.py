@@ -12,6 +12,7 @@ A pass lives with its technique and takes groups; what it swaps keeps the names 
 Sends nothing itself. Raises ValueError in one line, before any rank waits, for what `Strategy.check` refuses and for a module of the
 reader's own under more than data parallelism.
 """
+
 from __future__ import annotations
 
 import math
@@ -50,9 +51,19 @@ from minitrain.training.optim import sum_of_squares
 from minitrain.training.step import accumulate
 
 
-def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer: MakeOptimizer | None = None, *, seed: int = 0,
-                frozen: Iterable[str] = (), device: torch.device | str | None = None, loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum,
-                schedule: Schedule | None = None, cuts: list[range] | None = None, runner: type[Runner] | None = None) -> Run:
+def parallelize(
+    model: GPTConfig | nn.Module,
+    strategy: Strategy,
+    make_optimizer: MakeOptimizer | None = None,
+    *,
+    seed: int = 0,
+    frozen: Iterable[str] = (),
+    device: torch.device | str | None = None,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum,
+    schedule: Schedule | None = None,
+    cuts: list[range] | None = None,
+    runner: type[Runner] | None = None,
+) -> Run:
     """This rank's part of training a GPT of that config, or a module of the reader's own (dp and ZeRO; alike on all ranks), over all ranks.
 
     `make_optimizer(params)` builds the optimizer (data_parallel/sync.py); without it nothing is updated. `seed` fills the parameters and
@@ -92,30 +103,67 @@ def parallelize(model: GPTConfig | nn.Module, strategy: Strategy, make_optimizer
         sync.driven = True
         kind = runner or (Balanced if schedule.evicts else Runner)
         forward_backward = played = kind(
-            dict(module.items()), on_each_rank(schedule, strategy.cp), mesh.group("pp"), loss_fn, sync, width=config.d_model,
-            down=mesh.twin("pp"), check=False, length_over=strategy.tp if strategy.sequence_parallel else 1, memory=memory, at=places.at)
+            dict(module.items()),
+            on_each_rank(schedule, strategy.cp),
+            mesh.group("pp"),
+            loss_fn,
+            sync,
+            width=config.d_model,
+            down=mesh.twin("pp"),
+            check=False,
+            length_over=strategy.tp if strategy.sequence_parallel else 1,
+            memory=memory,
+            at=places.at,
+        )
     late = check_late(sync, strategy, mesh, played) if strategy.post_validation else None
-    return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config=config, runner=played, layout=layout_of(strategy, schedule), late=late)
+    return Run(
+        module,
+        strategy,
+        mesh,
+        sync,
+        forward_backward,
+        loss_fn,
+        config=config,
+        runner=played,
+        layout=layout_of(strategy, schedule),
+        late=late,
+    )
 
 
 def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
     """Of the reader's own: it must be for the ranks and the microbatches of the strategy."""
     microbatches = schedule.microbatches // schedule.slices
-    if (len(schedule.ranks), microbatches, schedule.slices) != (strategy.pp, strategy.microbatches, strategy.slices):
-        raise ValueError(f"{schedule.name} is for pp={len(schedule.ranks)}, microbatches={microbatches}, slices={schedule.slices}, and the strategy has "
-                         f"{strategy.pp}, {strategy.microbatches}, {strategy.slices}; make both for the same")
+    if (len(schedule.ranks), microbatches, schedule.slices) != (
+        strategy.pp,
+        strategy.microbatches,
+        strategy.slices,
+    ):
+        raise ValueError(
+            f"{schedule.name} is for pp={len(schedule.ranks)}, microbatches={microbatches}, slices={schedule.slices}, and the strategy has "
+            f"{strategy.pp}, {strategy.microbatches}, {strategy.slices}; make both for the same"
+        )
 
 
 # ---- 1: the layers of this rank ----------------------------------------------------------------------------------------
 
-def build(config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule: Schedule | None, cuts: list[range] | None, seed: int,
-          device: torch.device | str | None) -> GPT | Stages:
+
+def build(
+    config: GPTConfig,
+    strategy: Strategy,
+    mesh: Mesh,
+    schedule: Schedule | None,
+    cuts: list[range] | None,
+    seed: int,
+    device: torch.device | str | None,
+) -> GPT | Stages:
     settings = dict(seed=seed, dtype=getattr(torch, strategy.precision), device=device)
     if schedule is None:
         return GPT(config, **settings)
     cuts = cuts or even(config.num_layers, schedule.stages)
     if len(cuts) != schedule.stages:
-        raise ValueError(f"{len(cuts)} cuts for the {schedule.stages} stages of {schedule.name}; give the layers of each stage")
+        raise ValueError(
+            f"{len(cuts)} cuts for the {schedule.stages} stages of {schedule.name}; give the layers of each stage"
+        )
     return Stages(config, {stage: cuts[stage] for stage in schedule.stages_of(mesh.rank("pp"))}, **settings)
 
 
@@ -129,19 +177,36 @@ def freeze(module: nn.Module, patterns: Iterable[str], config: GPTConfig | None)
 
 # ---- 2 to 4: what is swapped -------------------------------------------------------------------------------------------
 
-def cut_model(module: GPT | Stages, config: GPTConfig, strategy: Strategy, mesh: Mesh, loss_fn: Callable) -> Callable[[Tensor, Tensor], Tensor]:
+
+def cut_model(
+    module: GPT | Stages, config: GPTConfig, strategy: Strategy, mesh: Mesh, loss_fn: Callable
+) -> Callable[[Tensor, Tensor], Tensor]:
     """The loss of what this rank has of the logits."""
     if strategy.tp == 1:
         return loss_fn
-    return cut_layers(module.layers, config.head_dim, config.vocab_size, mesh.group("tp"), sequence_parallel=strategy.sequence_parallel,
-                      overlap=strategy.overlap)
+    return cut_layers(
+        module.layers,
+        config.head_dim,
+        config.vocab_size,
+        mesh.group("tp"),
+        sequence_parallel=strategy.sequence_parallel,
+        overlap=strategy.overlap,
+    )
 
 
 def attend_over(module: GPT | Stages, strategy: Strategy, mesh: Mesh, schedule: Schedule | None):
     """Attention over the ranks of cp; with slices, also over earlier ones, and what remembers their keys."""
     groups = dict(zip(strategy.context_groups, (mesh.group(axis) for axis in strategy.context_axes)))
     if schedule is not None and schedule.slices > 1:
-        how = dict(attend=core_of_slices(strategy.core, groups, strategy.layout, schedule.lengths or schedule.slices)) if groups else {}
+        how = (
+            dict(
+                attend=core_of_slices(
+                    strategy.core, groups, strategy.layout, schedule.lengths or schedule.slices
+                )
+            )
+            if groups
+            else {}
+        )
         return look_back(dict(module.items()), schedule, **how)
     if groups:
         for layer in module.layers:
@@ -162,17 +227,24 @@ def parts_of_places(strategy: Strategy, mesh: Mesh) -> dict:
 def layout_of(strategy: Strategy, schedule: Schedule | None):
     """How the tokens of a row are laid out over the ranks of cp: slice by slice, if there are any."""
     slices = schedule and schedule.lengths or strategy.slices
-    return data_layout(strategy.core, strategy.context_groups, strategy.layout, slices) if strategy.cp > 1 else None
+    return (
+        data_layout(strategy.core, strategy.context_groups, strategy.layout, slices)
+        if strategy.cp > 1
+        else None
+    )
 
 
 # ---- 5: placements -----------------------------------------------------------------------------------------------------
+
 
 def sum_over(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
     """A gradient is a sum over all ranks with other tokens: dp × cp, and tp for what sees a slice of the sequence there."""
     *outer, inner = strategy.data_axes
     levels = [(axis,) for axis in outer] + [(inner, *strategy.context_axes)]
-    groups = tuple(mesh.group(*names) for names in reversed(levels))                                # inside a node first
-    with_tp = (mesh.group(*levels[-1], "tp"), *groups[1:]) if strategy.sequence_parallel else groups     # on every rank, used or not: see Mesh
+    groups = tuple(mesh.group(*names) for names in reversed(levels))  # inside a node first
+    with_tp = (
+        (mesh.group(*levels[-1], "tp"), *groups[1:]) if strategy.sequence_parallel else groups
+    )  # on every rank, used or not: see Mesh
     in_slices = seen_in_slices(module.layers) if strategy.sequence_parallel else set()
     for param in module.parameters():
         place(param, summed_over=with_tp if param in in_slices else groups)
@@ -180,7 +252,10 @@ def sum_over(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
 
 def share_stages(module: Stages, schedule: Schedule, mesh: Mesh) -> None:
     """Who else has the tied table, or a stage that stands on two ranks."""
-    holders = {stage: {rank for rank in range(len(schedule.ranks)) if stage in schedule.stages_of(rank)} for stage in range(schedule.stages)}
+    holders = {
+        stage: {rank for rank in range(len(schedule.ranks)) if stage in schedule.stages_of(rank)}
+        for stage in range(schedule.stages)
+    }
     ends = holders[0] | holders[schedule.stages - 1] if module.config.tied else set()
     sets = sorted({tuple(sorted(ranks)) for ranks in (ends, *holders.values()) if len(ranks) > 1})
     groups = {ranks: mesh.part("pp", ranks) for ranks in sets}
@@ -193,20 +268,26 @@ def share_stages(module: Stages, schedule: Schedule, mesh: Mesh) -> None:
 
 # ---- 6: sync -----------------------------------------------------------------------------------------------------------
 
+
 def _rows(strategy: Strategy, mesh: Mesh) -> ProcessGroup:
     return mesh.group(*strategy.data_axes, *strategy.context_axes)
 
 
 SYNCS: dict[int | str, Callable[..., Sync]] = {
-    0: lambda module, strategy, mesh, make: Replicated(module, _rows(strategy, mesh), make, strategy.bucket_bytes),
+    0: lambda module, strategy, mesh, make: Replicated(
+        module, _rows(strategy, mesh), make, strategy.bucket_bytes
+    ),
     1: lambda module, strategy, mesh, make: Zero1(module, _rows(strategy, mesh), make, strategy.bucket_bytes),
     2: lambda module, strategy, mesh, make: Zero2(module, _rows(strategy, mesh), make, strategy.bucket_bytes),
     3: lambda module, strategy, mesh, make: Zero3(module, _rows(strategy, mesh), make),
-    "word": lambda module, strategy, mesh, make: Hybrid(module, mesh.group("intra", *strategy.context_axes), mesh.group("inter"), make,
-                                                        strategy.zero)}
+    "word": lambda module, strategy, mesh, make: Hybrid(
+        module, mesh.group("intra", *strategy.context_axes), mesh.group("inter"), make, strategy.zero
+    ),
+}
 
 
 # ---- 7: how a step ends ------------------------------------------------------------------------------------------------
+
 
 def check_late(sync: Sync, strategy: Strategy, mesh: Mesh, runner: Runner) -> PostValidation:
     """Clipping that no rank waits for: the runner asks before its first backward."""
@@ -222,7 +303,9 @@ def check_late(sync: Sync, strategy: Strategy, mesh: Mesh, runner: Runner) -> Po
 
 def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
     if any(size > 1 for size in (strategy.pp, strategy.cp, strategy.tp, strategy.ep)) or strategy.recompute:
-        raise ValueError(f"{type(module).__name__} with {strategy}: a module of your own gets data parallelism and ZeRO, for nobody knows its "
-                         "layers; use dp and zero, or give a GPTConfig")
+        raise ValueError(
+            f"{type(module).__name__} with {strategy}: a module of your own gets data parallelism and ZeRO, for nobody knows its "
+            "layers; use dp and zero, or give a GPTConfig"
+        )
     if strategy.dp != ranks:
         raise ValueError(f"dp={strategy.dp}, but the job has {ranks} ranks; use dp={ranks}")

@@ -11,6 +11,7 @@ Sends what the technique sends, and 8 bytes a batch for the number of valid targ
 sends them to all stages; `state_dict` gathers everything on every rank, 16 bytes a parameter with Adam, for models that one rank can
 hold. Raises ValueError in one line for rows and lengths that the strategy refuses, and for a state of another model.
 """
+
 from __future__ import annotations
 
 import io
@@ -39,17 +40,37 @@ from minitrain.training.step import Batch, StepResult, train_step, valid_tokens
 class Run:
     """Made by `parallelize`."""
 
-    def __init__(self, model: nn.Module, strategy: Strategy, mesh: Mesh, sync: Sync, forward_backward: Callable[[Batch], Tensor],
-                 loss_fn: Callable[[Tensor, Tensor], Tensor], *, config: GPTConfig | None = None, runner: Runner | None = None,
-                 layout: layouts.Layout | None = None, late: PostValidation | None = None):
-        self.model, self.strategy, self.mesh, self.sync, self.loss_fn, self.config = model, strategy, mesh, sync, loss_fn, config
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: Strategy,
+        mesh: Mesh,
+        sync: Sync,
+        forward_backward: Callable[[Batch], Tensor],
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        *,
+        config: GPTConfig | None = None,
+        runner: Runner | None = None,
+        layout: layouts.Layout | None = None,
+        late: PostValidation | None = None,
+    ):
+        self.model, self.strategy, self.mesh, self.sync, self.loss_fn, self.config = (
+            model,
+            strategy,
+            mesh,
+            sync,
+            loss_fn,
+            config,
+        )
         self.forward_backward, self.runner, self.layout, self.late = forward_backward, runner, layout, late
         rows, tokens = strategy.data_axes, strategy.context_axes
-        self.data_group = mesh.group(*rows)                                                     # ranks with other rows
-        self.context_group = mesh.group(*tokens) if tokens else None                            # with other tokens of the same rows
-        self.stage_group = mesh.group("pp") if runner else None                                 # with other layers
-        self.token_group = mesh.group(*rows, *tokens)                                           # with other tokens
-        self.loss_group = mesh.group(*rows, "pp", *tokens) if runner else self.token_group      # whose losses are terms of the loss
+        self.data_group = mesh.group(*rows)  # ranks with other rows
+        self.context_group = mesh.group(*tokens) if tokens else None  # with other tokens of the same rows
+        self.stage_group = mesh.group("pp") if runner else None  # with other layers
+        self.token_group = mesh.group(*rows, *tokens)  # with other tokens
+        self.loss_group = (
+            mesh.group(*rows, "pp", *tokens) if runner else self.token_group
+        )  # whose losses are terms of the loss
         param = next(model.parameters())
         self.device, self.dtype = param.device, param.dtype
 
@@ -105,8 +126,13 @@ class Run:
         """Whole rows of tokens `[B, T]`, the same on all ranks -> logits `[B, T, V]` on every rank, without dropout."""
         length, pieces = tokens.size(1), self.strategy.pieces
         if self.config and length + -length % pieces > self.config.max_positions:
-            raise ValueError(f"sequence {length}, padded to a multiple of {pieces}, > max_positions {self.config.max_positions}; cut the sequence")
-        x, positions = F.pad(tokens, (0, -length % pieces)), None           # causal: what stands behind changes nothing
+            raise ValueError(
+                f"sequence {length}, padded to a multiple of {pieces}, > max_positions {self.config.max_positions}; cut the sequence"
+            )
+        x, positions = (
+            F.pad(tokens, (0, -length % pieces)),
+            None,
+        )  # causal: what stands behind changes nothing
         if self.layout:
             positions = layouts.positions(self.layout, self.context_group, x.size(1), x.device)
             x = layouts.split(x, self.layout, self.context_group)
@@ -116,7 +142,7 @@ class Run:
             logits = x.new_zeros(*x.shape, words, dtype=self.dtype) if logits is None else logits
             logits = collectives.broadcast(logits, self.runner.last_rank, self.stage_group)
         if self.strategy.tp > 1:
-            logits = collectives.all_gather(logits, self.mesh.group("tp"), -1)[..., :self.config.vocab_size]
+            logits = collectives.all_gather(logits, self.mesh.group("tp"), -1)[..., : self.config.vocab_size]
         if self.layout:
             logits = layouts.join(logits, self.layout, self.context_group)
         return logits[:, :length]
@@ -128,13 +154,17 @@ class Run:
         try:
             if self.runner is None:
                 return self.model(tokens, *(() if positions is None else (positions,)))
-            return self.runner.through(tokens, torch.arange(tokens.size(1), device=tokens.device) if positions is None else positions)
+            return self.runner.through(
+                tokens, torch.arange(tokens.size(1), device=tokens.device) if positions is None else positions
+            )
         finally:
             self.train(training)
 
     def sample(self, prompt: Tensor, n: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
         """`[B, T]` -> `[B, T + n]`, the same on every rank."""
-        window = self.config.max_positions // self.strategy.pieces * self.strategy.pieces      # padded to pieces it is no longer
+        window = (
+            self.config.max_positions // self.strategy.pieces * self.strategy.pieces
+        )  # padded to pieces it is no longer
         return generate(self, prompt, n, temperature, seed, window)
 
     def train(self, mode: bool = True) -> Run:
@@ -153,8 +183,13 @@ class Run:
         full = self.sync.full_state_dict()
         if self.stage_group is None:
             return full
-        stages = [_broadcast(full, rank, self.stage_group, self.device) for rank in range(self.stage_group.size())]
-        return {what: {name: value for stage in reversed(stages) for name, value in stage[what].items()} for what in full}
+        stages = [
+            _broadcast(full, rank, self.stage_group, self.device) for rank in range(self.stage_group.size())
+        ]
+        return {
+            what: {name: value for stage in reversed(stages) for name, value in stage[what].items()}
+            for what in full
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave under any strategy."""
@@ -162,7 +197,10 @@ class Run:
         ours = set(self.sync.names.values())
         if self.config:
             check_names(state["parameters"], self.config)
-            state = {what: {name: value for name, value in state[what].items() if name in ours} for what in ("parameters", "optimizer")}
+            state = {
+                what: {name: value for name, value in state[what].items() if name in ours}
+                for what in ("parameters", "optimizer")
+            }
         self.sync.load_full_state_dict(state)
 
 
@@ -172,7 +210,9 @@ def check_names(parameters: dict[str, Tensor], config: GPTConfig) -> None:
     found = {name: list(value.shape) for name, value in parameters.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
-            raise ValueError(f"the state has {name} {found.get(name, 'not at all')}, this model {wanted.get(name, 'has none')}: it is of another model")
+            raise ValueError(
+                f"the state has {name} {found.get(name, 'not at all')}, this model {wanted.get(name, 'has none')}: it is of another model"
+            )
 
 
 def _broadcast(value: dict, source: int, group: ProcessGroup, device: torch.device) -> dict:

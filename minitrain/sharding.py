@@ -17,6 +17,7 @@ Raises ValueError for a dim that does not exist or does not divide, and for a gr
 torch's DTensor keeps the same facts inside the tensor, as placements. Differs: what a rank holds stays an ordinary tensor, so that
 the collectives around it are calls one can see; over whom a gradient is a sum and who holds a copy are said as well.
 """
+
 from __future__ import annotations
 
 import math
@@ -82,11 +83,15 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup, pad: bool = False)
     for earlier in placement(tensor).shards:
         both = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(earlier.group))
         if both != {dist.get_rank()}:
-            raise ValueError(f"shard: ranks of {axis} hold different slices already, cut over "
-                             f"{collectives.axis_of(earlier.group)}; cut over an axis whose ranks hold the same")
+            raise ValueError(
+                f"shard: ranks of {axis} hold different slices already, cut over "
+                f"{collectives.axis_of(earlier.group)}; cut over an axis whose ranks hold the same"
+            )
     if shape[dim] % ranks and not pad:
-        raise ValueError(f"shard: {shape[dim]} along dim {dim} of {shape} is not a multiple of the {ranks} ranks of "
-                         f"{axis}; pad the tensor or change the size of the axis")
+        raise ValueError(
+            f"shard: {shape[dim]} along dim {dim} of {shape} is not a multiple of the {ranks} ranks of "
+            f"{axis}; pad the tensor or change the size of the axis"
+        )
     cut = Shard(dim, group, shape[dim] if shape[dim] % ranks else None)
     local = _slice(tensor.detach(), cut).clone(memory_format=torch.contiguous_format)
     if isinstance(tensor, nn.Parameter):

@@ -11,6 +11,7 @@
 the call that makes it, without defaults, and travels as JSON (`asdict`, `Strategy(**values)`).
 No torch here: planners read it too. Raises ValueError in one line for values that are none of those allowed.
 """
+
 from __future__ import annotations
 
 import math
@@ -32,44 +33,54 @@ AXES = ("dp", "pp", "cp", "tp", "ep")
 class Strategy:
     """Every field has the value of one process as its default."""
 
-    dp: int = 1                          # ranks with different rows
-    pp: int = 1                          # ranks with different layers
-    cp: int = 1                          # ranks with different tokens of the same rows
-    tp: int = 1                          # ranks with different parts of each matrix
-    ep: int = 1                          # ranks with different experts
-    zero: int | str = 0                  # 0: replicated; 1, 2, 3: ZeRO; a word such as "III": hybrid sharding
-    node: int = 1                        # of the dp ranks, how many are one node (for a word)
-    sequence_parallel: bool = False      # cut activations between the matrices over tp as well
-    overlap: bool = False                # hide what tp sends behind its products
-    schedule: str = "1f1b"               # of the stages of pp, by name (pipeline/named.py): gpipe, 1f1b, zb_h1, interleaved, chimera, ...
-    microbatches: int = 1                # parts in which a rank runs its rows, one after the other
-    chunks: int = 1                      # stages a rank, for the schedules that interleave
-    slices: int = 1                      # of each sequence, for terapipe and seq1f1b
-    recompute: bool = False              # a forward keeps its stage's input only
-    post_validation: bool = False        # of a pipeline: update first, clip (and take back) when the norm of all stages has come
-    core: str = "ring"                   # attention over the ranks of cp: ring, ulysses, double_ring, usp, ...
-    layout: str = "zigzag"               # of a sequence over the ranks of cp: contiguous, zigzag or striped
-    inner: int = 1                       # of the cp ranks, how many are an inner ring, a node or a team, for cores that have one
-    ulysses: int = 1                     # of the cp ranks, how many share out heads, for cores that do both
-    precision: str = "float32"           # of weights and activations: float32, bfloat16, float16 or float64; masters have at least float32
-    bucket_bytes: int = 25_000_000       # of gradients that travel together
+    dp: int = 1  # ranks with different rows
+    pp: int = 1  # ranks with different layers
+    cp: int = 1  # ranks with different tokens of the same rows
+    tp: int = 1  # ranks with different parts of each matrix
+    ep: int = 1  # ranks with different experts
+    zero: int | str = 0  # 0: replicated; 1, 2, 3: ZeRO; a word such as "III": hybrid sharding
+    node: int = 1  # of the dp ranks, how many are one node (for a word)
+    sequence_parallel: bool = False  # cut activations between the matrices over tp as well
+    overlap: bool = False  # hide what tp sends behind its products
+    schedule: str = "1f1b"  # of the stages of pp, by name (pipeline/named.py): gpipe, 1f1b, zb_h1, interleaved, chimera, ...
+    microbatches: int = 1  # parts in which a rank runs its rows, one after the other
+    chunks: int = 1  # stages a rank, for the schedules that interleave
+    slices: int = 1  # of each sequence, for terapipe and seq1f1b
+    recompute: bool = False  # a forward keeps its stage's input only
+    post_validation: bool = (
+        False  # of a pipeline: update first, clip (and take back) when the norm of all stages has come
+    )
+    core: str = "ring"  # attention over the ranks of cp: ring, ulysses, double_ring, usp, ...
+    layout: str = "zigzag"  # of a sequence over the ranks of cp: contiguous, zigzag or striped
+    inner: int = 1  # of the cp ranks, how many are an inner ring, a node or a team, for cores that have one
+    ulysses: int = 1  # of the cp ranks, how many share out heads, for cores that do both
+    precision: str = "float32"  # of weights and activations: float32, bfloat16, float16 or float64; masters have at least float32
+    bucket_bytes: int = 25_000_000  # of gradients that travel together
 
     def __post_init__(self):
         for name in (*AXES, "node", "microbatches", "chunks", "slices", "inner", "ulysses", "bucket_bytes"):
             if not isinstance(size := getattr(self, name), int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}={size!r}; use a whole number, 1 or more")
         if isinstance(self.zero, str) and self.zero.isdigit():
-            object.__setattr__(self, "zero", int(self.zero))                    # as flags say it
+            object.__setattr__(self, "zero", int(self.zero))  # as flags say it
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3, *WORDS):
-            raise ValueError(f"zero={self.zero!r}; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: {', '.join(WORDS)}")
+            raise ValueError(
+                f"zero={self.zero!r}; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: {', '.join(WORDS)}"
+            )
         if self.node > 1 and not self.word:
-            raise ValueError(f"node={self.node} with zero={self.zero}: nodes matter to hybrid sharding; use node=1, or one of {', '.join(WORDS)}")
+            raise ValueError(
+                f"node={self.node} with zero={self.zero}: nodes matter to hybrid sharding; use node=1, or one of {', '.join(WORDS)}"
+            )
         if self.dp % self.node:
-            raise ValueError(f"node={self.node} does not divide dp={self.dp}; a node has {divisors(self.dp)} of its ranks")
+            raise ValueError(
+                f"node={self.node} does not divide dp={self.dp}; a node has {divisors(self.dp)} of its ranks"
+            )
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r}; use {', '.join(PRECISIONS)}")
         if self.tp == 1 and (self.sequence_parallel or self.overlap):
-            raise ValueError(f"{'sequence_parallel' if self.sequence_parallel else 'overlap'}=True is about the ranks of tp, and tp=1; use tp > 1")
+            raise ValueError(
+                f"{'sequence_parallel' if self.sequence_parallel else 'overlap'}=True is about the ranks of tp, and tp=1; use tp > 1"
+            )
         if not self.pipelined and (self.chunks > 1 or self.slices > 1):
             raise ValueError(f"{'chunks' if self.chunks > 1 else 'slices'} > 1 is for a pipeline; use pp > 1")
         self._check_context()
@@ -114,7 +125,9 @@ class Strategy:
 
     @property
     def _context(self) -> dict[str, int]:
-        return {} if self.cp == 1 else self.context_groups if len(self.context_groups) > 1 else {"cp": self.cp}
+        return (
+            {} if self.cp == 1 else self.context_groups if len(self.context_groups) > 1 else {"cp": self.cp}
+        )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -126,27 +139,50 @@ class Strategy:
         _named("core", self.core, cores.CORES)
         _named("layout", self.layout, cores.LAYOUTS)
         axes = cores.CORES[self.core].axes
-        for name, used in (("ulysses", axes[-1] == "ulysses" and len(axes) > 1), ("inner", bool({"inside", "inner", "team"} & set(axes)))):
+        for name, used in (
+            ("ulysses", axes[-1] == "ulysses" and len(axes) > 1),
+            ("inner", bool({"inside", "inner", "team"} & set(axes))),
+        ):
             if getattr(self, name) > 1 and not used:
-                raise ValueError(f"{name}={getattr(self, name)} with core={self.core!r}, which has no such group; use {name}=1")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} with core={self.core!r}, which has no such group; use {name}=1"
+                )
         if self.cp % (self.inner * self.ulysses):
-            raise ValueError(f"inner={self.inner} x ulysses={self.ulysses} does not divide cp={self.cp}; their product must")
+            raise ValueError(
+                f"inner={self.inner} x ulysses={self.ulysses} does not divide cp={self.cp}; their product must"
+            )
         if self.cp > 1:
-            cores.check_choice(self.core, self.context_groups, self.layout, heads=self.cp * self.cp, slices=self.slices)
+            cores.check_choice(
+                self.core, self.context_groups, self.layout, heads=self.cp * self.cp, slices=self.slices
+            )
 
     def build_schedule(self) -> Schedule:
-        return named(self.schedule, self.pp, self.microbatches, chunks=self.chunks, slices=self.slices, recompute=self.recompute)
+        return named(
+            self.schedule,
+            self.pp,
+            self.microbatches,
+            chunks=self.chunks,
+            slices=self.slices,
+            recompute=self.recompute,
+        )
 
     @property
     def pieces(self) -> int:
         """What the length of a sequence is a multiple of."""
         pieces = self.tp if self.sequence_parallel else 1
         if self.cp > 1:
-            pieces *= math.lcm(self.cp, self.cp // cores.dealt_to(self.core, self.context_groups) * cores.LAYOUTS[self.layout])
+            pieces *= math.lcm(
+                self.cp,
+                self.cp // cores.dealt_to(self.core, self.context_groups) * cores.LAYOUTS[self.layout],
+            )
         return pieces * self.slices if pieces > 1 else 1
 
     def __str__(self) -> str:
-        said = (f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if getattr(self, field.name) != field.default)
+        said = (
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        )
         return f"Strategy({', '.join(said)})"
 
     # ---- what cannot be ------------------------------------------------------------------------------------------------
@@ -155,15 +191,28 @@ class Strategy:
         """The strategy, if `config` can be trained with it on so many ranks."""
         if self.ranks != ranks:
             sizes = " · ".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
-            raise ValueError(f"{sizes} are {self.ranks} ranks, but the job has {ranks}; "
-                             + (f"dp={self.dp * ranks // self.ranks} would fit" if self.dp * ranks % self.ranks == 0 else f"choose sizes whose product is {ranks}"))
+            raise ValueError(
+                f"{sizes} are {self.ranks} ranks, but the job has {ranks}; "
+                + (
+                    f"dp={self.dp * ranks // self.ranks} would fit"
+                    if self.dp * ranks % self.ranks == 0
+                    else f"choose sizes whose product is {ranks}"
+                )
+            )
         if self.ep > 1:
             raise ValueError(f"ep={self.ep}, but the model has no experts to share out; use ep=1")
         if self.tp > 1:
             check_tensor_parallel(config, self.tp)
         if self.cp > 1:
-            cores.check_choice(self.core, self.context_groups, self.layout, heads=config.num_heads // self.tp, slices=self.slices,
-                               key_width=config.head_dim + config.rope_head_dim * bool(config.kv_latent), value_width=config.head_dim)
+            cores.check_choice(
+                self.core,
+                self.context_groups,
+                self.layout,
+                heads=config.num_heads // self.tp,
+                slices=self.slices,
+                key_width=config.head_dim + config.rope_head_dim * bool(config.kv_latent),
+                value_width=config.head_dim,
+            )
         if self.pipelined:
             even(config.num_layers, self.build_schedule().stages)
         return self
@@ -172,13 +221,21 @@ class Strategy:
         """Rows of the global batch and tokens of a row."""
         least = self.dp * self.microbatches
         if rows < least:
-            raise ValueError(f"a batch of {rows} rows for dp={self.dp} x microbatches={self.microbatches}; use at least {least} rows, or fewer of these")
+            raise ValueError(
+                f"a batch of {rows} rows for dp={self.dp} x microbatches={self.microbatches}; use at least {least} rows, or fewer of these"
+            )
         if length > config.max_positions:
-            raise ValueError(f"sequence {length} > max_positions {config.max_positions}; cut the sequence or raise max_positions")
+            raise ValueError(
+                f"sequence {length} > max_positions {config.max_positions}; cut the sequence or raise max_positions"
+            )
         if length % self.pieces:
-            whole = " · ".join(f"{name}={getattr(self, name)}" for name in ("cp", "tp", "slices") if getattr(self, name) > 1)
-            raise ValueError(f"T={length} is not a multiple of {self.pieces} pieces ({whole}, layout={self.layout!r}); pad the sequence to "
-                             f"{-(-length // self.pieces) * self.pieces}")
+            whole = " · ".join(
+                f"{name}={getattr(self, name)}" for name in ("cp", "tp", "slices") if getattr(self, name) > 1
+            )
+            raise ValueError(
+                f"T={length} is not a multiple of {self.pieces} pieces ({whole}, layout={self.layout!r}); pad the sequence to "
+                f"{-(-length // self.pieces) * self.pieces}"
+            )
         if self.slices > length:
             raise ValueError(f"slices={self.slices} of {length} tokens; use at most {length}")
 
@@ -191,7 +248,9 @@ def _named(what: str, name: str, table) -> None:
 def check_tensor_parallel(config: GPTConfig, tp: int) -> None:
     """Heads and hidden units that tp ranks can share out."""
     if config.kv_latent:
-        raise ValueError(f"tp={tp} does not cut latent attention (kv_latent={config.kv_latent}); use tp=1, or multi-head or grouped-query attention")
+        raise ValueError(
+            f"tp={tp} does not cut latent attention (kv_latent={config.kv_latent}); use tp=1, or multi-head or grouped-query attention"
+        )
 
     def fits(ranks: int) -> bool:
         kv = config.num_kv_heads
@@ -199,11 +258,11 @@ def check_tensor_parallel(config: GPTConfig, tp: int) -> None:
 
     if not fits(tp):
         gated = " (gated)" if config.activation in GATED else ""
-        raise ValueError(f"tp={tp} does not divide num_heads={config.num_heads}, num_kv_heads={config.num_kv_heads} (which may also divide tp) and "
-                         f"d_ff={config.d_ff}{gated}; use tp {' or '.join(str(n) for n in range(1, config.num_heads + 1) if fits(n))}")
+        raise ValueError(
+            f"tp={tp} does not divide num_heads={config.num_heads}, num_kv_heads={config.num_kv_heads} (which may also divide tp) and "
+            f"d_ff={config.d_ff}{gated}; use tp {' or '.join(str(n) for n in range(1, config.num_heads + 1) if fits(n))}"
+        )
 
 
 def divisors(size: int) -> str:
     return " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-
-

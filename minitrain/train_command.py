@@ -4,6 +4,7 @@ Flags are the fields of Strategy, Recipe and GPTConfig. So many ranks are starte
 is said in one line before that; so is a checkpoint of another run. Rank 0 prints a bar per report: a line that looks the same in a
 terminal, a notebook and a file. torch is imported when training begins, since other commands share this command line.
 """
+
 from __future__ import annotations
 
 import os
@@ -23,17 +24,41 @@ from minitrain.training.recipe import Recipe
 
 WEEK_S = 7 * 86_400
 BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-SHORT = {"num_layers": "--layers", "d_model": "--width", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "batch_size": "--batch"}
-CUT = {0: "NNN", 1: "NNG", 2: "NGG", 3: "GGG"}      # of parameters, gradients, optimizer: N not, I over a node, G over all
+SHORT = {
+    "num_layers": "--layers",
+    "d_model": "--width",
+    "num_heads": "--heads",
+    "num_kv_heads": "--kv-heads",
+    "batch_size": "--batch",
+}
+CUT = {
+    0: "NNN",
+    1: "NNG",
+    2: "NGG",
+    3: "GGG",
+}  # of parameters, gradients, optimizer: N not, I over a node, G over all
 
 
-@options(flags(Recipe, short=SHORT), flags(Strategy), flags(GPTConfig, unset=True, leave_out=("vocab_size",), short=SHORT))
-def train(preset: Annotated[str, typer.Option(help=f"model: {', '.join(presets)}; every field of it is a flag too")] = "tiny",
-          text: Annotated[Optional[Path], typer.Option(help="file or folder to train on; else Python's own documentation")] = None,
-          out: Annotated[Optional[Path], typer.Option(help="folder for log and checkpoint; the same command goes on where it stopped")] = None,
-          report_every: Annotated[int, typer.Option(help="steps from one report and checkpoint to the next")] = 25,
-          sample: Annotated[int, typer.Option(help="bytes to write at the end")] = 200,
-          **values) -> None:
+@options(
+    flags(Recipe, short=SHORT),
+    flags(Strategy),
+    flags(GPTConfig, unset=True, leave_out=("vocab_size",), short=SHORT),
+)
+def train(
+    preset: Annotated[
+        str, typer.Option(help=f"model: {', '.join(presets)}; every field of it is a flag too")
+    ] = "tiny",
+    text: Annotated[
+        Optional[Path], typer.Option(help="file or folder to train on; else Python's own documentation")
+    ] = None,
+    out: Annotated[
+        Optional[Path],
+        typer.Option(help="folder for log and checkpoint; the same command goes on where it stopped"),
+    ] = None,
+    report_every: Annotated[int, typer.Option(help="steps from one report and checkpoint to the next")] = 25,
+    sample: Annotated[int, typer.Option(help="bytes to write at the end")] = 200,
+    **values,
+) -> None:
     """Train a GPT on bytes of text in any layout of ranks, and show what it learned.
 
     \b
@@ -44,20 +69,38 @@ def train(preset: Annotated[str, typer.Option(help=f"model: {', '.join(presets)}
     from minitrain import launch
     from minitrain.launch.start import TORCHRUN
 
-    config, strategy, recipe = configure(preset, values), Strategy(**taken(Strategy, values)), Recipe(**taken(Recipe, values))
+    config, strategy, recipe = (
+        configure(preset, values),
+        Strategy(**taken(Strategy, values)),
+        Recipe(**taken(Recipe, values)),
+    )
     job = all(variable in os.environ for variable in TORCHRUN)
     check(config, strategy, recipe, text, out, ranks=int(os.environ["WORLD_SIZE"]) if job else strategy.ranks)
     for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0)):
         if value < least:
             raise ValueError(f"{name}={value}: use at least {least}")
     try:
-        launch.run(train_on_rank, config, strategy, recipe, text, out, report_every, sample, ranks=strategy.ranks, timeout_s=WEEK_S)
+        launch.run(
+            train_on_rank,
+            config,
+            strategy,
+            recipe,
+            text,
+            out,
+            report_every,
+            sample,
+            ranks=strategy.ranks,
+            timeout_s=WEEK_S,
+        )
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; {'the same command goes on from the last report' if out else 'nothing was saved, for there is no --out'}")
+        typer.echo(
+            f"interrupted; {'the same command goes on from the last report' if out else 'nothing was saved, for there is no --out'}"
+        )
         raise typer.Exit(130) from None
 
 
 # ---- before a rank starts ----------------------------------------------------------------------------------------------
+
 
 def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
     """The preset for bytes of text, with what was given; positions for the length, unless they were given too."""
@@ -70,7 +113,9 @@ def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
     return replace(presets[preset], vocab_size=VOCAB, **changes)
 
 
-def check(config: GPTConfig, strategy: Strategy, recipe: Recipe, text: Path | None, out: Path | None, ranks: int) -> None:
+def check(
+    config: GPTConfig, strategy: Strategy, recipe: Recipe, text: Path | None, out: Path | None, ranks: int
+) -> None:
     from minitrain.trainer import find_checkpoint, identity
 
     strategy.check(config, ranks)
@@ -101,7 +146,9 @@ def check_frozen(config: GPTConfig, recipe: Recipe) -> None:
     names = [name for name, _ in GPT(config, device="meta").named_parameters()]
     for pattern in recipe.frozen:
         if not any(replace(recipe, frozen=(pattern,)).freezes(name) for name in names):
-            raise ValueError(f"frozen={pattern!r} is no parameter of this model; there are {names[0]}, {names[1]} and so on to {names[-1]}")
+            raise ValueError(
+                f"frozen={pattern!r} is no parameter of this model; there are {names[0]}, {names[1]} and so on to {names[-1]}"
+            )
     if all(recipe.freezes(name) for name in names):
         raise ValueError(f"frozen={', '.join(recipe.frozen)} leaves nothing to train; freeze fewer")
 
@@ -113,8 +160,10 @@ def check_memory(config: GPTConfig, strategy: Strategy, out: Path | None) -> Non
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.ranks))
     needed, free = ranks * state_bytes(config, strategy, bool(out)), psutil.virtual_memory().available
     if needed > free and not torch.cuda.is_available():
-        raise ValueError(f"{parameters(config):,} parameters need {needed / 1e9:.0f} GB on {ranks} rank{'s' * (ranks > 1)}{' (with a checkpoint)' * bool(out)}, "
-                         f"{free / 1e9:.0f} GB are free: use a smaller model, more ZeRO, or count it in a minitrain.launch.dryrun")
+        raise ValueError(
+            f"{parameters(config):,} parameters need {needed / 1e9:.0f} GB on {ranks} rank{'s' * (ranks > 1)}{' (with a checkpoint)' * bool(out)}, "
+            f"{free / 1e9:.0f} GB are free: use a smaller model, more ZeRO, or count it in a minitrain.launch.dryrun"
+        )
 
 
 def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> int:
@@ -129,8 +178,16 @@ def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> i
 
 # ---- on every rank -----------------------------------------------------------------------------------------------------
 
-def train_on_rank(config: GPTConfig, strategy: Strategy, recipe: Recipe, path: Path | None, out: Path | None, report_every: int,
-                  sample: int) -> None:
+
+def train_on_rank(
+    config: GPTConfig,
+    strategy: Strategy,
+    recipe: Recipe,
+    path: Path | None,
+    out: Path | None,
+    report_every: int,
+    sample: int,
+) -> None:
     from tqdm import tqdm
 
     from minitrain import launch
@@ -139,19 +196,46 @@ def train_on_rank(config: GPTConfig, strategy: Strategy, recipe: Recipe, path: P
     from minitrain.training.step import measure_peak_flops
 
     text, held_out = open_text(path, recipe.length)
-    run = parallelize(config, strategy, recipe.make_optimizer, seed=recipe.seed, frozen=recipe.frozen, device=launch.device())
-    trainer = Trainer(run, text, recipe, held_out=held_out, out=out, report_every=report_every,
-                      peak_flops=measure_peak_flops(run.dtype, run.device))
+    run = parallelize(
+        config,
+        strategy,
+        recipe.make_optimizer,
+        seed=recipe.seed,
+        frozen=recipe.frozen,
+        device=launch.device(),
+    )
+    trainer = Trainer(
+        run,
+        text,
+        recipe,
+        held_out=held_out,
+        out=out,
+        report_every=report_every,
+        peak_flops=measure_peak_flops(run.dtype, run.device),
+    )
     say = print if trainer.rank == 0 else lambda *_: None
-    say(f"{parameters(config):,} parameters, {strategy}, {trainer.ranks} ranks on {run.device.type}, best matrix product of one "
-        f"{trainer.peak_flops / 1e9:.0f} GFLOP/s; {len(text):,} tokens of {text.name}")
+    say(
+        f"{parameters(config):,} parameters, {strategy}, {trainer.ranks} ranks on {run.device.type}, best matrix product of one "
+        f"{trainer.peak_flops / 1e9:.0f} GFLOP/s; {len(text):,} tokens of {text.name}"
+    )
     if line := trainer.resume():
         say(line)
     first, started = trainer.step, time.perf_counter()
     for record in trainer.run():
-        say(tqdm.format_meter(record["step"], recipe.steps, time.perf_counter() - started, initial=first,
-                              bar_format=BAR, postfix=describe(record)))
-    say(f"{trainer.step} steps of {recipe.batch_size * recipe.length:,} tokens" + (f"; log and checkpoint in {out}" if out else ""))
+        say(
+            tqdm.format_meter(
+                record["step"],
+                recipe.steps,
+                time.perf_counter() - started,
+                initial=first,
+                bar_format=BAR,
+                postfix=describe(record),
+            )
+        )
+    say(
+        f"{trainer.step} steps of {recipe.batch_size * recipe.length:,} tokens"
+        + (f"; log and checkpoint in {out}" if out else "")
+    )
     say(f"It writes:\n{trainer.sample(n=sample)}")
 
 

@@ -17,6 +17,7 @@ seen by all ranks.
 Differs from nanoGPT's train.py, whose shape it has: a recipe is one object, resuming is exact, the loop is a generator, so it never
 learns who watches.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -44,14 +45,25 @@ from minitrain.training.step import StepResult
 class Trainer:
     """Trains a run by `recipe`. Reports, and saves if it was given a folder, every `report_every` steps."""
 
-    def __init__(self, run: Run, text: Text, recipe: Recipe, *, held_out: Text | None = None, out: Path | None = None,
-                 report_every: int = 25, peak_flops: float | None = None):
+    def __init__(
+        self,
+        run: Run,
+        text: Text,
+        recipe: Recipe,
+        *,
+        held_out: Text | None = None,
+        out: Path | None = None,
+        report_every: int = 25,
+        peak_flops: float | None = None,
+    ):
         if report_every < 1:
             raise ValueError(f"report_every={report_every}: use at least 1 step")
         for param, name in run.sync.names.items():
             if recipe.freezes(name) == param.requires_grad:
-                raise ValueError(f"{name} is {'trained' if param.requires_grad else 'frozen'} in this run, and the recipe has "
-                                 f"frozen={recipe.frozen}; give the same to both, parallelize(..., frozen=recipe.frozen)")
+                raise ValueError(
+                    f"{name} is {'trained' if param.requires_grad else 'frozen'} in this run, and the recipe has "
+                    f"frozen={recipe.frozen}; give the same to both, parallelize(..., frozen=recipe.frozen)"
+                )
         self.parallel, self.text, self.held_out, self.recipe, self.out = run, text, held_out, recipe, out
         self.report_every, self.peak_flops = report_every, peak_flops
         self.rows = text.rows(recipe.batch_size, recipe.length, recipe.seed)
@@ -69,8 +81,13 @@ class Trainer:
             if self.step % self.report_every and self.step < self.recipe.steps:
                 continue
             loss = self.parallel.total(torch.stack(losses).mean()).item()
-            record = {"step": self.step, "loss": loss, **self.speed(len(losses), time.perf_counter() - started),
-                      "norm": result.norm.item(), "held_out": self.held_out_loss()}
+            record = {
+                "step": self.step,
+                "loss": loss,
+                **self.speed(len(losses), time.perf_counter() - started),
+                "norm": result.norm.item(),
+                "held_out": self.held_out_loss(),
+            }
             self.check(record, good=self.step - len(losses))
             self.records.append(record)
             self.save()
@@ -88,8 +105,10 @@ class Trainer:
     def check(self, record: dict[str, Any], good: int) -> None:
         """Numbers are numbers. They are the same on all ranks, so all stop, or none."""
         if not math.isfinite(record["loss"] + record["norm"] + (record["held_out"] or 0.0)):
-            raise ValueError(f"loss {record['loss']}, gradient norm {record['norm']}, held-out loss {record['held_out']} between steps {good} "
-                             f"and {self.step}: lower lr={self.recipe.lr} or clip={self.recipe.clip}; all was well at step {good}")
+            raise ValueError(
+                f"loss {record['loss']}, gradient norm {record['norm']}, held-out loss {record['held_out']} between steps {good} "
+                f"and {self.step}: lower lr={self.recipe.lr} or clip={self.recipe.clip}; all was well at step {good}"
+            )
 
     def speed(self, steps: int, elapsed_s: float) -> dict[str, float]:
         tokens_per_s = steps * self.recipe.batch_size * self.recipe.length / elapsed_s
@@ -105,7 +124,10 @@ class Trainer:
         if self.held_out is None:
             return None
         rows = self.held_out.rows(self.recipe.batch_size, self.recipe.length)
-        return sum(self.parallel.evaluate(self.parallel.batch(rows, step)).item() for step in range(batches)) / batches
+        return (
+            sum(self.parallel.evaluate(self.parallel.batch(rows, step)).item() for step in range(batches))
+            / batches
+        )
 
     def sample(self, prompt: str = "The ", n: int = 200, temperature: float = 0.7, seed: int = 0) -> str:
         """What the model makes of a prompt, n bytes more; every rank must ask, and gets the same."""
@@ -118,13 +140,18 @@ class Trainer:
         """Rank 0 writes the log, then the checkpoint, each in one piece: whoever goes on from the old checkpoint writes that line again."""
         if self.out is None:
             return
-        state = self.parallel.state_dict()                  # every rank takes part
+        state = self.parallel.state_dict()  # every rank takes part
         if self.rank:
             return
         self.out.mkdir(parents=True, exist_ok=True)
         recipe = self.recipe
-        saved = {"identity": self.identity(), "strategy": asdict(self.parallel.strategy),
-                 "position": self.text.position(self.step, recipe.batch_size, recipe.length, recipe.seed), "records": self.records, "state": state}
+        saved = {
+            "identity": self.identity(),
+            "strategy": asdict(self.parallel.strategy),
+            "position": self.text.position(self.step, recipe.batch_size, recipe.length, recipe.seed),
+            "records": self.records,
+            "state": state,
+        }
         lines = "".join(json.dumps(record) + "\n" for record in self.records)
         replace_file(self.out / "log.jsonl", lambda file: file.write(lines.encode()))
         replace_file(self.out / "checkpoint.pt", lambda file: torch.save(saved, file))
@@ -138,18 +165,30 @@ class Trainer:
         self.parallel.load_state_dict(saved["state"])
         self.step, self.records = saved["position"]["step"], saved["records"]
         before = Strategy(**saved["strategy"])
-        return f"resumed at step {self.step}" + (f"; it was saved by {before}" if before != self.parallel.strategy else "")
+        return f"resumed at step {self.step}" + (
+            f"; it was saved by {before}" if before != self.parallel.strategy else ""
+        )
 
     def agree(self, saved: dict[str, Any]) -> None:
         """All ranks found the same: they compare the step and a hash of what was reported until then."""
-        digest = hashlib.blake2b(json.dumps([saved["strategy"], saved["records"]]).encode(), digest_size=7) if saved else None
+        digest = (
+            hashlib.blake2b(json.dumps([saved["strategy"], saved["records"]]).encode(), digest_size=7)
+            if saved
+            else None
+        )
         mine = [saved["position"]["step"], int.from_bytes(digest.digest())] if saved else [0, 0]
-        found = collectives.all_gather(torch.tensor([mine], device=self.parallel.device), collectives.world()).tolist()
+        found = collectives.all_gather(
+            torch.tensor([mine], device=self.parallel.device), collectives.world()
+        ).tolist()
         for rank, (step, hashed) in enumerate(found):
             if [step, hashed] != found[0]:
-                said = [f"one of step {step}" if step else "no checkpoint" for step, _ in (found[0], found[rank])]
-                raise ValueError(f"rank 0 sees {said[0]} and rank {rank} {said[1] if said[0] != said[1] else 'another one'}: {self.out} must be a "
-                                 "folder that all ranks see")
+                said = [
+                    f"one of step {step}" if step else "no checkpoint" for step, _ in (found[0], found[rank])
+                ]
+                raise ValueError(
+                    f"rank 0 sees {said[0]} and rank {rank} {said[1] if said[0] != said[1] else 'another one'}: {self.out} must be a "
+                    "folder that all ranks see"
+                )
 
     def identity(self) -> dict[str, Any]:
         model = self.parallel.config or type(self.parallel.model).__name__
@@ -162,8 +201,14 @@ def identity(model: GPTConfig | str, recipe: Recipe, precision: str) -> dict[str
     return json.loads(json.dumps({**model, **asdict(recipe), "precision": precision}))
 
 
-def find_checkpoint(out: Path | None, wanted: dict[str, Any], text: Text, recipe: Recipe, device: torch.device | str = "cpu",
-                    mmap: bool = False) -> dict[str, Any]:
+def find_checkpoint(
+    out: Path | None,
+    wanted: dict[str, Any],
+    text: Text,
+    recipe: Recipe,
+    device: torch.device | str = "cpu",
+    mmap: bool = False,
+) -> dict[str, Any]:
     """What the checkpoint in the folder holds, if it is one of this run, {} if there is none. `mmap` leaves tensors on the disk."""
     if out is None or not (path := out / "checkpoint.pt").exists():
         return {}
@@ -174,8 +219,10 @@ def find_checkpoint(out: Path | None, wanted: dict[str, Any], text: Text, recipe
         raise ValueError(f"{path} is damaged ({type(error).__name__}): delete it to start anew") from None
     for name, now in wanted.items():
         if was.get(name) != now:
-            raise ValueError(f"{path} was made with {name}={was.get(name)}, this run has {name}={now}: resume with the same settings, or write to "
-                             "another folder")
+            raise ValueError(
+                f"{path} was made with {name}={was.get(name)}, this run has {name}={now}: resume with the same settings, or write to "
+                "another folder"
+            )
     text.resume(position, recipe.batch_size, recipe.length, recipe.seed)
     return saved
 

@@ -2,6 +2,7 @@
 
 Hypothesis draws the same examples in every run and never looks at the clock: a test that fails does so again.
 """
+
 import hypothesis
 
 from minitrain.course import atlas
@@ -13,7 +14,9 @@ PASSED: set[str] = set()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--atlas", action="store_true", help="fail unless every test that the atlas names ran and passed")
+    parser.addoption(
+        "--atlas", action="store_true", help="fail unless every test that the atlas names ran and passed"
+    )
 
 
 def pytest_runtest_logreport(report):
@@ -23,8 +26,10 @@ def pytest_runtest_logreport(report):
 
 def pytest_sessionfinish(session):
     if not session.config.getoption("--atlas") or hasattr(session.config, "workerinput"):
-        return                                     # under xdist the controller hears of every test; the workers do not judge
+        return  # under xdist the controller hears of every test; the workers do not judge
     missing = [f"{row.id}: {row.test}" for row in atlas.rows() if row.test not in PASSED]
     if missing:
         session.exitstatus = 1
-        print(f"\n{len(missing)} rows of the atlas have no test that ran and passed:\n  " + "\n  ".join(missing))
+        print(
+            f"\n{len(missing)} rows of the atlas have no test that ran and passed:\n  " + "\n  ".join(missing)
+        )

@@ -9,6 +9,7 @@ of its dropout. Compared are every loss, each gradient and each parameter after 
 bytes by operation and axis, and the peak by kind of the first step, exactly.
 A new technique adds its column here: a field to draw, a word in FEATURES.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -52,8 +53,8 @@ class Draw:
     length: int
     clip: float | None
     frozen: tuple[str, ...]
-    optimizer: str                      # adamw, sgd
-    masked: str                         # none, ragged: other numbers per row, rows: those of the first rank altogether
+    optimizer: str  # adamw, sgd
+    masked: str  # none, ragged: other numbers per row, rows: those of the first rank altogether
 
     def rows(self, step: int) -> Rows:
         return Rows(partial(self.draw_rows, step), self.batch_sizes[step], self.length)
@@ -63,19 +64,27 @@ class Draw:
         tokens, targets = random_tokens(step, rank, ranks, size, self.length, self.config.vocab_size, seed=5)
         for target, row in zip(targets, rows_of(rank, ranks, size)):
             if self.masked != "none":
-                target[self.length - (row * 3 + step) % self.length:] = MASKED
+                target[self.length - (row * 3 + step) % self.length :] = MASKED
             if self.masked == "rows" and row in rows_of(0, self.strategy.dp, size) and self.strategy.dp > 1:
                 target[:] = MASKED
         return tokens, targets
 
     def make_optimizer(self, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Matrices decay, vectors do not; eps is large enough that rounding of gradients near 0 is not magnified."""
-        groups = [{"params": [p for p in params if (p.dim() >= 2) == decays], "weight_decay": 0.1 * decays} for decays in (True, False)]
+        groups = [
+            {"params": [p for p in params if (p.dim() >= 2) == decays], "weight_decay": 0.1 * decays}
+            for decays in (True, False)
+        ]
         groups = [group for group in groups if group["params"]]
-        return AdamW(groups, lr=1e-2, eps=1e-3) if self.optimizer == "adamw" else torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+        return (
+            AdamW(groups, lr=1e-2, eps=1e-3)
+            if self.optimizer == "adamw"
+            else torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+        )
 
 
 # ---- drawing -----------------------------------------------------------------------------------------------------------
+
 
 def draw(number: int, seed: int) -> Draw:
     """Case `number`: the first of its random tries that no check refuses."""
@@ -103,8 +112,16 @@ def attempt(chance: random.Random) -> Draw:
     batch_sizes = tuple(least + chance.choice((0, 0, 1, 3)) for _ in range(STEPS))
     for size in batch_sizes:
         strategy.check_batch(config, size, length)
-    return Draw(config, strategy, batch_sizes, length, chance.choice((None, 0.3, 100.0)), draw_frozen(chance, config),
-                chance.choice(("adamw", "adamw", "sgd")), chance.choice(("none", "ragged", "ragged", "rows")))
+    return Draw(
+        config,
+        strategy,
+        batch_sizes,
+        length,
+        chance.choice((None, 0.3, 100.0)),
+        draw_frozen(chance, config),
+        chance.choice(("adamw", "adamw", "sgd")),
+        chance.choice(("none", "ragged", "ragged", "rows")),
+    )
 
 
 def draw_config(chance: random.Random) -> GPTConfig:
@@ -112,12 +129,24 @@ def draw_config(chance: random.Random) -> GPTConfig:
     latent = chance.random() < 0.08
     positions = "rope" if latent else chance.choice(("rope", "rope", "learned", "alibi", "none"))
     return GPTConfig(
-        vocab_size=chance.choice((29, 32, 101)), num_heads=heads, d_model=heads * 4, head_dim=4,
-        num_kv_heads=heads if latent else chance.choice({4: (1, 2, 4), 6: (2, 6, 3)}[heads]), num_layers=chance.choice((2, 2, 3, 4)),
-        d_ff=chance.choice((24, 36, 48)), max_positions=48, positions=positions, norm=chance.choice(("rms", "layer")),
-        activation=chance.choice(("swiglu", "gelu", "geglu")), residual=chance.choice(("pre", "pre", "parallel", "post", "deepnorm")),
-        bias=chance.random() < 0.4, tied=chance.random() < 0.5, embedding_norm=chance.random() < 0.2,
-        dropout=chance.choice((0.0, 0.0, 0.2)), **(dict(kv_latent=8, rope_head_dim=2) if latent else {}))
+        vocab_size=chance.choice((29, 32, 101)),
+        num_heads=heads,
+        d_model=heads * 4,
+        head_dim=4,
+        num_kv_heads=heads if latent else chance.choice({4: (1, 2, 4), 6: (2, 6, 3)}[heads]),
+        num_layers=chance.choice((2, 2, 3, 4)),
+        d_ff=chance.choice((24, 36, 48)),
+        max_positions=48,
+        positions=positions,
+        norm=chance.choice(("rms", "layer")),
+        activation=chance.choice(("swiglu", "gelu", "geglu")),
+        residual=chance.choice(("pre", "pre", "parallel", "post", "deepnorm")),
+        bias=chance.random() < 0.4,
+        tied=chance.random() < 0.5,
+        embedding_norm=chance.random() < 0.2,
+        dropout=chance.choice((0.0, 0.0, 0.2)),
+        **(dict(kv_latent=8, rope_head_dim=2) if latent else {}),
+    )
 
 
 def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
@@ -140,17 +169,28 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
         core = chance.choice(tuple(CORES))
         values |= dict(core=core, layout=chance.choice(CORES[core].layouts))
         for axis in CORES[core].axes[1:]:
-            values["ulysses" if axis == "ulysses" else "inner"] = chance.choice([n for n in (1, 2, 4) if axes["cp"] % n == 0])
+            values["ulysses" if axis == "ulysses" else "inner"] = chance.choice(
+                [n for n in (1, 2, 4) if axes["cp"] % n == 0]
+            )
     return Strategy(**values)
 
 
 def draw_frozen(chance: random.Random, config: GPTConfig) -> tuple[str, ...]:
     layer = chance.randrange(1, config.num_layers + 1)
-    return chance.choice(((), (), (f"layers.{layer}.norm1.weight",), ("layers.0.tokens",), (f"layers.{layer}.*",),
-                          (f"layers.{layer}.mlp.*", "layers.0.*")))
+    return chance.choice(
+        (
+            (),
+            (),
+            (f"layers.{layer}.norm1.weight",),
+            ("layers.0.tokens",),
+            (f"layers.{layer}.*",),
+            (f"layers.{layer}.mlp.*", "layers.0.*"),
+        )
+    )
 
 
 # ---- one process -------------------------------------------------------------------------------------------------------
+
 
 @dataclass
 class Outcome:
@@ -179,7 +219,11 @@ def one_process(case: Draw) -> Outcome:
             torch.nn.utils.clip_grad_norm_(trainable.values(), case.clip)
         optimizer.step()
         losses.append(loss.item())
-    return Outcome(losses, {name: param.grad for name, param in trainable.items()}, {name: param.detach() for name, param in model.named_parameters()})
+    return Outcome(
+        losses,
+        {name: param.grad for name, param in trainable.items()},
+        {name: param.detach() for name, param in model.named_parameters()},
+    )
 
 
 def matches(name: str, case: Draw) -> bool:
@@ -189,23 +233,36 @@ def matches(name: str, case: Draw) -> bool:
 def as_torch_has_it(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if not isinstance(optimizer, AdamW):
         return optimizer
-    return torch.optim.AdamW([{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups],
-                             lr=1e-2, eps=1e-3)
+    return torch.optim.AdamW(
+        [
+            {"params": group["params"], "weight_decay": group["weight_decay"]}
+            for group in optimizer.param_groups
+        ],
+        lr=1e-2,
+        eps=1e-3,
+    )
 
 
 # ---- on ranks, real and dry --------------------------------------------------------------------------------------------
 
+
 def begin(case: Draw, lent: dict | None = None):
     """The run, the loss of its first step, and the account of building it and of that step."""
-    torch.manual_seed(1000 + collectives.world().rank())                        # ranks seeded apart: nothing may depend on it
+    torch.manual_seed(1000 + collectives.world().rank())  # ranks seeded apart: nothing may depend on it
     with Ledger() as ledger:
         run = parallelize(case.config, case.strategy, case.make_optimizer, seed=SEED, frozen=case.frozen)
         if lent:
             run.runner.lent.update(lent)
         loss = step_of(case, run, 0)
     calls = sorted({(call.op, call.axis) for call in ledger._matching(None, None)})
-    account = {"FLOPs": ledger.flops, "peak": ledger.peak_by_kind,
-               "bytes": {call: (ledger.num_calls(*call), ledger.sent_bytes(*call), ledger.payload_bytes(*call)) for call in calls}}
+    account = {
+        "FLOPs": ledger.flops,
+        "peak": ledger.peak_by_kind,
+        "bytes": {
+            call: (ledger.num_calls(*call), ledger.sent_bytes(*call), ledger.payload_bytes(*call))
+            for call in calls
+        },
+    }
     return run, loss, account
 
 
@@ -233,11 +290,23 @@ def dry_account(case: Draw, rank: int) -> dict:
 
 def distance(outcome: Outcome, reference: Outcome) -> float:
     """Of a rank's outcome: it has the gradients of its own layers."""
-    assert outcome.grads.keys() <= reference.grads.keys() and outcome.params.keys() == reference.params.keys(), "other parameters"
+    assert (
+        outcome.grads.keys() <= reference.grads.keys() and outcome.params.keys() == reference.params.keys()
+    ), "other parameters"
     pairs = [(outcome.grads[name], reference.grads[name]) for name in outcome.grads]
     pairs += [(outcome.params[name], reference.params[name]) for name in reference.params]
-    pairs.append((torch.tensor(outcome.losses, dtype=torch.float64), torch.tensor(reference.losses, dtype=torch.float64)))
-    return max((ours - theirs).abs().max().nan_to_num(float("inf")).item() if ours.shape == theirs.shape else float("inf") for ours, theirs in pairs)
+    pairs.append(
+        (
+            torch.tensor(outcome.losses, dtype=torch.float64),
+            torch.tensor(reference.losses, dtype=torch.float64),
+        )
+    )
+    return max(
+        (ours - theirs).abs().max().nan_to_num(float("inf")).item()
+        if ours.shape == theirs.shape
+        else float("inf")
+        for ours, theirs in pairs
+    )
 
 
 def verdict(case: Draw, every_rank: bool = False) -> str:
@@ -250,9 +319,13 @@ def verdict(case: Draw, every_rank: bool = False) -> str:
     far = max(distance(outcome, reference) for outcome, _ in results)
     if not far < TOLERANCE:
         return f"is {far:.1e} from one process"
-    if case.strategy.post_validation:                           # asks for a number, which a dry run has not
+    if case.strategy.post_validation:  # asks for a number, which a dry run has not
         return ""
-    some = random.Random(repr(case)).sample(range(len(results)), min(2, len(results))) if not every_rank else range(len(results))
+    some = (
+        random.Random(repr(case)).sample(range(len(results)), min(2, len(results)))
+        if not every_rank
+        else range(len(results))
+    )
     for rank in some:
         real, dry = results[rank][1], dry_account(case, rank)
         for what in real:
@@ -270,18 +343,33 @@ def differing(mine, other):
 # ---- what composes with what -------------------------------------------------------------------------------------------
 
 FEATURES = {
-    "dp": lambda s, c: s.dp > 1 and not s.zero, "ZeRO-1": lambda s, c: s.zero == 1, "ZeRO-2": lambda s, c: s.zero == 2,
-    "ZeRO-3": lambda s, c: s.zero == 3, "hybrid": lambda s, c: s.word, "tp": lambda s, c: s.tp > 1,
-    "tp, sequence": lambda s, c: s.sequence_parallel, "tp, overlap": lambda s, c: s.overlap,
-    "cp, rings": lambda s, c: s.cp > 1 and s.core in ("ring", "ring_self_attention", "balanced", "double_ring", "burst", "wallfacer"),
+    "dp": lambda s, c: s.dp > 1 and not s.zero,
+    "ZeRO-1": lambda s, c: s.zero == 1,
+    "ZeRO-2": lambda s, c: s.zero == 2,
+    "ZeRO-3": lambda s, c: s.zero == 3,
+    "hybrid": lambda s, c: s.word,
+    "tp": lambda s, c: s.tp > 1,
+    "tp, sequence": lambda s, c: s.sequence_parallel,
+    "tp, overlap": lambda s, c: s.overlap,
+    "cp, rings": lambda s, c: (
+        s.cp > 1
+        and s.core in ("ring", "ring_self_attention", "balanced", "double_ring", "burst", "wallfacer")
+    ),
     "cp, gathered": lambda s, c: s.cp > 1 and s.core == "gathered",
     "cp, heads": lambda s, c: s.cp > 1 and s.core in ("ulysses", "usp", "loongtrain"),
     "pp": lambda s, c: s.pp > 1 and not s.build_schedule().splits_backward,
     "pp, I and W": lambda s, c: s.pp > 1 and s.build_schedule().splits_backward,
-    "pp, slices": lambda s, c: s.slices > 1, "recompute": lambda s, c: s.recompute, "late clipping": lambda s, c: s.post_validation, "microbatches": lambda s, c: s.microbatches > 1,
-    "tied": lambda s, c: c.config.tied, "frozen": lambda s, c: bool(c.frozen), "dropout": lambda s, c: c.config.dropout > 0,
-    "clipping": lambda s, c: c.clip is not None, "ALiBi": lambda s, c: c.config.positions == "alibi",
-    "GQA": lambda s, c: c.config.num_kv_heads < c.config.num_heads}
+    "pp, slices": lambda s, c: s.slices > 1,
+    "recompute": lambda s, c: s.recompute,
+    "late clipping": lambda s, c: s.post_validation,
+    "microbatches": lambda s, c: s.microbatches > 1,
+    "tied": lambda s, c: c.config.tied,
+    "frozen": lambda s, c: bool(c.frozen),
+    "dropout": lambda s, c: c.config.dropout > 0,
+    "clipping": lambda s, c: c.clip is not None,
+    "ALiBi": lambda s, c: c.config.positions == "alibi",
+    "GQA": lambda s, c: c.config.num_kv_heads < c.config.num_heads,
+}
 
 
 def features(case: Draw) -> list[str]:
@@ -290,7 +378,7 @@ def features(case: Draw) -> list[str]:
 
 def table(pairs: Counter) -> str:
     """How many draws had both, as Markdown."""
-    columns = list(FEATURES)[:list(FEATURES).index("recompute")]
+    columns = list(FEATURES)[: list(FEATURES).index("recompute")]
     lines = [" | ".join(["", *columns]), " | ".join(["---"] * (len(columns) + 1))]
     for row in FEATURES:
         counts = [pairs[tuple(sorted((row, column)))] for column in columns]
@@ -304,10 +392,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--first", type=int, default=0, help="number of the first draw")
     parser.add_argument("--only", type=int, help="number of one draw")
-    parser.add_argument("--every-rank", action="store_true", help="compare the dry run of every rank, not of two")
+    parser.add_argument(
+        "--every-rank", action="store_true", help="compare the dry run of every rank, not of two"
+    )
     parser.add_argument("--table", action="store_true", help="what was drawn together, as Markdown")
     asked = parser.parse_args()
-    torch.set_num_threads(1)                                                    # models are tiny, and ranks want the cores
+    torch.set_num_threads(1)  # models are tiny, and ranks want the cores
     numbers = [asked.only] if asked.only is not None else range(asked.first, asked.first + asked.draws)
     failed, pairs, started = 0, Counter(), time.monotonic()
     for number in numbers:
@@ -315,7 +405,11 @@ def main() -> None:
         try:
             wrong = verdict(case, asked.every_rank)
         except Exception as error:
-            wrong = traceback.format_exc() if asked.only is not None else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            wrong = (
+                traceback.format_exc()
+                if asked.only is not None
+                else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            )
         if wrong:
             failed += 1
             print(f"draw {number}: {wrong}\n    {describe(case)}", flush=True)
@@ -323,7 +417,9 @@ def main() -> None:
             pairs.update(combinations_with_replacement(sorted(features(case)), 2))
     if asked.table:
         print(table(pairs))
-    print(f"{len(numbers) - failed} of {len(numbers)} draws equal one process, seed {asked.seed}, {time.monotonic() - started:.0f} s")
+    print(
+        f"{len(numbers) - failed} of {len(numbers)} draws equal one process, seed {asked.seed}, {time.monotonic() - started:.0f} s"
+    )
     sys.exit(bool(failed))
 
 

@@ -4,6 +4,7 @@ A `Problem` holds the traps on purpose: a tied table, a frozen parameter, ranks 
 masks per rank, an uneven last batch, clipping. `one_process` trains it in the plainest way there is, with torch's own optimizer
 and clipping and nothing of minitrain's but the model. `on_ranks` trains it through a technique. `difference` says how far apart.
 """
+
 from __future__ import annotations
 
 import math
@@ -27,15 +28,25 @@ TOLERANCE = 1e-12
 
 
 def small(**changes) -> GPTConfig:
-    settings = dict(vocab_size=29, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=8, tied=True, norm="rms",
-                    positions="rope", activation="swiglu")
+    settings = dict(
+        vocab_size=29,
+        d_model=16,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        max_positions=8,
+        tied=True,
+        norm="rms",
+        positions="rope",
+        activation="swiglu",
+    )
     return GPTConfig(**(settings | changes))
 
 
 @dataclass(frozen=True)
 class Problem:
     config: GPTConfig = field(default_factory=small)
-    batch_sizes: tuple[int, ...] = (8, 8, 7)            # one step each; 7 sequences fall unevenly on 2 and on 4 ranks
+    batch_sizes: tuple[int, ...] = (8, 8, 7)  # one step each; 7 sequences fall unevenly on 2 and on 4 ranks
     length: int = 8
     microbatches: int = 1
     clip: float | None = 0.5
@@ -53,9 +64,9 @@ class Problem:
         tokens, targets = random_tokens(step, 0, 1, count, self.length, self.config.vocab_size, seed=5)
         targets = targets.clone()
         for row in range(count):
-            targets[row, self.length - row % 5:] = MASKED
+            targets[row, self.length - row % 5 :] = MASKED
         rows = rows_of(rank, size, count)
-        return tokens[rows.start:rows.stop], targets[rows.start:rows.stop]
+        return tokens[rows.start : rows.stop], targets[rows.start : rows.stop]
 
 
 @dataclass
@@ -81,21 +92,27 @@ def one_process(problem: Problem) -> Outcome:
             torch.nn.utils.clip_grad_norm_(trainable, problem.clip)
         optimizer.step()
         losses.append(loss.item())
-    return Outcome(losses, {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
-                   {name: param.detach() for name, param in model.named_parameters()})
+    return Outcome(
+        losses,
+        {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
+        {name: param.detach() for name, param in model.named_parameters()},
+    )
 
 
 def train_on_rank(problem: Problem, make_reducer: Callable) -> Outcome:
     """One rank's training through `train_step`; `make_reducer(params, group)` is the technique under test."""
     group = collectives.world()
-    torch.manual_seed(1000 + group.rank())              # ranks seeded apart: names, not streams, decide the weights
+    torch.manual_seed(1000 + group.rank())  # ranks seeded apart: names, not streams, decide the weights
     model = problem.model()
     params = list(model.parameters())
     reducer = make_reducer(params, group)
     optimizer = AdamW([param for param in params if param.requires_grad], lr=problem.lr)
     losses = run_steps(problem, model, group, optimizer, reducer)
-    return Outcome(losses, {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None},
-                   {name: full_tensor(param).detach().clone() for name, param in model.named_parameters()})
+    return Outcome(
+        losses,
+        {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None},
+        {name: full_tensor(param).detach().clone() for name, param in model.named_parameters()},
+    )
 
 
 def train_sharded(problem: Problem, make_sharded: Callable) -> Outcome:
@@ -105,27 +122,53 @@ def train_sharded(problem: Problem, make_sharded: Callable) -> Outcome:
     model = problem.model()
     zero = make_sharded(model, group, lambda shards: AdamW(shards, lr=problem.lr))
     losses = run_steps(problem, model, group, zero, zero)
-    return Outcome(losses, {name: zero.full_grad(param) for name, param in model.named_parameters() if param.requires_grad},
-                   {name: zero.full_tensor(param) for name, param in model.named_parameters()})
+    return Outcome(
+        losses,
+        {name: zero.full_grad(param) for name, param in model.named_parameters() if param.requires_grad},
+        {name: zero.full_tensor(param) for name, param in model.named_parameters()},
+    )
 
 
 def rows_of_problem(problem: Problem, step: int) -> Rows:
     return Rows(problem.batch, problem.batch_sizes[step], problem.length)
 
 
-def train_parallel(problem: Problem, strategy: Strategy, make_optimizer: Callable | None = None, frozen: Sequence[str] = (), **settings) -> Outcome:
+def train_parallel(
+    problem: Problem,
+    strategy: Strategy,
+    make_optimizer: Callable | None = None,
+    frozen: Sequence[str] = (),
+    **settings,
+) -> Outcome:
     """The same through `parallelize`: what a Run says of this rank's layers."""
     torch.manual_seed(1000 + collectives.world().rank())
-    run = parallelize(problem.config, replace(strategy, microbatches=problem.microbatches, precision="float64", bucket_bytes=3000),
-                      make_optimizer or (lambda params: AdamW(params, lr=problem.lr)), seed=3, frozen=frozen or (problem.frozen,), **settings)
-    losses = [run.total(run.step(run.batch(rows_of_problem(problem, step), step), problem.clip).loss).item()
-              for step in range(len(problem.batch_sizes))]
+    run = parallelize(
+        problem.config,
+        replace(strategy, microbatches=problem.microbatches, precision="float64", bucket_bytes=3000),
+        make_optimizer or (lambda params: AdamW(params, lr=problem.lr)),
+        seed=3,
+        frozen=frozen or (problem.frozen,),
+        **settings,
+    )
+    losses = [
+        run.total(run.step(run.batch(rows_of_problem(problem, step), step), problem.clip).loss).item()
+        for step in range(len(problem.batch_sizes))
+    ]
     names = run.sync.names
-    return Outcome(losses, {name: run.sync.full_grad(param) for param, name in names.items() if param.requires_grad},
-                   {name: run.sync.full_tensor(param) for param, name in names.items()})
+    return Outcome(
+        losses,
+        {name: run.sync.full_grad(param) for param, name in names.items() if param.requires_grad},
+        {name: run.sync.full_tensor(param) for param, name in names.items()},
+    )
 
 
-def train_pipeline(problem: Problem, shape: dict[str, int], schedule: Schedule, cuts: Sequence[range] | None = None, **settings) -> Outcome:
+def train_pipeline(
+    problem: Problem,
+    shape: dict[str, int],
+    schedule: Schedule,
+    cuts: Sequence[range] | None = None,
+    **settings,
+) -> Outcome:
     """The same as a pipeline by a schedule of one's own; what is compared is this rank's part of the model."""
     problem = replace(problem, microbatches=schedule.microbatches // schedule.slices)
     if schedule.slices > 1:
@@ -133,9 +176,13 @@ def train_pipeline(problem: Problem, shape: dict[str, int], schedule: Schedule, 
     return train_parallel(problem, Strategy(**shape, **settings), schedule=schedule, cuts=cuts)
 
 
-def pipeline_difference(problem: Problem, shape: dict[str, int], schedule: Schedule, reference: Outcome, **settings) -> float:
+def pipeline_difference(
+    problem: Problem, shape: dict[str, int], schedule: Schedule, reference: Outcome, **settings
+) -> float:
     """How far training as a pipeline on real ranks is from the reference."""
-    outcomes = launch.run(lambda: train_pipeline(problem, shape, schedule, **settings), ranks=math.prod(shape.values()))
+    outcomes = launch.run(
+        lambda: train_pipeline(problem, shape, schedule, **settings), ranks=math.prod(shape.values())
+    )
     return difference(together(outcomes), reference)
 
 
@@ -147,7 +194,9 @@ def together(outcomes: Iterable[Outcome]) -> Outcome:
         assert losses == outcome.losses
         for found, new in ((grads, outcome.grads), (params, outcome.params)):
             for name, tensor in new.items():
-                assert name not in found or torch.equal(found[name], tensor), f"{name} differs between its copies"
+                assert name not in found or torch.equal(found[name], tensor), (
+                    f"{name} differs between its copies"
+                )
                 found[name] = tensor
     return Outcome(losses, grads, params)
 
@@ -159,7 +208,11 @@ def run_steps(problem: Problem, model: GPT, group, optimizer, reducer) -> list[f
     for step in range(len(problem.batch_sizes)):
         tokens, targets = problem.batch(step, group.rank(), group.size())
         batch = Batch(tokens, targets, valid_tokens(targets, group))
-        losses.append(collectives.all_reduce(train_step(forward_backward, batch, optimizer, reducer, problem.clip).loss, group))
+        losses.append(
+            collectives.all_reduce(
+                train_step(forward_backward, batch, optimizer, reducer, problem.clip).loss, group
+            )
+        )
     return [loss.item() for loss in losses]
 
 
@@ -173,12 +226,18 @@ def difference(outcome: Outcome, reference: Outcome, part: bool = False) -> floa
         assert ours.keys() <= theirs.keys() if part else ours.keys() == theirs.keys()
     pairs = [(outcome.grads[name], reference.grads[name]) for name in outcome.grads]
     pairs += [(outcome.params[name], reference.params[name]) for name in outcome.params]
-    pairs.append((torch.tensor(outcome.losses, dtype=torch.float64), torch.tensor(reference.losses, dtype=torch.float64)))
+    pairs.append(
+        (
+            torch.tensor(outcome.losses, dtype=torch.float64),
+            torch.tensor(reference.losses, dtype=torch.float64),
+        )
+    )
     return max((ours - theirs).abs().max().item() for ours, theirs in pairs)
 
 
 def check_refusals(refused: dict[str, Callable], ranks: int) -> None:
     """Each call raises a ValueError on every rank by itself, in one line, which has the words of its key."""
+
     def rank():
         said = []
         for call in refused.values():

@@ -3,6 +3,7 @@
 A room is a folder of minitrain, or a module at its top. `FLOORS` are what the room stands on: it may import from rooms of lower floors
 only, and techniques not each other's (what one needs of another arrives as an argument). No module imports itself round a circle.
 """
+
 import ast
 import sys
 import tomllib
@@ -16,7 +17,19 @@ PACKAGE = ROOT / "minitrain"
 FLOORS = [
     {"collectives", "attention", "data", "simulate"},
     {"mesh", "sharding", "model", "ledger", "launch"},
-    {"data_parallel", "tensor_parallel", "context", "pipeline", "communication", "memory", "moe", "precision", "checkpoint", "fault", "kernels"},
+    {
+        "data_parallel",
+        "tensor_parallel",
+        "context",
+        "pipeline",
+        "communication",
+        "memory",
+        "moe",
+        "precision",
+        "checkpoint",
+        "fault",
+        "kernels",
+    },
     {"training", "plan", "strategy"},
     {"run", "parallelize", "plot", "course"},
     {"trainer"},
@@ -24,12 +37,27 @@ FLOORS = [
 ]
 TECHNIQUES = FLOORS[2]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-BASE = {"collectives", "attention", "sharding"}                     # all a technique may lean on
-NEIGHBOURS = {("parallelize", "run"), ("cli", "train_command"), ("__main__", "cli")}         # on one floor, one way
-FACES = {"collectives", "launch", "ledger"}                                   # folders that are one module to their users
-NO_TORCH = ("simulate", "plan", "plot.charts", "plot.pipeline", "plot.style", "strategy", "model.config", "course.atlas", "course.notebook",
-            "training.flags", "launch.shared_cores", "pipeline.schedules", "pipeline.schedule", "pipeline.simulate", "pipeline.lower")
-DOOR = {"collectives", "launch", "sharding", "mesh", "course"}      # may speak to torch.distributed themselves
+BASE = {"collectives", "attention", "sharding"}  # all a technique may lean on
+NEIGHBOURS = {("parallelize", "run"), ("cli", "train_command"), ("__main__", "cli")}  # on one floor, one way
+FACES = {"collectives", "launch", "ledger"}  # folders that are one module to their users
+NO_TORCH = (
+    "simulate",
+    "plan",
+    "plot.charts",
+    "plot.pipeline",
+    "plot.style",
+    "strategy",
+    "model.config",
+    "course.atlas",
+    "course.notebook",
+    "training.flags",
+    "launch.shared_cores",
+    "pipeline.schedules",
+    "pipeline.schedule",
+    "pipeline.simulate",
+    "pipeline.lower",
+)
+DOOR = {"collectives", "launch", "sharding", "mesh", "course"}  # may speak to torch.distributed themselves
 
 
 def name_of(path: Path) -> str:
@@ -71,12 +99,19 @@ def test_imports_follow_the_arrows(path):
     wrong = {other for other in used if FLOOR[other] >= FLOOR[room] and (room, other) not in NEIGHBOURS}
     if room in TECHNIQUES:
         wrong |= used - BASE
-    assert not wrong, f"{name} imports from {sorted(wrong)}; allowed: {sorted(BASE) if room in TECHNIQUES else f'rooms below floor {FLOOR[room]}'}"
+    assert not wrong, (
+        f"{name} imports from {sorted(wrong)}; allowed: {sorted(BASE) if room in TECHNIQUES else f'rooms below floor {FLOOR[room]}'}"
+    )
     if room not in DOOR:
-        taken = {alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
-                 and node.module == "torch.distributed" for alias in node.names}
-        assert "torch.distributed" not in imports_of(path) or taken == {"ProcessGroup"}, \
+        taken = {
+            alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed"
+            for alias in node.names
+        }
+        assert "torch.distributed" not in imports_of(path) or taken == {"ProcessGroup"}, (
             f"{path.name}: collectives is the only door to torch.distributed; only the type ProcessGroup goes past it"
+        )
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -85,7 +120,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
     def visit(name: str, path: list[str]) -> list[str]:
         if name in path:
-            return [*path[path.index(name):], name]
+            return [*path[path.index(name) :], name]
         if name in done:
             return []
         found = next(filter(None, (visit(other, [*path, name]) for other in sorted(graph[name]))), [])
@@ -125,14 +160,34 @@ def test_no_torch_is_loaded_with(start):
 
 def test_every_declared_dependency_is_used():
     """By the package, the tests or the benchmarks, or as a tool by its name."""
-    tools = {"jupyterlab": "jupyter", "ipykernel": "nbclient", "nbval": "--nbval", "pytest-xdist": "--dist", "ruff": "ruff"}
+    tools = {
+        "jupyterlab": "jupyter",
+        "ipykernel": "nbclient",
+        "nbval": "--nbval",
+        "pytest-xdist": "--dist",
+        "ruff": "ruff",
+    }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *(line for extra in project.get("optional-dependencies", {}).values() for line in extra)]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in project.get("optional-dependencies", {}).values() for line in extra),
+    ]
     names = {line.split(">")[0].split("[")[0].strip() for line in lines} - {"minitrain"}
-    used = {name.split(".")[0] for folder in ("minitrain", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py") for name in imports_of(path)}
-    texts = "".join((ROOT / name).read_text() for name in ("Makefile", "minitrain/cli.py", "minitrain/course/notebook.py"))
+    used = {
+        name.split(".")[0]
+        for folder in ("minitrain", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in imports_of(path)
+    }
+    texts = "".join(
+        (ROOT / name).read_text() for name in ("Makefile", "minitrain/cli.py", "minitrain/course/notebook.py")
+    )
     modules = {"pillow": "PIL"}
-    unused = {name for name in names if modules.get(name, name).replace("-", "_") not in used and tools.get(name, "no tool") not in texts}
+    unused = {
+        name
+        for name in names
+        if modules.get(name, name).replace("-", "_") not in used and tools.get(name, "no tool") not in texts
+    }
     assert not unused, f"declared and never used: {sorted(unused)}"
 
 
@@ -142,7 +197,9 @@ def test_packages_re_export_nothing():
         tree = ast.parse(path.read_text())
         assert ast.get_docstring(tree), f"{path} has no map"
         if path.parent.name in FACES and path.parent.parent == PACKAGE:
-            assert all(isinstance(node, (ast.Expr, ast.ImportFrom, ast.Assign)) for node in tree.body), f"{path}: a docstring and imports, nothing else"
+            assert all(isinstance(node, (ast.Expr, ast.ImportFrom, ast.Assign)) for node in tree.body), (
+                f"{path}: a docstring and imports, nothing else"
+            )
         else:
             assert len(tree.body) == 1, f"{path}: one docstring, nothing else"
 
@@ -151,9 +208,14 @@ def test_maps_name_every_room():
     """The docstring of a folder names each of its modules, and nothing that is not there."""
     for path in PACKAGE.rglob("__init__.py"):
         if path.parent != PACKAGE:
-            words = set(ast.get_docstring(ast.parse(path.read_text())).replace(",", " ").replace("/", " ").split())
-            there = {other.stem if other.suffix else other.name for other in path.parent.iterdir()
-                     if other.suffix == ".py" and other.name != "__init__.py" or (other / "__init__.py").exists()}
+            words = set(
+                ast.get_docstring(ast.parse(path.read_text())).replace(",", " ").replace("/", " ").split()
+            )
+            there = {
+                other.stem if other.suffix else other.name
+                for other in path.parent.iterdir()
+                if other.suffix == ".py" and other.name != "__init__.py" or (other / "__init__.py").exists()
+            }
             assert there <= words, f"{path.parent.name}: the map does not know {sorted(there - words)}"
 
 
@@ -170,20 +232,42 @@ def test_every_module_says_what_it_is_and_fits_in_the_head():
 
 def test_a_forbidden_arrow_is_seen(tmp_path):
     bad = tmp_path / "zero.py"
-    bad.write_text("from minitrain.mesh import Mesh\nfrom minitrain.model import gpt\nimport minitrain.launch.dryrun\n")
+    bad.write_text(
+        "from minitrain.mesh import Mesh\nfrom minitrain.model import gpt\nimport minitrain.launch.dryrun\n"
+    )
     assert {room_of(name) for name in imports_of(bad)} == {"mesh", "model", "launch"}
 
 
 def test_the_core_needs_few_packages():
     """All but pictures, notebooks and exercises runs with what `pip install minitrain` brings; what is imported inside a function may be an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    core = {line.split(">")[0] for line in project["dependencies"]} | set(sys.stdlib_module_names) | {"minitrain"}
+    core = (
+        {line.split(">")[0] for line in project["dependencies"]}
+        | set(sys.stdlib_module_names)
+        | {"minitrain"}
+    )
     at_top = {}
     for name, path in MODULES.items():
         tree = ast.parse(path.read_text())
-        inside = {f"{node.module}.{alias.name}" for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-        at_top[name] = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names} | inside
-    extra = {name for name, imported in at_top.items() if not {other.split(".")[0] for other in imported} <= core}
-    assert all(name.startswith(("minitrain.plot", "minitrain.course")) for name in extra), f"{extra} need more than {core}"
-    needs = {name: {other for other in imported if other in extra or other.rpartition(".")[0] in extra} for name, imported in at_top.items()}
-    assert all(name.startswith(("minitrain.plot", "minitrain.course")) for name, found in needs.items() if found), needs
+        inside = {
+            f"{node.module}.{alias.name}"
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        at_top[name] = {
+            alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
+        } | inside
+    extra = {
+        name for name, imported in at_top.items() if not {other.split(".")[0] for other in imported} <= core
+    }
+    assert all(name.startswith(("minitrain.plot", "minitrain.course")) for name in extra), (
+        f"{extra} need more than {core}"
+    )
+    needs = {
+        name: {other for other in imported if other in extra or other.rpartition(".")[0] in extra}
+        for name, imported in at_top.items()
+    }
+    assert all(
+        name.startswith(("minitrain.plot", "minitrain.course")) for name, found in needs.items() if found
+    ), needs

@@ -1,4 +1,5 @@
 """The `minitrain` command: what it prints, and that an error is one line."""
+
 import json
 import subprocess
 import sys
@@ -36,30 +37,53 @@ def test_atlas_is_searched_by_all_words():
 
 
 def test_replay_of_a_small_model(tmp_path):
-    result = invoke("replay", "tiny", "--ranks", "16", "--length", "64", "--trace", str(tmp_path / "t.json"),
-                    "--picture", str(tmp_path / "t.png"))
+    result = invoke(
+        "replay",
+        "tiny",
+        "--ranks",
+        "16",
+        "--length",
+        "64",
+        "--trace",
+        str(tmp_path / "t.json"),
+        "--picture",
+        str(tmp_path / "t.png"),
+    )
     assert result.exit_code == 0, result.output
     assert "16 ranks of H100" in result.output and "MFU" in result.output
     assert json.loads((tmp_path / "t.json").read_text()) and (tmp_path / "t.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("words, message", [
-    (["run", "77"], "there is no chapter '77'; there are 00, 01, 02, 03"),
-    (["replay", "gpt9"], "no preset is called 'gpt9'; choose from tiny"),
-    (["replay", "tiny", "--machine", "abacus"], "no machine is called 'abacus'; choose from"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["run", "77"], "there is no chapter '77'; there are 00, 01, 02, 03"),
+        (["replay", "gpt9"], "no preset is called 'gpt9'; choose from tiny"),
+        (["replay", "tiny", "--machine", "abacus"], "no machine is called 'abacus'; choose from"),
+    ],
+)
 def test_bad_input_is_one_line_and_exit_code_2(words, message):
-    done = subprocess.run([sys.executable, "-m", "minitrain.cli", *words], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "minitrain.cli", *words], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_chapter_that_fails_names_the_cell_and_is_written_all_the_same(tmp_path):
-    cells = [nbformat.v4.new_code_cell("1 + 1"), nbformat.v4.new_code_cell("1 / 0"), nbformat.v4.new_code_cell("3")]
+    cells = [
+        nbformat.v4.new_code_cell("1 + 1"),
+        nbformat.v4.new_code_cell("1 / 0"),
+        nbformat.v4.new_code_cell("3"),
+    ]
     path = tmp_path / "broken.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     seen = []
-    with pytest.raises(RuntimeError, match="broken.ipynb stopped in cell 2: ZeroDivisionError: division by zero"):
-        notebook.execute(path, tmp_path / "out" / "broken.ipynb", lambda done, total: seen.append((done, total)))
+    with pytest.raises(
+        RuntimeError, match="broken.ipynb stopped in cell 2: ZeroDivisionError: division by zero"
+    ):
+        notebook.execute(
+            path, tmp_path / "out" / "broken.ipynb", lambda done, total: seen.append((done, total))
+        )
     written = nbformat.read(tmp_path / "out" / "broken.ipynb", as_version=4)
     assert written.cells[0].outputs[0].data["text/plain"] == "2" and seen[0] == (1, 3)
     assert [cell.id for cell in written.cells] == ["cell-000", "cell-001", "cell-002"]

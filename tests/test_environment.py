@@ -1,4 +1,5 @@
 """One list of dependencies in three files: pyproject.toml names the bounds, environment.yml repeats them, constraints.txt pins them."""
+
 import ast
 import sys
 import tomllib
@@ -12,8 +13,13 @@ from packaging.version import Version
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DECLARED = {Requirement(line).name: Requirement(line) for line in [*PROJECT["dependencies"], *EXTRAS["course"], *EXTRAS["test"]]}
-PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+DECLARED = {
+    Requirement(line).name: Requirement(line)
+    for line in [*PROJECT["dependencies"], *EXTRAS["course"], *EXTRAS["test"]]
+}
+PINNED = dict(
+    line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+)
 IMPORT_NAMES = {"pytest-xdist": "xdist", "pillow": "PIL"}
 
 
@@ -39,22 +45,33 @@ def test_every_bound_has_a_floor_and_a_ceiling_and_admits_its_pin():
         operators = {spec.operator for spec in requirement.specifier}
         assert operators == {">=", "<"}, f"{name} needs a floor and a ceiling, has {requirement.specifier}"
         assert name in PINNED, f"{name} is not pinned in constraints.txt"
-        assert requirement.specifier.contains(PINNED[name]), f"{name}=={PINNED[name]} is outside {requirement.specifier}"
+        assert requirement.specifier.contains(PINNED[name]), (
+            f"{name}=={PINNED[name]} is outside {requirement.specifier}"
+        )
     assert DECLARED["torch"].specifier.contains("2.11.0") and PINNED["torch"] == "2.13.0"
 
 
 def test_what_is_installed_is_inside_the_bounds():
     for name, requirement in DECLARED.items():
         installed = Version(metadata.version(name)).public
-        assert requirement.specifier.contains(installed), f"{name} {installed} is outside {requirement.specifier}"
+        assert requirement.specifier.contains(installed), (
+            f"{name} {installed} is outside {requirement.specifier}"
+        )
 
 
 def test_every_import_of_the_package_is_declared():
     known = {IMPORT_NAMES.get(name, name) for name in DECLARED} | set(sys.stdlib_module_names) | {"minitrain"}
-    known |= {"IPython"}                                           # comes with ipykernel, always
+    known |= {"IPython"}  # comes with ipykernel, always
     for path in (ROOT / "minitrain").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else \
-                [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module]
+                if isinstance(node, ast.ImportFrom) and node.level == 0
+                else []
+            )
             for name in names:
-                assert name.split(".")[0] in known, f"{path.relative_to(ROOT)} imports {name}, which pyproject.toml does not declare"
+                assert name.split(".")[0] in known, (
+                    f"{path.relative_to(ROOT)} imports {name}, which pyproject.toml does not declare"
+                )

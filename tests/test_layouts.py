@@ -1,4 +1,5 @@
 """Random layouts, a few of them each time; `python -m tests.layouts --draws 500 --seed 7` runs as many as one likes."""
+
 from collections import Counter
 from dataclasses import replace
 
@@ -12,7 +13,16 @@ from minitrain.strategy import Strategy
 from tests.layouts import FEATURES, Draw, distance, draw, features, on_rank, one_process, verdict
 
 SEED, DRAWS = 1234, 24
-CONFIG = GPTConfig(vocab_size=29, d_model=24, num_layers=2, num_heads=6, num_kv_heads=2, max_positions=16, tied=True, dropout=0.1)
+CONFIG = GPTConfig(
+    vocab_size=29,
+    d_model=24,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    max_positions=16,
+    tied=True,
+    dropout=0.1,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +48,20 @@ def test_the_draws_meet_every_feature():
         pairs |= {frozenset((a, b)) for a in names for b in names if a < b}
     assert all(found[name] >= 8 for name in FEATURES), found
     for one in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid"):
-        for other in ("tp", "tp, sequence", "tp, overlap", "cp, rings", "cp, heads", "pp", "pp, I and W", "recompute", "tied", "frozen", "dropout", "clipping"):
+        for other in (
+            "tp",
+            "tp, sequence",
+            "tp, overlap",
+            "cp, rings",
+            "cp, heads",
+            "pp",
+            "pp, I and W",
+            "recompute",
+            "tied",
+            "frozen",
+            "dropout",
+            "clipping",
+        ):
             assert frozenset((one, other)) in pairs, (one, other)
 
 
@@ -47,18 +70,26 @@ def case(**values) -> Draw:
     return Draw(CONFIG, strategy, (8, 8, 7), 16, 0.3, (), "adamw", "ragged")
 
 
-BROKEN = {"sums over data ranks": case(dp=2), "sums over tp of what saw slices": case(tp=2, sequence_parallel=True),
-          "sums over stages": case(pp=2), "places of dropout": case(dp=2)}
+BROKEN = {
+    "sums over data ranks": case(dp=2),
+    "sums over tp of what saw slices": case(tp=2, sequence_parallel=True),
+    "sums over stages": case(pp=2),
+    "places of dropout": case(dp=2),
+}
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_the_draws_would_notice(what):
     """Controls: what the draws prove is wrong without the one line that does it."""
+
     def rank(case):
         from minitrain import parallelize as module
         from minitrain.attention import dropout
+
         if what == "sums over data ranks":
-            module.sum_over = lambda model, strategy, mesh: [place(param, summed_over=(mesh.group("pp"),)) for param in model.parameters()]
+            module.sum_over = lambda model, strategy, mesh: [
+                place(param, summed_over=(mesh.group("pp"),)) for param in model.parameters()
+            ]
         elif what == "sums over tp of what saw slices":
             module.seen_in_slices = lambda layers: set()
         elif what == "sums over stages":

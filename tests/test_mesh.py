@@ -1,4 +1,5 @@
 """The mesh: the same groups as torch's DeviceMesh, any of them flattened, at any size, and one-line errors."""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,12 +14,20 @@ SHAPES = [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 1, "tp": 2}, {"tp": 1, 
 
 def compare_with_torch(shapes):
     for shape in shapes:
-        ours, theirs = Mesh(**shape), init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+        ours, theirs = (
+            Mesh(**shape),
+            init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape)),
+        )
         for axis in shape:
             members = dist.get_process_group_ranks(theirs.get_group(axis))
             assert dist.get_process_group_ranks(ours.group(axis)) == members == ours.members(axis)
             assert ours.device_mesh.get_group(axis) is ours.group(axis) is ours.group(axis)
-            assert ours.rank(axis) == ours.group(axis).rank() == theirs.get_local_rank(axis) == ours.coordinates[axis]
+            assert (
+                ours.rank(axis)
+                == ours.group(axis).rank()
+                == theirs.get_local_rank(axis)
+                == ours.coordinates[axis]
+            )
             assert ours.size(axis) == shape[axis] == ours.group(axis).size()
             assert collectives.axis_of(ours.group(axis)) == axis
             total = collectives.all_reduce(torch.tensor(dist.get_rank()), ours.group(axis))
@@ -28,7 +37,9 @@ def compare_with_torch(shapes):
     assert collectives.axis_of(dist.group.WORLD) == "world"
 
 
-@pytest.mark.parametrize("ranks, shapes", [(4, SHAPES), (8, [{"dp": 2, "cp": 2, "tp": 2}, {"pp": 4, "tp": 2}])])
+@pytest.mark.parametrize(
+    "ranks, shapes", [(4, SHAPES), (8, [{"dp": 2, "cp": 2, "tp": 2}, {"pp": 4, "tp": 2}])]
+)
 def test_groups_are_those_of_torchs_device_mesh(ranks, shapes):
     launch.run(compare_with_torch, shapes, ranks=ranks, timeout_s=120)
 
@@ -73,7 +84,16 @@ def parts_of_a_pipeline():
 
 def test_some_ranks_of_an_axis_are_a_group():
     found = launch.run(parts_of_a_pipeline, ranks=8, timeout_s=120)
-    assert [members for _, members in found] == [[0, 3], [1, 2], [1, 2], [0, 3], [4, 7], [5, 6], [5, 6], [4, 7]]
+    assert [members for _, members in found] == [
+        [0, 3],
+        [1, 2],
+        [1, 2],
+        [0, 3],
+        [4, 7],
+        [5, 6],
+        [5, 6],
+        [4, 7],
+    ]
     assert [number for number, _ in found] == [0, 0, 1, 1] * 2
 
 
@@ -89,17 +109,23 @@ def test_a_second_group_of_the_same_ranks():
 
 def test_the_picture():
     picture = dryrun.run(lambda: Mesh(dp=2, pp=1, tp=3).draw(), rank=4, ranks=6)
-    assert picture == """\
+    assert (
+        picture
+        == """\
 Mesh(dp=2, pp=1, tp=3): 6 ranks, tp to the right
   dp=0 pp=0  0  1  2
   dp=1 pp=0  3 *4  5
 dp groups: [0 3] [1 4] [2 5]
 pp groups: [0] [1] [2] [3] [4] [5]
 tp groups: [0 1 2] [3 4 5]"""
-    assert dryrun.run(lambda: Mesh(dp=20).draw(), ranks=20) == """\
+    )
+    assert (
+        dryrun.run(lambda: Mesh(dp=20).draw(), ranks=20)
+        == """\
 Mesh(dp=20): 20 ranks, dp to the right
     *0   1   2   3   4   5   6   7 ...
 dp groups: [0 1 2 3 4 5 6 7 ...]"""
+    )
 
 
 def large():
@@ -114,21 +140,38 @@ def large():
 def test_a_rank_of_131072():
     rank = 131_072 - 3
     assert dryrun.run(large, rank=rank, ranks=131_072) == (
-        {"dp": 1023, "pp": 15, "tp": 5}, 8192, 8189, 5, list(range(rank - 5, rank + 3)), [130_949, 130_957])
+        {"dp": 1023, "pp": 15, "tp": 5},
+        8192,
+        8189,
+        5,
+        list(range(rank - 5, rank + 3)),
+        [130_949, 130_957],
+    )
 
 
 WRONG = {
-    "product": (lambda: Mesh(dp=4, tp=4),
-                "Mesh: dp=4 x tp=4 is 16 ranks, but the job has 6; choose sizes whose product is 6"),
-    "too few": (lambda: Mesh(dp=3, tp=1), "dp=3 x tp=1 is 3 ranks, but the job has 6; dp=6 or tp=2 would fit"),
-    "too many": (lambda: Mesh(dp=6, tp=2), "dp=6 x tp=2 is 12 ranks, but the job has 6; dp=3 or tp=1 would fit"),
+    "product": (
+        lambda: Mesh(dp=4, tp=4),
+        "Mesh: dp=4 x tp=4 is 16 ranks, but the job has 6; choose sizes whose product is 6",
+    ),
+    "too few": (
+        lambda: Mesh(dp=3, tp=1),
+        "dp=3 x tp=1 is 3 ranks, but the job has 6; dp=6 or tp=2 would fit",
+    ),
+    "too many": (
+        lambda: Mesh(dp=6, tp=2),
+        "dp=6 x tp=2 is 12 ranks, but the job has 6; dp=3 or tp=1 would fit",
+    ),
     "no axes": (lambda: Mesh(), "Mesh has no axes; name at least one, such as Mesh(dp=6)"),
     "zero": (lambda: Mesh(dp=6, tp=0), "Mesh: tp=0; the size of an axis is a whole number, 1 or more"),
     "negative": (lambda: Mesh(dp=-6), "Mesh: dp=-6; the size"),
     "fraction": (lambda: Mesh(dp=6.0), "Mesh: dp=6.0; the size"),
     "bool": (lambda: Mesh(dp=6, tp=True), "Mesh: tp=True; the size"),
     "unknown": (lambda: Mesh(dp=6).group("tp"), "group('tp'): the mesh has no such axis; its axes are dp"),
-    "no axis to take a part of": (lambda: Mesh(dp=6).part("pp", (0, 1)), "part('pp'): the mesh has no such axis; its axes are dp"),
+    "no axis to take a part of": (
+        lambda: Mesh(dp=6).part("pp", (0, 1)),
+        "part('pp'): the mesh has no such axis; its axes are dp",
+    ),
     "repeated": (lambda: Mesh(dp=6).size("dp", "dp"), "size('dp', 'dp'): name each axis once"),
     "none": (lambda: Mesh(dp=6).rank(), "rank(): name each axis once, at least one of dp"),
 }

@@ -1,4 +1,5 @@
 """The README keeps its word: its example prints what it says, its links exist, its commands are targets."""
+
 import re
 import shlex
 import subprocess
@@ -30,10 +31,16 @@ def test_an_example_is_ten_lines_and_prints_what_the_readme_says(number, tmp_pat
 
 def test_commands_that_train_are_what_the_command_takes(monkeypatch):
     """Every `minitrain train` line, also behind torchrun: its flags exist and its layout can be."""
-    lines = [shlex.split(line, comments=True) for line in re.findall(r"^(?:torchrun .*-m minitrain\.cli|minitrain) (train .*)$", TEXT, re.M)]
+    lines = [
+        shlex.split(line, comments=True)
+        for line in re.findall(r"^(?:torchrun .*-m minitrain\.cli|minitrain) (train .*)$", TEXT, re.M)
+    ]
     assert len(lines) >= 5
     started = []
-    monkeypatch.setattr("minitrain.launch.run", lambda fn, config, strategy, *_, ranks, **__: started.append((str(strategy), ranks)))
+    monkeypatch.setattr(
+        "minitrain.launch.run",
+        lambda fn, config, strategy, *_, ranks, **__: started.append((str(strategy), ranks)),
+    )
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     for words in lines:
         result = CliRunner().invoke(cli.app, words)
@@ -43,7 +50,9 @@ def test_commands_that_train_are_what_the_command_takes(monkeypatch):
 
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        assert target.startswith("http") or (ROOT / target).exists(), f"README links to {target}, which is not there"
+        assert target.startswith("http") or (ROOT / target).exists(), (
+            f"README links to {target}, which is not there"
+        )
 
 
 def test_every_module_folder_is_on_the_map():

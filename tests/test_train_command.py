@@ -1,4 +1,5 @@
 """`minitrain train`: any layout from flags, here and under torchrun; refused in one line before a rank starts; the exit codes."""
+
 import inspect
 import json
 import os
@@ -28,7 +29,24 @@ from minitrain.training.recipe import Recipe
 from tests.launch.test_launch_torchrun import free_port
 
 TEXT = b"It is not enough to have a good mind; the main thing is to use it well. " * 40
-SMALL = ("--width", "32", "--heads", "4", "--layers", "2", "--length", "16", "--batch", "4", "--steps", "4", "--report-every", "2", "--sample", "6")
+SMALL = (
+    "--width",
+    "32",
+    "--heads",
+    "4",
+    "--layers",
+    "2",
+    "--length",
+    "16",
+    "--batch",
+    "4",
+    "--steps",
+    "4",
+    "--report-every",
+    "2",
+    "--sample",
+    "6",
+)
 
 
 @pytest.fixture
@@ -43,37 +61,70 @@ def minitrain(monkeypatch, tmp_path, capfd):
         with pytest.raises(SystemExit) as ended:
             cli.main()
         return ended.value.code or 0, *capfd.readouterr()
+
     return run
 
 
 # ---- it trains -------------------------------------------------------------------------------------------------------
 
+
 def test_any_layout_trains_and_goes_on_in_another(minitrain):
     """dp with tp and ZeRO, a pipeline, a cut sequence, hybrid sharding: each goes on where another one stopped."""
-    forms = ["--dp 2 --tp 2 --zero 1", "--pp 2 --microbatches 4 --schedule 1f1b", "--cp 2 --layout zigzag",
-             "--zero III --node 2 --dp 4"]
+    forms = [
+        "--dp 2 --tp 2 --zero 1",
+        "--pp 2 --microbatches 4 --schedule 1f1b",
+        "--cp 2 --layout zigzag",
+        "--zero III --node 2 --dp 4",
+    ]
     before = None
     for number, form in enumerate(forms):
         small = list(SMALL)
-        code, out, err = minitrain("train", *small, *form.split(), "--dropout", 0.1, "--frozen", "layers.1.*", "--text", "text.txt", "--out", "run")
+        code, out, err = minitrain(
+            "train",
+            *small,
+            *form.split(),
+            "--dropout",
+            0.1,
+            "--frozen",
+            "layers.1.*",
+            "--text",
+            "text.txt",
+            "--out",
+            "run",
+        )
         assert (code, err) == (0, ""), err
-        assert "tokens/s, MFU" in out and "held out" in out and "4 steps of 64 tokens; log and checkpoint in run" in out
+        assert (
+            "tokens/s, MFU" in out
+            and "held out" in out
+            and "4 steps of 64 tokens; log and checkpoint in run" in out
+        )
         strategy = re.search(r"parameters, (Strategy\(.*?\)), (\d) ranks on", out)
         assert int(strategy[2]) == (4, 2, 2, 4)[number]
         if before:
             assert f"resumed at step 2; it was saved by {before}\n" in out
         before = strategy[1]
-        saved = torch.load("run/checkpoint.pt", weights_only=True)      # as if it had stopped at its first report
-        assert [record["step"] for record in saved["records"]] == [2, 4] and saved["strategy"]["precision"] == "float32"
-        assert "layers.1.norm1.weight" not in saved["state"]["optimizer"] and "layers.2.norm1.weight" in saved["state"]["optimizer"]
+        saved = torch.load("run/checkpoint.pt", weights_only=True)  # as if it had stopped at its first report
+        assert [record["step"] for record in saved["records"]] == [2, 4] and saved["strategy"][
+            "precision"
+        ] == "float32"
+        assert (
+            "layers.1.norm1.weight" not in saved["state"]["optimizer"]
+            and "layers.2.norm1.weight" in saved["state"]["optimizer"]
+        )
         saved["position"]["step"], saved["records"] = 2, saved["records"][:1]
         torch.save(saved, "run/checkpoint.pt")
 
 
 def start(*words, **settings):
     """Listens to interrupts even if these tests run in the background of a shell, which has them ignored."""
-    return subprocess.Popen([sys.executable, *map(str, words)], text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings)
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **settings,
+    )
 
 
 def wait_for(happened, process, seconds=120):
@@ -84,14 +135,31 @@ def wait_for(happened, process, seconds=120):
 
 def test_an_interrupted_command_goes_on(tmp_path):
     (tmp_path / "text.txt").write_bytes(TEXT)
-    words = ("-m", "minitrain.cli", "train", *SMALL, "--text", tmp_path / "text.txt", "--out", tmp_path / "run", "--dp", 2, "--steps", 9000, "--report-every", 25)
+    words = (
+        "-m",
+        "minitrain.cli",
+        "train",
+        *SMALL,
+        "--text",
+        tmp_path / "text.txt",
+        "--out",
+        tmp_path / "run",
+        "--dp",
+        2,
+        "--steps",
+        9000,
+        "--report-every",
+        25,
+    )
     checkpoint, log = tmp_path / "run" / "checkpoint.pt", tmp_path / "run" / "log.jsonl"
     first = start(*words)
     wait_for(checkpoint.exists, first)
     first.send_signal(signal.SIGINT)
     out, err = first.communicate(timeout=60)
     assert first.returncode == 130, err
-    assert "interrupted; the same command goes on from the last report" in out and "Traceback" not in out + err
+    assert (
+        "interrupted; the same command goes on from the last report" in out and "Traceback" not in out + err
+    )
     step = torch.load(checkpoint, weights_only=True)["position"]["step"]
     second = start(*words)
     wait_for(lambda: len(log.read_text().splitlines()) > step / 25 + 2, second)
@@ -103,10 +171,34 @@ def test_an_interrupted_command_goes_on(tmp_path):
 
 
 def under_torchrun(folder, *words):
-    environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(Path(cli.__file__).parent.parent))
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1",
-                           f"--master-port={free_port()}", "-m", "minitrain.cli", "train", *SMALL, "--text", "text.txt", *words],
-                          capture_output=True, text=True, timeout=200, env=environment, cwd=folder)
+    environment = dict(
+        os.environ,
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=str(Path(cli.__file__).parent.parent),
+    )
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--master-addr=127.0.0.1",
+            f"--master-port={free_port()}",
+            "-m",
+            "minitrain.cli",
+            "train",
+            *SMALL,
+            "--text",
+            "text.txt",
+            *words,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+        cwd=folder,
+    )
 
 
 def by_hand(folder):
@@ -115,7 +207,9 @@ def by_hand(folder):
     config = GPTConfig(d_model=32, num_layers=2, num_heads=4, max_positions=256, dropout=0.1)
     recipe = Recipe(steps=4, batch_size=4, length=16, lr=0.01, seed=3)
     run = parallelize(config, Strategy(precision="float64"), recipe.make_optimizer, seed=3)
-    return list(Trainer(run, text, recipe, held_out=held_out, report_every=2).run()), run.state_dict()["parameters"]
+    return list(Trainer(run, text, recipe, held_out=held_out, report_every=2).run()), run.state_dict()[
+        "parameters"
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback's name is Linux's")
@@ -125,11 +219,22 @@ def test_the_same_command_under_torchrun_and_resumed(tmp_path, minitrain):
     ((records, weights),) = launch.run(by_hand, tmp_path, ranks=1)
 
     def check(saved):
-        assert max(abs(a[name] - b[name]) for a, b in zip(saved["records"], records, strict=True) for name in ("loss", "held_out", "norm")) < 1e-12
-        assert max((saved["state"]["parameters"][name] - weights[name]).abs().max() for name in weights) < 1e-12
+        assert (
+            max(
+                abs(a[name] - b[name])
+                for a, b in zip(saved["records"], records, strict=True)
+                for name in ("loss", "held_out", "norm")
+            )
+            < 1e-12
+        )
+        assert (
+            max((saved["state"]["parameters"][name] - weights[name]).abs().max() for name in weights) < 1e-12
+        )
 
     done = under_torchrun(tmp_path, "--tp", "2", *settings)
-    assert done.returncode == 0 and "2 ranks on cpu" in done.stdout and done.stdout.count("It writes:") == 1, done.stderr
+    assert (
+        done.returncode == 0 and "2 ranks on cpu" in done.stdout and done.stdout.count("It writes:") == 1
+    ), done.stderr
     check(torch.load("run/checkpoint.pt"))
     Path("run/checkpoint.pt").unlink()
     code, _, err = minitrain("train", *SMALL, "--text", "text.txt", "--pp", 2, *settings)
@@ -139,7 +244,10 @@ def test_the_same_command_under_torchrun_and_resumed(tmp_path, minitrain):
     saved["position"]["step"], saved["records"] = 2, saved["records"][:1]
     torch.save(saved, "run/checkpoint.pt")
     done = under_torchrun(tmp_path, "--dp", "2", "--zero", "1", *settings)
-    assert done.returncode == 0 and "resumed at step 2; it was saved by Strategy(pp=2, precision='float64')\n" in done.stdout, done.stderr
+    assert (
+        done.returncode == 0
+        and "resumed at step 2; it was saved by Strategy(pp=2, precision='float64')\n" in done.stdout
+    ), done.stderr
 
 
 def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypatch):
@@ -149,52 +257,69 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)
         code, _, err = minitrain("train", "--dp", 3)
-        assert code == 2 and err.count("dp=3 · pp=1 · cp=1 · tp=1 · ep=1 are 3 ranks, but the job has 2") == err.count("\n") == lines
+        assert (
+            code == 2
+            and err.count("dp=3 · pp=1 · cp=1 · tp=1 · ep=1 are 3 ranks, but the job has 2")
+            == err.count("\n")
+            == lines
+        )
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("words, said", [
-    ("--preset tinny", "unknown preset 'tinny'; there are tiny, small"),
-    ("--text /nowhere/at/all", "/nowhere/at/all does not exist"),
-    ("--text empty", "empty is empty"),
-    ("--length 10000000", "use a longer text or length <="),
-    ("--batch 2 --dp 4", "a batch of 2 rows for dp=4 x microbatches=1; use at least 4 rows"),
-    ("--dp 2 --microbatches 5", "a batch of 8 rows for dp=2 x microbatches=5; use at least 10 rows"),
-    ("--steps 0", "steps=0: use at least 1"),
-    ("--lr -1", "lr=-1.0, min_lr=-0.1: need 0 <= min_lr <= lr"),
-    ("--warmup 2000", "warmup=2000 of steps=1000"),
-    ("--report-every 0", "report_every=0: use at least 1"),
-    ("--sample -1", "sample=-1: use at least 0"),
-    ("--dp 0", "dp=0; use a whole number, 1 or more"),
-    ("--heads 5", "num_heads 5"),
-    ("--tp 3", "tp=3 does not divide num_heads=4"),
-    ("--ep 2", "ep=2, but the model has no experts to share out; use ep=1"),
-    ("--cp 2 --length 18", "T=18 is not a multiple of 4 pieces (cp=2, layout='zigzag'); pad the sequence to 20"),
-    ("--cp 2 --core rings", "core='rings'; use ring, ring_self_attention"),
-    ("--pp 2 --schedule nonsense", "schedule='nonsense'; use gpipe, 1f1b"),
-    ("--pp 2 --chunks 2", "chunks=2 with schedule='1f1b', whose stages are fixed"),
-    ("--pp 8", "layers"),
-    ("--zero IV", "zero='IV'; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: NNN"),
-    ("--zero 4", "zero=4; use 0"),
-    ("--zero III --dp 3 --node 2", "node=2 does not divide dp=3"),
-    ("--precision int8", "precision='int8'; use float32"),
-    ("--max-positions 8 --length 16", "sequence 16 > max_positions 8"),
-    ("--norm batch", "norm = 'batch'"),
-    ("--dropout 1", "dropout = 1.0; must be in [0, 1)"),
-    ("--frozen layers.77.*", "frozen='layers.77.*' is no parameter of this model; there are layers.0.tokens, layers.1.norm1.weight and so on to"),
-    ("--frozen *", "frozen=* leaves nothing to train"),
-    ("--preset llama3.1-405b", "401,659,084,800 parameters need 6427 GB on 1 rank, "),
-    ("--out text.txt", "text.txt"),
-    ("--out damaged", "damaged/checkpoint.pt is damaged"),
-])
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--preset tinny", "unknown preset 'tinny'; there are tiny, small"),
+        ("--text /nowhere/at/all", "/nowhere/at/all does not exist"),
+        ("--text empty", "empty is empty"),
+        ("--length 10000000", "use a longer text or length <="),
+        ("--batch 2 --dp 4", "a batch of 2 rows for dp=4 x microbatches=1; use at least 4 rows"),
+        ("--dp 2 --microbatches 5", "a batch of 8 rows for dp=2 x microbatches=5; use at least 10 rows"),
+        ("--steps 0", "steps=0: use at least 1"),
+        ("--lr -1", "lr=-1.0, min_lr=-0.1: need 0 <= min_lr <= lr"),
+        ("--warmup 2000", "warmup=2000 of steps=1000"),
+        ("--report-every 0", "report_every=0: use at least 1"),
+        ("--sample -1", "sample=-1: use at least 0"),
+        ("--dp 0", "dp=0; use a whole number, 1 or more"),
+        ("--heads 5", "num_heads 5"),
+        ("--tp 3", "tp=3 does not divide num_heads=4"),
+        ("--ep 2", "ep=2, but the model has no experts to share out; use ep=1"),
+        (
+            "--cp 2 --length 18",
+            "T=18 is not a multiple of 4 pieces (cp=2, layout='zigzag'); pad the sequence to 20",
+        ),
+        ("--cp 2 --core rings", "core='rings'; use ring, ring_self_attention"),
+        ("--pp 2 --schedule nonsense", "schedule='nonsense'; use gpipe, 1f1b"),
+        ("--pp 2 --chunks 2", "chunks=2 with schedule='1f1b', whose stages are fixed"),
+        ("--pp 8", "layers"),
+        ("--zero IV", "zero='IV'; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: NNN"),
+        ("--zero 4", "zero=4; use 0"),
+        ("--zero III --dp 3 --node 2", "node=2 does not divide dp=3"),
+        ("--precision int8", "precision='int8'; use float32"),
+        ("--max-positions 8 --length 16", "sequence 16 > max_positions 8"),
+        ("--norm batch", "norm = 'batch'"),
+        ("--dropout 1", "dropout = 1.0; must be in [0, 1)"),
+        (
+            "--frozen layers.77.*",
+            "frozen='layers.77.*' is no parameter of this model; there are layers.0.tokens, layers.1.norm1.weight and so on to",
+        ),
+        ("--frozen *", "frozen=* leaves nothing to train"),
+        ("--preset llama3.1-405b", "401,659,084,800 parameters need 6427 GB on 1 rank, "),
+        ("--out text.txt", "text.txt"),
+        ("--out damaged", "damaged/checkpoint.pt is damaged"),
+    ],
+)
 def test_bad_input_is_one_line_and_exit_code_2(words, said, minitrain, monkeypatch):
     Path("empty").touch()
     Path("damaged").mkdir()
     Path("damaged/checkpoint.pt").write_bytes(b"no checkpoint")
     monkeypatch.setattr("minitrain.launch.run", lambda *_, **__: pytest.fail("a rank was started"))
     code, out, err = minitrain("train", *words.split())
-    assert code == 2 and said in err and err.startswith("minitrain: ") and err.count("\n") == 1 and not out, err
+    assert code == 2 and said in err and err.startswith("minitrain: ") and err.count("\n") == 1 and not out, (
+        err
+    )
 
 
 def test_a_flag_that_does_not_exist_or_is_no_number_is_exit_code_2(minitrain):
@@ -207,12 +332,18 @@ def test_a_checkpoint_of_another_recipe_is_bad_input_and_a_rank_that_fails_is_ex
     words = ("train", *SMALL, "--text", "text.txt", "--out", "run")
     assert minitrain(*words, "--dp", 2)[0] == 0
     code, _, err = minitrain(*words, "--lr", 0.5)
-    assert (code, err.count("\n")) == (2, 1) and "was made with lr=0.003, this run has lr=0.5: resume with the same" in err
+    assert (code, err.count("\n")) == (
+        2,
+        1,
+    ) and "was made with lr=0.003, this run has lr=0.5: resume with the same" in err
     code, _, err = minitrain(*words[:-2], "--lr", 1e30, "--dp", 2)
-    assert (code, err.count("\n")) == (1, 1) and re.match(r"minitrain: ranks? 0.* raised ValueError: loss .* lower lr=1e\+30", err)
+    assert (code, err.count("\n")) == (1, 1) and re.match(
+        r"minitrain: ranks? 0.* raised ValueError: loss .* lower lr=1e\+30", err
+    )
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
+
 
 def test_help_names_every_field():
     printed = CliRunner().invoke(cli.app, ["train", "--help"], env={"COLUMNS": "200"}).output
@@ -222,7 +353,7 @@ def test_help_names_every_field():
             assert (f"{flag} " in printed or f"{flag}," in printed) == (field.name != "vocab_size"), flag
     for flag in ("--preset", "--text", "--out", "--layers", "--width", "--heads", "--batch"):
         assert flag in printed
-    assert str(Path.cwd()) not in printed           # no default that is a path of this machine
+    assert str(Path.cwd()) not in printed  # no default that is a path of this machine
 
 
 def test_every_flag_has_help():
@@ -232,11 +363,11 @@ def test_every_flag_has_help():
 
 @dataclass(frozen=True)
 class Settings:
-    number: int = 3                     # how many
-    share: float | None = None          # of the rest
-    word: int | str = 0                 # or a number
-    names: tuple[str, ...] = ()         # any
-    is_on: bool = False                 # or not
+    number: int = 3  # how many
+    share: float | None = None  # of the rest
+    word: int | str = 0  # or a number
+    names: tuple[str, ...] = ()  # any
+    is_on: bool = False  # or not
 
 
 def test_a_field_is_a_flag():
@@ -252,8 +383,20 @@ def test_a_field_is_a_flag():
     CliRunner().invoke(app, "a -n 4 --share 0.5 --word III --names x --names y --is-on".split())
     assert seen == dict(first="a", number=4, share=0.5, word="III", names=("x", "y"), is_on=True)
     assert [parameter.default for parameter in flags.flags(Settings, unset=True)] == [None] * 5
-    assert [parameter.name for parameter in flags.flags(Settings, leave_out=("word",))] == ["number", "share", "names", "is_on"]
-    assert inspect.signature(command).parameters.keys() == {"first", "number", "share", "word", "names", "is_on"}
+    assert [parameter.name for parameter in flags.flags(Settings, leave_out=("word",))] == [
+        "number",
+        "share",
+        "names",
+        "is_on",
+    ]
+    assert inspect.signature(command).parameters.keys() == {
+        "first",
+        "number",
+        "share",
+        "word",
+        "names",
+        "is_on",
+    }
 
 
 def test_state_bytes_are_those_of_the_formulas():
@@ -261,8 +404,12 @@ def test_state_bytes_are_those_of_the_formulas():
     config = presets["tiny"]
     count = parameters(config)
     for stage in (0, 1, 2, 3):
-        assert train_command.state_bytes(config, Strategy(dp=4, zero=stage, precision="bfloat16")) == int(zero_bytes(count, 4, stage))
-        assert train_command.state_bytes(config, Strategy(dp=2, cp=2, zero=stage)) == zero_bytes(count, 4, stage, weight=4, gradient=4, optimizer=8)
+        assert train_command.state_bytes(config, Strategy(dp=4, zero=stage, precision="bfloat16")) == int(
+            zero_bytes(count, 4, stage)
+        )
+        assert train_command.state_bytes(config, Strategy(dp=2, cp=2, zero=stage)) == zero_bytes(
+            count, 4, stage, weight=4, gradient=4, optimizer=8
+        )
     assert train_command.state_bytes(config, Strategy(dp=4, node=2, zero="III")) == 8 * count
     assert train_command.state_bytes(config, Strategy(tp=2, pp=2, precision="float64")) == 8 * count
     assert train_command.state_bytes(config, Strategy(dp=4, zero=3), saves=True) == 16 * count
@@ -270,5 +417,7 @@ def test_state_bytes_are_those_of_the_formulas():
 
 def test_the_command_line_answers_without_torch():
     """Two seconds that a list of chapters need not take."""
-    done = subprocess.run([sys.executable, "-c", "import sys, minitrain.cli; sys.exit('torch' in sys.modules)"])
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, minitrain.cli; sys.exit('torch' in sys.modules)"]
+    )
     assert done.returncode == 0

@@ -21,7 +21,17 @@ from minitrain import collectives
 from minitrain.course.grading.checks import Draw, Failure, ask, expect, expect_equal, run
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
-ready_made = ["exchange", "rotate", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce_from", "gather_from"]
+ready_made = [
+    "exchange",
+    "rotate",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce_from",
+    "gather_from",
+]
 
 # %% [markdown]
 # ## 1. Pass it on, and nobody waits for ever (4 points)
@@ -29,11 +39,13 @@ ready_made = ["exchange", "rotate", "all_reduce", "all_gather", "reduce_scatter"
 # Ranks stand in a ring. Everybody gives a tensor to the right neighbour (rank + 1, and the last rank gives to rank 0) and
 # takes the one of the left neighbour. Below is what everybody writes first. Run it, and read who waits for whom.
 
+
 # %% given="pass-on-first-try"
 def pass_on_first_try(x, group):
     rank, size = group.rank(), group.size()
     collectives.send(x, (rank + 1) % size, group)
     return collectives.receive(x, (rank - 1) % size, group)
+
 
 # %%
 try:
@@ -45,6 +57,7 @@ except Failure as failure:
 # Repair it with blocking `send` and `receive`. Two things are graded: that it works on any number of ranks from 2 on, and
 # what it costs. Each rank sends its tensor once, and the last rank must not have to wait until the news has gone around
 # the whole ring.
+
 
 # %% answer="pass_on"
 def pass_on(x, group):
@@ -60,38 +73,66 @@ def pass_on(x, group):
     return received
     ### END SOLUTION
 
+
 # %% check="pass_on-result" points=2
 # Every rank holds its left neighbour's tensor, and nobody waits for ever.
 for ranks in (2, 4):
     given = [torch.tensor([10.0 * rank, 1.0]) for rank in range(ranks)]
     outcome = run(pass_on, given, forbid=ready_made)
-    expect_equal(outcome.results, given[-1:] + given[:-1], "left neighbour",
-                 "rank r returns what rank r-1 was given, and rank 0 what the last rank was given")
+    expect_equal(
+        outcome.results,
+        given[-1:] + given[:-1],
+        "left neighbour",
+        "rank r returns what rank r-1 was given, and rank 0 what the last rank was given",
+    )
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (3, draw.choice([5, 6, 7])):
-    shape, dtype = draw.choice([(3,), (2, 5), (4, 1, 2)]), draw.choice([torch.float64, torch.int64, torch.bfloat16])
+    shape, dtype = (
+        draw.choice([(3,), (2, 5), (4, 1, 2)]),
+        draw.choice([torch.float64, torch.int64, torch.bfloat16]),
+    )
     given = [draw.exact(*shape).to(dtype) for _ in range(ranks)]
     outcome = run(pass_on, given, forbid=ready_made)
-    expect_equal(outcome.results, given[-1:] + given[:-1], "left neighbour",
-                 "does it work for an odd number of ranks, and for every shape and dtype?")
+    expect_equal(
+        outcome.results,
+        given[-1:] + given[:-1],
+        "left neighbour",
+        "does it work for an odd number of ranks, and for every shape and dtype?",
+    )
 ### END HIDDEN TESTS
 
 # %% check="pass_on-cost" points=2
 # Each rank sends its tensor once, and neighbours do not wait in a long line.
 given = [torch.full((100,), float(rank)) for rank in range(4)]
 outcome = run(pass_on, given, forbid=ready_made)
-expect(outcome.sent_bytes == [400] * 4, "bytes on the wire", "each rank sends one tensor; does yours send more, or to more ranks?")
+expect(
+    outcome.sent_bytes == [400] * 4,
+    "bytes on the wire",
+    "each rank sends one tensor; does yours send more, or to more ranks?",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 ranks = draw.integer(7, 9)
 given = [draw.exact(draw.integer(2, 30))] * ranks
 outcome = run(pass_on, given, forbid=ready_made)
-expect({(m.source, m.destination) for m in outcome.messages} == {(r, (r + 1) % ranks) for r in range(ranks)},
-       "only neighbours", "rank r sends to rank r+1 and to nobody else")
-expect(outcome.sent_bytes == [given[0].nbytes] * ranks, "bytes on the wire", "each rank sends one tensor")
-expect(outcome.steps <= 3, "steps", "no deadlock, but a long line: each rank waits until the rank before it is done. "
-       "Whom can you let send at the same moment?")
+expect(
+    {(m.source, m.destination) for m in outcome.messages}
+    == {(r, (r + 1) % ranks) for r in range(ranks)},
+    "only neighbours",
+    "rank r sends to rank r+1 and to nobody else",
+)
+expect(
+    outcome.sent_bytes == [given[0].nbytes] * ranks,
+    "bytes on the wire",
+    "each rank sends one tensor",
+)
+expect(
+    outcome.steps <= 3,
+    "steps",
+    "no deadlock, but a long line: each rank waits until the rank before it is done. "
+    "Whom can you let send at the same moment?",
+)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -103,6 +144,7 @@ expect(outcome.steps <= 3, "steps", "no deadlock, but a long line: each rank wai
 #
 # One more property, easily lost: all ranks return *the same bits*. Floating-point sums depend on the order of the additions, and
 # replicas that add in different orders slowly become different models.
+
 
 # %% answer="total"
 def total(x, group):
@@ -120,37 +162,70 @@ def total(x, group):
     return result
     ### END SOLUTION
 
+
 # %% check="total-sum" points=2
 # Every rank returns the sum of all tensors, the same bits everywhere.
 given = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]), torch.tensor([100.0, 200.0])]
 outcome = run(total, given, forbid=ready_made)
-expect_equal(outcome.results, [sum(given)] * 3, "sum on every rank", "rank 0 is not the only one who needs it")
+expect_equal(
+    outcome.results,
+    [sum(given)] * 3,
+    "sum on every rank",
+    "rank 0 is not the only one who needs it",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in draw.several([2, 3, 4, 5, 6], 2):
     shape = draw.choice([(draw.integer(1, 40),), (draw.integer(1, 6), 3)])
     given = [draw.exact(*shape) for _ in range(ranks)]
     outcome = run(total, given, forbid=ready_made)
-    expect_equal(outcome.results, [torch.stack(given).sum(0)] * ranks, "sum on every rank",
-                 "for every number of ranks and every shape; is it a sum, and of all ranks?")
+    expect_equal(
+        outcome.results,
+        [torch.stack(given).sum(0)] * ranks,
+        "sum on every rank",
+        "for every number of ranks and every shape; is it a sum, and of all ranks?",
+    )
 given = [draw.real(200) for _ in range(4)]
 outcome = run(total, given, forbid=ready_made)
-expect_equal(outcome.results, outcome.results[:1] * 4, "same bits", "let every rank get its sum from the same additions in the same order")
+expect_equal(
+    outcome.results,
+    outcome.results[:1] * 4,
+    "same bits",
+    "let every rank get its sum from the same additions in the same order",
+)
 ### END HIDDEN TESTS
 
 # %% check="total-bytes" points=1
 # The network carries at most 2(n-1) tensors.
 given = [torch.full((50,), 1.0)] * 4
 outcome = run(total, given, forbid=ready_made)
-expect_equal(outcome.results, [sum(given)] * 4, "sum on every rank", "first let every rank return the sum, then count")
-expect(sum(outcome.sent_bytes) <= 2 * 3 * 200, "bytes on the wire", "who really needs to hear from everybody?")
+expect_equal(
+    outcome.results,
+    [sum(given)] * 4,
+    "sum on every rank",
+    "first let every rank return the sum, then count",
+)
+expect(
+    sum(outcome.sent_bytes) <= 2 * 3 * 200,
+    "bytes on the wire",
+    "who really needs to hear from everybody?",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 ranks = draw.integer(5, 7)
 given = [draw.exact(draw.integer(10, 60))] * ranks
 outcome = run(total, given, forbid=ready_made)
-expect_equal(outcome.results, [given[0] * ranks] * ranks, "sum on every rank", "first let every rank return the sum, then count")
-expect(sum(outcome.sent_bytes) <= 2 * (ranks - 1) * given[0].nbytes, "bytes on the wire", "count the messages as a function of n")
+expect_equal(
+    outcome.results,
+    [given[0] * ranks] * ranks,
+    "sum on every rank",
+    "first let every rank return the sum, then count",
+)
+expect(
+    sum(outcome.sent_bytes) <= 2 * (ranks - 1) * given[0].nbytes,
+    "bytes on the wire",
+    "count the messages as a function of n",
+)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -158,6 +233,7 @@ expect(sum(outcome.sent_bytes) <= 2 * (ranks - 1) * given[0].nbytes, "bytes on t
 #
 # Read `relay` and predict, for a float32 tensor of `numel` elements, how many bytes each rank sends. You may not run it:
 # that is what the check does.
+
 
 # %% given="relay"
 def relay(x, group):
@@ -175,6 +251,7 @@ def relay(x, group):
             collectives.receive(half, source, group)
     return x
 
+
 # %% answer="relay_bytes"
 def relay_bytes(ranks, numel):
     """A list of `ranks` integers: the bytes each rank sends in relay(x, group) when x has `numel` float32 elements."""
@@ -183,20 +260,38 @@ def relay_bytes(ranks, numel):
     return [forward * (rank < ranks - 1) + answer * (rank > 0) for rank in range(ranks)]
     ### END SOLUTION
 
+
 # %% check="relay_bytes-four" points=1
 # The bytes of four ranks.
 measured = run(relay, [torch.zeros(1000)] * 4).sent_bytes
-expect_equal(ask(relay_bytes, 4, 1000), measured, "bytes of each rank",
-             "which ranks pass the tensor on, which ones answer, and how large is an element of what they send?")
+expect_equal(
+    ask(relay_bytes, 4, 1000),
+    measured,
+    "bytes of each rank",
+    "which ranks pass the tensor on, which ones answer, and how large is an element of what they send?",
+)
 print("the visible checks pass")
 
 # %% check="relay_bytes-any" points=2
 # The bytes of any number of ranks and any size.
 measured = run(relay, [torch.zeros(10)] * 2).sent_bytes
-expect_equal(ask(relay_bytes, 2, 10), measured, "bytes of each rank", "with two ranks, the first is not the last")
+expect_equal(
+    ask(relay_bytes, 2, 10),
+    measured,
+    "bytes of each rank",
+    "with two ranks, the first is not the last",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for ranks, numel in ((draw.integer(3, 6), 2 * draw.integer(20, 400) + 1), (draw.integer(3, 6), 2 * draw.integer(20, 400))):
+for ranks, numel in (
+    (draw.integer(3, 6), 2 * draw.integer(20, 400) + 1),
+    (draw.integer(3, 6), 2 * draw.integer(20, 400)),
+):
     measured = run(relay, [torch.zeros(numel)] * ranks).sent_bytes
-    expect_equal(ask(relay_bytes, ranks, numel), measured, "bytes of each rank", "try an odd number of elements, and more ranks")
+    expect_equal(
+        ask(relay_bytes, ranks, numel),
+        measured,
+        "bytes of each rank",
+        "try an odd number of elements, and more ranks",
+    )
 ### END HIDDEN TESTS

@@ -34,6 +34,7 @@ MASKED = -100  # a target that no loss counts
 # - the projection of the heads back to the width, without a bias;
 # - a gated MLP: gate and up from `width` to `d_ff`, their product down to `width`, without biases.
 
+
 # %% answer="count_parameters"
 def count_parameters(vocab, width, layers, heads, kv_heads, head_dim, d_ff, tied):
     """The number of parameters, as an int."""
@@ -44,41 +45,110 @@ def count_parameters(vocab, width, layers, heads, kv_heads, head_dim, d_ff, tied
     return vocab * width * (1 if tied else 2) + layers * block + width
     ### END SOLUTION
 
+
 # %% check="count_parameters-published" points=2
 # The published count of Qwen2.5-0.5B comes out, and that of other sizes, tied or not.
-expect_equal(ask(count_parameters, 151_936, 896, 24, 14, 2, 64, 4864, True), 494_032_768, "number of parameters",
-             "go through the description line by line: which tensors are there, and of what shape? once, or in every layer?")
+expect_equal(
+    ask(count_parameters, 151_936, 896, 24, 14, 2, 64, 4864, True),
+    494_032_768,
+    "number of parameters",
+    "go through the description line by line: which tensors are there, and of what shape? once, or in every layer?",
+)
 print("the visible checks pass")
+
+
 ### BEGIN HIDDEN TESTS
 def built(vocab, width, layers, heads, kv_heads, head_dim, d_ff, tied):
     """Counted on the real tensors: our GPT without biases, and the biases."""
-    config = GPTConfig(vocab_size=vocab, d_model=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-                       d_ff=d_ff, tied=tied, activation="swiglu", norm="rms", positions="rope")
-    biases = [torch.empty(count * head_dim, device="meta") for count in (heads, kv_heads, kv_heads)] * layers
+    config = GPTConfig(
+        vocab_size=vocab,
+        d_model=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        d_ff=d_ff,
+        tied=tied,
+        activation="swiglu",
+        norm="rms",
+        positions="rope",
+    )
+    biases = [
+        torch.empty(count * head_dim, device="meta") for count in (heads, kv_heads, kv_heads)
+    ] * layers
     return sum(x.numel() for x in (*GPT(config, device="meta").parameters(), *biases))
+
 
 for tied in (True, False):
     kv_heads, head_dim = draw.choice([1, 2, 3]), draw.choice([8, 16, 32])
     heads = kv_heads * draw.integer(2, 4)
-    sizes = (draw.integer(50, 500), heads * head_dim, draw.integer(2, 6), heads, kv_heads, head_dim, draw.integer(100, 900), tied)
-    expect_equal(ask(count_parameters, *sizes), built(*sizes), "number of parameters", "for any size, and with the output table tied or not")
+    sizes = (
+        draw.integer(50, 500),
+        heads * head_dim,
+        draw.integer(2, 6),
+        heads,
+        kv_heads,
+        head_dim,
+        draw.integer(100, 900),
+        tied,
+    )
+    expect_equal(
+        ask(count_parameters, *sizes),
+        built(*sizes),
+        "number of parameters",
+        "for any size, and with the output table tied or not",
+    )
 ### END HIDDEN TESTS
 
 # %% check="count_parameters-heads" points=1
 # Heads need not fill the width: heads x head_dim may be larger or smaller than it.
-expect(ask(count_parameters, 100, 64, 2, 4, 2, 32, 128, False) > ask(count_parameters, 100, 64, 2, 4, 2, 16, 128, False), "head size",
-       "head_dim is a size of its own: twice as wide heads have more parameters at the same width")
+expect(
+    ask(count_parameters, 100, 64, 2, 4, 2, 32, 128, False)
+    > ask(count_parameters, 100, 64, 2, 4, 2, 16, 128, False),
+    "head size",
+    "head_dim is a size of its own: twice as wide heads have more parameters at the same width",
+)
 print("the visible checks pass")
+
+
 ### BEGIN HIDDEN TESTS
 def built(vocab, width, layers, heads, kv_heads, head_dim, d_ff, tied):
-    config = GPTConfig(vocab_size=vocab, d_model=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-                       d_ff=d_ff, tied=tied, activation="swiglu", norm="rms", positions="rope")
-    biases = [torch.empty(count * head_dim, device="meta") for count in (heads, kv_heads, kv_heads)] * layers
+    config = GPTConfig(
+        vocab_size=vocab,
+        d_model=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        d_ff=d_ff,
+        tied=tied,
+        activation="swiglu",
+        norm="rms",
+        positions="rope",
+    )
+    biases = [
+        torch.empty(count * head_dim, device="meta") for count in (heads, kv_heads, kv_heads)
+    ] * layers
     return sum(x.numel() for x in (*GPT(config, device="meta").parameters(), *biases))
 
+
 for width in (draw.integer(30, 60), draw.integer(300, 600)):
-    sizes = (97, width, 3, 6, draw.choice([1, 2, 3, 6]), draw.choice([16, 24]), draw.integer(50, 300), draw.choice([True, False]))
-    expect_equal(ask(count_parameters, *sizes), built(*sizes), "head size", "which shapes follow from heads and head_dim, and which from the width?")
+    sizes = (
+        97,
+        width,
+        3,
+        6,
+        draw.choice([1, 2, 3, 6]),
+        draw.choice([16, 24]),
+        draw.integer(50, 300),
+        draw.choice([True, False]),
+    )
+    expect_equal(
+        ask(count_parameters, *sizes),
+        built(*sizes),
+        "head size",
+        "which shapes follow from heads and head_dim, and which from the width?",
+    )
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -92,6 +162,7 @@ for width in (draw.integer(30, 60), draw.integer(300, 600)):
 # Of `parameters` only `trained` are trained. The others are frozen: they are there, and nothing else is kept of them (as in
 # fine-tuning with adapters).
 
+
 # %% answer="state_bytes"
 def state_bytes(parameters, trained, mixed):
     """Bytes of weights, gradients and optimizer state after a step, as an int."""
@@ -100,50 +171,87 @@ def state_bytes(parameters, trained, mixed):
     return weight * parameters + rest * trained
     ### END SOLUTION
 
+
 # %% check="state_bytes-all" points=1
 # Nothing frozen: both ways of training, bytes of real tensors.
 from minitrain.training.optim import AdamW
 
+
 def held(trained, frozen, mixed):
     """Bytes of real tensors after a real step."""
-    params = [torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16 if mixed else torch.float32), requires_grad=grad)
-              for n, grad in ((trained, True), (frozen, False)) if n]
+    params = [
+        torch.nn.Parameter(
+            torch.ones(n, dtype=torch.bfloat16 if mixed else torch.float32), requires_grad=grad
+        )
+        for n, grad in ((trained, True), (frozen, False))
+        if n
+    ]
     optimizer = AdamW(params, master_dtype=torch.float32)
     params[0].sum().backward()
     optimizer.step()
-    state = [x for kept in optimizer.state.values() for x in kept.values() if isinstance(x, torch.Tensor)]
+    state = [
+        x for kept in optimizer.state.values() for x in kept.values() if isinstance(x, torch.Tensor)
+    ]
     return sum(x.nbytes for x in (*params, *(p.grad for p in params if p.grad is not None), *state))
 
+
 for mixed in (True, False):
-    expect_equal(ask(state_bytes, 1000, 1000, mixed), held(1000, 0, mixed), "bytes of the states",
-                 "how many tensors are there for each parameter, and how many bytes has a number in each?")
+    expect_equal(
+        ask(state_bytes, 1000, 1000, mixed),
+        held(1000, 0, mixed),
+        "bytes of the states",
+        "how many tensors are there for each parameter, and how many bytes has a number in each?",
+    )
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for mixed in (True, False):
     count, scale = draw.integer(10, 5000), draw.choice([1, 10**6, 10**9])
-    expect_equal(ask(state_bytes, count * scale, count * scale, mixed), held(count, 0, mixed) * scale, "bytes of the states", "for any number of parameters")
+    expect_equal(
+        ask(state_bytes, count * scale, count * scale, mixed),
+        held(count, 0, mixed) * scale,
+        "bytes of the states",
+        "for any number of parameters",
+    )
 ### END HIDDEN TESTS
 
 # %% check="state_bytes-frozen" points=1
 # Some are frozen.
 from minitrain.training.optim import AdamW
 
+
 def held(trained, frozen, mixed):
-    params = [torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16 if mixed else torch.float32), requires_grad=grad)
-              for n, grad in ((trained, True), (frozen, False)) if n]
+    params = [
+        torch.nn.Parameter(
+            torch.ones(n, dtype=torch.bfloat16 if mixed else torch.float32), requires_grad=grad
+        )
+        for n, grad in ((trained, True), (frozen, False))
+        if n
+    ]
     optimizer = AdamW(params, master_dtype=torch.float32)
     params[0].sum().backward()
     optimizer.step()
-    state = [x for kept in optimizer.state.values() for x in kept.values() if isinstance(x, torch.Tensor)]
+    state = [
+        x for kept in optimizer.state.values() for x in kept.values() if isinstance(x, torch.Tensor)
+    ]
     return sum(x.nbytes for x in (*params, *(p.grad for p in params if p.grad is not None), *state))
 
-expect_equal(ask(state_bytes, 1000, 10, True), held(10, 990, True), "frozen parameters", "what does a weight need that nobody updates?")
+
+expect_equal(
+    ask(state_bytes, 1000, 10, True),
+    held(10, 990, True),
+    "frozen parameters",
+    "what does a weight need that nobody updates?",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for mixed in (True, False):
     trained, frozen, scale = draw.integer(10, 500), draw.integer(1, 5000), draw.choice([1, 10**6])
-    expect_equal(ask(state_bytes, (trained + frozen) * scale, trained * scale, mixed), held(trained, frozen, mixed) * scale,
-                 "frozen parameters", "in both ways of training")
+    expect_equal(
+        ask(state_bytes, (trained + frozen) * scale, trained * scale, mixed),
+        held(trained, frozen, mixed) * scale,
+        "frozen parameters",
+        "in both ways of training",
+    )
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -154,15 +262,17 @@ for mixed in (True, False):
 # attention that keeps its scores, dropout after the softmax and after both halves, with masks of one byte per element. Leave
 # out the means and deviations of the norms.
 
+
 # %% answer="kept_bytes"
 def kept_bytes(s, b, h, a, f, size):
     """Bytes kept by one block: s tokens, batch b, width h, a heads, MLP width f, `size` bytes per number. An int."""
     ### BEGIN SOLUTION
-    inputs = 8 * s * b * h              # of norm1, QKV, out, norm2, up; and Q, K, V
-    mlp = 2 * s * b * f                 # inputs of GELU and of down
-    scores = a * s * s * b              # softmax, its mask, and what is left after dropout
+    inputs = 8 * s * b * h  # of norm1, QKV, out, norm2, up; and Q, K, V
+    mlp = 2 * s * b * f  # inputs of GELU and of down
+    scores = a * s * s * b  # softmax, its mask, and what is left after dropout
     return size * (inputs + mlp + 2 * scores) + 2 * s * b * h + scores
     ### END SOLUTION
+
 
 # %% check="kept_bytes-16" points=1
 # Two bytes per number, as in the paper, and an MLP of any width.
@@ -170,23 +280,48 @@ from minitrain.model.layers import naive_attention
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.gpt import Block
 
+
 def kept(s, b, h, a, f, size):
     """What autograd keeps of a real block; shapes are real, so is the list, only the numbers are missing (device "meta")."""
     place = dict(dtype={2: torch.float16, 4: torch.float32, 8: torch.float64}[size], device="meta")
-    config = GPTConfig(d_model=h, num_heads=a, d_ff=f, norm="layer", positions="none", activation="gelu", bias=True, dropout=0.1)
+    config = GPTConfig(
+        d_model=h,
+        num_heads=a,
+        d_ff=f,
+        norm="layer",
+        positions="none",
+        activation="gelu",
+        bias=True,
+        dropout=0.1,
+    )
     block = Block(config, "layers.1", attention=naive_attention, **place)
     with SavedTensors(block) as saved:
         block(torch.empty(b, s, h, requires_grad=True, **place), torch.arange(s, device="meta"))
     return sum(item.bytes for item in saved.saved if item.shape != (b, s, 1))
 
+
 for sizes in ((32, 2, 64, 4, 256, 2), (16, 1, 32, 2, 128, 2), (32, 2, 64, 8, 256, 2)):
-    expect_equal(ask(kept_bytes, *sizes), kept(*sizes), "bytes kept", "which terms of 34 belong to the MLP, and which to the scores?")
+    expect_equal(
+        ask(kept_bytes, *sizes),
+        kept(*sizes),
+        "bytes kept",
+        "which terms of 34 belong to the MLP, and which to the scores?",
+    )
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for _ in range(2):
     a = draw.integer(2, 6)
-    sizes = (draw.integer(17, 300), draw.integer(2, 5), a * 8 * draw.integer(1, 4), a, draw.integer(20, 700), 2)
-    expect_equal(ask(kept_bytes, *sizes), kept(*sizes), "bytes kept", "for every size; f need not be 4h")
+    sizes = (
+        draw.integer(17, 300),
+        draw.integer(2, 5),
+        a * 8 * draw.integer(1, 4),
+        a,
+        draw.integer(20, 700),
+        2,
+    )
+    expect_equal(
+        ask(kept_bytes, *sizes), kept(*sizes), "bytes kept", "for every size; f need not be 4h"
+    )
 ### END HIDDEN TESTS
 
 # %% check="kept_bytes-any" points=1
@@ -195,22 +330,49 @@ from minitrain.model.layers import naive_attention
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.gpt import Block
 
+
 def kept(s, b, h, a, f, size):
     place = dict(dtype={2: torch.float16, 4: torch.float32, 8: torch.float64}[size], device="meta")
-    config = GPTConfig(d_model=h, num_heads=a, d_ff=f, norm="layer", positions="none", activation="gelu", bias=True, dropout=0.1)
+    config = GPTConfig(
+        d_model=h,
+        num_heads=a,
+        d_ff=f,
+        norm="layer",
+        positions="none",
+        activation="gelu",
+        bias=True,
+        dropout=0.1,
+    )
     block = Block(config, "layers.1", attention=naive_attention, **place)
     with SavedTensors(block) as saved:
         block(torch.empty(b, s, h, requires_grad=True, **place), torch.arange(s, device="meta"))
     return sum(item.bytes for item in saved.saved if item.shape != (b, s, 1))
 
-expect_equal(ask(kept_bytes, 32, 2, 64, 4, 256, 4), kept(32, 2, 64, 4, 256, 4), "size of a number",
-             "which of the tensors are numbers, and which are masks?")
+
+expect_equal(
+    ask(kept_bytes, 32, 2, 64, 4, 256, 4),
+    kept(32, 2, 64, 4, 256, 4),
+    "size of a number",
+    "which of the tensors are numbers, and which are masks?",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for size in (4, 8):
     a = draw.integer(2, 6)
-    sizes = (draw.integer(17, 300), draw.integer(2, 5), a * 8 * draw.integer(1, 4), a, draw.integer(20, 700), size)
-    expect_equal(ask(kept_bytes, *sizes), kept(*sizes), "size of a number", "masks stay one byte, whatever the numbers are")
+    sizes = (
+        draw.integer(17, 300),
+        draw.integer(2, 5),
+        a * 8 * draw.integer(1, 4),
+        a,
+        draw.integer(20, 700),
+        size,
+    )
+    expect_equal(
+        ask(kept_bytes, *sizes),
+        kept(*sizes),
+        "size of a number",
+        "masks stay one byte, whatever the numbers are",
+    )
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -222,6 +384,7 @@ for size in (4, 8):
 # `cross_entropy_sum(logits, targets)` is the *sum* over the targets that are not masked. Two more things are graded. What was in `param.grad`
 # before belongs to the last batch and must not count. And no more than one microbatch's activations are alive at a time; that is what
 # microbatches are for.
+
 
 # %% answer="accumulate"
 def accumulate(model, microbatches):
@@ -237,13 +400,16 @@ def accumulate(model, microbatches):
     return total
     ### END SOLUTION
 
+
 # %% [markdown]
 # The checks train nothing: they compare with one formula, every row on its own.
+
 
 # %% given="batches"
 def build(width=16):
     config = GPTConfig(vocab_size=17, d_model=width, num_layers=2, num_heads=2, max_positions=128)
     return GPT(config, dtype=torch.float64)
+
 
 def accumulate_on_a_rank(width, batches):
     """Several batches, one after the other, on one model: (loss, gradients) of the last."""
@@ -252,49 +418,83 @@ def accumulate_on_a_rank(width, batches):
         loss = accumulate(model, microbatches)
     return loss.detach(), [param.grad for param in model.parameters()]
 
+
 def row_by_row(width, microbatches):
     """(loss, gradients) as they should be."""
     model = build(width)
     num_valid = sum(int((targets != MASKED).sum()) for _, targets in microbatches)
-    losses = [cross_entropy_sum(model(tokens[i:i + 1]), targets[i:i + 1]) / num_valid
-              for tokens, targets in microbatches for i in range(len(tokens))]
+    losses = [
+        cross_entropy_sum(model(tokens[i : i + 1]), targets[i : i + 1]) / num_valid
+        for tokens, targets in microbatches
+        for i in range(len(tokens))
+    ]
     sum(losses).backward()
     return sum(losses).detach(), [param.grad for param in model.parameters()]
+
 
 def microbatch(draw, rows, length):
     """Random tokens; each row has some of its targets masked."""
     tokens = torch.tensor([[draw.integer(0, 16) for _ in range(length + 1)] for _ in range(rows)])
     return tokens[:, :-1], tokens[:, 1:].masked_fill(~draw.mask(rows, length), MASKED)
 
+
 def expect_row_by_row(batches, property, hint):
     loss, gradients = run(accumulate_on_a_rank, [(16, batches)], network=False).results[0]
     expected_loss, expected = row_by_row(16, batches[-1])
     expect_equal(loss, expected_loss, property, f"the loss: {hint}", atol=1e-12)
-    expect_equal(gradients, expected, property, f"the gradients: {hint} (rank 0 is all there is)", atol=1e-12)
+    expect_equal(
+        gradients, expected, property, f"the gradients: {hint} (rank 0 is all there is)", atol=1e-12
+    )
+
 
 # %% check="accumulate-equal" points=2
 # Loss and gradients are those of the whole batch, however it is cut and masked.
 tokens = torch.arange(48).view(6, 8) % 17
 targets = (tokens + 3) % 17
 targets[:2, 1:] = MASKED
-expect_row_by_row([[(tokens[:2], targets[:2]), (tokens[2:], targets[2:])]], "equals the whole batch",
-                  "by which count must every microbatch divide, so that the sum is right?")
+expect_row_by_row(
+    [[(tokens[:2], targets[:2]), (tokens[2:], targets[2:])]],
+    "equals the whole batch",
+    "by which count must every microbatch divide, so that the sum is right?",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for _ in range(2):
-    one = [microbatch(draw, draw.integer(1, 3), draw.integer(3, 9)) for _ in range(draw.integer(2, 4))]
-    expect_row_by_row([one], "equals the whole batch", "microbatches have other numbers of rows, other lengths and other masks")
+    one = [
+        microbatch(draw, draw.integer(1, 3), draw.integer(3, 9)) for _ in range(draw.integer(2, 4))
+    ]
+    expect_row_by_row(
+        [one],
+        "equals the whole batch",
+        "microbatches have other numbers of rows, other lengths and other masks",
+    )
 two = [microbatch(draw, 2, 5), microbatch(draw, 1, 7)]
 two[draw.integer(0, 1)][1].fill_(MASKED)
-expect_row_by_row([two], "a microbatch without tokens", "all its targets are masked; it adds nothing, and harms nothing")
-expect_row_by_row([one, [microbatch(draw, 2, 6), microbatch(draw, 1, 4)]], "a second step", "what was in param.grad belongs to the batch before")
+expect_row_by_row(
+    [two],
+    "a microbatch without tokens",
+    "all its targets are masked; it adds nothing, and harms nothing",
+)
+expect_row_by_row(
+    [one, [microbatch(draw, 2, 6), microbatch(draw, 1, 4)]],
+    "a second step",
+    "what was in param.grad belongs to the batch before",
+)
 ### END HIDDEN TESTS
 
 # %% check="accumulate-memory" points=1
 # One microbatch's activations are alive at a time.
 many = [microbatch(draw, 4, 128) for _ in range(16)]
-outcome = run(accumulate_on_a_rank, [(64, [many])], network=False, budget_bytes=90_000_000)  # all sixteen at a time need twice that
+outcome = run(
+    accumulate_on_a_rank, [(64, [many])], network=False, budget_bytes=90_000_000
+)  # all sixteen at a time need twice that
 loss, gradients = outcome.results[0]
 expected_loss, expected = row_by_row(64, many)
-expect_equal(gradients, expected, "equals the whole batch", "first let it be right (rank 0 is all there is)", atol=1e-12)
+expect_equal(
+    gradients,
+    expected,
+    "equals the whole batch",
+    "first let it be right (rank 0 is all there is)",
+    atol=1e-12,
+)
 print("the visible checks pass")

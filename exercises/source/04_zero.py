@@ -39,6 +39,7 @@ draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 # Sizes 5 and 3 on three ranks: P = 9, and the shards are `[(0, 0, 3)]`, `[(0, 3, 5), (1, 0, 1)]` and `[(1, 1, 3)]`, then one element
 # of padding.
 
+
 # %% answer="partition"
 def partition(numels, ranks):
     """Sizes of the parameters -> (padded size P, for each rank the list of its pieces (i, start, stop))."""
@@ -54,29 +55,62 @@ def partition(numels, ranks):
     return size * ranks, shards
     ### END SOLUTION
 
+
 # %% given="expect_partition"
 def expect_partition(answer, numels, ranks):
     """Ask for the partition, and look at it property by property."""
     said, total = ask(answer, numels, ranks), sum(numels)
-    expect(isinstance(said, (list, tuple)) and len(said) == 2, "padded size", "return two things: the padded size and the shards")
+    expect(
+        isinstance(said, (list, tuple)) and len(said) == 2,
+        "padded size",
+        "return two things: the padded size and the shards",
+    )
     padded, shards = said
-    expect(type(padded) is int and padded % ranks == 0 and total <= padded < total + ranks, "padded size",
-           "the smallest multiple of the ranks in which everything has room")
-    expect(len(shards) == ranks, "one shard a rank", "a list of pieces for every rank, empty where there is only padding")
+    expect(
+        type(padded) is int and padded % ranks == 0 and total <= padded < total + ranks,
+        "padded size",
+        "the smallest multiple of the ranks in which everything has room",
+    )
+    expect(
+        len(shards) == ranks,
+        "one shard a rank",
+        "a list of pieces for every rank, empty where there is only padding",
+    )
     pieces = [tuple(piece) for shard in shards for piece in shard]
-    expect(all(len(piece) == 3 and all(type(number) is int for number in piece) for piece in pieces), "pieces",
-           "a piece is three whole numbers: parameter, start, stop")
-    expect(all(0 <= i < len(numels) and 0 <= start < stop <= numels[i] for i, start, stop in pieces), "pieces",
-           "start and stop count inside the flattened parameter, not in the buffer; a piece is never empty, and padding is none")
+    expect(
+        all(len(piece) == 3 and all(type(number) is int for number in piece) for piece in pieces),
+        "pieces",
+        "a piece is three whole numbers: parameter, start, stop",
+    )
+    expect(
+        all(0 <= i < len(numels) and 0 <= start < stop <= numels[i] for i, start, stop in pieces),
+        "pieces",
+        "start and stop count inside the flattened parameter, not in the buffer; a piece is never empty, and padding is none",
+    )
     elements = [(i, element) for i, start, stop in pieces for element in range(start, stop)]
-    expect(len(elements) == len(set(elements)) == total, "every element once",
-           "each element of each parameter lies in exactly one shard; what happens to one that straddles two ranks, or more?")
-    expect(elements == sorted(elements), "order of the buffer", "rank after rank and piece after piece, the buffer from left to right")
+    expect(
+        len(elements) == len(set(elements)) == total,
+        "every element once",
+        "each element of each parameter lies in exactly one shard; what happens to one that straddles two ranks, or more?",
+    )
+    expect(
+        elements == sorted(elements),
+        "order of the buffer",
+        "rank after rank and piece after piece, the buffer from left to right",
+    )
     held = [sum(stop - start for _, start, stop in shard) for shard in shards]
     room = [min(padded // ranks, max(0, total - rank * (padded // ranks))) for rank in range(ranks)]
-    expect(held == room, "equal shards", "every rank has P/N elements of the buffer, and only its end is padding")
-    expect(all(len({piece[0] for piece in shard}) == len(shard) for shard in shards), "pieces",
-           "what a shard holds of one parameter is one piece")
+    expect(
+        held == room,
+        "equal shards",
+        "every rank has P/N elements of the buffer, and only its end is padding",
+    )
+    expect(
+        all(len({piece[0] for piece in shard}) == len(shard) for shard in shards),
+        "pieces",
+        "what a shard holds of one parameter is one piece",
+    )
+
 
 # %% check="partition-all" points=1
 # Every element is in exactly one shard, shards are equal, and padding is at the end.
@@ -86,8 +120,12 @@ expect_partition(partition, [1], 4)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for _ in range(4):
-    expect_partition(partition, [draw.integer(1, 40) for _ in range(draw.integer(1, 9))], draw.integer(2, 7))
-expect_partition(partition, [draw.integer(1, 3), draw.integer(50, 90), draw.integer(1, 3)], draw.integer(4, 7))
+    expect_partition(
+        partition, [draw.integer(1, 40) for _ in range(draw.integer(1, 9))], draw.integer(2, 7)
+    )
+expect_partition(
+    partition, [draw.integer(1, 3), draw.integer(50, 90), draw.integer(1, 3)], draw.integer(4, 7)
+)
 expect_partition(partition, [draw.integer(1, 9) for _ in range(3)], 1)
 ### END HIDDEN TESTS
 
@@ -100,6 +138,7 @@ expect_partition(partition, [draw.integer(1, 9) for _ in range(3)], 1)
 #
 # Two ranks with gradients of shapes [2] and [1]: `[1, 2], [3]` and `[10, 20], [30]`. P = 4; rank 0 returns `[11, 22]`, rank 1 `[33, 0]`.
 
+
 # %% answer="reduce_scatter_gradients"
 def reduce_scatter_gradients(grads, group):
     """A list of tensors of any shapes, on each rank -> [P/N], this rank's shard of the flat gradient summed over the group."""
@@ -109,55 +148,110 @@ def reduce_scatter_gradients(grads, group):
     return collectives.reduce_scatter(flat, group)
     ### END SOLUTION
 
+
 # %% given="gradients"
 def gradients_of(draw, ranks, shapes):
     """Gradients of these shapes, other values on each rank."""
     return [[draw.exact(*shape) for shape in shapes] for _ in range(ranks)]
 
+
 def shards_of_sum(grads):
     """What the ranks have to return, from the gradients of all of them."""
     total = torch.cat([sum(same).flatten() for same in zip(*grads)])
     padded = total.new_zeros(math.ceil(total.numel() / len(grads)) * len(grads))
-    padded[:total.numel()] = total
+    padded[: total.numel()] = total
     return list(padded.chunk(len(grads)))
+
 
 # %% check="reduce_scatter_gradients-sum" points=1
 # Rank r returns shard r of the sum, whether sizes divide or not.
-grads = [[torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0]])], [torch.tensor([10.0, 20.0]), torch.tensor([[30.0, 40.0]])]]
+grads = [
+    [torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0]])],
+    [torch.tensor([10.0, 20.0]), torch.tensor([[30.0, 40.0]])],
+]
 outcome = run(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
-expect_equal(outcome.results, shards_of_sum(grads), "shard of the sum", "rank r returns the r-th part of the flat sum; a sum, no mean")
-grads = [[torch.tensor([1.0, 2.0]), torch.tensor([3.0])], [torch.tensor([10.0, 20.0]), torch.tensor([30.0])]]
+expect_equal(
+    outcome.results,
+    shards_of_sum(grads),
+    "shard of the sum",
+    "rank r returns the r-th part of the flat sum; a sum, no mean",
+)
+grads = [
+    [torch.tensor([1.0, 2.0]), torch.tensor([3.0])],
+    [torch.tensor([10.0, 20.0]), torch.tensor([30.0])],
+]
 outcome = run(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
-expect_equal(outcome.results, shards_of_sum(grads), "sizes that do not divide", "three elements on two ranks: where does the padding go?")
+expect_equal(
+    outcome.results,
+    shards_of_sum(grads),
+    "sizes that do not divide",
+    "three elements on two ranks: where does the padding go?",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (2, 3, 4):
-    shapes = [[draw.integer(1, 5), draw.integer(1, 6)], [draw.integer(1, 9)], [2, 1, draw.integer(1, 4)]]
+    shapes = [
+        [draw.integer(1, 5), draw.integer(1, 6)],
+        [draw.integer(1, 9)],
+        [2, 1, draw.integer(1, 4)],
+    ]
     shapes += [[ranks - sum(map(math.prod, shapes)) % ranks]]
     grads = gradients_of(draw, ranks, shapes)
     outcome = run(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
-    expect_equal(outcome.results, shards_of_sum(grads), "shard of the sum", "for every number of ranks; a parameter may straddle ranks")
+    expect_equal(
+        outcome.results,
+        shards_of_sum(grads),
+        "shard of the sum",
+        "for every number of ranks; a parameter may straddle ranks",
+    )
     grads = gradients_of(draw, ranks, [*shapes, [draw.integer(1, ranks - 1)]])
     outcome = run(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
-    expect_equal(outcome.results, shards_of_sum(grads), "sizes that do not divide", "one flat buffer, padded once, at its end, with zeros")
+    expect_equal(
+        outcome.results,
+        shards_of_sum(grads),
+        "sizes that do not divide",
+        "one flat buffer, padded once, at its end, with zeros",
+    )
 ### END HIDDEN TESTS
 
 # %% check="reduce_scatter_gradients-bytes" points=1
 # Each rank sends (N-1)/N of the padded gradient.
 grads = [[torch.full((20, 10), 1.0 + rank), torch.full((8,), 2.0)] for rank in range(4)]
 outcome = run(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
-expect_equal(outcome.results, shards_of_sum(grads), "shard of the sum", "first let the sum be right, then count")
-expect(max(outcome.sent_bytes) <= 3 * 52 * 4, "bytes on the wire",
-       "only the part of another rank has to leave this one; who needs the rest of the sum?")
+expect_equal(
+    outcome.results,
+    shards_of_sum(grads),
+    "shard of the sum",
+    "first let the sum be right, then count",
+)
+expect(
+    max(outcome.sent_bytes) <= 3 * 52 * 4,
+    "bytes on the wire",
+    "only the part of another rank has to leave this one; who needs the rest of the sum?",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (2, draw.integer(3, 4)):
-    grads = gradients_of(draw, ranks, [[draw.integer(1, 9), draw.integer(1, 9)], [draw.integer(1, 9)], [1], [draw.integer(20, 40)]])
+    grads = gradients_of(
+        draw,
+        ranks,
+        [
+            [draw.integer(1, 9), draw.integer(1, 9)],
+            [draw.integer(1, 9)],
+            [1],
+            [draw.integer(20, 40)],
+        ],
+    )
     outcome = run(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
     shards = shards_of_sum(grads)
-    expect_equal(outcome.results, shards, "shard of the sum", "first let the sum be right, then count")
-    expect(max(outcome.sent_bytes) <= (ranks - 1) * shards[0].nbytes, "bytes on the wire",
-           "N-1 shards leave each rank, for every number of ranks and every size")
+    expect_equal(
+        outcome.results, shards, "shard of the sum", "first let the sum be right, then count"
+    )
+    expect(
+        max(outcome.sent_bytes) <= (ranks - 1) * shards[0].nbytes,
+        "bytes on the wire",
+        "N-1 shards leave each rank, for every number of ranks and every size",
+    )
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -180,9 +274,14 @@ for ranks in (2, draw.integer(3, 4)):
 # %% given="one_process"
 MOMENTUM, LR = 0.5, 0.25
 
+
 def one_process(params, grads_of_steps):
     """The parameters after each step, when one process has the gradients of all ranks: grads_of_steps[step][rank][i]."""
-    params, momenta, after = [param.clone() for param in params], [torch.zeros_like(param) for param in params], []
+    params, momenta, after = (
+        [param.clone() for param in params],
+        [torch.zeros_like(param) for param in params],
+        [],
+    )
     for grads in grads_of_steps:
         for i, same in enumerate(zip(*grads)):
             momenta[i] = MOMENTUM * momenta[i] + sum(same)
@@ -190,9 +289,11 @@ def one_process(params, grads_of_steps):
         after.append(list(params))
     return after
 
+
 # %% answer="zero1_step"
 def zero1_step(params, grads, state, group, lr):
     """One step: update the tensors of the list `params` in place, from the list `grads` of this rank; keep the shard's momentum in `state`."""
+
     ### BEGIN SOLUTION
     def flat(tensors):
         one = torch.cat([tensor.flatten() for tensor in tensors])
@@ -201,15 +302,17 @@ def zero1_step(params, grads, state, group, lr):
     grad = collectives.reduce_scatter(flat(grads), group)
     state["momentum"] = MOMENTUM * state.get("momentum", torch.zeros_like(grad)) + grad
     mine = flat(params).chunk(group.size())[group.rank()] - lr * state["momentum"]
-    whole = collectives.all_gather(mine, group)[:sum(param.numel() for param in params)]
+    whole = collectives.all_gather(mine, group)[: sum(param.numel() for param in params)]
     for param, values in zip(params, whole.split([param.numel() for param in params])):
         param.copy_(values.view_as(param))
     ### END SOLUTION
+
 
 # %% given="train"
 def step_on_a_rank(params, grads, state, lr, group):
     zero1_step(list(params), grads, state, group, lr)
     return params, state  # the tensors of before
+
 
 def train(draw, ranks, shapes, steps):
     """Steps on ranks, each in new processes. Returns (the outcomes, the parameters of one process after each step)."""
@@ -217,20 +320,38 @@ def train(draw, ranks, shapes, steps):
     grads = [[[draw.exact(*shape) for shape in shapes] for _ in range(ranks)] for _ in range(steps)]
     held, outcomes = [(params, {})] * ranks, []
     for of_step in grads:
-        outcomes.append(run(step_on_a_rank, [(held[rank][0], of_step[rank], held[rank][1], LR) for rank in range(ranks)]))
+        outcomes.append(
+            run(
+                step_on_a_rank,
+                [(held[rank][0], of_step[rank], held[rank][1], LR) for rank in range(ranks)],
+            )
+        )
         held = outcomes[-1].results
     return outcomes, one_process(params, grads)
+
 
 def expect_params(outcomes, wanted):
     for step, outcome in enumerate(outcomes):
         for rank, (params, _) in enumerate(outcome.results):
             if step == 0:
-                expect_equal(list(params), wanted[0], "equals one process", f"the parameters on rank {rank}; who updates which part, and who gets it?")
+                expect_equal(
+                    list(params),
+                    wanted[0],
+                    "equals one process",
+                    f"the parameters on rank {rank}; who updates which part, and who gets it?",
+                )
             else:
-                expect_equal(list(params), wanted[step], "every step", f"the first step is right, a later one is not (rank {rank}); what must live on?")
+                expect_equal(
+                    list(params),
+                    wanted[step],
+                    "every step",
+                    f"the first step is right, a later one is not (rank {rank}); what must live on?",
+                )
+
 
 def padded_size(shapes, ranks):
     return math.ceil(sum(math.prod(shape) for shape in shapes) / ranks) * ranks
+
 
 def size_of(value):
     """Elements of all tensors and other things in a state, however deep."""
@@ -242,6 +363,7 @@ def size_of(value):
         return sum(size_of(entry) for entry in value)
     return len(value) if isinstance(value, str) else 1
 
+
 # %% check="zero1_step-equal" points=1
 # All ranks end with the parameters of one process, in every step.
 outcomes, wanted = train(draw, 2, [[2, 3], [4]], 2)
@@ -249,10 +371,16 @@ expect_params(outcomes, wanted)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (2, draw.integer(3, 4)):
-    shapes = [[draw.integer(1, 5), draw.integer(1, 5)], [draw.integer(1, 7)], [1], [draw.integer(1, 4), 2]]
+    shapes = [
+        [draw.integer(1, 5), draw.integer(1, 5)],
+        [draw.integer(1, 7)],
+        [1],
+        [draw.integer(1, 4), 2],
+    ]
     outcomes, wanted = train(draw, ranks, shapes, 3)
     expect_params(outcomes, wanted)
 ### END HIDDEN TESTS
+
 
 # %% check="zero1_step-state" points=1
 # Each rank keeps 1/N of the optimizer state.
@@ -262,16 +390,28 @@ def expect_shard_of_state(ranks, shapes):
     shard = padded_size(shapes, ranks) // ranks
     for outcome in outcomes:
         for _, state in outcome.results:
-            expect(size_of(state) <= shard, "state is a shard",
-                   "more is kept than the momentum of this rank's shard; which elements does this rank update?")
-            expect(isinstance(state.get("momentum"), torch.Tensor) and state["momentum"].shape == (shard,), "state is a shard",
-                   'state["momentum"] is flat and as long as the shard')
+            expect(
+                size_of(state) <= shard,
+                "state is a shard",
+                "more is kept than the momentum of this rank's shard; which elements does this rank update?",
+            )
+            expect(
+                isinstance(state.get("momentum"), torch.Tensor)
+                and state["momentum"].shape == (shard,),
+                "state is a shard",
+                'state["momentum"] is flat and as long as the shard',
+            )
+
 
 expect_shard_of_state(2, [[4, 3], [4]])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_shard_of_state(draw.integer(3, 4), [[draw.integer(3, 6), draw.integer(3, 6)], [draw.integer(1, 9)], [draw.integer(1, 9)]])
+expect_shard_of_state(
+    draw.integer(3, 4),
+    [[draw.integer(3, 6), draw.integer(3, 6)], [draw.integer(1, 9)], [draw.integer(1, 9)]],
+)
 ### END HIDDEN TESTS
+
 
 # %% check="zero1_step-bytes" points=1
 # A step sends what an all-reduce sends.
@@ -280,13 +420,19 @@ def expect_bytes_of_step(ranks, shapes):
     expect_params(outcomes, wanted)
     most = 2 * (ranks - 1) * padded_size(shapes, ranks) // ranks * 8
     for outcome in outcomes:
-        expect(max(outcome.sent_bytes) <= most, "bytes on the wire",
-               "each part of the gradient goes to the one rank that needs it, each part of the parameters comes from the rank that has it")
+        expect(
+            max(outcome.sent_bytes) <= most,
+            "bytes on the wire",
+            "each part of the gradient goes to the one rank that needs it, each part of the parameters comes from the rank that has it",
+        )
+
 
 expect_bytes_of_step(2, [[4, 3], [4]])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_bytes_of_step(draw.integer(3, 4), [[draw.integer(3, 9), draw.integer(3, 9)], [1], [draw.integer(1, 9)], [1]])
+expect_bytes_of_step(
+    draw.integer(3, 4), [[draw.integer(3, 9), draw.integer(3, 9)], [1], [draw.integer(1, 9)], [1]]
+)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -305,11 +451,13 @@ expect_bytes_of_step(draw.integer(3, 4), [[draw.integer(3, 9), draw.integer(3, 9
 #
 # Eight layers of 100 MB on four ranks: a rank holds 200 MB of shards and at most 100 MB of gathered weight, or 200 MB with prefetch, not 800.
 
+
 # %% given="compute"
 def compute(layer, weight, x, group):
     """x [B, D], weight [F, D] -> [B, F]. The bias comes from outside, when this layer's turn has come."""
     bias = group.fetch(f"layer {layer}", x.new_empty(weight.shape[0]))
     return torch.relu(x @ weight.T + bias)
+
 
 # %% answer="gathered_forward"
 def gathered_forward(x, shards, shapes, group):
@@ -317,40 +465,60 @@ def gathered_forward(x, shards, shapes, group):
     ### BEGIN SOLUTION
     for layer, (shard, shape) in enumerate(zip(shards, shapes)):
         whole = collectives.all_gather(shard, group)
-        x = compute(layer, whole[:math.prod(shape)].view(shape), x, group)
+        x = compute(layer, whole[: math.prod(shape)].view(shape), x, group)
         del whole
     return x
     ### END SOLUTION
+
 
 # %% given="forward"
 def whole_numbers(draw, *shape):
     """From -4 to 4: products of a few layers are exact in float64, in every order."""
     return (draw.exact(*shape) * 16).remainder(9) - 4
 
+
 def forward_of(answer, draw, ranks, widths):
     """Run the answer on layers from each width to the next, other rows on each rank. Returns (outcome, bytes of each shard)."""
     shapes = [[wide, narrow] for narrow, wide in zip(widths, widths[1:])]
-    weights, biases = [whole_numbers(draw, *shape) for shape in shapes], [whole_numbers(draw, shape[0]) for shape in shapes]
+    weights, biases = (
+        [whole_numbers(draw, *shape) for shape in shapes],
+        [whole_numbers(draw, shape[0]) for shape in shapes],
+    )
     shards = []
     for weight in weights:
-        padded = torch.full((math.ceil(weight.numel() / ranks) * ranks,), 7.0, dtype=weight.dtype)  # padding may be anything
-        padded[:weight.numel()] = weight.flatten()
+        padded = torch.full(
+            (math.ceil(weight.numel() / ranks) * ranks,), 7.0, dtype=weight.dtype
+        )  # padding may be anything
+        padded[: weight.numel()] = weight.flatten()
         shards.append(padded.chunk(ranks))
     rows = [whole_numbers(draw, draw.integer(1, 3), widths[0]) for _ in range(ranks)]
-    outcome = run(answer, [(rows[rank], [of_layer[rank] for of_layer in shards], shapes) for rank in range(ranks)],
-                  secrets=[{f"layer {layer}": bias for layer, bias in enumerate(biases)}] * ranks)
+    outcome = run(
+        answer,
+        [(rows[rank], [of_layer[rank] for of_layer in shards], shapes) for rank in range(ranks)],
+        secrets=[{f"layer {layer}": bias for layer, bias in enumerate(biases)}] * ranks,
+    )
     for rank, x in enumerate(rows):
         for weight, bias in zip(weights, biases):
             x = torch.relu(x @ weight.T + bias)
-        expect_equal(outcome.results[rank], x, "equals one process", f"the output on rank {rank}; is the weight whole, in its shape, without padding?")
+        expect_equal(
+            outcome.results[rank],
+            x,
+            "equals one process",
+            f"the output on rank {rank}; is the weight whole, in its shape, without padding?",
+        )
     return outcome, [of_layer[0].nbytes for of_layer in shards]
+
 
 # %% check="gathered_forward-result" points=1
 # The output is right, for the bytes of one all-gather per layer.
 def expect_one_gather_a_layer(ranks, widths):
     outcome, shard_bytes = forward_of(gathered_forward, draw, ranks, widths)
-    expect(max(outcome.sent_bytes) <= (ranks - 1) * sum(shard_bytes), "bytes on the wire",
-           "each rank sends its shard of a layer to each other rank once; nothing is added up, and nothing is gathered twice")
+    expect(
+        max(outcome.sent_bytes) <= (ranks - 1) * sum(shard_bytes),
+        "bytes on the wire",
+        "each rank sends its shard of a layer to each other rank once; nothing is added up, and nothing is gathered twice",
+    )
+
 
 expect_one_gather_a_layer(2, [3, 5, 3])
 print("the visible checks pass")
@@ -362,19 +530,37 @@ for ranks in (2, draw.integer(3, 4)):
 # %% [markdown]
 # The many layers of the next check are made on the ranks, so that they need not travel. All elements of a weight are equal.
 
+
 # %% given="many"
 def forward_of_many_layers(values, width, group):
     """Layer i is [width, width], and every element of its weight is values[i] / width."""
-    shards = [torch.full((width * width // group.size(),), value / width, dtype=torch.float64) for value in values]
-    return gathered_forward(torch.ones(1, width, dtype=torch.float64), shards, [[width, width]] * len(values), group)
+    shards = [
+        torch.full((width * width // group.size(),), value / width, dtype=torch.float64)
+        for value in values
+    ]
+    return gathered_forward(
+        torch.ones(1, width, dtype=torch.float64), shards, [[width, width]] * len(values), group
+    )
+
 
 def expect_little_memory(values, width=512):
     """48 layers of 2.1 MB on two ranks. Beside its shards a rank may take 60 MB: whole, they are 101 MB."""
-    biases = {f"layer {layer}": torch.zeros(width, dtype=torch.float64) for layer in range(len(values))}
-    outcome = run(forward_of_many_layers, [(values, width)] * 2, secrets=[biases] * 2,
-                  budget_bytes=len(values) * width**2 * 8 // 2 + 60_000_000)
-    expect_equal(outcome.results, [torch.full((1, width), math.prod(values), dtype=torch.float64)] * 2, "equals one process",
-                 "first let the output be right")
+    biases = {
+        f"layer {layer}": torch.zeros(width, dtype=torch.float64) for layer in range(len(values))
+    }
+    outcome = run(
+        forward_of_many_layers,
+        [(values, width)] * 2,
+        secrets=[biases] * 2,
+        budget_bytes=len(values) * width**2 * 8 // 2 + 60_000_000,
+    )
+    expect_equal(
+        outcome.results,
+        [torch.full((1, width), math.prod(values), dtype=torch.float64)] * 2,
+        "equals one process",
+        "first let the output be right",
+    )
+
 
 # %% check="gathered_forward-live" points=1
 # At most one whole weight is alive, two with prefetch.
@@ -387,8 +573,12 @@ def expect_one_layer_at_a_time(ranks, widths):
                 sent += event.bytes
             elif event.rank == rank and event.kind == "fetch":
                 layer = int(event.name.split()[1])
-                expect(sent <= (ranks - 1) * sum(shard_bytes[:layer + 2]), "one layer at a time",
-                       "a layer was computed when more had been gathered than it and the next one; who needs them so early?")
+                expect(
+                    sent <= (ranks - 1) * sum(shard_bytes[: layer + 2]),
+                    "one layer at a time",
+                    "a layer was computed when more had been gathered than it and the next one; who needs them so early?",
+                )
+
 
 expect_one_layer_at_a_time(2, [3, 4, 3, 4, 3])
 expect_little_memory([draw.choice([0.5, 1.0, 2.0]) for _ in range(48)])
@@ -408,46 +598,84 @@ expect_one_layer_at_a_time(draw.integer(3, 4), [draw.integer(3, 7) for _ in rang
 # Whole bytes, exact for any size. What is sharded is a flat buffer padded to P elements, the next multiple of N, and a rank holds P/N of it, padding
 # included. What is not sharded has no padding: Ψ elements. Ψ = 7.5e9 on 64 ranks: 120, 31.4, 16.6 and 1.9 GB.
 
+
 # %% answer="model_state_bytes"
 def model_state_bytes(parameters, ranks, stage):
     """{"parameters": ..., "gradients": ..., "optimizer state": ...}: bytes on each rank, as ints; stage is 0, 1, 2 or 3."""
     ### BEGIN SOLUTION
     shard = -(-parameters // ranks)
-    return {"parameters": 2 * (shard if stage >= 3 else parameters),
-            "gradients": 2 * (shard if stage >= 2 else parameters),
-            "optimizer state": 12 * (shard if stage >= 1 else parameters)}
+    return {
+        "parameters": 2 * (shard if stage >= 3 else parameters),
+        "gradients": 2 * (shard if stage >= 2 else parameters),
+        "optimizer state": 12 * (shard if stage >= 1 else parameters),
+    }
     ### END SOLUTION
+
 
 # %% given="expect_states"
 KINDS = ["parameters", "gradients", "optimizer state"]
 
+
 def states_of(answer, parameters, ranks, stage):
     said = ask(answer, parameters, ranks, stage)
-    expect(isinstance(said, dict) and sorted(said) == sorted(KINDS), "bytes of each kind", "a dict with the three kinds is wanted")
-    expect(all(type(said[kind]) is int for kind in KINDS), "whole numbers", "bytes are ints; which division gives an int?")
+    expect(
+        isinstance(said, dict) and sorted(said) == sorted(KINDS),
+        "bytes of each kind",
+        "a dict with the three kinds is wanted",
+    )
+    expect(
+        all(type(said[kind]) is int for kind in KINDS),
+        "whole numbers",
+        "bytes are ints; which division gives an int?",
+    )
     return [said[kind] for kind in KINDS]
+
 
 # %% check="model_state_bytes-all" points=1
 # The bytes of each kind in all four stages, to the byte.
 for stage, gigabytes in enumerate([120, 31.4, 16.6, 1.9]):
     said = states_of(model_state_bytes, 7_500_000_000, 64, stage)
-    expect(abs(sum(said) / 1e9 - gigabytes) < 0.06, "bytes of each kind", f"stage {stage}: which kinds are sharded, and which are on every rank?")
-expect_equal(states_of(model_state_bytes, 1000, 4, 1), [2000, 2000, 3000], "bytes of each kind", "how many bytes has each kind per parameter?")
+    expect(
+        abs(sum(said) / 1e9 - gigabytes) < 0.06,
+        "bytes of each kind",
+        f"stage {stage}: which kinds are sharded, and which are on every rank?",
+    )
+expect_equal(
+    states_of(model_state_bytes, 1000, 4, 1),
+    [2000, 2000, 3000],
+    "bytes of each kind",
+    "how many bytes has each kind per parameter?",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for stage in range(4):
     ranks = draw.integer(2, 64)
     cut = [ranks if stage >= first else 1 for first in (3, 2, 1)]
     numel = draw.integer(1, 10**6)
-    expect_equal(states_of(model_state_bytes, ranks * numel, ranks, stage), [each * ranks // n * numel for each, n in zip((2, 2, 12), cut)],
-                 "bytes of each kind", f"stage {stage}: which kinds are sharded, and which are on every rank?")
+    expect_equal(
+        states_of(model_state_bytes, ranks * numel, ranks, stage),
+        [each * ranks // n * numel for each, n in zip((2, 2, 12), cut)],
+        "bytes of each kind",
+        f"stage {stage}: which kinds are sharded, and which are on every rank?",
+    )
     for more in (draw.integer(1, ranks - 1), ranks - 1, 1):
-        wanted = [each * (numel + 1 if n > 1 else ranks * numel + more) for each, n in zip((2, 2, 12), cut)]
-        expect_equal(states_of(model_state_bytes, ranks * numel + more, ranks, stage), wanted, "padding",
-                     f"stage {stage}: the ranks do not divide the parameters; what is padded, and what is not?")
+        wanted = [
+            each * (numel + 1 if n > 1 else ranks * numel + more)
+            for each, n in zip((2, 2, 12), cut)
+        ]
+        expect_equal(
+            states_of(model_state_bytes, ranks * numel + more, ranks, stage),
+            wanted,
+            "padding",
+            f"stage {stage}: the ranks do not divide the parameters; what is padded, and what is not?",
+        )
 numel, ranks = 16 * draw.integer(10**16, 10**16 + 10**6) + 7, draw.integer(2, 64)
-expect_equal(states_of(model_state_bytes, numel * ranks + 1, ranks, 3), [2 * numel + 2, 2 * numel + 2, 12 * numel + 12], "exact",
-             "a float has 53 bits; does every number here fit?")
+expect_equal(
+    states_of(model_state_bytes, numel * ranks + 1, ranks, 3),
+    [2 * numel + 2, 2 * numel + 2, 12 * numel + 12],
+    "exact",
+    "a float has 53 bits; does every number here fit?",
+)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -463,16 +691,23 @@ expect_equal(states_of(model_state_bytes, numel * ranks + 1, ranks, 3), [2 * num
 # Ψ = 3e9 on 24 ranks, 8 in a node, 16e9 bytes: F = 3 would fit, but its groups straddle nodes (ranks 6, 7 and 8), so F is 4. With 5e9
 # bytes no factor of 8 fits, and F is 12.
 
+
 # %% answer="choose_shard_factor"
 def choose_shard_factor(parameters, ranks, per_node, limit_bytes):
     """The sharding factor F, an int. Raises ValueError if the states do not fit with any."""
     ### BEGIN SOLUTION
-    fitting = [factor for factor in range(1, ranks + 1)
-               if ranks % factor == 0 and 16 * -(-parameters // factor) <= limit_bytes]
+    fitting = [
+        factor
+        for factor in range(1, ranks + 1)
+        if ranks % factor == 0 and 16 * -(-parameters // factor) <= limit_bytes
+    ]
     if not fitting:
-        raise ValueError(f"{parameters} parameters do not fit into {limit_bytes} bytes on each of {ranks} ranks; take more ranks")
+        raise ValueError(
+            f"{parameters} parameters do not fit into {limit_bytes} bytes on each of {ranks} ranks; take more ranks"
+        )
     return min(fitting, key=lambda factor: (per_node % factor != 0, factor))
     ### END SOLUTION
+
 
 # %% given="refusal"
 def refusal(*arguments):
@@ -482,16 +717,37 @@ def refusal(*arguments):
     except ValueError as error:
         return str(error)
 
+
 def expect_refusal(*arguments):
     said = ask(refusal, *arguments)
-    expect(said is not None, "a refusal", "no factor fits, and none may be returned: raise a ValueError")
+    expect(
+        said is not None,
+        "a refusal",
+        "no factor fits, and none may be returned: raise a ValueError",
+    )
     expect(said.strip() and "\n" not in said, "a refusal", "say in one line what does not fit")
+
 
 # %% check="choose_shard_factor-all" points=1
 # The smallest factor that fits, inside a node where one does.
-expect_equal(ask(choose_shard_factor, 7_500_000_000, 64, 8, 80_000_000_000), 2, "smallest factor", "which factors divide the ranks, and which of them fit?")
-expect_equal(ask(choose_shard_factor, 3_000_000_000, 24, 8, 16_000_000_000), 4, "inside a node", "which groups straddle nodes?")
-expect_equal(ask(choose_shard_factor, 3_000_000_000, 24, 8, 5_000_000_000), 12, "across nodes", "nothing that stays inside a node fits")
+expect_equal(
+    ask(choose_shard_factor, 7_500_000_000, 64, 8, 80_000_000_000),
+    2,
+    "smallest factor",
+    "which factors divide the ranks, and which of them fit?",
+)
+expect_equal(
+    ask(choose_shard_factor, 3_000_000_000, 24, 8, 16_000_000_000),
+    4,
+    "inside a node",
+    "which groups straddle nodes?",
+)
+expect_equal(
+    ask(choose_shard_factor, 3_000_000_000, 24, 8, 5_000_000_000),
+    12,
+    "across nodes",
+    "nothing that stays inside a node fits",
+)
 expect_refusal(3_000_000_000, 24, 8, 1_000_000_000)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
@@ -500,17 +756,47 @@ per_node, nodes = draw.choice([4, 8]), draw.choice([2, 4])
 ranks = per_node * nodes
 for power in range(int(math.log2(ranks)) + 1):
     factor = 2**power
-    expect_equal(ask(choose_shard_factor, numel * ranks, ranks, per_node, 16 * numel * ranks // factor), factor, "smallest factor",
-                 "states that fill the limit to the last byte do fit; each factor that divides the ranks may be the right one")
-for per_node, nodes, straddling, inside in ((8, 3, 3, 4), (4, 3, 3, 4), (6, 4, 4, 6), (8, 9, 6, 8), (10, 3, 6, 10)):
-    expect_equal(ask(choose_shard_factor, numel * 360, per_node * nodes, per_node, 16 * numel * 360 // straddling), inside,
-                 "inside a node", "a smaller factor fits, but its groups straddle nodes; a larger one stays inside, though")
+    expect_equal(
+        ask(choose_shard_factor, numel * ranks, ranks, per_node, 16 * numel * ranks // factor),
+        factor,
+        "smallest factor",
+        "states that fill the limit to the last byte do fit; each factor that divides the ranks may be the right one",
+    )
+for per_node, nodes, straddling, inside in (
+    (8, 3, 3, 4),
+    (4, 3, 3, 4),
+    (6, 4, 4, 6),
+    (8, 9, 6, 8),
+    (10, 3, 6, 10),
+):
+    expect_equal(
+        ask(
+            choose_shard_factor,
+            numel * 360,
+            per_node * nodes,
+            per_node,
+            16 * numel * 360 // straddling,
+        ),
+        inside,
+        "inside a node",
+        "a smaller factor fits, but its groups straddle nodes; a larger one stays inside, though",
+    )
 for per_node, nodes, wanted in ((8, 3, 12), (4, 3, 6), (6, 4, 8), (8, 9, 9), (10, 3, 15)):
-    expect_equal(ask(choose_shard_factor, numel * 360, per_node * nodes, per_node, 16 * numel * 360 // wanted), wanted, "across nodes",
-                 "nothing that stays inside a node fits; then the smallest of all that fit")
+    expect_equal(
+        ask(
+            choose_shard_factor, numel * 360, per_node * nodes, per_node, 16 * numel * 360 // wanted
+        ),
+        wanted,
+        "across nodes",
+        "nothing that stays inside a node fits; then the smallest of all that fit",
+    )
 per_node = draw.choice([2, 4, 8])
-expect_equal(ask(choose_shard_factor, numel * 2 + 1, 8, per_node, 16 * numel + 8), 4, "padding",
-             "states that do not divide are padded: the rank with the padding must fit too")
+expect_equal(
+    ask(choose_shard_factor, numel * 2 + 1, 8, per_node, 16 * numel + 8),
+    4,
+    "padding",
+    "states that do not divide are padded: the rank with the padding must fit too",
+)
 expect_refusal(numel * 12 + 1, 12, 4, 16 * numel + 8)
 expect_refusal(numel * 12, 12, 4, 16 * numel - 1)
 ### END HIDDEN TESTS

@@ -36,6 +36,7 @@ WORDS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
 
 draw = Draw()  # hidden checks draw sizes, clusters and values
 
+
 # %% given="cluster"
 def levels(per_node, group):
     """The groups `intra` and `inter` of this rank, when the ranks of `group` fill nodes of `per_node`."""
@@ -44,12 +45,16 @@ def levels(per_node, group):
     inter = [other * per_node + place for other in range(group.size() // per_node)]
     return [dist.new_group(ranks, use_local_synchronization=True) for ranks in (intra, inter)]
 
+
 def sent_inside_and_across(outcome, per_node):
     """Bytes that each rank sent to its own node, and to other nodes: two lists in rank order."""
     sent = [[0] * len(outcome.results), [0] * len(outcome.results)]
     for message in outcome.messages:
-        sent[message.source // per_node != message.destination // per_node][message.source] += message.bytes
+        sent[message.source // per_node != message.destination // per_node][message.source] += (
+            message.bytes
+        )
     return sent
+
 
 # %% [markdown]
 # ## 1. Who holds what (2 points)
@@ -65,20 +70,29 @@ def sent_inside_and_across(outcome, per_node):
 #
 # S = 24, k = 2, n = 3: rank 3 is place 1 of node 1, and with the word NIG holds `[(0, 24), (12, 24), (16, 20)]`.
 
+
 # %% answer="held_slices"
 def held_slices(rank, per_node, nodes, word, size):
     """A list of three (start, stop): what the rank holds of parameters, gradients, optimizer state in a flat buffer of `size` elements."""
     ### BEGIN SOLUTION
     node, place = divmod(rank, per_node)
     part, piece = size // per_node, size // (per_node * nodes)
-    slices = {"N": (0, size), "I": (place * part, (place + 1) * part),
-              "G": (place * part + node * piece, place * part + (node + 1) * piece)}
+    slices = {
+        "N": (0, size),
+        "I": (place * part, (place + 1) * part),
+        "G": (place * part + node * piece, place * part + (node + 1) * piece),
+    }
     return [slices[letter] for letter in word]
     ### END SOLUTION
 
+
 # %% given="expect_slices"
 def slices_of_all_ranks(per_node, nodes, words, size):
-    return {word: [held_slices(rank, per_node, nodes, word, size) for rank in range(per_node * nodes)] for word in words}
+    return {
+        word: [held_slices(rank, per_node, nodes, word, size) for rank in range(per_node * nodes)]
+        for word in words
+    }
+
 
 def expect_slices(per_node, nodes, words, size):
     """Ask for the slices of all ranks, and look at them property by property."""
@@ -86,35 +100,76 @@ def expect_slices(per_node, nodes, words, size):
     for word in words:
         for rank in ranks:
             held = said[word][rank]
-            expect(isinstance(held, (list, tuple)) and len(held) == 3 and all(
-                isinstance(slice_, (list, tuple)) and len(slice_) == 2 and all(type(end) is int for end in slice_) for slice_ in held),
-                "three slices", "a list of three pairs (start, stop) of whole numbers, one for each letter of the word")
+            expect(
+                isinstance(held, (list, tuple))
+                and len(held) == 3
+                and all(
+                    isinstance(slice_, (list, tuple))
+                    and len(slice_) == 2
+                    and all(type(end) is int for end in slice_)
+                    for slice_ in held
+                ),
+                "three slices",
+                "a list of three pairs (start, stop) of whole numbers, one for each letter of the word",
+            )
         for state, letter in enumerate(word):
             slices = [tuple(said[word][rank][state]) for rank in ranks]
             pieces = {"N": 1, "I": per_node, "G": per_node * nodes}[letter]
-            expect(all((stop - start) * pieces == size for start, stop in slices), "size of a slice",
-                   f"letter {state + 1} of {word}: over how many ranks is this state cut? stop is the first element that is not held")
+            expect(
+                all((stop - start) * pieces == size for start, stop in slices),
+                "size of a slice",
+                f"letter {state + 1} of {word}: over how many ranks is this state cut? stop is the first element that is not held",
+            )
             if letter == "N":
-                expect(set(slices) == {(0, size)}, "size of a slice", "what is not cut is the whole buffer")
+                expect(
+                    set(slices) == {(0, size)},
+                    "size of a slice",
+                    "what is not cut is the whole buffer",
+                )
             if letter == "I":
-                expect(all(slices[rank][0] == rank % per_node * size // per_node for rank in ranks), "inside the node",
-                       "the ranks of each node hold the buffer together, from left to right; which number of a rank is its place?")
+                expect(
+                    all(slices[rank][0] == rank % per_node * size // per_node for rank in ranks),
+                    "inside the node",
+                    "the ranks of each node hold the buffer together, from left to right; which number of a rank is its place?",
+                )
             if letter == "G":
-                expect(len(set(slices)) == len(slices), "every element once",
-                       "two ranks of the world hold the same elements; then nobody holds others")
-                expect(all(start * per_node // size == rank % per_node == (stop - 1) * per_node // size
-                           for rank, (start, stop) in enumerate(slices)), "inside the node first",
-                       "what a rank holds of G lies inside what its place holds of I; in rank order it does not")
-                expect(all(slices[rank] < slices[rank + per_node] for rank in range(per_node * (nodes - 1))), "then across nodes",
-                       "ranks of one place: the first node holds the first part of what the place has")
+                expect(
+                    len(set(slices)) == len(slices),
+                    "every element once",
+                    "two ranks of the world hold the same elements; then nobody holds others",
+                )
+                expect(
+                    all(
+                        start * per_node // size == rank % per_node == (stop - 1) * per_node // size
+                        for rank, (start, stop) in enumerate(slices)
+                    ),
+                    "inside the node first",
+                    "what a rank holds of G lies inside what its place holds of I; in rank order it does not",
+                )
+                expect(
+                    all(
+                        slices[rank] < slices[rank + per_node]
+                        for rank in range(per_node * (nodes - 1))
+                    ),
+                    "then across nodes",
+                    "ranks of one place: the first node holds the first part of what the place has",
+                )
+
 
 # %% check="held_slices-inside" points=1
 # Not cut, or cut over the ranks of the node.
 expect_slices(2, 3, ["NNN", "NNI", "III"], 24)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for per_node, nodes in ((4, 2), (draw.integer(2, 6), 1), (1, draw.integer(2, 5)), (draw.integer(5, 7), draw.integer(2, 4))):
-    expect_slices(per_node, nodes, ["NNN", "NNI", "NII", "III"], per_node * nodes * draw.integer(1, 50))
+for per_node, nodes in (
+    (4, 2),
+    (draw.integer(2, 6), 1),
+    (1, draw.integer(2, 5)),
+    (draw.integer(5, 7), draw.integer(2, 4)),
+):
+    expect_slices(
+        per_node, nodes, ["NNN", "NNI", "NII", "III"], per_node * nodes * draw.integer(1, 50)
+    )
 ### END HIDDEN TESTS
 
 # %% check="held_slices-across" points=1
@@ -122,7 +177,12 @@ for per_node, nodes in ((4, 2), (draw.integer(2, 6), 1), (1, draw.integer(2, 5))
 expect_slices(2, 3, ["NNG", "NIG", "GGG"], 24)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for per_node, nodes in ((4, 2), (draw.integer(2, 6), 1), (1, draw.integer(2, 5)), (draw.integer(5, 7), draw.integer(2, 4))):
+for per_node, nodes in (
+    (4, 2),
+    (draw.integer(2, 6), 1),
+    (1, draw.integer(2, 5)),
+    (draw.integer(5, 7), draw.integer(2, 4)),
+):
     expect_slices(per_node, nodes, WORDS, per_node * nodes * draw.integer(1, 50))
 ### END HIDDEN TESTS
 
@@ -139,6 +199,7 @@ for per_node, nodes in ((4, 2), (draw.integer(2, 6), 1), (1, draw.integer(2, 5))
 # Two nodes of two ranks with the gradients `[1, 2, 3, 4]`, `[5, 6, 7, 8]` on node 0 and `[10, 20, 30, 40]`, `[50, 60, 70, 80]` on node 1: ranks 0
 # and 2 return `[66, 88]`, ranks 1 and 3 `[110, 132]`. M is 16 bytes in float32: each rank sends 8 bytes inside and 8 across.
 
+
 # %% answer="hybrid_gradient"
 def hybrid_gradient(flat, intra, inter):
     """flat [k·d] on each rank -> [d], the shard of this rank's place, summed over all ranks."""
@@ -146,32 +207,59 @@ def hybrid_gradient(flat, intra, inter):
     return collectives.all_reduce(collectives.reduce_scatter(flat, intra), inter)
     ### END SOLUTION
 
+
 # %% given="gradients"
 def hybrid_gradient_on_a_rank(flat, per_node, group):
     return hybrid_gradient(flat, *levels(per_node, group))
+
 
 def expect_gradient(grads, per_node):
     """Run the answer with these gradients, look at its sums, and return the outcome."""
     outcome = run(hybrid_gradient_on_a_rank, [(grad, per_node) for grad in grads])
     shards = sum(grads).chunk(per_node)
-    expect_equal(outcome.results, [shards[rank % per_node] for rank in range(len(grads))], "shard of the sum",
-                 "the part of this rank's place, added up over the ranks of all nodes; a sum, no mean")
+    expect_equal(
+        outcome.results,
+        [shards[rank % per_node] for rank in range(len(grads))],
+        "shard of the sum",
+        "the part of this rank's place, added up over the ranks of all nodes; a sum, no mean",
+    )
     return outcome
+
 
 def expect_bytes_of_gradient(grads, per_node):
     outcome, nodes = expect_gradient(grads, per_node), len(grads) // per_node
     inside, across = sent_inside_and_across(outcome, per_node)
-    expect(max(across) * per_node * nodes <= 2 * grads[0].nbytes * (nodes - 1), "bytes between nodes",
-           "more crosses the slow links than an all-reduce of one shard; what is the smallest thing that has to cross, and when is it ready?")
-    expect(max(inside) * per_node <= grads[0].nbytes * (per_node - 1), "bytes inside the node",
-           "inside the node each part of the gradient goes to the one rank that needs it, and nothing comes back")
+    expect(
+        max(across) * per_node * nodes <= 2 * grads[0].nbytes * (nodes - 1),
+        "bytes between nodes",
+        "more crosses the slow links than an all-reduce of one shard; what is the smallest thing that has to cross, and when is it ready?",
+    )
+    expect(
+        max(inside) * per_node <= grads[0].nbytes * (per_node - 1),
+        "bytes inside the node",
+        "inside the node each part of the gradient goes to the one rank that needs it, and nothing comes back",
+    )
+
 
 # %% check="hybrid_gradient-sum" points=1
 # Every rank returns its place's shard of the sum over all ranks.
-expect_gradient([torch.arange(1.0, 5.0), torch.arange(5.0, 9.0), 10 * torch.arange(1.0, 5.0), 10 * torch.arange(5.0, 9.0)], 2)
+expect_gradient(
+    [
+        torch.arange(1.0, 5.0),
+        torch.arange(5.0, 9.0),
+        10 * torch.arange(1.0, 5.0),
+        10 * torch.arange(5.0, 9.0),
+    ],
+    2,
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for per_node, nodes in ((2, 2), (draw.integer(3, 4), 1), (1, draw.integer(3, 4)), draw.choice([(2, 1), (1, 2)])):
+for per_node, nodes in (
+    (2, 2),
+    (draw.integer(3, 4), 1),
+    (1, draw.integer(3, 4)),
+    draw.choice([(2, 1), (1, 2)]),
+):
     numel = per_node * draw.integer(2, 9)
     expect_gradient([draw.exact(numel) for _ in range(per_node * nodes)], per_node)
 ### END HIDDEN TESTS
@@ -201,48 +289,79 @@ for per_node, nodes in ((2, 2), (draw.integer(3, 4), 1), (1, draw.integer(3, 4))
 # Two nodes of two ranks with the shards `[0]`, `[1]`, `[2]`, `[3]`: after step 1 rank 0 has `[0, 2]`, after step 2 `[0, 2, 1, 3]`, after step 3
 # `[0, 1, 2, 3]`. One shard leaves each rank for the other node, two leave each node; in a flat ring it were three.
 
+
 # %% answer="hierarchical_all_gather"
 def hierarchical_all_gather(shard, intra, inter):
     """shard [d, ..] on each rank, of one shape -> [p·d, ..], the shards in the order of rank = inter.rank()·k + intra.rank()."""
     ### BEGIN SOLUTION
     of_the_place = collectives.all_gather(shard, inter)
-    place_by_place = collectives.all_gather(of_the_place, intra).view(intra.size(), inter.size(), *shard.shape)
+    place_by_place = collectives.all_gather(of_the_place, intra).view(
+        intra.size(), inter.size(), *shard.shape
+    )
     return place_by_place.transpose(0, 1).reshape(-1, *shard.shape[1:])
     ### END SOLUTION
+
 
 # %% given="gathering"
 def hierarchical_all_gather_on_a_rank(shard, per_node, group):
     return hierarchical_all_gather(shard, *levels(per_node, group))
 
+
 def expect_gathered(shards, per_node):
     """Run the answer with these shards, look at the order, and return the outcome."""
     outcome = run(hierarchical_all_gather_on_a_rank, [(shard, per_node) for shard in shards])
     for said in outcome.results:
-        expect(isinstance(said, torch.Tensor) and said.shape == torch.cat(shards).shape, "all shards",
-               "every rank returns [p·d, ..]: as many rows as all shards have")
-        expect(torch.equal(said.flatten().sort().values, torch.cat(shards).flatten().sort().values), "all shards",
-               "each shard is there once, and none twice")
-    expect_equal(outcome.results, [torch.cat(shards)] * len(shards), "rank order",
-                 "all shards are there, in a wrong order; after the second hop, which index runs faster, the node or the place?")
+        expect(
+            isinstance(said, torch.Tensor) and said.shape == torch.cat(shards).shape,
+            "all shards",
+            "every rank returns [p·d, ..]: as many rows as all shards have",
+        )
+        expect(
+            torch.equal(said.flatten().sort().values, torch.cat(shards).flatten().sort().values),
+            "all shards",
+            "each shard is there once, and none twice",
+        )
+    expect_equal(
+        outcome.results,
+        [torch.cat(shards)] * len(shards),
+        "rank order",
+        "all shards are there, in a wrong order; after the second hop, which index runs faster, the node or the place?",
+    )
     return outcome
+
 
 def expect_bytes_of_gather(shards, per_node):
     outcome, ranks = expect_gathered(shards, per_node), len(shards)
     inside, across = sent_inside_and_across(outcome, per_node)
-    of_nodes = [sum(across[first:first + per_node]) for first in range(0, ranks, per_node)]
-    expect(max(of_nodes) <= (ranks - per_node) * shards[0].nbytes, "bytes between nodes",
-           "a shard crosses to each other node once, not once for every rank there; which hop comes first?")
-    expect(max(across) * per_node <= (ranks - per_node) * shards[0].nbytes, "all ranks send across",
-           "each rank brings its own shard to the other nodes; if one does it for all, the others wait")
-    expect(max(inside) * per_node <= ranks * shards[0].nbytes * (per_node - 1), "bytes inside the node",
-           "inside the node a rank sends what it has, once to each neighbour, and gets the rest")
+    of_nodes = [sum(across[first : first + per_node]) for first in range(0, ranks, per_node)]
+    expect(
+        max(of_nodes) <= (ranks - per_node) * shards[0].nbytes,
+        "bytes between nodes",
+        "a shard crosses to each other node once, not once for every rank there; which hop comes first?",
+    )
+    expect(
+        max(across) * per_node <= (ranks - per_node) * shards[0].nbytes,
+        "all ranks send across",
+        "each rank brings its own shard to the other nodes; if one does it for all, the others wait",
+    )
+    expect(
+        max(inside) * per_node <= ranks * shards[0].nbytes * (per_node - 1),
+        "bytes inside the node",
+        "inside the node a rank sends what it has, once to each neighbour, and gets the rest",
+    )
+
 
 # %% check="hierarchical_all_gather-order" points=1
 # Every rank returns all shards in rank order.
 expect_gathered([torch.tensor([float(rank)]) for rank in range(4)], 2)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for per_node, nodes in ((2, 2), (draw.integer(2, 4), 1), (1, draw.integer(2, 4)), draw.choice([(2, 3), (3, 2)])):
+for per_node, nodes in (
+    (2, 2),
+    (draw.integer(2, 4), 1),
+    (1, draw.integer(2, 4)),
+    draw.choice([(2, 3), (3, 2)]),
+):
     shape = [draw.integer(1, 4) for _ in range(draw.integer(1, 3))]
     expect_gathered([draw.exact(*shape) + 128 * rank for rank in range(per_node * nodes)], per_node)
 ### END HIDDEN TESTS
@@ -254,7 +373,9 @@ print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for per_node, nodes in ((2, 2), (draw.integer(3, 4), 1), (1, draw.integer(3, 4))):
     shape = draw.integer(2, 9), draw.integer(2, 9)
-    expect_bytes_of_gather([draw.exact(*shape) + 128 * rank for rank in range(per_node * nodes)], per_node)
+    expect_bytes_of_gather(
+        [draw.exact(*shape) + 128 * rank for rank in range(per_node * nodes)], per_node
+    )
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -275,6 +396,7 @@ for per_node, nodes in ((2, 2), (draw.integer(3, 4), 1), (1, draw.integer(3, 4))
 # The block `[3.5, -1, 0.3, 0]` with 4 bits: L = 7, step = 0.5, codes 7, -2, 1, 0, and `[3.5, -1, 0.5, 0]` comes back. It travels in
 # 2 + 4 bytes instead of 16.
 
+
 # %% answer="quantize_blocks"
 def quantize_blocks(x, bits, block):
     """x [d] float32 -> (codes, scales): two tensors, all that is sent."""
@@ -283,12 +405,19 @@ def quantize_blocks(x, bits, block):
     blocks = torch.nn.functional.pad(x, (0, short)).view(-1, block)
     scales = blocks.abs().amax(1)
     step = torch.where(scales > 0, scales, torch.ones_like(scales)) / levels
-    codes = (blocks / step[:, None]).round().clamp(-levels, levels).to(torch.int8).flatten()[:x.numel()]
+    codes = (
+        (blocks / step[:, None])
+        .round()
+        .clamp(-levels, levels)
+        .to(torch.int8)
+        .flatten()[: x.numel()]
+    )
     if bits == 4:
         codes = torch.nn.functional.pad(codes + 8, (0, x.numel() % 2)).view(torch.uint8)
         codes = codes[0::2] | codes[1::2] << 4
     return codes, scales
     ### END SOLUTION
+
 
 def dequantize_blocks(codes, scales, bits, block, numel):
     """What `quantize_blocks` returned for `numel` elements -> [numel] float32."""
@@ -299,6 +428,7 @@ def dequantize_blocks(codes, scales, bits, block, numel):
     return codes.float() * steps
     ### END SOLUTION
 
+
 # %% given="blocks"
 def numbers(draw, numel, block, scales):
     """float32 [numel]: the largest of block i is scales[i], every eighth or so is zero, no other is below a quarter of the largest."""
@@ -308,11 +438,17 @@ def numbers(draw, numel, block, scales):
     x[::block] = -1  # a negative one
     return x * torch.tensor(scales).repeat_interleave(block)[:numel]
 
+
 def quantize_there(cases):
     return [quantize_blocks(x, bits, block) for x, bits, block in cases]
 
+
 def dequantize_here(cases, sent):
-    return [dequantize_blocks(*of_case, bits, block, x.numel()) for (x, bits, block), of_case in zip(cases, sent)]
+    return [
+        dequantize_blocks(*of_case, bits, block, x.numel())
+        for (x, bits, block), of_case in zip(cases, sent)
+    ]
+
 
 def expect_blocks(*cases):
     """Cases (x, bits, block, property, hint): one process quantises, another dequantises. Returns the pairs of tensors that were sent.
@@ -321,28 +457,60 @@ def expect_blocks(*cases):
     """
     given = [case[:3] for case in cases]
     sent = ask(quantize_there, given)
-    expect(all(isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(tensor, torch.Tensor) for tensor in pair)
-               for pair in sent), "two tensors", "return codes and scales, and nothing else")
+    expect(
+        all(
+            isinstance(pair, (list, tuple))
+            and len(pair) == 2
+            and all(isinstance(tensor, torch.Tensor) for tensor in pair)
+            for pair in sent
+        ),
+        "two tensors",
+        "return codes and scales, and nothing else",
+    )
     # what is sent is tensors: shapes of the originals are known on the other side, their numbers are not
-    backs = ask(dequantize_here, [(torch.empty_like(x), bits, block) for x, bits, block in given], sent)
+    backs = ask(
+        dequantize_here, [(torch.empty_like(x), bits, block) for x, bits, block in given], sent
+    )
     for (x, bits, block, property, hint), back in zip(cases, backs):
-        expect(isinstance(back, torch.Tensor) and back.shape == x.shape and back.dtype == torch.float32, "shape",
-               "as many numbers come back as were there, in float32; the last block may be short")
-        expect(bool((back[x == 0] == 0).all()), "zeros",
-               "a zero comes back as another number; what does code 0 stand for, and what is the step of a block of zeros?")
-        steps = torch.cat([part.abs().amax().expand(part.numel()) for part in x.split(block)]) / (2 ** (bits - 1) - 1)
+        expect(
+            isinstance(back, torch.Tensor)
+            and back.shape == x.shape
+            and back.dtype == torch.float32,
+            "shape",
+            "as many numbers come back as were there, in float32; the last block may be short",
+        )
+        expect(
+            bool((back[x == 0] == 0).all()),
+            "zeros",
+            "a zero comes back as another number; what does code 0 stand for, and what is the step of a block of zeros?",
+        )
+        steps = torch.cat([part.abs().amax().expand(part.numel()) for part in x.split(block)]) / (
+            2 ** (bits - 1) - 1
+        )
         expect(bool(((back - x).abs() <= steps * (0.5 + 2**-14)).all()), property, hint)
     return sent
 
-OWN_BLOCK = "an outlier stays in its block", "numbers far from the outlier got worse; whose scale do they use?"
-HALF = "half a step", "a number is further away than half a step; is it rounded to the nearest code, does each code fit, is -x as good as x?"
-SHORT = "a short last block", "the last block may be short; it has its own scale, and all others have `block` elements"
+
+OWN_BLOCK = (
+    "an outlier stays in its block",
+    "numbers far from the outlier got worse; whose scale do they use?",
+)
+HALF = (
+    "half a step",
+    "a number is further away than half a step; is it rounded to the nearest code, does each code fit, is -x as good as x?",
+)
+SHORT = (
+    "a short last block",
+    "the last block may be short; it has its own scale, and all others have `block` elements",
+)
 
 # %% check="quantize_blocks-error" points=1
 # Nothing is wrong by more than half a step of its own block, and zeros are zeros.
 for bits in (8, 4):
-    expect_blocks((numbers(draw, 48, 8, [1.0] * 6), bits, 8, *HALF),
-                  (numbers(draw, 48, 8, [1.0, 1.0, 1000.0, 1.0, 0.0, 1.0]), bits, 8, *OWN_BLOCK))
+    expect_blocks(
+        (numbers(draw, 48, 8, [1.0] * 6), bits, 8, *HALF),
+        (numbers(draw, 48, 8, [1.0, 1.0, 1000.0, 1.0, 0.0, 1.0]), bits, 8, *OWN_BLOCK),
+    )
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 cases = [(numbers(draw, 3, 8, [draw.random.uniform(1, 2)]), 8, 8, *SHORT)]
@@ -350,27 +518,50 @@ for bits in (8, 4, 8, 4):
     block, blocks = draw.integer(5, 20), draw.integer(3, 8)
     alike = [draw.random.uniform(1e-3, 1e3)] * blocks
     scales = [0.0, *(draw.random.uniform(0.5, 2) for _ in range(blocks))]
-    scales[draw.integer(1, blocks)] *= 10**draw.integer(3, 6)
-    cases += [(numbers(draw, block * blocks, block, alike), bits, block, *HALF),
-              (numbers(draw, block * len(scales), block, scales), bits, block, *OWN_BLOCK),
-              (numbers(draw, block * 4 + draw.integer(1, 2), block, [1.0, 1000.0, 1.0, 1000.0, 1.0]), bits, block, *SHORT)]
+    scales[draw.integer(1, blocks)] *= 10 ** draw.integer(3, 6)
+    cases += [
+        (numbers(draw, block * blocks, block, alike), bits, block, *HALF),
+        (numbers(draw, block * len(scales), block, scales), bits, block, *OWN_BLOCK),
+        (
+            numbers(draw, block * 4 + draw.integer(1, 2), block, [1.0, 1000.0, 1.0, 1000.0, 1.0]),
+            bits,
+            block,
+            *SHORT,
+        ),
+    ]
 expect_blocks(*cases)
 ### END HIDDEN TESTS
+
 
 # %% check="quantize_blocks-bytes" points=1
 # Codes take `bits` bits each, scales four bytes a block.
 def expect_small(*sizes):
     """Sizes (numel, bits, block)."""
-    cases = [(numbers(draw, numel, block, [1.0] * math.ceil(numel / block)), bits, block, *HALF) for numel, bits, block in sizes]
+    cases = [
+        (numbers(draw, numel, block, [1.0] * math.ceil(numel / block)), bits, block, *HALF)
+        for numel, bits, block in sizes
+    ]
     for (numel, bits, block), (codes, scales) in zip(sizes, expect_blocks(*cases)):
-        expect(scales.dtype == torch.float32 and scales.nbytes <= 4 * math.ceil(numel / block), "bytes of the scales", "one float32 for each block")
-        expect(codes.nbytes <= math.ceil(numel * bits / 8), "bytes of the codes",
-               f"{bits} bits: how many codes share a byte? what fills up a short block needs not be sent")
+        expect(
+            scales.dtype == torch.float32 and scales.nbytes <= 4 * math.ceil(numel / block),
+            "bytes of the scales",
+            "one float32 for each block",
+        )
+        expect(
+            codes.nbytes <= math.ceil(numel * bits / 8),
+            "bytes of the codes",
+            f"{bits} bits: how many codes share a byte? what fills up a short block needs not be sent",
+        )
+
 
 expect_small((48, 8, 8), (48, 4, 8))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-sizes = [(draw.integer(2, 6) * block + 1, bits, block) for bits in (8, 4) for block in (2 * draw.integer(3, 9), 2 * draw.integer(3, 9) + 1)]
+sizes = [
+    (draw.integer(2, 6) * block + 1, bits, block)
+    for bits in (8, 4)
+    for block in (2 * draw.integer(3, 9), 2 * draw.integer(3, 9) + 1)
+]
 expect_small(*sizes, (2 * draw.integer(30, 60) + 1, 4, draw.choice([16, 32])))
 ### END HIDDEN TESTS
 
@@ -400,14 +591,22 @@ expect_small(*sizes, (2 * draw.integer(30, 60) + 1, 4, draw.choice([16, 32])))
 # between nodes, IGG 0.75 GB and 3.15 GB, GGG 0.4 GB and 8.4 GB. With a limit of 2 GB the answer is
 # `("IIG", 700000000)`.
 
+
 # %% answer="cheapest_word"
 def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
     """(one of WORDS, the bytes a rank sends between nodes with it). Raises ValueError if the states fit with none of them."""
+
     ### BEGIN SOLUTION
     def price(word):
         p, g, o = ({"N": 1, "I": per_node, "G": ranks}[letter] for letter in word)
         across = total = 0
-        for times, f, h in ((2 * microbatches, 1, p), (microbatches, 1, g), (1, g, o), (2, o, ranks), (1, p, o)):
+        for times, f, h in (
+            (2 * microbatches, 1, p),
+            (microbatches, 1, g),
+            (1, g, o),
+            (2, o, ranks),
+            (1, p, o),
+        ):
             c = max(f, min(h, per_node))
             across += times * 2 * (parameters // c - parameters // h)
             total += times * 2 * (parameters // f - parameters // h)
@@ -415,10 +614,13 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
 
     fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
     if not fitting:
-        raise ValueError(f"no word holds at most {limit_bytes} bytes on each of {ranks} ranks; take more ranks")
+        raise ValueError(
+            f"no word holds at most {limit_bytes} bytes on each of {ranks} ranks; take more ranks"
+        )
     word = min(fitting, key=price)
     return word, price(word)[0]
     ### END SOLUTION
+
 
 # %% given="choosing"
 def words_for(cases):
@@ -431,42 +633,103 @@ def words_for(cases):
             said.append((None, str(error)))
     return said
 
+
 def choose(cases, refused=()):
     """Ask for the words of these cases, and for refusals of the others. Returns the pairs (word, bytes between nodes)."""
     said = ask(words_for, [*cases, *refused])
-    for pair, _ in said[:len(cases)]:
-        expect(pair is not None, "fits", "refused, though a word fits; states that fill the limit to the last byte do fit")
-        expect(isinstance(pair, (list, tuple)) and len(pair) == 2 and pair[0] in WORDS and type(pair[1]) is int, "a word and its bytes",
-               "return two things: one of WORDS, and a whole number of bytes")
-    for pair, message in said[len(cases):]:
-        expect(pair is None, "a refusal", "no word fits, and none may be returned: raise a ValueError")
-        expect(message.strip() and "\n" not in message, "a refusal", "say in one line what does not fit")
-    return [tuple(pair) for pair, _ in said[:len(cases)]]
+    for pair, _ in said[: len(cases)]:
+        expect(
+            pair is not None,
+            "fits",
+            "refused, though a word fits; states that fill the limit to the last byte do fit",
+        )
+        expect(
+            isinstance(pair, (list, tuple))
+            and len(pair) == 2
+            and pair[0] in WORDS
+            and type(pair[1]) is int,
+            "a word and its bytes",
+            "return two things: one of WORDS, and a whole number of bytes",
+        )
+    for pair, message in said[len(cases) :]:
+        expect(
+            pair is None, "a refusal", "no word fits, and none may be returned: raise a ValueError"
+        )
+        expect(
+            message.strip() and "\n" not in message,
+            "a refusal",
+            "say in one line what does not fit",
+        )
+    return [tuple(pair) for pair, _ in said[: len(cases)]]
 
-OWN_BYTES = "bytes of the word", "a good word, and other bytes between nodes than it sends; which passages does a step have, and what has to cross?"
+
+OWN_BYTES = (
+    "bytes of the word",
+    "a good word, and other bytes between nodes than it sends; which passages does a step have, and what has to cross?",
+)
 
 # %% check="cheapest_word-across" points=1
 # The word fits, and no other that fits sends less between nodes.
 of_the_text = 1_600_000_000, 64, 8
-pairs = choose([(*of_the_text, limit, 8) for limit in (2 * 10**9, 10**9, 4 * 10**8)], [(*of_the_text, 2 * 10**8, 8)])
+pairs = choose(
+    [(*of_the_text, limit, 8) for limit in (2 * 10**9, 10**9, 4 * 10**8)],
+    [(*of_the_text, 2 * 10**8, 8)],
+)
 words = [word for word, _ in pairs]
-expect(words[0] not in WORDS[:7] and words[1] not in WORDS[:8], "fits", "which bytes does a rank hold of each state?")
-expect(words == ["IIG", "IGG", "GGG"], "bytes between nodes", "the example of the text, limits 2, 1 and 0.4 GB; how often does each passage happen?")
+expect(
+    words[0] not in WORDS[:7] and words[1] not in WORDS[:8],
+    "fits",
+    "which bytes does a rank hold of each state?",
+)
+expect(
+    words == ["IIG", "IGG", "GGG"],
+    "bytes between nodes",
+    "the example of the text, limits 2, 1 and 0.4 GB; how often does each passage happen?",
+)
 expect_equal([sent for _, sent in pairs], [700_000_000, 3_150_000_000, 8_400_000_000], *OWN_BYTES)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 from minitrain.data_parallel import choices
-drawn = (draw.choice([4, 8]), draw.integer(2, 9)), (draw.integer(3, 6), draw.integer(2, 5)), (1, draw.integer(2, 6))
+
+drawn = (
+    (draw.choice([4, 8]), draw.integer(2, 9)),
+    (draw.integer(3, 6), draw.integer(2, 5)),
+    (1, draw.integer(2, 6)),
+)
 for per_node, nodes in ((2, 2), *drawn, (6, 1)):
-    cluster, numel = choices.Cluster(per_node * nodes, per_node), per_node * nodes * draw.integer(10**5, 10**8)
-    held = {word: sum(choices.memory_bytes(choices.paro(word, cluster), numel).values()) for word in WORDS}
-    limits = sorted({int(size) + more for size in held.values() for more in (0, draw.integer(1, 9))})
-    cases = [(numel, cluster.ranks, per_node, limit, m) for m in (1, draw.integer(2, 4), draw.integer(8, 32)) for limit in limits]
-    for (word, sent), (*_, limit, m) in zip(choose(cases, [(numel, cluster.ranks, per_node, limits[0] - 1, 1)]), cases):
-        expect(held[word] <= limit, "fits", "a word was chosen whose states do not fit; which bytes does a rank hold of each state?")
-        across = {word: choices.traffic(choices.paro(word, cluster), numel, cluster, m).inter_bytes for word in WORDS}
-        expect(across[word] == min(across[other] for other in WORDS if held[other] <= limit), "bytes between nodes",
-               "another word that fits sends less between nodes; which passages are needed in every microbatch, and what stays inside the node?")
+    cluster, numel = (
+        choices.Cluster(per_node * nodes, per_node),
+        per_node * nodes * draw.integer(10**5, 10**8),
+    )
+    held = {
+        word: sum(choices.memory_bytes(choices.paro(word, cluster), numel).values())
+        for word in WORDS
+    }
+    limits = sorted(
+        {int(size) + more for size in held.values() for more in (0, draw.integer(1, 9))}
+    )
+    cases = [
+        (numel, cluster.ranks, per_node, limit, m)
+        for m in (1, draw.integer(2, 4), draw.integer(8, 32))
+        for limit in limits
+    ]
+    for (word, sent), (*_, limit, m) in zip(
+        choose(cases, [(numel, cluster.ranks, per_node, limits[0] - 1, 1)]), cases
+    ):
+        expect(
+            held[word] <= limit,
+            "fits",
+            "a word was chosen whose states do not fit; which bytes does a rank hold of each state?",
+        )
+        across = {
+            word: choices.traffic(choices.paro(word, cluster), numel, cluster, m).inter_bytes
+            for word in WORDS
+        }
+        expect(
+            across[word] == min(across[other] for other in WORDS if held[other] <= limit),
+            "bytes between nodes",
+            "another word that fits sends less between nodes; which passages are needed in every microbatch, and what stays inside the node?",
+        )
         expect(sent == across[word], *OWN_BYTES)
 ### END HIDDEN TESTS
 
@@ -474,25 +737,72 @@ for per_node, nodes in ((2, 2), *drawn, (6, 1)):
 # Of words that send the same between nodes: the fewest bytes in all, then the smallest, then the first.
 of_the_text = 1_600_000_000, 64, 8
 words = [word for word, _ in choose([(*of_the_text, limit, 8) for limit in (7 * 10**9, 4 * 10**9)])]
-expect(words[0][:2] == "NN" and words[1][0] == "N", "bytes in all",
-       "the example of the text, limits 7 and 4 GB: several words send the same between nodes")
+expect(
+    words[0][:2] == "NN" and words[1][0] == "N",
+    "bytes in all",
+    "the example of the text, limits 7 and 4 GB: several words send the same between nodes",
+)
 [(word, sent)] = choose([(*of_the_text, 10**11, 1)])
-expect(word not in ("NNN", "NNI", "NII"), "ties",
-       "the example of the text, all words fit: of those that send the same, choose the one that holds the least")
+expect(
+    word not in ("NNN", "NNI", "NII"),
+    "ties",
+    "the example of the text, all words fit: of those that send the same, choose the one that holds the least",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 from minitrain.data_parallel import choices
-drawn = (draw.choice([4, 8]), draw.integer(2, 9)), (draw.integer(3, 7), draw.integer(3, 7)), (1, draw.integer(2, 6))
+
+drawn = (
+    (draw.choice([4, 8]), draw.integer(2, 9)),
+    (draw.integer(3, 7), draw.integer(3, 7)),
+    (1, draw.integer(2, 6)),
+)
 for per_node, nodes in ((3, 2), (6, 2), (7, 3), *drawn, (6, 1)):
-    cluster, numel = choices.Cluster(per_node * nodes, per_node), per_node * nodes * draw.integer(10**5, 10**8)
-    held = {word: sum(choices.memory_bytes(choices.paro(word, cluster), numel).values()) for word in WORDS}
-    limits = sorted({int(size) + more for size in held.values() for more in (0, draw.integer(1, 9))})
-    cases = [(numel, cluster.ranks, per_node, limit, m) for m in (1, draw.integer(2, 4), draw.integer(8, 32)) for limit in limits]
+    cluster, numel = (
+        choices.Cluster(per_node * nodes, per_node),
+        per_node * nodes * draw.integer(10**5, 10**8),
+    )
+    held = {
+        word: sum(choices.memory_bytes(choices.paro(word, cluster), numel).values())
+        for word in WORDS
+    }
+    limits = sorted(
+        {int(size) + more for size in held.values() for more in (0, draw.integer(1, 9))}
+    )
+    cases = [
+        (numel, cluster.ranks, per_node, limit, m)
+        for m in (1, draw.integer(2, 4), draw.integer(8, 32))
+        for limit in limits
+    ]
     for (word, _), (*_, limit, m) in zip(choose(cases), cases):
-        sent = {word: choices.traffic(choices.paro(word, cluster), numel, cluster, m) for word in WORDS if held[word] <= limit}
+        sent = {
+            word: choices.traffic(choices.paro(word, cluster), numel, cluster, m)
+            for word in WORDS
+            if held[word] <= limit
+        }
         expect(word in sent, "fits", "a word was chosen whose states do not fit")
-        best = min(sent, key=lambda word: (sent[word].inter_bytes, sent[word].total_bytes, held[word], WORDS.index(word)))
-        expect(sent[word].inter_bytes == sent[best].inter_bytes, "bytes between nodes", "another word that fits sends less between nodes")
-        expect(sent[word].total_bytes == sent[best].total_bytes, "bytes in all", "another word sends as little between nodes, and less in all")
-        expect(word == best, "ties", "words that send the same: the one that holds least, and of these the first; are your bytes exact?")
+        best = min(
+            sent,
+            key=lambda word: (
+                sent[word].inter_bytes,
+                sent[word].total_bytes,
+                held[word],
+                WORDS.index(word),
+            ),
+        )
+        expect(
+            sent[word].inter_bytes == sent[best].inter_bytes,
+            "bytes between nodes",
+            "another word that fits sends less between nodes",
+        )
+        expect(
+            sent[word].total_bytes == sent[best].total_bytes,
+            "bytes in all",
+            "another word sends as little between nodes, and less in all",
+        )
+        expect(
+            word == best,
+            "ties",
+            "words that send the same: the one that holds least, and of these the first; are your bytes exact?",
+        )
 ### END HIDDEN TESTS

@@ -31,9 +31,11 @@ from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 
+
 def whole_numbers(draw, *shape):
     """From -4 to 4: products and their sums are exact in float64, in every order."""
     return (draw.exact(*shape) * 16).remainder(9) - 4
+
 
 def sent_in_each_pass(outcome):
     """The most bytes that a rank sent in the forward, and the most in the backward, which begins when the gradient is fetched."""
@@ -46,9 +48,11 @@ def sent_in_each_pass(outcome):
             sent[in_backward[event.rank]][event.rank] += event.bytes
     return max(sent[0]), max(sent[1])
 
+
 def all_reduce_bytes(numel, ranks):
     """What a rank sends at most in one all-reduce of so many float64: 2(t-1)/t of them, pieces rounded up."""
     return 2 * (ranks - 1) * math.ceil(numel / ranks) * 8
+
 
 # %% [markdown]
 # ## 1. The pair f and g (2 points)
@@ -66,9 +70,11 @@ def all_reduce_bytes(numel, ranks):
 # Two ranks have x = `[1]` and `[2]`, and get dy = `[10]` and `[20]`. f returns `[1]` and `[2]`, and x.grad is `[30]` on both; g returns `[3]` on
 # both, and x.grad is `[10]` and `[20]`.
 
+
 # %% answer="f_and_g"
 def f(x, group):
     """x of any shape -> x; in backward the gradients of all ranks are added up."""
+
     ### BEGIN SOLUTION
     class CopyTo(torch.autograd.Function):
         @staticmethod
@@ -82,8 +88,10 @@ def f(x, group):
     return CopyTo.apply(x)
     ### END SOLUTION
 
+
 def g(x, group):
     """x of any shape, on each rank -> their sum, on every rank; in backward the gradient passes through."""
+
     ### BEGIN SOLUTION
     class ReduceFrom(torch.autograd.Function):
         @staticmethod
@@ -97,6 +105,7 @@ def g(x, group):
     return ReduceFrom.apply(x)
     ### END SOLUTION
 
+
 # %% given="there_and_back"
 def there_and_back(which, x, group):
     """x through f or g, and a gradient back: what came out, x as it is afterwards, and x.grad if there is one."""
@@ -108,45 +117,87 @@ def there_and_back(which, x, group):
         y.backward(dy)
     return {**came, **({} if leaf.grad is None else {"dx": leaf.grad})}
 
+
 def expect_pair(which, xs, dys):
     """Run f or g on ranks with these x and dy, and look at both passes."""
-    outcome = run(there_and_back, [(which, x) for x in xs], secrets=[{"dy": dy} for dy in dys], forbid=["copy_to", "reduce_from"])
+    outcome = run(
+        there_and_back,
+        [(which, x) for x in xs],
+        secrets=[{"dy": dy} for dy in dys],
+        forbid=["copy_to", "reduce_from"],
+    )
     ranks, one = len(xs), all_reduce_bytes(xs[0].numel(), len(xs))
     ys, dxs = (xs, [sum(dys)] * ranks) if which == "f" else ([sum(xs)] * ranks, dys)
     forward, backward = sent_in_each_pass(outcome)
-    expect_equal([came["y"] for came in outcome.results], ys, f"forward of {which}",
-                 "f returns what it got" if which == "f" else "the sum of the ranks' x, on every rank; a sum, no mean")
-    expect_equal([came["x"] for came in outcome.results], xs, "x stays as it was", "somebody else may need x, the backward of a layer, say")
-    expect(all("dx" in came for came in outcome.results), "autograd goes on",
-           "no gradient came to x: collectives work outside autograd, so who tells it that there is a way back?")
-    expect_equal([came["dx"] for came in outcome.results], dxs, f"backward of {which}",
-                 "each rank knows what its own work asks of x; the gradient of x is what all of them ask" if which == "f" else
-                 "every rank has the whole gradient of the sum already, and each term of a sum has the gradient of the sum")
-    expect(forward <= (0 if which == "f" else one), f"bytes of forward of {which}",
-           "all ranks have x: nobody needs anything" if which == "f" else "one all-reduce is enough")
-    expect(backward <= (one if which == "f" else 0), f"bytes of backward of {which}",
-           "one all-reduce is enough" if which == "f" else "all ranks have dy: nobody needs anything")
+    expect_equal(
+        [came["y"] for came in outcome.results],
+        ys,
+        f"forward of {which}",
+        "f returns what it got"
+        if which == "f"
+        else "the sum of the ranks' x, on every rank; a sum, no mean",
+    )
+    expect_equal(
+        [came["x"] for came in outcome.results],
+        xs,
+        "x stays as it was",
+        "somebody else may need x, the backward of a layer, say",
+    )
+    expect(
+        all("dx" in came for came in outcome.results),
+        "autograd goes on",
+        "no gradient came to x: collectives work outside autograd, so who tells it that there is a way back?",
+    )
+    expect_equal(
+        [came["dx"] for came in outcome.results],
+        dxs,
+        f"backward of {which}",
+        "each rank knows what its own work asks of x; the gradient of x is what all of them ask"
+        if which == "f"
+        else "every rank has the whole gradient of the sum already, and each term of a sum has the gradient of the sum",
+    )
+    expect(
+        forward <= (0 if which == "f" else one),
+        f"bytes of forward of {which}",
+        "all ranks have x: nobody needs anything" if which == "f" else "one all-reduce is enough",
+    )
+    expect(
+        backward <= (one if which == "f" else 0),
+        f"bytes of backward of {which}",
+        "one all-reduce is enough" if which == "f" else "all ranks have dy: nobody needs anything",
+    )
+
 
 # %% check="f_and_g-f" points=1
 # f: nothing forward, one all-reduce backward.
-expect_pair("f", [torch.tensor([1.0, 5.0]).double(), torch.tensor([2.0, 6.0]).double()],
-            [torch.tensor([10.0, 50.0]).double(), torch.tensor([20.0, 60.0]).double()])
+expect_pair(
+    "f",
+    [torch.tensor([1.0, 5.0]).double(), torch.tensor([2.0, 6.0]).double()],
+    [torch.tensor([10.0, 50.0]).double(), torch.tensor([20.0, 60.0]).double()],
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (3, 4):
     shape = [draw.integer(3, 6), *(draw.integer(1, 3) for _ in range(draw.integer(0, 2)))]
-    expect_pair("f", [draw.exact(*shape) for _ in range(ranks)], [draw.exact(*shape) for _ in range(ranks)])
+    expect_pair(
+        "f", [draw.exact(*shape) for _ in range(ranks)], [draw.exact(*shape) for _ in range(ranks)]
+    )
 ### END HIDDEN TESTS
 
 # %% check="f_and_g-g" points=1
 # g: one all-reduce forward, nothing backward.
-expect_pair("g", [torch.tensor([1.0, 5.0]).double(), torch.tensor([2.0, 6.0]).double()],
-            [torch.tensor([10.0, 50.0]).double(), torch.tensor([20.0, 60.0]).double()])
+expect_pair(
+    "g",
+    [torch.tensor([1.0, 5.0]).double(), torch.tensor([2.0, 6.0]).double()],
+    [torch.tensor([10.0, 50.0]).double(), torch.tensor([20.0, 60.0]).double()],
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (3, 4):
     shape = [draw.integer(3, 6), *(draw.integer(1, 3) for _ in range(draw.integer(0, 2)))]
-    expect_pair("g", [draw.exact(*shape) for _ in range(ranks)], [draw.exact(*shape) for _ in range(ranks)])
+    expect_pair(
+        "g", [draw.exact(*shape) for _ in range(ranks)], [draw.exact(*shape) for _ in range(ranks)]
+    )
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -164,12 +215,14 @@ for ranks in (3, 4):
 # One token X = `[[[2]]]`, two ranks, one matrix W = `[[3], [5]]`, b = `[1, 0]`. Rank 0 has Y = `[[[7]]]`, rank 1 `[[[10]]]`. With
 # dY = 1 on both, dX = 3 + 5 = 8 on both ranks, dW = `[[2]]` and db = `[1]` on each.
 
+
 # %% answer="column"
 def column_forward(x, weights, biases, group):
     """x [B, T, D], this rank's weights[i] [F_i/t, D] and biases[i] [F_i/t] -> list of this rank's outputs [B, T, F_i/t]."""
     ### BEGIN SOLUTION
     return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
     ### END SOLUTION
+
 
 def column_backward(dys, x, weights, group):
     """dys[i] [B, T, F_i/t] -> (dx [B, T, D] of the whole layer, list of dweights [F_i/t, D], list of dbiases [F_i/t])."""
@@ -179,42 +232,86 @@ def column_backward(dys, x, weights, group):
     return dx, [dy.flatten(0, 1).T @ rows for dy in dys], [dy.sum((0, 1)) for dy in dys]
     ### END SOLUTION
 
+
 # %% given="columns"
 def column_on_a_rank(x, weights, biases, group):
     ys = column_forward(x, list(weights), list(biases), group)
-    dys = [group.fetch(f"dy {i}", x.new_empty(*x.shape[:2], len(weight))) for i, weight in enumerate(weights)]
+    dys = [
+        group.fetch(f"dy {i}", x.new_empty(*x.shape[:2], len(weight)))
+        for i, weight in enumerate(weights)
+    ]
     dx, dweights, dbiases = column_backward(dys, x, list(weights), group)
     return {"ys": list(ys), "dx": dx, "dweights": list(dweights), "dbiases": list(dbiases)}
+
 
 def columns_of(draw, ranks, x_shape, widths):
     """Run both passes on ranks, each of widths[i] output features a rank. Returns (the outcome, what one process computes)."""
     x = whole_numbers(draw, *x_shape)
     weights = [whole_numbers(draw, ranks * width, x_shape[-1]) for width in widths]
-    biases, dys = [[whole_numbers(draw, *shape) for shape in shapes] for shapes in (
-        [[ranks * width] for width in widths], [[*x_shape[:2], ranks * width] for width in widths])]
-    ours = [[[part.chunk(ranks, dim)[rank].contiguous() for part in parts] for parts, dim in ((weights, 0), (biases, 0), (dys, -1))]
-            for rank in range(ranks)]
-    outcome = run(column_on_a_rank, [(x, *of_rank[:2]) for of_rank in ours],
-                  secrets=[{f"dy {i}": dy for i, dy in enumerate(of_rank[2])} for of_rank in ours])
-    wanted = [{"ys": [torch.einsum("btd,fd->btf", x, weight) + bias for weight, bias in zip(*of_rank[:2])],
-               "dx": sum(torch.einsum("btf,fd->btd", dy, weight) for dy, weight in zip(dys, weights)),
-               "dweights": [torch.einsum("btf,btd->fd", dy, x) for dy in of_rank[2]],
-               "dbiases": [dy.sum((0, 1)) for dy in of_rank[2]]} for of_rank in ours]
+    biases, dys = [
+        [whole_numbers(draw, *shape) for shape in shapes]
+        for shapes in (
+            [[ranks * width] for width in widths],
+            [[*x_shape[:2], ranks * width] for width in widths],
+        )
+    ]
+    ours = [
+        [
+            [part.chunk(ranks, dim)[rank].contiguous() for part in parts]
+            for parts, dim in ((weights, 0), (biases, 0), (dys, -1))
+        ]
+        for rank in range(ranks)
+    ]
+    outcome = run(
+        column_on_a_rank,
+        [(x, *of_rank[:2]) for of_rank in ours],
+        secrets=[{f"dy {i}": dy for i, dy in enumerate(of_rank[2])} for of_rank in ours],
+    )
+    wanted = [
+        {
+            "ys": [
+                torch.einsum("btd,fd->btf", x, weight) + bias for weight, bias in zip(*of_rank[:2])
+            ],
+            "dx": sum(torch.einsum("btf,fd->btd", dy, weight) for dy, weight in zip(dys, weights)),
+            "dweights": [torch.einsum("btf,btd->fd", dy, x) for dy in of_rank[2]],
+            "dbiases": [dy.sum((0, 1)) for dy in of_rank[2]],
+        }
+        for of_rank in ours
+    ]
     return outcome, wanted
+
 
 def expect_columns(ranks, x_shape, widths):
     """Both passes equal one process; returns the outcome."""
     outcome, wanted = columns_of(draw, ranks, x_shape, widths)
     for rank, (said, true) in enumerate(zip(outcome.results, wanted)):
         seen = f"(seen at rank {rank} of {ranks})"
-        expect_equal(said["ys"], true["ys"], "the product", f"X·W_rᵀ + b_r, for each of this rank's matrices {seen}")
-        expect_equal(said["dx"], true["dx"], "gradient of x",
-                     f"X goes into every matrix on every rank: what has to come together, and is anything missing or counted twice? {seen}")
-        expect_equal(said["dweights"], true["dweights"], "gradient of each weight",
-                     f"no other rank has these rows of W: their gradient is dY_rᵀ·X over all tokens {seen}")
-        expect_equal(said["dbiases"], true["dbiases"], "gradient of each bias",
-                     f"b_r was added to every token, and on this rank only {seen}")
+        expect_equal(
+            said["ys"],
+            true["ys"],
+            "the product",
+            f"X·W_rᵀ + b_r, for each of this rank's matrices {seen}",
+        )
+        expect_equal(
+            said["dx"],
+            true["dx"],
+            "gradient of x",
+            f"X goes into every matrix on every rank: what has to come together, and is anything missing or counted twice? {seen}",
+        )
+        expect_equal(
+            said["dweights"],
+            true["dweights"],
+            "gradient of each weight",
+            f"no other rank has these rows of W: their gradient is dY_rᵀ·X over all tokens {seen}",
+        )
+        expect_equal(
+            said["dbiases"],
+            true["dbiases"],
+            "gradient of each bias",
+            f"b_r was added to every token, and on this rank only {seen}",
+        )
     return outcome
+
 
 # %% check="column-equal" points=1
 # Outputs and all gradients equal one process.
@@ -223,24 +320,41 @@ expect_columns(2, [2, 3, 4], [2, 1, 1])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (2, 3, 4):
-    expect_columns(ranks, [draw.integer(2, 3), draw.integer(2, 4), draw.integer(2, 5)],
-                   [draw.integer(1, 4) for _ in range(draw.integer(2, 4))])
+    expect_columns(
+        ranks,
+        [draw.integer(2, 3), draw.integer(2, 4), draw.integer(2, 5)],
+        [draw.integer(1, 4) for _ in range(draw.integer(2, 4))],
+    )
 ### END HIDDEN TESTS
+
 
 # %% check="column-bytes" points=1
 # Nothing forward, and one all-reduce backward for all matrices together.
 def expect_bytes_of_columns(ranks, x_shape, widths):
     forward, backward = sent_in_each_pass(expect_columns(ranks, x_shape, widths))
-    expect(forward == 0, "forward sends nothing", "all ranks have X, and the output stays in slices: who needs anything of another rank?")
-    expect(backward <= all_reduce_bytes(math.prod(x_shape), ranks), "summed once",
-           "more is sent than one tensor like X summed over the ranks; can the matrices' shares be added before they travel?")
+    expect(
+        forward == 0,
+        "forward sends nothing",
+        "all ranks have X, and the output stays in slices: who needs anything of another rank?",
+    )
+    expect(
+        backward <= all_reduce_bytes(math.prod(x_shape), ranks),
+        "summed once",
+        "more is sent than one tensor like X summed over the ranks; can the matrices' shares be added before they travel?",
+    )
+
 
 expect_bytes_of_columns(2, [2, 3, 4], [2, 1, 1])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_bytes_of_columns(draw.integer(3, 4), [draw.integer(1, 3), draw.integer(2, 4), draw.integer(2, 5)],
-                        [draw.integer(1, 9) for _ in range(draw.integer(2, 3))])
-expect_bytes_of_columns(draw.integer(3, 4), [draw.integer(2, 3), draw.integer(3, 4), draw.integer(7, 9)], [1])
+expect_bytes_of_columns(
+    draw.integer(3, 4),
+    [draw.integer(1, 3), draw.integer(2, 4), draw.integer(2, 5)],
+    [draw.integer(1, 9) for _ in range(draw.integer(2, 3))],
+)
+expect_bytes_of_columns(
+    draw.integer(3, 4), [draw.integer(2, 3), draw.integer(3, 4), draw.integer(7, 9)], [1]
+)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -257,6 +371,7 @@ expect_bytes_of_columns(draw.integer(3, 4), [draw.integer(2, 3), draw.integer(3,
 # Two ranks, one token: X = `[[[1]]]` and `[[[2]]]`, W = `[[3]]` and `[[4]]`, b = `[100]`. Y is 3 + 8 + 100 = 111 on both. With dY = 1 the
 # gradients dX are 3 and 4, dW 1 and 2, and db is 1 on both ranks.
 
+
 # %% answer="row"
 def row_forward(x, weight, bias, group):
     """this rank's x [B, T, F/t] and weight [D, F/t], the whole bias [D] -> y [B, T, D], the same on all ranks."""
@@ -264,11 +379,13 @@ def row_forward(x, weight, bias, group):
     return collectives.all_reduce(x @ weight.T, group) + bias
     ### END SOLUTION
 
+
 def row_backward(dy, x, weight, group):
     """dy [B, T, D], the same on all ranks -> (dx [B, T, F/t], dweight [D, F/t], dbias [D])."""
     ### BEGIN SOLUTION
     return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
     ### END SOLUTION
+
 
 # %% given="rows"
 def row_on_a_rank(x, weight, bias, group):
@@ -277,26 +394,66 @@ def row_on_a_rank(x, weight, bias, group):
     dx, dweight, dbias = row_backward(dy, x, weight, group)
     return {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
 
+
 def expect_rows(ranks, batch, tokens, own_width, out):
     """Both passes, first without a bias, then with one. All values are whole, so a mistake is at least 1; b/t is rounded."""
-    xs, weights = ([whole_numbers(draw, *shape) for _ in range(ranks)] for shape in ([batch, tokens, own_width], [out, own_width]))
+    xs, weights = (
+        [whole_numbers(draw, *shape) for _ in range(ranks)]
+        for shape in ([batch, tokens, own_width], [out, own_width])
+    )
     dy, bias = whole_numbers(draw, batch, tokens, out), whole_numbers(draw, out)
     bias[draw.integer(0, out - 1)] = 5.0
     total = sum(torch.einsum("btf,df->btd", *pair) for pair in zip(xs, weights))
     for b in (torch.zeros_like(bias), bias):
-        outcome = run(row_on_a_rank, [(x, weight, b) for x, weight in zip(xs, weights)], secrets=[{"dy": dy}] * ranks)
-        said = {name: [result[name] for result in outcome.results] for name in ("y", "dx", "dweight", "dbias")}
+        outcome = run(
+            row_on_a_rank,
+            [(x, weight, b) for x, weight in zip(xs, weights)],
+            secrets=[{"dy": dy}] * ranks,
+        )
+        said = {
+            name: [result[name] for result in outcome.results]
+            for name in ("y", "dx", "dweight", "dbias")
+        }
         forward, backward = sent_in_each_pass(outcome)
-        expect_equal(said["y"], [total + b] * ranks, "bias once" if b.any() else "the sum", "without its bias the sum is right; how often "
-                     "is b in it, and is it there on every rank?" if b.any() else "the terms of all ranks, added up, on every rank", atol=1e-9)
-        expect_equal(said["dx"], [torch.einsum("btd,df->btf", dy, weight) for weight in weights], "gradient of x",
-                     "each term of a sum has the gradient of the sum, and all ranks have it")
-        expect_equal(said["dweight"], [torch.einsum("btd,btf->df", dy, x) for x in xs], "gradient of the weight",
-                     "no other rank has these columns of W: their gradient is dYᵀ·X_r over all tokens")
-        expect_equal(said["dbias"], [dy.sum((0, 1))] * ranks, "gradient of the bias",
-                     "one bias, added once to each token: what do all ranks know without asking?")
-        expect(forward <= all_reduce_bytes(total.numel(), ranks), "bytes of forward", "one all-reduce of the terms is enough")
-        expect(backward == 0, "backward sends nothing", "dY is whole on every rank, and dX_r and dW_r are needed here only")
+        expect_equal(
+            said["y"],
+            [total + b] * ranks,
+            "bias once" if b.any() else "the sum",
+            "without its bias the sum is right; how often "
+            "is b in it, and is it there on every rank?"
+            if b.any()
+            else "the terms of all ranks, added up, on every rank",
+            atol=1e-9,
+        )
+        expect_equal(
+            said["dx"],
+            [torch.einsum("btd,df->btf", dy, weight) for weight in weights],
+            "gradient of x",
+            "each term of a sum has the gradient of the sum, and all ranks have it",
+        )
+        expect_equal(
+            said["dweight"],
+            [torch.einsum("btd,btf->df", dy, x) for x in xs],
+            "gradient of the weight",
+            "no other rank has these columns of W: their gradient is dYᵀ·X_r over all tokens",
+        )
+        expect_equal(
+            said["dbias"],
+            [dy.sum((0, 1))] * ranks,
+            "gradient of the bias",
+            "one bias, added once to each token: what do all ranks know without asking?",
+        )
+        expect(
+            forward <= all_reduce_bytes(total.numel(), ranks),
+            "bytes of forward",
+            "one all-reduce of the terms is enough",
+        )
+        expect(
+            backward == 0,
+            "backward sends nothing",
+            "dY is whole on every rank, and dX_r and dW_r are needed here only",
+        )
+
 
 # %% check="row-equal" points=1
 # The sum, its bias once, and all gradients, for one all-reduce.
@@ -324,16 +481,23 @@ expect_rows(4, draw.integer(2, 3), draw.integer(2, 4), draw.integer(1, 4), draw.
 # 8 query heads, 2 K/V heads, head_dim 16, 4 ranks: ranks 0 and 1 have rows 0 to 15 of W_k, ranks 2 and 3 rows 16 to 31. Rank 2 returns
 # `((64, 96), (16, 32))`.
 
+
 # %% answer="head_rows"
 def head_rows(rank, ranks, heads, kv_heads, head_dim):
     """((start, stop) of this rank's rows of W_q, (start, stop) of its rows of W_k, which are those of W_v too)."""
     ### BEGIN SOLUTION
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-        raise ValueError(f"{heads} query heads and {kv_heads} K/V heads do not divide over {ranks} ranks")
+        raise ValueError(
+            f"{heads} query heads and {kv_heads} K/V heads do not divide over {ranks} ranks"
+        )
     own, own_kv = heads // ranks, max(1, kv_heads // ranks)
     first_kv = rank * kv_heads // ranks
-    return ((rank * own * head_dim, (rank + 1) * own * head_dim), (first_kv * head_dim, (first_kv + own_kv) * head_dim))
+    return (
+        (rank * own * head_dim, (rank + 1) * own * head_dim),
+        (first_kv * head_dim, (first_kv + own_kv) * head_dim),
+    )
     ### END SOLUTION
+
 
 # %% given="expect_heads"
 def rows_of_all_ranks(ranks, heads, kv_heads, head_dim):
@@ -343,29 +507,66 @@ def rows_of_all_ranks(ranks, heads, kv_heads, head_dim):
     except ValueError as error:
         return str(error)
 
+
 def expect_refused_heads(ranks, heads, kv_heads, head_dim):
     said = ask(rows_of_all_ranks, ranks, heads, kv_heads, head_dim)
-    expect(isinstance(said, str), "a refusal", "these heads do not divide over these ranks, and no head may be cut: raise a ValueError")
+    expect(
+        isinstance(said, str),
+        "a refusal",
+        "these heads do not divide over these ranks, and no head may be cut: raise a ValueError",
+    )
     expect(said.strip() and "\n" not in said, "a refusal", "say in one line what does not divide")
+
 
 def expect_heads(ranks, heads, kv_heads, head_dim):
     """Ask for the rows of all ranks, and look at them property by property."""
     said = ask(rows_of_all_ranks, ranks, heads, kv_heads, head_dim)
-    expect(not isinstance(said, str), "no refusal without need", "a ValueError, but these heads do divide, perhaps with copies of K/V heads")
+    expect(
+        not isinstance(said, str),
+        "no refusal without need",
+        "a ValueError, but these heads do divide, perhaps with copies of K/V heads",
+    )
     for rank, rows in enumerate(said):
-        expect(isinstance(rows, (list, tuple)) and len(rows) == 2 and all(
-            isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in rows),
-            "two pairs", "return ((start, stop), (start, stop)), whole numbers")
+        expect(
+            isinstance(rows, (list, tuple))
+            and len(rows) == 2
+            and all(
+                isinstance(pair, (list, tuple))
+                and len(pair) == 2
+                and all(type(end) is int for end in pair)
+                for pair in rows
+            ),
+            "two pairs",
+            "return ((start, stop), (start, stop)), whole numbers",
+        )
         (start, stop), (kv_start, kv_stop) = rows
-        expect(all(end % head_dim == 0 for end in (start, stop, kv_start, kv_stop)), "whole heads",
-               "start and stop are rows, stop is the first row that is not yours, and a head has head_dim of them")
-        expect((stop - start) * ranks == heads * head_dim, "query heads", "each rank has as many query heads as the others")
-        expect(start == rank * (stop - start), "query heads", "rank after rank, the query heads from the first to the last")
+        expect(
+            all(end % head_dim == 0 for end in (start, stop, kv_start, kv_stop)),
+            "whole heads",
+            "start and stop are rows, stop is the first row that is not yours, and a head has head_dim of them",
+        )
+        expect(
+            (stop - start) * ranks == heads * head_dim,
+            "query heads",
+            "each rank has as many query heads as the others",
+        )
+        expect(
+            start == rank * (stop - start),
+            "query heads",
+            "rank after rank, the query heads from the first to the last",
+        )
         needed = [query * kv_heads // heads for query in (start // head_dim, stop // head_dim - 1)]
-        expect(kv_start <= needed[0] * head_dim and kv_stop >= (needed[1] + 1) * head_dim, "the heads that queries use",
-               f"a query head on rank {rank} of {ranks} uses a K/V head that is not there; who uses which?")
-        expect(kv_stop - kv_start <= (needed[1] + 1 - needed[0]) * head_dim, "no more than queries use",
-               f"no query head on rank {rank} of {ranks} uses all these rows of W_k")
+        expect(
+            kv_start <= needed[0] * head_dim and kv_stop >= (needed[1] + 1) * head_dim,
+            "the heads that queries use",
+            f"a query head on rank {rank} of {ranks} uses a K/V head that is not there; who uses which?",
+        )
+        expect(
+            kv_stop - kv_start <= (needed[1] + 1 - needed[0]) * head_dim,
+            "no more than queries use",
+            f"no query head on rank {rank} of {ranks} uses all these rows of W_k",
+        )
+
 
 # %% check="head_rows-all" points=1
 # Whole heads, those that the rank's queries use, and a refusal when they do not divide.
@@ -405,6 +606,7 @@ expect_refused_heads(3, 8, draw.choice([1, 4]), 3 * head_dim)
 # Two ranks, one token, logits `[[[0, 0]]]` and `[[[0, 0]]]`, target 3: the loss is log 4, and with dloss = 1 the gradients are `[[[0.25, 0.25]]]` and
 # `[[[0.25, -0.75]]]`.
 
+
 # %% answer="cross_entropy"
 def cross_entropy_forward(logits, targets, group):
     """logits [B, T, V/t] of this rank's words, targets [B, T] -> (loss, a tensor without dims, the same on all ranks; kept)."""
@@ -416,10 +618,13 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
     ### END SOLUTION
+
 
 def cross_entropy_backward(dloss, kept, group):
     """dloss, a tensor without dims, and what the forward kept -> dlogits [B, T, V/t] of this rank's words."""
@@ -429,6 +634,7 @@ def cross_entropy_backward(dloss, kept, group):
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
     ### END SOLUTION
 
+
 # %% given="losses"
 def loss_on_a_rank(logits, targets, group):
     loss, kept = cross_entropy_forward(logits, targets, group)
@@ -436,14 +642,18 @@ def loss_on_a_rank(logits, targets, group):
     dloss = group.fetch("dloss", logits.new_empty(()))
     return {"loss": loss, "dlogits": cross_entropy_backward(dloss, kept, group)}
 
+
 def targets_of(draw, ranks, batch, tokens, words, masked):
     """Targets [B, T]: first and last words of ranks, as many as there is room for, then any; some are masked, if asked, but never all."""
     edges = [word for rank in range(ranks) for word in (rank * words, (rank + 1) * words - 1)]
     targets = draw.several(edges, min(len(edges), batch * tokens))
-    targets = torch.tensor(targets + [draw.integer(0, ranks * words - 1) for _ in range(batch * tokens - len(targets))])
+    targets = torch.tensor(
+        targets + [draw.integer(0, ranks * words - 1) for _ in range(batch * tokens - len(targets))]
+    )
     if masked:
         targets[draw.several(range(len(targets)), draw.integer(1, len(targets) - 1))] = -100
     return targets.view(batch, tokens)
+
 
 def losses_of(draw, slices, targets):
     """Run both passes on these slices [B, T, V/t]. Returns (the outcome, loss and gradient of one process, how near an answer must be).
@@ -453,31 +663,67 @@ def losses_of(draw, slices, targets):
     n·(16 + 4n)·(M + V + 10) more than enough. No element of the gradient is less exact than one token.
     """
     dloss = draw.exact().abs() + 1
-    outcome = run(loss_on_a_rank, [(logits, targets) for logits in slices], secrets=[{"dloss": dloss}] * len(slices))
+    outcome = run(
+        loss_on_a_rank,
+        [(logits, targets) for logits in slices],
+        secrets=[{"dloss": dloss}] * len(slices),
+    )
     whole = torch.cat(slices, -1).requires_grad_()
-    loss = torch.nn.functional.cross_entropy(whole.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    loss = torch.nn.functional.cross_entropy(
+        whole.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     loss.backward(dloss)
-    near = targets.numel() * (16 + 4 * targets.numel()) * (whole.abs().max().item() + whole.size(-1) + 10) * 2.0**-53
-    return outcome, loss.detach(), list(whole.grad.chunk(len(slices), -1)), near, near * dloss.item()
+    near = (
+        targets.numel()
+        * (16 + 4 * targets.numel())
+        * (whole.abs().max().item() + whole.size(-1) + 10)
+        * 2.0**-53
+    )
+    return (
+        outcome,
+        loss.detach(),
+        list(whole.grad.chunk(len(slices), -1)),
+        near,
+        near * dloss.item(),
+    )
+
 
 def slices_of(draw, ranks, batch, tokens, words, large=0.0):
     """Logits [B, T, words] of each rank; with `large` tokens are far up and far down in turn, and one rank's part still higher."""
     slices = [draw.real(batch, tokens, words) for _ in range(ranks)]
     for i in range(batch * tokens if large else 0):
         for rank, logits in enumerate(slices):
-            logits.view(-1, words)[i] += (-1) ** i * 2 * large + (large if i % ranks == rank else 0.0)
+            logits.view(-1, words)[i] += (-1) ** i * 2 * large + (
+                large if i % ranks == rank else 0.0
+            )
     return slices
+
 
 def expect_loss(property, hint, ranks, batch, tokens, words, masked=False, large=0.0):
     """The loss equals one process; returns the outcome, the true gradient, and how near it must be."""
-    slices, targets = slices_of(draw, ranks, batch, tokens, words, large), targets_of(draw, ranks, batch, tokens, words, masked)
+    slices, targets = (
+        slices_of(draw, ranks, batch, tokens, words, large),
+        targets_of(draw, ranks, batch, tokens, words, masked),
+    )
     outcome, loss, dlogits, near, near_gradient = losses_of(draw, slices, targets)
-    expect_equal([said["loss"] for said in outcome.results], [loss] * ranks, property, hint, atol=near)
+    expect_equal(
+        [said["loss"] for said in outcome.results], [loss] * ranks, property, hint, atol=near
+    )
     return outcome, dlogits, near_gradient
 
-PLAIN = "the loss", "which words are this rank's, and what of a token do only the others know? A sum, the same on every rank"
-MASKED = "masked targets", "without masks the loss is right; a masked token adds nothing to it, and is no word either"
-LARGE = "large logits", "small logits are right; which number may be subtracted from all logits of a token, so that no exp overflows and no sum is 0?"
+
+PLAIN = (
+    "the loss",
+    "which words are this rank's, and what of a token do only the others know? A sum, the same on every rank",
+)
+MASKED = (
+    "masked targets",
+    "without masks the loss is right; a masked token adds nothing to it, and is no word either",
+)
+LARGE = (
+    "large logits",
+    "small logits are right; which number may be subtracted from all logits of a token, so that no exp overflows and no sum is 0?",
+)
 
 # %% check="cross_entropy-loss" points=1
 # The loss of one process, with masked targets and with large logits.
@@ -493,14 +739,23 @@ for ranks in (3, 4):
     expect_loss(*LARGE, ranks, *sizes, masked=True, large=float(draw.integer(1000, 9000)))
 ### END HIDDEN TESTS
 
+
 # %% check="cross_entropy-bytes" points=1
 # At most three numbers of each token travel, however many words there are.
 def expect_bytes_of_loss(ranks, batch, tokens, words):
     outcome, *_ = expect_loss(*PLAIN, ranks, batch, tokens, words)
     forward, backward = sent_in_each_pass(outcome)
-    expect(forward <= 3 * all_reduce_bytes(batch * tokens, ranks), "bytes of forward",
-           "more is sent than all-reduces of three numbers a token send, on each rank; do logits travel, or is a sum made from everyone's terms?")
-    expect(backward == 0, "backward sends nothing", "the softmax of this rank's words needs two numbers a token that the forward knew already")
+    expect(
+        forward <= 3 * all_reduce_bytes(batch * tokens, ranks),
+        "bytes of forward",
+        "more is sent than all-reduces of three numbers a token send, on each rank; do logits travel, or is a sum made from everyone's terms?",
+    )
+    expect(
+        backward == 0,
+        "backward sends nothing",
+        "the softmax of this rank's words needs two numbers a token that the forward knew already",
+    )
+
 
 expect_bytes_of_loss(2, 2, 3, 16)
 print("the visible checks pass")
@@ -509,20 +764,41 @@ for ranks in (3, 4):
     expect_bytes_of_loss(ranks, draw.integer(2, 3), draw.integer(3, 5), draw.integer(5, 40))
 ### END HIDDEN TESTS
 
+
 # %% check="cross_entropy-gradient" points=1
 # Each rank has the gradient of its own words, zero for masked tokens.
 def expect_gradient(ranks, batch, tokens, words, large=0.0):
     for masked, property, hint in (
-            (False, "the gradient", "softmax over all words, minus one at the target if it is here, times dloss"),
-            (True, "gradient of masked tokens", "without masks the gradient is right; what does a token that does not count ask of its logits?")):
-        outcome, dlogits, near = expect_loss("the loss", "first let the loss be right", ranks, batch, tokens, words, masked, large)
-        expect_equal([said["dlogits"] for said in outcome.results], dlogits, property, hint, atol=near)
+        (
+            False,
+            "the gradient",
+            "softmax over all words, minus one at the target if it is here, times dloss",
+        ),
+        (
+            True,
+            "gradient of masked tokens",
+            "without masks the gradient is right; what does a token that does not count ask of its logits?",
+        ),
+    ):
+        outcome, dlogits, near = expect_loss(
+            "the loss", "first let the loss be right", ranks, batch, tokens, words, masked, large
+        )
+        expect_equal(
+            [said["dlogits"] for said in outcome.results], dlogits, property, hint, atol=near
+        )
+
 
 expect_gradient(2, 2, 3, 4)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (3, 4):
-    expect_gradient(ranks, draw.integer(2, 3), draw.integer(3, 4), draw.integer(2, 6), draw.choice([0.0, 2000.0]))
+    expect_gradient(
+        ranks,
+        draw.integer(2, 3),
+        draw.integer(3, 4),
+        draw.integer(2, 6),
+        draw.choice([0.0, 2000.0]),
+    )
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -541,38 +817,75 @@ for ranks in (3, 4):
 #
 # b = 1, s = 4, h = 8, two ranks, "whole": 64 elements forward and as many backward, and 12 for the loss.
 
+
 # %% answer="elements_sent"
 def elements_sent(b, s, h, t, activations):
     """{"forward": ..., "backward": ..., "loss": ...}: elements each rank sends, as ints; activations is one of the three words."""
     ### BEGIN SOLUTION
-    half = b * s * h * (t - 1) // t  # an all-gather or a reduce-scatter; an all-reduce is two of them
-    return {"forward": 4 * half, "backward": (6 if activations == "regathered" else 4) * half, "loss": 3 * 2 * b * s * (t - 1) // t}
+    half = (
+        b * s * h * (t - 1) // t
+    )  # an all-gather or a reduce-scatter; an all-reduce is two of them
+    return {
+        "forward": 4 * half,
+        "backward": (6 if activations == "regathered" else 4) * half,
+        "loss": 3 * 2 * b * s * (t - 1) // t,
+    }
     ### END SOLUTION
+
 
 # %% given="expect_elements"
 def elements_each_way(b, s, h, t):
-    return {activations: elements_sent(b, s, h, t, activations) for activations in ("whole", "sequence", "regathered")}
+    return {
+        activations: elements_sent(b, s, h, t, activations)
+        for activations in ("whole", "sequence", "regathered")
+    }
+
 
 def expect_elements(sizes, wanted):
     """Ask for the elements with each way to keep activations, where `wanted` has (forward, backward, loss) of each."""
     for activations, said in ask(elements_each_way, *sizes).items():
-        expect(isinstance(said, dict) and set(said) == {"forward", "backward", "loss"} and all(type(n) is int for n in said.values()),
-               "whole numbers", 'return {"forward": ..., "backward": ..., "loss": ...}, three ints, also where they are large')
+        expect(
+            isinstance(said, dict)
+            and set(said) == {"forward", "backward", "loss"}
+            and all(type(n) is int for n in said.values()),
+            "whole numbers",
+            'return {"forward": ..., "backward": ..., "loss": ...}, three ints, also where they are large',
+        )
         forward, backward, loss = wanted[activations]
-        expect(said["forward"] == forward, f"forward, {activations}", "how many pairs has a layer, and which calls stand before and behind each?")
-        expect(said["backward"] == backward, f"backward, {activations}",
-               "what is the backward of each call of the forward, and what must be there for dW?")
+        expect(
+            said["forward"] == forward,
+            f"forward, {activations}",
+            "how many pairs has a layer, and which calls stand before and behind each?",
+        )
+        expect(
+            said["backward"] == backward,
+            f"backward, {activations}",
+            "what is the backward of each call of the forward, and what must be there for dW?",
+        )
         expect(said["loss"] == loss, "the loss", "three numbers of each token, in which pass?")
+
 
 # %% check="elements_sent-all" points=1
 # Forward, backward and loss, for each way to keep activations.
-expect_elements((1, 4, 8, 2), {"whole": (64, 64, 12), "sequence": (64, 64, 12), "regathered": (64, 96, 12)})
+expect_elements(
+    (1, 4, 8, 2), {"whole": (64, 64, 12), "sequence": (64, 64, 12), "regathered": (64, 96, 12)}
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for t, b, s, h in ((3, draw.integer(1, 8), 3 * draw.integer(1, 99), draw.integer(3, 999)), (1, 2, draw.integer(1, 99), draw.integer(3, 999)),
-                   (4, draw.integer(1, 8), 4 * draw.integer(1, 99), draw.integer(3, 999)), (8, 4, 2 * draw.integer(1, 99), 7),
-                   (7, 3**20, 7 * draw.integer(10**6, 10**7), 5 * 10**6 + 1)):
+for t, b, s, h in (
+    (3, draw.integer(1, 8), 3 * draw.integer(1, 99), draw.integer(3, 999)),
+    (1, 2, draw.integer(1, 99), draw.integer(3, 999)),
+    (4, draw.integer(1, 8), 4 * draw.integer(1, 99), draw.integer(3, 999)),
+    (8, 4, 2 * draw.integer(1, 99), 7),
+    (7, 3**20, 7 * draw.integer(10**6, 10**7), 5 * 10**6 + 1),
+):
     piece, loss = b * s // t * h * (t - 1), 6 * (b * s // t) * (t - 1)
-    expect_elements((b, s, h, t), {"whole": (4 * piece, 4 * piece, loss), "sequence": (4 * piece, 4 * piece, loss),
-                                   "regathered": (4 * piece, 6 * piece, loss)})
+    expect_elements(
+        (b, s, h, t),
+        {
+            "whole": (4 * piece, 4 * piece, loss),
+            "sequence": (4 * piece, 4 * piece, loss),
+            "regathered": (4 * piece, 6 * piece, loss),
+        },
+    )
 ### END HIDDEN TESTS

@@ -31,10 +31,12 @@ from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
 
 draw = Draw()  # hidden checks draw sizes and values
 
+
 def pair_of(scores, v):
     """What one process knows of these keys: scores [.., T, n], v [.., n, K] -> out [.., T, K] and lse [.., T]. Nothing seen: 0 and -inf."""
     lse = scores.logsumexp(-1)
     return (scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp() @ v, lse
+
 
 def how_near(products, *values):
     """How far rounding may take (out, lse) from one process; products[.., T, n] are the scores as if nothing in them cancelled.
@@ -45,6 +47,7 @@ def how_near(products, *values):
     """
     largest = max([1.0, *(x.abs().max().item() for x in values)])
     return 32 * (products.abs().max().item() + products.size(-1) + 64) * largest * 2.0**-53
+
 
 # %% [markdown]
 # ## 1. Two sets of keys become one (2 points)
@@ -60,6 +63,7 @@ def how_near(products, *values):
 # Return new tensors; the four arguments stay as they were. One query, width 1: `[[2]]` with lse 0, and `[[6]]` with lse log 3, become `[[5]]` with lse
 # log 4: the second set counts three times as much as the first.
 
+
 # %% answer="merge"
 def merge(out, lse, other_out, other_lse):
     """out, other_out [.., T, K] and lse, other_lse [.., T] -> out [.., T, K] and lse [.., T] of the union."""
@@ -70,11 +74,13 @@ def merge(out, lse, other_out, other_lse):
     return out * weight + other_out * other_weight, total
     ### END SOLUTION
 
+
 # %% given="expect_merged"
 def merged(*pairs):
     """What comes out, and the arguments as they are afterwards."""
     said = merge(*pairs)
     return {"said": list(said), "pairs": list(pairs)}
+
 
 def expect_merge(scores, other_scores, v, other_v, property="", hint=""):
     """Merge the pairs of two sets with these scores [.., T, n] and values [.., n, K], and compare with their union."""
@@ -83,39 +89,91 @@ def expect_merge(scores, other_scores, v, other_v, property="", hint=""):
     said, true = ask(merged, *pairs), pair_of(both, torch.cat((v, other_v), -2))
     near = how_near(both.masked_fill(both == -math.inf, 0.0), v, other_v)
     out, lse = said["said"] if len(said["said"]) == 2 else (None, None)
-    expect(isinstance(out, torch.Tensor) and isinstance(lse, torch.Tensor), "a pair", "return out and lse, two tensors")
-    expect_equal(lse.clamp_min(-1e30), true[1].clamp_min(-1e30), property or "log-sum-exp", hint or "the logarithm of a sum of two sums", atol=near)
-    expect_equal(out, true[0], property or "the output", hint or "each set counts as much as its sum of exponentials", atol=near)
-    expect_equal(said["pairs"], pairs, "arguments stay as they were", "somebody else may need these pairs; make new tensors")
+    expect(
+        isinstance(out, torch.Tensor) and isinstance(lse, torch.Tensor),
+        "a pair",
+        "return out and lse, two tensors",
+    )
+    expect_equal(
+        lse.clamp_min(-1e30),
+        true[1].clamp_min(-1e30),
+        property or "log-sum-exp",
+        hint or "the logarithm of a sum of two sums",
+        atol=near,
+    )
+    expect_equal(
+        out,
+        true[0],
+        property or "the output",
+        hint or "each set counts as much as its sum of exponentials",
+        atol=near,
+    )
+    expect_equal(
+        said["pairs"],
+        pairs,
+        "arguments stay as they were",
+        "somebody else may need these pairs; make new tensors",
+    )
+
 
 def scores_and_values(draw, *shape, n, width, around=0.0):
     return draw.real(*shape, n) * 2 + around, draw.real(*shape[:-1], n, width)
 
-NEUTRAL = "nothing is neutral", "where all keys are seen it is right; an lse of -inf says that exp lse is 0: what must become of the other set?"
-NOTHING = "nothing and nothing", "a query that sees no key in either set sees none in the union; which difference is no number?"
-LARGE = "large scores", "small scores are right; what may be subtracted from both lse, so that no exp overflows and not both are 0?"
+
+NEUTRAL = (
+    "nothing is neutral",
+    "where all keys are seen it is right; an lse of -inf says that exp lse is 0: what must become of the other set?",
+)
+NOTHING = (
+    "nothing and nothing",
+    "a query that sees no key in either set sees none in the union; which difference is no number?",
+)
+LARGE = (
+    "large scores",
+    "small scores are right; what may be subtracted from both lse, so that no exp overflows and not both are 0?",
+)
+
 
 def expect_empty(draw, property, hint, shape, n, width, first, second):
     """Some queries see nothing of the first set, some nothing of the second one, by the masks [T]."""
-    (scores, v), (other_scores, other_v) = (scores_and_values(draw, *shape, n=n, width=width) for _ in range(2))
-    expect_merge(scores.masked_fill(first.unsqueeze(-1), -math.inf), other_scores.masked_fill(second.unsqueeze(-1), -math.inf),
-                 v, other_v, property, hint)
+    (scores, v), (other_scores, other_v) = (
+        scores_and_values(draw, *shape, n=n, width=width) for _ in range(2)
+    )
+    expect_merge(
+        scores.masked_fill(first.unsqueeze(-1), -math.inf),
+        other_scores.masked_fill(second.unsqueeze(-1), -math.inf),
+        v,
+        other_v,
+        property,
+        hint,
+    )
+
 
 def expect_large(draw, shape, width, far):
     """Scores around far for both, around -far for both, and far apart."""
     for around, other in ((far, far), (-far, -far), (far, -far), (-far, far)):
-        (scores, v), (other_scores, other_v) = (scores_and_values(draw, *shape, n=3, width=width, around=its) for its in (around, other))
+        (scores, v), (other_scores, other_v) = (
+            scores_and_values(draw, *shape, n=3, width=width, around=its) for its in (around, other)
+        )
         expect_merge(scores, other_scores, v, other_v, *LARGE)
+
 
 # %% check="merge-union" points=1
 # The pair of the union, for sets of any size.
-expect_merge(torch.zeros(1, 1).double(), torch.zeros(1, 3).double(), torch.full((1, 1), 2.0).double(), torch.full((3, 1), 6.0).double())
+expect_merge(
+    torch.zeros(1, 1).double(),
+    torch.zeros(1, 3).double(),
+    torch.full((1, 1), 2.0).double(),
+    torch.full((3, 1), 6.0).double(),
+)
 expect_merge(draw.real(4, 3) + 2, draw.real(4, 5), draw.real(3, 2), draw.real(5, 2))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for shape in ([draw.integer(1, 6)], [2, draw.integer(2, 5)], [2, 3, draw.integer(1, 4)]):
     n, m, width = draw.integer(1, 9), draw.integer(1, 9), draw.integer(1, 7)
-    (scores, v), (other_scores, other_v) = (scores_and_values(draw, *shape, n=count, width=width) for count in (n, m))
+    (scores, v), (other_scores, other_v) = (
+        scores_and_values(draw, *shape, n=count, width=width) for count in (n, m)
+    )
     expect_merge(scores, other_scores, v, other_v)
 ### END HIDDEN TESTS
 
@@ -132,8 +190,15 @@ for _ in range(2):
     tokens, seen = draw.integer(4, 6), draw.mask(6)
     first, second = seen[:tokens], ~seen[:tokens]
     expect_empty(draw, *NEUTRAL, [2, tokens], draw.integer(1, 4), draw.integer(1, 4), first, second)
-    expect_empty(draw, *NOTHING, [2, tokens], draw.integer(1, 4), draw.integer(1, 4), first, first | second)
-expect_large(draw, [draw.integer(1, 3), draw.integer(2, 4)], draw.integer(1, 4), float(draw.integer(1000, 90000)))
+    expect_empty(
+        draw, *NOTHING, [2, tokens], draw.integer(1, 4), draw.integer(1, 4), first, first | second
+    )
+expect_large(
+    draw,
+    [draw.integer(1, 3), draw.integer(2, 4)],
+    draw.integer(1, 4),
+    float(draw.integer(1000, 90000)),
+)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -156,6 +221,7 @@ expect_large(draw, [draw.integer(1, 3), draw.integer(2, 4)], draw.integer(1, 4),
 # Two queries, three keys, tile 2. There is one tile of queries, and the keys 0, 1 and 2 are in two tiles: `q 0`, `k 0`, `v 0`, `k 1` and `v 1` are loaded.
 # In tile 0 everything is seen; in tile 1 key 2 is seen by the second query only.
 
+
 # %% answer="tiled_forward"
 def tiled_forward(load, queries, keys, tile):
     """Numbers of queries and of keys; load(name, number) -> a tile [<= tile, width]. Returns out [queries, width] and lse [queries]."""
@@ -171,51 +237,91 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
     ### END SOLUTION
 
+
 # %% given="tiles"
 def from_outside(queries, keys, tile, width, group):
     """Tiles come from outside, and each load is written down."""
+
     def load(name, number):
         length = (queries if name == "q" else keys) - number * tile
-        return group.fetch(f"{name} {number}", torch.empty(min(tile, length), width, dtype=torch.float64))
+        return group.fetch(
+            f"{name} {number}", torch.empty(min(tile, length), width, dtype=torch.float64)
+        )
 
     return list(tiled_forward(load, queries, keys, tile))
+
 
 def from_tensors(q, k, v, tile):
     """Tiles are parts of three tensors."""
     whole = {"q": q, "k": k, "v": v}
-    return list(tiled_forward(lambda name, number: whole[name][number * tile:(number + 1) * tile].clone(), len(q), len(k), tile))
+    return list(
+        tiled_forward(
+            lambda name, number: whole[name][number * tile : (number + 1) * tile].clone(),
+            len(q),
+            len(k),
+            tile,
+        )
+    )
+
 
 def one_process(q, k, v):
     hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
     return pair_of((q @ k.T / math.sqrt(q.size(-1))).masked_fill(hidden, -math.inf), v)
 
+
 def expect_attention(said, q, k, v, property="", hint=""):
     out, lse = one_process(q, k, v)
     near = how_near(q.abs() @ k.abs().T / math.sqrt(q.size(-1)), v)
     expect(len(said) == 2, "a pair", "return out and lse")
-    expect_equal(said[0], out, property or "the output", hint or "is every key that a query sees there once, with the weight it has beside all others? "
-                 "What was summed before a larger score came, and where is the diagonal?", atol=near)
-    expect_equal(said[1], lse, property or "log-sum-exp", hint or "the output is right; what was subtracted from the scores?", atol=near)
+    expect_equal(
+        said[0],
+        out,
+        property or "the output",
+        hint
+        or "is every key that a query sees there once, with the weight it has beside all others? "
+        "What was summed before a larger score came, and where is the diagonal?",
+        atol=near,
+    )
+    expect_equal(
+        said[1],
+        lse,
+        property or "log-sum-exp",
+        hint or "the output is right; what was subtracted from the scores?",
+        atol=near,
+    )
+
 
 def drawn_attention(draw, queries, keys, width, large=False):
     """Large: scores rise by 700 and more from key to key, or fall, for every other query; the last query's rise."""
     q, k, v = draw.real(queries, width), draw.real(keys, width), draw.real(keys, width)
     if large:
-        q[:, 0] = 2000.0 * torch.arange(1, queries + 1) * (-1.0) ** torch.arange(queries - 1, -1, -1)
+        q[:, 0] = (
+            2000.0 * torch.arange(1, queries + 1) * (-1.0) ** torch.arange(queries - 1, -1, -1)
+        )
         k[:, 0] = torch.arange(1, keys + 1)
     return q, k, v
 
-HUGE = "large scores", "small scores are right; what is subtracted before exp, and what happens to the sums when it changes?"
+
+HUGE = (
+    "large scores",
+    "small scores are right; what is subtracted before exp, and what happens to the sums when it changes?",
+)
+
 
 def expect_tiled(draw, queries, keys, width, tile, large=False):
     q, k, v = drawn_attention(draw, queries, keys, width, large)
     expect_attention(ask(from_tensors, q, k, v, tile), q, k, v, *(HUGE if large else ()))
+
 
 # %% check="tiled_forward-result" points=1
 # out and lse of one process, for sizes that the tile does not divide.
@@ -225,29 +331,56 @@ expect_tiled(draw, 5, 8, 2, 3, large=True)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 queries = draw.integer(5, 17)
-for keys, tile in ((queries, draw.integer(2, 4)), (queries + draw.integer(1, 9), draw.integer(2, 5)), (queries + 3, queries + 5), (queries + 2, 1)):
+for keys, tile in (
+    (queries, draw.integer(2, 4)),
+    (queries + draw.integer(1, 9), draw.integer(2, 5)),
+    (queries + 3, queries + 5),
+    (queries + 2, 1),
+):
     expect_tiled(draw, queries, keys, draw.integer(1, 8), tile)
-expect_tiled(draw, queries, queries + draw.integer(1, 9), draw.integer(1, 8), draw.integer(2, 5), large=True)
+expect_tiled(
+    draw, queries, queries + draw.integer(1, 9), draw.integer(1, 8), draw.integer(2, 5), large=True
+)
 expect_tiled(draw, 1, draw.integer(5, 20), 3, 4)
 ### END HIDDEN TESTS
+
 
 # %% check="tiled_forward-loads" points=1
 # Queries are loaded once, keys and values for each tile of queries that sees them.
 def expect_loads(draw, queries, keys, width, tile):
     q, k, v = drawn_attention(draw, queries, keys, width)
-    secrets = {f"{name} {number}": part.contiguous() for name, x in (("q", q), ("k", k), ("v", v)) for number, part in enumerate(x.split(tile))}
+    secrets = {
+        f"{name} {number}": part.contiguous()
+        for name, x in (("q", q), ("k", k), ("v", v))
+        for number, part in enumerate(x.split(tile))
+    }
     outcome = run(from_outside, [(queries, keys, tile, width)], secrets=[secrets])
     expect_attention(outcome.results[0], q, k, v)
     loaded = Counter(event.name for event in outcome.events if event.kind == "fetch")
-    last = [min(start + tile, queries) - 1 + keys - queries for start in range(0, queries, tile)]  # the last key that each tile of queries sees
+    last = [
+        min(start + tile, queries) - 1 + keys - queries for start in range(0, queries, tile)
+    ]  # the last key that each tile of queries sees
     for name in secrets:
         kind, number = name.split()
         if kind == "q":
-            expect(loaded[name] == 1, "queries once", "a tile of queries was loaded again, or never; which loop is the outer one?")
+            expect(
+                loaded[name] == 1,
+                "queries once",
+                "a tile of queries was loaded again, or never; which loop is the outer one?",
+            )
             continue
         times = sum(int(number) * tile <= key for key in last)
-        expect(loaded[name] <= times, "hidden tiles", "keys or values were loaded for a tile of queries that sees none of them, or twice for the same one")
-        expect(loaded[name] >= times, "one tile of each", "a tile of keys or values was kept from one tile of queries to the next; where was there room?")
+        expect(
+            loaded[name] <= times,
+            "hidden tiles",
+            "keys or values were loaded for a tile of queries that sees none of them, or twice for the same one",
+        )
+        expect(
+            loaded[name] >= times,
+            "one tile of each",
+            "a tile of keys or values was kept from one tile of queries to the next; where was there room?",
+        )
+
 
 expect_loads(draw, 2, 3, 2, 2)
 expect_loads(draw, 5, 5, 2, 2)
@@ -258,12 +391,14 @@ expect_loads(draw, queries, queries, draw.integer(1, 4), tile)
 expect_loads(draw, queries, queries + draw.integer(1, 7), draw.integer(1, 4), tile)
 ### END HIDDEN TESTS
 
+
 # %% check="tiled_forward-live" points=1
 # Memory does not grow with the keys.
 def expect_little_memory(draw, queries=256, keys=32_768, width=2, tile=256):
     """Scores of all keys are 67 MB; a tile of them is 0.5 MB."""
     q, k, v = drawn_attention(draw, queries, keys, width)
     expect_attention(ask(from_tensors, q, k, v, tile, budget_bytes=32_000_000), q, k, v)
+
 
 expect_little_memory(draw)
 print("the visible checks pass")
@@ -286,6 +421,7 @@ expect_little_memory(draw, queries=draw.integer(230, 250))
 # One query, width 1, two keys in two blocks: q = 0, so both probabilities are 1/2 and lse = log 2. v = 1 and 3, so out = 2. With dout = 1, dv is 1/2 in both
 # blocks, dS is 1/2·(1 - 2) = -1/2 in the first and +1/2 in the second. With keys 5 and 7 the shares of dq are -2.5 and 3.5, dk is 0.
 
+
 # %% answer="block_backward"
 def block_backward(dout, q, k, v, out, lse, causal):
     """dout, q, out [H, T, K], lse [H, T] of the queries with all keys; k, v [H, n, K] of this block -> its share dq [H, T, K], dk, dv [H, n, K]."""
@@ -298,37 +434,80 @@ def block_backward(dout, q, k, v, out, lse, causal):
     return ds @ k, ds.mT @ q, p.mT @ dout
     ### END SOLUTION
 
+
 # %% given="blocks"
 def backward_of_blocks(dout, q, blocks, out, lse):
     """blocks: a list of (k, v, causal) -> a list of (dq, dk, dv)."""
     return [list(block_backward(dout, q, k, v, out, lse, bool(causal))) for k, v, causal in blocks]
 
+
 def how_near_gradients(dout, q, k, v):
     """A gradient is a sum over all tokens of a weight, of (dout·v - dout·out), at most 2·width·|dout|·|v| and as exact, and of a query or key."""
-    largest = {name: x.abs().max().item() for name, x in (("dout", dout), ("q", q), ("k", k), ("v", v))}
-    factors = 2 * q.size(-1) * largest["dout"] * max(1.0, largest["v"]) * max(1.0, largest["q"], largest["k"])
-    return how_near(q.abs() @ k.abs().mT / math.sqrt(q.size(-1))) * factors * (q.size(-2) + k.size(-2))
+    largest = {
+        name: x.abs().max().item() for name, x in (("dout", dout), ("q", q), ("k", k), ("v", v))
+    }
+    factors = (
+        2
+        * q.size(-1)
+        * largest["dout"]
+        * max(1.0, largest["v"])
+        * max(1.0, largest["q"], largest["k"])
+    )
+    return (
+        how_near(q.abs() @ k.abs().mT / math.sqrt(q.size(-1))) * factors * (q.size(-2) + k.size(-2))
+    )
+
 
 def expect_gradients(draw, heads, tokens, width, sizes, large=1.0):
     """Blocks of these sizes that all queries see; a size of None is the queries' own keys, a triangle. All gradients against autograd."""
     q, dout = draw.real(heads, tokens, width) * large, draw.real(heads, tokens, width)
-    ks, vs = ([draw.real(heads, size or tokens, width).requires_grad_() for size in sizes] for _ in range(2))
+    ks, vs = (
+        [draw.real(heads, size or tokens, width).requires_grad_() for size in sizes]
+        for _ in range(2)
+    )
     q.requires_grad_()
     scores = [q @ k.mT / math.sqrt(width) for k in ks]
-    scores = torch.cat([s if size else s + torch.full_like(s, -math.inf).triu(1) for s, size in zip(scores, sizes)], -1)
+    scores = torch.cat(
+        [
+            s if size else s + torch.full_like(s, -math.inf).triu(1)
+            for s, size in zip(scores, sizes)
+        ],
+        -1,
+    )
     out, lse = scores.softmax(-1) @ torch.cat(vs, -2), scores.logsumexp(-1)
     out.backward(dout)
     given = [(k.detach(), v.detach(), size is None) for k, v, size in zip(ks, vs, sizes)]
     q, out, lse, dq = q.detach(), out.detach(), lse.detach(), q.grad
     said = ask(backward_of_blocks, dout, q, given, out, lse)
-    near = how_near_gradients(dout, q, torch.cat([k for k, _, _ in given], -2), torch.cat([v for _, v, _ in given], -2))
+    near = how_near_gradients(
+        dout, q, torch.cat([k for k, _, _ in given], -2), torch.cat([v for _, v, _ in given], -2)
+    )
     expect(all(len(block) == 3 for block in said), "three gradients", "return dq, dk and dv")
     for number, (block, k, v) in enumerate(zip(said, ks, vs)):
         which = f"(seen at block {number} of {len(sizes)})"
-        expect_equal(block[2], v.grad, "dv", f"each value gets dout by its probability among all keys; what makes P, is the mask there? {which}", atol=near)
-        expect_equal(block[1], k.grad, "dk", f"dv is right; of which keys is D, is the scale there, and who is transposed? {which}", atol=near)
+        expect_equal(
+            block[2],
+            v.grad,
+            "dv",
+            f"each value gets dout by its probability among all keys; what makes P, is the mask there? {which}",
+            atol=near,
+        )
+        expect_equal(
+            block[1],
+            k.grad,
+            "dk",
+            f"dv is right; of which keys is D, is the scale there, and who is transposed? {which}",
+            atol=near,
+        )
         expect(block[0].shape == q.shape, "dq", "a share for every query")
-    expect_equal(sum(block[0] for block in said), dq, "dq", "dk and dv are right; the shares of all blocks add up to the gradient of q", atol=near)
+    expect_equal(
+        sum(block[0] for block in said),
+        dq,
+        "dq",
+        "dk and dv are right; the shares of all blocks add up to the gradient of q",
+        atol=near,
+    )
+
 
 # %% check="block_backward-whole" points=1
 # The gradients of a block that has all keys.
@@ -336,7 +515,9 @@ expect_gradients(draw, 1, 2, 1, [3])
 expect_gradients(draw, 2, 3, 4, [None])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_gradients(draw, draw.integer(1, 3), draw.integer(2, 6), draw.integer(2, 6), [draw.integer(1, 7)])
+expect_gradients(
+    draw, draw.integer(1, 3), draw.integer(2, 6), draw.integer(2, 6), [draw.integer(1, 7)]
+)
 expect_gradients(draw, draw.integer(1, 3), draw.integer(2, 6), draw.integer(2, 6), [None])
 ### END HIDDEN TESTS
 
@@ -348,7 +529,9 @@ print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for large in (1.0, float(draw.integer(200, 800))):
     sizes = [draw.integer(1, 5) for _ in range(draw.integer(1, 3))]
-    expect_gradients(draw, draw.integer(1, 3), draw.integer(2, 6), draw.integer(2, 5), [*sizes, None], large)
+    expect_gradients(
+        draw, draw.integer(1, 3), draw.integer(2, 6), draw.integer(2, 5), [*sizes, None], large
+    )
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -376,6 +559,7 @@ for large in (1.0, float(draw.integer(200, 800))):
 # two), 16 in all, and stores 4 + 4 = 8. Backward loads 46 and stores 18. An A100's multiprocessor has room for 98304 elements of two bytes: with
 # width 64, c = 210.
 
+
 # %% answer="traffic"
 def tiled_traffic(tokens, width, rows, columns, causal):
     """{"forward": (loads, stores), "backward": (loads, stores)} in elements, as ints."""
@@ -386,9 +570,15 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)  # tiles of keys
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
     ### END SOLUTION
+
 
 def largest_tile(fast, width):
     """Elements of fast memory, width of a head -> tokens of a tile, an int."""
@@ -400,26 +590,46 @@ def largest_tile(fast, width):
     return tile
     ### END SOLUTION
 
+
 # %% given="expect_traffic"
 def traffic_of(*sizes):
     return tiled_traffic(*sizes)
 
+
 def expect_traffic(way, wanted, *sizes):
     """way is "forward" or "backward"; sizes are (tokens, width, rows, columns, causal)."""
     said = ask(traffic_of, *sizes)
-    expect(isinstance(said, dict) and set(said) == {"forward", "backward"}, "forward and backward", "a dict with these two is wanted")
-    expect(all(isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(n) is int for n in pair) for pair in said.values()),
-           "whole numbers", "(loads, stores), two ints, for each")
-    hint = "which pairs of tiles does the mask leave?" if sizes[-1] else "all pairs of tiles are there; what is moved once, and what for each pair?"
+    expect(
+        isinstance(said, dict) and set(said) == {"forward", "backward"},
+        "forward and backward",
+        "a dict with these two is wanted",
+    )
+    expect(
+        all(
+            isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(n) is int for n in pair)
+            for pair in said.values()
+        ),
+        "whole numbers",
+        "(loads, stores), two ints, for each",
+    )
+    hint = (
+        "which pairs of tiles does the mask leave?"
+        if sizes[-1]
+        else "all pairs of tiles are there; what is moved once, and what for each pair?"
+    )
     for number, kind in enumerate(("loads", "stores")):
-        shorter = " The last tiles may be shorter." if sizes[0] % sizes[2] or sizes[0] % sizes[3] else ""
+        shorter = (
+            " The last tiles may be shorter." if sizes[0] % sizes[2] or sizes[0] % sizes[3] else ""
+        )
         expect(said[way][number] == wanted[number], f"{kind} of {way}", hint + shorter)
+
 
 def tile_or_refusal(fast, width):
     try:
         return largest_tile(fast, width)
     except ValueError as error:
         return str(error)
+
 
 def expect_tile(fast, width, fits):
     """fits: the c that fits, of which c + 1 does not; 0 for a refusal."""
@@ -428,23 +638,48 @@ def expect_tile(fast, width, fits):
         expect(isinstance(said, str), "a refusal", "not even one token fits: raise a ValueError")
         expect(said.strip() and "\n" not in said, "a refusal", "say in one line what does not fit")
         return
-    expect(not isinstance(said, str), "no refusal without need", "a ValueError, but a tile of one token fits")
+    expect(
+        not isinstance(said, str),
+        "no refusal without need",
+        "a ValueError, but a tile of one token fits",
+    )
     expect(type(said) is int, "whole numbers", "a tile has a whole number of tokens")
-    expect(said <= fits, "what fits", "this tile does not fit: four tiles of tokens, one of scores, and two numbers a row")
-    expect(said >= fits, "the largest tile", "a larger tile fits as well; how do you solve c·c + .. = M, and what does rounding do to large numbers?")
+    expect(
+        said <= fits,
+        "what fits",
+        "this tile does not fit: four tiles of tokens, one of scores, and two numbers a row",
+    )
+    expect(
+        said >= fits,
+        "the largest tile",
+        "a larger tile fits as well; how do you solve c·c + .. = M, and what does rounding do to large numbers?",
+    )
+
 
 # %% check="traffic-forward" points=1
 # Loads and stores of the forward, with a mask and without, for tiles of any size.
 expect_traffic("forward", (20, 8), 4, 1, 2, 2, False)
 expect_traffic("forward", (16, 8), 4, 1, 2, 2, True)
 print("the visible checks pass")
+
+
 ### BEGIN HIDDEN TESTS
 def true_forward(tokens, width, rows, columns, causal):
-    pairs = [min(columns, tokens - left) for top in range(0, tokens, rows) for left in range(0, tokens, columns)
-             if not causal or left < min(top + rows, tokens)]
+    pairs = [
+        min(columns, tokens - left)
+        for top in range(0, tokens, rows)
+        for left in range(0, tokens, columns)
+        if not causal or left < min(top + rows, tokens)
+    ]
     return tokens * width + 2 * width * sum(pairs), tokens * (width + 1)
 
-for rows, columns in ((8, 8), (draw.integer(3, 9), draw.integer(20, 40)), (draw.integer(20, 40), draw.integer(3, 9)), (draw.integer(100, 200), 7)):
+
+for rows, columns in (
+    (8, 8),
+    (draw.integer(3, 9), draw.integer(20, 40)),
+    (draw.integer(20, 40), draw.integer(3, 9)),
+    (draw.integer(100, 200), 7),
+):
     for causal in (False, True):
         sizes = draw.integer(90, 130), draw.integer(2, 80), rows, columns, causal
         expect_traffic("forward", true_forward(*sizes), *sizes)
@@ -455,13 +690,25 @@ for rows, columns in ((8, 8), (draw.integer(3, 9), draw.integer(20, 40)), (draw.
 expect_traffic("backward", (56, 20), 4, 1, 2, 2, False)
 expect_traffic("backward", (46, 18), 4, 1, 2, 2, True)
 print("the visible checks pass")
+
+
 ### BEGIN HIDDEN TESTS
 def true_backward(tokens, width, rows, columns, causal):
-    met = sum(min(rows, tokens - top) for left in range(0, tokens, columns) for top in range(0, tokens, rows)
-              if not causal or left < min(top + rows, tokens))
+    met = sum(
+        min(rows, tokens - top)
+        for left in range(0, tokens, columns)
+        for top in range(0, tokens, rows)
+        if not causal or left < min(top + rows, tokens)
+    )
     return 4 * tokens * width + met * (3 * width + 2), 2 * tokens * width + tokens + met * width
 
-for rows, columns in ((8, 8), (draw.integer(3, 9), draw.integer(20, 40)), (draw.integer(20, 40), draw.integer(3, 9)), (7, draw.integer(100, 200))):
+
+for rows, columns in (
+    (8, 8),
+    (draw.integer(3, 9), draw.integer(20, 40)),
+    (draw.integer(20, 40), draw.integer(3, 9)),
+    (7, draw.integer(100, 200)),
+):
     for causal in (False, True):
         sizes = draw.integer(90, 130), draw.integer(2, 80), rows, columns, causal
         expect_traffic("backward", true_backward(*sizes), *sizes)
@@ -473,7 +720,12 @@ expect_tile(98304, 64, 210)
 expect_tile(6, 1, 0)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for tile, width in ((1, draw.integer(1, 200)), (draw.integer(2, 9), draw.integer(1, 99)), (draw.integer(100, 900), 128), (10**9 + draw.integer(0, 99), 3)):
+for tile, width in (
+    (1, draw.integer(1, 200)),
+    (draw.integer(2, 9), draw.integer(1, 99)),
+    (draw.integer(100, 900), 128),
+    (10**9 + draw.integer(0, 99), 3),
+):
     least = tile * tile + (4 * width + 2) * tile
     expect_tile(least, width, tile)
     expect_tile(least - 1, width, tile - 1)

@@ -30,9 +30,11 @@ from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 
+
 def places(rank, ranks, length):
     """The positions of a rank's tokens in the zig-zag layout, as a tensor [T/n]."""
     return torch.tensor([place for held in layout.zigzag(rank, ranks, length) for place in held])
+
 
 # %% [markdown]
 # ## 1. Who holds which tokens, and what they see (2 points)
@@ -49,6 +51,7 @@ def places(rank, ranks, length):
 # With the keys of rank 3 (pieces 3 and 4) its early queries, 2 and 3, see nothing, and its late ones see all: `[["nothing", "nothing"],
 # ["full", "full"]]`.
 
+
 # %% answer="zigzag"
 def positions(rank, ranks, length):
     """The positions that this rank of `ranks` holds of `length` tokens: a list of length / ranks ints, ascending."""
@@ -56,8 +59,11 @@ def positions(rank, ranks, length):
     if length % (2 * ranks):
         raise ValueError(f"{length} tokens cannot be cut into {2 * ranks} equal pieces")
     piece = length // (2 * ranks)
-    return [number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)]
+    return [
+        number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)
+    ]
     ### END SOLUTION
+
 
 def tiles(rank, owner):
     """Queries of `rank` with keys of `owner` -> [[early with early, early with late], [late with early, late with late]]."""
@@ -69,6 +75,7 @@ def tiles(rank, owner):
     return [["nothing", "nothing"], ["full", "full"]]
     ### END SOLUTION
 
+
 # %% given="expect_zigzag"
 def positions_of_all(ranks, length):
     """What every rank says, or the message of a refusal."""
@@ -77,25 +84,51 @@ def positions_of_all(ranks, length):
     except ValueError as error:
         return str(error)
 
+
 def tiles_of_all(ranks):
     return [[tiles(rank, owner) for owner in range(ranks)] for rank in range(ranks)]
+
 
 def expect_positions(ranks, length):
     """Ask for the positions of all ranks, and look at them property by property."""
     said = ask(positions_of_all, ranks, length)
     expect(not isinstance(said, str), "no refusal without need", "a ValueError, but 2n divides T")
-    expect(all(type(place) is int for of_rank in said for place in of_rank), "whole numbers", "a list of ints is wanted for each rank")
-    expect(all(len(of_rank) * ranks == length for of_rank in said), "T/n tokens", "each rank holds as many tokens as the others")
-    expect(sorted(place for of_rank in said for place in of_rank) == list(range(length)), "every token once",
-           f"on {ranks} ranks some position is held twice, or by nobody; which 2n pieces are there, and who holds the last one?")
-    expect(all(of_rank == sorted(of_rank) for of_rank in said), "ascending", "the early piece comes first, and each piece from its first token on")
-    expect(said == [places(rank, ranks, length).tolist() for rank in range(ranks)], "an early and a late piece",
-           f"each token is held once, but not by the right rank of {ranks}; whose early piece is the very first, and what is its late one?")
+    expect(
+        all(type(place) is int for of_rank in said for place in of_rank),
+        "whole numbers",
+        "a list of ints is wanted for each rank",
+    )
+    expect(
+        all(len(of_rank) * ranks == length for of_rank in said),
+        "T/n tokens",
+        "each rank holds as many tokens as the others",
+    )
+    expect(
+        sorted(place for of_rank in said for place in of_rank) == list(range(length)),
+        "every token once",
+        f"on {ranks} ranks some position is held twice, or by nobody; which 2n pieces are there, and who holds the last one?",
+    )
+    expect(
+        all(of_rank == sorted(of_rank) for of_rank in said),
+        "ascending",
+        "the early piece comes first, and each piece from its first token on",
+    )
+    expect(
+        said == [places(rank, ranks, length).tolist() for rank in range(ranks)],
+        "an early and a late piece",
+        f"each token is held once, but not by the right rank of {ranks}; whose early piece is the very first, and what is its late one?",
+    )
+
 
 def expect_refused_length(ranks, length):
     said = ask(positions_of_all, ranks, length)
-    expect(isinstance(said, str), "a refusal", "this T cannot be cut into 2n equal pieces: raise a ValueError")
+    expect(
+        isinstance(said, str),
+        "a refusal",
+        "this T cannot be cut into 2n equal pieces: raise a ValueError",
+    )
     expect(said.strip() and "\n" not in said, "a refusal", "say in one line what does not divide")
+
 
 def expect_tiles(ranks):
     """Ask for the tiles of all pairs, and compare with the mask of one process."""
@@ -103,14 +136,33 @@ def expect_tiles(ranks):
     for rank in range(ranks):
         for owner in range(ranks):
             held = said[rank][owner]
-            expect(isinstance(held, (list, tuple)) and [len(row) for row in held if isinstance(row, (list, tuple))] == [2, 2], "two by two",
-                   "a row for the early queries, a row for the late ones, and in each first the early keys")
-            seen = [keys <= queries.unsqueeze(-1) for queries in places(rank, ranks, 4 * ranks).chunk(2)
-                    for keys in places(owner, ranks, 4 * ranks).chunk(2)]
-            wanted = ["full" if tile.all() else "triangle" if tile.any() else "nothing" for tile in seen]
-            whose = "own keys" if rank == owner else "keys of a lower rank" if owner < rank else "keys of a higher rank"
-            expect([word for row in held for word in row] == wanted, whose,
-                   f"write down the four pieces of ranks {rank} and {owner} of {ranks}; which begins first, which query sees which key?")
+            expect(
+                isinstance(held, (list, tuple))
+                and [len(row) for row in held if isinstance(row, (list, tuple))] == [2, 2],
+                "two by two",
+                "a row for the early queries, a row for the late ones, and in each first the early keys",
+            )
+            seen = [
+                keys <= queries.unsqueeze(-1)
+                for queries in places(rank, ranks, 4 * ranks).chunk(2)
+                for keys in places(owner, ranks, 4 * ranks).chunk(2)
+            ]
+            wanted = [
+                "full" if tile.all() else "triangle" if tile.any() else "nothing" for tile in seen
+            ]
+            whose = (
+                "own keys"
+                if rank == owner
+                else "keys of a lower rank"
+                if owner < rank
+                else "keys of a higher rank"
+            )
+            expect(
+                [word for row in held for word in row] == wanted,
+                whose,
+                f"write down the four pieces of ranks {rank} and {owner} of {ranks}; which begins first, which query sees which key?",
+            )
+
 
 # %% check="zigzag-positions" points=1
 # Every rank holds an early and a late piece, and a length that does not fit is refused.
@@ -156,12 +208,16 @@ for ranks in (1, 3, draw.integer(5, 8)):
 #
 # Two ranks: rank 0 sends K, V to rank 1 and attends to its own at the same time; then what came from rank 1; and merges. Nothing more is sent.
 
+
 # %% given="attend"
 def scores_with(owner, q, k, group):
     """This rank's q [H, T/n, K] and the owner's k [H, T/n, K] -> scores [H, T/n, T/n], -inf where the key comes later than the query."""
     ranks, length = group.size(), group.size() * q.size(-2)
     scores = q @ k.mT / math.sqrt(q.size(-1)) + group.fetch(f"keys of {owner}", q.new_empty(()))
-    return scores.masked_fill(places(owner, ranks, length) > places(group.rank(), ranks, length).unsqueeze(-1), -math.inf)
+    return scores.masked_fill(
+        places(owner, ranks, length) > places(group.rank(), ranks, length).unsqueeze(-1), -math.inf
+    )
+
 
 def attend(owner, q, k, v, group):
     """This rank's q and the owner's k, v, each [H, T/n, K] -> out [H, T/n, K] and lse [H, T/n] of this block of keys alone."""
@@ -169,13 +225,19 @@ def attend(owner, q, k, v, group):
     lse = scores.logsumexp(-1)
     return (scores - finite(lse).unsqueeze(-1)).exp() @ v, lse
 
+
 def merge(out, lse, other_out, other_lse):
     """The pairs of two sets of keys -> out and lse of their union."""
     total = torch.logaddexp(lse, other_lse)
-    return sum(one * (its - finite(total)).exp().unsqueeze(-1) for one, its in ((out, lse), (other_out, other_lse))), total
+    return sum(
+        one * (its - finite(total)).exp().unsqueeze(-1)
+        for one, its in ((out, lse), (other_out, other_lse))
+    ), total
+
 
 def finite(lse):
     return lse.clamp_min(torch.finfo(lse.dtype).min)
+
 
 # %% answer="ring_forward"
 def ring_forward(q, k, v, group):
@@ -190,28 +252,40 @@ def ring_forward(q, k, v, group):
     return out, lse
     ### END SOLUTION
 
+
 # %% given="rings"
 def forward_on_a_rank(q, k, v, group):
     return ring_forward(q, k, v, group)
 
+
 def drawn_tokens(draw, ranks, heads, piece, width):
     """q, k, v and dout of every rank, each a list of [H, T/n, K] with T/n = 2·piece, and biases[r][owner]."""
     tensors = [[draw.real(heads, 2 * piece, width) for _ in range(ranks)] for _ in range(4)]
-    biases = [[torch.tensor(eighths / 8).double() for eighths in draw.several(range(-24, 25), ranks)] for _ in range(ranks)]
+    biases = [
+        [torch.tensor(eighths / 8).double() for eighths in draw.several(range(-24, 25), ranks)]
+        for _ in range(ranks)
+    ]
     return *tensors, biases
+
 
 def named(biases):
     return [{f"keys of {owner}": bias for owner, bias in enumerate(of_rank)} for of_rank in biases]
+
 
 def one_process(qs, ks, vs, biases):
     """[(out, lse)] of each rank, from all keys at once."""
     ranks, tokens = len(qs), qs[0].size(-2)
     keys, pairs = torch.cat([places(owner, ranks, ranks * tokens) for owner in range(ranks)]), []
     for rank, q in enumerate(qs):
-        scores = q @ torch.cat(ks, -2).mT / math.sqrt(q.size(-1)) + torch.stack(biases[rank]).repeat_interleave(tokens)
-        scores = scores.masked_fill(keys > places(rank, ranks, ranks * tokens).unsqueeze(-1), -math.inf)
+        scores = q @ torch.cat(ks, -2).mT / math.sqrt(q.size(-1)) + torch.stack(
+            biases[rank]
+        ).repeat_interleave(tokens)
+        scores = scores.masked_fill(
+            keys > places(rank, ranks, ranks * tokens).unsqueeze(-1), -math.inf
+        )
         pairs.append((scores.softmax(-1) @ torch.cat(vs, -2), scores.logsumexp(-1)))
     return pairs
+
 
 def how_near(qs, backward=False):
     """How far rounding may take an answer from one process, when no drawn number is larger than 8 (of normal ones, 1 in 10^15 is).
@@ -224,6 +298,7 @@ def how_near(qs, backward=False):
     factor = (2 * width + tokens + 4 * ranks + 16) * (64 * math.sqrt(width) + 3 + math.log(tokens))
     return 2 * 2.0**-53 * factor * (tokens * 128 * width * 8 if backward else 8)
 
+
 def ring_of(draw, ranks, heads, piece, width):
     """Run the ring on drawn tokens, look at its result, and return (the outcome, bytes of a block of K and V)."""
     qs, ks, vs, _, biases = drawn_tokens(draw, ranks, heads, piece, width)
@@ -231,10 +306,22 @@ def ring_of(draw, ranks, heads, piece, width):
     for rank, (said, true) in enumerate(zip(outcome.results, one_process(qs, ks, vs, biases))):
         seen = f"(seen at rank {rank} of {ranks})"
         expect(isinstance(said, (list, tuple)) and len(said) == 2, "a pair", "return out and lse")
-        expect_equal(said[0], true[0], "the output", f"whose keys are here at step s, and how much does each block count in the merge? {seen}",
-                     atol=how_near(qs))
-        expect_equal(said[1], true[1], "log-sum-exp", f"the output is right; lse is the logarithm of the sum over all keys {seen}", atol=how_near(qs))
+        expect_equal(
+            said[0],
+            true[0],
+            "the output",
+            f"whose keys are here at step s, and how much does each block count in the merge? {seen}",
+            atol=how_near(qs),
+        )
+        expect_equal(
+            said[1],
+            true[1],
+            "log-sum-exp",
+            f"the output is right; lse is the logarithm of the sum over all keys {seen}",
+            atol=how_near(qs),
+        )
     return outcome, ks[0].nbytes + vs[0].nbytes
+
 
 def blocks_attended(outcome, rank):
     """For each call of a rank, in order: (owner, bytes that the rank has sent by then, bytes that have come)."""
@@ -248,13 +335,23 @@ def blocks_attended(outcome, rank):
             found.append((int(event.name.split()[-1]), sent, come))
     return found
 
+
 def expect_next_only(outcome):
     ranks = len(outcome.results)
-    expect(all(message.destination == (message.source + 1) % ranks for message in outcome.messages), "next rank only",
-           "in a ring everything goes to the next rank; who else was spoken to?")
+    expect(
+        all(message.destination == (message.source + 1) % ranks for message in outcome.messages),
+        "next rank only",
+        "in a ring everything goes to the next rank; who else was spoken to?",
+    )
+
 
 def expect_each_once(found, ranks):
-    expect(sorted(owner for owner, _, _ in found) == list(range(ranks)), "each block once", "call it for the keys of every rank, once")
+    expect(
+        sorted(owner for owner, _, _ in found) == list(range(ranks)),
+        "each block once",
+        "call it for the keys of every rank, once",
+    )
+
 
 # %% check="ring_forward-result" points=1
 # Output and log-sum-exp of every rank's queries, with all keys.
@@ -266,19 +363,27 @@ for ranks in (1, 3, 4):
     ring_of(draw, ranks, draw.integer(1, 3), draw.integer(1, 4), draw.integer(2, 5))
 ### END HIDDEN TESTS
 
+
 # %% check="ring_forward-ring" points=1
 # n-1 blocks to the next rank, and never more than two here.
 def expect_a_ring(ranks, heads, piece, width):
     outcome, block = ring_of(draw, ranks, heads, piece, width)
-    expect(max(outcome.sent_bytes) <= (ranks - 1) * block, "bytes on the wire",
-           "n-1 hops take a block to all other ranks; what is sent beyond that, and who still needs it?")
+    expect(
+        max(outcome.sent_bytes) <= (ranks - 1) * block,
+        "bytes on the wire",
+        "n-1 hops take a block to all other ranks; what is sent beyond that, and who still needs it?",
+    )
     expect_next_only(outcome)
     for rank in range(ranks):
         found = blocks_attended(outcome, rank)
         expect_each_once(found, ranks)
         for step, (_, _, come) in enumerate(found):
-            expect(come <= min(ranks - 1, step + 1) * block, "one block at a time",
-                   "a block was attended to when later ones had already come; who keeps them until then?")
+            expect(
+                come <= min(ranks - 1, step + 1) * block,
+                "one block at a time",
+                "a block was attended to when later ones had already come; who keeps them until then?",
+            )
+
 
 expect_a_ring(4, 2, 1, 2)
 print("the visible checks pass")
@@ -286,6 +391,7 @@ print("the visible checks pass")
 for ranks in (2, 3):
     expect_a_ring(ranks, draw.integer(1, 3), draw.integer(1, 4), draw.integer(2, 5))
 ### END HIDDEN TESTS
+
 
 # %% check="ring_forward-overlap" points=1
 # While a block is attended to, it is on its way to the next rank, and the next one is on its way here.
@@ -295,10 +401,17 @@ def expect_overlap(ranks, heads, piece, width):
         found = blocks_attended(outcome, rank)
         expect_each_once(found, ranks)
         for step, (_, sent, come) in enumerate(found):
-            expect(sent >= min(ranks - 1, step + 1) * block, "sent while computing",
-                   "a block was attended to that the next rank still waits for; does sending it need the result, and what is the network doing meanwhile?")
-            expect(come <= step * block, "computing while it comes",
-                   "the next block was waited for before this one was attended to; what could this rank do until it is here?")
+            expect(
+                sent >= min(ranks - 1, step + 1) * block,
+                "sent while computing",
+                "a block was attended to that the next rank still waits for; does sending it need the result, and what is the network doing meanwhile?",
+            )
+            expect(
+                come <= step * block,
+                "computing while it comes",
+                "the next block was waited for before this one was attended to; what could this rank do until it is here?",
+            )
+
 
 expect_overlap(2, 1, 2, 3)
 print("the visible checks pass")
@@ -328,12 +441,14 @@ for ranks in (3, 4):
 # Three ranks, the block of rank 0. Step 0: rank 0 keeps its share, K, V are on their way to rank 1. Step 1: rank 1 computes its share, K, V go on to
 # rank 2. Step 2: rank 2 computes its share, meanwhile rank 1's share arrives; the two are added. Then they go home: rank 0 has all three.
 
+
 # %% given="attend_backward"
 def attend_backward(owner, dout, q, k, v, out, lse, group):
     """The owner's k, v; dout, q and the final out, lse of this rank -> its shares of dq, dk, dv, each [H, T/n, K]."""
     p = (scores_with(owner, q, k, group) - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
     return ds @ k, ds.mT @ q, p.mT @ dout
+
 
 # %% answer="ring_backward"
 def ring_backward(dout, q, k, v, out, lse, group):
@@ -355,9 +470,11 @@ def ring_backward(dout, q, k, v, out, lse, group):
     return dq, dk, dv
     ### END SOLUTION
 
+
 # %% given="rings_back"
 def backward_on_a_rank(dout, q, k, v, out, lse, group):
     return ring_backward(dout, q, k, v, out, lse, group)
+
 
 def ring_back_of(draw, ranks, heads, piece, width):
     """Run backward on drawn tokens, look at the gradients, and return (the outcome, bytes of a block of K and V, or of its gradients)."""
@@ -366,15 +483,35 @@ def ring_back_of(draw, ranks, heads, piece, width):
     pairs = one_process(*leaves, biases)
     sum((out * dout).sum() for (out, _), dout in zip(pairs, douts)).backward()
     kept = [(out.detach(), lse.detach()) for out, lse in pairs]
-    outcome = run(backward_on_a_rank, [(dout, q, k, v, *pair) for dout, q, k, v, pair in zip(douts, qs, ks, vs, kept)], secrets=named(biases))
+    outcome = run(
+        backward_on_a_rank,
+        [(dout, q, k, v, *pair) for dout, q, k, v, pair in zip(douts, qs, ks, vs, kept)],
+        secrets=named(biases),
+    )
     for rank, said in enumerate(outcome.results):
         seen = f"(seen at rank {rank} of {ranks})"
-        expect(isinstance(said, (list, tuple)) and len(said) == 3, "three gradients", "return dq, dk and dv")
-        for name, gradient, xs, hint in zip(("dq", "dk", "dv"), said, leaves, (
+        expect(
+            isinstance(said, (list, tuple)) and len(said) == 3,
+            "three gradients",
+            "return dq, dk and dv",
+        )
+        for name, gradient, xs, hint in zip(
+            ("dq", "dk", "dv"),
+            said,
+            leaves,
+            (
                 "the queries stay here; whose keys do they meet at step s, and are the shares of all blocks added?",
-                *["your keys were on every rank: whose shares are missing, doubled, or those of another rank's keys?"] * 2)):
-            expect_equal(gradient, xs[rank].grad, name, f"{hint} {seen}", atol=how_near(qs, backward=True))
+                *[
+                    "your keys were on every rank: whose shares are missing, doubled, or those of another rank's keys?"
+                ]
+                * 2,
+            ),
+        ):
+            expect_equal(
+                gradient, xs[rank].grad, name, f"{hint} {seen}", atol=how_near(qs, backward=True)
+            )
     return outcome, ks[0].nbytes + vs[0].nbytes
+
 
 # %% check="ring_backward-gradients" points=1
 # The gradients of this rank's queries, keys and values.
@@ -386,26 +523,43 @@ for ranks in (1, 3, 4):
     ring_back_of(draw, ranks, draw.integer(1, 3), draw.integer(1, 4), draw.integer(2, 5))
 ### END HIDDEN TESTS
 
+
 # %% check="ring_backward-ring" points=1
 # n-1 blocks and n-1 sums to the next rank, each on its way while the next share is computed.
 def expect_a_ring_back(ranks, heads, piece, width):
     outcome, block = ring_back_of(draw, ranks, heads, piece, width)
-    expect(max(outcome.sent_bytes) <= 2 * (ranks - 1) * block, "bytes on the wire",
-           "n-1 hops for K, V, and n-1 for the sum of dK, dV; what makes one hop more, or travels for nothing?")
+    expect(
+        max(outcome.sent_bytes) <= 2 * (ranks - 1) * block,
+        "bytes on the wire",
+        "n-1 hops for K, V, and n-1 for the sum of dK, dV; what makes one hop more, or travels for nothing?",
+    )
     expect_next_only(outcome)
     for rank in range(ranks):
         found = blocks_attended(outcome, rank)
         expect_each_once(found, ranks)
         for step, (_, sent, come) in enumerate(found):
             blocks, sums = min(ranks - 1, step + 1), max(0, step - 1)
-            expect(come <= (blocks + sums) * block, "one block at a time",
-                   "a block was attended to when later ones had already come; who keeps them until then?")
-            expect(sent >= blocks * block, "sent while computing",
-                   "a block was attended to that the next rank still waits for; does sending it need the result?")
-            expect(sent >= (blocks + sums) * block, "one step behind",
-                   "the sum of the step before was complete, and still here when the next share was computed; what hides its hop?")
-            expect(come <= (step + max(0, step - 2)) * block, "computing while it comes",
-                   "the next block, or the sum that this share joins, was waited for before the share was computed; which of the two needs which?")
+            expect(
+                come <= (blocks + sums) * block,
+                "one block at a time",
+                "a block was attended to when later ones had already come; who keeps them until then?",
+            )
+            expect(
+                sent >= blocks * block,
+                "sent while computing",
+                "a block was attended to that the next rank still waits for; does sending it need the result?",
+            )
+            expect(
+                sent >= (blocks + sums) * block,
+                "one step behind",
+                "the sum of the step before was complete, and still here when the next share was computed; what hides its hop?",
+            )
+            expect(
+                come <= (step + max(0, step - 2)) * block,
+                "computing while it comes",
+                "the next block, or the sum that this share joins, was waited for before the share was computed; which of the two needs which?",
+            )
+
 
 expect_a_ring_back(4, 2, 1, 2)
 print("the visible checks pass")
@@ -434,11 +588,13 @@ for ranks in (2, 3):
 # Two ranks, H = H_kv = 2, one token each, K = 1. Rank 0 has q = `[[[1]], [[2]]]`, rank 1 `[[[3]], [[4]]]` (without B). In the core rank 0 has head 0,
 # `[[[1], [3]]]`, and rank 1 head 1, `[[[2], [4]]]`.
 
+
 # %% given="core"
 def core(q, k, v):
     """q [B, H', T, K], k, v [B, H_kv', T, K] -> [B, H', T, K]: causal, and linear: scores are not exponentiated."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     return (q @ k.mT).tril() @ v
+
 
 # %% answer="ulysses"
 def ulysses(q, k, v, group):
@@ -450,13 +606,16 @@ def ulysses(q, k, v, group):
             raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
 
     def to_heads(x):
-        pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)                  # n × [B, H/n, T/n, K], piece j for rank j
+        pieces = x.unflatten(1, (ranks, -1)).movedim(
+            1, 0
+        )  # n × [B, H/n, T/n, K], piece j for rank j
         return collectives.all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
 
     out = core(to_heads(q), to_heads(k), to_heads(v))
-    pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)                    # n × [B, H/n, T/n, K], once more
+    pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)  # n × [B, H/n, T/n, K], once more
     return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
     ### END SOLUTION
+
 
 # %% given="expect_ulysses"
 def ulysses_on_a_rank(q, k, v, group):
@@ -465,18 +624,32 @@ def ulysses_on_a_rank(q, k, v, group):
     except ValueError as error:
         return str(error)
 
+
 def ulysses_of(draw, ranks, batch, heads, kv_heads, tokens, width):
     """Run the answer with so many tokens on each rank. Returns (the outcome, what one process computes, cut)."""
-    q, k, v = ((draw.exact(batch, h, ranks * tokens, width) * 16).remainder(9) - 4 for h in (heads, kv_heads, kv_heads))  # -4 to 4
+    q, k, v = (
+        (draw.exact(batch, h, ranks * tokens, width) * 16).remainder(9) - 4
+        for h in (heads, kv_heads, kv_heads)
+    )  # -4 to 4
     cut = [[part.contiguous() for part in x.chunk(ranks, 2)] for x in (q, k, v, core(q, k, v))]
     return run(ulysses_on_a_rank, list(zip(*cut[:3]))), cut[3]
 
+
 def expect_ulysses(ranks, batch, heads, kv_heads, tokens, width):
     outcome, wanted = ulysses_of(draw, ranks, batch, heads, kv_heads, tokens, width)
-    expect(not any(isinstance(said, str) for said in outcome.results), "no refusal without need", "a ValueError, but n divides the heads")
-    expect_equal(outcome.results, wanted, "the output",
-                 f"who had these tokens, who had these heads, and in which order did the {ranks} pieces lie when they came?")
+    expect(
+        not any(isinstance(said, str) for said in outcome.results),
+        "no refusal without need",
+        "a ValueError, but n divides the heads",
+    )
+    expect_equal(
+        outcome.results,
+        wanted,
+        "the output",
+        f"who had these tokens, who had these heads, and in which order did the {ranks} pieces lie when they came?",
+    )
     return outcome
+
 
 # %% check="ulysses-output" points=1
 # Every rank has the output of its tokens, all heads, also with fewer K/V heads.
@@ -486,23 +659,48 @@ print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (1, 3, 4):
     kv_heads = ranks * draw.integer(1, 2)
-    expect_ulysses(ranks, draw.integer(1, 3), kv_heads * draw.integer(1, 3), kv_heads, draw.integer(1, 4), draw.integer(2, 4))
+    expect_ulysses(
+        ranks,
+        draw.integer(1, 3),
+        kv_heads * draw.integer(1, 3),
+        kv_heads,
+        draw.integer(1, 4),
+        draw.integer(2, 4),
+    )
 expect_ulysses(2, 2, 8, 4, draw.integer(2, 5), 3)
 ### END HIDDEN TESTS
+
 
 # %% check="ulysses-bytes" points=1
 # Only what another rank needs is sent, and heads that do not divide are refused before that.
 def expect_bytes_of_ulysses(ranks, batch, heads, kv_heads, tokens, width):
     outcome = expect_ulysses(ranks, batch, heads, kv_heads, tokens, width)
-    expect(max(outcome.sent_bytes) <= (ranks - 1) * (2 * heads + 2 * kv_heads) // ranks * batch * tokens * width * 8, "bytes on the wire",
-           "of q, k, v and o every number is needed by one rank; who gets it beside that one, or are heads copied before they travel?")
+    expect(
+        max(outcome.sent_bytes)
+        <= (ranks - 1) * (2 * heads + 2 * kv_heads) // ranks * batch * tokens * width * 8,
+        "bytes on the wire",
+        "of q, k, v and o every number is needed by one rank; who gets it beside that one, or are heads copied before they travel?",
+    )
+
 
 def expect_refused_heads(ranks, heads, kv_heads):
     outcome, _ = ulysses_of(draw, ranks, 1, heads, kv_heads, 2, 3)
-    expect(all(isinstance(said, str) for said in outcome.results), "a refusal",
-           f"{heads} heads and {kv_heads} K/V heads do not divide over {ranks} ranks: raise a ValueError, on all of them")
-    expect(all(said.strip() and "\n" not in said for said in outcome.results), "a refusal", "say in one line what does not divide")
-    expect(not outcome.messages, "refused before sending", "something was sent before the heads were looked at; k and v have heads too")
+    expect(
+        all(isinstance(said, str) for said in outcome.results),
+        "a refusal",
+        f"{heads} heads and {kv_heads} K/V heads do not divide over {ranks} ranks: raise a ValueError, on all of them",
+    )
+    expect(
+        all(said.strip() and "\n" not in said for said in outcome.results),
+        "a refusal",
+        "say in one line what does not divide",
+    )
+    expect(
+        not outcome.messages,
+        "refused before sending",
+        "something was sent before the heads were looked at; k and v have heads too",
+    )
+
 
 expect_bytes_of_ulysses(2, 1, 4, 2, 3, 2)
 expect_refused_heads(2, 3, 3)
@@ -510,7 +708,9 @@ print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (3, 4):
     kv_heads = ranks * draw.integer(1, 2)
-    expect_bytes_of_ulysses(ranks, draw.integer(1, 2), 2 * kv_heads, kv_heads, draw.integer(1, 4), draw.integer(2, 4))
+    expect_bytes_of_ulysses(
+        ranks, draw.integer(1, 2), 2 * kv_heads, kv_heads, draw.integer(1, 4), draw.integer(2, 4)
+    )
 expect_refused_heads(4, 2, draw.choice([1, 2]))
 expect_refused_heads(4, 8, draw.choice([1, 2]))
 expect_refused_heads(3, draw.choice([4, 8]), 4)
@@ -534,6 +734,7 @@ expect_refused_heads(3, draw.choice([4, 8]), 4)
 # N = 16, H = H_kv = 4, K = 2 on u·r = 2·2 ranks: the ring sends 192 elements forward and 384 backward, Ulysses 96 and 96, Megatron 384 and 384, the
 # hybrid 128 and 192.
 
+
 # %% answer="elements_sent"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
     """{"forward": ..., "backward": ...}: elements each rank sends, as ints; way is one of the four words."""
@@ -547,11 +748,16 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = 2 * (tokens // ranks) * kv_heads * width  # u times as many tokens, u times fewer heads
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
     ### END SOLUTION
+
 
 # %% given="expect_elements"
 WAYS = "ring", "ulysses", "megatron", "hybrid"
+
 
 def elements_each_way(*sizes):
     """What is said of each way, or the message of a refusal."""
@@ -563,34 +769,83 @@ def elements_each_way(*sizes):
             said[way] = str(error)
     return said
 
+
 def expect_elements(sizes, wanted):
     """Ask for the elements of each way, where `wanted` has (forward, backward), or None for a refusal."""
     for way, said in ask(elements_each_way, *sizes).items():
         if wanted[way] is None:
-            expect(isinstance(said, str), f"a refusal, {way}", "there are heads that do not divide; over how many ranks does this way deal them?")
-            expect(said.strip() and "\n" not in said, f"a refusal, {way}", "say in one line what does not divide")
+            expect(
+                isinstance(said, str),
+                f"a refusal, {way}",
+                "there are heads that do not divide; over how many ranks does this way deal them?",
+            )
+            expect(
+                said.strip() and "\n" not in said,
+                f"a refusal, {way}",
+                "say in one line what does not divide",
+            )
             continue
-        expect(not isinstance(said, str), f"no refusal without need, {way}", "a ValueError; does this way deal heads, and over how many ranks?")
-        expect(isinstance(said, dict) and set(said) == {"forward", "backward"} and all(type(n) is int for n in said.values()),
-               "whole numbers", 'return {"forward": ..., "backward": ...}, two ints, also where they are large')
+        expect(
+            not isinstance(said, str),
+            f"no refusal without need, {way}",
+            "a ValueError; does this way deal heads, and over how many ranks?",
+        )
+        expect(
+            isinstance(said, dict)
+            and set(said) == {"forward", "backward"}
+            and all(type(n) is int for n in said.values()),
+            "whole numbers",
+            'return {"forward": ..., "backward": ...}, two ints, also where they are large',
+        )
         forward, backward = wanted[way]
-        expect(said["forward"] == forward, f"forward, {way}",
-               "what is one piece or block, of which heads and how many tokens, and how often does a rank send one?")
-        expect(said["backward"] == backward, f"backward, {way}", "what goes round or across a second time, and do gradients travel too?")
+        expect(
+            said["forward"] == forward,
+            f"forward, {way}",
+            "what is one piece or block, of which heads and how many tokens, and how often does a rank send one?",
+        )
+        expect(
+            said["backward"] == backward,
+            f"backward, {way}",
+            "what goes round or across a second time, and do gradients travel too?",
+        )
+
 
 # %% check="elements_sent-all" points=1
 # Forward and backward of all four ways, and a refusal where heads do not divide.
-expect_elements((16, 4, 4, 2, 2, 2), {"ring": (192, 384), "ulysses": (96, 96), "megatron": (384, 384), "hybrid": (128, 192)})
-expect_elements((16, 4, 2, 2, 2, 2), {"ring": (96, 192), "ulysses": None, "megatron": (384, 384), "hybrid": (80, 112)})
+expect_elements(
+    (16, 4, 4, 2, 2, 2),
+    {"ring": (192, 384), "ulysses": (96, 96), "megatron": (384, 384), "hybrid": (128, 192)},
+)
+expect_elements(
+    (16, 4, 2, 2, 2, 2),
+    {"ring": (96, 192), "ulysses": None, "megatron": (384, 384), "hybrid": (80, 112)},
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for u, r, kv_heads, group_size in ((3, 1, 3, draw.integer(1, 4)), (1, 3, 5, 2), (2, 4, 8, draw.integer(1, 4)), (4, 2, 4, 2), (8, 1, 4, 4),
-                                   (1, 1, 7, 1), (5, 7, 35 * draw.integer(10**4, 10**6), 10**4 + 1)):
+for u, r, kv_heads, group_size in (
+    (3, 1, 3, draw.integer(1, 4)),
+    (1, 3, 5, 2),
+    (2, 4, 8, draw.integer(1, 4)),
+    (4, 2, 4, 2),
+    (8, 1, 4, 4),
+    (1, 1, 7, 1),
+    (5, 7, 35 * draw.integer(10**4, 10**6), 10**4 + 1),
+):
     p, own, width = u * r, draw.integer(1, 10**5), draw.integer(3, 999)
-    q, kv = own * kv_heads * group_size * width, own * kv_heads * width      # elements of a rank's queries, and of its keys
+    q, kv = (
+        own * kv_heads * group_size * width,
+        own * kv_heads * width,
+    )  # elements of a rank's queries, and of its keys
     dealt = {n: None if kv_heads % n else 2 * (q + kv) - 2 * (q + kv) // n for n in (u, p)}
-    expect_elements((p * own, kv_heads * group_size, kv_heads, width, u, r), {
-        "ring": (2 * (p - 1) * kv, 4 * (p - 1) * kv), "megatron": (4 * (p - 1) * q, 4 * (p - 1) * q),
-        "ulysses": None if dealt[p] is None else (dealt[p], dealt[p]),
-        "hybrid": None if dealt[u] is None else (dealt[u] + 2 * (r - 1) * kv, dealt[u] + 4 * (r - 1) * kv)})
+    expect_elements(
+        (p * own, kv_heads * group_size, kv_heads, width, u, r),
+        {
+            "ring": (2 * (p - 1) * kv, 4 * (p - 1) * kv),
+            "megatron": (4 * (p - 1) * q, 4 * (p - 1) * q),
+            "ulysses": None if dealt[p] is None else (dealt[p], dealt[p]),
+            "hybrid": None
+            if dealt[u] is None
+            else (dealt[u] + 2 * (r - 1) * kv, dealt[u] + 4 * (r - 1) * kv),
+        },
+    )
 ### END HIDDEN TESTS

@@ -28,21 +28,27 @@ from minitrain.course.grading.trial import Failure
 
 draw = Draw()  # hidden checks draw sizes, schedules and costs
 
+
 def F(stage, microbatch):
     return ("F", stage, microbatch)
+
 
 def B(stage, microbatch):
     return ("B", stage, microbatch)
 
+
 def told(action):
     return f"{action[0]}{action[1]}.{action[2]}"
+
 
 def as_data(lists):
     """Lists of tuples, as they travel from the process of the answer."""
     return [[list(entry) for entry in own] for own in lists]
 
+
 def as_schedule(data):
     return [[tuple(entry) for entry in own] for own in data]
+
 
 def random_schedule(draw, stages, ranks, microbatches):
     """Stages on ranks as drawn, and an order in which all can be done: (lists, place), place[stage] the rank."""
@@ -57,26 +63,54 @@ def random_schedule(draw, stages, ranks, microbatches):
             ready.append(B(stage - 1, i))
     return lists, place
 
+
 def expect_all_actions(said, wanted):
     """For each rank the same actions, in any order."""
-    expect(len(said) == len(wanted), "a list for each rank", f"{len(wanted)} lists are wanted, one a rank")
+    expect(
+        len(said) == len(wanted),
+        "a list for each rank",
+        f"{len(wanted)} lists are wanted, one a rank",
+    )
     for rank, (own, true) in enumerate(zip(said, wanted)):
-        expect(Counter(own) == Counter(true), "every action once", f"each microbatch passes each stage forward and backward, on the rank that has it (seen at rank {rank} of {len(wanted)})")
+        expect(
+            Counter(own) == Counter(true),
+            "every action once",
+            f"each microbatch passes each stage forward and backward, on the rank that has it (seen at rank {rank} of {len(wanted)})",
+        )
         first = {action: i for i, action in enumerate(own)}
         for kind, stage, i in own:
-            expect(first[F(stage, i)] <= first[B(stage, i)], "a forward before its backward", f"{told(B(stage, i))} stands in front of {told(F(stage, i))} (seen at rank {rank})")
+            expect(
+                first[F(stage, i)] <= first[B(stage, i)],
+                "a forward before its backward",
+                f"{told(B(stage, i))} stands in front of {told(F(stage, i))} (seen at rank {rank})",
+            )
+
 
 def ahead(own):
     """How many forwards stand before the first backward."""
     return next((i for i, action in enumerate(own) if action[0] == "B"), len(own))
 
+
 def expect_turns(said, wanted):
     """Right actions, now in the right order; wanted runs some forwards ahead and then alternates."""
     for rank, (own, true) in enumerate(zip(said, wanted)):
         where = f"(seen at rank {rank} of {len(wanted)}, {sum(kind == 'F' for kind, _, _ in true)} forwards)"
-        expect(ahead(own) == ahead(true), "forwards ahead", f"how many forwards come before this rank's first backward? {where}")
-        expect([kind for kind, _, _ in own] == [kind for kind, _, _ in true], "one forward, one backward", f"they take turns until the forwards are used up {where}")
-        expect(own == true, "the order of stages and microbatches", f"forwards and backwards take turns as they should; which stage and microbatch is it each time? {where}")
+        expect(
+            ahead(own) == ahead(true),
+            "forwards ahead",
+            f"how many forwards come before this rank's first backward? {where}",
+        )
+        expect(
+            [kind for kind, _, _ in own] == [kind for kind, _, _ in true],
+            "one forward, one backward",
+            f"they take turns until the forwards are used up {where}",
+        )
+        expect(
+            own == true,
+            "the order of stages and microbatches",
+            f"forwards and backwards take turns as they should; which stage and microbatch is it each time? {where}",
+        )
+
 
 # %% [markdown]
 # ## 1. All forwards, then all backwards (2 points)
@@ -88,12 +122,14 @@ def expect_turns(said, wanted):
 #
 # Two ranks, two microbatches: `[[F(0,0), F(0,1), B(0,0), B(0,1)], [F(1,0), F(1,1), B(1,0), B(1,1)]]`, which hold `[2, 2]`.
 
+
 # %% answer="gpipe"
 def gpipe(p, m):
     """A list of p lists of actions."""
     ### BEGIN SOLUTION
     return [[F(rank, i) for i in range(m)] + [B(rank, i) for i in range(m)] for rank in range(p)]
     ### END SOLUTION
+
 
 def held(lists):
     """The most activations of one stage and one microbatch that each rank ever holds: a list of ints."""
@@ -108,23 +144,41 @@ def held(lists):
     return peaks
     ### END SOLUTION
 
+
 # %% given="expect_gpipe"
 def gpipe_of(p, m):
     return as_data(gpipe(p, m))
 
+
 def held_by(lists):
     return list(held(as_schedule(lists)))
+
 
 def expect_gpipe(p, m):
     said = as_schedule(ask(gpipe_of, p, m))
     wanted = [[(kind, rank, i) for kind in "FB" for i in range(m)] for rank in range(p)]
     expect_all_actions(said, wanted)
     for rank, own in enumerate(said):
-        expect(ahead(own) == m, "forwards first", f"all forwards come before the first backward (seen at rank {rank})")
-        expect(own == wanted[rank], "in the order of the microbatches", f"backwards too begin with microbatch 0 (seen at rank {rank})")
+        expect(
+            ahead(own) == m,
+            "forwards first",
+            f"all forwards come before the first backward (seen at rank {rank})",
+        )
+        expect(
+            own == wanted[rank],
+            "in the order of the microbatches",
+            f"backwards too begin with microbatch 0 (seen at rank {rank})",
+        )
+
 
 def expect_held(lists, wanted):
-    expect_equal(ask(held_by, as_data(lists)), wanted, "the most at any time", "an F takes one, a B gives one back; when is it most?")
+    expect_equal(
+        ask(held_by, as_data(lists)),
+        wanted,
+        "the most at any time",
+        "an F takes one, a B gives one back; when is it most?",
+    )
+
 
 # %% check="gpipe-lists" points=1
 # All forwards, then all backwards, for any p and m.
@@ -139,14 +193,36 @@ for p in (1, draw.integer(2, 5), draw.integer(6, 9)):
 # %% check="gpipe-held" points=1
 # What a rank holds at most, whatever its list.
 expect_held([[F(0, 0), F(0, 1), B(0, 0), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)]], [2, 2])
-expect_held([[F(0, 0), F(0, 1), B(0, 0), F(0, 2), B(0, 1), B(0, 2)], [F(1, 0), B(1, 0), F(1, 1), B(1, 1), F(1, 2), B(1, 2)]], [2, 1])
+expect_held(
+    [
+        [F(0, 0), F(0, 1), B(0, 0), F(0, 2), B(0, 1), B(0, 2)],
+        [F(1, 0), B(1, 0), F(1, 1), B(1, 1), F(1, 2), B(1, 2)],
+    ],
+    [2, 1],
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-m = draw.integer(3, 9)                                     # the most comes after the first backward
-expect_held([[F(0, 0), B(0, 0)] + [F(0, i) for i in range(1, m)] + [B(0, i) for i in range(1, m)]], [m - 1])
+m = draw.integer(3, 9)  # the most comes after the first backward
+expect_held(
+    [[F(0, 0), B(0, 0)] + [F(0, i) for i in range(1, m)] + [B(0, i) for i in range(1, m)]], [m - 1]
+)
 for _ in range(4):
     lists, _ = random_schedule(draw, draw.integer(1, 6), draw.integer(1, 4), draw.integer(1, 6))
-    expect_held(lists, [max([0, *(sum(1 if kind == "F" else -1 for kind, _, _ in own[:i]) for i in range(1, len(own) + 1))]) for own in lists])
+    expect_held(
+        lists,
+        [
+            max(
+                [
+                    0,
+                    *(
+                        sum(1 if kind == "F" else -1 for kind, _, _ in own[:i])
+                        for i in range(1, len(own) + 1)
+                    ),
+                ]
+            )
+            for own in lists
+        ],
+    )
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -159,12 +235,14 @@ for _ in range(4):
 # `before_backward` is the number of forwards before the first backward. For p = 2 and m = 3, rank 0 is F0 F1 B0 F2 B1 B2 and rank 1 is F0 B0 F1 B1 F2 B2:
 # before_backward is 2 and 1.
 
+
 # %% answer="one_f_one_b"
 def before_backward(rank, p, m):
     """An int."""
     ### BEGIN SOLUTION
     return min(p - rank, m)
     ### END SOLUTION
+
 
 def one_f_one_b(p, m):
     """A list of p lists of actions."""
@@ -179,19 +257,27 @@ def one_f_one_b(p, m):
     return lists
     ### END SOLUTION
 
+
 # %% given="expect_one_f_one_b"
 def before_of(p, m):
     return [before_backward(rank, p, m) for rank in range(p)]
 
+
 def one_f_one_b_of(p, m):
     return as_data(one_f_one_b(p, m))
+
 
 def expect_before(p, m, wanted):
     said = ask(before_of, p, m)
     expect(all(type(n) is int for n in said), "whole numbers", "an int for each rank")
     for rank, (number, true) in enumerate(zip(said, wanted)):
         expect(number <= m, "no more than there are", f"there are only {m} microbatches")
-        expect(number == true, "forwards before the first backward", f"the first microbatch goes to the last rank and comes back meanwhile (seen at rank {rank} of {p}, {m} microbatches)")
+        expect(
+            number == true,
+            "forwards before the first backward",
+            f"the first microbatch goes to the last rank and comes back meanwhile (seen at rank {rank} of {p}, {m} microbatches)",
+        )
+
 
 # %% check="one_f_one_b-before" points=1
 # How many forwards come before the first backward.
@@ -199,9 +285,14 @@ expect_before(2, 3, [2, 1])
 expect_before(1, 4, [1])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for p, m in ((draw.integer(3, 8), draw.integer(8, 20)), (draw.integer(4, 8), draw.integer(1, 3)), (5, 5)):
+for p, m in (
+    (draw.integer(3, 8), draw.integer(8, 20)),
+    (draw.integer(4, 8), draw.integer(1, 3)),
+    (5, 5),
+):
     expect_before(p, m, [m if p - rank > m else p - rank for rank in range(p)])
 ### END HIDDEN TESTS
+
 
 # %% check="one_f_one_b-lists" points=1
 # The whole lists, also with fewer microbatches than ranks.
@@ -220,10 +311,16 @@ def expect_one_f_one_b(p, m):
     expect_all_actions(said, wanted)
     expect_turns(said, wanted)
 
+
 expect_one_f_one_b(2, 3)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for p, m in ((draw.integer(3, 6), draw.integer(7, 12)), (draw.integer(5, 8), draw.integer(1, 4)), (1, 3), (4, 4)):
+for p, m in (
+    (draw.integer(3, 6), draw.integer(7, 12)),
+    (draw.integer(5, 8), draw.integer(1, 4)),
+    (1, 3),
+    (4, 4),
+):
     expect_one_f_one_b(p, m)
 ### END HIDDEN TESTS
 
@@ -241,6 +338,7 @@ for p, m in ((draw.integer(3, 6), draw.integer(7, 12)), (draw.integer(5, 8), dra
 #
 # p = 2, m = 4, v = 2: rank 0 has the stages 0 and 2 and does the forwards F0.0 F0.1 F2.0 F2.1 F0.2 F0.3 F2.2 F2.3, and the backwards B2.0 B2.1 B0.0 and so on.
 
+
 # %% answer="interleaved"
 def forward_of(k, rank, p, v):
     """(stage, microbatch)"""
@@ -249,12 +347,14 @@ def forward_of(k, rank, p, v):
     return place // p * p + rank, rounds * p + place % p
     ### END SOLUTION
 
+
 def backward_of(k, rank, p, v):
     """(stage, microbatch)"""
     ### BEGIN SOLUTION
     rounds, place = divmod(k, p * v)
     return (v - 1 - place // p) * p + rank, rounds * p + place % p
     ### END SOLUTION
+
 
 def interleaved(p, m, v):
     """A list of p lists of actions."""
@@ -269,12 +369,18 @@ def interleaved(p, m, v):
     return lists
     ### END SOLUTION
 
+
 # %% given="expect_interleaved"
 def kth_of(rank, p, m, v):
-    return {"forward": [list(forward_of(k, rank, p, v)) for k in range(m * v)], "backward": [list(backward_of(k, rank, p, v)) for k in range(m * v)]}
+    return {
+        "forward": [list(forward_of(k, rank, p, v)) for k in range(m * v)],
+        "backward": [list(backward_of(k, rank, p, v)) for k in range(m * v)],
+    }
+
 
 def interleaved_of(p, m, v):
     return as_data(interleaved(p, m, v))
+
 
 def true_orders(rank, p, m, v):
     """What kth_of should say, round by round."""
@@ -286,23 +392,43 @@ def true_orders(rank, p, m, v):
                 orders["backward"].append([rank + (v - 1 - chunk) * p, i])
     return orders
 
+
 def expect_kth(rank, p, m, v):
     said, wanted = ask(kth_of, rank, p, m, v), true_orders(rank, p, m, v)
     for way in ("forward", "backward"):
         for k, (pair, true) in enumerate(zip(said[way], wanted[way])):
             where = f"(seen at {way} {k} of rank {rank}, p = {p}, v = {v})"
-            expect(pair[0] % p == rank, "stages of this rank", f"rank r has every p-th stage, beginning with r {where}")
-            expect(pair[0] == true[0], f"the stage of a {way}", f"p microbatches for each chunk in turn; in which order come the chunks? {where}")
-            expect(pair[1] == true[1], f"the microbatch of a {way}", f"the same p microbatches for all chunks of a round, then the next p {where}")
+            expect(
+                pair[0] % p == rank,
+                "stages of this rank",
+                f"rank r has every p-th stage, beginning with r {where}",
+            )
+            expect(
+                pair[0] == true[0],
+                f"the stage of a {way}",
+                f"p microbatches for each chunk in turn; in which order come the chunks? {where}",
+            )
+            expect(
+                pair[1] == true[1],
+                f"the microbatch of a {way}",
+                f"the same p microbatches for all chunks of a round, then the next p {where}",
+            )
+
 
 # %% check="interleaved-kth" points=1
 # Stage and microbatch of the k-th forward and of the k-th backward.
 expect_kth(0, 2, 4, 2)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for p, v in ((draw.integer(2, 3), draw.integer(3, 5)), (draw.integer(4, 7), 2), (1, 3), (draw.integer(2, 5), 1)):
+for p, v in (
+    (draw.integer(2, 3), draw.integer(3, 5)),
+    (draw.integer(4, 7), 2),
+    (1, 3),
+    (draw.integer(2, 5), 1),
+):
     expect_kth(draw.integer(0, p - 1), p, p * draw.integer(2, 3), v)
 ### END HIDDEN TESTS
+
 
 # %% check="interleaved-lists" points=1
 # The whole lists.
@@ -310,8 +436,13 @@ def expect_interleaved(p, m, v):
     wanted = []
     for rank in range(p):
         orders = true_orders(rank, p, m, v)
-        forwards, backwards = deque(F(*pair) for pair in orders["forward"]), deque(B(*pair) for pair in orders["backward"])
-        own = [forwards.popleft() for _ in range(min(len(forwards), 2 * (p - rank - 1) + (v - 1) * p))]
+        forwards, backwards = (
+            deque(F(*pair) for pair in orders["forward"]),
+            deque(B(*pair) for pair in orders["backward"]),
+        )
+        own = [
+            forwards.popleft() for _ in range(min(len(forwards), 2 * (p - rank - 1) + (v - 1) * p))
+        ]
         while backwards:
             own += [forwards.popleft()] if forwards else []
             own.append(backwards.popleft())
@@ -320,10 +451,16 @@ def expect_interleaved(p, m, v):
     expect_all_actions(said, wanted)
     expect_turns(said, wanted)
 
+
 expect_interleaved(2, 4, 2)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for p, rounds, v in ((3, draw.integer(2, 3), 2), (draw.integer(4, 5), 1, draw.integer(1, 3)), (draw.integer(2, 4), draw.integer(3, 4), 3), (1, 3, 2)):
+for p, rounds, v in (
+    (3, draw.integer(2, 3), 2),
+    (draw.integer(4, 5), 1, draw.integer(1, 3)),
+    (draw.integer(2, 4), draw.integer(3, 4), 3),
+    (1, 3, 2),
+):
     expect_interleaved(p, p * rounds, v)
 ### END HIDDEN TESTS
 
@@ -343,6 +480,7 @@ for p, rounds, v in ((3, draw.integer(2, 3), 2), (draw.integer(4, 5), 1, draw.in
 # that this rank needs late may have been sent before one that it needs early. Actions keep their order.
 #
 # `[[F(0,0), B(0,0)], [F(1,0), B(1,0)]]` becomes `[[F(0,0), ("send","F",0,0,1), ("receive","B",1,0,1), B(0,0)], [("receive","F",0,0,0), F(1,0), B(1,0), ("send","B",1,0,0)]]`.
+
 
 # %% answer="with_messages"
 def with_messages(lists):
@@ -379,30 +517,56 @@ def with_messages(lists):
     return programs
     ### END SOLUTION
 
+
 # %% given="play"
 def programs_of(lists):
     return as_data(with_messages(as_schedule(lists)))
 
+
 def play(programs, lists):
     """Does what the programs say, over links that keep the order; raises a Failure where that goes wrong."""
     place = {stage: rank for rank, own in enumerate(lists) for _, stage, _ in own}
-    expect(len(programs) == len(lists), "a program for each rank", f"{len(lists)} programs are wanted")
+    expect(
+        len(programs) == len(lists), "a program for each rank", f"{len(lists)} programs are wanted"
+    )
     for rank, (program, own) in enumerate(zip(programs, lists)):
-        expect([step for step in program if step[0] in ("F", "B")] == own, "actions keep their order", f"a program is the list with messages put in (seen at rank {rank})")
+        expect(
+            [step for step in program if step[0] in ("F", "B")] == own,
+            "actions keep their order",
+            f"a program is the list with messages put in (seen at rank {rank})",
+        )
     wanted = Counter()
     for rank, own in enumerate(lists):
         for kind, stage, i in own:
             user = stage + 1 if kind == "F" else stage - 1
             if user in place and place[user] != rank:
                 wanted[kind, stage, i, rank, place[user]] += 1
-    sent = Counter((*step[1:4], rank, step[4]) for rank, program in enumerate(programs) for step in program if step[0] == "send")
-    received = Counter((*step[1:4], step[4], rank) for rank, program in enumerate(programs) for step in program if step[0] == "receive")
+    sent = Counter(
+        (*step[1:4], rank, step[4])
+        for rank, program in enumerate(programs)
+        for step in program
+        if step[0] == "send"
+    )
+    received = Counter(
+        (*step[1:4], step[4], rank)
+        for rank, program in enumerate(programs)
+        for step in program
+        if step[0] == "receive"
+    )
     for name, found in (("sent", sent), ("received", received)):
         for message in found:
             kind, stage, i, source, to = message
-            expect(message in wanted, f"only what is needed is {name}", f"{told(message)} from rank {source} to rank {to}; who uses it, and where is that one?")
+            expect(
+                message in wanted,
+                f"only what is needed is {name}",
+                f"{told(message)} from rank {source} to rank {to}; who uses it, and where is that one?",
+            )
         for message in wanted:
-            expect(found[message] == 1, f"each message is {name} once", f"{told(message)}, {found[message]} times")
+            expect(
+                found[message] == 1,
+                f"each message is {name} once",
+                f"{told(message)}, {found[message]} times",
+            )
 
     position, links, there = [0] * len(programs), {}, [set() for _ in programs]
     moved = True
@@ -412,26 +576,46 @@ def play(programs, lists):
             while position[rank] < len(program):
                 step = program[position[rank]]
                 if step[0] == "send":
-                    expect(step[1:4] in there[rank], "sent when it is there", f"{told(step[1:4])} is sent before it is computed (seen at rank {rank})")
+                    expect(
+                        step[1:4] in there[rank],
+                        "sent when it is there",
+                        f"{told(step[1:4])} is sent before it is computed (seen at rank {rank})",
+                    )
                     links.setdefault((rank, step[4]), deque()).append(step[1:4])
                 elif step[0] == "receive":
                     waiting = links.get((step[4], rank))
                     if not waiting:
                         break
-                    expect(waiting[0] == step[1:4], "first sent, first received", f"rank {rank} takes {told(waiting[0])} from rank {step[4]} and calls it {told(step[1:4])}")
+                    expect(
+                        waiting[0] == step[1:4],
+                        "first sent, first received",
+                        f"rank {rank} takes {told(waiting[0])} from rank {step[4]} and calls it {told(step[1:4])}",
+                    )
                     there[rank].add(waiting.popleft())
                 else:
                     kind, stage, i = step
-                    for before in [F(stage - 1, i)] if kind == "F" else [F(stage, i), B(stage + 1, i)]:
-                        expect(before[1] not in place or before in there[rank], "received before it is used", f"{told(step)} needs {told(before)} (seen at rank {rank})")
+                    for before in (
+                        [F(stage - 1, i)] if kind == "F" else [F(stage, i), B(stage + 1, i)]
+                    ):
+                        expect(
+                            before[1] not in place or before in there[rank],
+                            "received before it is used",
+                            f"{told(step)} needs {told(before)} (seen at rank {rank})",
+                        )
                     there[rank].add(step)
                 position[rank] += 1
                 moved = True
     stuck = [rank for rank, program in enumerate(programs) if position[rank] < len(program)]
-    expect(not stuck, "no rank waits for ever", f"ranks {stuck} wait for messages that nobody will send before they go on")
+    expect(
+        not stuck,
+        "no rank waits for ever",
+        f"ranks {stuck} wait for messages that nobody will send before they go on",
+    )
+
 
 def expect_played(lists):
     play(as_schedule(ask(programs_of, as_data(lists))), lists)
+
 
 def alternating(p, m):
     """1F1B, for the checks of this task."""
@@ -439,8 +623,11 @@ def alternating(p, m):
     for rank in range(p):
         first = min(p - rank, m)
         turns = [action for i in range(m - first) for action in (B(rank, i), F(rank, first + i))]
-        lists.append([F(rank, i) for i in range(first)] + turns + [B(rank, i) for i in range(m - first, m)])
+        lists.append(
+            [F(rank, i) for i in range(first)] + turns + [B(rank, i) for i in range(m - first, m)]
+        )
     return lists
+
 
 # %% check="with_messages-boundaries" points=1
 # One message forward and one back at each boundary between ranks, and none inside a rank.
@@ -479,6 +666,7 @@ for _ in range(6):
 #
 # `[[F(0,0), B(0,0)], [F(1,0), B(1,0)]]` with F = 1, B = 2, send = 1: starts are `[[0, 6], [2, 3]]`, the makespan is 8, the bubble 5/8.
 
+
 # %% answer="simulate"
 def simulate(lists, costs):
     """starts (a list of lists), makespan, bubble"""
@@ -495,17 +683,28 @@ def simulate(lists, costs):
                 needs = [before for before in needs if before in place]
                 if any(before not in ends for before in needs):
                     break
-                start = max([free[rank], *(ends[before] + (costs["send"] if place[before] != rank else 0) for before in needs)])
+                start = max(
+                    [
+                        free[rank],
+                        *(
+                            ends[before] + (costs["send"] if place[before] != rank else 0)
+                            for before in needs
+                        ),
+                    ]
+                )
                 starts[rank].append(start)
                 ends[action] = free[rank] = start + costs[kind]
                 moved = True
     stuck = [rank for rank, own in enumerate(lists) if len(starts[rank]) < len(own)]
     if stuck:
-        raise ValueError(f"ranks {stuck} wait for each other; {told(lists[stuck[0]][len(starts[stuck[0]])])} never starts")
+        raise ValueError(
+            f"ranks {stuck} wait for each other; {told(lists[stuck[0]][len(starts[stuck[0]])])} never starts"
+        )
     makespan = max(free)
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     return starts, makespan, 1 - Fraction(work, len(lists) * makespan)
     ### END SOLUTION
+
 
 # %% given="expect_simulated"
 def simulated(lists, costs):
@@ -515,35 +714,84 @@ def simulated(lists, costs):
         return str(error)
     starts, makespan, bubble = found
     exact = isinstance(bubble, (int, Fraction))
-    return {"starts": [list(own) for own in starts], "makespan": makespan, "bubble": [bubble.numerator, bubble.denominator] if exact else None}
+    return {
+        "starts": [list(own) for own in starts],
+        "makespan": makespan,
+        "bubble": [bubble.numerator, bubble.denominator] if exact else None,
+    }
+
 
 def expect_times(lists, costs, starts):
     said = ask(simulated, as_data(lists), costs)
-    expect(not isinstance(said, str), "no refusal without need", "a ValueError, but all of it can be done")
+    expect(
+        not isinstance(said, str),
+        "no refusal without need",
+        "a ValueError, but all of it can be done",
+    )
     for rank, (own, true) in enumerate(zip(said["starts"], starts)):
-        expect(len(own) == len(true), "a start for each action", f"in the order of the list (seen at rank {rank})")
+        expect(
+            len(own) == len(true),
+            "a start for each action",
+            f"in the order of the list (seen at rank {rank})",
+        )
         for action, found, time in zip(lists[rank], own, true):
             where = f"(seen at {told(action)} on rank {rank}, costs {costs})"
-            expect(found >= time, "not before it can start", f"its rank must be free, and what it needs must be done and, from another rank, have arrived {where}")
+            expect(
+                found >= time,
+                "not before it can start",
+                f"its rank must be free, and what it needs must be done and, from another rank, have arrived {where}",
+            )
             expect(found <= time, "as soon as it can start", f"what does it wait for? {where}")
-    expect(said["makespan"] == max(start + costs[action[0]] for own, true in zip(lists, starts) for action, start in zip(own, true)), "the makespan", "the end of the last action of all ranks")
+    expect(
+        said["makespan"]
+        == max(
+            start + costs[action[0]]
+            for own, true in zip(lists, starts)
+            for action, start in zip(own, true)
+        ),
+        "the makespan",
+        "the end of the last action of all ranks",
+    )
+
 
 def expect_bubble(lists, costs, wanted):
     said = ask(simulated, as_data(lists), costs)
-    expect(not isinstance(said, str), "no refusal without need", "a ValueError, but all of it can be done")
+    expect(
+        not isinstance(said, str),
+        "no refusal without need",
+        "a ValueError, but all of it can be done",
+    )
     expect(said["bubble"] is not None, "an exact fraction", "a Fraction, not a float")
-    expect(Fraction(*said["bubble"]) == wanted, "the bubble", "idle time of all ranks over all time of all ranks, from 0 to the makespan for each of them")
+    expect(
+        Fraction(*said["bubble"]) == wanted,
+        "the bubble",
+        "idle time of all ranks over all time of all ranks, from 0 to the makespan for each of them",
+    )
+
 
 def expect_stuck(lists):
     said = ask(simulated, as_data(lists), {"F": 1, "B": 2, "send": 0})
-    expect(isinstance(said, str), "a refusal", "ranks wait in a circle, so some actions never start: raise a ValueError")
+    expect(
+        isinstance(said, str),
+        "a refusal",
+        "ranks wait in a circle, so some actions never start: raise a ValueError",
+    )
     expect(said.strip() and "\n" not in said, "a refusal", "say in one line who waits")
+
 
 # %% check="simulate-times" points=1
 # The start of every action, and the end of the last.
-expect_times([[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]], {"F": 1, "B": 2, "send": 1}, [[0, 6], [2, 3]])
-expect_times([[F(0, 0), F(0, 1), B(0, 0), B(0, 1)], [F(1, 0), B(1, 0), F(1, 1), B(1, 1)]], {"F": 1, "B": 2, "send": 0}, [[0, 1, 4, 7], [1, 2, 4, 5]])
+expect_times(
+    [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]], {"F": 1, "B": 2, "send": 1}, [[0, 6], [2, 3]]
+)
+expect_times(
+    [[F(0, 0), F(0, 1), B(0, 0), B(0, 1)], [F(1, 0), B(1, 0), F(1, 1), B(1, 1)]],
+    {"F": 1, "B": 2, "send": 0},
+    [[0, 1, 4, 7], [1, 2, 4, 5]],
+)
 print("the visible checks pass")
+
+
 ### BEGIN HIDDEN TESTS
 def true_starts(lists, costs):
     """Later and later, until nothing is too early."""
@@ -554,14 +802,35 @@ def true_starts(lists, costs):
         for own in lists:
             for i, (kind, stage, j) in enumerate(own):
                 needs = [own[i - 1]] if i else []
-                needs += [need for need in ([F(stage - 1, j)] if kind == "F" else [F(stage, j), B(stage + 1, j)]) if need in place]
-                start[own[i]] = max([0, *(start[need] + costs[need[0]] + costs["send"] * (place[need] != place[own[i]]) for need in needs)])
+                needs += [
+                    need
+                    for need in (
+                        [F(stage - 1, j)] if kind == "F" else [F(stage, j), B(stage + 1, j)]
+                    )
+                    if need in place
+                ]
+                start[own[i]] = max(
+                    [
+                        0,
+                        *(
+                            start[need]
+                            + costs[need[0]]
+                            + costs["send"] * (place[need] != place[own[i]])
+                            for need in needs
+                        ),
+                    ]
+                )
         if start == before:
             return [[start[action] for action in own] for own in lists]
 
+
 for number in range(6):
     lists, _ = random_schedule(draw, draw.integer(2, 6), draw.integer(2, 4), draw.integer(2, 5))
-    costs = {"F": draw.integer(1, 9), "B": draw.integer(1, 9), "send": draw.integer(1, 9) if number % 2 else 0}
+    costs = {
+        "F": draw.integer(1, 9),
+        "B": draw.integer(1, 9),
+        "send": draw.integer(1, 9) if number % 2 else 0,
+    }
     expect_times(lists, costs, true_starts(lists, costs))
 ### END HIDDEN TESTS
 
@@ -574,13 +843,24 @@ print("the visible checks pass")
 for _ in range(3):
     p, m = draw.integer(2, 6), draw.integer(1, 9)
     lists = [[(kind, rank, i) for kind in "FB" for i in range(m)] for rank in range(p)]
-    expect_bubble(lists, {"F": draw.integer(1, 9), "B": draw.integer(1, 9), "send": 0}, Fraction(p - 1, m + p - 1))
+    expect_bubble(
+        lists,
+        {"F": draw.integer(1, 9), "B": draw.integer(1, 9), "send": 0},
+        Fraction(p - 1, m + p - 1),
+    )
 forward, backward, send = draw.integer(1, 5), draw.integer(1, 5), draw.integer(1, 5)
 p = draw.integer(3, 6)
 lists = [[F(rank, 0), B(rank, 0)] for rank in range(p)]
-expect_bubble(lists, {"F": forward, "B": backward, "send": send}, 1 - Fraction(forward + backward, p * (forward + backward) + 2 * (p - 1) * send))
+expect_bubble(
+    lists,
+    {"F": forward, "B": backward, "send": send},
+    1 - Fraction(forward + backward, p * (forward + backward) + 2 * (p - 1) * send),
+)
 expect_stuck([[F(0, 0), F(0, 1), B(0, 0), B(0, 1)], [B(1, 0), F(1, 0), F(1, 1), B(1, 1)]])
 m = draw.integer(3, 6)
-lists = [[F(0, i) for i in range(m - 1)] + [B(0, 0), F(0, m - 1)] + [B(0, i) for i in range(1, m)], [F(1, i) for i in range(m)] + [B(1, i) for i in range(m)]]
+lists = [
+    [F(0, i) for i in range(m - 1)] + [B(0, 0), F(0, m - 1)] + [B(0, i) for i in range(1, m)],
+    [F(1, i) for i in range(m)] + [B(1, i) for i in range(m)],
+]
 expect_stuck(lists)
 ### END HIDDEN TESTS

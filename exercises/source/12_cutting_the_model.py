@@ -23,8 +23,10 @@ from minitrain.course.grading.checks import Draw, ask, expect, expect_equal
 
 draw = Draw()  # hidden checks draw sizes and numbers
 
+
 def whole(draw, count, low=1, high=20):
     return [draw.integer(low, high) for _ in range(count)]
+
 
 # %% [markdown]
 # ## 1. The slowest stage (3 points)
@@ -39,11 +41,12 @@ def whole(draw, count, low=1, high=20):
 # `cut([4, 1, 1, 4], [1, 1, 1, 1], 2)` is `[(0, 2), (2, 4)]`: 5 and 5. With sizes `[1, 5, 5, 1]` and `cap=6` it is the same; with `cap=5`
 # there is none, as both middle layers would have to be alone.
 
+
 # %% answer="cut"
 def cut(costs, sizes, stages, cap=None):
     """A list of `stages` pairs (start, stop), or None."""
     ### BEGIN SOLUTION
-    best = {0: (0, [])}                                             # layers that are cut so far -> (largest cost, runs)
+    best = {0: (0, [])}  # layers that are cut so far -> (largest cost, runs)
     for _ in range(stages):
         longer = {}
         for start, (largest, runs) in best.items():
@@ -58,10 +61,12 @@ def cut(costs, sizes, stages, cap=None):
     return best[len(costs)][1] if len(costs) in best else None
     ### END SOLUTION
 
+
 # %% given="expect_cut"
 def cut_as_data(costs, sizes, stages, cap):
     said = cut(costs, sizes, stages, cap)
     return said if said is None else [list(run) for run in said]
+
 
 def smallest_largest(costs, sizes, stages, cap):
     """The largest cost of the best of all cuts; None if none keeps to the cap."""
@@ -74,22 +79,50 @@ def smallest_largest(costs, sizes, stages, cap):
             best = largest if best is None else min(best, largest)
     return best
 
+
 def expect_cut(costs, sizes, stages, cap=None):
-    said, wanted = ask(cut_as_data, costs, sizes, stages, cap), smallest_largest(costs, sizes, stages, cap)
+    said, wanted = (
+        ask(cut_as_data, costs, sizes, stages, cap),
+        smallest_largest(costs, sizes, stages, cap),
+    )
     where = f"(seen with {len(costs)} layers, {stages} stages, cap {cap})"
     if wanted is None:
-        expect(said is None, "no cut keeps to the cap", f"return None where every cut has a run that is too heavy {where}")
+        expect(
+            said is None,
+            "no cut keeps to the cap",
+            f"return None where every cut has a run that is too heavy {where}",
+        )
         return
-    expect(said is not None, "a cut that keeps to the cap", f"there is one; do you try all places for each cut, lighter runs too? {where}")
-    expect(isinstance(said, list) and len(said) == stages and all(len(run) == 2 and all(type(end) is int for end in run) for run in said),
-           "a run for each stage", f"{stages} pairs of whole numbers (start, stop) {where}")
-    expect([a for a, _ in said] == [0] + [b for _, b in said[:-1]] and said[-1][1] == len(costs), "every layer once, in order",
-           f"each run starts where the one before stops, from layer 0 to the last {where}")
+    expect(
+        said is not None,
+        "a cut that keeps to the cap",
+        f"there is one; do you try all places for each cut, lighter runs too? {where}",
+    )
+    expect(
+        isinstance(said, list)
+        and len(said) == stages
+        and all(len(run) == 2 and all(type(end) is int for end in run) for run in said),
+        "a run for each stage",
+        f"{stages} pairs of whole numbers (start, stop) {where}",
+    )
+    expect(
+        [a for a, _ in said] == [0] + [b for _, b in said[:-1]] and said[-1][1] == len(costs),
+        "every layer once, in order",
+        f"each run starts where the one before stops, from layer 0 to the last {where}",
+    )
     expect(all(a < b for a, b in said), "no empty stage", f"each run has one layer or more {where}")
     if cap is not None:
-        expect(all(sum(sizes[a:b]) <= cap for a, b in said), "memory limit", f"add up the bytes of each run {where}")
-    expect(max(sum(costs[a:b]) for a, b in said) == wanted, "smallest largest stage",
-           f"another cut has a cheaper most expensive run; what is the best cut of the first i layers into k runs? {where}")
+        expect(
+            all(sum(sizes[a:b]) <= cap for a, b in said),
+            "memory limit",
+            f"add up the bytes of each run {where}",
+        )
+    expect(
+        max(sum(costs[a:b]) for a, b in said) == wanted,
+        "smallest largest stage",
+        f"another cut has a cheaper most expensive run; what is the best cut of the first i layers into k runs? {where}",
+    )
+
 
 # %% check="cut-time" points=2
 # The most expensive run is as cheap as it can be.
@@ -137,27 +170,37 @@ for _ in range(12):
 # 4 tokens, p = 3, launch 1, per_token 1, per_key 0: slices `[4]` take 5 + 2·5 = 15, `[1, 1, 1, 1]` take 8 + 2·2 = 12, and so do
 # `[2, 2]`: 6 + 2·3. Any of the best will do.
 
+
 # %% given="cost"
 def cost(context, n, launch, per_token, per_key):
     """Of a slice of n tokens behind `context` others."""
     return launch + per_token * n + per_key * (n * context + n * (n + 1) // 2)
 
+
 def pipeline_time(lengths, p, *prices):
     costs = [cost(sum(lengths[:i]), n, *prices) for i, n in enumerate(lengths)]
     return sum(costs) + (p - 1) * max(costs)
+
 
 # %% answer="slice_lengths"
 def slice_lengths(length, p, launch, per_token, per_key):
     """A list of whole numbers, each 1 or more, that add up to `length`."""
     ### BEGIN SOLUTION
     prices = launch, per_token, per_key
-    costs = {(start, stop): cost(start, stop - start, *prices) for start in range(length) for stop in range(start + 1, length + 1)}
+    costs = {
+        (start, stop): cost(start, stop - start, *prices)
+        for start in range(length)
+        for stop in range(start + 1, length + 1)
+    }
     best = None
     for bound in sorted(set(costs.values())):
-        cheapest = {0: (0, [])}                                     # tokens that are cut so far -> (sum of costs, lengths)
+        cheapest = {0: (0, [])}  # tokens that are cut so far -> (sum of costs, lengths)
         for stop in range(1, length + 1):
-            ways = [(cheapest[start][0] + costs[start, stop], [*cheapest[start][1], stop - start]) for start in range(stop)
-                    if start in cheapest and costs[start, stop] <= bound]
+            ways = [
+                (cheapest[start][0] + costs[start, stop], [*cheapest[start][1], stop - start])
+                for start in range(stop)
+                if start in cheapest and costs[start, stop] <= bound
+            ]
             if ways:
                 cheapest[stop] = min(ways, key=lambda way: way[0])
         if length in cheapest:
@@ -167,19 +210,34 @@ def slice_lengths(length, p, launch, per_token, per_key):
     return best[1]
     ### END SOLUTION
 
+
 # %% given="expect_slices"
 def slices_as_data(length, p, *prices):
     return list(slice_lengths(length, p, *prices))
 
+
 def expect_slices(length, p, launch, per_token, per_key):
-    said, prices = ask(slices_as_data, length, p, launch, per_token, per_key), (launch, per_token, per_key)
+    said, prices = (
+        ask(slices_as_data, length, p, launch, per_token, per_key),
+        (launch, per_token, per_key),
+    )
     where = f"(seen with {length} tokens, p={p}, launch {launch}, per_token {per_token}, per_key {per_key})"
-    expect(all(type(n) is int and n > 0 for n in said) and sum(said) == length, "every token in one slice",
-           f"whole numbers above 0 that add up to the length {where}")
-    best = min(pipeline_time([b - a for a, b in zip((0, *ends), (*ends, length))], p, *prices)
-               for count in range(length) for ends in combinations(range(1, length), count))
-    expect(pipeline_time(said, p, *prices) == best, "least time",
-           f"other slices take less: for each bound on the dearest slice, which cut has the smallest sum? {where}")
+    expect(
+        all(type(n) is int and n > 0 for n in said) and sum(said) == length,
+        "every token in one slice",
+        f"whole numbers above 0 that add up to the length {where}",
+    )
+    best = min(
+        pipeline_time([b - a for a, b in zip((0, *ends), (*ends, length))], p, *prices)
+        for count in range(length)
+        for ends in combinations(range(1, length), count)
+    )
+    expect(
+        pipeline_time(said, p, *prices) == best,
+        "least time",
+        f"other slices take less: for each bound on the dearest slice, which cut has the smallest sum? {where}",
+    )
+
 
 # %% check="slices-equal" points=1
 # Without attention: how many slices?
@@ -191,7 +249,9 @@ expect_slices(1, 4, 2, 1, 0)
 expect_slices(9, 1, 1, 1, 0)
 expect_slices(10, 4, 0, 1, 0)
 for _ in range(6):
-    expect_slices(draw.integer(5, 11), draw.integer(2, 8), draw.integer(0, 6), draw.integer(1, 5), 0)
+    expect_slices(
+        draw.integer(5, 11), draw.integer(2, 8), draw.integer(0, 6), draw.integer(1, 5), 0
+    )
 ### END HIDDEN TESTS
 
 # %% check="slices-causal" points=1
@@ -202,7 +262,13 @@ print("the visible checks pass")
 expect_slices(12, 8, 1, 0, 1)
 expect_slices(11, 4, 5, 1, 1)
 for _ in range(6):
-    expect_slices(draw.integer(6, 12), draw.integer(2, 8), draw.integer(0, 30), draw.integer(0, 6), draw.integer(1, 3))
+    expect_slices(
+        draw.integer(6, 12),
+        draw.integer(2, 8),
+        draw.integer(0, 30),
+        draw.integer(0, 6),
+        draw.integer(1, 3),
+    )
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -225,17 +291,21 @@ for _ in range(6):
 # p = 2, w = [1, 1], lr = 0.1, x = [1, 1], y = [0, 0]. Microbatch 0 has output 1 and gradients [1, 1]: w is [0.9, 0.9]. Microbatch 1 takes
 # w_0 after 0 updates and w_1 after 1: 1 and 0.9. Its output is 0.9, its gradients are [0.9·0.9, 0.9·1]: w is [0.819, 0.81].
 
+
 # %% answer="old_weights"
 def pipedream(weights, x, y, lr):
     """weights [p], x [m], y [m] float64 -> [p], the weights after m updates."""
     ### BEGIN SOLUTION
     p, history = len(weights), [weights]
     for t in range(len(x)):
-        taken = torch.stack([history[max(0, t - (p - 1 - s))][s] for s in range(p)]).requires_grad_()
+        taken = torch.stack(
+            [history[max(0, t - (p - 1 - s))][s] for s in range(p)]
+        ).requires_grad_()
         (0.5 * (taken.prod() * x[t] - y[t]) ** 2).backward()
         history.append(history[-1] - lr * taken.grad)
     return history[-1]
     ### END SOLUTION
+
 
 def double_buffered(weights, x, y, lr, k):
     """The same for 2BW; m is a multiple of k -> [p], the weights after m/k updates."""
@@ -249,11 +319,13 @@ def double_buffered(weights, x, y, lr, k):
     return history[-1]
     ### END SOLUTION
 
+
 def versions_held(p):
     """A list of p whole numbers."""
     ### BEGIN SOLUTION
     return [p - s for s in range(p)]
     ### END SOLUTION
+
 
 # %% given="expect_weights"
 def reference(weights, x, y, lr, k, version):
@@ -274,66 +346,145 @@ def reference(weights, x, y, lr, k, version):
         history.append([w - lr * grad for w, grad in zip(history[-1], grads)])
     return torch.tensor(history[-1], dtype=torch.float64)
 
+
 def numbers(draw, p, m):
     """Weights near 1, inputs and targets below 1: with lr = 0.05 nothing grows."""
     return (1 + draw.exact(p) / 512, draw.exact(m) / 64, draw.exact(m) / 64)
 
-TOLERANCE = 1e-10       # numbers near 1, some 30 updates of some 30 roundings of 1e-16
+
+TOLERANCE = 1e-10  # numbers near 1, some 30 updates of some 30 roundings of 1e-16
+
 
 def pipedream_of(*numbers):
     return pipedream(*numbers)
 
+
 def double_buffered_of(*numbers):
     return double_buffered(*numbers)
+
 
 def held_of(p):
     return list(versions_held(p))
 
+
 def expect_pipedream(weights, x, y, lr, property, hint):
     p = len(weights)
-    expect_equal(ask(pipedream_of, weights, x, y, lr), reference(weights, x, y, lr, 1, lambda s, u: max(0, u - (p - 1 - s))), property, hint, atol=TOLERANCE)
+    expect_equal(
+        ask(pipedream_of, weights, x, y, lr),
+        reference(weights, x, y, lr, 1, lambda s, u: max(0, u - (p - 1 - s))),
+        property,
+        hint,
+        atol=TOLERANCE,
+    )
+
 
 def expect_double_buffered(weights, x, y, lr, k, property, hint):
-    expect_equal(ask(double_buffered_of, weights, x, y, lr, k), reference(weights, x, y, lr, k, lambda s, u: max(0, u - 1)), property, hint, atol=TOLERANCE)
+    expect_equal(
+        ask(double_buffered_of, weights, x, y, lr, k),
+        reference(weights, x, y, lr, k, lambda s, u: max(0, u - 1)),
+        property,
+        hint,
+        atol=TOLERANCE,
+    )
 
-SMALL = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64), torch.tensor([1.0, -0.5, 0.25, 1.0, 0.5, -1.0], dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
+
+SMALL = (
+    torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64),
+    torch.tensor([1.0, -0.5, 0.25, 1.0, 0.5, -1.0], dtype=torch.float64),
+    torch.zeros(6, dtype=torch.float64),
+)
 
 # %% check="weights-pipedream" points=1
 # Each stage has a delay of its own.
 weights, x, y = SMALL
-expect_pipedream(weights, x[:1], y[:1], 0.1, "the first update", "the first microbatch meets no old weights: plain SGD")
+expect_pipedream(
+    weights,
+    x[:1],
+    y[:1],
+    0.1,
+    "the first update",
+    "the first microbatch meets no old weights: plain SGD",
+)
 expect_pipedream(weights[:1], x, y, 0.1, "one stage", "one stage has nothing in flight: plain SGD")
-expect_pipedream(torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), 0.1, "old weights",
-                 "which version does each stage take for the second microbatch?")
-expect_pipedream(weights, x, y, 0.1, "old weights", "forward and backward take the same old weights, of all stages; the step is taken from the newest")
+expect_pipedream(
+    torch.ones(2, dtype=torch.float64),
+    torch.ones(2, dtype=torch.float64),
+    torch.zeros(2, dtype=torch.float64),
+    0.1,
+    "old weights",
+    "which version does each stage take for the second microbatch?",
+)
+expect_pipedream(
+    weights,
+    x,
+    y,
+    0.1,
+    "old weights",
+    "forward and backward take the same old weights, of all stages; the step is taken from the newest",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for _ in range(3):
     p = draw.integer(2, 6)
-    expect_pipedream(*numbers(draw, p, draw.integer(p + 2, 24)), 0.05, "old weights",
-                     "forward and backward take the same old weights, of all stages; the step is taken from the newest")
+    expect_pipedream(
+        *numbers(draw, p, draw.integer(p + 2, 24)),
+        0.05,
+        "old weights",
+        "forward and backward take the same old weights, of all stages; the step is taken from the newest",
+    )
 ### END HIDDEN TESTS
 
 # %% check="weights-2bw" points=1
 # One update late, the same on every stage, gradients summed over k microbatches.
 weights, x, y = SMALL
-expect_double_buffered(weights, x[:2], y[:2], 0.1, 2, "the first update", "the sum of the gradients of k microbatches, at the first weights")
-expect_double_buffered(weights, x[:4], y[:4], 0.1, 2, "the second update", "it takes the weights before the first update, and steps from those behind it")
-expect_double_buffered(weights, x, y, 0.1, 2, "one update late", "update u takes the weights after u-1 updates")
+expect_double_buffered(
+    weights,
+    x[:2],
+    y[:2],
+    0.1,
+    2,
+    "the first update",
+    "the sum of the gradients of k microbatches, at the first weights",
+)
+expect_double_buffered(
+    weights,
+    x[:4],
+    y[:4],
+    0.1,
+    2,
+    "the second update",
+    "it takes the weights before the first update, and steps from those behind it",
+)
+expect_double_buffered(
+    weights, x, y, 0.1, 2, "one update late", "update u takes the weights after u-1 updates"
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for _ in range(3):
     p, k = draw.integer(1, 6), draw.integer(1, 5)
-    expect_double_buffered(*numbers(draw, p, k * draw.integer(3, 7)), 0.05, k, "one update late", "update u takes the weights after u-1 updates")
+    expect_double_buffered(
+        *numbers(draw, p, k * draw.integer(3, 7)),
+        0.05,
+        k,
+        "one update late",
+        "update u takes the weights after u-1 updates",
+    )
 ### END HIDDEN TESTS
 
 # %% check="weights-held" points=1
 # How many versions each stage of PipeDream keeps.
-expect_equal(ask(held_of, 2), [2, 1], "versions held", "as many as the stage has microbatches in flight")
+expect_equal(
+    ask(held_of, 2), [2, 1], "versions held", "as many as the stage has microbatches in flight"
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for p in (1, draw.integer(3, 8), draw.integer(9, 20)):
-    expect_equal(ask(held_of, p), [p - s for s in range(p)], "versions held", "as many as the stage has microbatches in flight")
+    expect_equal(
+        ask(held_of, p),
+        [p - s for s in range(p)],
+        "versions held",
+        "as many as the stage has microbatches in flight",
+    )
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -349,12 +500,13 @@ for p in (1, draw.integer(3, 8), draw.integer(9, 20)):
 # times `[3, 2, 2]`, sizes `[3, 2, 2]`, p = 2, m = 4, cap 8. Stage 1 has one in flight and keeps all. Stage 0 has two, 4 bytes for each: units 1 and 2 fit, which
 # leaves 3 to recompute; unit 0 alone would leave 4.
 
+
 # %% answer="kept_units"
 def kept_units(times, sizes, p, s, m, cap):
     """A list of booleans, one a unit."""
     ### BEGIN SOLUTION
     n = min(p - s, m)
-    best = {0: (0, [])}                                     # bytes -> (most time that is saved, flags)
+    best = {0: (0, [])}  # bytes -> (most time that is saved, flags)
     for time, size in zip(times, sizes):
         longer = {held: (saved, [*flags, False]) for held, (saved, flags) in best.items()}
         for held, (saved, flags) in best.items():
@@ -365,20 +517,37 @@ def kept_units(times, sizes, p, s, m, cap):
     return max(best.values(), key=lambda found: found[0])[1]
     ### END SOLUTION
 
+
 # %% given="expect_kept"
 def kept_as_data(*numbers):
     return list(kept_units(*numbers))
 
+
 def expect_kept(times, sizes, p, s, m, cap):
     said, n = ask(kept_as_data, times, sizes, p, s, m, cap), min(p - s, m)
     where = f"(seen with {len(times)} units, p={p}, s={s}, m={m}, cap {cap})"
-    expect(len(said) == len(times) and all(type(flag) is bool for flag in said), "a flag for each unit", f"True or False for every unit {where}")
-    expect(n * sum(size for size, flag in zip(sizes, said) if flag) <= cap, "memory limit",
-           f"kept bytes count once for each microbatch in flight; how many does this stage have? {where}")
-    fits = (flags for flags in product((False, True), repeat=len(times)) if n * sum(size for size, flag in zip(sizes, flags) if flag) <= cap)
+    expect(
+        len(said) == len(times) and all(type(flag) is bool for flag in said),
+        "a flag for each unit",
+        f"True or False for every unit {where}",
+    )
+    expect(
+        n * sum(size for size, flag in zip(sizes, said) if flag) <= cap,
+        "memory limit",
+        f"kept bytes count once for each microbatch in flight; how many does this stage have? {where}",
+    )
+    fits = (
+        flags
+        for flags in product((False, True), repeat=len(times))
+        if n * sum(size for size, flag in zip(sizes, flags) if flag) <= cap
+    )
     least = min(sum(time for time, flag in zip(times, flags) if not flag) for flags in fits)
-    expect(sum(time for time, flag in zip(times, said) if not flag) == least, "least recomputation",
-           f"another choice fits too and recomputes less {where}")
+    expect(
+        sum(time for time, flag in zip(times, said) if not flag) == least,
+        "least recomputation",
+        f"another choice fits too and recomputes less {where}",
+    )
+
 
 # %% check="kept-stage" points=1
 # Kept bytes count for each microbatch in flight, which differ from stage to stage.
@@ -389,8 +558,18 @@ print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for p in (4, draw.integer(5, 8)):
     for s, m in ((0, 2 * p), (p - 1, p), (draw.integer(1, p - 2), 2 * p), (0, 1), (0, p - 2)):
-        size, units = draw.integer(2, 9), draw.integer(3, 6)             # units that are all alike: only how many fit is the question
-        expect_kept([draw.integer(1, 9)] * units, [size] * units, p, s, m, size * min(p - s, m) * draw.integer(1, units) + draw.integer(0, 1))
+        size, units = (
+            draw.integer(2, 9),
+            draw.integer(3, 6),
+        )  # units that are all alike: only how many fit is the question
+        expect_kept(
+            [draw.integer(1, 9)] * units,
+            [size] * units,
+            p,
+            s,
+            m,
+            size * min(p - s, m) * draw.integer(1, units) + draw.integer(0, 1),
+        )
 ### END HIDDEN TESTS
 
 # %% check="kept-best" points=1

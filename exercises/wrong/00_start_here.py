@@ -4,6 +4,7 @@ def pass_on(x, group):
     collectives.send(x, (rank + 1) % size, group)
     return collectives.receive(x, (rank - 1) % size, group)
 
+
 # %% wrong="pass_on" fails="no deadlock" why="pairs trade places, which works on two ranks only"
 def pass_on(x, group):
     rank, size = group.rank(), group.size()
@@ -13,6 +14,7 @@ def pass_on(x, group):
     received = collectives.receive(x, (rank - 1) % size, group)
     collectives.send(x, (rank - 1) % size, group)
     return received
+
 
 # %% wrong="pass_on" fails="left neighbour" why="the ring turns the other way"
 def pass_on(x, group):
@@ -25,18 +27,23 @@ def pass_on(x, group):
     collectives.send(x, left, group)
     return received
 
+
 # %% wrong="pass_on" fails="left neighbour" why="nothing is sent at all"
 def pass_on(x, group):
     return x.clone()
+
 
 # %% wrong="pass_on" fails="bytes on the wire" why="everybody gets everything and keeps one"
 def pass_on(x, group):
     rank, size = group.rank(), group.size()
     sends = [collectives.send(x, to, group, async_op=True) for to in range(size) if to != rank]
-    tensors = {source: collectives.receive(x, source, group) for source in range(size) if source != rank}
+    tensors = {
+        source: collectives.receive(x, source, group) for source in range(size) if source != rank
+    }
     for send in sends:
         send.wait()
     return tensors[(rank - 1) % size]
+
 
 # %% wrong="pass_on" fails="steps" why="only rank 0 sends first, so the news goes around the ring one rank at a time"
 def pass_on(x, group):
@@ -49,9 +56,11 @@ def pass_on(x, group):
     collectives.send(x, right, group)
     return received
 
+
 # %% wrong="pass_on" fails="own work" why="the ready-made ring"
 def pass_on(x, group):
     return collectives.rotate(x, group)
+
 
 # %% wrong="pass_on" fails="no message left" why="sends without asking who receives"
 def pass_on(x, group):
@@ -60,6 +69,7 @@ def pass_on(x, group):
     collectives.send(x, (rank + 2) % size if size > 2 else 1 - rank, group, async_op=True)
     return collectives.receive(x, (rank - 1) % size, group)
 
+
 # %% wrong="total" fails="sum on every rank" why="only rank 0 has the sum"
 def total(x, group):
     if group.rank() > 0:
@@ -67,25 +77,32 @@ def total(x, group):
         return x
     return x + sum(collectives.receive(x, source, group) for source in range(1, group.size()))
 
+
 # %% wrong="total" fails="sum on every rank" why="a mean"
 def total(x, group):
     if group.rank() > 0:
         collectives.send(x, 0, group)
         return collectives.receive(x, 0, group)
-    result = (x + sum(collectives.receive(x, source, group) for source in range(1, group.size()))) / group.size()
+    result = (
+        x + sum(collectives.receive(x, source, group) for source in range(1, group.size()))
+    ) / group.size()
     for to in range(1, group.size()):
         collectives.send(result, to, group)
     return result
+
 
 # %% wrong="total" fails="own work" why="the ready-made sum"
 def total(x, group):
     return collectives.all_reduce(x, group)
 
+
 # %% wrong="total" fails="own work" why="the ready-made sum under another name"
 from minitrain.collectives import all_gather as collect
 
+
 def total(x, group):
     return collect(x[None], group).sum(0)
+
 
 # %% wrong="total" fails="bytes on the wire" why="every rank to every other"
 def total(x, group):
@@ -96,6 +113,7 @@ def total(x, group):
     for send in sends:
         send.wait()
     return sum(parts[source] for source in range(size))
+
 
 # %% wrong="total" fails="same bits" why="partial sums travel around the ring and every rank starts with its own"
 def total(x, group):
@@ -108,21 +126,26 @@ def total(x, group):
         result += traveller
     return result
 
+
 # %% wrong="relay_bytes" fails="bytes of each rank" why="elements instead of bytes"
 def relay_bytes(ranks, numel):
     return [numel * (rank < ranks - 1) + numel // 2 * (rank > 0) for rank in range(ranks)]
+
 
 # %% wrong="relay_bytes" fails="bytes of each rank" why="the last rank passes on too"
 def relay_bytes(ranks, numel):
     return [4 * numel + 2 * (numel // 2) * (rank > 0) for rank in range(ranks)]
 
+
 # %% wrong="relay_bytes" fails="bytes of each rank" why="half the bytes of an odd size, rounded too late"
 def relay_bytes(ranks, numel):
     return [4 * numel * (rank < ranks - 1) + numel * (rank > 0) for rank in range(ranks)]
 
+
 # %% wrong="relay_bytes" fails="bytes of each rank" why="the numbers of the visible check"
 def relay_bytes(ranks, numel):
     return {4: [4000, 5000, 5000, 1000], 2: [40, 10]}.get(ranks, [0] * ranks)
+
 
 # %% wrong="relay_bytes" fails="bytes of each rank" why="the answers are counted in float32"
 def relay_bytes(ranks, numel):

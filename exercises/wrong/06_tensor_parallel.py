@@ -2,6 +2,7 @@
 def f(x, group):
     return x.view_as(x)
 
+
 def g(x, group):
     class ReduceFrom(torch.autograd.Function):
         @staticmethod
@@ -13,6 +14,7 @@ def g(x, group):
             return dy
 
     return ReduceFrom.apply(x)
+
 
 # %% wrong="f_and_g" fails="forward of f" why="f and g are exchanged"
 def through(x, there, back):
@@ -27,11 +29,14 @@ def through(x, there, back):
 
     return Through.apply(x)
 
+
 def f(x, group):
     return through(x, lambda x: collectives.all_reduce(x, group), lambda dy: dy)
 
+
 def g(x, group):
     return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group))
+
 
 # %% wrong="f_and_g" fails="backward of g" why="the gradient of g is summed as well: t times too large"
 def through(x, there, back):
@@ -46,11 +51,16 @@ def through(x, there, back):
 
     return Through.apply(x)
 
+
 def f(x, group):
     return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group))
 
+
 def g(x, group):
-    return through(x, lambda x: collectives.all_reduce(x, group), lambda dy: collectives.all_reduce(dy, group))
+    return through(
+        x, lambda x: collectives.all_reduce(x, group), lambda dy: collectives.all_reduce(dy, group)
+    )
+
 
 # %% wrong="f_and_g" fails="backward of f" why="f takes the mean of the gradients, as data parallelism does"
 def through(x, there, back):
@@ -65,11 +75,16 @@ def through(x, there, back):
 
     return Through.apply(x)
 
+
 def f(x, group):
-    return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group) / group.size())
+    return through(
+        x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group) / group.size()
+    )
+
 
 def g(x, group):
     return through(x, lambda x: collectives.all_reduce(x, group), lambda dy: dy)
+
 
 # %% wrong="f_and_g" fails="autograd goes on" why="g is a bare all-reduce, which autograd does not see"
 def f(x, group):
@@ -84,8 +99,10 @@ def f(x, group):
 
     return CopyTo.apply(x)
 
+
 def g(x, group):
     return collectives.all_reduce(x, group)
+
 
 # %% wrong="f_and_g" fails="x stays as it was" why="g sums in place, into the x of somebody else"
 def through(x, there, back):
@@ -100,11 +117,16 @@ def through(x, there, back):
 
     return Through.apply(x)
 
+
 def f(x, group):
     return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group))
 
+
 def g(x, group):
-    return through(x, lambda x: collectives.all_reduce(x, group, out=x.detach()).clone(), lambda dy: dy)
+    return through(
+        x, lambda x: collectives.all_reduce(x, group, out=x.detach()).clone(), lambda dy: dy
+    )
+
 
 # %% wrong="f_and_g" fails="bytes of backward of f" why="gathers the gradients of all ranks and adds them up: right, and t/2 times the bytes"
 def through(x, there, back):
@@ -119,11 +141,16 @@ def through(x, there, back):
 
     return Through.apply(x)
 
+
 def f(x, group):
-    return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_gather(dy.unsqueeze(0), group).sum(0))
+    return through(
+        x, lambda x: x.view_as(x), lambda dy: collectives.all_gather(dy.unsqueeze(0), group).sum(0)
+    )
+
 
 def g(x, group):
     return through(x, lambda x: collectives.all_reduce(x, group), lambda dy: dy)
+
 
 # %% wrong="f_and_g" fails="bytes of forward of f" why="f makes sure that all ranks have the same: the all-reduce is thrown away"
 def through(x, there, back):
@@ -138,12 +165,15 @@ def through(x, there, back):
 
     return Through.apply(x)
 
+
 def f(x, group):
     collectives.all_reduce(x.detach(), group)
     return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group))
 
+
 def g(x, group):
     return through(x, lambda x: collectives.all_reduce(x, group), lambda dy: dy)
+
 
 # %% wrong="f_and_g" fails="forward of g" why="adds the left neighbour's x: the sum of two ranks only"
 def through(x, there, back):
@@ -158,210 +188,302 @@ def through(x, there, back):
 
     return Through.apply(x)
 
+
 def f(x, group):
     return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group))
 
+
 def g(x, group):
     return through(x, lambda x: x + collectives.rotate(x, group), lambda dy: dy)
+
 
 # %% wrong="f_and_g" fails="own work" why="the ready-made pair"
 def f(x, group):
     return collectives.copy_to(x, group)
 
+
 def g(x, group):
     return collectives.reduce_from(x, group)
+
 
 # %% wrong="column" fails="gradient of x" why="no all-reduce of dX: each rank has its own share"
 def column_forward(x, weights, biases, group):
     return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
 
+
 def column_backward(dys, x, weights, group):
     dx = sum(dy @ weight for dy, weight in zip(dys, weights))
     return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+
 
 # %% wrong="column" fails="gradient of x" why="only the first matrix has a share in dX"
 def column_forward(x, weights, biases, group):
     return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
 
+
 def column_backward(dys, x, weights, group):
     dx = collectives.all_reduce(dys[0] @ weights[0], group)
     return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+
 
 # %% wrong="column" fails="gradient of x" why="the mean over the ranks instead of the sum"
 def column_forward(x, weights, biases, group):
     return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
 
+
 def column_backward(dys, x, weights, group):
-    dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group) / group.size()
+    dx = (
+        collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
+        / group.size()
+    )
     return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+
 
 # %% wrong="column" fails="gradient of x" why="adds the left neighbour's share: right on two ranks, not on three"
 def column_forward(x, weights, biases, group):
     return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
 
+
 def column_backward(dys, x, weights, group):
     dx = sum(dy @ weight for dy, weight in zip(dys, weights))
-    return dx + collectives.rotate(dx, group), [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+    return (
+        dx + collectives.rotate(dx, group),
+        [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys],
+        [dy.sum((0, 1)) for dy in dys],
+    )
+
 
 # %% wrong="column" fails="gradient of each weight" why="all-reduces dW too, as data parallelism does"
 def column_forward(x, weights, biases, group):
     return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
 
+
 def column_backward(dys, x, weights, group):
     dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
-    return dx, [collectives.all_reduce(dy.flatten(0, 1).T @ x.flatten(0, 1), group) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+    return (
+        dx,
+        [collectives.all_reduce(dy.flatten(0, 1).T @ x.flatten(0, 1), group) for dy in dys],
+        [dy.sum((0, 1)) for dy in dys],
+    )
+
 
 # %% wrong="column" fails="gradient of each weight" why="dW of the first batch only"
 def column_forward(x, weights, biases, group):
     return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
 
+
 def column_backward(dys, x, weights, group):
     dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
     return dx, [dy[0].T @ x[0] for dy in dys], [dy.sum((0, 1)) for dy in dys]
+
 
 # %% wrong="column" fails="gradient of each bias" why="the gradient of the bias is reduced"
 def column_forward(x, weights, biases, group):
     return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
 
+
 def column_backward(dys, x, weights, group):
     dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
-    return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [collectives.all_reduce(dy.sum((0, 1)), group) for dy in dys]
+    return (
+        dx,
+        [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys],
+        [collectives.all_reduce(dy.sum((0, 1)), group) for dy in dys],
+    )
+
 
 # %% wrong="column" fails="the product" why="the bias is forgotten"
 def column_forward(x, weights, biases, group):
     return [x @ weight.T for weight in weights]
 
+
 def column_backward(dys, x, weights, group):
     dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
     return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+
 
 # %% wrong="column" fails="the product" why="the outputs are gathered: whole on every rank"
 def column_forward(x, weights, biases, group):
-    return [collectives.all_gather(x @ weight.T + bias, group, -1) for weight, bias in zip(weights, biases)]
+    return [
+        collectives.all_gather(x @ weight.T + bias, group, -1)
+        for weight, bias in zip(weights, biases)
+    ]
+
 
 def column_backward(dys, x, weights, group):
     dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
     return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+
 
 # %% wrong="column" fails="summed once" why="an all-reduce for each matrix"
 def column_forward(x, weights, biases, group):
     return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
 
+
 def column_backward(dys, x, weights, group):
     dx = sum(collectives.all_reduce(dy @ weight, group) for dy, weight in zip(dys, weights))
     return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+
 
 # %% wrong="column" fails="summed once" why="gathers everyone's shares of dX and adds them up: right, and t/2 times the bytes"
 def column_forward(x, weights, biases, group):
     return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
 
+
 def column_backward(dys, x, weights, group):
-    dx = collectives.all_gather(sum(dy @ weight for dy, weight in zip(dys, weights)).unsqueeze(0), group).sum(0)
+    dx = collectives.all_gather(
+        sum(dy @ weight for dy, weight in zip(dys, weights)).unsqueeze(0), group
+    ).sum(0)
     return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+
 
 # %% wrong="column" fails="forward sends nothing" why="replicates everything: whole matrices on every rank, of whose output a slice is kept"
 def column_forward(x, weights, biases, group):
-    whole = [x @ collectives.all_gather(weight, group).T + collectives.all_gather(bias, group) for weight, bias in zip(weights, biases)]
+    whole = [
+        x @ collectives.all_gather(weight, group).T + collectives.all_gather(bias, group)
+        for weight, bias in zip(weights, biases)
+    ]
     return [y.chunk(group.size(), -1)[group.rank()].contiguous() for y in whole]
+
 
 def column_backward(dys, x, weights, group):
     dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
     return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
 
+
 # %% wrong="row" fails="the sum" why="no all-reduce: each rank returns its own term"
 def row_forward(x, weight, bias, group):
     return x @ weight.T + bias
 
+
 def row_backward(dy, x, weight, group):
     return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+
 
 # %% wrong="row" fails="the sum" why="adds the left neighbour's term: right on two ranks, not on three"
 def row_forward(x, weight, bias, group):
     y = x @ weight.T
     return y + collectives.rotate(y, group) + bias
 
+
 def row_backward(dy, x, weight, group):
     return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+
 
 # %% wrong="row" fails="bias once" why="every rank adds the bias before the sum: t times"
 def row_forward(x, weight, bias, group):
     return collectives.all_reduce(x @ weight.T + bias, group)
 
+
 def row_backward(dy, x, weight, group):
     return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+
 
 # %% wrong="row" fails="bias once" why="rank 0 adds the bias, after the sum: the other ranks have none"
 def row_forward(x, weight, bias, group):
     y = collectives.all_reduce(x @ weight.T, group)
     return y + bias if group.rank() == 0 else y
 
+
 def row_backward(dy, x, weight, group):
     return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+
 
 # %% wrong="row" fails="bias once" why="half of the bias on each rank: once on two ranks only"
 def row_forward(x, weight, bias, group):
     return collectives.all_reduce(x @ weight.T + bias / 2, group)
 
+
 def row_backward(dy, x, weight, group):
     return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+
 
 # %% wrong="row" fails="gradient of x" why="dY, which everyone has, is summed over the ranks"
 def row_forward(x, weight, bias, group):
     return collectives.all_reduce(x @ weight.T, group) + bias
 
+
 def row_backward(dy, x, weight, group):
     dy = collectives.all_reduce(dy, group)
     return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+
 
 # %% wrong="row" fails="gradient of x" why="dX is summed over the ranks, as behind a column-parallel matrix"
 def row_forward(x, weight, bias, group):
     return collectives.all_reduce(x @ weight.T, group) + bias
 
+
 def row_backward(dy, x, weight, group):
-    return collectives.all_reduce(dy @ weight, group), dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+    return (
+        collectives.all_reduce(dy @ weight, group),
+        dy.flatten(0, 1).T @ x.flatten(0, 1),
+        dy.sum((0, 1)),
+    )
+
 
 # %% wrong="row" fails="gradient of the weight" why="dW is all-reduced too, as data parallelism does"
 def row_forward(x, weight, bias, group):
     return collectives.all_reduce(x @ weight.T, group) + bias
 
+
 def row_backward(dy, x, weight, group):
-    return dy @ weight, collectives.all_reduce(dy.flatten(0, 1).T @ x.flatten(0, 1), group), dy.sum((0, 1))
+    return (
+        dy @ weight,
+        collectives.all_reduce(dy.flatten(0, 1).T @ x.flatten(0, 1), group),
+        dy.sum((0, 1)),
+    )
+
 
 # %% wrong="row" fails="gradient of the bias" why="the gradient of the bias is reduced: t times too large"
 def row_forward(x, weight, bias, group):
     return collectives.all_reduce(x @ weight.T, group) + bias
 
+
 def row_backward(dy, x, weight, group):
-    return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), collectives.all_reduce(dy.sum((0, 1)), group)
+    return (
+        dy @ weight,
+        dy.flatten(0, 1).T @ x.flatten(0, 1),
+        collectives.all_reduce(dy.sum((0, 1)), group),
+    )
+
 
 # %% wrong="row" fails="gradient of the bias" why="a t-th of the gradient of the bias on each rank"
 def row_forward(x, weight, bias, group):
     return collectives.all_reduce(x @ weight.T + bias / group.size(), group)
 
+
 def row_backward(dy, x, weight, group):
     return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1)) / group.size()
+
 
 # %% wrong="row" fails="bytes of forward" why="replicates everything: gathers X and W, and every rank computes the whole product"
 def row_forward(x, weight, bias, group):
     return collectives.all_gather(x, group, -1) @ collectives.all_gather(weight, group, -1).T + bias
 
+
 def row_backward(dy, x, weight, group):
     return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+
 
 # %% wrong="row" fails="backward sends nothing" why="dY, the same everywhere, is sent around once more"
 def row_forward(x, weight, bias, group):
     return collectives.all_reduce(x @ weight.T, group) + bias
 
+
 def row_backward(dy, x, weight, group):
     dy = collectives.broadcast(dy, 0, group)
     return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+
 
 # %% wrong="head_rows" fails="query heads" why="off by one shard: ranks counted from 1"
 def head_rows(rank, ranks, heads, kv_heads, head_dim):
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError("heads do not divide")
     own, own_kv, first_kv = heads // ranks, max(1, kv_heads // ranks), rank * kv_heads // ranks
-    return ((rank + 1) * own * head_dim, (rank + 2) * own * head_dim), (first_kv * head_dim, (first_kv + own_kv) * head_dim)
+    return ((rank + 1) * own * head_dim, (rank + 2) * own * head_dim), (
+        first_kv * head_dim,
+        (first_kv + own_kv) * head_dim,
+    )
+
 
 # %% wrong="head_rows" fails="the heads that queries use" why="copies of K/V heads are dealt out in turn"
 def head_rows(rank, ranks, heads, kv_heads, head_dim):
@@ -369,7 +491,11 @@ def head_rows(rank, ranks, heads, kv_heads, head_dim):
         raise ValueError("heads do not divide")
     own, own_kv = heads // ranks, max(1, kv_heads // ranks)
     first_kv = rank * own_kv % kv_heads
-    return (rank * own * head_dim, (rank + 1) * own * head_dim), (first_kv * head_dim, (first_kv + own_kv) * head_dim)
+    return (rank * own * head_dim, (rank + 1) * own * head_dim), (
+        first_kv * head_dim,
+        (first_kv + own_kv) * head_dim,
+    )
+
 
 # %% wrong="head_rows" fails="the heads that queries use" why="two ranks share a K/V head, however many should"
 def head_rows(rank, ranks, heads, kv_heads, head_dim):
@@ -377,7 +503,11 @@ def head_rows(rank, ranks, heads, kv_heads, head_dim):
         raise ValueError("heads do not divide")
     own, own_kv = heads // ranks, max(1, kv_heads // ranks)
     first_kv = rank * own_kv if kv_heads % ranks == 0 else rank // 2
-    return (rank * own * head_dim, (rank + 1) * own * head_dim), (first_kv * head_dim, (first_kv + own_kv) * head_dim)
+    return (rank * own * head_dim, (rank + 1) * own * head_dim), (
+        first_kv * head_dim,
+        (first_kv + own_kv) * head_dim,
+    )
+
 
 # %% wrong="head_rows" fails="no more than queries use" why="all K/V heads on every rank"
 def head_rows(rank, ranks, heads, kv_heads, head_dim):
@@ -386,13 +516,19 @@ def head_rows(rank, ranks, heads, kv_heads, head_dim):
     own = heads // ranks
     return (rank * own * head_dim, (rank + 1) * own * head_dim), (0, kv_heads * head_dim)
 
+
 # %% wrong="head_rows" fails="no more than queries use" why="all K/V heads on every rank where there are fewer than ranks"
 def head_rows(rank, ranks, heads, kv_heads, head_dim):
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError("heads do not divide")
     own, own_kv = heads // ranks, kv_heads // ranks
-    kv = (rank * own_kv * head_dim, (rank + 1) * own_kv * head_dim) if own_kv else (0, kv_heads * head_dim)
+    kv = (
+        (rank * own_kv * head_dim, (rank + 1) * own_kv * head_dim)
+        if own_kv
+        else (0, kv_heads * head_dim)
+    )
     return (rank * own * head_dim, (rank + 1) * own * head_dim), kv
+
 
 # %% wrong="head_rows" fails="whole heads" why="rows are divided, not heads: K/V heads are cut"
 def head_rows(rank, ranks, heads, kv_heads, head_dim):
@@ -401,6 +537,7 @@ def head_rows(rank, ranks, heads, kv_heads, head_dim):
     own, own_kv = heads * head_dim // ranks, kv_heads * head_dim // ranks
     return (rank * own, (rank + 1) * own), (rank * own_kv, (rank + 1) * own_kv)
 
+
 # %% wrong="head_rows" fails="query heads" why="heads instead of rows"
 def head_rows(rank, ranks, heads, kv_heads, head_dim):
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
@@ -408,31 +545,48 @@ def head_rows(rank, ranks, heads, kv_heads, head_dim):
     own, own_kv, first_kv = heads // ranks, max(1, kv_heads // ranks), rank * kv_heads // ranks
     return (rank * own, (rank + 1) * own), (first_kv, first_kv + own_kv)
 
+
 # %% wrong="head_rows" fails="whole heads" why="stop is the last row instead of the one behind it"
 def head_rows(rank, ranks, heads, kv_heads, head_dim):
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError("heads do not divide")
     own, own_kv, first_kv = heads // ranks, max(1, kv_heads // ranks), rank * kv_heads // ranks
-    return (rank * own * head_dim, (rank + 1) * own * head_dim - 1), (first_kv * head_dim, (first_kv + own_kv) * head_dim - 1)
+    return (rank * own * head_dim, (rank + 1) * own * head_dim - 1), (
+        first_kv * head_dim,
+        (first_kv + own_kv) * head_dim - 1,
+    )
+
 
 # %% wrong="head_rows" fails="no refusal without need" why="fewer K/V heads than ranks are refused"
 def head_rows(rank, ranks, heads, kv_heads, head_dim):
     if heads % ranks or kv_heads % ranks:
         raise ValueError("heads do not divide")
     own, own_kv = heads // ranks, kv_heads // ranks
-    return (rank * own * head_dim, (rank + 1) * own * head_dim), (rank * own_kv * head_dim, (rank + 1) * own_kv * head_dim)
+    return (rank * own * head_dim, (rank + 1) * own * head_dim), (
+        rank * own_kv * head_dim,
+        (rank + 1) * own_kv * head_dim,
+    )
+
 
 # %% wrong="head_rows" fails="a refusal" why="no ValueError where neither divides"
 def head_rows(rank, ranks, heads, kv_heads, head_dim):
     own, own_kv, first_kv = heads // ranks, max(1, kv_heads // ranks), rank * kv_heads // ranks
-    return (rank * own * head_dim, (rank + 1) * own * head_dim), (first_kv * head_dim, (first_kv + own_kv) * head_dim)
+    return (rank * own * head_dim, (rank + 1) * own * head_dim), (
+        first_kv * head_dim,
+        (first_kv + own_kv) * head_dim,
+    )
+
 
 # %% wrong="head_rows" fails="a refusal" why="only the K/V heads are looked at"
 def head_rows(rank, ranks, heads, kv_heads, head_dim):
     if kv_heads % ranks and ranks % kv_heads:
         raise ValueError("heads do not divide")
     own, own_kv, first_kv = heads // ranks, max(1, kv_heads // ranks), rank * kv_heads // ranks
-    return (rank * own * head_dim, (rank + 1) * own * head_dim), (first_kv * head_dim, (first_kv + own_kv) * head_dim)
+    return (rank * own * head_dim, (rank + 1) * own * head_dim), (
+        first_kv * head_dim,
+        (first_kv + own_kv) * head_dim,
+    )
+
 
 # %% wrong="cross_entropy" fails="the loss" why="off by one shard: ranks counted from 1"
 def cross_entropy_forward(logits, targets, group):
@@ -443,14 +597,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="the loss" why="vocabularies of two ranks: the second has all words from V/2 on"
 def cross_entropy_forward(logits, targets, group):
@@ -461,14 +619,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="the loss" why="the first word of each rank is nobody's"
 def cross_entropy_forward(logits, targets, group):
@@ -479,14 +641,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="no error" why="the first word of the next rank is taken for this rank's last"
 def cross_entropy_forward(logits, targets, group):
@@ -497,14 +663,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="no error" why="the place of a masked token is looked up like any other"
 def cross_entropy_forward(logits, targets, group):
@@ -515,14 +685,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="the loss" why="the mean over the tokens instead of the sum"
 def cross_entropy_forward(logits, targets, group):
@@ -533,14 +707,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum() / counts.sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="the loss" why="softmax of this rank's words only"
 def cross_entropy_forward(logits, targets, group):
@@ -555,10 +733,12 @@ def cross_entropy_forward(logits, targets, group):
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
 
+
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="the loss" why="each rank subtracts its own maximum, and the sums are added as if it were the same"
 def cross_entropy_forward(logits, targets, group):
@@ -569,14 +749,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = logits.amax(-1)
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="the loss" why="the target's logit stays with the rank that has it"
 def cross_entropy_forward(logits, targets, group):
@@ -591,10 +775,12 @@ def cross_entropy_forward(logits, targets, group):
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
 
+
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="the loss" why="a target of another rank counts as this rank's first word"
 def cross_entropy_forward(logits, targets, group):
@@ -605,14 +791,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="masked targets" why="masked tokens count: log of the sum is still there"
 def cross_entropy_forward(logits, targets, group):
@@ -623,14 +813,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = (total.log() - at_target).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="masked targets" why="a masked token is taken for word 0"
 def cross_entropy_forward(logits, targets, group):
@@ -641,14 +835,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="large logits" why="softmax without the maximum"
 def cross_entropy_forward(logits, targets, group):
@@ -659,14 +857,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = torch.zeros_like(logits[..., 0])
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="large logits" why="one maximum for all tokens: the sums of others are 0"
 def cross_entropy_forward(logits, targets, group):
@@ -677,14 +879,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max").max().expand(targets.shape)
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="large logits" why="the maximum of rank 0's words for everyone"
 def cross_entropy_forward(logits, targets, group):
@@ -695,25 +901,33 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.broadcast(logits.amax(-1), 0, group)
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
 
+
 # %% wrong="cross_entropy" fails="bytes of forward" why="gathers the logits"
 def cross_entropy_forward(logits, targets, group):
     whole = collectives.all_gather(logits, group, -1).requires_grad_()
-    loss = torch.nn.functional.cross_entropy(whole.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    loss = torch.nn.functional.cross_entropy(
+        whole.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     return loss.detach(), (loss, whole)
+
 
 def cross_entropy_backward(dloss, kept, group):
     loss, whole = kept
     loss.backward(dloss)
     return whole.grad.chunk(group.size(), -1)[group.rank()].contiguous()
+
 
 # %% wrong="cross_entropy" fails="bytes of forward" why="gathers everyone's maxima and sums, and adds them up itself: t/2 times the bytes"
 def cross_entropy_forward(logits, targets, group):
@@ -724,14 +938,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_gather(logits.amax(-1).unsqueeze(0), group).amax(0)
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_gather(torch.stack((shifted.exp().sum(-1), at_target)).unsqueeze(0), group).sum(0)
+    total, at_target = collectives.all_gather(
+        torch.stack((shifted.exp().sum(-1), at_target)).unsqueeze(0), group
+    ).sum(0)
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="bytes of forward" why="the whole softmax is summed into place, for backward"
 def cross_entropy_forward(logits, targets, group):
@@ -742,17 +960,21 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     places = torch.zeros(group.size(), *logits.shape, dtype=logits.dtype)
     places[group.rank()] = shifted.exp()
     collectives.all_reduce(places, group)
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
 
+
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="backward sends nothing" why="the sum of the exponentials is not kept, but asked for once more"
 def cross_entropy_forward(logits, targets, group):
@@ -763,15 +985,19 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp(), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     exponentials, place, own, counts = kept
     softmax = exponentials / collectives.all_reduce(exponentials.sum(-1, keepdim=True), group)
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="the gradient" why="dloss is forgotten"
 def cross_entropy_forward(logits, targets, group):
@@ -782,14 +1008,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1)
+
 
 # %% wrong="cross_entropy" fails="the gradient" why="every rank subtracts one, at its first word where the target is elsewhere"
 def cross_entropy_forward(logits, targets, group):
@@ -800,14 +1030,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, 1.0)
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="the gradient" why="each rank divides by the sum of its own exponentials"
 def cross_entropy_forward(logits, targets, group):
@@ -818,14 +1052,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.softmax(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="the gradient" why="softmax only, without minus one at the target"
 def cross_entropy_forward(logits, targets, group):
@@ -836,14 +1074,18 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return softmax * counts.unsqueeze(-1) * dloss
+
 
 # %% wrong="cross_entropy" fails="gradient of masked tokens" why="masked tokens get the softmax as gradient"
 def cross_entropy_forward(logits, targets, group):
@@ -854,95 +1096,146 @@ def cross_entropy_forward(logits, targets, group):
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
-    total, at_target = collectives.all_reduce(torch.stack((shifted.exp().sum(-1), at_target)), group)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
     loss = ((total.log() - at_target) * counts).sum()
     return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+
 
 def cross_entropy_backward(dloss, kept, group):
     softmax, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
     return (softmax - onehot) * dloss
 
+
 # %% wrong="elements_sent" fails="forward, whole" why="an all-reduce is counted like an all-gather"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h * (t - 1) // t
-    return {"forward": 2 * half if activations == "whole" else 4 * half, "backward": (6 if activations == "regathered" else 4) * half,
-            "loss": 3 * 2 * b * s * (t - 1) // t}
+    return {
+        "forward": 2 * half if activations == "whole" else 4 * half,
+        "backward": (6 if activations == "regathered" else 4) * half,
+        "loss": 3 * 2 * b * s * (t - 1) // t,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, whole" why="one pair instead of two"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h * (t - 1) // t
-    return {"forward": 2 * half, "backward": (3 if activations == "regathered" else 2) * half,
-            "loss": 3 * 2 * b * s * (t - 1) // t}
+    return {
+        "forward": 2 * half,
+        "backward": (3 if activations == "regathered" else 2) * half,
+        "loss": 3 * 2 * b * s * (t - 1) // t,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, whole" why="an all-reduce sends everything once to everybody"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h * (t - 1) // t
-    return {"forward": 4 * b * s * h * (t - 1), "backward": (6 if activations == "regathered" else 4) * half,
-            "loss": 3 * 2 * b * s * (t - 1) // t}
+    return {
+        "forward": 4 * b * s * h * (t - 1),
+        "backward": (6 if activations == "regathered" else 4) * half,
+        "loss": 3 * 2 * b * s * (t - 1) // t,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, sequence" why="the sequence is cut, and so are the bytes"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h * (t - 1) // t
-    return {"forward": 4 * half // (1 if activations == "whole" else t), "backward": 4 * half // (1 if activations == "whole" else t),
-            "loss": 3 * 2 * b * s * (t - 1) // t}
+    return {
+        "forward": 4 * half // (1 if activations == "whole" else t),
+        "backward": 4 * half // (1 if activations == "whole" else t),
+        "loss": 3 * 2 * b * s * (t - 1) // t,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, regathered" why="gathering once more is counted in the forward as well"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h * (t - 1) // t
-    return {"forward": (6 if activations == "regathered" else 4) * half, "backward": (6 if activations == "regathered" else 4) * half,
-            "loss": 3 * 2 * b * s * (t - 1) // t}
+    return {
+        "forward": (6 if activations == "regathered" else 4) * half,
+        "backward": (6 if activations == "regathered" else 4) * half,
+        "loss": 3 * 2 * b * s * (t - 1) // t,
+    }
+
 
 # %% wrong="elements_sent" fails="backward, regathered" why="the backward is taken for the forward's mirror image, whatever is kept"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h * (t - 1) // t
-    return {"forward": 4 * half, "backward": 4 * half,
-            "loss": 3 * 2 * b * s * (t - 1) // t}
+    return {"forward": 4 * half, "backward": 4 * half, "loss": 3 * 2 * b * s * (t - 1) // t}
+
 
 # %% wrong="elements_sent" fails="backward, regathered" why="one gather more in the layer, not one in each pair"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h * (t - 1) // t
-    return {"forward": 4 * half, "backward": (5 if activations == "regathered" else 4) * half,
-            "loss": 3 * 2 * b * s * (t - 1) // t}
+    return {
+        "forward": 4 * half,
+        "backward": (5 if activations == "regathered" else 4) * half,
+        "loss": 3 * 2 * b * s * (t - 1) // t,
+    }
+
 
 # %% wrong="elements_sent" fails="backward, whole" why="a backward costs twice a forward, as for FLOPs"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h * (t - 1) // t
-    return {"forward": 4 * half, "backward": 8 * half,
-            "loss": 3 * 2 * b * s * (t - 1) // t}
+    return {"forward": 4 * half, "backward": 8 * half, "loss": 3 * 2 * b * s * (t - 1) // t}
+
 
 # %% wrong="elements_sent" fails="the loss" why="the backward of the loss sends as much as its forward"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h * (t - 1) // t
-    return {"forward": 4 * half, "backward": (6 if activations == "regathered" else 4) * half,
-            "loss": 2 * 3 * 2 * b * s * (t - 1) // t}
+    return {
+        "forward": 4 * half,
+        "backward": (6 if activations == "regathered" else 4) * half,
+        "loss": 2 * 3 * 2 * b * s * (t - 1) // t,
+    }
+
 
 # %% wrong="elements_sent" fails="the loss" why="one number of each token"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h * (t - 1) // t
-    return {"forward": 4 * half, "backward": (6 if activations == "regathered" else 4) * half,
-            "loss": 2 * b * s * (t - 1) // t}
+    return {
+        "forward": 4 * half,
+        "backward": (6 if activations == "regathered" else 4) * half,
+        "loss": 2 * b * s * (t - 1) // t,
+    }
+
 
 # %% wrong="elements_sent" fails="the loss" why="the width is in the loss as well"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h * (t - 1) // t
-    return {"forward": 4 * half, "backward": (6 if activations == "regathered" else 4) * half,
-            "loss": 3 * 2 * half}
+    return {
+        "forward": 4 * half,
+        "backward": (6 if activations == "regathered" else 4) * half,
+        "loss": 3 * 2 * half,
+    }
+
 
 # %% wrong="elements_sent" fails="whole numbers" why="floats"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h * (t - 1) / t
-    return {"forward": 4 * half, "backward": (6 if activations == "regathered" else 4) * half,
-            "loss": 3 * 2 * b * s * (t - 1) / t}
+    return {
+        "forward": 4 * half,
+        "backward": (6 if activations == "regathered" else 4) * half,
+        "loss": 3 * 2 * b * s * (t - 1) / t,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, whole" why="exact up to 53 bits only"
 def elements_sent(b, s, h, t, activations):
     half = int(b * s * h * (t - 1) / t)
-    return {"forward": 4 * half, "backward": (6 if activations == "regathered" else 4) * half,
-            "loss": 3 * 2 * b * s * (t - 1) // t}
+    return {
+        "forward": 4 * half,
+        "backward": (6 if activations == "regathered" else 4) * half,
+        "loss": 3 * 2 * b * s * (t - 1) // t,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, whole" why="right on two ranks only"
 def elements_sent(b, s, h, t, activations):
     half = b * s * h // 2
-    return {"forward": 4 * half, "backward": (6 if activations == "regathered" else 4) * half,
-            "loss": 3 * 2 * b * s * (t - 1) // t}
+    return {
+        "forward": 4 * half,
+        "backward": (6 if activations == "regathered" else 4) * half,
+        "loss": 3 * 2 * b * s * (t - 1) // t,
+    }

@@ -5,6 +5,7 @@ def meeting(algorithm, rank, side, step):
         return (i, step), (step, j)
     return (i, (j + step) % side), ((i + step) % side, j)
 
+
 # %% wrong="meeting" fails="blocks that fit" why="skews by one place only: right at q = 2"
 def meeting(algorithm, rank, side, step):
     i, j = divmod(rank, side)
@@ -12,11 +13,13 @@ def meeting(algorithm, rank, side, step):
         return (i, step), (step, j)
     return (i, (j + min(i, 1) + step) % side), ((i + min(j, 1) + step) % side, j)
 
+
 # %% wrong="meeting" fails="Cannon: the skew" why="blocks go right and down: right at q = 2"
 def meeting(algorithm, rank, side, step):
     i, j = divmod(rank, side)
     s = step if algorithm == "summa" else (-i - j - step) % side
     return (i, s), (s, j)
+
 
 # %% wrong="meeting" fails="Cannon: the skew" why="off by one step: the first shift comes before the first product"
 def meeting(algorithm, rank, side, step):
@@ -24,11 +27,13 @@ def meeting(algorithm, rank, side, step):
     s = step if algorithm == "summa" else (i + j + step + 1) % side
     return (i, s), (s, j)
 
+
 # %% wrong="meeting" fails="Cannon: one place left" why="the skew is right, the shifts go the other way"
 def meeting(algorithm, rank, side, step):
     i, j = divmod(rank, side)
     s = step if algorithm == "summa" else (i + j - step) % side
     return (i, s), (s, j)
+
 
 # %% wrong="meeting" fails="its row of A, its column of B" why="row and column swapped: the rank counts down the columns"
 def meeting(algorithm, rank, side, step):
@@ -36,11 +41,13 @@ def meeting(algorithm, rank, side, step):
     s = step if algorithm == "summa" else (i + j + step) % side
     return (i, s), (s, j)
 
+
 # %% wrong="meeting" fails="inside the grid" why="does not go round the edge"
 def meeting(algorithm, rank, side, step):
     i, j = divmod(rank, side)
     s = step if algorithm == "summa" else i + j + step
     return (i, s), (s, j)
+
 
 # %% wrong="meeting" fails="SUMMA: all alike" why="one algorithm for both"
 def meeting(algorithm, rank, side, step):
@@ -48,11 +55,13 @@ def meeting(algorithm, rank, side, step):
     s = (i + j + step) % side
     return (i, s), (s, j)
 
+
 # %% wrong="summa" fails="one step at a time" why="gathers its row of A and its column of B, which sends just as much, then multiplies"
 def summa(a, b, row, column):
     of_row = collectives.all_gather(a[None], row)
     of_column = collectives.all_gather(b[None], column)
     return sum(multiply(s, of_row[s], of_column[s], row) for s in range(row.size()))
+
 
 # %% wrong="summa" fails="bytes on the wire" why="gathers both whole matrices everywhere"
 def summa(a, b, row, column):
@@ -61,12 +70,19 @@ def summa(a, b, row, column):
     i, j = column.rank(), row.rank()
     return sum(multiply(s, whole_a[i, s], whole_b[s, j], row) for s in range(row.size()))
 
+
 # %% wrong="summa" fails="one step at a time" why="all broadcasts are started at the beginning"
 def summa(a, b, row, column):
-    handles = [(collectives.broadcast(a, s, row, async_op=True), collectives.broadcast(b, s, column, async_op=True))
-               for s in range(row.size())]
+    handles = [
+        (
+            collectives.broadcast(a, s, row, async_op=True),
+            collectives.broadcast(b, s, column, async_op=True),
+        )
+        for s in range(row.size())
+    ]
     blocks = [(one.wait(), other.wait()) for one, other in handles]
     return sum(multiply(s, *pair, row) for s, pair in enumerate(blocks))
+
 
 # %% wrong="summa" fails="one step at a time" why="two steps ahead: three blocks of each matrix at a time"
 def summa(a, b, row, column):
@@ -78,15 +94,21 @@ def summa(a, b, row, column):
             c = c + multiply(s - 2, *coming.pop(0), row)
     return c
 
+
 # %% wrong="summa" fails="the product" why="row and column swapped: A goes along the columns, B along the rows"
 def summa(a, b, row, column):
-    return sum(multiply(s, collectives.broadcast(a, s, column), collectives.broadcast(b, s, row), row) for s in range(row.size()))
+    return sum(
+        multiply(s, collectives.broadcast(a, s, column), collectives.broadcast(b, s, row), row)
+        for s in range(row.size())
+    )
+
 
 # %% wrong="summa" fails="the product" why="the last step overwrites the sum"
 def summa(a, b, row, column):
     for s in range(row.size()):
         c = multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
     return c
+
 
 # %% wrong="summa" fails="the product" why="off by one: the last step is missing"
 def summa(a, b, row, column):
@@ -95,6 +117,7 @@ def summa(a, b, row, column):
         c += multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
     return c
 
+
 # %% wrong="summa" fails="the product" why="two steps always: right at q = 2"
 def summa(a, b, row, column):
     c = a.new_zeros(a.shape[0], b.shape[1])
@@ -102,19 +125,34 @@ def summa(a, b, row, column):
         c += multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
     return c
 
+
 # %% wrong="summa" fails="the product" why="only A travels: every rank multiplies with the block of B that it has"
 def summa(a, b, row, column):
     return sum(multiply(s, collectives.broadcast(a, s, row), b, row) for s in range(row.size()))
 
+
 # %% wrong="summa" fails="the product" why="the blocks are right, and have the factor of the next step"
 def summa(a, b, row, column):
     side = row.size()
-    return sum(multiply((s + 1) % side, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row) for s in range(side))
+    return sum(
+        multiply(
+            (s + 1) % side,
+            collectives.broadcast(a, s, row),
+            collectives.broadcast(b, s, column),
+            row,
+        )
+        for s in range(side)
+    )
+
 
 # %% wrong="summa" fails="the product" why="returns the transpose"
 def summa(a, b, row, column):
-    c = sum(multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row) for s in range(row.size()))
+    c = sum(
+        multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
+        for s in range(row.size())
+    )
     return c.T.contiguous()
+
 
 # %% wrong="summa" fails="bytes on the wire" why="a broadcast made of an all-reduce with zeros"
 def summa(a, b, row, column):
@@ -125,12 +163,19 @@ def summa(a, b, row, column):
         c += multiply(s, a_step, b_step, row)
     return c
 
+
 # %% wrong="summa" fails="bytes on the wire" why="in each step the whole row of A and column of B are gathered, and one block of each is used"
 def summa(a, b, row, column):
     c = a.new_zeros(a.shape[0], b.shape[1])
     for s in range(row.size()):
-        c += multiply(s, collectives.all_gather(a[None], row)[s], collectives.all_gather(b[None], column)[s], row)
+        c += multiply(
+            s,
+            collectives.all_gather(a[None], row)[s],
+            collectives.all_gather(b[None], column)[s],
+            row,
+        )
     return c
+
 
 # %% wrong="cannon" fails="the product" why="forgets the skew"
 def cannon(a, b, row, column):
@@ -140,6 +185,7 @@ def cannon(a, b, row, column):
         a, b = collectives.rotate(a, row, -1), collectives.rotate(b, column, -1)
         c += multiply((i + j + step) % side, a, b, row)
     return c
+
 
 # %% wrong="cannon" fails="the product" why="skews by one place only: right at q = 2"
 def cannon(a, b, row, column):
@@ -151,6 +197,7 @@ def cannon(a, b, row, column):
         c += multiply((i + j + step) % side, a, b, row)
     return c
 
+
 # %% wrong="cannon" fails="the product" why="the skew goes right and down, the shifts left and up: right at q = 2"
 def cannon(a, b, row, column):
     side, i, j = row.size(), column.rank(), row.rank()
@@ -160,6 +207,7 @@ def cannon(a, b, row, column):
         a, b = collectives.rotate(a, row, -1), collectives.rotate(b, column, -1)
         c += multiply((i + j + step) % side, a, b, row)
     return c
+
 
 # %% wrong="cannon" fails="neighbours only" why="the skew is right, the shifts go right and down: the same product, over other neighbours"
 def cannon(a, b, row, column):
@@ -171,6 +219,7 @@ def cannon(a, b, row, column):
         c += multiply((i + j - step) % side, a, b, row)
     return c
 
+
 # %% wrong="cannon" fails="no deadlock" why="row and column swapped in the skew: A goes j places, and ranks of a row disagree"
 def cannon(a, b, row, column):
     side, i, j = row.size(), column.rank(), row.rank()
@@ -181,6 +230,7 @@ def cannon(a, b, row, column):
         c += multiply((i + j + step) % side, a, b, row)
     return c
 
+
 # %% wrong="cannon" fails="the product" why="off by one: a shift before the first product, which is taken for the first term"
 def cannon(a, b, row, column):
     side, i, j = row.size(), column.rank(), row.rank()
@@ -190,6 +240,7 @@ def cannon(a, b, row, column):
         c = c + multiply((i + j + step) % side, a, b, row)
     return c
 
+
 # %% wrong="cannon" fails="q-1 shifts" why="q shifts: after the last product everything travels home to nobody's use"
 def cannon(a, b, row, column):
     side, i, j = row.size(), column.rank(), row.rank()
@@ -198,6 +249,7 @@ def cannon(a, b, row, column):
         c = c + multiply((i + j + step) % side, a, b, row)
         a, b = collectives.rotate(a, row, -1), collectives.rotate(b, column, -1)
     return c
+
 
 # %% wrong="cannon" fails="q-1 shifts" why="the skew is i and j shifts by one: the last row sends q-1 times before the first product"
 def cannon(a, b, row, column):
@@ -212,6 +264,7 @@ def cannon(a, b, row, column):
         c += multiply((i + j + step) % side, a, b, row)
     return c
 
+
 # %% wrong="cannon" fails="the product" why="the factor of the step, not of the blocks that are here"
 def cannon(a, b, row, column):
     side, i, j = row.size(), column.rank(), row.rank()
@@ -222,15 +275,21 @@ def cannon(a, b, row, column):
         c += multiply(step, a, b, row)
     return c
 
+
 # %% wrong="cannon" fails="neighbours only" why="this is SUMMA: broadcasts"
 def cannon(a, b, row, column):
-    return sum(multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row) for s in range(row.size()))
+    return sum(
+        multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
+        for s in range(row.size())
+    )
+
 
 # %% wrong="cannon" fails="neighbours only" why="gathers its row of A and its column of B"
 def cannon(a, b, row, column):
     of_row = collectives.all_gather(a[None], row)
     of_column = collectives.all_gather(b[None], column)
     return sum(multiply(s, of_row[s], of_column[s], row) for s in range(row.size()))
+
 
 # %% wrong="cannon" fails="one step at a time" why="all shifts first, every block is kept, then the products"
 def cannon(a, b, row, column):
@@ -240,6 +299,7 @@ def cannon(a, b, row, column):
         a, b = kept[-1]
         kept.append((collectives.rotate(a, row, -1), collectives.rotate(b, column, -1)))
     return sum(multiply((i + j + step) % side, *pair, row) for step, pair in enumerate(kept))
+
 
 # %% wrong="rotated_backward" fails="bytes on the wire" why="the gradient travels together with its weight, one hop more"
 def rotated_backward(dy, x, weight, group):
@@ -253,12 +313,16 @@ def rotated_backward(dy, x, weight, group):
         dweight = collectives.rotate(dweight, group)
     return dx, dweight
 
+
 # %% wrong="rotated_backward" fails="next rank only" why="weights are gathered, gradients reduce-scattered: ZeRO-3, which sends just as much"
 def rotated_backward(dy, x, weight, group):
     ranks, rank, columns = group.size(), group.rank(), dy.chunk(group.size(), dim=1)
     whole = collectives.all_gather(weight, group).chunk(ranks)
     dx = sum(input_term(s, columns[s], whole[s], group) for s in range(ranks))
-    return dx, collectives.reduce_scatter(torch.cat([weight_term(s, columns[s], x, group) for s in range(ranks)]), group)
+    return dx, collectives.reduce_scatter(
+        torch.cat([weight_term(s, columns[s], x, group) for s in range(ranks)]), group
+    )
+
 
 # %% wrong="rotated_backward" fails="one shard at a time" why="every weight that passes by is kept, and dx computed at the end"
 def rotated_backward(dy, x, weight, group):
@@ -268,7 +332,11 @@ def rotated_backward(dy, x, weight, group):
         kept.append(collectives.rotate(kept[-1], group))
         ahead = (rank - step - 1) % ranks
         dweight = collectives.rotate(dweight, group) + weight_term(ahead, columns[ahead], x, group)
-    return sum(input_term((rank - step) % ranks, columns[(rank - step) % ranks], held, group) for step, held in enumerate(kept)), dweight
+    return sum(
+        input_term((rank - step) % ranks, columns[(rank - step) % ranks], held, group)
+        for step, held in enumerate(kept)
+    ), dweight
+
 
 # %% wrong="rotated_backward" fails="one shard at a time" why="W is gathered round the ring first, then gradients travel"
 def rotated_backward(dy, x, weight, group):
@@ -284,6 +352,7 @@ def rotated_backward(dy, x, weight, group):
         dweight += weight_term(ahead, columns[ahead], x, group)
     return dx, dweight
 
+
 # %% wrong="rotated_backward" fails="sums that travel" why="a dW of full size first, whose parts then go round"
 def rotated_backward(dy, x, weight, group):
     ranks, rank, columns = group.size(), group.rank(), dy.chunk(group.size(), dim=1)
@@ -294,6 +363,7 @@ def rotated_backward(dy, x, weight, group):
         dx += input_term(owner, columns[owner], weight, group)
         weight = collectives.rotate(weight, group) if step < ranks - 1 else weight
     return dx, dweight
+
 
 # %% wrong="rotated_backward" fails="sums that travel" why="first all of dX, then a dW of full size, whose parts go round"
 def rotated_backward(dy, x, weight, group):
@@ -309,6 +379,7 @@ def rotated_backward(dy, x, weight, group):
         dweight = collectives.rotate(dweight, group) + parts[(rank - step - 1) % ranks]
     return dx, dweight
 
+
 # %% wrong="rotated_backward" fails="bytes on the wire" why="the gradients of all shards are all-reduced, and one of them is used"
 def rotated_backward(dy, x, weight, group):
     ranks, rank, columns = group.size(), group.rank(), dy.chunk(group.size(), dim=1)
@@ -320,6 +391,7 @@ def rotated_backward(dy, x, weight, group):
     parts = torch.cat([weight_term(s, columns[s], x, group) for s in range(ranks)])
     return dx, collectives.all_reduce(parts, group).chunk(ranks)[rank].clone()
 
+
 # %% wrong="rotated_backward" fails="gradient of the weight" why="only the own rows: the gradient stays at home"
 def rotated_backward(dy, x, weight, group):
     ranks, rank, columns = group.size(), group.rank(), dy.chunk(group.size(), dim=1)
@@ -329,6 +401,7 @@ def rotated_backward(dy, x, weight, group):
         dx += input_term(owner, columns[owner], weight, group)
         weight = collectives.rotate(weight, group) if step < ranks - 1 else weight
     return dx, weight_term(rank, columns[rank], x, group)
+
 
 # %% wrong="rotated_backward" fails="gradient of the weight" why="a mean over the ranks"
 def rotated_backward(dy, x, weight, group):
@@ -342,6 +415,7 @@ def rotated_backward(dy, x, weight, group):
         dweight += weight_term(ahead, columns[ahead], x, group)
     return dx, dweight / ranks
 
+
 # %% wrong="rotated_backward" fails="gradient of the weight" why="off by one: the sum ends on the rank before its home"
 def rotated_backward(dy, x, weight, group):
     ranks, rank, columns = group.size(), group.rank(), dy.chunk(group.size(), dim=1)
@@ -353,6 +427,7 @@ def rotated_backward(dy, x, weight, group):
         dx += input_term(owner, columns[owner], weight, group)
         dweight += weight_term(ahead, columns[ahead], x, group)
     return dx, dweight
+
 
 # %% wrong="rotated_backward" fails="gradient of the weight" why="what arrives is replaced by the own term instead of being added to it"
 def rotated_backward(dy, x, weight, group):
@@ -366,6 +441,7 @@ def rotated_backward(dy, x, weight, group):
         dweight = weight_term(ahead, columns[ahead], x, group)
     return dx, dweight
 
+
 # %% wrong="rotated_backward" fails="gradient of the weight" why="the sum stands still: every rank adds up its own terms of all shards"
 def rotated_backward(dy, x, weight, group):
     ranks, rank, columns = group.size(), group.rank(), dy.chunk(group.size(), dim=1)
@@ -377,6 +453,7 @@ def rotated_backward(dy, x, weight, group):
         dx += input_term(owner, columns[owner], weight, group)
         dweight += weight_term(ahead, columns[ahead], x, group)
     return dx, dweight
+
 
 # %% wrong="rotated_backward" fails="gradient of x" why="counts the ring the wrong way round: right on two ranks"
 def rotated_backward(dy, x, weight, group):
@@ -390,17 +467,22 @@ def rotated_backward(dy, x, weight, group):
         dweight += weight_term(ahead, columns[ahead], x, group)
     return dx, dweight
 
+
 # %% wrong="rotated_backward" fails="next rank only" why="everything goes to the rank before: the same sums and bytes, another ring"
 def rotated_backward(dy, x, weight, group):
     ranks, rank, columns = group.size(), group.rank(), dy.chunk(group.size(), dim=1)
     dx, dweight = torch.zeros_like(x), torch.zeros_like(weight)
     for step in range(ranks):
         if step > 0:
-            weight, dweight = collectives.rotate(weight, group, -1), collectives.rotate(dweight, group, -1)
+            weight, dweight = (
+                collectives.rotate(weight, group, -1),
+                collectives.rotate(dweight, group, -1),
+            )
         owner, ahead = (rank + step) % ranks, (rank + step + 1) % ranks
         dx += input_term(owner, columns[owner], weight, group)
         dweight += weight_term(ahead, columns[ahead], x, group)
     return dx, dweight
+
 
 # %% wrong="rotated_backward" fails="gradient of x" why="the last shard is never used: p-1 products"
 def rotated_backward(dy, x, weight, group):
@@ -415,6 +497,7 @@ def rotated_backward(dy, x, weight, group):
         dweight += weight_term(ahead, columns[ahead], x, group)
     return dx, dweight
 
+
 # %% wrong="rotated_backward" fails="gradient of x" why="the weight does not travel: every rank multiplies with its own shard"
 def rotated_backward(dy, x, weight, group):
     ranks, rank, columns = group.size(), group.rank(), dy.chunk(group.size(), dim=1)
@@ -427,12 +510,14 @@ def rotated_backward(dy, x, weight, group):
         dweight += weight_term(ahead, columns[ahead], x, group)
     return dx, dweight
 
+
 # %% wrong="elements" fails="elements in 1-D" why="an all-reduce counted as one pass over the ring"
 def elements_sent(kind, tokens, width, inner, side, depth):
     activations, weights = tokens * (width + inner), 2 * width * inner
     if kind == "1-D":
         return (side - 1) * tokens * width // side
     return other_grids(kind, activations, weights, side, depth)
+
 
 def other_grids(kind, activations, weights, side, depth):
     if kind == "RTP":
@@ -441,8 +526,10 @@ def other_grids(kind, activations, weights, side, depth):
         return (side - 1) * (2 * activations + weights) // side**3
     return (side - 1) * (activations // depth + weights) // side**2
 
+
 def crossover(tokens, width, inner):
-    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width))**2
+    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width)) ** 2
+
 
 # %% wrong="elements" fails="elements in 1-D" why="two all-reduces: the first product needs none"
 def elements_sent(kind, tokens, width, inner, side, depth):
@@ -455,8 +542,10 @@ def elements_sent(kind, tokens, width, inner, side, depth):
         return (side - 1) * (2 * activations + weights) // side**3
     return (side - 1) * (activations // depth + weights) // side**2
 
+
 def crossover(tokens, width, inner):
-    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width))**2
+    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width)) ** 2
+
 
 # %% wrong="elements" fails="elements in 2-D" why="whole rows and columns of blocks instead of blocks: cut one way only"
 def elements_sent(kind, tokens, width, inner, side, depth):
@@ -469,8 +558,10 @@ def elements_sent(kind, tokens, width, inner, side, depth):
         return (side - 1) * (2 * activations + weights) // side**3
     return (side - 1) * (activations // depth + weights) // side
 
+
 def crossover(tokens, width, inner):
-    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width))**2
+    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width)) ** 2
+
 
 # %% wrong="elements" fails="elements in 2.5-D" why="the weights are cut over the layers as well"
 def elements_sent(kind, tokens, width, inner, side, depth):
@@ -483,8 +574,10 @@ def elements_sent(kind, tokens, width, inner, side, depth):
         return (side - 1) * (2 * activations + weights) // side**3
     return (side - 1) * (activations + weights) // (depth * side**2)
 
+
 def crossover(tokens, width, inner):
-    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width))**2
+    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width)) ** 2
+
 
 # %% wrong="elements" fails="elements in 3-D" why="forgets the result, which is reduce-scattered"
 def elements_sent(kind, tokens, width, inner, side, depth):
@@ -497,8 +590,10 @@ def elements_sent(kind, tokens, width, inner, side, depth):
         return (side - 1) * (activations + weights) // side**3
     return (side - 1) * (activations // depth + weights) // side**2
 
+
 def crossover(tokens, width, inner):
-    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width))**2
+    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width)) ** 2
+
 
 # %% wrong="elements" fails="whole numbers" why="true division"
 def elements_sent(kind, tokens, width, inner, side, depth):
@@ -511,8 +606,10 @@ def elements_sent(kind, tokens, width, inner, side, depth):
         return (side - 1) * (2 * activations + weights) / side**3
     return (side - 1) * (activations / depth + weights) / side**2
 
+
 def crossover(tokens, width, inner):
-    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width))**2
+    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width)) ** 2
+
 
 # %% wrong="elements" fails="elements in 1-D" why="true division and int() around it: wrong for large sizes only"
 def elements_sent(kind, tokens, width, inner, side, depth):
@@ -525,8 +622,10 @@ def elements_sent(kind, tokens, width, inner, side, depth):
         return (side - 1) * (2 * activations + weights) // side**3
     return (side - 1) * (activations // depth + weights) // side**2
 
+
 def crossover(tokens, width, inner):
-    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width))**2
+    return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width)) ** 2
+
 
 # %% wrong="elements" fails="less, not as much" why="as much counts as less"
 def elements_sent(kind, tokens, width, inner, side, depth):
@@ -539,11 +638,13 @@ def elements_sent(kind, tokens, width, inner, side, depth):
         return (side - 1) * (2 * activations + weights) // side**3
     return (side - 1) * (activations // depth + weights) // side**2
 
+
 def crossover(tokens, width, inner):
     side = 2
     while tokens * (width + inner) + 2 * width * inner > 2 * (side + 1) * tokens * width:
         side += 1
     return side**2
+
 
 # %% wrong="elements" fails="smallest square" why="the sizes do not divide, and both counts are rounded down"
 def elements_sent(kind, tokens, width, inner, side, depth):
@@ -556,11 +657,15 @@ def elements_sent(kind, tokens, width, inner, side, depth):
         return (side - 1) * (2 * activations + weights) // side**3
     return (side - 1) * (activations // depth + weights) // side**2
 
+
 def crossover(tokens, width, inner):
     side = 2
-    while elements_sent("2-D", tokens, width, inner, side, 1) >= elements_sent("1-D", tokens, width, inner, side**2, 1):
+    while elements_sent("2-D", tokens, width, inner, side, 1) >= elements_sent(
+        "1-D", tokens, width, inner, side**2, 1
+    ):
         side += 1
     return side**2
+
 
 # %% wrong="elements" fails="smallest square" why="compares q ranks in 1-D with q·q in 2-D"
 def elements_sent(kind, tokens, width, inner, side, depth):
@@ -573,11 +678,13 @@ def elements_sent(kind, tokens, width, inner, side, depth):
         return (side - 1) * (2 * activations + weights) // side**3
     return (side - 1) * (activations // depth + weights) // side**2
 
+
 def crossover(tokens, width, inner):
     side = 2
     while tokens * (width + inner) + 2 * width * inner >= 2 * side * tokens * width:
         side += 1
     return side**2
+
 
 # %% wrong="elements" fails="a square" why="returns q, not the ranks"
 def elements_sent(kind, tokens, width, inner, side, depth):
@@ -590,8 +697,10 @@ def elements_sent(kind, tokens, width, inner, side, depth):
         return (side - 1) * (2 * activations + weights) // side**3
     return (side - 1) * (activations // depth + weights) // side**2
 
+
 def crossover(tokens, width, inner):
     return max(2, (tokens * (width + inner) + 2 * width * inner) // (2 * tokens * width))
+
 
 # %% wrong="elements" fails="exact" why="compares in floats"
 def elements_sent(kind, tokens, width, inner, side, depth):
@@ -603,6 +712,7 @@ def elements_sent(kind, tokens, width, inner, side, depth):
     if kind == "3-D":
         return (side - 1) * (2 * activations + weights) // side**3
     return (side - 1) * (activations // depth + weights) // side**2
+
 
 def crossover(tokens, width, inner):
     side = 2

@@ -2,9 +2,11 @@
 def merge(out, lse, other_out, other_lse):
     return (out + other_out) / 2, torch.logaddexp(lse, other_lse)
 
+
 # %% wrong="merge" fails="the output" why="no rescaling: the sum of both outputs"
 def merge(out, lse, other_out, other_lse):
     return out + other_out, torch.logaddexp(lse, other_lse)
+
 
 # %% wrong="merge" fails="the output" why="weights are exchanged"
 def merge(out, lse, other_out, other_lse):
@@ -13,16 +15,21 @@ def merge(out, lse, other_out, other_lse):
     weight, other_weight = ((its - finite).exp().unsqueeze(-1) for its in (lse, other_lse))
     return out * other_weight + other_out * weight, total
 
+
 # %% wrong="merge" fails="the output" why="the set with the larger lse takes all"
 def merge(out, lse, other_out, other_lse):
     total = torch.logaddexp(lse, other_lse)
     return torch.where((lse > other_lse).unsqueeze(-1), out, other_out), total
 
+
 # %% wrong="merge" fails="the output" why="weights are the lse, not their exponentials"
 def merge(out, lse, other_out, other_lse):
     total = torch.logaddexp(lse, other_lse)
-    weight, other_weight = ((its / (lse + other_lse)).nan_to_num(0.5).unsqueeze(-1) for its in (lse, other_lse))
+    weight, other_weight = (
+        (its / (lse + other_lse)).nan_to_num(0.5).unsqueeze(-1) for its in (lse, other_lse)
+    )
     return out * weight + other_out * other_weight, total
+
 
 # %% wrong="merge" fails="log-sum-exp" why="lse is the larger of both"
 def merge(out, lse, other_out, other_lse):
@@ -31,6 +38,7 @@ def merge(out, lse, other_out, other_lse):
     weight, other_weight = ((its - finite).exp().unsqueeze(-1) for its in (lse, other_lse))
     return out * weight + other_out * other_weight, torch.maximum(lse, other_lse)
 
+
 # %% wrong="merge" fails="log-sum-exp" why="lse is the sum of both"
 def merge(out, lse, other_out, other_lse):
     total = torch.logaddexp(lse, other_lse)
@@ -38,12 +46,14 @@ def merge(out, lse, other_out, other_lse):
     weight, other_weight = ((its - finite).exp().unsqueeze(-1) for its in (lse, other_lse))
     return out * weight + other_out * other_weight, lse + other_lse
 
+
 # %% wrong="merge" fails="log-sum-exp" why="lse is the logarithm of a mean"
 def merge(out, lse, other_out, other_lse):
     total = torch.logaddexp(lse, other_lse)
     finite = total.clamp_min(torch.finfo(total.dtype).min)
     weight, other_weight = ((its - finite).exp().unsqueeze(-1) for its in (lse, other_lse))
     return out * weight + other_out * other_weight, total - math.log(2)
+
 
 # %% wrong="merge" fails="arguments stay as they were" why="merges in place, into the pair of somebody else"
 def merge(out, lse, other_out, other_lse):
@@ -53,11 +63,13 @@ def merge(out, lse, other_out, other_lse):
     out.mul_(weight).add_(other_out * other_weight)
     return out, lse.copy_(total)
 
+
 # %% wrong="merge" fails="large scores" why="the maximum is forgotten: exp of lse itself"
 def merge(out, lse, other_out, other_lse):
     one, other = lse.exp().unsqueeze(-1), other_lse.exp().unsqueeze(-1)
     out = ((out * one + other_out * other) / (one + other)).where(one + other > 0, 0.0)
     return out, (one + other).log().squeeze(-1)
+
 
 # %% wrong="merge" fails="large scores" why="subtracts the lse of the first set: overflows if the second one is larger"
 def merge(out, lse, other_out, other_lse):
@@ -66,10 +78,12 @@ def merge(out, lse, other_out, other_lse):
     out = ((out * one + other_out * other) / (one + other)).where(one + other > 0, 0.0)
     return out, first + (one + other).log().squeeze(-1)
 
+
 # %% wrong="merge" fails="nothing is neutral" why="subtracts the first lse, which may be -inf"
 def merge(out, lse, other_out, other_lse):
     ratio = (other_lse - lse).exp().unsqueeze(-1)
     return (out + other_out * ratio) / (1 + ratio), lse + torch.log1p(ratio.squeeze(-1))
+
 
 # %% wrong="merge" fails="nothing and nothing" why="-inf minus -inf"
 def merge(out, lse, other_out, other_lse):
@@ -78,12 +92,14 @@ def merge(out, lse, other_out, other_lse):
     weight, other_weight = ((its - finite).exp().unsqueeze(-1) for its in (lse, other_lse))
     return out * weight + other_out * other_weight, total
 
+
 # %% wrong="merge" fails="nothing and nothing" why="nothing gets an lse of the smallest number, which is finite and not neutral"
 def merge(out, lse, other_out, other_lse):
     top = torch.maximum(lse, other_lse).clamp_min(-1e4)
     one, other = (lse - top).exp().unsqueeze(-1), (other_lse - top).exp().unsqueeze(-1)
     total = (one + other).clamp_min(1e-300)
     return (out * one + other_out * other) / total, top + total.log().squeeze(-1)
+
 
 # %% wrong="tiled_forward" fails="the output" why="no rescaling when a larger score comes"
 def tiled_forward(load, queries, keys, tile):
@@ -103,6 +119,7 @@ def tiled_forward(load, queries, keys, tile):
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
 
+
 # %% wrong="tiled_forward" fails="the output" why="the sums of exponentials are rescaled, the outputs are not"
 def tiled_forward(load, queries, keys, tile):
     outs, lses = [], []
@@ -121,6 +138,7 @@ def tiled_forward(load, queries, keys, tile):
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
 
+
 # %% wrong="tiled_forward" fails="the output" why="each tile is divided by its own sum, and the mean is taken"
 def tiled_forward(load, queries, keys, tile):
     outs, lses = [], []
@@ -134,10 +152,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), summed + scores.softmax(-1).nan_to_num() @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                summed + scores.softmax(-1).nan_to_num() @ v,
+                new,
+            )
         outs.append(summed / (j + 1))
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="large scores" why="the maximum is forgotten"
 def tiled_forward(load, queries, keys, tile):
@@ -152,10 +175,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.zeros_like(largest)
             p, kept = (scores - new).exp(), 1.0
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="large scores" why="subtracts the largest score of the first tile, whatever comes"
 def tiled_forward(load, queries, keys, tile):
@@ -170,10 +198,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = scores.amax(-1, keepdim=True) if j == 0 else largest
             p, kept = (scores - new).exp(), 1.0
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="large scores" why="one maximum for the whole tile: rows far below it have sums of 0"
 def tiled_forward(load, queries, keys, tile):
@@ -188,10 +221,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.max().expand_as(largest))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="the output" why="no mask in the tile that the diagonal crosses"
 def tiled_forward(load, queries, keys, tile):
@@ -205,10 +243,15 @@ def tiled_forward(load, queries, keys, tile):
             scores = q @ k.T / math.sqrt(q.size(-1))
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="the output" why="the diagonal is off by one: no query sees itself"
 def tiled_forward(load, queries, keys, tile):
@@ -223,10 +266,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True).clamp_min(-1e300))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="the output" why="query i sees keys 0 to i, also where there are more keys than queries"
 def tiled_forward(load, queries, keys, tile):
@@ -241,10 +289,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="the output" why="the last tile of keys is forgotten if it is not full"
 def tiled_forward(load, queries, keys, tile):
@@ -253,16 +306,23 @@ def tiled_forward(load, queries, keys, tile):
         q = load("q", i)
         largest = q.new_full((len(q), 1), -math.inf)
         total, summed = torch.zeros_like(largest), torch.zeros_like(q)
-        for j, left in enumerate(range(0, max(tile, (top + len(q) + keys - queries) // tile * tile), tile)):
+        for j, left in enumerate(
+            range(0, max(tile, (top + len(q) + keys - queries) // tile * tile), tile)
+        ):
             k, v = load("k", j), load("v", j)
             scores = q @ k.T / math.sqrt(q.size(-1))
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="the output" why="the scale 1/sqrt(width) is forgotten"
 def tiled_forward(load, queries, keys, tile):
@@ -277,10 +337,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="the output" why="tiles of queries that are not full are dropped"
 def tiled_forward(load, queries, keys, tile):
@@ -295,10 +360,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="log-sum-exp" why="lse without what was subtracted"
 def tiled_forward(load, queries, keys, tile):
@@ -313,10 +383,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append(total.log().squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="log-sum-exp" why="keeps the sum of exponentials, and no logarithm of it"
 def tiled_forward(load, queries, keys, tile):
@@ -331,10 +406,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="hidden tiles" why="computes every tile and hides it with a mask"
 def tiled_forward(load, queries, keys, tile):
@@ -349,10 +429,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="hidden tiles" why="one tile too many: the one behind the diagonal"
 def tiled_forward(load, queries, keys, tile):
@@ -367,10 +452,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="hidden tiles" why="looks for the maximum first, and loads all keys a second time"
 def tiled_forward(load, queries, keys, tile):
@@ -389,10 +479,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="one tile of each" why="K and V are loaded once, and kept"
 def tiled_forward(load, queries, keys, tile):
@@ -408,10 +503,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="queries once" why="a tile of queries is loaded again for each tile of keys"
 def tiled_forward(load, queries, keys, tile):
@@ -426,10 +526,15 @@ def tiled_forward(load, queries, keys, tile):
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="queries once" why="keys are the outer loop, as in the first FlashAttention: queries are loaded again and again"
 def tiled_forward(load, queries, keys, tile):
@@ -442,18 +547,25 @@ def tiled_forward(load, queries, keys, tile):
                 continue
             q = load("q", i)
             nothing = q.new_zeros(len(q), 1)
-            largest, total, summed = state.get(i, (nothing - math.inf, nothing, torch.zeros_like(q)))
+            largest, total, summed = state.get(
+                i, (nothing - math.inf, nothing, torch.zeros_like(q))
+            )
             scores = q @ k.T / math.sqrt(q.size(-1))
             scores += torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
             state[i] = largest, total, summed
     for i in sorted(state):
         largest, total, summed = state[i]
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="memory limit" why="whole rows of scores: tiles of queries only"
 def tiled_forward(load, queries, keys, tile):
@@ -464,12 +576,15 @@ def tiled_forward(load, queries, keys, tile):
         for j, left in enumerate(range(0, top + len(q) + keys - queries, tile)):
             k, v = load("k", j), load("v", j)
             scores = q @ k.T / math.sqrt(q.size(-1))
-            rows.append(scores + torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1))
+            rows.append(
+                scores + torch.full_like(scores, -math.inf).triu(top + keys - queries - left + 1)
+            )
             values.append(v)
         scores = torch.cat(rows, -1)
         outs.append(scores.softmax(-1) @ torch.cat(values))
         lses.append(scores.logsumexp(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="tiled_forward" fails="memory limit" why="keeps the probabilities of all tiles for backward"
 def tiled_forward(load, queries, keys, tile):
@@ -485,10 +600,15 @@ def tiled_forward(load, queries, keys, tile):
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             p, kept = (scores - new).exp(), (largest - new).exp()
             for_backward.append(p)
-            total, summed, largest = kept * total + p.sum(-1, keepdim=True), kept * summed + p @ v, new
+            total, summed, largest = (
+                kept * total + p.sum(-1, keepdim=True),
+                kept * summed + p @ v,
+                new,
+            )
         outs.append(summed / total)
         lses.append((largest + total.log()).squeeze(-1))
     return torch.cat(outs), torch.cat(lses)
+
 
 # %% wrong="block_backward" fails="dv" why="the softmax of this block alone: its probabilities add up to 1"
 def block_backward(dout, q, k, v, out, lse, causal):
@@ -499,6 +619,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
     return ds @ k, ds.mT @ q, p.mT @ dout
 
+
 # %% wrong="block_backward" fails="dk" why="D from this block's probabilities alone: right if there is one block"
 def block_backward(dout, q, k, v, out, lse, causal):
     scores = q @ k.mT / math.sqrt(q.size(-1))
@@ -507,6 +628,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (p * (dout @ v.mT)).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
     return ds @ k, ds.mT @ q, p.mT @ dout
+
 
 # %% wrong="block_backward" fails="dk" why="D is forgotten"
 def block_backward(dout, q, k, v, out, lse, causal):
@@ -517,6 +639,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
     ds = p * (dout @ v.mT) / math.sqrt(q.size(-1))
     return ds @ k, ds.mT @ q, p.mT @ dout
 
+
 # %% wrong="block_backward" fails="dk" why="D is a mean over the width"
 def block_backward(dout, q, k, v, out, lse, causal):
     scores = q @ k.mT / math.sqrt(q.size(-1))
@@ -525,6 +648,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (dout * out).mean(-1, keepdim=True)) / math.sqrt(q.size(-1))
     return ds @ k, ds.mT @ q, p.mT @ dout
+
 
 # %% wrong="block_backward" fails="dk" why="the scale is missing in the gradients"
 def block_backward(dout, q, k, v, out, lse, causal):
@@ -535,6 +659,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
     return ds @ k, ds.mT @ q, p.mT @ dout
 
+
 # %% wrong="block_backward" fails="dk" why="dk gets P where dS belongs"
 def block_backward(dout, q, k, v, out, lse, causal):
     scores = q @ k.mT / math.sqrt(q.size(-1))
@@ -544,12 +669,14 @@ def block_backward(dout, q, k, v, out, lse, causal):
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
     return ds @ k, p.mT @ q / math.sqrt(q.size(-1)), p.mT @ dout
 
+
 # %% wrong="block_backward" fails="dv" why="no mask in backward"
 def block_backward(dout, q, k, v, out, lse, causal):
     scores = q @ k.mT / math.sqrt(q.size(-1))
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
     return ds @ k, ds.mT @ q, p.mT @ dout
+
 
 # %% wrong="block_backward" fails="dv" why="the triangle without its diagonal"
 def block_backward(dout, q, k, v, out, lse, causal):
@@ -560,6 +687,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
     return ds @ k, ds.mT @ q, p.mT @ dout
 
+
 # %% wrong="block_backward" fails="dv" why="exp(S) / exp(lse): overflows"
 def block_backward(dout, q, k, v, out, lse, causal):
     scores = q @ k.mT / math.sqrt(q.size(-1))
@@ -568,6 +696,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
     p = scores.exp() / lse.exp().unsqueeze(-1)
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
     return ds @ k, ds.mT @ q, p.mT @ dout
+
 
 # %% wrong="block_backward" fails="dv" why="subtracts the largest score of the block, not lse"
 def block_backward(dout, q, k, v, out, lse, causal):
@@ -578,6 +707,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
     return ds @ k, ds.mT @ q, p.mT @ dout
 
+
 # %% wrong="block_backward" fails="dq" why="dq is divided by the number of keys"
 def block_backward(dout, q, k, v, out, lse, causal):
     scores = q @ k.mT / math.sqrt(q.size(-1))
@@ -586,6 +716,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
     return ds @ k / k.size(-2), ds.mT @ q, p.mT @ dout
+
 
 # %% wrong="block_backward" fails="dq" why="dk's formula for dq: the queries meet themselves"
 def block_backward(dout, q, k, v, out, lse, causal):
@@ -596,6 +727,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
     return (ds @ ds.mT) @ q, ds.mT @ q, p.mT @ dout
 
+
 # %% wrong="traffic" fails="loads of forward" why="K and V are loaded once"
 def tiled_traffic(tokens, width, rows, columns, causal):
     keys = queries = 0
@@ -604,8 +736,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * tokens * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * tokens * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -613,6 +751,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="loads of forward" why="the mask is forgotten"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -622,8 +761,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -631,6 +776,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="loads of forward" why="the tile that the diagonal crosses is skipped"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -640,8 +786,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = stop // columns if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -649,6 +801,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="loads of forward" why="half of all pairs: the diagonal is forgotten"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -658,8 +811,18 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + (1 if causal else 2) * (keys if not causal else -(-tokens // rows) * tokens) * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (
+            tokens * width
+            + (1 if causal else 2) * (keys if not causal else -(-tokens // rows) * tokens) * width,
+            tokens * width + tokens,
+        ),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -667,6 +830,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="loads of forward" why="the last tile of keys is counted as full"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -676,8 +840,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += seen * columns
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -685,6 +855,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="loads of forward" why="tiles of keys end where the tiles of queries do: right only for square tiles"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -694,8 +865,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = (top // rows + 1) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -703,6 +880,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="loads of forward" why="Q is loaded again for each tile of keys"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -712,8 +890,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (queries * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (queries * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -721,6 +905,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="stores of forward" why="out is stored after each tile of keys"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -730,8 +915,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, queries * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, queries * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -739,6 +930,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="stores of forward" why="lse is forgotten"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -748,8 +940,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -757,6 +955,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="stores of forward" why="the scores are stored, as with whole matrices"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -766,8 +965,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens * tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens * tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -775,6 +980,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="loads of backward" why="lse and D have width numbers a query"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -784,8 +990,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * 5 * width, 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * 5 * width,
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -793,6 +1005,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="loads of backward" why="dQ is added to without having been loaded"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -802,8 +1015,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (2 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (2 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -811,6 +1030,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="loads of backward" why="D costs nothing"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -820,8 +1040,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (2 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            2 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -829,6 +1055,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="stores of backward" why="dQ is stored once, as out is in forward"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -838,8 +1065,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + tokens * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + tokens * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -847,6 +1080,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="stores of backward" why="dK and dV are stored after each tile of queries"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -856,8 +1090,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * keys * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * keys * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -865,6 +1105,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="what fits" why="four tiles of tokens, and no room for scores"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -874,8 +1115,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -883,6 +1130,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="what fits" why="a float's square root: wrong for large numbers"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -892,8 +1140,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -901,6 +1155,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="the largest tile" why="one token less, to be on the safe side"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -910,8 +1165,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1
@@ -919,6 +1180,7 @@ def largest_tile(fast, width):
     if tile < 1:
         raise ValueError(f"{fast} elements have no room for a tile of one token of width {width}")
     return tile
+
 
 # %% wrong="traffic" fails="a refusal" why="at least one token, whether it fits or not"
 def tiled_traffic(tokens, width, rows, columns, causal):
@@ -928,8 +1190,14 @@ def tiled_traffic(tokens, width, rows, columns, causal):
         seen = -(-stop // columns) if causal else -(-tokens // columns)
         keys += min(seen * columns, tokens)
         queries += seen * (stop - top)
-    return {"forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
-            "backward": (4 * tokens * width + queries * (3 * width + 2), 2 * tokens * width + tokens + queries * width)}
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
 
 def largest_tile(fast, width):
     half = 2 * width + 1

@@ -5,12 +5,14 @@ def positions(rank, ranks, length):
     piece = length // (2 * ranks)
     return [number * piece + token for number in (2 * rank, 2 * rank + 1) for token in range(piece)]
 
+
 def tiles(rank, owner):
     if rank == owner:
         return [["triangle", "nothing"], ["full", "triangle"]]
     if rank > owner:
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "full"]]
+
 
 # %% wrong="zigzag" fails="an early and a late piece" why="pieces r and n+r: late ones are dealt in the same order as early ones"
 def positions(rank, ranks, length):
@@ -19,12 +21,14 @@ def positions(rank, ranks, length):
     piece = length // (2 * ranks)
     return [number * piece + token for number in (rank, ranks + rank) for token in range(piece)]
 
+
 def tiles(rank, owner):
     if rank == owner:
         return [["triangle", "nothing"], ["full", "triangle"]]
     if rank > owner:
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "full"]]
+
 
 # %% wrong="zigzag" fails="every token once" why="positions 0..T/n-1 on every rank: the tokens' places on the rank"
 def positions(rank, ranks, length):
@@ -32,12 +36,14 @@ def positions(rank, ranks, length):
         raise ValueError(f"{length} tokens on {ranks} ranks")
     return list(range(length // ranks))
 
+
 def tiles(rank, owner):
     if rank == owner:
         return [["triangle", "nothing"], ["full", "triangle"]]
     if rank > owner:
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "full"]]
+
 
 # %% wrong="zigzag" fails="every token once" why="off by one piece: r and 2n-r"
 def positions(rank, ranks, length):
@@ -46,12 +52,14 @@ def positions(rank, ranks, length):
     piece = length // (2 * ranks)
     return [number * piece + token for number in (rank, 2 * ranks - rank) for token in range(piece)]
 
+
 def tiles(rank, owner):
     if rank == owner:
         return [["triangle", "nothing"], ["full", "triangle"]]
     if rank > owner:
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "full"]]
+
 
 # %% wrong="zigzag" fails="every token once" why="only right on two ranks: pieces r and 3-r"
 def positions(rank, ranks, length):
@@ -60,19 +68,24 @@ def positions(rank, ranks, length):
     piece = length // (2 * ranks)
     return [number * piece + token for number in (rank, 3 - rank) for token in range(piece)]
 
+
 def tiles(rank, owner):
     if rank == owner:
         return [["triangle", "nothing"], ["full", "triangle"]]
     if rank > owner:
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "full"]]
+
 
 # %% wrong="zigzag" fails="ascending" why="the late piece comes first"
 def positions(rank, ranks, length):
     if length % (2 * ranks):
         raise ValueError(f"{length} tokens on {ranks} ranks")
     piece = length // (2 * ranks)
-    return [number * piece + token for number in (2 * ranks - 1 - rank, rank) for token in range(piece)]
+    return [
+        number * piece + token for number in (2 * ranks - 1 - rank, rank) for token in range(piece)
+    ]
+
 
 def tiles(rank, owner):
     if rank == owner:
@@ -80,13 +93,17 @@ def tiles(rank, owner):
     if rank > owner:
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "full"]]
+
 
 # %% wrong="zigzag" fails="ascending" why="the late piece is turned round, as the zig-zag is drawn"
 def positions(rank, ranks, length):
     if length % (2 * ranks):
         raise ValueError(f"{length} tokens on {ranks} ranks")
     piece = length // (2 * ranks)
-    return [rank * piece + token for token in range(piece)] + [length - 1 - rank * piece - token for token in range(piece)]
+    return [rank * piece + token for token in range(piece)] + [
+        length - 1 - rank * piece - token for token in range(piece)
+    ]
+
 
 def tiles(rank, owner):
     if rank == owner:
@@ -94,11 +111,15 @@ def tiles(rank, owner):
     if rank > owner:
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "full"]]
+
 
 # %% wrong="zigzag" fails="a refusal" why="what is left of T is dropped without a word"
 def positions(rank, ranks, length):
     piece = length // (2 * ranks)
-    return [number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)]
+    return [
+        number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)
+    ]
+
 
 def tiles(rank, owner):
     if rank == owner:
@@ -106,13 +127,17 @@ def tiles(rank, owner):
     if rank > owner:
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "full"]]
+
 
 # %% wrong="zigzag" fails="a refusal" why="looks at T/n, not at T/2n"
 def positions(rank, ranks, length):
     if length % ranks:
         raise ValueError(f"{length} tokens on {ranks} ranks")
     piece = length // (2 * ranks)
-    return [number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)]
+    return [
+        number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)
+    ]
+
 
 def tiles(rank, owner):
     if rank == owner:
@@ -121,12 +146,16 @@ def tiles(rank, owner):
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "full"]]
 
+
 # %% wrong="zigzag" fails="keys of a higher rank" why="queries and keys are exchanged"
 def positions(rank, ranks, length):
     if length % (2 * ranks):
         raise ValueError(f"{length} tokens on {ranks} ranks")
     piece = length // (2 * ranks)
-    return [number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)]
+    return [
+        number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)
+    ]
+
 
 def tiles(rank, owner):
     if rank == owner:
@@ -135,12 +164,16 @@ def tiles(rank, owner):
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "full"]]
 
+
 # %% wrong="zigzag" fails="keys of a higher rank" why="as with contiguous tokens: nothing of higher ranks is seen"
 def positions(rank, ranks, length):
     if length % (2 * ranks):
         raise ValueError(f"{length} tokens on {ranks} ranks")
     piece = length // (2 * ranks)
-    return [number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)]
+    return [
+        number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)
+    ]
+
 
 def tiles(rank, owner):
     if rank == owner:
@@ -149,12 +182,16 @@ def tiles(rank, owner):
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["nothing", "nothing"]]
 
+
 # %% wrong="zigzag" fails="keys of a higher rank" why="late queries see the early keys only"
 def positions(rank, ranks, length):
     if length % (2 * ranks):
         raise ValueError(f"{length} tokens on {ranks} ranks")
     piece = length // (2 * ranks)
-    return [number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)]
+    return [
+        number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)
+    ]
+
 
 def tiles(rank, owner):
     if rank == owner:
@@ -163,12 +200,16 @@ def tiles(rank, owner):
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "nothing"]]
 
+
 # %% wrong="zigzag" fails="keys of a lower rank" why="all is seen of lower ranks, as with contiguous tokens"
 def positions(rank, ranks, length):
     if length % (2 * ranks):
         raise ValueError(f"{length} tokens on {ranks} ranks")
     piece = length // (2 * ranks)
-    return [number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)]
+    return [
+        number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)
+    ]
+
 
 def tiles(rank, owner):
     if rank == owner:
@@ -177,12 +218,16 @@ def tiles(rank, owner):
         return [["full", "full"], ["full", "full"]]
     return [["nothing", "nothing"], ["full", "full"]]
 
+
 # %% wrong="zigzag" fails="own keys" why="only the diagonal tiles of the own keys: late queries miss the early keys"
 def positions(rank, ranks, length):
     if length % (2 * ranks):
         raise ValueError(f"{length} tokens on {ranks} ranks")
     piece = length // (2 * ranks)
-    return [number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)]
+    return [
+        number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)
+    ]
+
 
 def tiles(rank, owner):
     if rank == owner:
@@ -191,12 +236,16 @@ def tiles(rank, owner):
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "full"]]
 
+
 # %% wrong="zigzag" fails="own keys" why="early queries with late keys as transposed"
 def positions(rank, ranks, length):
     if length % (2 * ranks):
         raise ValueError(f"{length} tokens on {ranks} ranks")
     piece = length // (2 * ranks)
-    return [number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)]
+    return [
+        number * piece + token for number in (rank, 2 * ranks - 1 - rank) for token in range(piece)
+    ]
+
 
 def tiles(rank, owner):
     if rank == owner:
@@ -204,6 +253,7 @@ def tiles(rank, owner):
     if rank > owner:
         return [["full", "nothing"], ["full", "nothing"]]
     return [["nothing", "nothing"], ["full", "full"]]
+
 
 # %% wrong="ring_forward" fails="sent while computing" why="sends after computing: a block waits here for its product"
 def ring_forward(q, k, v, group):
@@ -215,6 +265,7 @@ def ring_forward(q, k, v, group):
         out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
     return out, lse
 
+
 # %% wrong="ring_forward" fails="the output" why="the owner of what is here is counted the wrong way: right on two ranks"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
@@ -225,6 +276,7 @@ def ring_forward(q, k, v, group):
         k, v = arriving.wait() if arriving else (k, v)
     return out, lse
 
+
 # %% wrong="ring_forward" fails="the output" why="off by one: whose keys come next, not whose are here"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
@@ -234,6 +286,7 @@ def ring_forward(q, k, v, group):
         out, lse = merge(out, lse, *attend((rank - step - 1) % ranks, q, k, v, group))
         k, v = arriving.wait() if arriving else (k, v)
     return out, lse
+
 
 # %% wrong="ring_forward" fails="the output" why="the mean of the blocks' outputs, as if each counted the same"
 def ring_forward(q, k, v, group):
@@ -246,6 +299,7 @@ def ring_forward(q, k, v, group):
         k, v = arriving.wait() if arriving else (k, v)
     return out, lse
 
+
 # %% wrong="ring_forward" fails="the output" why="the sum of the blocks' outputs"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
@@ -256,6 +310,7 @@ def ring_forward(q, k, v, group):
         out, lse = out + its_out, torch.logaddexp(lse, its_lse)
         k, v = arriving.wait() if arriving else (k, v)
     return out, lse
+
 
 # %% wrong="ring_forward" fails="log-sum-exp" why="returns lse of the last block alone"
 def ring_forward(q, k, v, group):
@@ -270,6 +325,7 @@ def ring_forward(q, k, v, group):
     lse = last[1]
     return out, lse
 
+
 # %% wrong="ring_forward" fails="log-sum-exp" why="lse begins with 0, one score more than there is: the outputs are scaled back, lse is not"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
@@ -282,6 +338,7 @@ def ring_forward(q, k, v, group):
     out = out / (1 - (-lse).exp()).unsqueeze(-1)
     return out, lse
 
+
 # %% wrong="ring_forward" fails="the output" why="the last block is forgotten: n-1 steps"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
@@ -291,6 +348,7 @@ def ring_forward(q, k, v, group):
         out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
         k, v = arriving.wait()
     return out, lse
+
 
 # %% wrong="ring_forward" fails="the output" why="two steps, whatever n is: only right on two ranks"
 def ring_forward(q, k, v, group):
@@ -304,6 +362,7 @@ def ring_forward(q, k, v, group):
     arriving.wait()
     return out, lse
 
+
 # %% wrong="ring_forward" fails="the output" why="skips the blocks of higher ranks, as if tokens were contiguous"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
@@ -315,6 +374,7 @@ def ring_forward(q, k, v, group):
         k, v = arriving.wait() if arriving else (k, v)
     return out, lse
 
+
 # %% wrong="ring_forward" fails="the output" why="K goes round, V stays at home"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
@@ -325,6 +385,7 @@ def ring_forward(q, k, v, group):
         k = arriving.wait() if arriving else k
     return out, lse
 
+
 # %% wrong="ring_forward" fails="bytes on the wire" why="one hop too many: every block comes home again"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
@@ -334,6 +395,7 @@ def ring_forward(q, k, v, group):
         out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
         k, v = arriving.wait()
     return out, lse
+
 
 # %% wrong="ring_forward" fails="bytes on the wire" why="sends q as well, which stays where it is"
 def ring_forward(q, k, v, group):
@@ -346,6 +408,7 @@ def ring_forward(q, k, v, group):
         q, k, v = arriving.wait() if arriving else (q, k, v)
     return out, lse
 
+
 # %% wrong="ring_forward" fails="one block at a time" why="gathers all keys and values first"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
@@ -356,15 +419,19 @@ def ring_forward(q, k, v, group):
         out, lse = merge(out, lse, *attend(owner, q, ks[owner], vs[owner], group))
     return out, lse
 
+
 # %% wrong="ring_forward" fails="next rank only" why="the ring turns the other way"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
     out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
     for step in range(ranks):
-        arriving = collectives.rotate((k, v), group, -1, async_op=True) if step < ranks - 1 else None
+        arriving = (
+            collectives.rotate((k, v), group, -1, async_op=True) if step < ranks - 1 else None
+        )
         out, lse = merge(out, lse, *attend((rank + step) % ranks, q, k, v, group))
         k, v = arriving.wait() if arriving else (k, v)
     return out, lse
+
 
 # %% wrong="ring_forward" fails="next rank only" why="fetches every block from its owner: one message a block, and not from a neighbour"
 def ring_forward(q, k, v, group):
@@ -372,10 +439,13 @@ def ring_forward(q, k, v, group):
     out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
     own = k, v
     for step in range(ranks):
-        arriving = collectives.rotate(own, group, step + 1, async_op=True) if step < ranks - 1 else None
+        arriving = (
+            collectives.rotate(own, group, step + 1, async_op=True) if step < ranks - 1 else None
+        )
         out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
         k, v = arriving.wait() if arriving else (k, v)
     return out, lse
+
 
 # %% wrong="ring_forward" fails="one block at a time" why="passes all blocks round first, then computes: n blocks are here"
 def ring_forward(q, k, v, group):
@@ -387,6 +457,7 @@ def ring_forward(q, k, v, group):
     for step, (k, v) in enumerate(blocks):
         out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
     return out, lse
+
 
 # %% wrong="ring_forward" fails="one block at a time" why="runs two blocks ahead"
 def ring_forward(q, k, v, group):
@@ -400,6 +471,7 @@ def ring_forward(q, k, v, group):
         out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
     return out, lse
 
+
 # %% wrong="ring_forward" fails="each block once" why="attends to everything a second time for lse"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
@@ -407,9 +479,12 @@ def ring_forward(q, k, v, group):
     for step in range(ranks):
         arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
         owner = (rank - step) % ranks
-        out, lse = merge(out, lse, attend(owner, q, k, v, group)[0], attend(owner, q, k, v, group)[1])
+        out, lse = merge(
+            out, lse, attend(owner, q, k, v, group)[0], attend(owner, q, k, v, group)[1]
+        )
         k, v = arriving.wait() if arriving else (k, v)
     return out, lse
+
 
 # %% wrong="ring_forward" fails="sent while computing" why="asynchronous in name: waits for the block before it computes, and starts it late"
 def ring_forward(q, k, v, group):
@@ -422,6 +497,7 @@ def ring_forward(q, k, v, group):
         k, v = arriving.wait() if arriving else (k, v)
     return out, lse
 
+
 # %% wrong="ring_forward" fails="sent while computing" why="only K is on its way while computing, V follows afterwards"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
@@ -433,6 +509,7 @@ def ring_forward(q, k, v, group):
             k, v = arriving.wait(), collectives.rotate(v, group)
     return out, lse
 
+
 # %% wrong="ring_forward" fails="computing while it comes" why="waits for the next block first, then computes with this one"
 def ring_forward(q, k, v, group):
     rank, ranks = group.rank(), group.size()
@@ -442,6 +519,7 @@ def ring_forward(q, k, v, group):
         out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
         k, v = next_block
     return out, lse
+
 
 # %% wrong="ring_backward" fails="dk" why="forgets the last hop home: adds the sum of the next rank's keys"
 def ring_backward(dout, q, k, v, out, lse, group):
@@ -460,6 +538,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = home + travelling if ranks > 1 else home
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="dk" why="forgets the owner's own share"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -476,6 +555,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
         k, v = arriving.wait() if arriving else (k, v)
     dk, dv = collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
+
 
 # %% wrong="ring_backward" fails="dk" why="only the own share: no gradient travels"
 def ring_backward(dout, q, k, v, out, lse, group):
@@ -494,6 +574,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = home
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="dk" why="a share is passed on without adding one's own: right on two ranks"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -510,6 +591,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
         k, v = arriving.wait() if arriving else (k, v)
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
+
 
 # %% wrong="ring_backward" fails="dk" why="each share replaces the sum that came: right on two ranks"
 def ring_backward(dout, q, k, v, out, lse, group):
@@ -528,6 +610,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="dk" why="the mean over the ranks instead of the sum"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -545,6 +628,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = (home + collectives.rotate(travelling, group)) / ranks if ranks > 1 else home
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="dk" why="the own share begins the travelling sum and is added once more at home"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -561,6 +645,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
         k, v = arriving.wait() if arriving else (k, v)
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
+
 
 # %% wrong="ring_backward" fails="dk" why="sums of different blocks are added up: the sum waits a step too long"
 def ring_backward(dout, q, k, v, out, lse, group):
@@ -580,6 +665,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="dv" why="dv of the own block only; dk comes home"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -598,6 +684,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dv = home[1]
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="dq" why="dq of the last block only"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -614,6 +701,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
         k, v = arriving.wait() if arriving else (k, v)
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
+
 
 # %% wrong="ring_backward" fails="dq" why="the owner is counted the wrong way: right on two ranks"
 def ring_backward(dout, q, k, v, out, lse, group):
@@ -632,6 +720,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="dq" why="dq is summed over the ranks, as parameters' gradients are"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -649,6 +738,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return collectives.all_reduce(dq, group), dk, dv
 
+
 # %% wrong="ring_backward" fails="bytes on the wire" why="the owner's share travels too: one hop more"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -662,6 +752,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
         k, v = arriving.wait() if arriving else (k, v)
     dk, dv = collectives.rotate(travelling, group)
     return dq, dk, dv
+
 
 # %% wrong="ring_backward" fails="bytes on the wire" why="K and V make the last hop with the gradients, and come home as well"
 def ring_backward(dout, q, k, v, out, lse, group):
@@ -680,6 +771,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="bytes on the wire" why="all gradients of all blocks are kept and all-reduced"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -694,6 +786,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = collectives.all_reduce(every, group)[rank]
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="next rank only" why="all shares are kept and reduce-scattered at the end: the bytes are the same, the memory is not"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -707,6 +800,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
         k, v = arriving.wait() if arriving else (k, v)
     dk, dv = collectives.reduce_scatter(every, group)[0]
     return dq, dk, dv
+
 
 # %% wrong="ring_backward" fails="next rank only" why="each share is sent straight to the owner"
 def ring_backward(dout, q, k, v, out, lse, group):
@@ -724,11 +818,17 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = home
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="one block at a time" why="gathers all keys and values first"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
     dq, travelling = torch.zeros_like(q), None
-    every = list(zip(collectives.all_gather(k.unsqueeze(0), group), collectives.all_gather(v.unsqueeze(0), group)))
+    every = list(
+        zip(
+            collectives.all_gather(k.unsqueeze(0), group),
+            collectives.all_gather(v.unsqueeze(0), group),
+        )
+    )
     for step in range(ranks):
         (k, v), arriving = every[(rank - step) % ranks], None
         behind = collectives.rotate(travelling, group, async_op=True) if step > 1 else None
@@ -741,6 +841,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
         k, v = arriving.wait() if arriving else (k, v)
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
+
 
 # %% wrong="ring_backward" fails="one block at a time" why="K and V go round first, then gradients"
 def ring_backward(dout, q, k, v, out, lse, group):
@@ -762,6 +863,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="sent while computing" why="K and V are sent after computing"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -778,6 +880,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="one step behind" why="the sum waits until the share that it meets has been computed"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -793,6 +896,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
         k, v = arriving.wait() if arriving else (k, v)
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
+
 
 # %% wrong="ring_backward" fails="computing while it comes" why="the sum is waited for before its share is computed"
 def ring_backward(dout, q, k, v, out, lse, group):
@@ -811,6 +915,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
 
+
 # %% wrong="ring_backward" fails="computing while it comes" why="waits for the next block first, then computes with this one"
 def ring_backward(dout, q, k, v, out, lse, group):
     rank, ranks = group.rank(), group.size()
@@ -828,6 +933,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
     return dq, dk, dv
 
+
 # %% wrong="ulysses" fails="the output" why="each rank attends to its own tokens: no all-to-all at all"
 def ulysses(q, k, v, group):
     ranks = group.size()
@@ -836,6 +942,7 @@ def ulysses(q, k, v, group):
             raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
 
     return core(q, k, v)
+
 
 # %% wrong="ulysses" fails="the output" why="what comes is read as [B, H, ..]: heads and ranks are mixed"
 def ulysses(q, k, v, group):
@@ -846,11 +953,19 @@ def ulysses(q, k, v, group):
 
     def to_heads(x):
         pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2).unflatten(1, (-1, ranks)).movedim(2, 3).flatten(2, 3)
+        return (
+            collectives.all_to_all(pieces, group)
+            .movedim(0, 1)
+            .flatten(1, 2)
+            .unflatten(1, (-1, ranks))
+            .movedim(2, 3)
+            .flatten(2, 3)
+        )
 
     out = core(to_heads(q), to_heads(k), to_heads(v))
     pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
     return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
+
 
 # %% wrong="ulysses" fails="the output" why="tokens are dealt one by one: they come back to the wrong rank"
 def ulysses(q, k, v, group):
@@ -867,6 +982,7 @@ def ulysses(q, k, v, group):
     pieces = out.unflatten(2, (-1, ranks)).movedim(3, 0)
     return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
 
+
 # %% wrong="ulysses" fails="the output" why="heads are dealt one by one, and come back in another order"
 def ulysses(q, k, v, group):
     ranks = group.size()
@@ -882,6 +998,7 @@ def ulysses(q, k, v, group):
     pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
     return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
 
+
 # %% wrong="ulysses" fails="the output" why="off by one rank: the tokens begin with those of this rank"
 def ulysses(q, k, v, group):
     ranks = group.size()
@@ -891,11 +1008,14 @@ def ulysses(q, k, v, group):
 
     def to_heads(x):
         pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return collectives.all_to_all(pieces, group).roll(-group.rank(), 0).movedim(0, 2).flatten(2, 3)
+        return (
+            collectives.all_to_all(pieces, group).roll(-group.rank(), 0).movedim(0, 2).flatten(2, 3)
+        )
 
     out = core(to_heads(q), to_heads(k), to_heads(v))
     pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
     return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
+
 
 # %% wrong="ulysses" fails="the output" why="only the right neighbour is given its piece: only right on two ranks"
 def ulysses(q, k, v, group):
@@ -919,6 +1039,7 @@ def ulysses(q, k, v, group):
     pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
     return to_all(pieces).movedim(0, 1).flatten(1, 2)
 
+
 # %% wrong="ulysses" fails="bytes on the wire" why="gathers all tokens of all heads, and keeps its own heads"
 def ulysses(q, k, v, group):
     ranks = group.size()
@@ -933,6 +1054,7 @@ def ulysses(q, k, v, group):
     pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
     return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
 
+
 # %% wrong="ulysses" fails="bytes on the wire" why="the outputs are gathered: all tokens of all heads everywhere, of which a slice is kept"
 def ulysses(q, k, v, group):
     ranks = group.size()
@@ -946,6 +1068,7 @@ def ulysses(q, k, v, group):
 
     out = core(to_heads(q), to_heads(k), to_heads(v))
     return collectives.all_gather(out, group, 1).chunk(ranks, 2)[group.rank()].contiguous()
+
 
 # %% wrong="ulysses" fails="bytes on the wire" why="the outputs come back as a sum of terms that are zero but one"
 def ulysses(q, k, v, group):
@@ -963,6 +1086,7 @@ def ulysses(q, k, v, group):
     whole.chunk(ranks, 1)[group.rank()].copy_(out)
     return collectives.reduce_scatter(whole, group, 2)
 
+
 # %% wrong="ulysses" fails="bytes on the wire" why="K/V heads are copied for every query head before they travel"
 def ulysses(q, k, v, group):
     ranks = group.size()
@@ -979,9 +1103,11 @@ def ulysses(q, k, v, group):
     pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
     return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
 
+
 # %% wrong="ulysses" fails="no error" why="heads are not looked at: they are cut anyhow"
 def ulysses(q, k, v, group):
     ranks = group.size()
+
     def to_heads(x):
         pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
         return collectives.all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
@@ -990,9 +1116,11 @@ def ulysses(q, k, v, group):
     pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
     return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
 
+
 # %% wrong="ulysses" fails="refused before sending" why="k and v are looked at when q is gone"
 def ulysses(q, k, v, group):
     ranks = group.size()
+
     def to_heads(x):
         if x.size(1) % ranks:
             raise ValueError(f"{x.size(1)} heads on {ranks} ranks")
@@ -1002,6 +1130,7 @@ def ulysses(q, k, v, group):
     out = core(to_heads(q), to_heads(k), to_heads(v))
     pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
     return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
+
 
 # %% wrong="ulysses" fails="a refusal" why="with heads that do not divide every rank attends to its own tokens"
 def ulysses(q, k, v, group):
@@ -1018,6 +1147,7 @@ def ulysses(q, k, v, group):
     pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
     return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
 
+
 # %% wrong="ulysses" fails="no refusal without need" why="refuses fewer K/V heads than heads"
 def ulysses(q, k, v, group):
     ranks = group.size()
@@ -1033,6 +1163,7 @@ def ulysses(q, k, v, group):
     pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
     return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
 
+
 # %% wrong="elements_sent" fails="forward, ring" why="blocks of all heads: grouped K/V heads are forgotten"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
     ranks = u * r
@@ -1044,7 +1175,11 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = 2 * (tokens // ranks) * heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, ring" why="n hops instead of n-1"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1057,7 +1192,11 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = 2 * (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, ring" why="K is sent, V forgotten"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1070,7 +1209,11 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="backward, ring" why="dK and dV do not travel"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1085,6 +1228,7 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
     block = 2 * (tokens // ranks) * kv_heads * width
     return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + (turn - 1) * block}
 
+
 # %% wrong="elements_sent" fails="backward, ring" why="only gradients travel in backward, and one hop more: the own share too"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
     ranks = u * r
@@ -1098,7 +1242,11 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
     block = 2 * (tokens // ranks) * kv_heads * width
     if way == "ring" and ranks > 1:
         return {"forward": (turn - 1) * block, "backward": (2 * turn - 1) * block}
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, ulysses" why="the output is not brought back"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1111,7 +1259,11 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = 2 * (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, ulysses" why="everything leaves: a rank's own piece is counted too"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1122,9 +1274,15 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
     deal, turn = {"ring": (1, ranks), "ulysses": (ranks, 1), "hybrid": (u, r)}[way]
     if heads % deal or kv_heads % deal:
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
-    exchanged = (deal if deal > 1 else 0) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
+    exchanged = (
+        (deal if deal > 1 else 0) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
+    )
     block = 2 * (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, ulysses" why="each rank has all N tokens of all heads: P times too much"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1135,9 +1293,19 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
     deal, turn = {"ring": (1, ranks), "ulysses": (ranks, 1), "hybrid": (u, r)}[way]
     if heads % deal or kv_heads % deal:
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
-    exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens if way == 'ulysses' else tokens // ranks) * width
+    exchanged = (
+        (deal - 1)
+        * (2 * heads + 2 * kv_heads)
+        // deal
+        * (tokens if way == "ulysses" else tokens // ranks)
+        * width
+    )
     block = 2 * (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, megatron" why="activations of N/P tokens"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1150,7 +1318,11 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = 2 * (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, megatron" why="attention alone, without the MLP"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1163,7 +1335,11 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = 2 * (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, hybrid" why="a hop of the ring is said to be u times as heavy, as there are u times the tokens"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1176,7 +1352,11 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = 2 * (tokens // turn) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="forward, hybrid" why="the ring goes over all ranks"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1189,7 +1369,11 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = 2 * (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="a refusal, ulysses" why="copies K/V heads and says nothing"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1202,7 +1386,11 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = 2 * (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="no refusal without need, hybrid" why="the heads have to divide over all ranks"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1211,11 +1399,15 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         sent = 4 * (ranks - 1) * (tokens // ranks) * heads * width
         return {"forward": sent, "backward": sent}
     deal, turn = {"ring": (1, ranks), "ulysses": (ranks, 1), "hybrid": (u, r)}[way]
-    if way != 'ring' and (heads % ranks or kv_heads % ranks):
+    if way != "ring" and (heads % ranks or kv_heads % ranks):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = 2 * (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="no refusal without need, ring" why="every way is refused when the heads do not divide"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1228,7 +1420,11 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = 2 * (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="whole numbers" why="divides with /"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1241,7 +1437,11 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) / deal * (tokens // ranks) * width
     block = 2 * (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }
+
 
 # %% wrong="elements_sent" fails="backward, megatron" why="what was gathered is gathered once more"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
@@ -1254,4 +1454,7 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
         raise ValueError(f"{heads} heads and {kv_heads} K/V heads cannot be dealt to {deal} ranks")
     exchanged = (deal - 1) * (2 * heads + 2 * kv_heads) // deal * (tokens // ranks) * width
     block = 2 * (tokens // ranks) * kv_heads * width
-    return {"forward": exchanged + (turn - 1) * block, "backward": exchanged + 2 * (turn - 1) * block}
+    return {
+        "forward": exchanged + (turn - 1) * block,
+        "backward": exchanged + 2 * (turn - 1) * block,
+    }

@@ -1,6 +1,10 @@
 # %% wrong="gpipe" fails="in the order of the microbatches" why="backwards from the last microbatch to the first"
 def gpipe(p, m):
-    return [[F(rank, i) for i in range(m)] + [B(rank, i) for i in reversed(range(m))] for rank in range(p)]
+    return [
+        [F(rank, i) for i in range(m)] + [B(rank, i) for i in reversed(range(m))]
+        for rank in range(p)
+    ]
+
 
 def held(lists):
     peaks = []
@@ -11,11 +15,13 @@ def held(lists):
             most = max(most, now)
         peaks.append(most)
     return peaks
+
 
 # %% wrong="gpipe" fails="forwards first" why="each forward is followed by its backward"
 def gpipe(p, m):
     return [[action for i in range(m) for action in (F(rank, i), B(rank, i))] for rank in range(p)]
 
+
 def held(lists):
     peaks = []
     for own in lists:
@@ -25,11 +31,13 @@ def held(lists):
             most = max(most, now)
         peaks.append(most)
     return peaks
+
 
 # %% wrong="gpipe" fails="every action once" why="all ranks do stage 0"
 def gpipe(p, m):
     return [[F(0, i) for i in range(m)] + [B(0, i) for i in range(m)] for rank in range(p)]
 
+
 def held(lists):
     peaks = []
     for own in lists:
@@ -39,10 +47,15 @@ def held(lists):
             most = max(most, now)
         peaks.append(most)
     return peaks
+
 
 # %% wrong="gpipe" fails="every action once" why="microbatches from 1 on"
 def gpipe(p, m):
-    return [[F(rank, i) for i in range(1, m + 1)] + [B(rank, i) for i in range(1, m + 1)] for rank in range(p)]
+    return [
+        [F(rank, i) for i in range(1, m + 1)] + [B(rank, i) for i in range(1, m + 1)]
+        for rank in range(p)
+    ]
+
 
 def held(lists):
     peaks = []
@@ -53,11 +66,13 @@ def held(lists):
             most = max(most, now)
         peaks.append(most)
     return peaks
+
 
 # %% wrong="gpipe" fails="a forward before its backward" why="backwards first"
 def gpipe(p, m):
     return [[B(rank, i) for i in range(m)] + [F(rank, i) for i in range(m)] for rank in range(p)]
 
+
 def held(lists):
     peaks = []
     for own in lists:
@@ -67,10 +82,14 @@ def held(lists):
             most = max(most, now)
         peaks.append(most)
     return peaks
+
 
 # %% wrong="gpipe" fails="a list for each rank" why="a list for each microbatch"
 def gpipe(p, m):
-    return [[F(rank, i) for rank in range(p)] + [B(rank, i) for rank in range(p)] for i in range(m + 1)]
+    return [
+        [F(rank, i) for rank in range(p)] + [B(rank, i) for rank in range(p)] for i in range(m + 1)
+    ]
+
 
 def held(lists):
     peaks = []
@@ -81,17 +100,21 @@ def held(lists):
             most = max(most, now)
         peaks.append(most)
     return peaks
+
 
 # %% wrong="gpipe" fails="the most at any time" why="all forwards are counted, whatever is given back"
 def gpipe(p, m):
     return [[F(rank, i) for i in range(m)] + [B(rank, i) for i in range(m)] for rank in range(p)]
 
+
 def held(lists):
     return [sum(kind == "F" for kind, _, _ in own) for own in lists]
+
 
 # %% wrong="gpipe" fails="the most at any time" why="what is held before the first backward, not later"
 def gpipe(p, m):
     return [[F(rank, i) for i in range(m)] + [B(rank, i) for i in range(m)] for rank in range(p)]
+
 
 def held(lists):
     peaks = []
@@ -100,9 +123,11 @@ def held(lists):
         peaks.append(kinds.index("B") if "B" in kinds else len(kinds))
     return peaks
 
+
 # %% wrong="gpipe" fails="the most at any time" why="what is held after a backward only"
 def gpipe(p, m):
     return [[F(rank, i) for i in range(m)] + [B(rank, i) for i in range(m)] for rank in range(p)]
+
 
 def held(lists):
     peaks = []
@@ -114,9 +139,11 @@ def held(lists):
         peaks.append(most)
     return peaks
 
+
 # %% wrong="gpipe" fails="the most at any time" why="what is held at the end"
 def gpipe(p, m):
     return [[F(rank, i) for i in range(m)] + [B(rank, i) for i in range(m)] for rank in range(p)]
+
 
 def held(lists):
     peaks = []
@@ -128,9 +155,11 @@ def held(lists):
         peaks.append(now)
     return peaks
 
+
 # %% wrong="one_f_one_b" fails="forwards before the first backward" why="off by one: the warm-up without the forward that follows it"
 def before_backward(rank, p, m):
     return min(p - rank - 1, m)
+
 
 def one_f_one_b(p, m):
     lists = []
@@ -141,11 +170,13 @@ def one_f_one_b(p, m):
             own += [B(rank, i), F(rank, first + i)]
         lists.append(own + [B(rank, i) for i in range(m - first, m)])
     return lists
+
 
 # %% wrong="one_f_one_b" fails="forwards before the first backward" why="the first rank has fewest, the last most"
 def before_backward(rank, p, m):
     return min(rank + 1, m)
 
+
 def one_f_one_b(p, m):
     lists = []
     for rank in range(p):
@@ -155,11 +186,13 @@ def one_f_one_b(p, m):
             own += [B(rank, i), F(rank, first + i)]
         lists.append(own + [B(rank, i) for i in range(m - first, m)])
     return lists
+
 
 # %% wrong="one_f_one_b" fails="forwards before the first backward" why="every rank holds p"
 def before_backward(rank, p, m):
     return min(p, m)
 
+
 def one_f_one_b(p, m):
     lists = []
     for rank in range(p):
@@ -169,11 +202,13 @@ def one_f_one_b(p, m):
             own += [B(rank, i), F(rank, first + i)]
         lists.append(own + [B(rank, i) for i in range(m - first, m)])
     return lists
+
 
 # %% wrong="one_f_one_b" fails="no more than there are" why="fewer microbatches than ranks are not thought of"
 def before_backward(rank, p, m):
     return p - rank
 
+
 def one_f_one_b(p, m):
     lists = []
     for rank in range(p):
@@ -183,11 +218,13 @@ def one_f_one_b(p, m):
             own += [B(rank, i), F(rank, first + i)]
         lists.append(own + [B(rank, i) for i in range(m - first, m)])
     return lists
+
 
 # %% wrong="one_f_one_b" fails="forwards before the first backward" why="one too many"
 def before_backward(rank, p, m):
     return min(p - rank + 1, m)
 
+
 def one_f_one_b(p, m):
     lists = []
     for rank in range(p):
@@ -198,9 +235,11 @@ def one_f_one_b(p, m):
         lists.append(own + [B(rank, i) for i in range(m - first, m)])
     return lists
 
+
 # %% wrong="one_f_one_b" fails="every action once" why="the backwards that are left are missing"
 def before_backward(rank, p, m):
     return min(p - rank, m)
+
 
 def one_f_one_b(p, m):
     lists = []
@@ -212,9 +251,11 @@ def one_f_one_b(p, m):
         lists.append(own)
     return lists
 
+
 # %% wrong="one_f_one_b" fails="every action once" why="stages run with more microbatches than there are, if m is below p"
 def before_backward(rank, p, m):
     return min(p - rank, m)
+
 
 def one_f_one_b(p, m):
     lists = []
@@ -226,9 +267,11 @@ def one_f_one_b(p, m):
         lists.append(own + [B(rank, i) for i in range(m - first, m)])
     return lists
 
+
 # %% wrong="one_f_one_b" fails="forwards ahead" why="all ranks as many as the first"
 def before_backward(rank, p, m):
     return min(p - rank, m)
+
 
 def one_f_one_b(p, m):
     lists = []
@@ -240,9 +283,11 @@ def one_f_one_b(p, m):
         lists.append(own + [B(rank, i) for i in range(m - first, m)])
     return lists
 
+
 # %% wrong="one_f_one_b" fails="a forward before its backward" why="off by one, so that the last rank begins with a backward"
 def before_backward(rank, p, m):
     return min(p - rank, m)
+
 
 def one_f_one_b(p, m):
     lists = []
@@ -254,9 +299,11 @@ def one_f_one_b(p, m):
         lists.append(own + [B(rank, i) for i in range(m - first, m)])
     return lists
 
+
 # %% wrong="one_f_one_b" fails="forwards ahead" why="all forwards first: GPipe"
 def before_backward(rank, p, m):
     return min(p - rank, m)
+
 
 def one_f_one_b(p, m):
     lists = []
@@ -268,9 +315,11 @@ def one_f_one_b(p, m):
         lists.append(own + [B(rank, i) for i in range(m - first, m)])
     return lists
 
+
 # %% wrong="one_f_one_b" fails="one forward, one backward" why="two forwards and two backwards take turns"
 def before_backward(rank, p, m):
     return min(p - rank, m)
+
 
 def one_f_one_b(p, m):
     lists = []
@@ -279,14 +328,20 @@ def one_f_one_b(p, m):
         own = [F(rank, i) for i in range(first)]
         rest = [(B(rank, i), F(rank, first + i)) for i in range(m - first)]
         for i in range(0, len(rest), 2):
-            pair = rest[i:i + 2]
-            own += [b for b, _ in pair] + [f for _, f in pair] if first > 1 else [action for turn in pair for action in turn]
+            pair = rest[i : i + 2]
+            own += (
+                [b for b, _ in pair] + [f for _, f in pair]
+                if first > 1
+                else [action for turn in pair for action in turn]
+            )
         lists.append(own + [B(rank, i) for i in range(m - first, m)])
     return lists
+
 
 # %% wrong="one_f_one_b" fails="the order of stages and microbatches" why="the latest microbatch goes backward first, as on a stack"
 def before_backward(rank, p, m):
     return min(p - rank, m)
+
 
 def one_f_one_b(p, m):
     lists = []
@@ -300,14 +355,17 @@ def one_f_one_b(p, m):
         lists.append(own + [B(rank, i) for i in reversed(waiting)])
     return lists
 
+
 # %% wrong="interleaved" fails="stages of this rank" why="a rank has v stages in a row"
 def forward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return rank * v + place // p, rounds * p + place % p
 
+
 def backward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return (v - 1 - place // p) * p + rank, rounds * p + place % p
+
 
 def interleaved(p, m, v):
     lists = []
@@ -318,15 +376,18 @@ def interleaved(p, m, v):
             own += [F(*forward_of(first + k, rank, p, v)), B(*backward_of(k, rank, p, v))]
         lists.append(own + [B(*backward_of(k, rank, p, v)) for k in range(m * v - first, m * v)])
     return lists
+
 
 # %% wrong="interleaved" fails="the stage of a forward" why="chunk after chunk for each microbatch"
 def forward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return place % v * p + rank, rounds * p + place // v
 
+
 def backward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return (v - 1 - place // p) * p + rank, rounds * p + place % p
+
 
 def interleaved(p, m, v):
     lists = []
@@ -337,15 +398,18 @@ def interleaved(p, m, v):
             own += [F(*forward_of(first + k, rank, p, v)), B(*backward_of(k, rank, p, v))]
         lists.append(own + [B(*backward_of(k, rank, p, v)) for k in range(m * v - first, m * v)])
     return lists
+
 
 # %% wrong="interleaved" fails="the stage of a forward" why="rounds are forgotten, so that stages go on for ever"
 def forward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return k // p * p + rank, k % p
 
+
 def backward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return (v - 1 - place // p) * p + rank, rounds * p + place % p
+
 
 def interleaved(p, m, v):
     lists = []
@@ -356,15 +420,18 @@ def interleaved(p, m, v):
             own += [F(*forward_of(first + k, rank, p, v)), B(*backward_of(k, rank, p, v))]
         lists.append(own + [B(*backward_of(k, rank, p, v)) for k in range(m * v - first, m * v)])
     return lists
+
 
 # %% wrong="interleaved" fails="the microbatch of a forward" why="every round has the first p microbatches"
 def forward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return place // p * p + rank, place % p
 
+
 def backward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return (v - 1 - place // p) * p + rank, rounds * p + place % p
+
 
 def interleaved(p, m, v):
     lists = []
@@ -375,15 +442,18 @@ def interleaved(p, m, v):
             own += [F(*forward_of(first + k, rank, p, v)), B(*backward_of(k, rank, p, v))]
         lists.append(own + [B(*backward_of(k, rank, p, v)) for k in range(m * v - first, m * v)])
     return lists
+
 
 # %% wrong="interleaved" fails="the stage of a backward" why="backwards begin with the first chunk"
 def forward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return place // p * p + rank, rounds * p + place % p
 
+
 def backward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return place // p * p + rank, rounds * p + place % p
+
 
 def interleaved(p, m, v):
     lists = []
@@ -394,15 +464,18 @@ def interleaved(p, m, v):
             own += [F(*forward_of(first + k, rank, p, v)), B(*backward_of(k, rank, p, v))]
         lists.append(own + [B(*backward_of(k, rank, p, v)) for k in range(m * v - first, m * v)])
     return lists
+
 
 # %% wrong="interleaved" fails="the microbatch of a backward" why="backwards take microbatches from the last to the first"
 def forward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return place // p * p + rank, rounds * p + place % p
 
+
 def backward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return (v - 1 - place // p) * p + rank, rounds * p + p - 1 - place % p
+
 
 def interleaved(p, m, v):
     lists = []
@@ -414,14 +487,17 @@ def interleaved(p, m, v):
         lists.append(own + [B(*backward_of(k, rank, p, v)) for k in range(m * v - first, m * v)])
     return lists
 
+
 # %% wrong="interleaved" fails="forwards ahead" why="ahead without the factor of 2: right while messages take no time"
 def forward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return place // p * p + rank, rounds * p + place % p
 
+
 def backward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return (v - 1 - place // p) * p + rank, rounds * p + place % p
+
 
 def interleaved(p, m, v):
     lists = []
@@ -433,14 +509,17 @@ def interleaved(p, m, v):
         lists.append(own + [B(*backward_of(k, rank, p, v)) for k in range(m * v - first, m * v)])
     return lists
 
+
 # %% wrong="interleaved" fails="a forward before its backward" why="ahead as in 1F1B, chunks are forgotten"
 def forward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return place // p * p + rank, rounds * p + place % p
 
+
 def backward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return (v - 1 - place // p) * p + rank, rounds * p + place % p
+
 
 def interleaved(p, m, v):
     lists = []
@@ -452,14 +531,17 @@ def interleaved(p, m, v):
         lists.append(own + [B(*backward_of(k, rank, p, v)) for k in range(m * v - first, m * v)])
     return lists
 
+
 # %% wrong="interleaved" fails="forwards ahead" why="a whole round ahead beyond it"
 def forward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return place // p * p + rank, rounds * p + place % p
 
+
 def backward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return (v - 1 - place // p) * p + rank, rounds * p + place % p
+
 
 def interleaved(p, m, v):
     lists = []
@@ -471,14 +553,17 @@ def interleaved(p, m, v):
         lists.append(own + [B(*backward_of(k, rank, p, v)) for k in range(m * v - first, m * v)])
     return lists
 
+
 # %% wrong="interleaved" fails="every action once" why="the backwards that are left are missing"
 def forward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return place // p * p + rank, rounds * p + place % p
 
+
 def backward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return (v - 1 - place // p) * p + rank, rounds * p + place % p
+
 
 def interleaved(p, m, v):
     lists = []
@@ -490,14 +575,17 @@ def interleaved(p, m, v):
         lists.append(own)
     return lists
 
+
 # %% wrong="interleaved" fails="every action once" why="more forwards ahead than there are"
 def forward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return place // p * p + rank, rounds * p + place % p
 
+
 def backward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return (v - 1 - place // p) * p + rank, rounds * p + place % p
+
 
 def interleaved(p, m, v):
     lists = []
@@ -509,14 +597,17 @@ def interleaved(p, m, v):
         lists.append(own + [B(*backward_of(k, rank, p, v)) for k in range(m * v - first, m * v)])
     return lists
 
+
 # %% wrong="interleaved" fails="a forward before its backward" why="the backward comes first in each turn"
 def forward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return place // p * p + rank, rounds * p + place % p
 
+
 def backward_of(k, rank, p, v):
     rounds, place = divmod(k, p * v)
     return (v - 1 - place // p) * p + rank, rounds * p + place % p
+
 
 def interleaved(p, m, v):
     lists = []
@@ -527,6 +618,7 @@ def interleaved(p, m, v):
             own += [B(*backward_of(k, rank, p, v)), F(*forward_of(first + k, rank, p, v))]
         lists.append(own + [B(*backward_of(k, rank, p, v)) for k in range(m * v - first, m * v)])
     return lists
+
 
 # %% wrong="with_messages" fails="first sent, first received" why="what is needed is received right before its use, whatever was sent first"
 def with_messages(lists):
@@ -557,6 +649,7 @@ def with_messages(lists):
         programs.append(program)
     return programs
 
+
 # %% wrong="with_messages" fails="no rank waits for ever" why="all receives at the beginning"
 def with_messages(lists):
     place = {stage: rank for rank, own in enumerate(lists) for _, stage, _ in own}
@@ -586,8 +679,12 @@ def with_messages(lists):
             user = neighbour(kind, stage, 1)
             if user is not None:
                 program.append(("send", kind, stage, i, place[user]))
-        programs.append([step for step in program if step[0] == "receive"] + [step for step in program if step[0] != "receive"])
+        programs.append(
+            [step for step in program if step[0] == "receive"]
+            + [step for step in program if step[0] != "receive"]
+        )
     return programs
+
 
 # %% wrong="with_messages" fails="no rank waits for ever" why="all sends at the end"
 def with_messages(lists):
@@ -618,8 +715,12 @@ def with_messages(lists):
             user = neighbour(kind, stage, 1)
             if user is not None:
                 program.append(("send", kind, stage, i, place[user]))
-        programs.append([step for step in program if step[0] != "send"] + [step for step in program if step[0] == "send"])
+        programs.append(
+            [step for step in program if step[0] != "send"]
+            + [step for step in program if step[0] == "send"]
+        )
     return programs
+
 
 # %% wrong="with_messages" fails="only what is needed is sent" why="neighbouring stages on one rank send to each other"
 def with_messages(lists):
@@ -653,6 +754,7 @@ def with_messages(lists):
         programs.append(program)
     return programs
 
+
 # %% wrong="with_messages" fails="only what is needed is sent" why="to the next rank, wherever the next stage is"
 def with_messages(lists):
     place = {stage: rank for rank, own in enumerate(lists) for _, stage, _ in own}
@@ -684,6 +786,7 @@ def with_messages(lists):
                 program.append(("send", kind, stage, i, rank + 1 if kind == "F" else rank - 1))
         programs.append(program)
     return programs
+
 
 # %% wrong="with_messages" fails="each message is sent once" why="gradients are forgotten"
 def with_messages(lists):
@@ -717,6 +820,7 @@ def with_messages(lists):
         programs.append(program)
     return programs
 
+
 # %% wrong="with_messages" fails="sent when it is there" why="a send in front of its action"
 def with_messages(lists):
     place = {stage: rank for rank, own in enumerate(lists) for _, stage, _ in own}
@@ -749,6 +853,7 @@ def with_messages(lists):
         programs.append(program)
     return programs
 
+
 # %% wrong="with_messages" fails="received before it is used" why="a receive behind the action that uses it"
 def with_messages(lists):
     place = {stage: rank for rank, own in enumerate(lists) for _, stage, _ in own}
@@ -780,6 +885,7 @@ def with_messages(lists):
                 program.append(("send", kind, stage, i, place[user]))
         programs.append(program)
     return programs
+
 
 # %% wrong="with_messages" fails="first sent, first received" why="received in the order of the microbatches"
 def with_messages(lists):
@@ -814,6 +920,7 @@ def with_messages(lists):
                 program.append(("send", kind, stage, i, place[user]))
         programs.append(program)
     return programs
+
 
 # %% wrong="with_messages" fails="each message is received once" why="what was received early is received again when it is used"
 def with_messages(lists):
@@ -851,6 +958,7 @@ def with_messages(lists):
         programs.append(program)
     return programs
 
+
 # %% wrong="with_messages" fails="actions keep their order" why="actions are put in an order in which messages come"
 def with_messages(lists):
     place = {stage: rank for rank, own in enumerate(lists) for _, stage, _ in own}
@@ -883,6 +991,7 @@ def with_messages(lists):
         programs.append(program)
     return programs
 
+
 # %% wrong="simulate" fails="as soon as it can start" why="messages take time inside a rank as well"
 def simulate(lists, costs):
     place = {action: rank for rank, own in enumerate(lists) for action in own}
@@ -907,6 +1016,7 @@ def simulate(lists, costs):
     makespan = max(free)
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     return starts, makespan, 1 - Fraction(work, len(lists) * makespan)
+
 
 # %% wrong="simulate" fails="not before it can start" why="messages take no time"
 def simulate(lists, costs):
@@ -933,6 +1043,7 @@ def simulate(lists, costs):
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     return starts, makespan, 1 - Fraction(work, len(lists) * makespan)
 
+
 # %% wrong="simulate" fails="not before it can start" why="a backward waits for its own forward only"
 def simulate(lists, costs):
     place = {action: rank for rank, own in enumerate(lists) for action in own}
@@ -947,7 +1058,15 @@ def simulate(lists, costs):
                 needs = [before for before in needs if before in place]
                 if any(before not in ends for before in needs):
                     break
-                start = max([free[rank], *(ends[before] + (costs["send"] if place[before] != rank else 0) for before in needs)])
+                start = max(
+                    [
+                        free[rank],
+                        *(
+                            ends[before] + (costs["send"] if place[before] != rank else 0)
+                            for before in needs
+                        ),
+                    ]
+                )
                 starts[rank].append(start)
                 ends[action] = free[rank] = start + costs[kind]
                 moved = True
@@ -957,6 +1076,7 @@ def simulate(lists, costs):
     makespan = max(free)
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     return starts, makespan, 1 - Fraction(work, len(lists) * makespan)
+
 
 # %% wrong="simulate" fails="not before it can start" why="a rank may do several things at once"
 def simulate(lists, costs):
@@ -972,7 +1092,15 @@ def simulate(lists, costs):
                 needs = [before for before in needs if before in place]
                 if any(before not in ends for before in needs):
                     break
-                start = max([0, *(ends[before] + (costs["send"] if place[before] != rank else 0) for before in needs)])
+                start = max(
+                    [
+                        0,
+                        *(
+                            ends[before] + (costs["send"] if place[before] != rank else 0)
+                            for before in needs
+                        ),
+                    ]
+                )
                 starts[rank].append(start)
                 ends[action] = free[rank] = start + costs[kind]
                 moved = True
@@ -982,6 +1110,7 @@ def simulate(lists, costs):
     makespan = max(free)
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     return starts, makespan, 1 - Fraction(work, len(lists) * makespan)
+
 
 # %% wrong="simulate" fails="not before it can start" why="a backward takes as long as a forward"
 def simulate(lists, costs):
@@ -997,9 +1126,17 @@ def simulate(lists, costs):
                 needs = [before for before in needs if before in place]
                 if any(before not in ends for before in needs):
                     break
-                start = max([free[rank], *(ends[before] + (costs["send"] if place[before] != rank else 0) for before in needs)])
+                start = max(
+                    [
+                        free[rank],
+                        *(
+                            ends[before] + (costs["send"] if place[before] != rank else 0)
+                            for before in needs
+                        ),
+                    ]
+                )
                 starts[rank].append(start)
-                ends[action] = free[rank] = start + costs['F']
+                ends[action] = free[rank] = start + costs["F"]
                 moved = True
     stuck = [rank for rank, own in enumerate(lists) if len(starts[rank]) < len(own)]
     if stuck:
@@ -1007,6 +1144,7 @@ def simulate(lists, costs):
     makespan = max(free)
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     return starts, makespan, 1 - Fraction(work, len(lists) * makespan)
+
 
 # %% wrong="simulate" fails="the makespan" why="the end of the first rank's last action: others may end later"
 def simulate(lists, costs):
@@ -1022,7 +1160,15 @@ def simulate(lists, costs):
                 needs = [before for before in needs if before in place]
                 if any(before not in ends for before in needs):
                     break
-                start = max([free[rank], *(ends[before] + (costs["send"] if place[before] != rank else 0) for before in needs)])
+                start = max(
+                    [
+                        free[rank],
+                        *(
+                            ends[before] + (costs["send"] if place[before] != rank else 0)
+                            for before in needs
+                        ),
+                    ]
+                )
                 starts[rank].append(start)
                 ends[action] = free[rank] = start + costs[kind]
                 moved = True
@@ -1032,6 +1178,7 @@ def simulate(lists, costs):
     makespan = free[-1]
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     return starts, makespan, 1 - Fraction(work, len(lists) * makespan)
+
 
 # %% wrong="simulate" fails="as soon as it can start" why="all ranks move in step: nobody begins before the longest of each slot has ended"
 def simulate(lists, costs):
@@ -1047,9 +1194,17 @@ def simulate(lists, costs):
                 needs = [before for before in needs if before in place]
                 if any(before not in ends for before in needs):
                     break
-                start = max([free[rank], *(ends[before] + (costs["send"] if place[before] != rank else 0) for before in needs)])
+                start = max(
+                    [
+                        free[rank],
+                        *(
+                            ends[before] + (costs["send"] if place[before] != rank else 0)
+                            for before in needs
+                        ),
+                    ]
+                )
                 starts[rank].append(start)
-                ends[action] = free[rank] = start + max(costs['F'], costs['B'])
+                ends[action] = free[rank] = start + max(costs["F"], costs["B"])
                 moved = True
     stuck = [rank for rank, own in enumerate(lists) if len(starts[rank]) < len(own)]
     if stuck:
@@ -1057,6 +1212,7 @@ def simulate(lists, costs):
     makespan = max(free)
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     return starts, makespan, 1 - Fraction(work, len(lists) * makespan)
+
 
 # %% wrong="simulate" fails="the bubble" why="idle time per work"
 def simulate(lists, costs):
@@ -1072,7 +1228,15 @@ def simulate(lists, costs):
                 needs = [before for before in needs if before in place]
                 if any(before not in ends for before in needs):
                     break
-                start = max([free[rank], *(ends[before] + (costs["send"] if place[before] != rank else 0) for before in needs)])
+                start = max(
+                    [
+                        free[rank],
+                        *(
+                            ends[before] + (costs["send"] if place[before] != rank else 0)
+                            for before in needs
+                        ),
+                    ]
+                )
                 starts[rank].append(start)
                 ends[action] = free[rank] = start + costs[kind]
                 moved = True
@@ -1082,6 +1246,7 @@ def simulate(lists, costs):
     makespan = max(free)
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     return starts, makespan, Fraction(len(lists) * makespan - work, work)
+
 
 # %% wrong="simulate" fails="the bubble" why="idle time of each rank up to its own last end"
 def simulate(lists, costs):
@@ -1097,7 +1262,15 @@ def simulate(lists, costs):
                 needs = [before for before in needs if before in place]
                 if any(before not in ends for before in needs):
                     break
-                start = max([free[rank], *(ends[before] + (costs["send"] if place[before] != rank else 0) for before in needs)])
+                start = max(
+                    [
+                        free[rank],
+                        *(
+                            ends[before] + (costs["send"] if place[before] != rank else 0)
+                            for before in needs
+                        ),
+                    ]
+                )
                 starts[rank].append(start)
                 ends[action] = free[rank] = start + costs[kind]
                 moved = True
@@ -1107,6 +1280,7 @@ def simulate(lists, costs):
     makespan = max(free)
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     return starts, makespan, 1 - Fraction(work, sum(free))
+
 
 # %% wrong="simulate" fails="the bubble" why="the formula (p-1)/(m+p-1), whatever the lists"
 def simulate(lists, costs):
@@ -1122,7 +1296,15 @@ def simulate(lists, costs):
                 needs = [before for before in needs if before in place]
                 if any(before not in ends for before in needs):
                     break
-                start = max([free[rank], *(ends[before] + (costs["send"] if place[before] != rank else 0) for before in needs)])
+                start = max(
+                    [
+                        free[rank],
+                        *(
+                            ends[before] + (costs["send"] if place[before] != rank else 0)
+                            for before in needs
+                        ),
+                    ]
+                )
                 starts[rank].append(start)
                 ends[action] = free[rank] = start + costs[kind]
                 moved = True
@@ -1133,6 +1315,7 @@ def simulate(lists, costs):
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     p, m = len(lists), len({i for own in lists for _, _, i in own})
     return starts, makespan, Fraction(p - 1, m + p - 1)
+
 
 # %% wrong="simulate" fails="an exact fraction" why="a float"
 def simulate(lists, costs):
@@ -1148,7 +1331,15 @@ def simulate(lists, costs):
                 needs = [before for before in needs if before in place]
                 if any(before not in ends for before in needs):
                     break
-                start = max([free[rank], *(ends[before] + (costs["send"] if place[before] != rank else 0) for before in needs)])
+                start = max(
+                    [
+                        free[rank],
+                        *(
+                            ends[before] + (costs["send"] if place[before] != rank else 0)
+                            for before in needs
+                        ),
+                    ]
+                )
                 starts[rank].append(start)
                 ends[action] = free[rank] = start + costs[kind]
                 moved = True
@@ -1158,6 +1349,7 @@ def simulate(lists, costs):
     makespan = max(free)
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     return starts, makespan, 1 - work / (len(lists) * makespan)
+
 
 # %% wrong="simulate" fails="the bubble" why="the rank that waits most"
 def simulate(lists, costs):
@@ -1173,7 +1365,15 @@ def simulate(lists, costs):
                 needs = [before for before in needs if before in place]
                 if any(before not in ends for before in needs):
                     break
-                start = max([free[rank], *(ends[before] + (costs["send"] if place[before] != rank else 0) for before in needs)])
+                start = max(
+                    [
+                        free[rank],
+                        *(
+                            ends[before] + (costs["send"] if place[before] != rank else 0)
+                            for before in needs
+                        ),
+                    ]
+                )
                 starts[rank].append(start)
                 ends[action] = free[rank] = start + costs[kind]
                 moved = True
@@ -1183,6 +1383,7 @@ def simulate(lists, costs):
     makespan = max(free)
     work = len(lists) * min(sum(costs[kind] for kind, _, _ in own[:1]) for own in lists)
     return starts, makespan, 1 - Fraction(work, len(lists) * makespan)
+
 
 # %% wrong="simulate" fails="a refusal" why="ranks that wait for ever are left where they are"
 def simulate(lists, costs):
@@ -1198,7 +1399,15 @@ def simulate(lists, costs):
                 needs = [before for before in needs if before in place]
                 if any(before not in ends for before in needs):
                     break
-                start = max([free[rank], *(ends[before] + (costs["send"] if place[before] != rank else 0) for before in needs)])
+                start = max(
+                    [
+                        free[rank],
+                        *(
+                            ends[before] + (costs["send"] if place[before] != rank else 0)
+                            for before in needs
+                        ),
+                    ]
+                )
                 starts[rank].append(start)
                 ends[action] = free[rank] = start + costs[kind]
                 moved = True

@@ -11,6 +11,7 @@ Raises ValueError in one line where a core by tiles is given a bias that is no A
 of other heads than it has.
 Press et al. 2021, arXiv:2108.12409, section 3. Differs: distances come from positions, where theirs are made once for a length.
 """
+
 from __future__ import annotations
 
 import math
@@ -39,8 +40,10 @@ class Alibi(NamedTuple):
 
     def between(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Places `[.., Tq]` and `[.., Tk]` -> what is added to their scores, `[.., H, Tq, Tk]`, in at least float32."""
-        distance = keys.unsqueeze(-2) - queries.unsqueeze(-1)                                     # <= 0 for what a query sees
-        slopes = self.slopes.to(torch.promote_types(self.slopes.dtype, torch.float32))            # 1001/256 is no bfloat16
+        distance = keys.unsqueeze(-2) - queries.unsqueeze(-1)  # <= 0 for what a query sees
+        slopes = self.slopes.to(
+            torch.promote_types(self.slopes.dtype, torch.float32)
+        )  # 1001/256 is no bfloat16
         return slopes[:, None, None] * distance.unsqueeze(-3)
 
 
@@ -49,10 +52,16 @@ def check_bias(what: str, bias: Alibi | None, heads: int) -> None:
     if bias is None:
         return
     if not isinstance(bias, Alibi):
-        raise ValueError(f"{what}: a bias {list(bias.shape)} is about the keys that are here, others come by too; give an "
-                         "Alibi(slopes, positions)")
+        raise ValueError(
+            f"{what}: a bias {list(bias.shape)} is about the keys that are here, others come by too; give an "
+            "Alibi(slopes, positions)"
+        )
     if bias.positions.dim() != 1:
-        raise ValueError(f"{what}: ALiBi with positions {list(bias.positions.shape)}, other ones in each row; tiles know a place in the "
-                         "sequence, the same for all rows: give positions [T], or attend in one piece, with causal_attention")
+        raise ValueError(
+            f"{what}: ALiBi with positions {list(bias.positions.shape)}, other ones in each row; tiles know a place in the "
+            "sequence, the same for all rows: give positions [T], or attend in one piece, with causal_attention"
+        )
     if len(bias.slopes) != heads:
-        raise ValueError(f"{what}: ALiBi has {len(bias.slopes)} slopes for {heads} heads; cut the slopes as the heads are cut")
+        raise ValueError(
+            f"{what}: ALiBi has {len(bias.slopes)} slopes for {heads} heads; cut the slopes as the heads are cut"
+        )

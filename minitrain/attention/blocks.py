@@ -19,6 +19,7 @@ Raises ValueError in one line for heads that do not divide and for a triangle th
 Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); Rabe and Staats 2021, arXiv:2112.05682, section 2; Dao et al. 2022
 (FlashAttention), arXiv:2205.14135, section 3.1 and appendix B. Differs: nothing is tiled here; flash.py does that.
 """
+
 from __future__ import annotations
 
 import math
@@ -46,7 +47,7 @@ class Blocks(NamedTuple):
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Takes another set of keys into `out` `[B, H, Tq, K]` and `lse` `[B, H, Tq]`, in place."""
     total = torch.logaddexp(lse, other_lse)
-    both = total.clamp_min(torch.finfo(lse.dtype).min)              # nothing and nothing are nothing, not nan
+    both = total.clamp_min(torch.finfo(lse.dtype).min)  # nothing and nothing are nothing, not nan
     out.mul_((lse - both).exp_().unsqueeze(-1)).addcmul_(other_out, (other_lse - both).exp_().unsqueeze(-1))
     lse.copy_(total)
 
@@ -54,11 +55,19 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
 def nothing_yet(q: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     """The neutral element for queries q and values of that width (q's): out and lse in at least float32."""
     exact = torch.promote_types(q.dtype, torch.float32)
-    return q.new_zeros(*q.shape[:-1], width or q.size(-1), dtype=exact), q.new_full(q.shape[:-1], -math.inf, dtype=exact)
+    return q.new_zeros(*q.shape[:-1], width or q.size(-1), dtype=exact), q.new_full(
+        q.shape[:-1], -math.inf, dtype=exact
+    )
 
 
-def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable | None = None,
-                  factors: Callable | None = None) -> tuple[Tensor, Tensor]:
+def plain_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    bias: Callable | None = None,
+    factors: Callable | None = None,
+) -> tuple[Tensor, Tensor]:
     """`bias(device)` `[H, Tq, Tk]`: what is added to the scores. `factors(P)` `[B, H, Tq, Tk]`: what P is multiplied by before it meets V;
     lse does not see it (placed.py)."""
     k, v = spread(q, k, v)
@@ -70,8 +79,17 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable 
     return p.to(v.dtype) @ v, lse
 
 
-def plain_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-                   bias: Callable | None = None, factors: Callable | None = None) -> tuple[Tensor, ...]:
+def plain_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Callable | None = None,
+    factors: Callable | None = None,
+) -> tuple[Tensor, ...]:
     kv_heads, (k, v) = k.size(1), spread(q, k, v)
     p = (_scores(q, k, causal, bias) - lse.unsqueeze(-1)).exp()
     dp, weights = dout @ v.transpose(-2, -1), p
@@ -79,7 +97,11 @@ def plain_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
         kept = factors(p)
         dp, weights = dp * kept, p * kept
     ds = (p * (dp - row_sums(dout, out).unsqueeze(-1))).to(q.dtype) / math.sqrt(q.size(-1))
-    return ds @ k, together(ds.transpose(-2, -1) @ q, kv_heads), together(weights.transpose(-2, -1).to(dout.dtype) @ dout, kv_heads)
+    return (
+        ds @ k,
+        together(ds.transpose(-2, -1) @ q, kv_heads),
+        together(weights.transpose(-2, -1).to(dout.dtype) @ dout, kv_heads),
+    )
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, bias: Callable | None) -> Tensor:
@@ -92,7 +114,9 @@ def _scores(q: Tensor, k: Tensor, causal: bool, bias: Callable | None) -> Tensor
     return scores + scores.new_full(scores.shape[-2:], -math.inf).triu(1)
 
 
-def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable | None = None) -> tuple[Tensor, Tensor]:
+def fused_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable | None = None
+) -> tuple[Tensor, Tensor]:
     """The kernels want q, k, v of one width: a narrower v has zeros behind it meanwhile."""
     if not _fits_kernel(q, v, bias):
         return plain_forward(q, k, v, causal, bias)
@@ -103,28 +127,45 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable 
     if q.is_cuda:
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     else:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_mask(bias, q))
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=_mask(bias, q)
+        )
     return out[..., :width], lse
 
 
-def fused_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-                   bias: Callable | None = None) -> tuple[Tensor, ...]:
+def fused_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Callable | None = None,
+) -> tuple[Tensor, ...]:
     if not _fits_kernel(q, v, bias):
         return plain_backward(dout, q, k, v, out, lse, causal, bias)
     kv_heads, width, (k, v) = k.size(1), v.size(-1), spread(q, k, v)
     dout, v, out = (widened(x, q) for x in (dout, v, out))
     if q.is_cuda:
-        unused = torch.empty(2, dtype=torch.uint64, device=q.device)                     # random state of a dropout that is not there
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(dout, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal,
-                                                                       unused, unused)
+        unused = torch.empty(
+            2, dtype=torch.uint64, device=q.device
+        )  # random state of a dropout that is not there
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, unused, unused
+        )
     else:
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(bias, q))
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(bias, q)
+        )
     return dq, together(dk, kv_heads), together(dv[..., :width], kv_heads)
 
 
 def _fits_kernel(q: Tensor, v: Tensor, bias: Callable | None) -> bool:
     """CPU: any float, and a bias as a mask. CUDA: fp16 and bf16, without."""
-    return v.size(-1) <= q.size(-1) and not (q.is_cuda and (bias or q.dtype not in (torch.float16, torch.bfloat16)))
+    return v.size(-1) <= q.size(-1) and not (
+        q.is_cuda and (bias or q.dtype not in (torch.float16, torch.bfloat16))
+    )
 
 
 def widened(x: Tensor, q: Tensor) -> Tensor:
@@ -148,16 +189,20 @@ def row_sums(dout: Tensor, out: Tensor) -> Tensor:
 def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
     """An O' with the row sums D, from D alone: the projection of O on dO. Kernels ask for O, form D of it and use nothing else of it."""
     exact, tiny = dout.to(delta.dtype), torch.finfo(delta.dtype).tiny
-    largest = exact.abs().amax(-1, keepdim=True).clamp_min(tiny)                          # gradients may be too small to be squared
+    largest = exact.abs().amax(-1, keepdim=True).clamp_min(tiny)  # gradients may be too small to be squared
     along = exact / largest
-    return (along * (delta.unsqueeze(-1) / largest / along.square().sum(-1, keepdim=True).clamp_min(tiny))).to(dout.dtype)
+    return (
+        along * (delta.unsqueeze(-1) / largest / along.square().sum(-1, keepdim=True).clamp_min(tiny))
+    ).to(dout.dtype)
 
 
 def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k and v `[B, H_kv, T, K]` with a copy of each head for every query head that uses it: `[B, H, T, K]`."""
     groups, rest = divmod(q.size(1), k.size(1))
     if rest:
-        raise ValueError(f"{q.size(1)} query heads over {k.size(1)} K/V heads: not a multiple; every K/V head serves as many queries")
+        raise ValueError(
+            f"{q.size(1)} query heads over {k.size(1)} K/V heads: not a multiple; every K/V head serves as many queries"
+        )
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
 
 
@@ -168,10 +213,13 @@ def together(dx: Tensor, kv_heads: int) -> Tensor:
 
 def _check_square(q: Tensor, k: Tensor) -> None:
     if q.size(-2) != k.size(-2):
-        raise ValueError(f"causal: {q.size(-2)} queries and {k.size(-2)} keys are no triangle; give as many of both")
+        raise ValueError(
+            f"causal: {q.size(-2)} queries and {k.size(-2)} keys are no triangle; give as many of both"
+        )
 
 
 # ---- put together, tile by tile (layout.Tile) ------------------------------------------------------------------------
+
 
 class Attended:
     """What queries q `[B, H, T, K]` have found among the keys they met so far, in at least float32."""
@@ -183,7 +231,9 @@ class Attended:
         """Takes in what the tiles `seen` say that q sees of these keys."""
         for tile in seen:
             rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
-            self.take(tile.queries, *blocks.on(tile).forward(self.q[rows], k[columns], v[columns], tile.causal))
+            self.take(
+                tile.queries, *blocks.on(tile).forward(self.q[rows], k[columns], v[columns], tile.causal)
+            )
 
     def take(self, queries: slice, out: Tensor, lse: Tensor) -> None:
         """The first block that all queries see is kept as it is, others are merged."""
@@ -227,8 +277,11 @@ class Summed:
     def total(self) -> Tensor:
         if self._total is not None:
             return self._total
-        return torch.zeros_like(self.x.transpose(1, 2), dtype=torch.promote_types(self.x.dtype, torch.float32),
-                                memory_format=torch.contiguous_format).transpose(1, 2)
+        return torch.zeros_like(
+            self.x.transpose(1, 2),
+            dtype=torch.promote_types(self.x.dtype, torch.float32),
+            memory_format=torch.contiguous_format,
+        ).transpose(1, 2)
 
     @property
     def by_token(self) -> Tensor:
@@ -236,17 +289,31 @@ class Summed:
         return self.total.transpose(1, 2)
 
 
-def meet_backward(seen: list, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Summed, dk: Summed, dv: Summed,
-                  blocks: Blocks) -> None:
+def meet_backward(
+    seen: list,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Summed,
+    dk: Summed,
+    dv: Summed,
+    blocks: Blocks,
+) -> None:
     """Adds what these tiles give to the sums for q, k and v; out and lse are those of all keys."""
     for tile in seen:
         rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
-        found = blocks.on(tile).backward(dout[rows], q[rows], k[columns], v[columns], out[rows], lse[..., tile.queries], tile.causal)
+        found = blocks.on(tile).backward(
+            dout[rows], q[rows], k[columns], v[columns], out[rows], lse[..., tile.queries], tile.causal
+        )
         for total, tokens, part in zip((dq, dk, dv), (tile.queries, tile.keys, tile.keys), found):
             total.add(tokens, part)
 
 
 # ---- attention that is computed anew in backward ---------------------------------------------------------------------
+
 
 def recomputed(forward: Callable, backward: Callable, q: Tensor, k: Tensor, v: Tensor, *way) -> Tensor:
     """out of forward(q, k, v, *way) -> out, lse. Keeps these five; backward(dout, q, k, v, out, lse, *way) -> dq, dk, dv does the rest."""
@@ -255,7 +322,9 @@ def recomputed(forward: Callable, backward: Callable, q: Tensor, k: Tensor, v: T
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, forward: Callable, backward: Callable, way: tuple) -> Tensor:
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, forward: Callable, backward: Callable, way: tuple
+    ) -> Tensor:
         out, lse = forward(q, k, v, *way)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.way = backward, way

@@ -20,6 +20,7 @@ Raises ValueError in one line for blocks of no size; `blockwise_block` for a blo
 Liu and Abbeel 2023, arXiv:2305.19370, section 3 and its table of activation sizes. Differs: keys and values of the whole sequence are
 made at once and kept; a tile of attention has its own sizes (flash.py), theirs is the block.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -35,8 +36,17 @@ from minitrain.attention.score_tiles import pieces
 TILED = partial(flash_attention, blocks=flash_2())
 
 
-def blockwise_layer(x: Tensor, positions: Tensor, query: Callable, keys_values: Callable, finish: Callable, *, rows: int,
-                    causal: bool = True, core: Callable = TILED) -> Tensor:
+def blockwise_layer(
+    x: Tensor,
+    positions: Tensor,
+    query: Callable,
+    keys_values: Callable,
+    finish: Callable,
+    *,
+    rows: int,
+    causal: bool = True,
+    core: Callable = TILED,
+) -> Tensor:
     """x `[B, T, D]`, positions `[T]` or `[B, T]` -> `[B, T, D]`, `rows` tokens at a time.
 
     `query(x_i, positions_i) -> [B, H, r, K]`, `keys_values(x, positions) -> k, v [B, H_kv, T, K]`, and `finish(x_i, attended [B, H, r, K])
@@ -50,19 +60,35 @@ def blockwise_layer(x: Tensor, positions: Tensor, query: Callable, keys_values: 
     done = []
     for tokens in pieces(x.size(1), rows):
         seen = slice(0, tokens.stop if causal else x.size(1))
-        done.append(checkpoint(block, x[:, tokens], positions[..., tokens], k[..., seen, :], v[..., seen, :], use_reentrant=False))
+        done.append(
+            checkpoint(
+                block,
+                x[:, tokens],
+                positions[..., tokens],
+                k[..., seen, :],
+                v[..., seen, :],
+                use_reentrant=False,
+            )
+        )
     return torch.cat(done, dim=1)
 
 
-def blockwise_block(block: nn.Module, x: Tensor, positions: Tensor, *, rows: int, core: Callable = TILED) -> Tensor:
+def blockwise_block(
+    block: nn.Module, x: Tensor, positions: Tensor, *, rows: int, core: Callable = TILED
+) -> Tensor:
     """What `block(x, positions)` is, for a pre-norm block of the model: norm1, attention (q, k, v, out), norm2, mlp, dropout."""
     attention, config = block.attention, block.config
     if config.residual != "pre" or config.positions == "alibi" or not hasattr(attention, "q"):
-        raise ValueError(f"blockwise: residual={config.residual}, positions={config.positions}, kv_latent={config.kv_latent}; it is written for "
-                         "pre-norm blocks with separate Q, K, V and no bias; give blockwise_layer the three functions of another one")
+        raise ValueError(
+            f"blockwise: residual={config.residual}, positions={config.positions}, kv_latent={config.kv_latent}; it is written for "
+            "pre-norm blocks with separate Q, K, V and no bias; give blockwise_layer the three functions of another one"
+        )
 
     def heads(x: Tensor, *linears: nn.Module) -> list[Tensor]:
-        return [y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for y in attention.project(block.norm1(x), linears)]
+        return [
+            y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+            for y in attention.project(block.norm1(x), linears)
+        ]
 
     def turned(y: Tensor, positions: Tensor) -> Tensor:
         return attention.rotated(y, positions) if config.positions == "rope" else y

@@ -15,6 +15,7 @@ Salmon et al. 2011 (Random123), SC'11, section 2 (counter-based generators); Ste
 Differs: their counter is a place in the kernel's grid on one device, ours in the model; two products of 64 bits a number, where their
 Philox-4x32-10 takes 20 of 32 bits for four numbers. Megatron-LM keeps a stream of random numbers for each kind of rank instead.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -24,9 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-GAMMA = 0x9E3779B97F4A7C15 - 2**64                              # 2^64 over the golden ratio, as a signed number
+GAMMA = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number
 ROUNDS = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
-Positions = Callable[[torch.device], tuple[Tensor, Tensor]]     # of queries and of keys, on that device
+Positions = Callable[[torch.device], tuple[Tensor, Tensor]]  # of queries and of keys, on that device
 
 
 def mix(z: Tensor) -> Tensor:
@@ -60,8 +61,10 @@ class DropMask(NamedTuple):
 
     def keep(self, batch: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor:
         """bool `[B, H, Tq, Tk]` for positions `[Tq]` and `[Tk]`."""
-        rows, heads = (torch.arange(first, first + count, device=keys.device)
-                       for first, count in ((self.first_row, batch), (self.first_head, heads)))
+        rows, heads = (
+            torch.arange(first, first + count, device=keys.device)
+            for first, count in ((self.first_row, batch), (self.first_head, heads))
+        )
         return keep(self.p, self.seed, rows, heads, queries + self.first_token, keys + self.first_token)
 
     def factors(self, like: Tensor, positions: Positions) -> Tensor:
@@ -70,8 +73,11 @@ class DropMask(NamedTuple):
 
     def __call__(self, probabilities: Tensor) -> Tensor:
         """Of a whole sequence in its natural order, `[B, H, T, T]`: what `layers.drop` does with a rate."""
-        kept = self.keep(*probabilities.shape[:2], *in_order(probabilities.size(-2), probabilities.size(-1))(probabilities.device))
-        return torch.where(kept, probabilities / (1 - self.p), 0.0)             # autograd keeps a byte a score, no more
+        kept = self.keep(
+            *probabilities.shape[:2],
+            *in_order(probabilities.size(-2), probabilities.size(-1))(probabilities.device),
+        )
+        return torch.where(kept, probabilities / (1 - self.p), 0.0)  # autograd keeps a byte a score, no more
 
 
 def in_order(queries: int, keys: int) -> Positions:
@@ -80,6 +86,7 @@ def in_order(queries: int, keys: int) -> Positions:
 
 
 # ---- in a model ------------------------------------------------------------------------------------------------------
+
 
 class Places:
     """Which step this is and which row of the global batch comes first: set by who cuts a batch, read by every dropout of the rank."""
@@ -92,13 +99,24 @@ class Places:
 
     def seed_of(self, site: str) -> int:
         """63 bits: another mask in each step and at each site."""
-        return int.from_bytes(hashlib.blake2b(f"{self.seed}/{self.step}/{site}".encode(), digest_size=8).digest()) >> 1
+        return (
+            int.from_bytes(
+                hashlib.blake2b(f"{self.seed}/{self.step}/{site}".encode(), digest_size=8).digest()
+            )
+            >> 1
+        )
 
 
 class DropRows(nn.Module):
     """In the place of `layers.Dropout`. `own(positions)` says which of them x `[B, T, D]` has, where ranks share out the tokens."""
 
-    def __init__(self, p: float, places: Places, site: str, own: Callable[[Tensor], Tensor] = lambda positions: positions):
+    def __init__(
+        self,
+        p: float,
+        places: Places,
+        site: str,
+        own: Callable[[Tensor], Tensor] = lambda positions: positions,
+    ):
         super().__init__()
         if not 0 <= p < 1:
             raise ValueError(f"dropout p={p}; must be in [0, 1)")
@@ -108,20 +126,29 @@ class DropRows(nn.Module):
         if not (self.p and self.training):
             return x
         mask = DropMask(self.p, self.places.seed_of(self.site), self.places.first_row)
-        kept = mask.keep(x.size(0), 1, self.own(positions), torch.arange(x.size(-1), device=x.device)).squeeze(1)
+        kept = mask.keep(
+            x.size(0), 1, self.own(positions), torch.arange(x.size(-1), device=x.device)
+        ).squeeze(1)
         return torch.where(kept, x / (1 - self.p), 0.0)
 
 
 def drop_scores(core: Callable, places: Places, site: str, part: int = 0) -> Callable:
     """core(q, k, v, .., dropout=p) with the mask of this place. `part`: of the equal parts into which heads are cut, which is here."""
+
     def run(q: Tensor, *others: Tensor, dropout: float = 0.0, **more) -> Tensor:
         if dropout:
             more["dropout"] = DropMask(dropout, places.seed_of(site), places.first_row, part * q.size(1))
         return core(q, *others, **more)
+
     return run
 
 
-def drop_by_place(layers: Iterable[nn.Module], places: Places, part: int = 0, own: Callable[[Tensor], Tensor] = lambda positions: positions) -> None:
+def drop_by_place(
+    layers: Iterable[nn.Module],
+    places: Places,
+    part: int = 0,
+    own: Callable[[Tensor], Tensor] = lambda positions: positions,
+) -> None:
     """Every dropout of these layers, in place: activations by row, position and channel, scores by row, head, query and key."""
     for layer in layers:
         for name, module in list(layer.named_children()):

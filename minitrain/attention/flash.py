@@ -27,6 +27,7 @@ Dao et al. 2022, arXiv:2205.14135, algorithms 1, 2 and 4; Dao 2023, arXiv:2307.0
 (flash_attention makes all scores at once for it, placed.py); version 1 folds l and m into lse at the end and keeps that; version 1
 skips hidden tiles too; version 2 does not load O_i for nothing in backward.
 """
+
 from __future__ import annotations
 
 import math
@@ -43,11 +44,19 @@ from minitrain.attention.placed import Placed, check_places, placed
 from minitrain.attention.score_tiles import diagonal, largest, pieces, score_tile, visible
 from minitrain.attention.traffic import UNCOUNTED, SlowMemory
 
-A100_ELEMENTS = 192 * 1024 // 2          # fast memory of one multiprocessor, in numbers of 2 bytes
+A100_ELEMENTS = 192 * 1024 // 2  # fast memory of one multiprocessor, in numbers of 2 bytes
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, blocks: Blocks = FUSED, bias: Alibi | None = None,
-                    dropout: DropMask | float = 0.0) -> Tensor:
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    blocks: Blocks = FUSED,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> Tensor:
     """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> `[B, H, T, K]`. A core for the model's attention."""
     check_places("flash_attention", q, bias, dropout)
     blocks = placed(blocks, bias, dropout)
@@ -56,14 +65,15 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, blo
     return recomputed(blocks.forward, blocks.backward, q, k, v, causal)
 
 
-
 def flash_1(fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED) -> Blocks:
     """The first FlashAttention, for tiles that fit a fast memory of so many numbers."""
     settings = {"fast_elements": fast_elements, "memory": memory}
     return Blocks(partial(flash_1_forward, **settings), partial(flash_1_backward, **settings))
 
 
-def flash_2(fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED, order: Sequence[int] | None = None) -> Blocks:
+def flash_2(
+    fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED, order: Sequence[int] | None = None
+) -> Blocks:
     """The second. `order`: in which the tiles of rows are computed in forward, e.g. backwards."""
     settings = {"fast_elements": fast_elements, "memory": memory}
     return Blocks(partial(flash_2_forward, **settings, order=order), partial(flash_2_backward, **settings))
@@ -72,15 +82,25 @@ def flash_2(fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED, 
 def tile_sizes(fast_elements: int, width: int) -> tuple[int, int]:
     """(tokens of an outer tile, of an inner one) for heads of this width: the paper's ceil(M/4d) and min(ceil(M/4d), d)."""
     if fast_elements < 1:
-        raise ValueError(f"a fast memory of {fast_elements} elements; give 1 or more (an A100 has {A100_ELEMENTS} of 2 bytes)")
+        raise ValueError(
+            f"a fast memory of {fast_elements} elements; give 1 or more (an A100 has {A100_ELEMENTS} of 2 bytes)"
+        )
     outer = -(-fast_elements // (4 * width))
     return outer, min(outer, width)
 
 
 # ---- version 1 -------------------------------------------------------------------------------------------------------
 
-def flash_1_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, fast_elements: int = A100_ELEMENTS,
-                    memory: SlowMemory = UNCOUNTED) -> tuple[Tensor, Tensor]:
+
+def flash_1_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    *,
+    fast_elements: int = A100_ELEMENTS,
+    memory: SlowMemory = UNCOUNTED,
+) -> tuple[Tensor, Tensor]:
     """-> O `[B, H, T, K]` and lse `[B, H, T]`."""
     k, v = spread(q, k, v)
     shift = diagonal(q, k, causal)
@@ -105,8 +125,18 @@ def flash_1_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, fast_eleme
     return out.to(q.dtype), memory.store(row_max + row_sum.log()).squeeze(-1)
 
 
-def flash_1_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, *,
-                     fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED) -> tuple[Tensor, Tensor, Tensor]:
+def flash_1_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    *,
+    fast_elements: int = A100_ELEMENTS,
+    memory: SlowMemory = UNCOUNTED,
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv in the shapes of q, k, v."""
     kv_heads, (k, v) = k.size(1), spread(q, k, v)
     shift, lse = diagonal(q, k, causal), lse.unsqueeze(-1)
@@ -119,7 +149,9 @@ def flash_1_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
         for rows in pieces(q.size(-2), inner):
             if visible(rows, columns, shift):
                 here = (..., rows, slice(None))
-                q_i, out_i, dout_i, dq_i, lse_i = memory.load(q[here], out[here], dout[here], dq[here], lse[here])
+                q_i, out_i, dout_i, dq_i, lse_i = memory.load(
+                    q[here], out[here], dout[here], dq[here], lse[here]
+                )
                 delta_i = (dout_i * out_i).sum(-1, keepdim=True)
                 p = (score_tile(q_i, k_j, rows, columns, shift) - lse_i).exp()
                 dq[here] = memory.store(dq_i + tile_backward(p, delta_i, dout_i, q_i, k_j, v_j, dk_j, dv_j))
@@ -129,8 +161,17 @@ def flash_1_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 
 # ---- version 2 -------------------------------------------------------------------------------------------------------
 
-def flash_2_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, fast_elements: int = A100_ELEMENTS,
-                    memory: SlowMemory = UNCOUNTED, order: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+
+def flash_2_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    *,
+    fast_elements: int = A100_ELEMENTS,
+    memory: SlowMemory = UNCOUNTED,
+    order: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
     """-> O `[B, H, T, K]` and lse `[B, H, T]`."""
     k, v = spread(q, k, v)
     shift = diagonal(q, k, causal)
@@ -138,17 +179,30 @@ def flash_2_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, fast_eleme
     row_tiles = pieces(q.size(-2), outer)
     order = range(len(row_tiles)) if order is None else order
     if sorted(order) != list(range(len(row_tiles))):
-        raise ValueError(f"order {list(order)} is no order of {len(row_tiles)} tiles of rows; name each of 0 .. {len(row_tiles) - 1} once")
-    out, lse = q.new_empty(*q.shape[:-1], v.size(-1)), q.new_empty(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
+        raise ValueError(
+            f"order {list(order)} is no order of {len(row_tiles)} tiles of rows; name each of 0 .. {len(row_tiles) - 1} once"
+        )
+    out, lse = (
+        q.new_empty(*q.shape[:-1], v.size(-1)),
+        q.new_empty(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32)),
+    )
     for tile in order:
         rows = row_tiles[tile]
-        q_i, = memory.load(q[..., rows, :])
+        (q_i,) = memory.load(q[..., rows, :])
         out_i, lse_i = flash_2_rows(q_i, k, v, rows, shift, inner, memory)
         out[..., rows, :], lse[..., rows, :] = memory.store(out_i), memory.store(lse_i)
     return out, lse.squeeze(-1)
 
 
-def flash_2_rows(q_i: Tensor, k: Tensor, v: Tensor, rows: slice, shift: int | None, inner: int, memory: SlowMemory = UNCOUNTED):
+def flash_2_rows(
+    q_i: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: slice,
+    shift: int | None,
+    inner: int,
+    memory: SlowMemory = UNCOUNTED,
+):
     """One tile of rows `[B, H, r, K]`, alone with all keys -> its O `[B, H, r, K]` and lse `[B, H, r, 1]`."""
     state = nothing_seen(q_i, v)
     for columns in pieces(k.size(-2), inner):
@@ -174,8 +228,18 @@ def see(state: tuple[Tensor, Tensor, Tensor], scores: Tensor, v_j: Tensor) -> tu
     return kept * summed + p.to(v_j.dtype) @ v_j, kept * row_sum + p.sum(-1, keepdim=True), new_max
 
 
-def flash_2_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, *,
-                     fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED) -> tuple[Tensor, Tensor, Tensor]:
+def flash_2_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    *,
+    fast_elements: int = A100_ELEMENTS,
+    memory: SlowMemory = UNCOUNTED,
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv in the shapes of q, k, v."""
     kv_heads, (k, v) = k.size(1), spread(q, k, v)
     shift, lse = diagonal(q, k, causal), lse.unsqueeze(-1)
@@ -192,14 +256,18 @@ def flash_2_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
         for rows in pieces(q.size(-2), inner):
             if visible(rows, columns, shift):
                 here = (..., rows, slice(None))
-                q_i, dout_i, dq_i, lse_i, delta_i = memory.load(q[here], dout[here], dq[here], lse[here], delta[here])
+                q_i, dout_i, dq_i, lse_i, delta_i = memory.load(
+                    q[here], dout[here], dq[here], lse[here], delta[here]
+                )
                 p = (score_tile(q_i, k_j, rows, columns, shift) - lse_i).exp()
                 dq[here] = memory.store(dq_i + tile_backward(p, delta_i, dout_i, q_i, k_j, v_j, dk_j, dv_j))
         dk[there], dv[there] = memory.store(dk_j), memory.store(dv_j)
     return dq.to(q.dtype), together(dk, kv_heads).to(q.dtype), together(dv, kv_heads).to(q.dtype)
 
 
-def tile_backward(p: Tensor, delta: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+def tile_backward(
+    p: Tensor, delta: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor
+) -> Tensor:
     """P `[.., r, c]` and the D of its rows `[.., r, 1]` -> this tile's share of dQ `[.., r, K]`; its shares of dK, dV are added to them."""
     dv += p.to(dout.dtype).transpose(-2, -1) @ dout
     ds = (p * (dout @ v.transpose(-2, -1) - delta)).to(q.dtype) / math.sqrt(q.size(-1))

@@ -21,6 +21,7 @@ Raises ValueError in one line for chunks of no size, heads that do not divide an
 Rabe and Staats 2021, arXiv:2112.05682, sections 2 to 4 (listing 1: chunks of 1,024 queries and 4,096 keys). Differs: chunks that a
 causal mask hides are not computed; summaries are merged as they come, theirs are stacked and merged at the end.
 """
+
 from __future__ import annotations
 
 import math
@@ -33,19 +34,35 @@ from minitrain.attention.blocks import spread
 from minitrain.attention.score_tiles import diagonal, largest, pieces, score_tile, visible
 
 
-def lazy_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, query_chunk: int = 1024, key_chunk: int | None = None) -> Tensor:
+def lazy_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    query_chunk: int = 1024,
+    key_chunk: int | None = None,
+) -> Tensor:
     """q `[B, H, Tq, K]`, k, v `[B, H_kv, Tk, K]` -> `[B, H, Tq, K]`. A core for the model's attention."""
     shift = diagonal(q, k, causal)
     key_chunk = math.isqrt(k.size(-2)) if key_chunk is None else key_chunk
-    return torch.cat([_again(attend_rows, q_i, k, v, rows, shift, key_chunk)
-                      for rows, q_i in zip(pieces(q.size(-2), query_chunk), q.split(query_chunk, dim=-2))], dim=-2)
+    return torch.cat(
+        [
+            _again(attend_rows, q_i, k, v, rows, shift, key_chunk)
+            for rows, q_i in zip(pieces(q.size(-2), query_chunk), q.split(query_chunk, dim=-2))
+        ],
+        dim=-2,
+    )
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: slice, shift: int | None, key_chunk: int) -> Tensor:
     """One chunk of queries `[B, H, c_q, K]`, which are these rows, and all keys -> `[B, H, c_q, K]`."""
     k, v = spread(q, k, v)
     exact = torch.promote_types(q.dtype, torch.float32)
-    weighted, total = q.new_zeros(*q.shape[:-1], v.size(-1), dtype=exact), q.new_zeros(*q.shape[:-1], 1, dtype=exact)
+    weighted, total = (
+        q.new_zeros(*q.shape[:-1], v.size(-1), dtype=exact),
+        q.new_zeros(*q.shape[:-1], 1, dtype=exact),
+    )
     top = torch.full_like(total, -math.inf)
     for columns in pieces(k.size(-2), key_chunk):
         if visible(rows, columns, shift):
@@ -56,7 +73,9 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: slice, shift: int | None,
     return (weighted / total).to(q.dtype)
 
 
-def summarize(q: Tensor, k: Tensor, v: Tensor, rows: slice, columns: slice, shift: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def summarize(
+    q: Tensor, k: Tensor, v: Tensor, rows: slice, columns: slice, shift: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """A chunk of keys as these queries see it: u `[B, H, c_q, K]`, z and m `[B, H, c_q, 1]`."""
     scores = score_tile(q, k, rows, columns, shift)
     m = largest(scores.detach())

@@ -22,6 +22,7 @@ not of booleans, and a sequence without tokens.
 Zhai et al. 2023 (ByteTransformer), arXiv:2210.03052, section 3.2 (prefix sum) and 3.3; offsets as in FlashAttention's varlen functions.
 Differs: a Python loop over sequences where theirs is one grouped kernel: the same products, with a launch each.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -36,8 +37,17 @@ from minitrain.attention.flash import flash_attention
 from minitrain.attention.placed import check_places
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Sequence[int], causal: bool = True,
-                     core: Callable = flash_attention, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Sequence[int],
+    causal: bool = True,
+    core: Callable = flash_attention,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> Tensor:
     """q `[1, H, N, K]`, k, v `[1, H_kv, N, K]`, all sequences one after the other -> `[1, H, N, K]`; `core` sees them one by one."""
     if q.size(0) != 1:
         raise ValueError(f"packed q has {q.size(0)} rows; pack all sequences into one, [1, H, N, K]")
@@ -50,7 +60,9 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Sequence[in
             more["bias"] = bias._replace(positions=bias.positions.narrow(0, start, length))
         if dropout:
             more["dropout"] = dropout._replace(first_token=start)
-    return torch.cat([core(*sequence, causal=causal, **more) for sequence, more in zip(sequences, extras)], dim=-2)
+    return torch.cat(
+        [core(*sequence, causal=causal, **more) for sequence, more in zip(sequences, extras)], dim=-2
+    )
 
 
 def sequence_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
@@ -60,15 +72,21 @@ def sequence_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
         raise ValueError(f"cu_seqlens {offsets} do not start at 0, where the first sequence does")
     for here, after in pairwise(offsets):
         if after <= here:
-            raise ValueError(f"cu_seqlens {offsets} do not ascend: {after} after {here}; every sequence has a token or more")
+            raise ValueError(
+                f"cu_seqlens {offsets} do not ascend: {after} after {here}; every sequence has a token or more"
+            )
     if offsets[-1] != tokens:
-        raise ValueError(f"cu_seqlens end at {offsets[-1]}, but there are {tokens} tokens; the last offset is their number")
+        raise ValueError(
+            f"cu_seqlens end at {offsets[-1]}, but there are {tokens} tokens; the last offset is their number"
+        )
     return [after - here for here, after in pairwise(offsets)]
 
 
 def positions(cu_seqlens: Sequence[int], device: torch.device | None = None) -> Tensor:
     """`[N]` positions: 0, 1, .. from the start of each sequence."""
-    return torch.cat([torch.arange(length, device=device) for length in sequence_lengths(cu_seqlens, int(cu_seqlens[-1]))])
+    return torch.cat(
+        [torch.arange(length, device=device) for length in sequence_lengths(cu_seqlens, int(cu_seqlens[-1]))]
+    )
 
 
 def flop_shares(lengths: Sequence[int]) -> tuple[float, float]:
@@ -82,12 +100,16 @@ class Padding:
 
     def __init__(self, valid: Tensor):
         if valid.dtype != torch.bool or valid.dim() != 2:
-            raise ValueError(f"valid is {valid.dtype} {list(valid.shape)}; give torch.bool [B, T], True where there is a token")
+            raise ValueError(
+                f"valid is {valid.dtype} {list(valid.shape)}; give torch.bool [B, T], True where there is a token"
+            )
         lengths = valid.sum(1).tolist()
         if 0 in lengths:
-            raise ValueError(f"sequence {lengths.index(0)} of {len(lengths)} has no token; leave it out of the batch")
+            raise ValueError(
+                f"sequence {lengths.index(0)} of {len(lengths)} has no token; leave it out of the batch"
+            )
         self.valid = valid
-        self.places = valid.flatten().cumsum(0).sub_(1).view_as(valid)               # meaningless where there is no token
+        self.places = valid.flatten().cumsum(0).sub_(1).view_as(valid)  # meaningless where there is no token
         self.source = self.places.new_empty(sum(lengths))
         self.source[self.places[valid]] = torch.arange(valid.numel(), device=valid.device)[valid.flatten()]
         self.cu_seqlens = [0, *torch.tensor(lengths).cumsum(0).tolist()]

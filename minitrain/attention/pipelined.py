@@ -27,6 +27,7 @@ Sends nothing. Raises ValueError in one line for a width that is no power of two
 Shah et al. 2024, arXiv:2407.08608, sections 3.1 to 3.3, table 3. Differs: simulated; the clock has no launches and no copies;
 8-bit products are made of rounded numbers multiplied exactly; forward only.
 """
+
 from __future__ import annotations
 
 import math
@@ -38,6 +39,7 @@ from torch import Tensor
 from minitrain.attention.score_tiles import diagonal, pieces, score_tile
 
 # ---- time ------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Step:
@@ -65,9 +67,11 @@ def elapsed(steps: list[Step]) -> float:
 
 def _block(group: str, j: int, gemm: float, softmax: float) -> tuple[Step, Step, Step]:
     """S, softmax and P·V of key block j, chained by their data."""
-    return (Step(f"{group}.S{j}", "products", gemm / 2),
-            Step(f"{group}.softmax{j}", "exponentials", softmax, (f"{group}.S{j}",)),
-            Step(f"{group}.PV{j}", "products", gemm / 2, (f"{group}.softmax{j}",)))
+    return (
+        Step(f"{group}.S{j}", "products", gemm / 2),
+        Step(f"{group}.softmax{j}", "exponentials", softmax, (f"{group}.S{j}",)),
+        Step(f"{group}.PV{j}", "products", gemm / 2, (f"{group}.softmax{j}",)),
+    )
 
 
 def sequential(blocks: int, gemm: float, softmax: float, groups: str = "A") -> list[Step]:
@@ -126,7 +130,9 @@ def hadamard(x: Tensor) -> Tensor:
     """x `[.., K]` times the orthogonal Hadamard matrix: every sum and difference, log2 K times."""
     width = x.size(-1)
     if width & (width - 1):
-        raise ValueError(f"a Hadamard matrix of {width} columns: give a power of two, {1 << width.bit_length()} with zeros at the end")
+        raise ValueError(
+            f"a Hadamard matrix of {width} columns: give a power of two, {1 << width.bit_length()} with zeros at the end"
+        )
     distance = 1
     while distance < width:
         a, b = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
@@ -140,11 +146,19 @@ def random_signs(width: int, seed: int = 0) -> Tensor:
     return torch.randint(2, (width,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
-def fp8_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, rows: int | None = None, signs: Tensor | None = None) -> Tensor:
+def fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    rows: int | None = None,
+    signs: Tensor | None = None,
+) -> Tensor:
     """q, k, v `[B, H, T, K]` -> `[B, H, T, K]`, all four operands of its products in 8 bits. `rows`: as in `to_fp8`; `signs`: turn Q, K."""
     if signs is not None:
         q, k = hadamard(q * signs), hadamard(k * signs)
     q, k, v = (to_fp8(x, rows) for x in (q, k, v))
     scores = score_tile(q, k, slice(0, q.size(-2)), slice(0, k.size(-2)), diagonal(q, k, causal))
-    weights = (scores - scores.amax(-1, keepdim=True)).exp()                      # at most 1: no scale needed
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()  # at most 1: no scale needed
     return weights.to(torch.float8_e4m3fn).to(v.dtype) @ v / weights.sum(-1, keepdim=True)

@@ -19,6 +19,7 @@ Raises ValueError in one line for a rate without a seed, a rate outside [0, 1), 
 scores to add to or to multiply.
 Dao et al. 2022, arXiv:2205.14135, appendix B.3 and B.4 (the state of the generator instead of the mask; dropout in both passes).
 """
+
 from __future__ import annotations
 
 from functools import partial
@@ -56,8 +57,10 @@ def placed(blocks: Blocks, bias: Alibi | None = None, dropout: DropMask | float 
     if bias is None and not dropout:
         return blocks
     if blocks not in (FUSED, PLAIN):
-        raise ValueError(f"{'dropout' if dropout else 'ALiBi'} needs blocks that make scores, and these keep theirs to themselves; use FUSED or "
-                         "PLAIN of blocks.py")
+        raise ValueError(
+            f"{'dropout' if dropout else 'ALiBi'} needs blocks that make scores, and these keep theirs to themselves; use FUSED or "
+            "PLAIN of blocks.py"
+        )
     return Placed(blocks, bias, dropout or None)
 
 
@@ -65,7 +68,9 @@ def check_places(what: str, q: Tensor, bias: Alibi | None = None, dropout: DropM
     """What a core by tiles can be given; before anything is sent."""
     check_bias(what, bias, q.size(1))
     if dropout and not isinstance(dropout, DropMask):
-        raise ValueError(f"{what}: dropout={dropout} is a rate without a seed, and each rank would draw its own mask; give a DropMask, as "
-                         "dropout.drop_scores does")
+        raise ValueError(
+            f"{what}: dropout={dropout} is a rate without a seed, and each rank would draw its own mask; give a DropMask, as "
+            "dropout.drop_scores does"
+        )
     if dropout and not 0 <= dropout.p < 1:
         raise ValueError(f"{what}: dropout p={dropout.p}; must be in [0, 1)")

@@ -9,6 +9,7 @@ the key comes too late; all others need no mask.
 Costs one product; sends nothing. Raises ValueError in one line for causal queries that would see no key and for tiles of no size.
 Dao 2023 (FlashAttention-2), arXiv:2307.08691, section 3.1, "Causal masking".
 """
+
 from __future__ import annotations
 
 import math
@@ -27,7 +28,9 @@ def pieces(length: int, size: int) -> list[slice]:
 def diagonal(q: Tensor, k: Tensor, causal: bool) -> int | None:
     """The shift of the mask, or None if every query sees every key."""
     if causal and q.size(-2) > k.size(-2):
-        raise ValueError(f"causal: {q.size(-2)} queries end where {k.size(-2)} keys do, so the first ones see nothing; give them their keys")
+        raise ValueError(
+            f"causal: {q.size(-2)} queries end where {k.size(-2)} keys do, so the first ones see nothing; give them their keys"
+        )
     return k.size(-2) - q.size(-2) if causal else None
 
 

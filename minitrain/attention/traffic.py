@@ -28,6 +28,7 @@ Memory: nothing of its own. Sends nothing. Raises nothing of its own.
 Dao et al. 2022, arXiv:2205.14135, algorithms 0 to 4, theorem 2, figure 2. Differs: counts elements and no bytes; scale and mask belong
 to the product; caches are not modelled.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -81,19 +82,24 @@ class Traffic(SlowMemory):
 
 # ---- whole matrices --------------------------------------------------------------------------------------------------
 
-def standard_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, memory: SlowMemory = UNCOUNTED) -> tuple[Tensor, Tensor]:
+
+def standard_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, memory: SlowMemory = UNCOUNTED
+) -> tuple[Tensor, Tensor]:
     """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> O `[B, H, T, K]` and P `[B, H, T, T]`, which backward wants to have."""
     k, v = spread(q, k, v)
     whole = slice(0, q.size(-2)), slice(0, k.size(-2))
     scores = memory.store(score_tile(*memory.load(q, k), *whole, diagonal(q, k, causal)))
-    scores, = memory.load(scores)
+    (scores,) = memory.load(scores)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     p = memory.store(memory.divide(weights, weights.sum(-1, keepdim=True)))
     p, v = memory.load(p, v)
     return memory.store(p.to(v.dtype) @ v), p
 
 
-def standard_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, memory: SlowMemory = UNCOUNTED) -> tuple[Tensor, ...]:
+def standard_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, memory: SlowMemory = UNCOUNTED
+) -> tuple[Tensor, ...]:
     """-> dq, dk, dv in the shapes of q, k, v."""
     kv_heads, (k, v) = k.size(1), spread(q, k, v)
 
@@ -114,23 +120,34 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
 
 # ---- closed forms, per head ------------------------------------------------------------------------------------------
 
+
 def standard_traffic(tokens: int, width: int) -> tuple[Traffic, Traffic]:
     """(forward, backward) in whole matrices."""
     matrix, rows = tokens * tokens, tokens * width
-    return Traffic(2 * matrix + 3 * rows, 2 * matrix + rows, tokens), Traffic(5 * matrix + 5 * rows, 2 * matrix + 3 * rows)
+    return Traffic(2 * matrix + 3 * rows, 2 * matrix + rows, tokens), Traffic(
+        5 * matrix + 5 * rows, 2 * matrix + 3 * rows
+    )
 
 
-def flash_traffic(version: int, tokens: int, width: int, outer: int, inner: int, causal: bool) -> tuple[Traffic, Traffic]:
+def flash_traffic(
+    version: int, tokens: int, width: int, outer: int, inner: int, causal: bool
+) -> tuple[Traffic, Traffic]:
     """(forward, backward) of FlashAttention 1 or 2 with these tiles (flash.py: `tile_sizes`).
 
     Every outer tile meets the rows, or keys, that it sees: `met` of them in all, T · ceil(T/outer) without a mask.
     """
     starts = range(0, tokens, outer)
-    met = sum(tokens - start // inner * inner for start in starts) if causal else tokens * len(starts)      # rows, for tiles of keys
-    both = 2 * tokens * width                                                                               # K and V, or dK and dV
+    met = (
+        sum(tokens - start // inner * inner for start in starts) if causal else tokens * len(starts)
+    )  # rows, for tiles of keys
+    both = 2 * tokens * width  # K and V, or dK and dV
     if version == 1:
         forward = Traffic(both + met * (2 * width + 2) + 2 * tokens, met * (width + 2) + tokens, met)
         return forward, Traffic(both + met * (4 * width + 1), both + met * width)
-    keys = sum(min(tokens, -(-min(start + outer, tokens) // inner) * inner) for start in starts) if causal else tokens * len(starts)
+    keys = (
+        sum(min(tokens, -(-min(start + outer, tokens) // inner) * inner) for start in starts)
+        if causal
+        else tokens * len(starts)
+    )
     forward = Traffic(tokens * width + keys * 2 * width, tokens * width + tokens, tokens)
     return forward, Traffic(2 * both + met * (3 * width + 2), both + tokens + met * width)

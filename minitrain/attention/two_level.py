@@ -17,6 +17,7 @@ Raises ValueError in one line for a group of no core.
 Wu et al. 2024 (SWattention), Journal of Supercomputing, doi 10.1007/s11227-024-05890-8: two-level partition over core groups and cores.
 Differs: only the forward loop, its traffic, and one group; their tile sizes, asynchronous copies and instruction scheduling are left out.
 """
+
 from __future__ import annotations
 
 import torch
@@ -27,11 +28,20 @@ from minitrain.attention.flash import nothing_seen, see, tile_sizes
 from minitrain.attention.score_tiles import diagonal, pieces, score_tile, visible
 from minitrain.attention.traffic import UNCOUNTED, SlowMemory
 
-LDM_ELEMENTS = 256 * 1024 // 2          # local memory of one Sunway core, in numbers of 2 bytes
+LDM_ELEMENTS = 256 * 1024 // 2  # local memory of one Sunway core, in numbers of 2 bytes
 
 
-def two_level_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, cores: int, fast_elements: int = LDM_ELEMENTS,
-                      slow: SlowMemory = UNCOUNTED, group: SlowMemory = UNCOUNTED) -> tuple[Tensor, Tensor]:
+def two_level_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    *,
+    cores: int,
+    fast_elements: int = LDM_ELEMENTS,
+    slow: SlowMemory = UNCOUNTED,
+    group: SlowMemory = UNCOUNTED,
+) -> tuple[Tensor, Tensor]:
     """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> O `[B, H, T, K]` and lse `[B, H, T]`. `slow` and `group` count what leaves them."""
     if cores < 1:
         raise ValueError(f"a group of {cores} cores; it has 1 or more")
@@ -39,9 +49,12 @@ def two_level_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, c
     shift = diagonal(q, k, causal)
     held, coming = tile_sizes(fast_elements, q.size(-1))
     tiles = pieces(q.size(-2), held)
-    out, lse = q.new_empty(*q.shape[:-1], v.size(-1)), q.new_empty(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
+    out, lse = (
+        q.new_empty(*q.shape[:-1], v.size(-1)),
+        q.new_empty(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32)),
+    )
     for first in range(0, len(tiles), cores):
-        at_once = tiles[first:first + cores]                                             # one tile of rows for each core
+        at_once = tiles[first : first + cores]  # one tile of rows for each core
         queries = [group.load(*slow.load(q[..., rows, :]))[0] for rows in at_once]
         states = [nothing_seen(q_i, v) for q_i in queries]
         for columns in pieces(k.size(-2), coming):

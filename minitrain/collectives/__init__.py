@@ -9,27 +9,64 @@ beside call_log            every call: who, what, how many bytes, from which lin
 
 This folder is one module to its users: `from minitrain import collectives`, `from minitrain.collectives import all_reduce`.
 """
-from minitrain.collectives.call_log import announce_buffer, announce_resized, last_calls, log_to, name_file, observe, read_log
+
+from minitrain.collectives.call_log import (
+    announce_buffer,
+    announce_resized,
+    last_calls,
+    log_to,
+    name_file,
+    observe,
+    read_log,
+)
 from minitrain.collectives.channel import Handle, channel_of
 from minitrain.collectives.checked import CollectiveMismatch, set_checked
 from minitrain.collectives.functions import (
-                                             all_gather,
-                                             all_reduce,
-                                             all_to_all,
-                                             axis_of,
-                                             barrier,
-                                             broadcast,
-                                             copy_to,
-                                             gather_from,
-                                             gather_to,
-                                             reduce_from,
-                                             reduce_scatter,
-                                             reduce_scatter_to,
-                                             scatter_to,
-                                             world,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_of,
+    barrier,
+    broadcast,
+    copy_to,
+    gather_from,
+    gather_to,
+    reduce_from,
+    reduce_scatter,
+    reduce_scatter_to,
+    scatter_to,
+    world,
 )
 from minitrain.collectives.messages import exchange, receive, rotate, send
 
-__all__ = ["CollectiveMismatch", "Handle", "all_gather", "all_reduce", "all_to_all", "announce_buffer", "announce_resized", "axis_of", "barrier",
-           "broadcast", "channel_of", "copy_to", "exchange", "gather_from", "gather_to", "last_calls", "log_to", "name_file", "observe", "read_log",
-           "receive", "reduce_from", "reduce_scatter", "reduce_scatter_to", "rotate", "scatter_to", "send", "set_checked", "world"]
+__all__ = [
+    "CollectiveMismatch",
+    "Handle",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "announce_buffer",
+    "announce_resized",
+    "axis_of",
+    "barrier",
+    "broadcast",
+    "channel_of",
+    "copy_to",
+    "exchange",
+    "gather_from",
+    "gather_to",
+    "last_calls",
+    "log_to",
+    "name_file",
+    "observe",
+    "read_log",
+    "receive",
+    "reduce_from",
+    "reduce_scatter",
+    "reduce_scatter_to",
+    "rotate",
+    "scatter_to",
+    "send",
+    "set_checked",
+    "world",
+]

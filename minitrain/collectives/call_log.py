@@ -76,14 +76,20 @@ def signature(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 def describe(call: Call) -> str:
     """What all members must agree on, in words: "all_gather(float32[4, 8], dim=1)"."""
     shape = tuple("*" if call.uneven and i == call.dim else size for i, size in enumerate(call.shape))
-    extra = f", dim={call.dim}" * bool(call.dim) + (f", source={call.source}" if call.source is not None else "")
+    extra = f", dim={call.dim}" * bool(call.dim) + (
+        f", source={call.source}" if call.source is not None else ""
+    )
     extra += f", op={call.reduction}" * (call.reduction != "sum")
     return f"{call.op}({signature(shape, call.dtype)}{extra})"
 
 
 def span(ranks: tuple[int, ...]) -> str:
     """(0, 1, 2, 3) -> "0-3", otherwise the ranks with commas."""
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+    if (
+        len(ranks) > 2
+        and ranks[-1] - ranks[0] == len(ranks) - 1
+        and ranks == tuple(range(ranks[0], ranks[-1] + 1))
+    ):
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks[:40]))[:80]
 
@@ -92,8 +98,10 @@ def span(ranks: tuple[int, ...]) -> str:
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-_PLUMBING = {os.path.join(_HERE, f"{module}.py")
-             for module in ("functions", "messages", "channel", "transport", "checked", "call_log")}
+_PLUMBING = {
+    os.path.join(_HERE, f"{module}.py")
+    for module in ("functions", "messages", "channel", "transport", "checked", "call_log")
+}
 _standing = threading.local()
 _labels: dict[str, str | None] = {}  # file name -> how to print it; None for plumbing
 
@@ -146,8 +154,20 @@ def issued(call: Call) -> Call:
     _recent.append(call)
     if _file is not None:
         start = (_order % SLOTS) * SLOT_BYTES
-        what = _text_of(call.op, call.axis, call.who, call.shape, call.dtype, call.payload_bytes, call.peer, call.name, call.site)
-        _file[start:start + SLOT_BYTES] = f"i{_order}\t{call.seq}{what}".encode()[:SLOT_BYTES].ljust(SLOT_BYTES, b"\0")
+        what = _text_of(
+            call.op,
+            call.axis,
+            call.who,
+            call.shape,
+            call.dtype,
+            call.payload_bytes,
+            call.peer,
+            call.name,
+            call.site,
+        )
+        _file[start : start + SLOT_BYTES] = f"i{_order}\t{call.seq}{what}".encode()[:SLOT_BYTES].ljust(
+            SLOT_BYTES, b"\0"
+        )
     _order += 1
     if _observers:
         tell("issue", call)
@@ -155,18 +175,29 @@ def issued(call: Call) -> Call:
 
 
 @lru_cache(maxsize=256)
-def _text_of(op: str, axis: str, who: str, shape: tuple[int, ...], dtype: torch.dtype, payload_bytes: int, peer: int | None,
-             name: str | None, site: str) -> str:
+def _text_of(
+    op: str,
+    axis: str,
+    who: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    payload_bytes: int,
+    peer: int | None,
+    name: str | None,
+    site: str,
+) -> str:
     """The fields of a slot that are the same whenever a line makes the same call."""
-    return (f"\t{op}\t{axis}\t{who}\t{', '.join(map(str, shape))}\t{str(dtype)[6:]}\t{payload_bytes}\t{'' if peer is None else peer}\t"
-            f"{name.replace(chr(9), ' ')[:40] if name else ''}\t{site}")
+    return (
+        f"\t{op}\t{axis}\t{who}\t{', '.join(map(str, shape))}\t{str(dtype)[6:]}\t{payload_bytes}\t{'' if peer is None else peer}\t"
+        f"{name.replace(chr(9), ' ')[:40] if name else ''}\t{site}"
+    )
 
 
 def finished(call: Call) -> None:
     """Mark the call as done (from the worker thread when it is asynchronous)."""
     if _file is not None and _order - call.order <= SLOTS:  # else its slot already belongs to a later call
         start = (call.order % SLOTS) * SLOT_BYTES
-        _file[start:start + 1] = b"d"
+        _file[start : start + 1] = b"d"
 
 
 def waited(call: Call) -> None:
@@ -227,13 +258,30 @@ def read_log(path: str | os.PathLike) -> list[LoggedCall]:
         data = file.read()
     calls = []
     for start in range(0, len(data), SLOT_BYTES):
-        state, text = data[start:start + 1], data[start + 1:start + SLOT_BYTES].rstrip(b"\0").decode(errors="replace")
+        state, text = (
+            data[start : start + 1],
+            data[start + 1 : start + SLOT_BYTES].rstrip(b"\0").decode(errors="replace"),
+        )
         fields = text.split("\t")
         try:
             order, seq, op, axis, members, shape, dtype, payload, peer, name, site = fields
             done = {b"i": False, b"d": True}[state]
-            calls.append(LoggedCall(int(order), done, int(seq), op, axis, members, shape, dtype, int(payload),
-                                    int(peer) if peer else None, name or None, site))
+            calls.append(
+                LoggedCall(
+                    int(order),
+                    done,
+                    int(seq),
+                    op,
+                    axis,
+                    members,
+                    shape,
+                    dtype,
+                    int(payload),
+                    int(peer) if peer else None,
+                    name or None,
+                    site,
+                )
+            )
         except (ValueError, KeyError):
             continue  # never written, or being written right now
     return sorted(calls, key=lambda call: call.order)

@@ -22,7 +22,9 @@ from torch import Tensor
 from minitrain.collectives import call_log
 from minitrain.collectives.call_log import Call
 
-ON_OPEN: list[Callable[[], None]] = []          # what a rank does when it first uses a group on gloo, its event loops there by then
+ON_OPEN: list[
+    Callable[[], None]
+] = []  # what a rank does when it first uses a group on gloo, its event loops there by then
 
 
 class Channel:
@@ -33,7 +35,9 @@ class Channel:
         self.members = tuple(dist.get_process_group_ranks(group))
         self.who = call_log.span(self.members)
         self.rank, self.size = group.rank(), group.size()
-        self.after = [(self.rank + s) % self.size for s in range(1, self.size)]  # the others, in order of the rounds
+        self.after = [
+            (self.rank + s) % self.size for s in range(1, self.size)
+        ]  # the others, in order of the rounds
         self.before = [(self.rank - s) % self.size for s in range(1, self.size)]
         self.axis = axis_name(group)
         self.backend = backend_name(group)
@@ -148,7 +152,9 @@ def _new_channel(group: dist.ProcessGroup) -> Channel:
     if not isinstance(group, dist.ProcessGroup):
         if group == dist.GroupMember.NON_GROUP_MEMBER:  # what torch's new_group gives to the others
             raise ValueError("this rank is not a member of the group; only members may call its collectives")
-        raise ValueError(f"group is {group!r}; pass a process group: mesh.group('dp'), or collectives.world() for all")
+        raise ValueError(
+            f"group is {group!r}; pass a process group: mesh.group('dp'), or collectives.world() for all"
+        )
     made = _channels[id(group)] = Channel(group)
     weakref.finalize(group, _channels.pop, id(group))
     return made
@@ -165,10 +171,13 @@ def backend_name(group: dist.ProcessGroup) -> str:
     for known in ("nccl", "gloo", "fake"):
         if known in name:
             return known
-    raise ValueError(f"backend {name!r}; minitrain's collectives run on gloo and nccl, and on fake in a dry run")
+    raise ValueError(
+        f"backend {name!r}; minitrain's collectives run on gloo and nccl, and on fake in a dry run"
+    )
 
 
 # ---- what every call checks and records ------------------------------------------------------------------------------
+
 
 def open_channel(group: dist.ProcessGroup, op: str, x: Tensor) -> Channel:
     """The channel for a call that hands over x, if it can."""
@@ -176,21 +185,49 @@ def open_channel(group: dist.ProcessGroup, op: str, x: Tensor) -> Channel:
     if not isinstance(x, Tensor):
         raise ValueError(f"{op}: x is a {type(x).__name__}; pass a tensor, torch.tensor(x)")
     if not x.is_cuda and ch.backend == "nccl":
-        raise ValueError(f"{op}: x is on {x.device}, but NCCL moves GPU memory only; use x.cuda(), or a group on gloo")
+        raise ValueError(
+            f"{op}: x is on {x.device}, but NCCL moves GPU memory only; use x.cuda(), or a group on gloo"
+        )
     if not x.is_cpu and not x.is_cuda and ch.backend == "gloo":
-        raise ValueError(f"{op}: x is on {x.device}, but gloo moves memory of the CPU and of CUDA only; use x.cpu()")
+        raise ValueError(
+            f"{op}: x is on {x.device}, but gloo moves memory of the CPU and of CUDA only; use x.cpu()"
+        )
     if x.layout is not torch.strided:
         raise ValueError(f"{op}: x is {x.layout}; use x.to_dense()")
     return ch
 
 
-def new_call(ch: Channel, op: str, x: Tensor, name: str | None = None, dim: int = 0, *, payload: int = 1,
-             peer: int | None = None, source: int | None = None, uneven: bool = False) -> Call:
+def new_call(
+    ch: Channel,
+    op: str,
+    x: Tensor,
+    name: str | None = None,
+    dim: int = 0,
+    *,
+    payload: int = 1,
+    peer: int | None = None,
+    source: int | None = None,
+    uneven: bool = False,
+) -> Call:
     """The record of a call on x, numbered; `payload` times x is the size S of the formulas."""
     number = ch.number(None if peer is None else (op, peer))
     size_bytes = payload * x.numel() * x.element_size()
-    return Call(number, op, ch.axis, ch.members, ch.who, size_bytes, tuple(x.shape), x.dtype, call_log.call_site(),
-                None if peer is None else ch.members[peer], name, dim, source, uneven)
+    return Call(
+        number,
+        op,
+        ch.axis,
+        ch.members,
+        ch.who,
+        size_bytes,
+        tuple(x.shape),
+        x.dtype,
+        call_log.call_site(),
+        None if peer is None else ch.members[peer],
+        name,
+        dim,
+        source,
+        uneven,
+    )
 
 
 def check_rank(ch: Channel, what: str, rank: int, other: bool = False) -> None:

@@ -43,8 +43,10 @@ class CollectiveMismatch(RuntimeError):
 def pack(*fields: str) -> torch.Tensor:
     """Text fields as a header; of a field that is too long the tail becomes a checksum, so that it still differs."""
     data = [field.encode() for field in fields]
-    data = [text if len(text) <= room else text[:room - 8] + f"{zlib.crc32(text):08x}".encode()
-            for text, room in zip(data, ROOM)]
+    data = [
+        text if len(text) <= room else text[: room - 8] + f"{zlib.crc32(text):08x}".encode()
+        for text, room in zip(data, ROOM)
+    ]
     return torch.frombuffer(bytearray(SEPARATOR.join(data).ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
 
@@ -69,18 +71,22 @@ def compare(call: Call, headers: torch.Tensor, expects: list[int] | None) -> Non
         raise CollectiveMismatch(disagreement(call, calls))
     for member, (*_, sent), expected in zip(call.members, calls, expects or ()):
         if int(sent) != expected:
-            raise CollectiveMismatch(f"{place(call)}: rank {member} sends {sent} elements at {call.site}, "
-                                     f"but here receive_sizes asks for {expected}; pass what it sends")
+            raise CollectiveMismatch(
+                f"{place(call)}: rank {member} sends {sent} elements at {call.site}, "
+                f"but here receive_sizes asks for {expected}; pass what it sends"
+            )
 
 
 def disagreement(call: Call, calls: list[list[str]]) -> str:
-    """Who calls what, the fewest first: "rank 2 calls all_reduce(..) at .., others all_reduce(..) at ..". """
+    """Who calls what, the fewest first: "rank 2 calls all_reduce(..) at .., others all_reduce(..) at .."."""
     ranks: dict[str, list[int]] = {}
     for member, (what, name, site, _) in zip(call.members, calls):
         ranks.setdefault(f"{what}{f' named {name!r}' if name else ''} at {site}", []).append(member)
     sides = sorted(ranks.items(), key=lambda side: len(side[1]))
-    texts = [f"rank {who[0]} calls {what}" if len(who) == 1 else f"ranks {', '.join(map(str, who))} call {what}"
-             for what, who in sides]
+    texts = [
+        f"rank {who[0]} calls {what}" if len(who) == 1 else f"ranks {', '.join(map(str, who))} call {what}"
+        for what, who in sides
+    ]
     if len(sides) == 2 and len(sides[0][1]) < len(sides[1][1]):
         texts[1] = f"others {sides[1][0]}"
     only_sites_differ = len({(what, name) for what, name, *_ in calls}) == 1
@@ -93,6 +99,7 @@ def place(call: Call) -> str:
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
+
 
 def message_header(call: Call) -> torch.Tensor:
     return pack(call_log.signature(call.shape, call.dtype), "", call.site)
@@ -108,5 +115,7 @@ def compare_message(call: Call, header: torch.Tensor) -> None:
     what, _, site = unpack(header)
     expected = call_log.signature(call.shape, call.dtype)
     if what != expected:
-        raise CollectiveMismatch(f"message #{call.seq} from rank {call.peer}: it sends {what} at {site}, "
-                                 f"this rank expects {expected} at {call.site}")
+        raise CollectiveMismatch(
+            f"message #{call.seq} from rank {call.peer}: it sends {what} at {site}, "
+            f"this rank expects {expected} at {call.site}"
+        )

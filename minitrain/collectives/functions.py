@@ -38,12 +38,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minitrain.collectives import call_log, transport
-from minitrain.collectives.channel import Channel, Handle, channel_of, check_rank, contiguous, new_call, new_scratch, open_channel, sketch
+from minitrain.collectives.channel import (
+    Channel,
+    Handle,
+    channel_of,
+    check_rank,
+    contiguous,
+    new_call,
+    new_scratch,
+    open_channel,
+    sketch,
+)
 from minitrain.collectives.transport import Job
 
 FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
-REFUSED = {"sum": (FLOAT8 | {torch.bool}, "added; convert first, x.int() or x.float()"),
-           "max": (FLOAT8 | {torch.complex64, torch.complex128}, "compared; convert first, x.float() or x.abs()")}
+REFUSED = {
+    "sum": (FLOAT8 | {torch.bool}, "added; convert first, x.int() or x.float()"),
+    "max": (FLOAT8 | {torch.complex64, torch.complex128}, "compared; convert first, x.float() or x.abs()"),
+}
 
 
 def world() -> dist.ProcessGroup:
@@ -58,8 +70,16 @@ def axis_of(group: dist.ProcessGroup) -> str:
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup, *, op: str = "sum", out: Tensor | None = None,
-               name: str | None = None, async_op: bool = False) -> Tensor | Handle:
+
+def all_reduce(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    op: str = "sum",
+    out: Tensor | None = None,
+    name: str | None = None,
+    async_op: bool = False,
+) -> Tensor | Handle:
     """The sum over the group, or with `op="max"` the maximum of each element. `out=x` works in place.
 
     Both cost the same bytes. A NaN of any rank is the maximum, as for torch.maximum (over NCCL, what NCCL makes of it).
@@ -74,8 +94,15 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, *, op: str = "sum", out: Ten
     return _perform(ch, group, job, lambda: out, async_op)
 
 
-def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int = 0, *, out: Tensor | None = None, name: str | None = None,
-               async_op: bool = False) -> Tensor | Handle:
+def all_gather(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    dim: int = 0,
+    *,
+    out: Tensor | None = None,
+    name: str | None = None,
+    async_op: bool = False,
+) -> Tensor | Handle:
     """Everyone's x [.., d, ..], concatenated along `dim` in group-rank order: [.., n·d, ..]."""
     ch = open_channel(group, "all_gather", x)
     dim = _checked_dim("all_gather", x, dim)
@@ -83,8 +110,15 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int = 0, *, out: Tensor
     return _along(ch, group, call, x, dim, ch.size * x.shape[dim], out, async_op)
 
 
-def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int = 0, *, out: Tensor | None = None,
-                   name: str | None = None, async_op: bool = False) -> Tensor | Handle:
+def reduce_scatter(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    dim: int = 0,
+    *,
+    out: Tensor | None = None,
+    name: str | None = None,
+    async_op: bool = False,
+) -> Tensor | Handle:
     """This rank's piece [.., d, ..] along `dim` of the sum of everyone's x [.., n·d, ..]."""
     ch = open_channel(group, "reduce_scatter", x)
     _check_can_reduce("reduce_scatter", "sum", x)
@@ -93,9 +127,16 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int = 0, *, out: Te
     return _along(ch, group, call, x, dim, x.shape[dim] // ch.size, out, async_op)
 
 
-def all_to_all(x: Tensor, group: dist.ProcessGroup, dim: int = 0, *, send_sizes: list[int] | None = None,
-               receive_sizes: list[int] | None = None, name: str | None = None,
-               async_op: bool = False) -> Tensor | Handle:
+def all_to_all(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    dim: int = 0,
+    *,
+    send_sizes: list[int] | None = None,
+    receive_sizes: list[int] | None = None,
+    name: str | None = None,
+    async_op: bool = False,
+) -> Tensor | Handle:
     """Piece j of x along `dim` goes to rank j; the pieces received are concatenated in rank order.
 
     Pieces are equal unless both `send_sizes` (which add up to x.shape[dim]) and `receive_sizes` (what each rank sends
@@ -104,8 +145,14 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, dim: int = 0, *, send_sizes:
     ch = open_channel(group, "all_to_all", x)
     if x.requires_grad and torch.is_grad_enabled() and not async_op:
         return _Linear.apply(
-            x, lambda x: all_to_all(x, group, dim, send_sizes=send_sizes, receive_sizes=receive_sizes, name=name),
-            lambda dy: all_to_all(dy, group, dim, send_sizes=receive_sizes, receive_sizes=send_sizes, name=name))
+            x,
+            lambda x: all_to_all(
+                x, group, dim, send_sizes=send_sizes, receive_sizes=receive_sizes, name=name
+            ),
+            lambda dy: all_to_all(
+                dy, group, dim, send_sizes=receive_sizes, receive_sizes=send_sizes, name=name
+            ),
+        )
     uneven = send_sizes is not None or receive_sizes is not None
     dim = _checked_dim("all_to_all", x, dim, divisor=None if uneven else ch)
     if uneven:
@@ -115,8 +162,9 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, dim: int = 0, *, send_sizes:
     return _along(ch, group, call, x, dim, rows, None, async_op, send_sizes, receive_sizes)
 
 
-def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, *, name: str | None = None,
-              async_op: bool = False) -> Tensor | Handle:
+def broadcast(
+    x: Tensor, source: int, group: dist.ProcessGroup, *, name: str | None = None, async_op: bool = False
+) -> Tensor | Handle:
     """The source's x, on every rank; elsewhere x only says shape and dtype."""
     ch = open_channel(group, "broadcast", x)
     check_rank(ch, "broadcast from", source)
@@ -135,12 +183,22 @@ def barrier(group: dist.ProcessGroup, *, name: str | None = None) -> None:
 
 # ---- from a call to bytes in motion ----------------------------------------------------------------------------------
 
-def _along(ch: Channel, group: dist.ProcessGroup, call: call_log.Call, x: Tensor, dim: int, length: int,
-           out: Tensor | None, async_op: bool, send_sizes: list[int] | None = None,
-           receive_sizes: list[int] | None = None) -> Tensor | Handle:
+
+def _along(
+    ch: Channel,
+    group: dist.ProcessGroup,
+    call: call_log.Call,
+    x: Tensor,
+    dim: int,
+    length: int,
+    out: Tensor | None,
+    async_op: bool,
+    send_sizes: list[int] | None = None,
+    receive_sizes: list[int] | None = None,
+) -> Tensor | Handle:
     """Perform `call`, whose result is like x but `length` long in `dim`; if that is not dim 0, on turned copies."""
     src = contiguous(x.movedim(dim, 0))
-    out = _result(call.op, x, (*x.shape[:dim], length, *x.shape[dim + 1:]), out)
+    out = _result(call.op, x, (*x.shape[:dim], length, *x.shape[dim + 1 :]), out)
     dst = out.detach() if dim == 0 else call_log.announce_buffer(src.new_empty((length, *src.shape[1:])))
     row = math.prod(src.shape[1:])
     sends, receives = (sizes and [row * size for size in sizes] for sizes in (send_sizes, receive_sizes))
@@ -170,7 +228,9 @@ def _perform(ch: Channel, group: dist.ProcessGroup, job: Job, finish: Callable, 
     settle, poll = transport.start(ch, group, job, in_background=async_op)
 
     def result():
-        job.src = job.received = job.wide = None  # what only the algorithm needed is free from here, on every backend
+        job.src = job.received = job.wide = (
+            None  # what only the algorithm needed is free from here, on every backend
+        )
         call_log.waited(job.call)
         return finish()
 
@@ -194,6 +254,7 @@ def _stage_in_host_memory(job: Job, finish: Callable) -> Callable:
 
 
 # ---- differentiable: a linear map and its adjoint --------------------------------------------------------------------
+
 
 class _Linear(torch.autograd.Function):
     """y = there(x), dx = back(dy). The backward call is logged at the line of the forward one."""
@@ -222,12 +283,16 @@ def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
     """Shards -> the whole, used alike by all ranks from here on; backward takes this rank's slice."""
-    return _Linear.apply(x, lambda x: all_gather(x, group, dim), lambda dy: _own_slice("gather_from", dy, group, dim))
+    return _Linear.apply(
+        x, lambda x: all_gather(x, group, dim), lambda dy: _own_slice("gather_from", dy, group, dim)
+    )
 
 
 def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
     """x, the same on all ranks -> this rank's slice; backward gathers the slices' gradients."""
-    return _Linear.apply(x, lambda x: _own_slice("scatter_to", x, group, dim), lambda dy: all_gather(dy, group, dim))
+    return _Linear.apply(
+        x, lambda x: _own_slice("scatter_to", x, group, dim), lambda dy: all_gather(dy, group, dim)
+    )
 
 
 def reduce_scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
@@ -247,6 +312,7 @@ def _own_slice(op: str, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
+
 
 def _result(op: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
     """Where the result goes: `out` if it fits, else new memory."""
@@ -272,19 +338,28 @@ def _checked_dim(op: str, x: Tensor, dim: int, divisor: Channel | None = None) -
         what = "has no dims; use x.reshape(1)" if x.dim() == 0 else f"has dims {-x.dim()} to {x.dim() - 1}"
         raise ValueError(f"{op}: dim={dim}, but x {list(x.shape)} {what}")
     if divisor is not None and x.shape[dim] % divisor.size:
-        raise ValueError(f"{op}: x {list(x.shape)} has {x.shape[dim]} along dim {dim}, not a multiple of the group's "
-                         f"{divisor.size} ranks ({divisor.axis}); pad it, or use all_to_all with sizes")
+        raise ValueError(
+            f"{op}: x {list(x.shape)} has {x.shape[dim]} along dim {dim}, not a multiple of the group's "
+            f"{divisor.size} ranks ({divisor.axis}); pad it, or use all_to_all with sizes"
+        )
     return dim % x.dim()
 
 
-def _check_sizes(ch: Channel, x: Tensor, dim: int, send_sizes: list[int] | None,
-                 receive_sizes: list[int] | None) -> None:
+def _check_sizes(
+    ch: Channel, x: Tensor, dim: int, send_sizes: list[int] | None, receive_sizes: list[int] | None
+) -> None:
     for what, sizes in (("send_sizes", send_sizes), ("receive_sizes", receive_sizes)):
         if sizes is None or len(sizes) != ch.size or min(sizes) < 0:
-            raise ValueError(f"all_to_all: {what}={sizes}; give both, {ch.size} sizes >= 0 each, one per rank")
+            raise ValueError(
+                f"all_to_all: {what}={sizes}; give both, {ch.size} sizes >= 0 each, one per rank"
+            )
     if sum(send_sizes) != x.shape[dim]:
-        raise ValueError(f"all_to_all: send_sizes {send_sizes} add up to {sum(send_sizes)}, but x has {x.shape[dim]} "
-                         f"along dim {dim}")
+        raise ValueError(
+            f"all_to_all: send_sizes {send_sizes} add up to {sum(send_sizes)}, but x has {x.shape[dim]} "
+            f"along dim {dim}"
+        )
     if send_sizes[ch.rank] != receive_sizes[ch.rank]:
-        raise ValueError(f"all_to_all: this rank sends {send_sizes[ch.rank]} to itself, but receive_sizes expects "
-                         f"{receive_sizes[ch.rank]} from it; make them equal")
+        raise ValueError(
+            f"all_to_all: this rank sends {send_sizes[ch.rank]} to itself, but receive_sizes expects "
+            f"{receive_sizes[ch.rank]} from it; make them equal"
+        )

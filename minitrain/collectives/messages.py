@@ -27,9 +27,16 @@ def send(x: Tensor, to: int, group: dist.ProcessGroup, *, async_op: bool = False
     return _transfer(ch, group, [(x, to)], [], lambda received: None, async_op)
 
 
-def receive(like: Tensor | None, source: int, group: dist.ProcessGroup, *, shape: tuple[int, ...] | None = None,
-            dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
-            async_op: bool = False) -> Tensor | Handle:
+def receive(
+    like: Tensor | None,
+    source: int,
+    group: dist.ProcessGroup,
+    *,
+    shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    async_op: bool = False,
+) -> Tensor | Handle:
     """What rank `source` of the group sends: shaped as `like`, which is not written to, or as the keywords say."""
     if like is None and (shape is None or dtype is None):
         raise ValueError("receive needs a tensor to take shape and dtype from, or shape= and dtype=")
@@ -39,21 +46,33 @@ def receive(like: Tensor | None, source: int, group: dist.ProcessGroup, *, shape
     return _transfer(ch, group, [], [(place, source)], lambda received: received[0], async_op)
 
 
-def exchange(x: Tensor, to: int, source: int, group: dist.ProcessGroup, *, like: Tensor | None = None,
-             async_op: bool = False) -> Tensor | Handle:
+def exchange(
+    x: Tensor,
+    to: int,
+    source: int,
+    group: dist.ProcessGroup,
+    *,
+    like: Tensor | None = None,
+    async_op: bool = False,
+) -> Tensor | Handle:
     """Send x to rank `to` while receiving a tensor of the shape of `like` (of x if None) from rank `source`."""
     ch = open_channel(group, "exchange", x)
     check_rank(ch, "exchange: send to", to)
     check_rank(ch, "exchange: receive from", source)
     if (to == ch.rank) != (source == ch.rank):
-        raise ValueError(f"exchange: to={to} and source={source}, and one of them is this rank itself; make it both or "
-                         "neither")
+        raise ValueError(
+            f"exchange: to={to} and source={source}, and one of them is this rank itself; make it both or "
+            "neither"
+        )
     like = x if like is None else like
-    return _transfer(ch, group, [(x, to)], [(_place_for(like), source)], lambda received: received[0], async_op)
+    return _transfer(
+        ch, group, [(x, to)], [(_place_for(like), source)], lambda received: received[0], async_op
+    )
 
 
-def rotate(xs: Tensor | tuple[Tensor, ...], group: dist.ProcessGroup, shift: int = 1, *,
-           async_op: bool = False) -> Tensor | tuple[Tensor, ...] | Handle:
+def rotate(
+    xs: Tensor | tuple[Tensor, ...], group: dist.ProcessGroup, shift: int = 1, *, async_op: bool = False
+) -> Tensor | tuple[Tensor, ...] | Handle:
     """xs goes to rank + shift, what comes is rank - shift's: the same number of tensors, of the same shapes."""
     tensors = (xs,) if isinstance(xs, Tensor) else tuple(xs)
     if not tensors:
@@ -61,7 +80,9 @@ def rotate(xs: Tensor | tuple[Tensor, ...], group: dist.ProcessGroup, shift: int
     ch = [open_channel(group, "rotate", x) for x in tensors][0]
     to, source = (ch.rank + shift) % ch.size, (ch.rank - shift) % ch.size
     pack = (lambda received: received[0]) if isinstance(xs, Tensor) else tuple
-    return _transfer(ch, group, [(x, to) for x in tensors], [(_place_for(x), source) for x in tensors], pack, async_op)
+    return _transfer(
+        ch, group, [(x, to) for x in tensors], [(_place_for(x), source) for x in tensors], pack, async_op
+    )
 
 
 def _place_for(like: Tensor) -> Tensor:
@@ -69,8 +90,14 @@ def _place_for(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _transfer(ch: Channel, group: dist.ProcessGroup, sends: list[tuple[Tensor, int]],
-              receives: list[tuple[Tensor, int]], pack: Callable[[list[Tensor]], object], async_op: bool):
+def _transfer(
+    ch: Channel,
+    group: dist.ProcessGroup,
+    sends: list[tuple[Tensor, int]],
+    receives: list[tuple[Tensor, int]],
+    pack: Callable[[list[Tensor]], object],
+    async_op: bool,
+):
     """Post all sends, and receives into the tensors given; the result is pack(the tensors received)."""
     if sends and sends[0][1] == ch.rank:  # to itself, as in a ring of one: nothing travels
         copies = [x.detach().clone(memory_format=torch.contiguous_format) for x, _ in sends]
@@ -79,8 +106,14 @@ def _transfer(ch: Channel, group: dist.ProcessGroup, sends: list[tuple[Tensor, i
     device = (sends + receives)[0][0].device
     network = torch.device("cpu") if ch.backend == "gloo" else device  # gloo reads and writes host memory
     there = device == network
-    outgoing = [(new_call(ch, "send", x, peer=peer), contiguous(x if there else x.to(network)), peer) for x, peer in sends]
-    incoming = [(new_call(ch, "receive", x, peer=peer), x if there else torch.empty_like(x, device=network), peer) for x, peer in receives]
+    outgoing = [
+        (new_call(ch, "send", x, peer=peer), contiguous(x if there else x.to(network)), peer)
+        for x, peer in sends
+    ]
+    incoming = [
+        (new_call(ch, "receive", x, peer=peer), x if there else torch.empty_like(x, device=network), peer)
+        for x, peer in receives
+    ]
     calls = [call for call, _, _ in outgoing + incoming]
     if ch.backend != "gloo":
         for call in calls:
@@ -97,5 +130,7 @@ def _transfer(ch: Channel, group: dist.ProcessGroup, sends: list[tuple[Tensor, i
         return pack([x if there else x.to(device) for _, x, _ in incoming])
 
     handle = Handle(settle, finish, lambda: ch.backend == "fake")
-    ch.unwaited.add(handle)  # if its owner drops it, the buffers must live until the network is done with them
+    ch.unwaited.add(
+        handle
+    )  # if its owner drops it, the buffers must live until the network is done with them
     return handle if async_op else handle.wait()

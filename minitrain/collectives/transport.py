@@ -42,13 +42,16 @@ class Job:
     src: Tensor
     dst: Tensor
     received: Tensor | None = None  # room for the n-1 chunks to add, or more
-    wide: Tensor | None = None  # room for a float32 chunk, or more, to add bf16 and fp16 in (a maximum rounds nothing)
+    wide: Tensor | None = (
+        None  # room for a float32 chunk, or more, to add bf16 and fp16 in (a maximum rounds nothing)
+    )
     send_sizes: list[int] | None = None  # elements for each rank; None: the plan's chunks
     receive_sizes: list[int] | None = None
     source: int = 0  # of a broadcast
 
 
 # ---- the chunk plan --------------------------------------------------------------------------------------------------
+
 
 def chunk_size(total: int, n: int, index: int) -> int:
     """Elements of chunk `index` of n: total // n, the first total % n chunks one more, as torch.tensor_split cuts."""
@@ -95,6 +98,7 @@ def planned_bytes(ch: Channel, job: Job) -> int:
 
 # ---- gloo: our algorithms over send and receive ----------------------------------------------------------------------
 
+
 def post_send(ch: Channel, call: Call | None, tensor: Tensor, to: int, tag: int):
     """Hand `tensor` to the network and count it in `call`: the only place where gloo is given bytes to send."""
     if tensor.numel() == 0:
@@ -114,7 +118,9 @@ def wait_all(works: list) -> None:
             work.wait()
 
 
-def in_rounds(ch: Channel, call: Call | None, outgoing: list[Tensor], incoming: list[Tensor], tag: int) -> None:
+def in_rounds(
+    ch: Channel, call: Call | None, outgoing: list[Tensor], incoming: list[Tensor], tag: int
+) -> None:
     """In round s send outgoing[rank + s] to that rank, and wait for incoming[rank - s] from that one."""
     arrivals = [post_receive(ch, incoming[p], p, tag) for p in ch.before]
     sends = []
@@ -138,7 +144,7 @@ def reduce_pieces(ch: Channel, job: Job, outgoing: list[Tensor], dst: Tensor, ta
     """dst = the sum (or the maximum), over the ranks in order, of the pieces meant for this one."""
     combine = torch.maximum if job.call.reduction == "max" else torch.add
     own = dst.numel()
-    terms = [job.received[i * own:(i + 1) * own] for i in range(ch.size - 1)]
+    terms = [job.received[i * own : (i + 1) * own] for i in range(ch.size - 1)]
     terms.insert(ch.rank, outgoing[ch.rank])
     in_rounds(ch, job.call, outgoing, terms, tag)
     if len(terms) == 1:
@@ -207,7 +213,9 @@ def swap_headers(ch: Channel, job: Job, tag: int) -> None:
     checked.compare(job.call, theirs, job.receive_sizes)
 
 
-MOVES = {move.__name__: move for move in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier)}
+MOVES = {
+    move.__name__: move for move in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier)
+}
 
 
 def move(ch: Channel, job: Job) -> None:
@@ -215,7 +223,9 @@ def move(ch: Channel, job: Job) -> None:
     if _len_torch_dispatch_stack():
         with _disable_current_modes():
             return move(ch, job)
-    tag = job.call.seq % 2**27 * 4  # of the headers; the next two are for the data of the first and of the second half
+    tag = (
+        job.call.seq % 2**27 * 4
+    )  # of the headers; the next two are for the data of the first and of the second half
     if checked.enabled:
         swap_headers(ch, job, tag)
     MOVES[job.call.op](ch, job, tag + 1)
@@ -236,6 +246,7 @@ def start(ch: Channel, group: dist.ProcessGroup, job: Job, in_background: bool) 
 
 
 # ---- NCCL: the backend's collectives ---------------------------------------------------------------------------------
+
 
 def renamed(new: str, old: str) -> Callable:
     """torch 2.13 renamed two collectives and warns at the old names; 2.11 has only the old ones."""
@@ -265,6 +276,7 @@ def start_on_nccl(ch: Channel, group: dist.ProcessGroup, job: Job):
 
 # ---- messages from one rank to another -------------------------------------------------------------------------------
 
+
 def post_messages(ch: Channel, group: dist.ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
     """Post receives and sends of (call, tensor, peer) on any backend; returns what waits for them."""
     check = []
@@ -273,13 +285,16 @@ def post_messages(ch: Channel, group: dist.ProcessGroup, sends: list, receives: 
             with _disable_current_modes():
                 return post_messages(ch, group, sends, receives)
         check, works = post_on_gloo(ch, sends, receives)
-    elif ch.backend == "nccl" and len(sends) + len(receives) == 1:  # on the pair's own stream: waits for no other peer
+    elif (
+        ch.backend == "nccl" and len(sends) + len(receives) == 1
+    ):  # on the pair's own stream: waits for no other peer
         works = [dist.isend(tensor, group=group, group_dst=peer) for _, tensor, peer in sends]
         works += [dist.irecv(tensor, group=group, group_src=peer) for _, tensor, peer in receives]
     elif ch.backend == "nccl":  # together, else two ranks that send to each other could block
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for _, tensor, peer in sends]
-            + [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for _, tensor, peer in receives])
+            + [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for _, tensor, peer in receives]
+        )
     else:
         works = []
 

@@ -13,6 +13,7 @@ Patarasuk and Yuan 2009 (the ring, and the lower bound); Gibiansky 2017, Baidu (
 Rabenseifner and Gropp 2005, section 4 (binomial tree). `ring.py` is the same ring as a plain loop on real ranks;
 `halving`, `tree` and `hierarchical` hold the algorithms that need a page of their own.
 """
+
 from minitrain.communication.schedule import Schedule, Transfer, mirror, then
 
 
@@ -20,7 +21,8 @@ def ring_reduce_scatter(n: int) -> Schedule:
     """Rank r passes chunk r-1-s on to r+1 in step s: a chunk visits everyone and ends, complete, at its owner."""
     _at_least_one(n)
     steps = (
-        tuple(Transfer(r, (r + 1) % n, _one((r - 1 - s) % n), reduce=True) for r in range(n)) for s in range(n - 1)
+        tuple(Transfer(r, (r + 1) % n, _one((r - 1 - s) % n), reduce=True) for r in range(n))
+        for s in range(n - 1)
     )
     return Schedule(n, n, tuple(steps))
 
@@ -29,7 +31,8 @@ def ring_all_gather(n: int) -> Schedule:
     """Rank r passes chunk r-s on to r+1 in step s. (The mirror of the reduce-scatter does the same, turning left.)"""
     _at_least_one(n)
     steps = (
-        tuple(Transfer(r, (r + 1) % n, _one((r - s) % n), reduce=False) for r in range(n)) for s in range(n - 1)
+        tuple(Transfer(r, (r + 1) % n, _one((r - s) % n), reduce=False) for r in range(n))
+        for s in range(n - 1)
     )
     return Schedule(n, n, tuple(steps))
 
@@ -41,7 +44,9 @@ def ring_all_reduce(n: int) -> Schedule:
 def direct_reduce_scatter(n: int) -> Schedule:
     """Everyone sends chunk c straight to its owner c, in one step."""
     _at_least_one(n)
-    step = tuple(Transfer(r, (r + d) % n, _one((r + d) % n), reduce=True) for d in range(1, n) for r in range(n))
+    step = tuple(
+        Transfer(r, (r + d) % n, _one((r + d) % n), reduce=True) for d in range(1, n) for r in range(n)
+    )
     return Schedule(n, n, (step,) if step else ())
 
 
@@ -53,7 +58,9 @@ def binomial_reduce(n: int) -> Schedule:
     """To rank 0: in step s the ranks whose lowest set bit is 2^s hand all they have to the rank without that bit."""
     _at_least_one(n)
     bits = [1 << s for s in range((n - 1).bit_length())]
-    steps = (tuple(Transfer(r, r - bit, _one(0), reduce=True) for r in range(bit, n, 2 * bit)) for bit in bits)
+    steps = (
+        tuple(Transfer(r, r - bit, _one(0), reduce=True) for r in range(bit, n, 2 * bit)) for bit in bits
+    )
     return Schedule(n, 1, tuple(steps))
 
 

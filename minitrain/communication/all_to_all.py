@@ -10,6 +10,7 @@ one message. Raises ValueError if the rows are not a multiple of n.
 
 Bruck et al. 1997 (radix 2); Thakur, Rabenseifner and Gropp 2005, section 4.3 (pairwise). Differs: all blocks are equal.
 """
+
 import torch
 
 from minitrain.collectives import exchange
@@ -38,5 +39,7 @@ def _blocks(x: torch.Tensor, n: int) -> torch.Tensor:
     """[n·d, ..] -> [n, d, ..]"""
     if x.ndim == 0 or x.shape[0] % n:
         rows = x.shape[0] if x.ndim else "no"
-        raise ValueError(f"x has {rows} rows, not one block for each of n={n} ranks; pad to a multiple of {n}")
+        raise ValueError(
+            f"x has {rows} rows, not one block for each of n={n} ranks; pad to a multiple of {n}"
+        )
     return x.detach().unflatten(0, (n, -1))

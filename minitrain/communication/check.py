@@ -9,6 +9,7 @@ algorithm: `history` returns them, `draw` prints them, `plot.chunk_matrix` colou
 A set is an integer with one bit a rank: union is `|`, "already inside" is `&`. Cost: one operation for each chunk
 moved, and n·C integers held. What is proved is the plan; that the interpreter carries it out is tested on real ranks.
 """
+
 from collections.abc import Iterator
 
 from minitrain.communication.schedule import Schedule
@@ -28,7 +29,9 @@ def check(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> 
             needed = {"reduce_scatter": owned, "reduce": rank == root}.get(collective, True)
             if needed and held != everyone:
                 missing = [other for other in range(schedule.ranks) if not held >> other & 1]
-                raise ValueError(f"{collective}: in the end rank {rank} lacks ranks {missing} in chunk {chunk}")
+                raise ValueError(
+                    f"{collective}: in the end rank {rank} lacks ranks {missing} in chunk {chunk}"
+                )
 
 
 def start_of(schedule: Schedule, collective: str, root: int = 0) -> Holdings:
@@ -64,7 +67,9 @@ def replay(schedule: Schedule, start: Holdings) -> Iterator[Holdings]:
                 if not sent:
                     raise ValueError(f"{where}, but holds nothing of it yet")
                 if (to, chunk) in added and not (reduce and added[to, chunk]):
-                    raise ValueError(f"{where}, where another transfer of this step writes: the order would decide")
+                    raise ValueError(
+                        f"{where}, where another transfer of this step writes: the order would decide"
+                    )
                 if reduce and (not held or held & sent):
                     raise ValueError(f"{where} to be added " + ("twice" if held else "to nothing"))
                 after[to][chunk] = held | sent if reduce else sent
@@ -86,7 +91,9 @@ def draw(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> s
     width = max(schedule.chunks, *map(len, titles))
     lines = [("rank     " + "  ".join(title.ljust(width) for title in titles)).rstrip()]
     for rank in range(schedule.ranks):
-        cells = ("".join(_glyph(count, schedule.ranks) for count in frame[rank]).ljust(width) for frame in frames)
+        cells = (
+            "".join(_glyph(count, schedule.ranks) for count in frame[rank]).ljust(width) for frame in frames
+        )
         lines.append((f"{rank:<9}" + "  ".join(cells)).rstrip())
     return "\n".join(lines)
 

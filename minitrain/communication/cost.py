@@ -13,6 +13,7 @@ additions, ranks out of step. Hockney 1994 (alpha-beta). Differs from `simulate`
 algorithm, on machines with datasheets, for replaying a training step; here any schedule, message by message, on any
 fabric you can write down.
 """
+
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -51,11 +52,14 @@ def racks(
             return flat(*near)(source, to)
         alpha_s, bytes_per_s = far
         uplinks = {("up", here): ranks_in_rack[here], ("down", there): ranks_in_rack[there]}
-        return Path(alpha_s, {
-            ("far out", source): bytes_per_s,
-            ("far in", to): bytes_per_s,
-            **{link: ports * bytes_per_s / oversubscription for link, ports in uplinks.items()},
-        })
+        return Path(
+            alpha_s,
+            {
+                ("far out", source): bytes_per_s,
+                ("far in", to): bytes_per_s,
+                **{link: ports * bytes_per_s / oversubscription for link, ports in uplinks.items()},
+            },
+        )
 
     return path
 

@@ -17,6 +17,7 @@ would do.
 Thakur, Rabenseifner and Gropp 2005, section 4.5 (MPICH's all-reduce, near first). Differs: Rabenseifner's detour has
 the two neighbours swap halves, so that both add one half each; here one adds everything.
 """
+
 from minitrain.communication.schedule import Schedule, Transfer, mirror, place, then
 
 

@@ -24,6 +24,7 @@ Jia et al. 2018, arXiv:1807.11205 (two-level); Mikami et al. 2018, arXiv:1811.05
 cutting the tensor into pieces that follow each other; the logarithmic algorithm of accl between the nodes is
 `halving`'s.
 """
+
 from collections.abc import Sequence
 from math import prod
 
@@ -73,7 +74,9 @@ def within_and_across(per_node: int, across: Schedule) -> Schedule:
     shards = [range(i * across.chunks, (i + 1) * across.chunks) for i in range(per_node)]
     return then(
         together(place(ring_reduce_scatter(per_node), node, everything, of=size) for node in nodes),
-        together(place(across, [node[i] for node in nodes], shard, of=size) for i, shard in enumerate(shards)),
+        together(
+            place(across, [node[i] for node in nodes], shard, of=size) for i, shard in enumerate(shards)
+        ),
         together(place(ring_all_gather(per_node), node, everything, of=size) for node in nodes),
     )
 

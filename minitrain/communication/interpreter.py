@@ -13,6 +13,7 @@ Bytes: `schedule.sent_elements(schedule, rank, numel)` elements. Chunks that are
 elements, are no messages. Memory: the result (S) and what arrives in one step.
 Raises ValueError, before anything is sent, when the group has another size than the schedule.
 """
+
 import torch
 
 from minitrain import collectives
@@ -26,7 +27,9 @@ def run(schedule: Schedule, x: torch.Tensor, group: torch.distributed.ProcessGro
     broadcast only what this rank owns of x matters.
     """
     if group.size() != schedule.ranks:
-        raise ValueError(f"schedule of {schedule.ranks} ranks, group of {group.size()}; build it for {group.size()}")
+        raise ValueError(
+            f"schedule of {schedule.ranks} ranks, group of {group.size()}; build it for {group.size()}"
+        )
     rank = group.rank()
     result = x.detach().clone(memory_format=torch.contiguous_format)
     flat = result.view(-1)

@@ -18,6 +18,7 @@ Raises ValueError for a matrix that is not square, and for racks that do not hol
 Luo et al. 2020, MLSys, "PLink". Differs: the probe is simulated, groups come from average linkage cut at the largest
 jump, racks may differ in size, and the plan does not adapt while training runs.
 """
+
 from collections.abc import Sequence
 from random import Random
 
@@ -25,7 +26,9 @@ from minitrain.communication.algorithms import ring_all_reduce
 from minitrain.communication.hierarchical import ranks_in
 from minitrain.communication.schedule import Schedule, Transfer, mirror, place, then, together
 
-NOISE_RATIO = 1.5  # from one join to the next the time grows by less than this inside one level of the network
+NOISE_RATIO = (
+    1.5  # from one join to the next the time grows by less than this inside one level of the network
+)
 
 Matrix = Sequence[Sequence[float]]
 

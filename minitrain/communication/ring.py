@@ -13,6 +13,7 @@ first chunks are one element longer; chunks may be empty. A group of one sends n
 Patarasuk and Yuan 2009; Gibiansky 2017 (Baidu). `algorithms.ring_all_reduce` is the same as data and sends the same
 messages.
 """
+
 import torch
 
 from minitrain.collectives import exchange
@@ -22,7 +23,9 @@ def reduce_scatter(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> to
     """This rank's chunk of the sum over the group: x [any shape] -> [numel / n], flat."""
     n, rank = group.size(), group.rank()
     chunks = x.detach().reshape(-1).tensor_split(n)
-    partial = chunks[rank - 1].clone()  # our left neighbour's own chunk has the longest way to go: it leaves first
+    partial = chunks[
+        rank - 1
+    ].clone()  # our left neighbour's own chunk has the longest way to go: it leaves first
     for step in range(n - 1):
         own_part = chunks[(rank - 2 - step) % n]
         partial = exchange(partial, (rank + 1) % n, (rank - 1) % n, group, like=own_part) + own_part

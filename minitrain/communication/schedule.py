@@ -20,6 +20,7 @@ SCCL (Cai et al. 2021) also treats an algorithm as a list of (chunk, source, des
 best one. Differs: there chunks are only placed, here they are added as well, and large schedules are composed and not
 searched.
 """
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -73,7 +74,9 @@ def together(schedules: Iterable[Schedule]) -> Schedule:
 def mirror(schedule: Schedule) -> Schedule:
     """The dual: what was gathered by adding is handed back by copying, last step first, every arrow turned round."""
     if not all(transfer.reduce for step in schedule.steps for transfer in step):
-        raise ValueError("only a schedule that reduces in every transfer has a mirror; mirror its reducing half alone")
+        raise ValueError(
+            "only a schedule that reduces in every transfer has a mirror; mirror its reducing half alone"
+        )
     turned = (
         tuple(Transfer(to, source, chunks, reduce=False) for source, to, chunks, _ in step)
         for step in reversed(schedule.steps)
@@ -112,7 +115,9 @@ def sent_elements(schedule: Schedule, rank: int, numel: int) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def sent_shares(schedule: Schedule, counts: Callable[[Transfer], bool] = lambda transfer: True) -> list[Fraction]:
+def sent_shares(
+    schedule: Schedule, counts: Callable[[Transfer], bool] = lambda transfer: True
+) -> list[Fraction]:
     """[rank] -> what it sends, as a fraction of S. `counts` picks transfers: those that leave a node, for instance."""
     sent = [0] * schedule.ranks
     for step in schedule.steps:
@@ -125,6 +130,8 @@ def sent_shares(schedule: Schedule, counts: Callable[[Transfer], bool] = lambda 
 def _common_size(schedules: Sequence[Schedule]) -> tuple[int, int]:
     sizes = sorted({(each.ranks, each.chunks) for each in schedules})
     if len(sizes) != 1:
-        found = " and ".join(f"{ranks} ranks with {chunks} chunks" for ranks, chunks in sizes) or "no schedule"
+        found = (
+            " and ".join(f"{ranks} ranks with {chunks} chunks" for ranks, chunks in sizes) or "no schedule"
+        )
         raise ValueError(f"cannot join {found}; bring all to one size with place()")
     return sizes[0]

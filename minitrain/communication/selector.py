@@ -25,6 +25,7 @@ Jeaugey 2019, NVIDIA's blog on NCCL 2.4; NCCL's src/graph/tuning.cc, where e = 0
 2005, section 4 (choice by size). Differs: NCCL has measured constants for each protocol and architecture in the place
 of our three.
 """
+
 from math import ceil, floor, sqrt
 from typing import NamedTuple
 
@@ -84,6 +85,7 @@ def best_pieces(n: int, size_bytes: float, network: Network) -> int:
 
 def choose(n: int, size_bytes: float, network: Network, among: tuple[str, ...] = AS_NCCL) -> Choice:
     """The fastest of `among`; at equal times the earlier one."""
+
     def priced(algorithm: str) -> Choice:
         pieces = best_pieces(n, size_bytes, network) if algorithm == "double tree" else 1
         return Choice(algorithm, time_s(algorithm, n, size_bytes, network, pieces), pieces)
@@ -118,6 +120,7 @@ def crossover_bytes(n: int, network: Network) -> float:
 
 def crossover_by_sweep(n: int, network: Network) -> float:
     """The same without algebra: double the size until the ring wins, then halve the interval."""
+
     def tree_wins(size_bytes: float) -> bool:
         return choose(n, size_bytes, network).algorithm == "double tree"
 
@@ -140,8 +143,12 @@ def _beside(ideal: float) -> set[int]:
 
 def _check(algorithm: str, n: int) -> None:
     if algorithm not in AS_NCCL + POWERS_OF_TWO_ONLY:
-        raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {', '.join(AS_NCCL + POWERS_OF_TWO_ONLY)}")
+        raise ValueError(
+            f"unknown algorithm {algorithm!r}; choose one of {', '.join(AS_NCCL + POWERS_OF_TWO_ONLY)}"
+        )
     if n < 1:
         raise ValueError(f"n={n} ranks; an algorithm needs at least 1")
     if algorithm in POWERS_OF_TWO_ONLY and n & (n - 1):
-        raise ValueError(f"{algorithm} has this cost for powers of two only, not n={n}; choose {' or '.join(AS_NCCL)}")
+        raise ValueError(
+            f"{algorithm} has this cost for powers of two only, not n={n}; choose {' or '.join(AS_NCCL)}"
+        )

@@ -19,6 +19,7 @@ Sanders, Speck and Träff 2009 (two trees, n even and odd); Jeaugey 2019, NVIDIA
 lower latency than rings). Differs: in NCCL pieces go down while others still come up, which hides one of the two
 fillings of the pipe; here the tensor is reduced first, so that the broadcast is the mirror of the reduce.
 """
+
 from minitrain.communication.schedule import Schedule, Transfer, mirror, place, then, together
 
 Tree = list[int | None]  # [rank] -> parent; the root has none
@@ -37,7 +38,9 @@ def _parent(position: int, n: int) -> int | None:
     lowest = position & -position
     without = position - lowest
     up = without | 2 * lowest
-    return up if up < n else without  # beyond the end of an n that is no power of two: one branch further down
+    return (
+        up if up < n else without
+    )  # beyond the end of an n that is no power of two: one branch further down
 
 
 def double_binary_tree(n: int) -> tuple[Tree, Tree]:
@@ -59,6 +62,7 @@ def inner(tree: Tree) -> set[int]:
 
 def depths(tree: Tree) -> list[int]:
     """[rank] -> hops to the root."""
+
     def hops(rank: int) -> int:
         return 0 if tree[rank] is None else 1 + hops(tree[rank])
 

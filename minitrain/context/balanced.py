@@ -24,6 +24,7 @@ Raises ValueError in one line, before any rank waits, for shapes that do not fit
 Li et al. 2023 (DistFlashAttn; first LightSeq), arXiv:2310.03294, section 3: schedule and overlap; sparing.py has its
 checkpoints. Differs: the schedule is data; D = rowsum(dO · O) is sent in place of O; any number of K/V heads.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -59,12 +60,18 @@ Schedule = list[list[Work | None]]
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
+
 def balanced(ranks: int) -> Schedule:
     """n // 2 + 1 rounds."""
     rounds: Schedule = [[Work(rank, rank) for rank in range(ranks)]]
     for t in range(1, ranks // 2 + 1):
-        helped = 2 * t < ranks              # n even, last round: what helpers would do is what the others are doing
-        rounds.append([Work(rank, rank - t) if rank >= t else Work(rank - t + ranks, rank) if helped else None for rank in range(ranks)])
+        helped = 2 * t < ranks  # n even, last round: what helpers would do is what the others are doing
+        rounds.append(
+            [
+                Work(rank, rank - t) if rank >= t else Work(rank - t + ranks, rank) if helped else None
+                for rank in range(ranks)
+            ]
+        )
     return rounds
 
 
@@ -78,13 +85,24 @@ def check(schedule: Schedule) -> None:
     ranks = len(schedule[0])
     done = [work for round in schedule for work in round if work]
     missing = {Work(q, k) for q in range(ranks) for k in range(q + 1)} ^ set(done)
-    strangers = [(rank, *work) for round in schedule for rank, work in enumerate(round) if work and rank not in work]
-    wanted = [(t, need[0]) for t in range(len(schedule)) for rank in range(ranks) if not strangers and (need := needs(schedule, t, rank))]
+    strangers = [
+        (rank, *work) for round in schedule for rank, work in enumerate(round) if work and rank not in work
+    ]
+    wanted = [
+        (t, need[0])
+        for t in range(len(schedule))
+        for rank in range(ranks)
+        if not strangers and (need := needs(schedule, t, rank))
+    ]
     if len(set(wanted)) < len(wanted):
-        raise ValueError(f"schedule of {ranks} ranks: {len(wanted) - len(set(wanted))} times two ranks want data of the same rank in one round")
+        raise ValueError(
+            f"schedule of {ranks} ranks: {len(wanted) - len(set(wanted))} times two ranks want data of the same rank in one round"
+        )
     if missing or strangers or len(set(done)) < len(done):
-        raise ValueError(f"schedule of {ranks} ranks: {len(missing)} tiles missing or masked, {len(done) - len(set(done))} twice, "
-                         f"{len(strangers)} computed by a rank that owns neither queries nor keys")
+        raise ValueError(
+            f"schedule of {ranks} ranks: {len(missing)} tiles missing or masked, {len(done) - len(set(done))} twice, "
+            f"{len(strangers)} computed by a rank that owns neither queries nor keys"
+        )
 
 
 def idle_slots(schedule: Schedule) -> int:
@@ -98,6 +116,7 @@ def idle_fraction(schedule: Schedule) -> Fraction:
 
 
 # ---- one rank's part of a schedule -----------------------------------------------------------------------------------
+
 
 def needs(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
     """Whose "keys" or "queries" the rank must be sent for round t; None if both are its own, and where it has nothing to do."""
@@ -116,8 +135,14 @@ def given(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
 Tensors = tuple[Tensor, ...]
 
 
-def run(schedule: Schedule, group: ProcessGroup, sent: dict[str, Tensors], returned: dict[str, Tensors],
-        compute: Callable[[Work, str, Tensors], Tensors], take: Callable[[str, Tensors], None]) -> None:
+def run(
+    schedule: Schedule,
+    group: ProcessGroup,
+    sent: dict[str, Tensors],
+    returned: dict[str, Tensors],
+    compute: Callable[[Work, str, Tensors], Tensors],
+    take: Callable[[str, Tensors], None],
+) -> None:
     """compute(work, what came, the tensors) -> what goes back; what came is "" where both sides are here. take(what was sent, what came back).
 
     sent["keys"], sent["queries"] are this rank's; `returned` has the shapes of what comes back for them. All ranks' are alike.
@@ -126,23 +151,37 @@ def run(schedule: Schedule, group: ProcessGroup, sent: dict[str, Tensors], retur
 
     def fetch(t: int) -> list[Handle]:
         gift, need = given(schedule, t, rank), needs(schedule, t, rank)
-        return swap(sent[gift[1]] if gift else (), gift and gift[0], sent[need[1]] if need else (), need and need[0], group)
+        return swap(
+            sent[gift[1]] if gift else (),
+            gift and gift[0],
+            sent[need[1]] if need else (),
+            need and need[0],
+            group,
+        )
 
     def give_back(t: int, result: Tensors) -> list[Handle]:
         gift, need = given(schedule, t, rank), needs(schedule, t, rank)
-        return swap(result if need else (), need and need[0], returned[gift[1]] if gift else (), gift and gift[0], group)
+        return swap(
+            result if need else (),
+            need and need[0],
+            returned[gift[1]] if gift else (),
+            gift and gift[0],
+            group,
+        )
 
     fetching, returning, gift = fetch(0), [], None
     for t, round in enumerate(schedule):
-        arriving, fetching = fetching, fetch(t + 1)                                   # the next round's data travel during this one
+        arriving, fetching = fetching, fetch(t + 1)  # the next round's data travel during this one
         need, data = needs(schedule, t, rank), received(arriving)
         result = compute(round[rank], need[1] if need else "", data) if round[rank] else ()
-        put_in(gift, received(returning), take)                                       # the last round's results travelled during this one
+        put_in(gift, received(returning), take)  # the last round's results travelled during this one
         gift, returning = given(schedule, t, rank), give_back(t, result)
     put_in(gift, received(returning), take)
 
 
-def swap(mine: Tensors, to: int | None, likes: Tensors, source: int | None, group: ProcessGroup) -> list[Handle]:
+def swap(
+    mine: Tensors, to: int | None, likes: Tensors, source: int | None, group: ProcessGroup
+) -> list[Handle]:
     """Starts to send tensors to one rank and to receive some like `likes` from another, each pair together: all send at once, and over NCCL
     a rank whose send must end before its receive begins would wait for all others, and they for it."""
     handles = []
@@ -168,18 +207,35 @@ def put_in(gift: tuple[int, str] | None, result: Tensors, take: Callable[[str, T
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
-def balanced_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, schedule: Callable[[int], Schedule] = balanced,
-                       blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
+
+def balanced_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup,
+    schedule: Callable[[int], Schedule] = balanced,
+    blocks: Blocks = FUSED,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, contiguous tokens -> `[B, H, T/n, K]`, causal. A core for the model's attention."""
     check_core("balanced_attention", q, k, v, bias, dropout)
     work = schedule(group.size())
     check(work)
-    return recomputed(balanced_forward, balanced_backward, q, k, v, group, work, placed(blocks, bias, dropout))
+    return recomputed(
+        balanced_forward, balanced_backward, q, k, v, group, work, placed(blocks, bias, dropout)
+    )
 
 
-def balanced_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, blocks: Blocks) -> tuple[Tensor, Tensor]:
+def balanced_forward(
+    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, blocks: Blocks
+) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
-    found, like_lse = Attended(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    found, like_lse = (
+        Attended(q),
+        q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32)),
+    )
     like_out = q.new_empty(*q.shape[:-1], v.size(-1))
 
     def compute(work: Work, came: str, data: Tensors) -> Tensors:
@@ -190,13 +246,28 @@ def balanced_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, sched
         found.take(ALL, *block.forward(q, *(data if came else (k, v)), not came))
         return ()
 
-    run(schedule, group, {"keys": (k, v), "queries": (q,)}, {"keys": (), "queries": (like_out, like_lse)},
-        compute, lambda what, result: found.take(ALL, *result))
+    run(
+        schedule,
+        group,
+        {"keys": (k, v), "queries": (q,)},
+        {"keys": (), "queries": (like_out, like_lse)},
+        compute,
+        lambda what, result: found.take(ALL, *result),
+    )
     return found.result()
 
 
-def balanced_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: ProcessGroup, schedule: Schedule,
-                      blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+def balanced_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: ProcessGroup,
+    schedule: Schedule,
+    blocks: Blocks,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The same tiles by the same ranks -> dq, dk, dv of this rank's tokens."""
     sums = {"queries": (Summed(q),), "keys": (Summed(k), Summed(v))}
 
@@ -218,7 +289,14 @@ def balanced_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
         add("keys", theirs)
         return ()
 
-    run(schedule, group, {"keys": (k, v), "queries": (q, dout, lse, row_sums(dout, out))}, {"keys": (k, v), "queries": (q,)}, compute, add)
+    run(
+        schedule,
+        group,
+        {"keys": (k, v), "queries": (q, dout, lse, row_sums(dout, out))},
+        {"keys": (k, v), "queries": (q,)},
+        compute,
+        add,
+    )
     return tuple(total.total.to(x.dtype) for total, x in zip((*sums["queries"], *sums["keys"]), (q, k, v)))
 
 

@@ -19,6 +19,7 @@ for a side that is neither.
 Sun et al. 2024 (BurstAttention), arXiv:2403.09347, section 3: the queries' side in backward, double buffer; Sun et al. 2025 (BurstEngine),
 arXiv:2509.19836: rings that follow the topology. Differs: inside a device PyTorch's flash kernels tile; either side in backward.
 """
+
 from __future__ import annotations
 
 from functools import partial
@@ -27,7 +28,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, recomputed, row_sums, stand_in
+from minitrain.attention.blocks import (
+    FUSED,
+    Attended,
+    Blocks,
+    Summed,
+    meet_backward,
+    recomputed,
+    row_sums,
+    stand_in,
+)
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import placed
 from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
@@ -36,27 +46,68 @@ from minitrain.context.ring import carry_through, check_core
 SIDES = "queries", "keys"
 
 
-def burst_attention(q: Tensor, k: Tensor, v: Tensor, *, inside: ProcessGroup, across: ProcessGroup, layout: Layout = contiguous,
-                    causal: bool = True, backward_sends: str = "queries", blocks: Blocks = FUSED, bias: Alibi | None = None,
-                    dropout: DropMask | float = 0.0) -> Tensor:
+def burst_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    inside: ProcessGroup,
+    across: ProcessGroup,
+    layout: Layout = contiguous,
+    causal: bool = True,
+    backward_sends: str = "queries",
+    blocks: Blocks = FUSED,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> Tensor:
     """`inside`: the M devices of this node; `across`: the N devices with this one's number. A core for the model's attention."""
     check_core("burst_attention", q, k, v, bias, dropout, fewer=True)
     if backward_sends not in SIDES:
-        raise ValueError(f"burst_attention: backward_sends={backward_sends!r}; choose from {', '.join(SIDES)}")
-    return recomputed(burst_forward, partial(burst_backward, sends=backward_sends), q, k, v, (across, inside), layout, causal,
-                      placed(blocks, bias, dropout))
+        raise ValueError(
+            f"burst_attention: backward_sends={backward_sends!r}; choose from {', '.join(SIDES)}"
+        )
+    return recomputed(
+        burst_forward,
+        partial(burst_backward, sends=backward_sends),
+        q,
+        k,
+        v,
+        (across, inside),
+        layout,
+        causal,
+        placed(blocks, bias, dropout),
+    )
 
 
-def burst_forward(q: Tensor, k: Tensor, v: Tensor, groups: tuple[ProcessGroup, ProcessGroup], layout: Layout, causal: bool,
-                  blocks: Blocks) -> tuple[Tensor, Tensor]:
+def burst_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: tuple[ProcessGroup, ProcessGroup],
+    layout: Layout,
+    causal: bool,
+    blocks: Blocks,
+) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
     plan, found = tiles_by_steps(groups, layout, q, k, causal), Attended(q)
     carry_through((k, v), groups, lambda steps, k, v: found.meet(plan[steps][0], k, v, blocks))
     return found.result()
 
 
-def burst_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, groups: tuple[ProcessGroup, ProcessGroup],
-                   layout: Layout, causal: bool, blocks: Blocks, *, sends: str) -> tuple[Tensor, Tensor, Tensor]:
+def burst_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    groups: tuple[ProcessGroup, ProcessGroup],
+    layout: Layout,
+    causal: bool,
+    blocks: Blocks,
+    *,
+    sends: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
     plan = tiles_by_steps(groups, layout, q, k, causal)
     own = [Summed(x) for x in (q, k, v)]
@@ -66,10 +117,12 @@ def burst_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
         meet_backward(plan[steps][0], dout, q, k, v, out, lse, own[0], dk, dv, blocks)
         return dk.by_token, dv.by_token
 
-    def with_queries(steps: tuple[int, int], q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor]:
+    def with_queries(
+        steps: tuple[int, int], q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+    ) -> tuple[Tensor]:
         dq = Summed(q)
         meet_backward(plan[steps][1], dout, q, k, v, stand_in(dout, delta), lse, dq, *own[1:], blocks)
-        return dq.by_token,
+        return (dq.by_token,)
 
     if sends == "keys":
         dkv = carry_through((k, v), groups, with_keys)
@@ -80,14 +133,22 @@ def burst_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return tuple(dx.to(q.dtype).transpose(1, 2) for dx in found)
 
 
-def tiles_by_steps(groups: tuple[ProcessGroup, ProcessGroup], layout: Layout, q: Tensor, k: Tensor,
-                   causal: bool) -> dict[tuple[int, int], tuple[list[Tile], list[Tile]]]:
+def tiles_by_steps(
+    groups: tuple[ProcessGroup, ProcessGroup], layout: Layout, q: Tensor, k: Tensor, causal: bool
+) -> dict[tuple[int, int], tuple[list[Tile], list[Tile]]]:
     """[o, i]: what this rank's queries see of the visitor's keys, and what the visitor's queries see of this rank's."""
     (nodes, devices), (node, device) = (group.size() for group in groups), (group.rank() for group in groups)
 
     def held(node: int, device: int) -> list[range]:
-        return layout(node % nodes * devices + device % devices, nodes * devices, k.size(-2) * nodes * devices)
+        return layout(
+            node % nodes * devices + device % devices, nodes * devices, k.size(-2) * nodes * devices
+        )
 
-    own, visitors = held(node, device), {(o, i): held(node - o, device - i) for o in range(nodes) for i in range(devices)}
-    return {steps: (tiles(last(own, q.size(-2)), other, causal), tiles(last(other, q.size(-2)), own, causal))
-            for steps, other in visitors.items()}
+    own, visitors = (
+        held(node, device),
+        {(o, i): held(node - o, device - i) for o in range(nodes) for i in range(devices)},
+    )
+    return {
+        steps: (tiles(last(own, q.size(-2)), other, causal), tiles(last(other, q.size(-2)), own, causal))
+        for steps, other in visitors.items()
+    }

@@ -10,6 +10,7 @@ With slices (how many, or the tokens of each) every slice is laid out for itself
 
 Sends nothing itself. Raises ValueError in one line for what names.check_choice refuses.
 """
+
 from __future__ import annotations
 
 import math
@@ -33,9 +34,18 @@ from minitrain.context.wallfacer import wallfacer_attention
 
 Slices = int | Sequence[int]
 LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
-FUNCTIONS = {"ring": ring_attention, "ring_self_attention": ring_self_attention, "gathered": gathered_attention,
-             "balanced": balanced_attention, "burst": burst_attention, "double_ring": double_ring_attention, "wallfacer": wallfacer_attention,
-             "ulysses": partial(ulysses_attention, core=last_attention), "usp": usp_attention, "loongtrain": loongtrain_attention}
+FUNCTIONS = {
+    "ring": ring_attention,
+    "ring_self_attention": ring_self_attention,
+    "gathered": gathered_attention,
+    "balanced": balanced_attention,
+    "burst": burst_attention,
+    "double_ring": double_ring_attention,
+    "wallfacer": wallfacer_attention,
+    "ulysses": partial(ulysses_attention, core=last_attention),
+    "usp": usp_attention,
+    "loongtrain": loongtrain_attention,
+}
 
 
 def core_for(name: str, groups: Mapping[str, ProcessGroup], layout: str) -> Callable:
@@ -61,9 +71,14 @@ def core_of_slices(name: str, groups: Mapping[str, ProcessGroup], layout: str, s
         if len(sizes) > 1 and "ulysses" in sizes:
             return _core(name, groups, LAYOUTS[layout], slices=so_far)(q, k, v, **extras)
         return _core(name, groups, sliced(LAYOUTS[layout], so_far))(q, k, v, **extras)
+
     return attend
 
 
 def _core(name: str, groups: Mapping[str, ProcessGroup], layout: Layout, **more) -> Callable:
     where = groups if len(groups) > 1 else dict(group=next(iter(groups.values())))
-    return partial(FUNCTIONS[name], **where, **more) if name == "balanced" else partial(FUNCTIONS[name], **where, layout=layout, **more)
+    return (
+        partial(FUNCTIONS[name], **where, **more)
+        if name == "balanced"
+        else partial(FUNCTIONS[name], **where, layout=layout, **more)
+    )

@@ -19,6 +19,7 @@ Raises ValueError in one line for a dim that n does not divide, a stage along no
 Zhao et al. 2024, DSP, arXiv:2403.10266 (at least 50 % less, they say). Differs: switches are found from the stages, where there the
 user places them; splitting and gathering at both ends are collectives.scatter_to and gather_from.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -38,8 +39,10 @@ def run_stages(x: Tensor, stages: Sequence[Stage], group: ProcessGroup, *, cut: 
     """
     dims = tuple(range(1, x.dim() - 1))
     if len(dims) < 2 or {cut, *(dim for dim, _ in stages)} - set(dims):
-        raise ValueError(f"stages along dims {[dim for dim, _ in stages]} of x {list(x.shape)}, cut along {cut}; the dims of a sequence "
-                         f"here are {list(dims)}, and there must be two, one to work along and one to cut")
+        raise ValueError(
+            f"stages along dims {[dim for dim, _ in stages]} of x {list(x.shape)}, cut along {cut}; the dims of a sequence "
+            f"here are {list(dims)}, and there must be two, one to work along and one to cut"
+        )
     here = cut
     for number, (dim, layer) in enumerate(stages):
         if dim == here:

@@ -14,6 +14,7 @@ q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]` -> `[B, H, T/n, K]`. Memory beside 
 order (zig-zag; 8 bytes a token say how), and dK, dV of all tokens in at least float32 in backward. Raises ValueError in one line as ring.py does.
 Dubey et al. 2024 (Llama 3), arXiv:2407.21783, section 3.3.2. Differs: any layout and several documents in a row, ALiBi and dropout.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -31,8 +32,19 @@ from minitrain.context.layout import Documents, Layout, Tile, contiguous, last, 
 from minitrain.context.ring import check_core
 
 
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,
-                       blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0, keep: bool = True) -> Tensor:
+def gathered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup,
+    layout: Layout = contiguous,
+    causal: bool = True,
+    blocks: Blocks = FUSED,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+    keep: bool = True,
+) -> Tensor:
     """This rank's tokens of attention over all; a core for the model's attention. Fewer queries than keys are the last of each rank's."""
     check_core("gathered_attention", q, k, v, bias, dropout, fewer=True)
     return _Gathered.apply(q, k, v, group, layout, causal, placed(blocks, bias, dropout), keep)
@@ -40,7 +52,17 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool, blocks: Blocks, keep: bool) -> Tensor:
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: ProcessGroup,
+        layout: Layout,
+        causal: bool,
+        blocks: Blocks,
+        keep: bool,
+    ) -> Tensor:
         seen, order = seen_and_order(q, k, group, layout, causal)
         everyones, found = gather(k, v, group, order), Attended(q)
         found.meet(seen, *everyones, blocks)
@@ -59,7 +81,9 @@ class _Gathered(torch.autograd.Function):
         return dq.total.to(q.dtype), *scatter(dk, dv, group, order, k.dtype), *[None] * 5
 
 
-def seen_and_order(q: Tensor, k: Tensor, group: ProcessGroup, layout: Layout, causal: bool) -> tuple[list[Tile], Tensor | None]:
+def seen_and_order(
+    q: Tensor, k: Tensor, group: ProcessGroup, layout: Layout, causal: bool
+) -> tuple[list[Tile], Tensor | None]:
     """What this rank's queries see of all keys in the order of the sequence, and where in rank order each of those is (None: there)."""
     ranks, length = group.size(), group.size() * k.size(-2)
     held = [layout(rank, ranks, length) for rank in range(ranks)]
@@ -72,25 +96,30 @@ def seen_and_order(q: Tensor, k: Tensor, group: ProcessGroup, layout: Layout, ca
 
 def in_order(held: list[list[range]]) -> list[range]:
     """The runs of all ranks as they follow each other in the sequence, document by document if there are any."""
+
     def by_start(runs: Iterable[range]) -> list[range]:
         return sorted(runs, key=lambda run: run.start)
 
     if isinstance(held[0], Documents):
-        return Documents([by_start(run for runs in parts for run in runs) for parts in zip(*(runs.parts for runs in held))])
+        return Documents(
+            [by_start(run for runs in parts for run in runs) for parts in zip(*(runs.parts for runs in held))]
+        )
     return by_start(run for runs in held for run in runs)
 
 
 def gather(k: Tensor, v: Tensor, group: ProcessGroup, order: Tensor | None) -> tuple[Tensor, Tensor]:
     """K and V `[B, H_kv, T, K]` of all ranks, in one message."""
-    both = collectives.all_gather(torch.cat((k, v), -1).transpose(1, 2), group, dim=1)                # [B, T, H_kv, 2K]
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(1, 2), group, dim=1)  # [B, T, H_kv, 2K]
     both = (both if order is None else both.index_select(1, order)).transpose(1, 2)
-    return both[..., :k.size(-1)], both[..., k.size(-1):]
+    return both[..., : k.size(-1)], both[..., k.size(-1) :]
 
 
-def scatter(dk: Summed, dv: Summed, group: ProcessGroup, order: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def scatter(
+    dk: Summed, dv: Summed, group: ProcessGroup, order: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """This rank's tokens of the sums over ranks, `[B, H_kv, T/n, K]`."""
     both = torch.cat((dk.by_token, dv.by_token), -1).to(dtype)
     if order is not None:
         both = both.index_select(1, order.argsort())
     own = collectives.reduce_scatter(both, group, dim=1).transpose(1, 2)
-    return own[..., :dk.x.size(-1)], own[..., dk.x.size(-1):]
+    return own[..., : dk.x.size(-1)], own[..., dk.x.size(-1) :]

@@ -36,6 +36,7 @@ Fang and Zhao 2024, USP, arXiv:2405.07719, on unified sequence parallelism; Gu e
 2D-Attention, Double-Ring-Attention and device placement. Differs: any layout in the ring, from one function; rings_forward and
 rings_backward nest rings to any depth; K/V heads are copied only as far as u asks for it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -55,35 +56,66 @@ from minitrain.context.sliced import sliced
 from minitrain.context.ulysses import ulysses_attention
 
 
-def usp_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, ring: ProcessGroup, layout: Layout = zigzag,
-                  slices: Sequence[int] = (), causal: bool = True, blocks: Blocks = FUSED, bias: Alibi | None = None,
-                  dropout: DropMask | float = 0.0) -> Tensor:
+def usp_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ulysses: ProcessGroup,
+    ring: ProcessGroup,
+    layout: Layout = zigzag,
+    slices: Sequence[int] = (),
+    causal: bool = True,
+    blocks: Blocks = FUSED,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens as `dealt(layout, u)` says -> `[B, H, T/n, K]`. `layout`: that of the ring.
     `slices`: the tokens of each slice so far, of which the queries are the last (sliced.py); each slice is dealt by itself."""
     check_crossing(ulysses=ulysses, ring=ring)
     layout, through = in_slices(layout, slices, ring.size())
-    layout(ring.rank(), ring.size(), k.size(2) * ulysses.size() * ring.size())          # refused here, before the all-to-all
-    placed(blocks, bias, dropout)                                                       # and this
+    layout(
+        ring.rank(), ring.size(), k.size(2) * ulysses.size() * ring.size()
+    )  # refused here, before the all-to-all
+    placed(blocks, bias, dropout)  # and this
     core = partial(ring_attention, group=ring, layout=layout, causal=causal, blocks=blocks)
     return ulysses_attention(q, k, v, group=ulysses, core=core, layout=through, bias=bias, dropout=dropout)
 
 
-def loongtrain_attention(q: Tensor, k: Tensor, v: Tensor, *, ulysses: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup,
-                         layout: Layout = zigzag, slices: Sequence[int] = (), causal: bool = True, blocks: Blocks = FUSED,
-                         bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
+def loongtrain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ulysses: ProcessGroup,
+    outer: ProcessGroup,
+    inner: ProcessGroup,
+    layout: Layout = zigzag,
+    slices: Sequence[int] = (),
+    causal: bool = True,
+    blocks: Blocks = FUSED,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> Tensor:
     """The same with a double ring; its ranks are numbered outer · w + inner, as in mesh.group("outer", "inner")."""
     check_crossing(ulysses=ulysses, outer=outer, inner=inner)
     ranks = outer.size() * inner.size()
     layout, through = in_slices(layout, slices, ranks)
     layout(number_in((outer, inner), (0, 0)), ranks, k.size(2) * ulysses.size() * ranks)
     placed(blocks, bias, dropout)
-    core = partial(double_ring_attention, outer=outer, inner=inner, layout=layout, causal=causal, blocks=blocks)
+    core = partial(
+        double_ring_attention, outer=outer, inner=inner, layout=layout, causal=causal, blocks=blocks
+    )
     return ulysses_attention(q, k, v, group=ulysses, core=core, layout=through, bias=bias, dropout=dropout)
 
 
 def in_slices(layout: Layout, slices: Sequence[int], ring: int) -> tuple[Layout, Layout]:
     """The layout of the tokens over the ring, and that of a ring rank's over the ranks of ulysses, which puts slice after slice."""
-    return (sliced(layout, slices), sliced(contiguous, [size // ring for size in slices])) if slices else (layout, contiguous)
+    return (
+        (sliced(layout, slices), sliced(contiguous, [size // ring for size in slices]))
+        if slices
+        else (layout, contiguous)
+    )
 
 
 def dealt(layout: Layout, ulysses: int, *, ulysses_inner: bool = True) -> Layout:
@@ -91,37 +123,74 @@ def dealt(layout: Layout, ulysses: int, *, ulysses_inner: bool = True) -> Layout
 
     `ulysses_inner` says how the ranks are numbered: j · u + i (head-first), else i · r + j (context-first), j being the ring rank.
     """
+
     def both(rank: int, ranks: int, length: int) -> list[range]:
         if ranks % ulysses or length % ranks or not length:
-            raise ValueError(f"dealt: T={length} over {ranks} ranks, {ulysses} of them to a ring rank; ranks are to be a multiple of "
-                             f"{ulysses} and T of {ranks}")
+            raise ValueError(
+                f"dealt: T={length} over {ranks} ranks, {ulysses} of them to a ring rank; ranks are to be a multiple of "
+                f"{ulysses} and T of {ranks}"
+            )
         ring = ranks // ulysses
         j, i = divmod(rank, ulysses) if ulysses_inner else reversed(divmod(rank, ring))
         return part(layout(j, ring, length), i * (length // ranks), length // ranks)
+
     return both
 
 
 # ---- rings within rings ----------------------------------------------------------------------------------------------
 
-def double_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, outer: ProcessGroup, inner: ProcessGroup, layout: Layout = zigzag,
-                          causal: bool = True, blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
+
+def double_ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    outer: ProcessGroup,
+    inner: ProcessGroup,
+    layout: Layout = zigzag,
+    causal: bool = True,
+    blocks: Blocks = FUSED,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens by `layout` over the n = m · w ranks outer · w + inner -> `[B, H, T/n, K]`."""
     check_core("double_ring_attention", q, k, v, bias, dropout, fewer=True)
     check_crossing(outer=outer, inner=inner)
-    seen((outer, inner), (0, 0), layout, q, k, causal)                                  # refused here, before anything is sent
-    return recomputed(rings_forward, rings_backward, q, k, v, (outer, inner), layout, causal, placed(blocks, bias, dropout))
+    seen((outer, inner), (0, 0), layout, q, k, causal)  # refused here, before anything is sent
+    return recomputed(
+        rings_forward, rings_backward, q, k, v, (outer, inner), layout, causal, placed(blocks, bias, dropout)
+    )
 
 
-def rings_forward(q: Tensor, k: Tensor, v: Tensor, rings: Sequence[ProcessGroup], layout: Layout, causal: bool,
-                  blocks: Blocks) -> tuple[Tensor, Tensor]:
+def rings_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rings: Sequence[ProcessGroup],
+    layout: Layout,
+    causal: bool,
+    blocks: Blocks,
+) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`. The first ring is the outermost."""
     found = Attended(q)
-    carry_through((k, v), rings, lambda steps, k, v: found.meet(seen(rings, steps, layout, q, k, causal), k, v, blocks))
+    carry_through(
+        (k, v), rings, lambda steps, k, v: found.meet(seen(rings, steps, layout, q, k, causal), k, v, blocks)
+    )
     return found.result()
 
 
-def rings_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rings: Sequence[ProcessGroup], layout: Layout,
-                   causal: bool, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+def rings_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rings: Sequence[ProcessGroup],
+    layout: Layout,
+    causal: bool,
+    blocks: Blocks,
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
     dq = Summed(q)
 
@@ -134,12 +203,16 @@ def rings_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return dq.total.to(q.dtype), *(dx.to(k.dtype).transpose(1, 2) for dx in (dk, dv))
 
 
-def seen(rings: Sequence[ProcessGroup], steps: tuple[int, ...], layout: Layout, q: Tensor, k: Tensor, causal: bool) -> list[Tile]:
+def seen(
+    rings: Sequence[ProcessGroup], steps: tuple[int, ...], layout: Layout, q: Tensor, k: Tensor, causal: bool
+) -> list[Tile]:
     """What this rank's queries see of the keys that have come so many steps in each ring."""
     ranks = 1
     for ring in rings:
         ranks *= ring.size()
-    here, there = (layout(number_in(rings, back), ranks, k.size(-2) * ranks) for back in ((0,) * len(rings), steps))
+    here, there = (
+        layout(number_in(rings, back), ranks, k.size(-2) * ranks) for back in ((0,) * len(rings), steps)
+    )
     return tiles(last(here, q.size(-2)), there, causal)
 
 
@@ -151,12 +224,13 @@ def number_in(rings: Sequence[ProcessGroup], steps: Sequence[int]) -> int:
     return number
 
 
-
 def check_crossing(**groups: ProcessGroup) -> None:
     """Axes of a grid have this rank in common, and no other."""
     for axis, group in groups.items():
         for other, other_group in groups.items():
             ours, theirs = (collectives.channel_of(g).members for g in (group, other_group))
             if axis < other and len(shared := sorted(set(ours) & set(theirs))) != 1:
-                raise ValueError(f"{axis} group {list(ours)} and {other} group {list(theirs)} share ranks {shared}, but must cross in this "
-                                 f"rank only; on Mesh({axis}=, {other}=) they are group({axis!r}) and group({other!r})")
+                raise ValueError(
+                    f"{axis} group {list(ours)} and {other} group {list(theirs)} share ranks {shared}, but must cross in this "
+                    f"rank only; on Mesh({axis}=, {other}=) they are group({axis!r}) and group({other!r})"
+                )

@@ -16,6 +16,7 @@ layout does not divide, offsets of documents that do not add up, and two layouts
 Zig-zag: Megatron-LM's context parallelism, and Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2). Striped: Brandon et al.
 2023, arXiv:2311.09431, section 3. Differs: one description for all, from which masks, work and equality tests are made.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,11 +49,14 @@ def striped(rank: int, ranks: int, length: int) -> list[range]:
 
 def _piece(name: str, length: int, pieces: int) -> int:
     if length % pieces or not length:
-        raise ValueError(f"{name}: T={length} is not a multiple of {pieces} pieces; pad the sequence to {-(-max(length, 1) // pieces) * pieces}")
+        raise ValueError(
+            f"{name}: T={length} is not a multiple of {pieces} pieces; pad the sequence to {-(-max(length, 1) // pieces) * pieces}"
+        )
     return length // pieces
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
+
 
 def positions(layout: Layout, group: ProcessGroup, length: int, device: torch.device | None = None) -> Tensor:
     """`[T/n]` positions of this rank's tokens, in the order in which it holds them."""
@@ -72,11 +76,15 @@ def split(x: Tensor, layout: Layout, group: ProcessGroup, dim: int = 1) -> Tenso
 def join(x: Tensor, layout: Layout, group: ProcessGroup, dim: int = 1) -> Tensor:
     """The whole in its natural order, on all ranks, outside autograd: `[B, T/n, ..]` -> `[B, T, ..]`."""
     ranks, length = group.size(), x.size(dim) * group.size()
-    order = torch.tensor([place for rank in range(ranks) for run in layout(rank, ranks, length) for place in run], device=x.device)
+    order = torch.tensor(
+        [place for rank in range(ranks) for run in layout(rank, ranks, length) for place in run],
+        device=x.device,
+    )
     return collectives.all_gather(x.detach(), group, dim).index_select(dim, order.argsort())
 
 
 # ---- work ------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -110,10 +118,16 @@ class Documents(list):
 
 def each_document(layout: Layout, cu_seqlens: Sequence[int]) -> Layout:
     """Every document of a packed row laid out by `layout` for itself; queries see the keys of their own document only."""
+
     def packed(rank: int, ranks: int, length: int) -> Documents:
         lengths = sequence_lengths(cu_seqlens, length)
-        return Documents([[range(run.start + first, run.stop + first, run.step) for run in layout(rank, ranks, size)]
-                          for first, size in zip(cu_seqlens, lengths)])
+        return Documents(
+            [
+                [range(run.start + first, run.stop + first, run.step) for run in layout(rank, ranks, size)]
+                for first, size in zip(cu_seqlens, lengths)
+            ]
+        )
+
     return packed
 
 
@@ -124,7 +138,9 @@ def last(runs: list[range], count: int) -> list[range]:
         return runs
     if count > held or isinstance(runs, Documents):
         what = "of documents in one row" if isinstance(runs, Documents) else "on a rank"
-        raise ValueError(f"{count} queries for {held} keys {what}: queries are as many as keys or, in slices of one text, the last of them")
+        raise ValueError(
+            f"{count} queries for {held} keys {what}: queries are as many as keys or, in slices of one text, the last of them"
+        )
     return part(runs, held - count, count)
 
 
@@ -132,7 +148,7 @@ def part(runs: list[range], start: int, size: int) -> list[range]:
     """`size` tokens of these runs, from the start-th on."""
     found = []
     for run in runs:
-        found.append(run[max(start, 0):max(start + size, 0)])
+        found.append(run[max(start, 0) : max(start + size, 0)])
         start -= len(run)
     return [run for run in found if run]
 
@@ -150,11 +166,21 @@ def _tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
     if queries == keys and _ascending(queries):
         return [Tile(slice(0, _count(queries)), slice(0, _count(keys)), causal=True)]
     before = 0
-    while keys and keys[0][-1] <= min(run[0] for run in queries):                   # earlier slices: all queries see all of them
+    while keys and keys[0][-1] <= min(
+        run[0] for run in queries
+    ):  # earlier slices: all queries see all of them
         before, keys = before + len(keys[0]), keys[1:]
     if before:
-        return [Tile(slice(0, _count(queries)), slice(0, before)), *_moved(_tiles(queries, keys, causal) if keys else [], 0, before)]
-    found = [tile for q, here in _places(queries) for k, there in _places(keys) for tile in _between(q, here, k, there)]
+        return [
+            Tile(slice(0, _count(queries)), slice(0, before)),
+            *_moved(_tiles(queries, keys, causal) if keys else [], 0, before),
+        ]
+    found = [
+        tile
+        for q, here in _places(queries)
+        for k, there in _places(keys)
+        for tile in _between(q, here, k, there)
+    ]
     return _joined(found)
 
 
@@ -168,8 +194,14 @@ def _tiles_of_documents(queries: Documents, keys: Documents, causal: bool) -> li
 
 def _moved(tiles: list[Tile], q: int, k: int) -> list[Tile]:
     """The same where q queries and k keys come before."""
-    return [Tile(slice(tile.queries.start + q, tile.queries.stop + q), slice(tile.keys.start + k, tile.keys.stop + k), tile.causal)
-            for tile in tiles]
+    return [
+        Tile(
+            slice(tile.queries.start + q, tile.queries.stop + q),
+            slice(tile.keys.start + k, tile.keys.stop + k),
+            tile.causal,
+        )
+        for tile in tiles
+    ]
 
 
 def _between(q: range, here: slice, k: range, there: slice) -> Iterator[Tile]:
@@ -178,14 +210,19 @@ def _between(q: range, here: slice, k: range, there: slice) -> Iterator[Tile]:
         yield Tile(here, there)
     elif q[-1] >= k[0]:
         if q.step != k.step or len(q) != len(k) or abs(q.start - k.start) >= q.step:
-            raise ValueError(f"a causal mask between positions {q} and {k} is no triangle; lay queries and keys out alike")
-        shift = int(q.start < k.start)          # striped, and the keys come one place later: query i sees keys 0..i-1
+            raise ValueError(
+                f"a causal mask between positions {q} and {k} is no triangle; lay queries and keys out alike"
+            )
+        shift = int(q.start < k.start)  # striped, and the keys come one place later: query i sees keys 0..i-1
         if len(q) > shift:
-            yield Tile(slice(here.start + shift, here.stop), slice(there.start, there.stop - shift), causal=True)
+            yield Tile(
+                slice(here.start + shift, here.stop), slice(there.start, there.stop - shift), causal=True
+            )
 
 
 def _joined(tiles: list[Tile]) -> list[Tile]:
     """Full tiles that touch become one: first along the queries, then along the keys."""
+
     def touch(a: Tile, b: Tile) -> Tile | None:
         if a.causal or b.causal:
             return None

@@ -19,6 +19,7 @@ its tokens to `ulysses` ranks.
 Sends nothing. Raises ValueError in one line for a name or layout that is not there, groups that are not the core's, heads that Ulysses
 cannot deal, teams whose square does not divide, lengths and slices that do not divide, and sequences longer than a model's positions.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -35,7 +36,7 @@ class Kind(NamedTuple):
     slices: bool
 
 
-LAYOUTS = {"contiguous": 1, "zigzag": 2, "striped": 1}           # pieces of a sequence for each rank of a ring
+LAYOUTS = {"contiguous": 1, "zigzag": 2, "striped": 1}  # pieces of a sequence for each rank of a ring
 ALL = tuple(LAYOUTS)
 CORES = {
     "ring": Kind(("ring",), ALL, True),
@@ -51,43 +52,67 @@ CORES = {
 }
 
 
-def check_choice(name: str, sizes: Mapping[str, int], layout: str, *, heads: int, slices: int = 1, key_width: int = 1,
-                 value_width: int = 1) -> None:
+def check_choice(
+    name: str,
+    sizes: Mapping[str, int],
+    layout: str,
+    *,
+    heads: int,
+    slices: int = 1,
+    key_width: int = 1,
+    value_width: int = 1,
+) -> None:
     """`sizes` of the core's groups; `heads`: query heads that a rank has before Ulysses (H/tp)."""
     kind = _named("attention core", name, CORES)
     _named("layout", layout, LAYOUTS)
     if layout not in kind.layouts:
         raise ValueError(f"{name}: layout {layout!r}; it is written for {', '.join(kind.layouts)}")
     if tuple(sizes) != kind.axes:
-        raise ValueError(f"{name}: groups {', '.join(sizes) or 'none'}; its groups of cp are {', '.join(kind.axes)}, in this order")
+        raise ValueError(
+            f"{name}: groups {', '.join(sizes) or 'none'}; its groups of cp are {', '.join(kind.axes)}, in this order"
+        )
     if slices > 1 and not kind.slices:
         takes = ", ".join(other for other, what in CORES.items() if what.slices)
-        raise ValueError(f"{name}: {slices} slices of a sequence in the pipeline, and it takes whole ones; use {takes}, or a schedule without "
-                         "slices")
+        raise ValueError(
+            f"{name}: {slices} slices of a sequence in the pipeline, and it takes whole ones; use {takes}, or a schedule without "
+            "slices"
+        )
     if heads % sizes.get("ulysses", 1):
         fits = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise ValueError(f"{name}: {heads} heads of a rank cannot be dealt to ulysses={sizes['ulysses']}; use {', '.join(map(str, fits))}")
+        raise ValueError(
+            f"{name}: {heads} heads of a rank cannot be dealt to ulysses={sizes['ulysses']}; use {', '.join(map(str, fits))}"
+        )
     if "team" in sizes and sizes["ring"] % sizes["team"]:
-        raise ValueError(f"{name}: teams of {sizes['team']} on {sizes['ring'] * sizes['team']} ranks; use a team whose square divides them")
+        raise ValueError(
+            f"{name}: teams of {sizes['team']} on {sizes['ring'] * sizes['team']} ranks; use a team whose square divides them"
+        )
     if "team" in sizes and value_width > key_width:
         raise ValueError(f"{name}: values {value_width} wide, keys {key_width}; use another core")
 
 
-def check_tokens(name: str, sizes: Mapping[str, int], layout: str, length: int, slices: int | Sequence[int] = 1) -> None:
+def check_tokens(
+    name: str, sizes: Mapping[str, int], layout: str, length: int, slices: int | Sequence[int] = 1
+) -> None:
     """T divides as the layout needs it; with slices (how many, or the tokens of each), every one of them does."""
     ranks = math.prod(sizes.values())
     pieces = math.lcm(ranks // dealt_to(name, sizes) * LAYOUTS[layout], ranks)
     if slices == 1:
         if length % pieces or not length:
-            raise ValueError(f"{name}, {layout}: T={length} is not a multiple of {pieces} on cp={ranks}; pad the sequence to "
-                             f"{-(-max(length, 1) // pieces) * pieces}")
+            raise ValueError(
+                f"{name}, {layout}: T={length} is not a multiple of {pieces} on cp={ranks}; pad the sequence to "
+                f"{-(-max(length, 1) // pieces) * pieces}"
+            )
         return
     lengths = even_slices(length, slices, ranks) if isinstance(slices, int) else list(slices)
     if sum(lengths) != length:
-        raise ValueError(f"slices of {lengths} tokens are {sum(lengths)}, the sequence has {length}; make them add up")
+        raise ValueError(
+            f"slices of {lengths} tokens are {sum(lengths)}, the sequence has {length}; make them add up"
+        )
     if any(size % pieces or not size for size in lengths):
-        raise ValueError(f"{name}, {layout}: slices of {lengths} tokens are not all multiples of {pieces} on cp={ranks}; use a T that is a "
-                         f"multiple of {len(lengths) * pieces}, or give the lengths of slices")
+        raise ValueError(
+            f"{name}, {layout}: slices of {lengths} tokens are not all multiples of {pieces} on cp={ranks}; use a T that is a "
+            f"multiple of {len(lengths) * pieces}, or give the lengths of slices"
+        )
 
 
 def dealt_to(name: str, sizes: Mapping[str, int]) -> int:
@@ -98,7 +123,9 @@ def dealt_to(name: str, sizes: Mapping[str, int]) -> int:
 def even_slices(length: int, count: int, ranks: int) -> list[int]:
     """Tokens of each slice, if every rank cuts its own T/n into `count` pieces, the first ones a token longer if need be."""
     if count < 1 or length % ranks or length // ranks < count:
-        raise ValueError(f"{count} slices of T={length} over {ranks} ranks: each rank needs the same number of tokens, {count} or more")
+        raise ValueError(
+            f"{count} slices of T={length} over {ranks} ranks: each rank needs the same number of tokens, {count} or more"
+        )
     size, longer = divmod(length // ranks, count)
     return [(size + (number < longer)) * ranks for number in range(count)]
 
@@ -106,11 +133,15 @@ def even_slices(length: int, count: int, ranks: int) -> list[int]:
 def check_length(max_positions: int, length: int) -> None:
     """Of a whole sequence; a rank of cp sees a part of it only."""
     if length > max_positions:
-        raise ValueError(f"sequence {length} > max_positions {max_positions}; cut the sequence or raise max_positions")
+        raise ValueError(
+            f"sequence {length} > max_positions {max_positions}; cut the sequence or raise max_positions"
+        )
 
 
 def _named(what: str, name: str, table: Mapping[str, object]):
     if name in table:
         return table[name]
     near = difflib.get_close_matches(name, table, n=1)
-    raise ValueError(f"no {what} {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"use {', '.join(table)}"))
+    raise ValueError(
+        f"no {what} {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"use {', '.join(table)}")
+    )

@@ -26,6 +26,7 @@ ranks' keys (placed.py), and for what the layout refuses.
 Li et al. 2021, arXiv:2105.13120 (ring_self_attention.py has its two passes); Liu et al. 2023 (Ring Attention), arXiv:2310.01889, section
 3; Brandon et al. 2023 (Striped Attention), arXiv:2311.09431. Differs: one text for all layouts; the block at home sends no gradient.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -36,12 +37,22 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, merge, nothing_yet, recomputed
+from minitrain.attention.blocks import (
+    FUSED,
+    Attended,
+    Blocks,
+    Summed,
+    meet_backward,
+    merge,
+    nothing_yet,
+    recomputed,
+)
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import check_places, placed
 from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
 
 # ---- first the ring alone: contiguous tokens, causal -----------------------------------------------------------------
+
 
 def flat_ring(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     """out and lse, as `ring_forward` finds them. Each rank's block of keys comes by once; later ones are hidden from these queries."""
@@ -57,7 +68,9 @@ def flat_ring(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Ten
     return out.to(q.dtype), lse
 
 
-def flat_ring_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+def flat_ring_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: ProcessGroup
+) -> tuple[Tensor, ...]:
     """dq, dk, dv. The block goes round once more, and the sums for its keys go with it; n hops bring them home."""
     rank, ranks = group.rank(), group.size()
     dq, sums = torch.zeros_like(q), (torch.zeros_like(k), torch.zeros_like(v))
@@ -72,23 +85,48 @@ def flat_ring_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
 
 # ---- then any layout, any mask, and nothing waited for that could be hidden ------------------------------------------
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,
-                   blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup,
+    layout: Layout = contiguous,
+    causal: bool = True,
+    blocks: Blocks = FUSED,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. A core for the model's attention.
     Fewer queries than keys are the last of each rank's (sliced.py)."""
     check_core("ring_attention", q, k, v, bias, dropout, fewer=True)
-    return recomputed(ring_forward, ring_backward, q, k, v, group, layout, causal, placed(blocks, bias, dropout))
+    return recomputed(
+        ring_forward, ring_backward, q, k, v, group, layout, causal, placed(blocks, bias, dropout)
+    )
 
 
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool, blocks: Blocks) -> tuple[Tensor, Tensor]:
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool, blocks: Blocks
+) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
     plan, found = tiles_by_step(group, layout, q, k, causal), Attended(q)
     carry((k, v), group, lambda step, k, v: found.meet(plan[step], k, v, blocks))
     return found.result()
 
 
-def ring_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: ProcessGroup, layout: Layout,
-                  causal: bool, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+def ring_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: ProcessGroup,
+    layout: Layout,
+    causal: bool,
+    blocks: Blocks,
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
     plan, dq = tiles_by_step(group, layout, q, k, causal), Summed(q)
 
@@ -101,7 +139,9 @@ def ring_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     return dq.total.to(q.dtype), *(dx.to(k.dtype).transpose(1, 2) for dx in (dk, dv))
 
 
-def tiles_by_step(group: ProcessGroup, layout: Layout, q: Tensor, k: Tensor, causal: bool) -> list[list[Tile]]:
+def tiles_by_step(
+    group: ProcessGroup, layout: Layout, q: Tensor, k: Tensor, causal: bool
+) -> list[list[Tile]]:
     """For each step of the ring what this rank's queries see of the keys that are here then."""
     rank, ranks = group.rank(), group.size()
     held = [layout((rank - step) % ranks, ranks, k.size(-2) * ranks) for step in range(ranks)]
@@ -110,7 +150,10 @@ def tiles_by_step(group: ProcessGroup, layout: Layout, q: Tensor, k: Tensor, cau
 
 # ---- the ring --------------------------------------------------------------------------------------------------------
 
-def carry(x: tuple[Tensor, ...], group: ProcessGroup, visit: Callable[..., tuple[Tensor, ...] | None]) -> tuple[Tensor, ...] | None:
+
+def carry(
+    x: tuple[Tensor, ...], group: ProcessGroup, visit: Callable[..., tuple[Tensor, ...] | None]
+) -> tuple[Tensor, ...] | None:
     """visit(step, *x of rank - step), step = 0..n-1, while the next x arrives.
 
     What `visit` returns is this rank's share of sums that belong to the x's owner: they travel one step behind x, in the dtype of its
@@ -126,13 +169,19 @@ def carry(x: tuple[Tensor, ...], group: ProcessGroup, visit: Callable[..., tuple
         if step == 0:
             home = shares
         elif shares is not None:
-            travelling = tuple(share.to(dtype) for share in added(shares, () if before is None else before.wait()))
+            travelling = tuple(
+                share.to(dtype) for share in added(shares, () if before is None else before.wait())
+            )
         x = x if last else arriving.wait()
     return home if travelling is None else added(home, collectives.rotate(travelling, group))
 
 
-def carry_through(x: tuple[Tensor, ...], rings: Sequence[ProcessGroup], visit: Callable[..., tuple[Tensor, ...] | None],
-                  steps: tuple[int, ...] = ()) -> tuple[Tensor, ...] | None:
+def carry_through(
+    x: tuple[Tensor, ...],
+    rings: Sequence[ProcessGroup],
+    visit: Callable[..., tuple[Tensor, ...] | None],
+    steps: tuple[int, ...] = (),
+) -> tuple[Tensor, ...] | None:
     """`carry` in rings within rings, the first outermost: visit(the steps x has come in each ring, *x). The next x of an outer ring
     arrives behind all that is inside."""
     if not rings:
@@ -147,22 +196,38 @@ def added(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Sequence[Tensor]:
     return ours
 
 
-
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
-def check_core(what: str, q: Tensor, k: Tensor, v: Tensor, bias: Alibi | None = None, dropout: DropMask | float = 0.0,
-               fewer: bool = False) -> None:
+
+def check_core(
+    what: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+    fewer: bool = False,
+) -> None:
     """What a core over ranks can be given; before anything is sent. `fewer`: it takes fewer queries than keys."""
     check_shapes(what, q, k, v, fewer)
     check_places(what, q, bias, dropout)
 
 
 def check_shapes(what: str, q: Tensor, k: Tensor, v: Tensor, fewer: bool) -> None:
-    if q.dim() != 4 or k.shape[:3] != v.shape[:3] or (q.size(0), q.size(3)) != (k.size(0), k.size(3)) or q.size(2) > k.size(2):
-        raise ValueError(f"{what}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; expected [B, H, T/n, K] and [B, H_kv, T/n, K] "
-                         "twice, the second of any width")
+    if (
+        q.dim() != 4
+        or k.shape[:3] != v.shape[:3]
+        or (q.size(0), q.size(3)) != (k.size(0), k.size(3))
+        or q.size(2) > k.size(2)
+    ):
+        raise ValueError(
+            f"{what}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; expected [B, H, T/n, K] and [B, H_kv, T/n, K] "
+            "twice, the second of any width"
+        )
     if q.size(2) < k.size(2) and not fewer:
-        raise ValueError(f"{what}: {q.size(2)} queries for {k.size(2)} keys: it takes whole sequences, not slices; use a ring, Ulysses or both")
+        raise ValueError(
+            f"{what}: {q.size(2)} queries for {k.size(2)} keys: it takes whole sequences, not slices; use a ring, Ulysses or both"
+        )
     if q.size(1) % k.size(1):
         raise ValueError(f"{what}: {q.size(1)} query heads are not a multiple of {k.size(1)} K/V heads")
     if not q.dtype == k.dtype == v.dtype:

@@ -18,6 +18,7 @@ q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]` -> `[B, H, T/n, K]`. Raises ValueEr
 Li et al. 2021 (Sequence Parallelism), arXiv:2105.13120, section 3.2 and figures 2 and 3. Differs: any layout, causal too, fewer K/V
 heads; the paper's implementation all-reduces whole dK and dV where here sums go round, for half the bytes.
 """
+
 from __future__ import annotations
 
 import math
@@ -33,18 +34,37 @@ from minitrain.context.layout import Layout, Tile, contiguous, last
 from minitrain.context.ring import carry, check_core
 
 
-def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout: Layout = contiguous, causal: bool = True,
-                        bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
+def ring_self_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup,
+    layout: Layout = contiguous,
+    causal: bool = True,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> Tensor:
     """This rank's tokens of attention over all; a core for the model's attention."""
     check_core("ring_self_attention", q, k, v, bias, dropout, fewer=True)
     return _RingSelfAttention.apply(q, k, v, group, layout, causal, bias, dropout)
 
 
-def rows_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool,
-                 bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> tuple[Tensor, Tensor]:
+def rows_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: ProcessGroup,
+    layout: Layout,
+    causal: bool,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` and the probabilities `[B, H, T/n, T]`, columns in the order in which the ranks hold the keys."""
     hidden = future_keys(q, k, group, layout) if causal else None
-    scores = q.new_empty(*q.shape[:-1], group.size() * k.size(-2), dtype=torch.promote_types(q.dtype, torch.float32))
+    scores = q.new_empty(
+        *q.shape[:-1], group.size() * k.size(-2), dtype=torch.promote_types(q.dtype, torch.float32)
+    )
     columns, out = scores.chunk(group.size(), -1), v.new_zeros(*q.shape[:-1], v.size(-1), dtype=scores.dtype)
 
     def score(step: int, k: Tensor) -> None:
@@ -65,8 +85,16 @@ def rows_forward(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: L
     return out.to(q.dtype), p
 
 
-def rows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, group: ProcessGroup, layout: Layout = contiguous,
-                  dropout: DropMask | float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+def rows_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    group: ProcessGroup,
+    layout: Layout = contiguous,
+    dropout: DropMask | float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
     kv_heads, ds = k.size(1), torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
     dq, ps, parts = torch.zeros_like(q, dtype=ds.dtype), p.chunk(group.size(), -1), ds.chunk(group.size(), -1)
@@ -74,17 +102,24 @@ def rows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, grou
     def through_values(step: int, v: Tensor) -> tuple[Tensor]:
         v, _ = spread(q, v, v)
         parts[owner(group, step)].copy_(dropped(dout @ v.transpose(-2, -1), dropout, group, layout, step))
-        return together(dropped(ps[owner(group, step)], dropout, group, layout, step).transpose(-2, -1) @ dout, kv_heads).to(ds.dtype),
+        return (
+            together(
+                dropped(ps[owner(group, step)], dropout, group, layout, step).transpose(-2, -1) @ dout,
+                kv_heads,
+            ).to(ds.dtype),
+        )
 
     def through_scores(step: int, k: Tensor) -> tuple[Tensor]:
         k, _ = spread(q, k, k)
         part = parts[owner(group, step)].to(q.dtype)
         dq.add_(part @ k)
-        return together(part.transpose(-2, -1) @ q, kv_heads).to(ds.dtype),
+        return (together(part.transpose(-2, -1) @ q, kv_heads).to(ds.dtype),)
 
-    dv, = carry((v,), group, through_values)
-    ds.sub_(torch.einsum("...ij,...ij->...i", ds, p.to(ds.dtype)).unsqueeze(-1)).mul_(p).div_(math.sqrt(q.size(-1)))
-    dk, = carry((k,), group, through_scores)
+    (dv,) = carry((v,), group, through_values)
+    ds.sub_(torch.einsum("...ij,...ij->...i", ds, p.to(ds.dtype)).unsqueeze(-1)).mul_(p).div_(
+        math.sqrt(q.size(-1))
+    )
+    (dk,) = carry((k,), group, through_scores)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -95,7 +130,9 @@ def dropped(x: Tensor, dropout: DropMask | float, group: ProcessGroup, layout: L
 
 def block(x: Tensor, group: ProcessGroup, layout: Layout, step: int) -> Tile:
     """Where the columns of that step are."""
-    own, keys = (layout(rank, group.size(), x.size(-1) * group.size()) for rank in (group.rank(), owner(group, step)))
+    own, keys = (
+        layout(rank, group.size(), x.size(-1) * group.size()) for rank in (group.rank(), owner(group, step))
+    )
     return Tile(slice(None), slice(None), runs=(last(own, x.size(-2)), keys))
 
 
@@ -107,16 +144,30 @@ def owner(group: ProcessGroup, step: int) -> int:
 def future_keys(q: Tensor, k: Tensor, group: ProcessGroup, layout: Layout) -> Tensor:
     """`[T/n, T]`: True where this rank's query comes before the key."""
     ranks = group.size()
-    held = [torch.tensor([place for run in layout(rank, ranks, ranks * k.size(-2)) for place in run], device=q.device) for rank in range(ranks)]
-    return held[group.rank()][-q.size(-2):].unsqueeze(-1) < torch.cat(held)
+    held = [
+        torch.tensor(
+            [place for run in layout(rank, ranks, ranks * k.size(-2)) for place in run], device=q.device
+        )
+        for rank in range(ranks)
+    ]
+    return held[group.rank()][-q.size(-2) :].unsqueeze(-1) < torch.cat(held)
 
 
 class _RingSelfAttention(torch.autograd.Function):
     """Saves the rows of probabilities: O(T²/n)."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool,
-                bias: Alibi | None, dropout: DropMask | float) -> Tensor:
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: ProcessGroup,
+        layout: Layout,
+        causal: bool,
+        bias: Alibi | None,
+        dropout: DropMask | float,
+    ) -> Tensor:
         out, p = rows_forward(q, k, v, group, layout, causal, bias, dropout)
         ctx.save_for_backward(q, k, v, p)
         ctx.way = group, layout, dropout

@@ -14,6 +14,7 @@ Raises ValueError in one line for slices that do not add up, and for one that th
 Li et al. 2021 (TeraPipe), arXiv:2102.07988, section 3.1, and Sun et al. 2024 (Seq1F1B), arXiv:2406.03488, section 3, have the slices.
 Differs: there a sequence is cut over stages in time only, here over ranks as well.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -31,13 +32,19 @@ from minitrain.context.names import even_slices
 
 def sliced(layout: Layout, slices: int | Sequence[int]) -> Layout:
     """`slices`: how many, as even as each rank can cut its tokens, or the tokens of each, on all ranks together."""
+
     def whole(rank: int, ranks: int, length: int) -> list[range]:
         lengths = even_slices(length, slices, ranks) if isinstance(slices, int) else list(slices)
         if sum(lengths) != length:
-            raise ValueError(f"slices of {lengths} tokens are {sum(lengths)}, the sequence has {length}; make them add up")
-        return [range(run.start + start, run.stop + start, run.step)
-                for number, (start, size) in enumerate(zip(accumulate(lengths, initial=0), lengths))
-                for run in _runs(layout, rank, ranks, size, f"slice {number} of {len(lengths)}, T={length}")]
+            raise ValueError(
+                f"slices of {lengths} tokens are {sum(lengths)}, the sequence has {length}; make them add up"
+            )
+        return [
+            range(run.start + start, run.stop + start, run.step)
+            for number, (start, size) in enumerate(zip(accumulate(lengths, initial=0), lengths))
+            for run in _runs(layout, rank, ranks, size, f"slice {number} of {len(lengths)}, T={length}")
+        ]
+
     return whole
 
 
@@ -45,21 +52,35 @@ def _runs(layout: Layout, rank: int, ranks: int, size: int, what: str) -> list[r
     try:
         return layout(rank, ranks, size)
     except ValueError as error:
-        raise ValueError(f"{what}: {str(error).split(';')[0]}; cut other slices, or pad the sequence") from None
+        raise ValueError(
+            f"{what}: {str(error).split(';')[0]}; cut other slices, or pad the sequence"
+        ) from None
 
 
 # ---- on one device ---------------------------------------------------------------------------------------------------
 
-def last_attention(q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks = FUSED, bias: Alibi | None = None,
-                   dropout: DropMask | float = 0.0) -> Tensor:
+
+def last_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    blocks: Blocks = FUSED,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> Tensor:
     """q `[B, H, t, K]`, the last t of T tokens, k, v `[B, H_kv, T, K]` -> `[B, H, t, K]`, causal. A core for the model's attention."""
     check_places("last_attention", q, bias, dropout)
     if q.size(-2) > k.size(-2):
-        raise ValueError(f"last_attention: {q.size(-2)} queries end where {k.size(-2)} keys do, so the first ones see nothing; give them "
-                         "their keys")
+        raise ValueError(
+            f"last_attention: {q.size(-2)} queries end where {k.size(-2)} keys do, so the first ones see nothing; give them "
+            "their keys"
+        )
     before, length = k.size(-2) - q.size(-2), k.size(-2)
     keys = [range(before), range(before, length)] if before else [range(length)]
-    return recomputed(_forward, _backward, q, k, v, tiles(keys[-1:], keys, causal=True), placed(blocks, bias, dropout))
+    return recomputed(
+        _forward, _backward, q, k, v, tiles(keys[-1:], keys, causal=True), placed(blocks, bias, dropout)
+    )
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, seen: list[Tile], blocks: Blocks) -> tuple[Tensor, Tensor]:
@@ -68,7 +89,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, seen: list[Tile], blocks: Blocks) 
     return found.result()
 
 
-def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: list[Tile], blocks: Blocks) -> tuple[Tensor, ...]:
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: list[Tile], blocks: Blocks
+) -> tuple[Tensor, ...]:
     dq, dk, dv = sums = [Summed(x) for x in (q, k, v)]
     meet_backward(seen, dout, q, k, v, out, lse, dq, dk, dv, blocks)
     return tuple(dx.total.to(q.dtype) for dx in sums)

@@ -16,6 +16,7 @@ Raises ValueError in one line for shapes that do not fit each other, and where a
 Li et al. 2023 (DistFlashAttn), arXiv:2310.03294, section 3 (rematerialization-aware checkpointing). Differs: any core with an
 (O, lse), by torch's own checkpoint.
 """
+
 from __future__ import annotations
 
 from collections import deque
@@ -41,7 +42,9 @@ class Sparing:
         self._store: deque | None = None
         self._again = False
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, bias: Alibi | None = None, dropout: DropMask | float = 0.0
+    ) -> Tensor:
         check_core("Sparing", q, k, v, bias, dropout)
         settings = {} if bias is None and not dropout else {"blocks": placed(FUSED, bias, dropout)}
         return recomputed(partial(self.attend, **settings), partial(self.backward, **settings), q, k, v)
@@ -50,7 +53,9 @@ class Sparing:
         """O and lse, computed the first time, handed out the second."""
         if self._again:
             if not self._store or self._store[0][0].shape[:-1] != q.shape[:-1]:
-                raise ValueError(f"Sparing: q {list(q.shape)} was not there the first time; a checkpointed layer must do the same twice")
+                raise ValueError(
+                    f"Sparing: q {list(q.shape)} was not there the first time; a checkpointed layer must do the same twice"
+                )
             return self._store.popleft()
         found = self.forward(q, k, v, **settings)
         if self._store is not None:

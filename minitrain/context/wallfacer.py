@@ -28,6 +28,7 @@ wider than keys (narrower ones are sent with zeros behind), and what ring.py and
 Liu et al. 2024, WallFacer, arXiv:2407.00611; Driscoll et al. 2013, A communication-optimal N-body algorithm, IPDPS. Differs:
 one all-gather for q, k and v; what it overlaps is the ring, not the gather and the scatter; any layout; grouped K/V heads.
 """
+
 from __future__ import annotations
 
 import torch
@@ -46,26 +47,58 @@ from minitrain.context.ring import added, check_core
 TIME = 2
 
 
-def wallfacer_attention(q: Tensor, k: Tensor, v: Tensor, *, team: ProcessGroup, ring: ProcessGroup, layout: Layout = zigzag,
-                        causal: bool = True, blocks: Blocks = FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
+def wallfacer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    team: ProcessGroup,
+    ring: ProcessGroup,
+    layout: Layout = zigzag,
+    causal: bool = True,
+    blocks: Blocks = FUSED,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> Tensor:
     """q `[B, H, T/P, K]`, k, v `[B, H_kv, T/P, K]`, tokens by `layout` over the ranks ring · C + team -> `[B, H, T/P, K]`."""
     check_core("wallfacer_attention", q, k, v, bias, dropout)
     check_crossing(ring=ring, team=team)
     if v.size(-1) > q.size(-1):
-        raise ValueError(f"wallfacer_attention: values {v.size(-1)} wide, queries and keys {q.size(-1)}: they travel in one message as wide as "
-                         "queries; take another core")
+        raise ValueError(
+            f"wallfacer_attention: values {v.size(-1)} wide, queries and keys {q.size(-1)}: they travel in one message as wide as "
+            "queries; take another core"
+        )
     if ring.size() % team.size():
-        raise ValueError(f"teams of C={team.size()} on P={ring.size() * team.size()} ranks: P/C² = {ring.size() / team.size():g} blocks for "
-                         "each member; take a C whose square divides P")
+        raise ValueError(
+            f"teams of C={team.size()} on P={ring.size() * team.size()} ranks: P/C² = {ring.size() / team.size():g} blocks for "
+            "each member; take a C whose square divides P"
+        )
     plan = tiles_by_step(team, ring, layout, q.size(TIME), causal)
-    out = recomputed(wallfacer_forward, wallfacer_backward, q, k, widened(v, q), team, ring, plan, placed(blocks, bias, dropout))
-    return out if v.size(-1) == q.size(-1) else out[..., :v.size(-1)]
+    out = recomputed(
+        wallfacer_forward,
+        wallfacer_backward,
+        q,
+        k,
+        widened(v, q),
+        team,
+        ring,
+        plan,
+        placed(blocks, bias, dropout),
+    )
+    return out if v.size(-1) == q.size(-1) else out[..., : v.size(-1)]
 
 
-def wallfacer_forward(q: Tensor, k: Tensor, v: Tensor, team: ProcessGroup, ring: ProcessGroup, plan: list[list[Tile]],
-                      blocks: Blocks) -> tuple[Tensor, Tensor]:
+def wallfacer_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    team: ProcessGroup,
+    ring: ProcessGroup,
+    plan: list[list[Tile]],
+    blocks: Blocks,
+) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/P, K]` in q's dtype, and lse `[B, H, T/P]`."""
-    q, k, v = gathered((q, k, v), team)                                                          # [B, ·, C·T/P, K]
+    q, k, v = gathered((q, k, v), team)  # [B, ·, C·T/P, K]
     found = Attended(q)
     kv = collectives.rotate((k, v), ring, shift=skipped(team, plan))
     for step, seen in enumerate(plan):
@@ -77,8 +110,18 @@ def wallfacer_forward(q: Tensor, k: Tensor, v: Tensor, team: ProcessGroup, ring:
     return out.to(q.dtype), lse
 
 
-def wallfacer_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, team: ProcessGroup, ring: ProcessGroup,
-                       plan: list[list[Tile]], blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+def wallfacer_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    team: ProcessGroup,
+    ring: ProcessGroup,
+    plan: list[list[Tile]],
+    blocks: Blocks,
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
     q, k, v, dout, out = gathered((q, k, v, dout, out), team)
     lse = collectives.all_gather(lse, team, TIME)
@@ -89,13 +132,24 @@ def wallfacer_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     for step, seen in enumerate(plan):
         last = step == len(plan) - 1
         arriving = None if last else collectives.rotate(kv, ring, async_op=True)
-        shares = None if step == 0 else collectives.rotate(travelling, ring, async_op=True)      # gradients of the block that is here
+        shares = (
+            None if step == 0 else collectives.rotate(travelling, ring, async_op=True)
+        )  # gradients of the block that is here
         dk, dv = Summed(k), Summed(v)
         meet_backward(seen, dout, q, *kv, out, lse, dq, dk, dv, blocks)
-        travelling = tuple(share.to(k.dtype) for share in added((dk.by_token, dv.by_token), () if shares is None else shares.wait()))
+        travelling = tuple(
+            share.to(k.dtype)
+            for share in added((dk.by_token, dv.by_token), () if shares is None else shares.wait())
+        )
         kv = kv if last else arriving.wait()
-    home = torch.cat([dx.to(q.dtype) for dx in (dq.by_token, *collectives.rotate(travelling, ring, shift=-(skip + len(plan) - 1)))], 2)
-    found = collectives.reduce_scatter(home, team, 1).transpose(1, 2)                                 # [B, H + 2·H_kv, T/P, K]
+    home = torch.cat(
+        [
+            dx.to(q.dtype)
+            for dx in (dq.by_token, *collectives.rotate(travelling, ring, shift=-(skip + len(plan) - 1)))
+        ],
+        2,
+    )
+    found = collectives.reduce_scatter(home, team, 1).transpose(1, 2)  # [B, H + 2·H_kv, T/P, K]
     return tuple(found.split([q.size(1), k.size(1), v.size(1)], 1))
 
 
@@ -118,7 +172,9 @@ def skipped(team: ProcessGroup, plan: list[list[Tile]]) -> int:
     return team.rank() * len(plan)
 
 
-def tiles_by_step(team: ProcessGroup, ring: ProcessGroup, layout: Layout, tokens: int, causal: bool) -> list[list[Tile]]:
+def tiles_by_step(
+    team: ProcessGroup, ring: ProcessGroup, layout: Layout, tokens: int, causal: bool
+) -> list[list[Tile]]:
     """For each of this member's S = P/C² blocks what the team's queries see of it."""
     members, teams = team.size(), ring.size()
     steps = teams // members
@@ -128,4 +184,6 @@ def tiles_by_step(team: ProcessGroup, ring: ProcessGroup, layout: Layout, tokens
         return [run for rank in ranks for run in layout(rank, members * teams, tokens * members * teams)]
 
     here = ring.rank()
-    return [tiles(runs(here), runs((here - team.rank() * steps - step) % teams), causal) for step in range(steps)]
+    return [
+        tiles(runs(here), runs((here - team.rank() * steps - step) % teams), causal) for step in range(steps)
+    ]

@@ -14,6 +14,7 @@ Sends nothing, makes no tensors. Raises ValueError in one line for lengths that 
 Brandon et al. 2023 (Striped Attention), arXiv:2311.09431, section 3; Dubey et al. 2024 (Llama 3), arXiv:2407.21783, section 3.3.2.
 Differs: entries of the mask are counted, where kernels work in tiles of some 64 x 64 and cannot skip single entries.
 """
+
 from __future__ import annotations
 
 from fractions import Fraction
@@ -21,15 +22,27 @@ from fractions import Fraction
 from minitrain.context.layout import Layout, tiles
 
 
-def entries(layout: Layout, ranks: int, length: int, *, causal: bool = True, diagonal: Fraction | int = 1) -> list[list[Fraction]]:
+def entries(
+    layout: Layout, ranks: int, length: int, *, causal: bool = True, diagonal: Fraction | int = 1
+) -> list[list[Fraction]]:
     """[step][rank]: scores that are computed and count."""
     held = [layout(rank, ranks, length) for rank in range(ranks)]
-    less = length // ranks * (1 - Fraction(diagonal)) if causal else Fraction(0)             # every token meets itself in step 0
-    return [[sum(tile.entries for tile in tiles(held[rank], held[(rank - step) % ranks], causal)) - (less if step == 0 else 0)
-             for rank in range(ranks)] for step in range(ranks)]
+    less = (
+        length // ranks * (1 - Fraction(diagonal)) if causal else Fraction(0)
+    )  # every token meets itself in step 0
+    return [
+        [
+            sum(tile.entries for tile in tiles(held[rank], held[(rank - step) % ranks], causal))
+            - (less if step == 0 else 0)
+            for rank in range(ranks)
+        ]
+        for step in range(ranks)
+    ]
 
 
-def efficiency(layout: Layout, ranks: int, length: int, *, causal: bool = True, diagonal: Fraction | int = 1) -> Fraction:
+def efficiency(
+    layout: Layout, ranks: int, length: int, *, causal: bool = True, diagonal: Fraction | int = 1
+) -> Fraction:
     """Work / (ranks x time), if each step takes as long as its fullest rank."""
     table = entries(layout, ranks, length, causal=causal, diagonal=diagonal)
     return Fraction(sum(map(sum, table)), ranks * sum(map(max, table)))

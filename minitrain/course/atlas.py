@@ -4,6 +4,7 @@
 (`tests/test_x.py::test_y`); the test suite fails if a named test is missing or did not run.
 Kinds: RUN runs on real ranks or tensors here, SIM a simulation, MODEL a formula checked, CASE a published run recomputed.
 """
+
 from __future__ import annotations
 
 import csv

@@ -11,6 +11,7 @@ exercises/source, so editing or deleting a check changes nothing. Each check is 
 of its own (course/grading/judge.py), with values drawn after the answer was handed in. All or nothing per check; a check
 that cannot read an answer gives no points.
 """
+
 import argparse
 import secrets
 import sys
@@ -69,7 +70,9 @@ class Report:
             if result.task != task:
                 task = result.task
                 lines += ["", f"  {task}"]
-            lines.append(f"  {result.earned:2}/{result.points}  {'--' if result.property else 'ok'}  {result.title}")
+            lines.append(
+                f"  {result.earned:2}/{result.points}  {'--' if result.property else 'ok'}  {result.title}"
+            )
             if result.message:
                 lines.append(f"            {result.message}")
             if result.detail and self.show_detail:
@@ -87,16 +90,28 @@ class Grades:
     def table(self) -> str:
         lines = [f"{report.earned:3}/{report.points}  {report.name}{report.note}" for report in self.reports]
         earned, points = sum(r.earned for r in self.reports), sum(r.points for r in self.reports)
-        return "\n".join([*lines, f"{earned:3}/{points}  in all; `minitrain grade 00` shows a chapter check by check",
-                          *what_it_is(self.reports[-1].missing if self.reports else "")])
+        return "\n".join(
+            [
+                *lines,
+                f"{earned:3}/{points}  in all; `minitrain grade 00` shows a chapter check by check",
+                *what_it_is(self.reports[-1].missing if self.reports else ""),
+            ]
+        )
 
 
 def what_it_is(missing: str) -> list[str]:
     return [f"a self-check, not a grade: answers ran without walls, because {missing}"] if missing else []
 
 
-def grade(chapter: str | int | None = None, path: str | Path | None = None, *, detail: bool = False,
-          judge: Judge | None = None, seed: str | None = None, time_limit_s: float = TIME_LIMIT_S) -> Report | Grades:
+def grade(
+    chapter: str | int | None = None,
+    path: str | Path | None = None,
+    *,
+    detail: bool = False,
+    judge: Judge | None = None,
+    seed: str | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
+) -> Report | Grades:
     """Grade a chapter's notebook (or the one at `path`), or all chapters.
 
     `seed` repeats what an earlier report drew. Without a `judge` one is started and ended.
@@ -104,26 +119,47 @@ def grade(chapter: str | int | None = None, path: str | Path | None = None, *, d
     """
     with Judge() if judge is None else nullcontext(judge) as judge:
         if chapter is None:
-            return Grades([grade(one, judge=judge, seed=seed, time_limit_s=time_limit_s) for one in book.chapters()])
+            return Grades(
+                [grade(one, judge=judge, seed=seed, time_limit_s=time_limit_s) for one in book.chapters()]
+            )
         of = book.chapter(chapter)
         path = Path(path or of.student)
         answers = {name: cell["source"] for name, cell in assignment.cells_in(path).items()}
         outdated = assignment.state(of, path) == "outdated"
         note = "  (its checks are not those of this version: graded with this version's)" if outdated else ""
-        return grade_answers(of, answers, judge, seed=seed, time_limit_s=time_limit_s, note=note, detail=detail)
+        return grade_answers(
+            of, answers, judge, seed=seed, time_limit_s=time_limit_s, note=note, detail=detail
+        )
 
 
-def grade_answers(of: book.Chapter, answers: dict[str, str], judge: Judge, *, seed: str | None = None,
-                  time_limit_s: float = TIME_LIMIT_S, note: str = "", detail: bool = False) -> Report:
+def grade_answers(
+    of: book.Chapter,
+    answers: dict[str, str],
+    judge: Judge,
+    *,
+    seed: str | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
+    note: str = "",
+    detail: bool = False,
+) -> Report:
     """Grade answer cells given as text, by grade_id."""
     started, seed = time.perf_counter(), seed or secrets.token_hex(4)
-    results = [result for task in of.tasks
-               for result in results_of(of, task, answers.get(task.answer.name), judge, seed, time_limit_s)]
+    results = [
+        result
+        for task in of.tasks
+        for result in results_of(of, task, answers.get(task.answer.name), judge, seed, time_limit_s)
+    ]
     return Report(of.path.stem, results, judge.missing, seed, time.perf_counter() - started, note, detail)
 
 
-def results_of(of: book.Chapter, task: book.Task, answer: str | None, judge: Judge, seed: str,
-               time_limit_s: float = TIME_LIMIT_S) -> Iterator[Result]:
+def results_of(
+    of: book.Chapter,
+    task: book.Task,
+    answer: str | None,
+    judge: Judge,
+    seed: str,
+    time_limit_s: float = TIME_LIMIT_S,
+) -> Iterator[Result]:
     """Run the checks of one task, one after the other."""
     given: dict = {"__name__": "exercise"}
     for source in of.given:
@@ -139,7 +175,9 @@ def results_of(of: book.Chapter, task: book.Task, answer: str | None, judge: Jud
         elif failure is not None and failure.property in ("time limit", "memory limit"):
             failure = Failure(failure.property, "not run, because of the check above")
         else:
-            failure = failure_in(check, {**given, **{name: Answer(name) for name in task.names}}, session, seed)
+            failure = failure_in(
+                check, {**given, **{name: Answer(name) for name in task.names}}, session, seed
+            )
         yield result_of(task, check, failure)
 
 
@@ -153,8 +191,12 @@ def failure_in(check: book.Cell, namespace: dict, session: Session, seed: str) -
         return failure
     except Broken:
         raise
-    except Exception as error:  # an answer may return what a check cannot read; that costs the points, no more
-        return Failure("data", f"the check cannot read what came back: {type(error).__name__}: {short(error)}")
+    except (
+        Exception
+    ) as error:  # an answer may return what a check cannot read; that costs the points, no more
+        return Failure(
+            "data", f"the check cannot read what came back: {type(error).__name__}: {short(error)}"
+        )
     return None
 
 
@@ -168,6 +210,7 @@ def result_of(task: book.Task, check: book.Cell, failure: Failure | None) -> Res
 
 # ---- proofs ----------------------------------------------------------------------------------------------------------
 
+
 def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
     """What is wrong with a chapter's grading (nothing, we hope): stubs, solutions and the committed wrong solutions.
 
@@ -175,16 +218,25 @@ def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
     """
     faults = []
     solutions = {task.answer.name: task.answer.source for task in of.tasks}
-    stubs = {name: assignment.stub_of(source) + "\n" for name, source in solutions.items()}  # the "\n" makes it run
+    stubs = {
+        name: assignment.stub_of(source) + "\n" for name, source in solutions.items()
+    }  # the "\n" makes it run
     empty, full = (grade_answers(of, answers, judge, seed=seed) for answers in (stubs, solutions))
     if empty.earned or any(result.message != "not attempted yet" for result in empty.results):
-        faults.append(f"{of.number}: a stub gets {empty.earned} points, or another message than 'not attempted yet'")
-    faults += [f"{of.number}: the solution fails {result.check}: {result.message} {result.detail}"
-               for result in full.results if result.property]
+        faults.append(
+            f"{of.number}: a stub gets {empty.earned} points, or another message than 'not attempted yet'"
+        )
+    faults += [
+        f"{of.number}: the solution fails {result.check}: {result.message} {result.detail}"
+        for result in full.results
+        if result.property
+    ]
     for task in of.tasks:
         wrong = [cell for cell in of.wrong if cell.name == task.answer.name]
         if len(wrong) < 3:
-            faults.append(f"{of.number}: {task.answer.name} has {len(wrong)} wrong solutions; write at least three")
+            faults.append(
+                f"{of.number}: {task.answer.name} has {len(wrong)} wrong solutions; write at least three"
+            )
         for cell in wrong:
             results = results_of(of, task, cell.source, judge, seed)
             found = next((result.property for result in results if result.property), "nothing")
@@ -195,22 +247,34 @@ def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m minitrain.course.exercises", description="Make exercise notebooks.")
+    parser = argparse.ArgumentParser(
+        prog="python -m minitrain.course.exercises", description="Make exercise notebooks."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="write the notebooks of all chapters from exercises/source/*.py")
-    proving = commands.add_parser("prove", help="stubs get nothing, solutions all, wrong ones are caught by name")
+    proving = commands.add_parser(
+        "prove", help="stubs get nothing, solutions all, wrong ones are caught by name"
+    )
     proving.add_argument("chapter", nargs="?", help="such as 02; all when none is given")
     proving.add_argument("--draws", type=int, default=1, help="how often, each time with other draws (1)")
     comparing = commands.add_parser("nbgrader", help="our notebooks equal those that nbgrader makes")
-    comparing.add_argument("program", help="path of an nbgrader executable, best in an environment of its own")
+    comparing.add_argument(
+        "program", help="path of an nbgrader executable, best in an environment of its own"
+    )
     wish = parser.parse_args(arguments)
     if wish.command == "build":
         faults = []
-        print("\n".join(f"wrote {path}" for path in assignment.build()) or "all notebooks are as they should be")
+        print(
+            "\n".join(f"wrote {path}" for path in assignment.build()) or "all notebooks are as they should be"
+        )
     elif wish.command == "prove":
         with Judge() as judge:
-            faults = [f"draw {seed}: {fault}" for number in ([wish.chapter] if wish.chapter else book.chapters())
-                      for seed in range(wish.draws) for fault in prove(book.chapter(number), judge, str(seed))]
+            faults = [
+                f"draw {seed}: {fault}"
+                for number in ([wish.chapter] if wish.chapter else book.chapters())
+                for seed in range(wish.draws)
+                for fault in prove(book.chapter(number), judge, str(seed))
+            ]
     else:
         with tempfile.TemporaryDirectory() as folder:
             faults = assignment.compare_with_nbgrader(wish.program, Path(folder))

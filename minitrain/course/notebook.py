@@ -3,6 +3,7 @@
 A notebook owns the question, the module owns the code: `show(function)` prints what the module holds today, so text and code
 cannot drift apart. `beside` prints the table every chapter ends with. `execute` runs a chapter headless.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -17,7 +18,11 @@ CHAPTERS = Path(__file__).parents[2] / "notebooks"
 
 def show(thing: Callable, *, doc: bool = False) -> None:
     """Print the current source of a function or class, without its docstring unless `doc`."""
-    source = inspect.cleandoc("\n" + inspect.getsource(thing)) if inspect.ismethod(thing) else inspect.getsource(thing)
+    source = (
+        inspect.cleandoc("\n" + inspect.getsource(thing))
+        if inspect.ismethod(thing)
+        else inspect.getsource(thing)
+    )
     text = inspect.getdoc(thing)
     if not doc and text and '"""' in source:
         before, _, rest = source.partition('"""')
@@ -59,8 +64,12 @@ def heading(path: Path) -> tuple[str, str]:
     return lines[0].lstrip("# "), facts.replace("**", "")
 
 
-def execute(path: Path, out: Path, on_cell: Callable[[int, int], None] = lambda done, total: None,
-            cell_timeout_s: int = 300) -> float:
+def execute(
+    path: Path,
+    out: Path,
+    on_cell: Callable[[int, int], None] = lambda done, total: None,
+    cell_timeout_s: int = 300,
+) -> float:
     """Run every cell of `path` in a fresh kernel and write the executed copy to `out`; returns the seconds it took.
 
     Raises RuntimeError naming the cell and the error of the first cell that fails; the copy is written all the same.
@@ -77,16 +86,24 @@ def execute(path: Path, out: Path, on_cell: Callable[[int, int], None] = lambda 
         done = cell_index + 1
         on_cell(done, total)
 
-    client = NotebookClient(notebook, timeout=cell_timeout_s, kernel_name="python3", record_timing=False, on_cell_executed=finished,
-                            resources={"metadata": {"path": str(path.parent)}},
-                            extra_arguments=["--log-level=ERROR"])      # without the kernel's remarks on every start
+    client = NotebookClient(
+        notebook,
+        timeout=cell_timeout_s,
+        kernel_name="python3",
+        record_timing=False,
+        on_cell_executed=finished,
+        resources={"metadata": {"path": str(path.parent)}},
+        extra_arguments=["--log-level=ERROR"],
+    )  # without the kernel's remarks on every start
     try:
         client.execute()
-        on_cell(total, total)                           # what follows the last code cell is text
+        on_cell(total, total)  # what follows the last code cell is text
     except CellExecutionError as error:
         raise RuntimeError(f"{path.name} stopped in cell {done}: {error.ename}: {error.evalue}") from None
     except CellTimeoutError:
-        raise RuntimeError(f"{path.name}: a cell ran longer than {cell_timeout_s} s and was stopped") from None
+        raise RuntimeError(
+            f"{path.name}: a cell ran longer than {cell_timeout_s} s and was stopped"
+        ) from None
     finally:
         out.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(normalised(notebook), out)
@@ -96,16 +113,20 @@ def execute(path: Path, out: Path, on_cell: Callable[[int, int], None] = lambda 
 def normalised(notebook):
     """The same notebook without what differs from run to run: ids, kernel names, versions, folders, and where the kernel paused between
     two prints."""
-    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-                         "language_info": {"name": "python"}}
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number:03d}"
         cell.metadata.pop("execution", None)
         if "outputs" in cell:
             cell.outputs = joined(cell.outputs)
         for output in cell.get("outputs", []):
-            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)        # a widget lives in its kernel only
-            if output.output_type == "error":           # a traceback names files; where they lie is nobody's business
+            output.get("data", {}).pop(
+                "application/vnd.jupyter.widget-view+json", None
+            )  # a widget lives in its kernel only
+            if output.output_type == "error":  # a traceback names files; where they lie is nobody's business
                 output.traceback = [line.replace(f"{CHAPTERS.parent}/", "") for line in output.traceback]
     return notebook
 

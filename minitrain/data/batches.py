@@ -51,15 +51,21 @@ class Text:
 
     def __post_init__(self):
         if not isinstance(self.data, bytes):
-            raise ValueError(f"{self.name} is {type(self.data).__name__}, tokens are bytes: pass text.encode()")
+            raise ValueError(
+                f"{self.name} is {type(self.data).__name__}, tokens are bytes: pass text.encode()"
+            )
         if not self.data.strip():
             raise ValueError(f"{self.name} is empty: {len(self.data)} bytes, nothing but white space")
         start = self.data[:100].lstrip()
         if start.lower().startswith((b"<!doctype html", b"<html")):
-            raise ValueError(f"{self.name} starts with '{start[:15].decode(errors='replace')}': a web page, not the text; download it "
-                             "again, or save the page as plain text")
+            raise ValueError(
+                f"{self.name} starts with '{start[:15].decode(errors='replace')}': a web page, not the text; download it "
+                "again, or save the page as plain text"
+            )
         if b"\0" in self.data[:8192]:
-            raise ValueError(f"{self.name} is binary: it holds zero bytes; give plain text, unpacked from any archive")
+            raise ValueError(
+                f"{self.name} is binary: it holds zero bytes; give plain text, unpacked from any archive"
+            )
 
     @classmethod
     def found(cls) -> "Text":
@@ -70,7 +76,9 @@ class Text:
         try:
             from pydoc_data.topics import topics
         except ImportError:
-            raise ValueError("this Python ships without pydoc_data: pass a text of your own, Text.open(path)") from None
+            raise ValueError(
+                "this Python ships without pydoc_data: pass a text of your own, Text.open(path)"
+            ) from None
         paragraphs = (p for name in sorted(topics) for p in re.split("\n\n+", topics[name].strip("\n")))
         # The topics repeat one another: each paragraph once, or the held-out text would hold what was trained on.
         prose = [p for p in dict.fromkeys(paragraphs) if not p.lstrip().startswith(("+-", "|"))]
@@ -85,11 +93,15 @@ class Text:
         if not path.is_dir():
             raise ValueError(f"{path} does not exist: give a text file or a folder of text files")
         files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
-        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        files = [
+            file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
         parts = [(file, file.read_bytes()) for file in files]
         texts = [cls(data, str(file)) for file, data in parts if data.strip()]
         if not texts:
-            raise ValueError(f"{path} holds no text: looked for {', '.join('*' + suffix for suffix in TEXT_SUFFIXES)}")
+            raise ValueError(
+                f"{path} holds no text: looked for {', '.join('*' + suffix for suffix in TEXT_SUFFIXES)}"
+            )
         return cls(b"\n\n".join(text.data for text in texts), str(path))
 
     def __len__(self) -> int:
@@ -103,7 +115,9 @@ class Text:
         """The text to train on and, its last part, the text to test on: they share no byte."""
         cut = len(self) - round(len(self) * held_out)
         if not 0 < cut < len(self):
-            raise ValueError(f"held_out={held_out} of {len(self)} tokens leaves a part empty: use a share such as 0.1")
+            raise ValueError(
+                f"held_out={held_out} of {len(self)} tokens leaves a part empty: use a share such as 0.1"
+            )
         first, last = self.data[:cut], self.data[cut:]
         return Text(first, f"{self.name}, training part"), Text(last, f"{self.name}, held-out part")
 
@@ -112,8 +126,10 @@ class Text:
         if length < 1:
             raise ValueError(f"length={length}: a sample needs at least 1 token")
         if len(self) <= length:
-            raise ValueError(f"{self.name} has {len(self)} tokens, length={length} needs {length + 1}: "
-                             f"use a longer text or length <= {len(self) - 1}")
+            raise ValueError(
+                f"{self.name} has {len(self)} tokens, length={length} needs {length + 1}: "
+                f"use a longer text or length <= {len(self) - 1}"
+            )
         return (len(self) - 1) // length
 
     def window(self, sample: int, length: int, seed: int = 0) -> int:
@@ -128,7 +144,9 @@ class Text:
         rows = rows_of(rank, size, batch_size)
         starts = np.array([self.window(step * batch_size + row, length, seed) * length for row in rows])
         windows = np.frombuffer(self.data, np.uint8)[starts[:, None] + np.arange(length + 1)].astype(np.int64)
-        return torch.tensor(windows[:, :-1]), torch.tensor(windows[:, 1:])  # a copy each; works under fake tensors
+        return torch.tensor(windows[:, :-1]), torch.tensor(
+            windows[:, 1:]
+        )  # a copy each; works under fake tensors
 
     def rows(self, batch_size: int, length: int, seed: int = 0) -> Rows:
         """The batches of a run."""
@@ -142,8 +160,10 @@ class Text:
         """The step to go on with, on any number of ranks. Refuses a position under which steps meant other tokens."""
         for name, now in self.position(0, batch_size, length, seed).items():
             if name != "step" and position.get(name) != now:
-                raise ValueError(f"the saved position has {name}={position.get(name)}, this run {name}={now}: "
-                                 "resume with the same, or start anew")
+                raise ValueError(
+                    f"the saved position has {name}={position.get(name)}, this run {name}={now}: "
+                    "resume with the same, or start anew"
+                )
         return position["step"]
 
 
@@ -152,7 +172,9 @@ def rows_of(rank: int, size: int, batch_size: int) -> range:
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} of size={size}: ranks are 0 to size - 1, and size is at least 1")
     if batch_size < size:
-        raise ValueError(f"batch_size={batch_size} for {size} ranks leaves some without a row: use at least {size}")
+        raise ValueError(
+            f"batch_size={batch_size} for {size} ranks leaves some without a row: use at least {size}"
+        )
     return range(batch_size * rank // size, batch_size * (rank + 1) // size)
 
 
@@ -174,8 +196,14 @@ def permute(index: int, size: int, key: str) -> int:
 
 
 def random_tokens(
-    step: int, rank: int, size: int, batch_size: int, length: int,
-    vocab: int = VOCAB, seed: int = 0, masked: bool = False,
+    step: int,
+    rank: int,
+    size: int,
+    batch_size: int,
+    length: int,
+    vocab: int = VOCAB,
+    seed: int = 0,
+    masked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Seeded noise in the form of `Text.batch`, for results that must be the same on every machine.
 
@@ -188,7 +216,10 @@ def random_tokens(
     # Each row has a seed of its own, so a rank makes only the rows it holds.
     seeds = [torch.Generator().manual_seed(_hash(f"{seed}/{step}/{row}")) for row in rows]
     windows = torch.stack([torch.randint(vocab, (length + 1,), generator=generator) for generator in seeds])
-    tokens, targets = windows[:, :-1].clone(), windows[:, 1:].clone()  # views would share what is masked below
+    tokens, targets = (
+        windows[:, :-1].clone(),
+        windows[:, 1:].clone(),
+    )  # views would share what is masked below
     if masked:
         for target, row in zip(targets, rows):
             target[length - length * row // batch_size :] = MASKED
@@ -196,4 +227,6 @@ def random_tokens(
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())  # 56 bits: fits every seed type
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(), digest_size=7).digest()
+    )  # 56 bits: fits every seed type

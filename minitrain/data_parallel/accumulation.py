@@ -9,6 +9,7 @@ Sends m (n-1)/n of the gradients' bytes, against (n-1)/n for one reduce-scatter 
 Raises ValueError if a parameter got no gradient.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2. Differs: one flat reduce-scatter a microbatch, padded to n.
 """
+
 from collections.abc import Iterable
 
 import torch

@@ -13,6 +13,7 @@ the group's ranks, which hold different slices on purpose.
 PyTorch's DistributedDataParallel does it when it is built (Li et al. 2020, arXiv:2006.15704, section 3.1), Horovod's
 broadcast_parameters when it is called. Differs: DDP sends buffers again in every forward; here whoever wants that calls it again.
 """
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -39,5 +40,7 @@ def broadcast_parameters(module: nn.Module, group: ProcessGroup, source: int = 0
 def check_whole(name: str, tensor: Tensor, group: ProcessGroup) -> None:
     for cut in placement(tensor).shards:
         if cut.group.size() > 1 and group in (cut.group, collectives.world()):
-            raise ValueError(f"{name} is cut over {collectives.axis_of(cut.group)}, whose ranks hold different slices on purpose; "
-                             f"broadcast before it is cut, or over the ranks that hold the same slice")
+            raise ValueError(
+                f"{name} is cut over {collectives.axis_of(cut.group)}, whose ranks hold different slices on purpose; "
+                f"broadcast before it is cut, or over the ranks that hold the same slice"
+            )

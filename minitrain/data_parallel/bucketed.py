@@ -12,6 +12,7 @@ Raises ValueError for a bucket of no bytes, or in `finish()` when a parameter go
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, sections 3.2.2 and 3.2.3 (25 MB buckets). Differs: an explicit finish()
 instead of a callback at the end of backward, SUM instead of mean, no search for unused parameters.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -29,8 +30,12 @@ class Bucket:
 
     def __init__(self, params: list[nn.Parameter]):
         self.params = params
-        self.flat = torch.zeros(sum(param.numel() for param in params), dtype=params[0].dtype, device=params[0].device)
-        self.views = [part.view_as(param) for param, part in zip(params, self.flat.split([p.numel() for p in params]))]
+        self.flat = torch.zeros(
+            sum(param.numel() for param in params), dtype=params[0].dtype, device=params[0].device
+        )
+        self.views = [
+            part.view_as(param) for param, part in zip(params, self.flat.split([p.numel() for p in params]))
+        ]
         self.arrived = 0
         self.handle: Handle | None = None
 
@@ -40,12 +45,25 @@ class GradReducer:
 
     def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup, bucket_bytes: int = 25_000_000):
         if bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes={bucket_bytes}; a bucket needs at least one byte, 25_000_000 is usual")
+            raise ValueError(
+                f"bucket_bytes={bucket_bytes}; a bucket needs at least one byte, 25_000_000 is usual"
+            )
         self.group, self.enabled = group, True
-        self.buckets = [Bucket(params) for same in by_kind(trainable_once(params)[::-1]) for params in cut(same, bucket_bytes)]
-        self._slot = {id(param): (bucket, view) for bucket in self.buckets for param, view in zip(bucket.params, bucket.views)}
-        self._hooks = [param.register_post_accumulate_grad_hook(self._on_ready)
-                       for bucket in self.buckets for param in bucket.params]
+        self.buckets = [
+            Bucket(params)
+            for same in by_kind(trainable_once(params)[::-1])
+            for params in cut(same, bucket_bytes)
+        ]
+        self._slot = {
+            id(param): (bucket, view)
+            for bucket in self.buckets
+            for param, view in zip(bucket.params, bucket.views)
+        }
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._on_ready)
+            for bucket in self.buckets
+            for param in bucket.params
+        ]
         self._started = 0
 
     def _on_ready(self, param: nn.Parameter) -> None:
@@ -70,7 +88,7 @@ class GradReducer:
         bucket, view = self._slot[id(param)]
         if param.grad is not view:
             view.copy_(param.grad)
-            param.grad = view                              # frees what backward allocated
+            param.grad = view  # frees what backward allocated
         bucket.arrived += 1
         while self._started < len(self.buckets) and self._full(self.buckets[self._started]):
             ready = self.buckets[self._started]
@@ -85,10 +103,16 @@ class GradReducer:
         """Wait until every bucket holds the sum over the group."""
         waiting = [bucket for bucket in self.buckets if not self._full(bucket)]
         if waiting:
-            empty = [tuple(param.shape) for bucket in waiting for param, view in zip(bucket.params, bucket.views)
-                     if param.grad is not view]
-            raise ValueError(f"{len(empty)} parameters got no gradient (shapes {empty[:3]}); use every parameter in the loss on "
-                             f"every rank, freeze it with requires_grad_(False), or set enabled=True before the last backward")
+            empty = [
+                tuple(param.shape)
+                for bucket in waiting
+                for param, view in zip(bucket.params, bucket.views)
+                if param.grad is not view
+            ]
+            raise ValueError(
+                f"{len(empty)} parameters got no gradient (shapes {empty[:3]}); use every parameter in the loss on "
+                f"every rank, freeze it with requires_grad_(False), or set enabled=True before the last backward"
+            )
         for bucket in self.buckets:
             bucket.handle.wait()
             bucket.handle, bucket.arrived = None, 0

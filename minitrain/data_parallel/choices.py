@@ -39,15 +39,22 @@ abstract: factor by state; Zhang et al. 2022 (MiCS), arXiv:2205.00119, sections 
 arXiv:2304.11277, section 3.2.2; Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, sections 5 and 7. Differs: one rule
 for both searches, all collectives in two levels, ring volumes with their (f-1)/f, every chain is tried.
 """
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations_with_replacement
 
-WORDS = tuple("".join(word) for word in combinations_with_replacement("NIG", 3))     # parameters, gradients, optimizer state: none cut finer than the next
+WORDS = tuple(
+    "".join(word) for word in combinations_with_replacement("NIG", 3)
+)  # parameters, gradients, optimizer state: none cut finer than the next
 NAMED = {"DDP": "NNN", "ZeRO-1": "NNG", "ZeRO-2": "NGG", "ZeRO-3": "GGG", "MiCS": "III"}
-STATE_BYTES = {"parameters": 2, "gradients": 2, "optimizer state": 12}  # bf16, bf16; fp32 master, momentum, variance
-WIRE_BYTES = 2                                                          # a parameter or a gradient, bf16
+STATE_BYTES = {
+    "parameters": 2,
+    "gradients": 2,
+    "optimizer state": 12,
+}  # bf16, bf16; fp32 master, momentum, variance
+WIRE_BYTES = 2  # a parameter or a gradient, bf16
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,9 @@ class Cluster:
 
     def __post_init__(self):
         if min(self.ranks, self.per_node) < 1 or self.ranks % self.per_node:
-            raise ValueError(f"{self.ranks} ranks do not fill nodes of {self.per_node}; use a positive multiple")
+            raise ValueError(
+                f"{self.ranks} ranks do not fill nodes of {self.per_node}; use a positive multiple"
+            )
 
     def fits(self, factor: int) -> bool:
         """Whether groups of `factor` neighbours lie inside nodes, or are made of whole ones."""
@@ -83,8 +92,10 @@ class Choice:
     def __post_init__(self):
         p, g, o = self.parameters, self.gradients, self.optimizer
         if min(p, g, o) < 1 or g % p or o % g:
-            raise ValueError(f"factors {p}, {g}, {o} of parameters, gradients and optimizer state: each must be "
-                             f"positive and divide the next")
+            raise ValueError(
+                f"factors {p}, {g}, {o} of parameters, gradients and optimizer state: each must be "
+                f"positive and divide the next"
+            )
 
 
 @dataclass(frozen=True)
@@ -111,10 +122,13 @@ class Plan:
 
 # ---- the choices -----------------------------------------------------------------------------------------------------
 
+
 def paro(word: str, cluster: Cluster) -> Choice:
     """The choice that a word of three letters means here: "NIG" keeps parameters, cuts gradients in the node, ..."""
     if len(word) != 3 or not set(word) <= set("NIG"):
-        raise ValueError(f"{word!r} is no choice; write N, I or G for parameters, gradients and optimizer state")
+        raise ValueError(
+            f"{word!r} is no choice; write N, I or G for parameters, gradients and optimizer state"
+        )
     factor = {"N": 1, "I": cluster.per_node, "G": cluster.ranks}
     return Choice(*(factor[letter] for letter in word))
 
@@ -126,11 +140,15 @@ def paro_choices(cluster: Cluster) -> dict[str, Choice]:
 
 def amsp_choices(cluster: Cluster) -> list[Choice]:
     """All triples of factors that obey the rule."""
-    return [Choice(p, g, o) for p, g, o in combinations_with_replacement(cluster.factors(), 3)
-            if g % p == 0 and o % g == 0]
+    return [
+        Choice(p, g, o)
+        for p, g, o in combinations_with_replacement(cluster.factors(), 3)
+        if g % p == 0 and o % g == 0
+    ]
 
 
 # ---- what a choice costs ---------------------------------------------------------------------------------------------
+
 
 def memory_bytes(choice: Choice, parameters: int) -> dict[str, float]:
     """Model states of one rank by kind, in bf16 mixed precision with Adam. Gathered copies are buffers: not in here."""
@@ -142,37 +160,48 @@ def traffic(choice: Choice, parameters: int, cluster: Cluster, microbatches: int
     return Traffic(*map(float, _sum(_terms(choice, parameters, cluster, microbatches))))
 
 
-def traffic_by_term(choice: Choice, parameters: int, cluster: Cluster, microbatches: int = 1) -> dict[str, Traffic]:
+def traffic_by_term(
+    choice: Choice, parameters: int, cluster: Cluster, microbatches: int = 1
+) -> dict[str, Traffic]:
     """The same, line by line of the table above."""
     terms = _terms(choice, parameters, cluster, microbatches)
     return {name: Traffic(float(inside), float(across)) for name, (inside, across) in terms.items()}
 
 
 # Fractions, rounded once at the very end: choices that send the same bytes then have the same time, to the last bit.
-Terms = dict[str, tuple[Fraction, Fraction]]                            # name -> inside, across
+Terms = dict[str, tuple[Fraction, Fraction]]  # name -> inside, across
 
 
 def _held(choice: Choice, parameters: int) -> dict[str, Fraction]:
     factors = (choice.parameters, choice.gradients, choice.optimizer)
-    return {kind: Fraction(size * parameters, factor) for (kind, size), factor in zip(STATE_BYTES.items(), factors)}
+    return {
+        kind: Fraction(size * parameters, factor)
+        for (kind, size), factor in zip(STATE_BYTES.items(), factors)
+    }
 
 
 def _terms(choice: Choice, parameters: int, cluster: Cluster, microbatches: int) -> Terms:
     for factor in (choice.parameters, choice.gradients, choice.optimizer):
         if not cluster.fits(factor):
-            raise ValueError(f"{factor} pieces do not fit {cluster.ranks} ranks on nodes of {cluster.per_node}; "
-                             f"choose from {', '.join(map(str, cluster.factors()))}")
+            raise ValueError(
+                f"{factor} pieces do not fit {cluster.ranks} ranks on nodes of {cluster.per_node}; "
+                f"choose from {', '.join(map(str, cluster.factors()))}"
+            )
     for name, count in (("parameters", parameters), ("microbatches", microbatches)):
         if count < 1:
             raise ValueError(f"{name}={count}; a step has at least one")
     F_p, F_g, F_o, W = choice.parameters, choice.gradients, choice.optimizer, cluster.ranks
-    lines = {"gather for forward and backward": (2 * microbatches, 1, F_p),
-             "reduce-scatter the gradients": (microbatches, 1, F_g),
-             "reduce-scatter on, at the boundary": (1, F_g, F_o),
-             "all-reduce over its replicas": (2, F_o, W),
-             "gather what was updated": (1, F_p, F_o)}
-    return {name: _passage(times * WIRE_BYTES * parameters, coarse, fine, cluster.per_node)
-            for name, (times, coarse, fine) in lines.items()}
+    lines = {
+        "gather for forward and backward": (2 * microbatches, 1, F_p),
+        "reduce-scatter the gradients": (microbatches, 1, F_g),
+        "reduce-scatter on, at the boundary": (1, F_g, F_o),
+        "all-reduce over its replicas": (2, F_o, W),
+        "gather what was updated": (1, F_p, F_o),
+    }
+    return {
+        name: _passage(times * WIRE_BYTES * parameters, coarse, fine, cluster.per_node)
+        for name, (times, coarse, fine) in lines.items()
+    }
 
 
 def _passage(size: int, coarse: int, fine: int, per_node: int) -> tuple[Fraction, Fraction]:
@@ -187,8 +216,16 @@ def _sum(terms: Terms) -> tuple[Fraction, Fraction]:
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 
-def plans(choices: Iterable[Choice], parameters: int, cluster: Cluster, *, intra_bytes_per_s: float,
-          inter_bytes_per_s: float, microbatches: int = 1) -> list[Plan]:
+
+def plans(
+    choices: Iterable[Choice],
+    parameters: int,
+    cluster: Cluster,
+    *,
+    intra_bytes_per_s: float,
+    inter_bytes_per_s: float,
+    microbatches: int = 1,
+) -> list[Plan]:
     """Every choice with its price. The bandwidths are one rank's, per direction: as of `simulate.machines`."""
     for name, rate in (("intra_bytes_per_s", intra_bytes_per_s), ("inter_bytes_per_s", inter_bytes_per_s)):
         if not rate > 0:
@@ -210,6 +247,8 @@ def cheapest(limit_bytes: float, candidates: Iterable[Plan]) -> Plan:
     fitting = [plan for plan in candidates if plan.memory_bytes <= limit_bytes]
     if not fitting:
         least = min(plan.memory_bytes for plan in candidates)
-        raise ValueError(f"no choice holds at most {limit_bytes / 1e9:g} GB a rank; the smallest holds "
-                         f"{least / 1e9:g} GB: take more ranks or a smaller model")
+        raise ValueError(
+            f"no choice holds at most {limit_bytes / 1e9:g} GB a rank; the smallest holds "
+            f"{least / 1e9:g} GB: take more ranks or a smaller model"
+        )
     return min(fitting, key=lambda plan: (plan.seconds, plan.memory_bytes, plan.choice))

@@ -15,6 +15,7 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5; Zhao et al. 2023, Py
 3.2.3 (FlatParameter). Differs from FSDP2, which cuts every parameter along its dim 0 and so keeps its shape, at the
 price of a copy into and out of the buffer at each collective.
 """
+
 from __future__ import annotations
 
 import math
@@ -60,7 +61,12 @@ class Flat:
         """Make this rank's slice the shard."""
         where = placement(self.params[0])
         self.shard = nn.Parameter(own.detach(), requires_grad=self.params[0].requires_grad)
-        self.shard.placement = Placement(tuple(Shard(0, group) for group in self.groups[cuts]), where.summed_over, where.copies, where.cut_over)
+        self.shard.placement = Placement(
+            tuple(Shard(0, group) for group in self.groups[cuts]),
+            where.summed_over,
+            where.copies,
+            where.cut_over,
+        )
         return self.shard
 
     def unfold(self, kept: Tensor) -> list[Tensor]:
@@ -83,18 +89,29 @@ class Shards(Sync):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of this rank's shards and optimizer state, for the same stage and world size."""
-        return {**self._place(), "shards": [flat.shard.detach().clone() for flat in self.flats], "optimizer": copied(self.optimizer.state_dict())}
+        return {
+            **self._place(),
+            "shards": [flat.shard.detach().clone() for flat in self.flats],
+            "optimizer": copied(self.optimizer.state_dict()),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave on the same rank."""
         for what, mine in self._place().items():
             if state.get(what) != mine:
-                raise ValueError(f"the state is of {what} {state.get(what)}, this is {what} {mine}: save with full_state_dict(), "
-                                 f"which any stage and any number of ranks can load")
-        sizes, saved = [flat.shard.numel() for flat in self.flats], [shard.numel() for shard in state["shards"]]
+                raise ValueError(
+                    f"the state is of {what} {state.get(what)}, this is {what} {mine}: save with full_state_dict(), "
+                    f"which any stage and any number of ranks can load"
+                )
+        sizes, saved = (
+            [flat.shard.numel() for flat in self.flats],
+            [shard.numel() for shard in state["shards"]],
+        )
         if sizes != saved:
-            raise ValueError(f"the state has shards of {saved[:3]} elements, this model of {sizes[:3]}: it is of another model or "
-                             f"was cut into other buffers; use full_state_dict()")
+            raise ValueError(
+                f"the state has shards of {saved[:3]} elements, this model of {sizes[:3]}: it is of another model or "
+                f"was cut into other buffers; use full_state_dict()"
+            )
         with torch.no_grad():
             for flat, shard in zip(self.flats, state["shards"]):
                 flat.shard.copy_(shard)
@@ -105,14 +122,20 @@ class Shards(Sync):
         """What must be equal for a rank's shards to fit."""
         groups = self.flats[0].groups
         ranks, rank = [group.size() for group in groups], [group.rank() for group in groups]
-        return {"stage": self.stage, "ranks": ranks[0] if len(ranks) == 1 else ranks, "rank": rank[0] if len(rank) == 1 else rank}
+        return {
+            "stage": self.stage,
+            "ranks": ranks[0] if len(ranks) == 1 else ranks,
+            "rank": rank[0] if len(rank) == 1 else rank,
+        }
 
 
 def buckets(params: Iterable[tuple[nn.Parameter, tuple]], bucket_bytes: int) -> list[Flat]:
     """Trainable parameters with their keys (sync.sums_alike), last first (the order in which backward finishes them), in buffers of about
     `bucket_bytes`."""
     if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes={bucket_bytes}; a bucket needs at least one byte, 25_000_000 is usual")
+        raise ValueError(
+            f"bucket_bytes={bucket_bytes}; a bucket needs at least one byte, 25_000_000 is usual"
+        )
     filled: dict[tuple, list[list[nn.Parameter]]] = {}
     for param, key in reversed([(param, key) for param, key in params if param.requires_grad]):
         same = filled.setdefault(key, [[]])

@@ -26,6 +26,7 @@ that does not fit.
 Zhang et al. 2022 (MiCS), arXiv:2205.00119, section 3.3. Differs: one gather inside the node and then a copy into order,
 where MiCS orders the chunks first and gathers them inside in a batch; the adjoint (MiCS reduces in one flat group).
 """
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -34,21 +35,30 @@ from torch.distributed import ProcessGroup
 from minitrain.collectives import all_gather, reduce_scatter
 
 
-def hierarchical_all_gather(shard: Tensor, intra: ProcessGroup, inter: ProcessGroup,
-                            out: Tensor | None = None) -> Tensor:
+def hierarchical_all_gather(
+    shard: Tensor, intra: ProcessGroup, inter: ProcessGroup, out: Tensor | None = None
+) -> Tensor:
     """Everyone's shard [d, ..], in the order of rank = inter.rank()·k + intra.rank(): [p·d, ..]."""
     places, nodes = _sizes("hierarchical_all_gather", shard, intra, inter)
     rows, rest = shard.shape[0], shard.shape[1:]
     whole = (nodes * places * rows, *rest)
     if out is None:
         out = torch.empty(whole, dtype=shard.dtype, device=shard.device)
-    elif out.shape != whole or out.dtype != shard.dtype or out.device != shard.device or not out.is_contiguous():
-        raise ValueError(f"hierarchical_all_gather: out is {list(out.shape)} {out.dtype} on {out.device}; it must be "
-                         f"{list(whole)} {shard.dtype} on {shard.device}, contiguous")
+    elif (
+        out.shape != whole
+        or out.dtype != shard.dtype
+        or out.device != shard.device
+        or not out.is_contiguous()
+    ):
+        raise ValueError(
+            f"hierarchical_all_gather: out is {list(out.shape)} {out.dtype} on {out.device}; it must be "
+            f"{list(whole)} {shard.dtype} on {shard.device}, contiguous"
+        )
     of_this_place = all_gather(shard, inter)
     place_by_place = all_gather(of_this_place, intra)
     out.detach().view(nodes, places, rows, *rest).copy_(
-        rearrange(place_by_place, "(place node row) ... -> node place row ...", place=places, node=nodes))
+        rearrange(place_by_place, "(place node row) ... -> node place row ...", place=places, node=nodes)
+    )
     return out
 
 
@@ -56,9 +66,13 @@ def hierarchical_reduce_scatter(flat: Tensor, intra: ProcessGroup, inter: Proces
     """Piece inter.rank()·k + intra.rank() of the sum of everyone's flat [p·d, ..]: [d, ..]."""
     places, nodes = _sizes("hierarchical_reduce_scatter", flat, intra, inter)
     if flat.shape[0] % (nodes * places):
-        raise ValueError(f"hierarchical_reduce_scatter: {flat.shape[0]} along dim 0 is not a multiple of the "
-                         f"{nodes} x {places} ranks of {nodes} nodes; pad it")
-    place_by_place = rearrange(flat.detach(), "(node place row) ... -> (place node row) ...", place=places, node=nodes)
+        raise ValueError(
+            f"hierarchical_reduce_scatter: {flat.shape[0]} along dim 0 is not a multiple of the "
+            f"{nodes} x {places} ranks of {nodes} nodes; pad it"
+        )
+    place_by_place = rearrange(
+        flat.detach(), "(node place row) ... -> (place node row) ...", place=places, node=nodes
+    )
     of_this_place = reduce_scatter(place_by_place, intra)
     return reduce_scatter(of_this_place, inter)
 
@@ -68,6 +82,8 @@ def _sizes(what: str, tensor: Tensor, intra: ProcessGroup, inter: ProcessGroup) 
     if tensor.dim() == 0:
         raise ValueError(f"{what}: a tensor without dims has no pieces; use x.reshape(1)")
     if intra is inter:
-        raise ValueError(f"{what}: intra and inter are the same group; give the ranks of this node, then those of "
-                         f"this place on every node")
+        raise ValueError(
+            f"{what}: intra and inter are the same group; give the ranks of this node, then those of "
+            f"this place on every node"
+        )
     return intra.size(), inter.size()

@@ -18,6 +18,7 @@ Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section 3.2.2; Zhang et al. 20
 to 3.4; Wu et al. 2023, PaRO, arXiv:2310.06003; Chen et al. 2023, AMSP, arXiv:2311.00257. Differs: two levels and factors
 1, k and W, where AMSP allows any; gradients of all words are counted and sent per unit of zero3.py.
 """
+
 from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
@@ -32,7 +33,9 @@ from minitrain.data_parallel.zero3 import Gathered, Zero3
 class Held(Gathered):
     """A flat buffer of which this rank holds what `kept` cuts leave, and updates what `updated` cuts leave."""
 
-    def __init__(self, params: list[nn.Parameter], levels: tuple[ProcessGroup, ProcessGroup], kept: int, updated: int):
+    def __init__(
+        self, params: list[nn.Parameter], levels: tuple[ProcessGroup, ProcessGroup], kept: int, updated: int
+    ):
         self.kept, self.updated = kept, updated
         super().__init__(params, *levels)
 
@@ -50,7 +53,9 @@ class Held(Gathered):
 class Ready:
     """A handle for something that has been done, or whose last hops are taken when it is waited for."""
 
-    def __init__(self, result: Tensor | None = None, first: Handle | None = None, *hops: Callable[[Tensor], Tensor]):
+    def __init__(
+        self, result: Tensor | None = None, first: Handle | None = None, *hops: Callable[[Tensor], Tensor]
+    ):
         self.result, self.first, self.hops = result, first, hops
 
     def wait(self) -> Tensor:
@@ -64,11 +69,23 @@ class Ready:
 class Hybrid(Zero3):
     """Reducer and optimizer of a training step: train_step(forward_backward, batch, hybrid, hybrid)."""
 
-    def __init__(self, model: nn.Module, intra: ProcessGroup, inter: ProcessGroup, make_optimizer: MakeOptimizer, word: str = "III",
-                 units: Iterable[nn.Module] | None = None, *, reshard: bool = True, prefetch: bool = True):
+    def __init__(
+        self,
+        model: nn.Module,
+        intra: ProcessGroup,
+        inter: ProcessGroup,
+        make_optimizer: MakeOptimizer,
+        word: str = "III",
+        units: Iterable[nn.Module] | None = None,
+        *,
+        reshard: bool = True,
+        prefetch: bool = True,
+    ):
         if word not in WORDS:
-            raise ValueError(f"word={word!r}; parameters, gradients and optimizer state are each N, I or G, none cut finer than the "
-                             f"next: use {', '.join(WORDS)}")
+            raise ValueError(
+                f"word={word!r}; parameters, gradients and optimizer state are each N, I or G, none cut finer than the "
+                f"next: use {', '.join(WORDS)}"
+            )
         self.groups, self.stage = (intra, inter), word
         self.kept, self.summed, self.updated = ("NIG".index(letter) for letter in word)
         super().__init__(model, intra, make_optimizer, units, reshard=reshard, prefetch=prefetch)
@@ -84,7 +101,11 @@ class Hybrid(Zero3):
         intra, inter = flat.groups
         if self.kept == 1:
             return all_gather(flat.held, intra, out=flat.whole, async_op=True)
-        return Ready(None, all_gather(flat.held, inter, async_op=True), lambda piece: all_gather(piece, intra, out=flat.whole))
+        return Ready(
+            None,
+            all_gather(flat.held, inter, async_op=True),
+            lambda piece: all_gather(piece, intra, out=flat.whole),
+        )
 
     def scatter(self, flat: Held, grads: Tensor) -> Handle | Ready:
         """What a microbatch adds up: nothing, inside the node, or over all ranks."""
@@ -96,7 +117,7 @@ class Hybrid(Zero3):
 
     def complete(self, flat: Held) -> Tensor:
         """Once a step: cut the gradient as finely as the optimizer state, and add up over the replicas of that."""
-        for group in flat.groups[self.summed:self.updated]:
+        for group in flat.groups[self.summed : self.updated]:
             flat.sum = reduce_scatter(flat.sum, group)
         intra, inter = flat.groups
         if self.updated == 2:
@@ -111,4 +132,6 @@ class Hybrid(Zero3):
             if flat.shard.requires_grad:
                 for cuts in range(self.updated, self.kept, -1):
                     piece = flat.own(flat.held, slice(self.kept, cuts))
-                    all_gather(piece, flat.groups[cuts - 1], out=flat.own(flat.held, slice(self.kept, cuts - 1)))
+                    all_gather(
+                        piece, flat.groups[cuts - 1], out=flat.own(flat.held, slice(self.kept, cuts - 1))
+                    )

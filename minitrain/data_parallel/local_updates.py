@@ -8,6 +8,7 @@ Sends 2(n-1)/n of the parameters' bytes every k steps, so 2(n-1)/(n·k) a step. 
 Raises ValueError for k < 1. The optimizer's own state stays local, as in the source.
 Stich 2019, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767, section 2.
 """
+
 from collections.abc import Iterable
 
 import torch

@@ -10,6 +10,7 @@ Memory: `fused` holds one more copy of all gradients while it runs (6 GB in fp32
 Raises ValueError if a parameter got no gradient on this rank: elsewhere it may have got one, and the ranks would no longer agree.
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.1. Differs: SUM instead of a mean of means.
 """
+
 from collections.abc import Iterable
 
 import torch
@@ -39,8 +40,10 @@ def with_gradients(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     missing = [position for position, param in enumerate(trainable) if param.grad is None]
     if missing:
         shapes = ", ".join(str(tuple(trainable[position].shape)) for position in missing[:3])
-        raise ValueError(f"{len(missing)} of {len(trainable)} parameters got no gradient (the first: number {missing[0]}, shape {shapes}); "
-                         f"use every parameter in the loss on every rank, or freeze it with requires_grad_(False)")
+        raise ValueError(
+            f"{len(missing)} of {len(trainable)} parameters got no gradient (the first: number {missing[0]}, shape {shapes}); "
+            f"use every parameter in the loss on every rank, or freeze it with requires_grad_(False)"
+        )
     return trainable
 
 
@@ -48,7 +51,9 @@ def trainable_once(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Parameters that ask for a gradient, in order, without repetition. Raises ValueError when there is none."""
     trainable = list({id(param): param for param in params if param.requires_grad}.values())
     if not trainable:
-        raise ValueError("no parameter asks for a gradient; give model.parameters() with requires_grad=True somewhere")
+        raise ValueError(
+            "no parameter asks for a gradient; give model.parameters() with requires_grad=True somewhere"
+        )
     return trainable
 
 

@@ -10,6 +10,7 @@ Memory: one fusion buffer of at most `fusion_bytes` (or one larger parameter). R
 Sergeev and Del Balso 2018, Horovod, arXiv:1802.05799, section 3 (tensor fusion), and its response cache (bit vectors). Differs:
 a cycle is a number of gradients instead of milliseconds, so runs repeat exactly; every rank is coordinator (an all-reduce of bits).
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -26,10 +27,22 @@ from minitrain.data_parallel.naive import by_kind, trainable_once
 class NegotiatedReducer:
     """Same use as GradReducer: `enabled`, `finish()`; `sequence` lists the parameters in the order in which they travelled."""
 
-    def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup, fusion_bytes: int = 64_000_000, cycle: int = 4):
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        group: ProcessGroup,
+        fusion_bytes: int = 64_000_000,
+        cycle: int = 4,
+    ):
         if cycle < 1:
             raise ValueError(f"cycle={cycle}; negotiate at least after every gradient (1)")
-        self.params, self.group, self.fusion_bytes, self.cycle, self.enabled = trainable_once(params), group, fusion_bytes, cycle, True
+        self.params, self.group, self.fusion_bytes, self.cycle, self.enabled = (
+            trainable_once(params),
+            group,
+            fusion_bytes,
+            cycle,
+            True,
+        )
         self._index = {id(param): index for index, param in enumerate(self.params)}
         self._hooks = [param.register_post_accumulate_grad_hook(self._on_ready) for param in self.params]
         self._ready: set[int] = set()
@@ -39,7 +52,9 @@ class NegotiatedReducer:
     def _on_ready(self, param: nn.Parameter) -> None:
         if self.enabled:
             self._ready.add(self._index[id(param)])
-            if len(self._ready) % self.cycle == 0:         # every rank has finished as many gradients, though not the same ones
+            if (
+                len(self._ready) % self.cycle == 0
+            ):  # every rank has finished as many gradients, though not the same ones
                 self._negotiate()
 
     def _negotiate(self) -> None:
@@ -64,7 +79,9 @@ class NegotiatedReducer:
         """Negotiate what is left. Every rank must have every gradient by now."""
         missing = [index for index in range(len(self.params)) if index not in self._ready]
         if missing:
-            raise ValueError(f"parameters number {missing[:5]} got no gradient on this rank; use them in the loss or freeze them")
+            raise ValueError(
+                f"parameters number {missing[:5]} got no gradient on this rank; use them in the loss or freeze them"
+            )
         self._negotiate()
         self._ready.clear()
         self._done.clear()

@@ -13,6 +13,7 @@ Raises ValueError when no rank is left to work, or for a negative staleness.
 Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI, sections 3.1 and 3.3. Differs: slices of one flat
 vector instead of hashed keys; staleness fixed instead of bounded, so that a test can compare.
 """
+
 from __future__ import annotations
 
 from collections import deque
@@ -35,14 +36,23 @@ def slices(numel: int, servers: int) -> list[slice]:
 def check(group: ProcessGroup, servers: int, staleness: int) -> int:
     """Number of workers. Raises ValueError for a division of ranks that cannot run."""
     if not 1 <= servers < group.size():
-        raise ValueError(f"servers={servers} of {group.size()} ranks leaves nobody to work; choose 1 to {group.size() - 1}")
+        raise ValueError(
+            f"servers={servers} of {group.size()} ranks leaves nobody to work; choose 1 to {group.size() - 1}"
+        )
     if staleness < 0:
         raise ValueError(f"staleness={staleness}; 0 waits for every answer, 1 lets one push be under way")
     return group.size() - servers
 
 
-def serve(params: Iterable[nn.Parameter], make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer], steps: int,
-          group: ProcessGroup, *, servers: int = 1, staleness: int = 0) -> Tensor:
+def serve(
+    params: Iterable[nn.Parameter],
+    make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
+    steps: int,
+    group: ProcessGroup,
+    *,
+    servers: int = 1,
+    staleness: int = 0,
+) -> Tensor:
     """Run a server rank for `steps` steps; returns its slice of the final weights [numel/servers]."""
     check(group, servers, staleness)
     trainable = trainable_once(params)
@@ -51,7 +61,7 @@ def serve(params: Iterable[nn.Parameter], make_optimizer: Callable[[list[Tensor]
     optimizer, workers = make_optimizer([mine]), range(servers, group.size())
     for _ in range(steps):
         pushed = [receive(mine, worker, group) for worker in workers]
-        mine.grad = torch.stack(pushed).sum(0)                       # in rank order: the same sum on every run
+        mine.grad = torch.stack(pushed).sum(0)  # in rank order: the same sum on every run
         optimizer.step()
         for handle in [send(mine.detach(), worker, group, async_op=True) for worker in workers]:
             handle.wait()
@@ -61,9 +71,16 @@ def serve(params: Iterable[nn.Parameter], make_optimizer: Callable[[list[Tensor]
 class Worker:
     """A working rank: `push_pull()` after each backward, in place of reducer.finish() and optimizer.step()."""
 
-    def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup, *, servers: int = 1, staleness: int = 0):
+    def __init__(
+        self, params: Iterable[nn.Parameter], group: ProcessGroup, *, servers: int = 1, staleness: int = 0
+    ):
         check(group, servers, staleness)
-        self.params, self.group, self.servers, self.staleness = trainable_once(params), group, servers, staleness
+        self.params, self.group, self.servers, self.staleness = (
+            trainable_once(params),
+            group,
+            servers,
+            staleness,
+        )
         self._under_way: deque[list] = deque()
 
     def push_pull(self) -> None:

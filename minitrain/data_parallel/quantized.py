@@ -27,6 +27,7 @@ Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization, arXiv:2110.0
 ZeRO++, arXiv:2306.10209, section 3.1. Differs: evenly spaced levels about zero (Dettmers: a tree of exponents), plain
 PyTorch operators in place of one fused kernel.
 """
+
 from dataclasses import dataclass
 
 import torch
@@ -65,17 +66,19 @@ def quantize(x: Tensor, bits: int, block: int) -> Quantized:
     """x [.., d] in blocks of `block` along the last dim, outside autograd."""
     check_blocks("quantize", bits, block)
     if x.dtype not in FLOATS or x.dim() == 0:
-        raise ValueError(f"quantize: x is {x.dtype} {list(x.shape)}; it must be float16, bfloat16, float32 or float64 "
-                         "with 1 dim or more: convert with x.float(), x.reshape(1)")
+        raise ValueError(
+            f"quantize: x is {x.dtype} {list(x.shape)}; it must be float16, bfloat16, float32 or float64 "
+            "with 1 dim or more: convert with x.float(), x.reshape(1)"
+        )
     length = x.shape[-1]
     blocks = _in_blocks(x.detach().to(torch.promote_types(x.dtype, torch.float32)), block)
     scales = blocks.abs().amax(-1).float()
     codes = (blocks / scales.unsqueeze(-1)).mul_(levels(bits)).round_()
-    codes = codes.clamp_(-levels(bits), levels(bits))       # a float64 may exceed its scale, which is a float32
-    codes = codes.nan_to_num_(nan=0.0)                      # 0/0 in a block of zeros; NaN as an integer is undefined
+    codes = codes.clamp_(-levels(bits), levels(bits))  # a float64 may exceed its scale, which is a float32
+    codes = codes.nan_to_num_(nan=0.0)  # 0/0 in a block of zeros; NaN as an integer is undefined
     codes = codes.to(torch.int8).flatten(-2)
     if bits == 4:
-        nibbles = (codes[..., :length + length % 2] + 8).view(torch.uint8)
+        nibbles = (codes[..., : length + length % 2] + 8).view(torch.uint8)
         codes = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
     else:
         codes = codes[..., :length]
@@ -86,12 +89,12 @@ def dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
     """[.., length] in `dtype`, computed in float32 or, for float64, in float64."""
     codes = q.codes
     if q.bits == 4:
-        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[..., :q.length]
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[..., : q.length]
     values = codes.to(torch.promote_types(dtype, torch.float32))
     if q.bits == 4:
         values.sub_(8)
     values = _in_blocks(values, q.block).div_(levels(q.bits)).mul_(q.scales.unsqueeze(-1))
-    return values.flatten(-2)[..., :q.length].to(dtype).contiguous()
+    return values.flatten(-2)[..., : q.length].to(dtype).contiguous()
 
 
 def to_bytes(q: Quantized) -> Tensor:
@@ -102,18 +105,24 @@ def to_bytes(q: Quantized) -> Tensor:
 def from_bytes(message: Tensor, length: int, bits: int, block: int) -> Quantized:
     """The inverse of `to_bytes`, for rows of `length` numbers, 1 or more."""
     codes, scales = message.split([-(-length * bits // 8), 4 * -(-length // block)], -1)
-    scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)    # floats begin at multiples of 4
+    scales = scales.clone(memory_format=torch.contiguous_format).view(
+        torch.float32
+    )  # floats begin at multiples of 4
     return Quantized(codes if bits == 4 else codes.view(torch.int8), scales, length, bits, block)
 
 
 def check_blocks(what: str, bits: int, block: int) -> None:
     """Refuse what no tensor can be quantised with."""
     if bits not in (4, 8):
-        raise ValueError(f"{what}: bits={bits!r}; use 8 (codes to 127, for weights) or 4 (codes to 7, for gradients)")
+        raise ValueError(
+            f"{what}: bits={bits!r}; use 8 (codes to 127, for weights) or 4 (codes to 7, for gradients)"
+        )
     if not isinstance(block, int) or block < 1:
         raise ValueError(f"{what}: block={block!r}; use a whole number, 1 or more, 256 say")
     if bits == 4 and block % 2:
-        raise ValueError(f"{what}: block={block} is odd, but 4-bit codes share a byte in pairs; use {block + 1}")
+        raise ValueError(
+            f"{what}: block={block} is odd, but 4-bit codes share a byte in pairs; use {block + 1}"
+        )
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:

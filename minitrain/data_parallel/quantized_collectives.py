@@ -35,6 +35,7 @@ an `out` that does not fit.
 Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 (qwZ) and 3.3 (qgZ). Differs: codes and scales are one message;
 sums, not means; the hops of consecutive buffers do not overlap; no fused kernels.
 """
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -44,8 +45,9 @@ from minitrain.collectives import all_gather, all_to_all, axis_of
 from minitrain.data_parallel.quantized import FLOATS, check_blocks, dequantize, from_bytes, quantize, to_bytes
 
 
-def quantized_all_gather(shard: Tensor, group: ProcessGroup, bits: int = 8, block: int = 256,
-                         out: Tensor | None = None) -> Tensor:
+def quantized_all_gather(
+    shard: Tensor, group: ProcessGroup, bits: int = 8, block: int = 256, out: Tensor | None = None
+) -> Tensor:
     """Everyone's shard [d], as its codes say it, one after the other: [n·d], the same bits on all ranks.
 
     The own shard comes back quantised too: ranks that compute with different weights would drift apart.
@@ -54,8 +56,10 @@ def quantized_all_gather(shard: Tensor, group: ProcessGroup, bits: int = 8, bloc
     check_blocks(what, bits, block)
     _slice_length(what, shard, 1, bits, block)
     if out is not None and (out.shape != shape or out.dtype != shard.dtype or out.device != shard.device):
-        raise ValueError(f"{what}: out is {out.dtype} {list(out.shape)} on {out.device}; it must be {shard.dtype} "
-                         f"{list(shape)} on {shard.device}, {group.size()} shards long")
+        raise ValueError(
+            f"{what}: out is {out.dtype} {list(out.shape)} on {out.device}; it must be {shard.dtype} "
+            f"{list(shape)} on {shard.device}, {group.size()} shards long"
+        )
     messages = all_gather(to_bytes(quantize(shard, bits, block)), group).view(group.size(), -1)
     whole = dequantize(from_bytes(messages, shard.numel(), bits, block), shard.dtype).view(shape)
     if out is None:
@@ -64,15 +68,18 @@ def quantized_all_gather(shard: Tensor, group: ProcessGroup, bits: int = 8, bloc
     return out
 
 
-def one_hop_reduce_scatter(flat: Tensor, group: ProcessGroup, bits: int | None = 4, block: int = 256) -> Tensor:
+def one_hop_reduce_scatter(
+    flat: Tensor, group: ProcessGroup, bits: int | None = 4, block: int = 256
+) -> Tensor:
     """This rank's slice [d] of the sum of everyone's flat [n·d], every piece sent straight to its owner."""
     length = _slice_length(f"one_hop_reduce_scatter over {axis_of(group)}", flat, group.size(), bits, block)
     slices = flat.detach().view(group.size(), length)
     return _exchange_and_add(slices, group, bits, block, flat.dtype).to(flat.dtype)
 
 
-def two_hop_reduce_scatter(flat: Tensor, intra: ProcessGroup, inter: ProcessGroup, bits: int | None = 4,
-                           block: int = 256) -> Tensor:
+def two_hop_reduce_scatter(
+    flat: Tensor, intra: ProcessGroup, inter: ProcessGroup, bits: int | None = 4, block: int = 256
+) -> Tensor:
     """Slice inter.rank()·intra.size() + intra.rank() of the sum over both groups of everyone's flat [n·d]: [d].
 
     `intra` are the ranks of this node, `inter` those with this rank's place in the other nodes, in the order of nodes.
@@ -80,11 +87,15 @@ def two_hop_reduce_scatter(flat: Tensor, intra: ProcessGroup, inter: ProcessGrou
     places, nodes = intra.size(), inter.size()
     what = f"two_hop_reduce_scatter over {axis_of(intra)} and {axis_of(inter)}"
     slices = flat.detach().view(nodes, places, _slice_length(what, flat, places * nodes, bits, block))
-    of_node = _exchange_and_add(rearrange(slices, "node place x -> place node x"), intra, bits, block, flat.dtype)
+    of_node = _exchange_and_add(
+        rearrange(slices, "node place x -> place node x"), intra, bits, block, flat.dtype
+    )
     return _exchange_and_add(of_node, inter, bits, block, flat.dtype).to(flat.dtype)
 
 
-def _exchange_and_add(pieces: Tensor, group: ProcessGroup, bits: int | None, block: int, dtype: torch.dtype) -> Tensor:
+def _exchange_and_add(
+    pieces: Tensor, group: ProcessGroup, bits: int | None, block: int, dtype: torch.dtype
+) -> Tensor:
     """pieces [n, .., d], one for each rank -> the sum [.., d] of those for this one, in float32 (float64 for float64).
 
     What is not quantised travels as `dtype`.
@@ -92,8 +103,12 @@ def _exchange_and_add(pieces: Tensor, group: ProcessGroup, bits: int | None, blo
     if bits is None:
         received = all_to_all(pieces.to(dtype), group)
     else:
-        received = dequantize(from_bytes(all_to_all(to_bytes(quantize(pieces, bits, block)), group),
-                                         pieces.shape[-1], bits, block), _wide(dtype))
+        received = dequantize(
+            from_bytes(
+                all_to_all(to_bytes(quantize(pieces, bits, block)), group), pieces.shape[-1], bits, block
+            ),
+            _wide(dtype),
+        )
     return received.sum(0, dtype=_wide(dtype))
 
 
@@ -104,15 +119,21 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _slice_length(what: str, flat: Tensor, ranks: int, bits: int | None, block: int) -> int:
     """Numbers for each rank, of a flat buffer that can be cut into one slice per rank and these into blocks."""
     if flat.dim() != 1 or flat.dtype not in FLOATS:
-        raise ValueError(f"{what}: the buffer is {flat.dtype} {list(flat.shape)}; it must be floating, with one dim: "
-                         "use reshape(-1), float()")
+        raise ValueError(
+            f"{what}: the buffer is {flat.dtype} {list(flat.shape)}; it must be floating, with one dim: "
+            "use reshape(-1), float()"
+        )
     length, rest = divmod(flat.numel(), ranks)
     if rest:
-        raise ValueError(f"{what}: {flat.numel()} numbers are not a multiple of the {ranks} ranks; pad them with "
-                         f"{ranks - rest} zeros")
+        raise ValueError(
+            f"{what}: {flat.numel()} numbers are not a multiple of the {ranks} ranks; pad them with "
+            f"{ranks - rest} zeros"
+        )
     if bits is not None:
         check_blocks(what, bits, block)
         if block > length:
-            raise ValueError(f"{what}: quantisation block larger than a shard: block={block}, but a shard has {length} "
-                             f"numbers; use a smaller block, or pad the shards to {block}")
+            raise ValueError(
+                f"{what}: quantisation block larger than a shard: block={block}, but a shard has {length} "
+                f"numbers; use a smaller block, or pad the shards to {block}"
+            )
     return length

@@ -10,6 +10,7 @@ Sends 2(n-1)/n of the gradients' bytes a step; what h stages hold another 2(h-1)
 Memory: parameters, gradients and optimizer state, whole. Raises what bucketed.py and sync.py raise.
 Li et al. 2020, arXiv:2006.15704, section 3.2.3; Narayanan et al. 2021, arXiv:2104.04473 (Megatron-LM's embedding group).
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -28,16 +29,26 @@ class Replicated(Sync):
 
     stage = 0
 
-    def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer: MakeOptimizer | None = None, bucket_bytes: int = 25_000_000):
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ProcessGroup,
+        make_optimizer: MakeOptimizer | None = None,
+        bucket_bytes: int = 25_000_000,
+    ):
         parts = parts_of(model)
         names = together(parts)
         optimizer, early, group_of = built(make_optimizer, names)
-        super().__init__(names, [Whole(param) for param in names if param.requires_grad], optimizer, early, group_of)
+        super().__init__(
+            names, [Whole(param) for param in names if param.requires_grad], optimizer, early, group_of
+        )
         alike: dict[tuple, list[nn.Parameter]] = {}
         for param, (part, _, groups, copies, *_) in sums_alike(parts, (group,), group_of):
             if param.requires_grad:
                 alike.setdefault((part, groups, copies), []).append(param)
-        self.reducers = [GradReducer(params, groups[0], bucket_bytes) for (_, groups, _), params in alike.items()]
+        self.reducers = [
+            GradReducer(params, groups[0], bucket_bytes) for (_, groups, _), params in alike.items()
+        ]
 
     @property
     def enabled(self) -> bool:
@@ -59,4 +70,3 @@ class Replicated(Sync):
             for bucket in reducer.buckets:
                 if (copies := placement(bucket.params[0]).copies) is not None:
                     all_reduce(bucket.flat, copies, out=bucket.flat)
-

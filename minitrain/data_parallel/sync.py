@@ -16,6 +16,7 @@ Sends nothing but for `full_*`, which gathers (n-1)/n of what it returns, cut by
 Raises ValueError in one line for an optimizer that was built already, that leaves parameters out or is over others, for a state of
 another model.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,11 +49,17 @@ class Whole:
 class Sync:
     """A stage adds how gradients and parameters get about: `finish`, `publish`, and what it does when it is told."""
 
-    enabled = True          # hooks count: this backward is the last of the step
-    driven = False          # hooks do not count: `arrived` and `ready` are called
+    enabled = True  # hooks count: this backward is the last of the step
+    driven = False  # hooks do not count: `arrived` and `ready` are called
 
-    def __init__(self, names: dict[nn.Parameter, str], held: Iterable[Any], optimizer: torch.optim.Optimizer | None,
-                 early: Mapping[nn.Parameter, dict], group_of: Mapping[nn.Parameter, int]):
+    def __init__(
+        self,
+        names: dict[nn.Parameter, str],
+        held: Iterable[Any],
+        optimizer: torch.optim.Optimizer | None,
+        early: Mapping[nn.Parameter, dict],
+        group_of: Mapping[nn.Parameter, int],
+    ):
         """`names`: of every parameter, frozen ones too; `held`: what it keeps of them (Whole, Flat); the others are what `built` says."""
         self.names, self.held, self.optimizer = names, list(held), optimizer
         for kept in self.held:
@@ -103,8 +110,10 @@ class Sync:
             collectives.all_reduce(kept.shard.grad, copies, out=kept.shard.grad)
 
     def missing(self, params: Iterable[nn.Parameter]) -> ValueError:
-        return ValueError(f"no gradient for {', '.join([self.names[param] for param in params][:3])}; use every parameter in the loss on "
-                          "every rank, freeze it with requires_grad_(False), or set enabled=True before the last backward")
+        return ValueError(
+            f"no gradient for {', '.join([self.names[param] for param in params][:3])}; use every parameter in the loss on "
+            "every rank, freeze it with requires_grad_(False), or set enabled=True before the last backward"
+        )
 
     # ---- looking at the whole ------------------------------------------------------------------------------------------
 
@@ -123,7 +132,9 @@ class Sync:
             for position, known in enumerate(kept.params):
                 if known is param:
                     return full_tensor(kept.unfold(shard_of(kept))[position].clone(), placement(param).shards)
-        raise ValueError(f"this parameter {list(param.shape)} is not sharded here; give one of the model's, as it was passed")
+        raise ValueError(
+            f"this parameter {list(param.shape)} is not sharded here; give one of the model's, as it was passed"
+        )
 
     def loose(self) -> list[nn.Parameter]:
         """Parameters that are not kept for updates: frozen ones."""
@@ -134,7 +145,10 @@ class Sync:
 
     def full_state_dict(self) -> dict[str, Any]:
         """Copies of whole parameters and optimizer states by name."""
-        full: dict[str, Any] = {"parameters": {self.names[param]: full_tensor(param).clone() for param in self.loose()}, "optimizer": {}}
+        full: dict[str, Any] = {
+            "parameters": {self.names[param]: full_tensor(param).clone() for param in self.loose()},
+            "optimizer": {},
+        }
         for kept in self.held:
             state = self.optimizer.state.get(kept.shard, {}) if self.optimizer else {}
             weights = kept.unfold(kept.shard)
@@ -143,21 +157,30 @@ class Sync:
                 name, shards = self.names[param], placement(param).shards
                 full["parameters"][name] = full_tensor(weights[position], shards).clone()
                 if state:
-                    full["optimizer"][name] = {key: full_tensor(whole[key][position], shards).clone() if key in whole else copied(value)
-                                               for key, value in state.items()}
+                    full["optimizer"][name] = {
+                        key: full_tensor(whole[key][position], shards).clone()
+                        if key in whole
+                        else copied(value)
+                        for key, value in state.items()
+                    }
         return full
 
     def load_full_state_dict(self, full: dict[str, Any]) -> None:
         """Take this rank's part of what `full_state_dict` gave, wherever that came from."""
         ours, theirs = set(self.names.values()), set(full["parameters"])
         if ours != theirs:
-            raise ValueError(f"the state lacks {sorted(ours - theirs)[:3]} and has {sorted(theirs - ours)[:3]} too many: it is of another model")
+            raise ValueError(
+                f"the state lacks {sorted(ours - theirs)[:3]} and has {sorted(theirs - ours)[:3]} too many: it is of another model"
+            )
         with torch.no_grad():
             for param in self.loose():
                 param.copy_(own_slice(full["parameters"][self.names[param]], param))
             for kept in self.held:
                 names = [self.names[param] for param in kept.params]
-                own = [own_slice(full["parameters"][name].to(param.device), param) for name, param in zip(names, kept.params)]
+                own = [
+                    own_slice(full["parameters"][name].to(param.device), param)
+                    for name, param in zip(names, kept.params)
+                ]
                 kept.shard.copy_(kept.fold(own))
                 if self.optimizer and kept.shard.requires_grad and names[0] in full["optimizer"]:
                     self._take_state(kept, [full["optimizer"][name] for name in names])
@@ -167,8 +190,13 @@ class Sync:
         """`states`: of the whole parameters."""
         shape, device = whole_shape(kept.params[0]), kept.params[0].device
         self.optimizer.state[kept.shard] = {
-            key: kept.fold([own_slice(state[key].to(device), param) for state, param in zip(states, kept.params)]).clone()
-            if isinstance(value, Tensor) and list(value.shape) == shape else copied(value) for key, value in states[0].items()}
+            key: kept.fold(
+                [own_slice(state[key].to(device), param) for state, param in zip(states, kept.params)]
+            ).clone()
+            if isinstance(value, Tensor) and list(value.shape) == shape
+            else copied(value)
+            for key, value in states[0].items()
+        }
 
 
 def built(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Parameter, str]) -> tuple:
@@ -176,8 +204,10 @@ def built(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Parameter, str
     trainable = {param: name for param, name in names.items() if param.requires_grad}
     if isinstance(make_optimizer, torch.optim.Optimizer):
         kind = type(make_optimizer).__name__
-        raise ValueError(f"{kind} was built before sharding, over whole parameters; give a function that builds it: "
-                         f"lambda params: {kind}(params, lr=...)")
+        raise ValueError(
+            f"{kind} was built before sharding, over whole parameters; give a function that builds it: "
+            f"lambda params: {kind}(params, lr=...)"
+        )
     if make_optimizer is None or not trainable:
         return None, {}, {}
     stand_ins = {}
@@ -189,12 +219,16 @@ def built(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Parameter, str
     group_of = {}
     for number, group in enumerate(optimizer.param_groups):
         if any(param not in stand_ins for param in group["params"]):
-            raise ValueError("make_optimizer built its optimizer over other tensors than those it was given; use its argument, "
-                             "lambda params: AdamW(params, lr=...)")
+            raise ValueError(
+                "make_optimizer built its optimizer over other tensors than those it was given; use its argument, "
+                "lambda params: AdamW(params, lr=...)"
+            )
         group_of |= {stand_ins[param]: number for param in group["params"]}
         group["params"] = []
     if left := [name for param, name in trainable.items() if param not in group_of]:
-        raise ValueError(f"make_optimizer left out {', '.join(left[:3])}; give it every parameter, or freeze those, requires_grad_(False)")
+        raise ValueError(
+            f"make_optimizer left out {', '.join(left[:3])}; give it every parameter, or freeze those, requires_grad_(False)"
+        )
     early = {stand_ins[param]: state for param, state in optimizer.state.items()}
     optimizer.state.clear()
     return optimizer, early, group_of
@@ -205,7 +239,9 @@ def parts_of(model: nn.Module) -> list[dict[nn.Parameter, str]]:
     parts = model.parts() if hasattr(model, "parts") else [named_once(model)]
     devices = sorted({str(param.device) for part in parts for param in part})
     if len(devices) > 1:
-        raise ValueError(f"parameters are on {', '.join(devices)}; move the model to one device before it is sharded, model.to(device)")
+        raise ValueError(
+            f"parameters are on {', '.join(devices)}; move the model to one device before it is sharded, model.to(device)"
+        )
     return parts
 
 
@@ -225,13 +261,25 @@ def together(parts: Iterable[dict[nn.Parameter, str]]) -> dict[nn.Parameter, str
     return {param: name for part in parts for param, name in part.items()}
 
 
-def sums_alike(parts: Iterable[dict[nn.Parameter, str]], groups: tuple, group_of: Mapping[nn.Parameter, int]) -> Iterator[tuple[nn.Parameter, tuple]]:
+def sums_alike(
+    parts: Iterable[dict[nn.Parameter, str]], groups: tuple, group_of: Mapping[nn.Parameter, int]
+) -> Iterator[tuple[nn.Parameter, tuple]]:
     """Each parameter, and a key that is equal for those that may share a buffer: they become complete together, are summed over the same
     ranks (`groups`, where no placement says so), cut alike and updated alike."""
     for number, part in enumerate(parts):
         for param in part:
             where = placement(param)
-            yield param, (number, param.dtype, where.summed_over or groups, where.copies, where.cut_over, group_of.get(param))
+            yield (
+                param,
+                (
+                    number,
+                    param.dtype,
+                    where.summed_over or groups,
+                    where.copies,
+                    where.cut_over,
+                    group_of.get(param),
+                ),
+            )
 
 
 def is_cut(value: object, shard: Tensor) -> bool:

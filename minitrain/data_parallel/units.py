@@ -7,6 +7,7 @@ What several units use (a tied table) has a buffer of its own, which each of the
 Raises ValueError in one line for units without parameters.
 Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section 3.2.1 (FSDP units).
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -36,7 +37,9 @@ def elements(module: nn.Module) -> list[nn.Module]:
     lists, found = (nn.ModuleList, nn.ModuleDict, nn.Sequential), []
     for child in module.children():
         callable_ = type(child).forward is not nn.Module.forward
-        holds_lists = not isinstance(module, lists) and any(isinstance(inner, lists) for inner in child.modules())
+        holds_lists = not isinstance(module, lists) and any(
+            isinstance(inner, lists) for inner in child.modules()
+        )
         if holds_lists or not callable_:
             found += elements(child)
         elif any(True for _ in child.parameters()):
@@ -44,7 +47,9 @@ def elements(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable, alike: dict[nn.Parameter, tuple]) -> list[Unit]:
+def assign(
+    model: nn.Module, modules: list[nn.Module], make_flat: Callable, alike: dict[nn.Parameter, tuple]
+) -> list[Unit]:
     """Units, the model itself first, each with its buffers; a parameter belongs to the innermost unit around it. Parameters share a
     buffer if the same units use them and they are `alike` (sync.sums_alike)."""
     units = {module: Unit(module) for module in [model, *modules]}
@@ -67,6 +72,8 @@ def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable, alik
             unit.flats.append(flat)
     empty = [module for module in modules if not units[module].flats]
     if empty:
-        raise ValueError(f"unit {type(empty[0]).__name__} has no parameters of its own; leave it out of units, or give modules of "
-                         f"the model that was passed")
+        raise ValueError(
+            f"unit {type(empty[0]).__name__} has no parameters of its own; leave it out of units, or give modules of "
+            f"the model that was passed"
+        )
     return [unit for unit in units.values() if unit.flats]

@@ -17,6 +17,7 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (P_os); the ancesto
 sharding, arXiv:2004.13336, section 3, for which a compiler rewrites the all-reduce. Differs: buckets and overlap, SUM
 instead of mean, the master copy belongs to the optimizer (`AdamW(..., master_dtype=torch.float32)`).
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -35,7 +36,13 @@ class Zero1(Shards):
 
     stage = 1
 
-    def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer: MakeOptimizer, bucket_bytes: int = 25_000_000):
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ProcessGroup,
+        make_optimizer: MakeOptimizer,
+        bucket_bytes: int = 25_000_000,
+    ):
         parts = parts_of(model)
         names = check_trainable(together(parts), model)
         optimizer, early, group_of = built(make_optimizer, names)
@@ -86,7 +93,12 @@ class Zero1(Shards):
 
     def finish(self) -> None:
         if len(self._started) < len(self.flats):
-            raise self.missing(param for flat in self.flats for param in flat.params if param.grad is None and not self._full(flat))
+            raise self.missing(
+                param
+                for flat in self.flats
+                for param in flat.params
+                if param.grad is None and not self._full(flat)
+            )
         for flat, handle in zip(self.flats, self._started):
             flat.shard.grad = handle.wait()
             self._arrived[flat] = 0
@@ -95,6 +107,9 @@ class Zero1(Shards):
 
     def publish(self) -> None:
         """Gather the updated parameters."""
-        started = [all_gather(flat.shard.detach(), flat.groups[0], out=self.weights[flat], async_op=True) for flat in self.flats]
+        started = [
+            all_gather(flat.shard.detach(), flat.groups[0], out=self.weights[flat], async_op=True)
+            for flat in self.flats
+        ]
         for handle in started:
             handle.wait()

@@ -19,6 +19,7 @@ Raises ValueError for another value of `accumulate`, in `finish()` for missing g
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2 (P_os+g). Differs: buckets of equal bytes rather than one
 parameter after another, SUM instead of mean; shards of several microbatches add up in the dtype of the gradients.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -36,8 +37,14 @@ class Zero2(Shards):
 
     stage = 2
 
-    def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer: MakeOptimizer, bucket_bytes: int = 25_000_000,
-                 accumulate: str = "scatter"):
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ProcessGroup,
+        make_optimizer: MakeOptimizer,
+        bucket_bytes: int = 25_000_000,
+        accumulate: str = "scatter",
+    ):
         check_accumulate(accumulate)
         self.keep = accumulate == "keep"
         parts = parts_of(model)
@@ -63,7 +70,9 @@ class Zero2(Shards):
         if self.driven or self.keep and not self.enabled:
             return
         self._ready[self.flat_of[param]] += 1
-        while self._next < len(self.flats) and self._ready[self.flats[self._next]] == len(self.flats[self._next].params):
+        while self._next < len(self.flats) and self._ready[self.flats[self._next]] == len(
+            self.flats[self._next].params
+        ):
             self._send(self.flats[self._next])
             self._next += 1
         if self._next == len(self.flats):
@@ -78,13 +87,17 @@ class Zero2(Shards):
             self._send_those_of(params)
 
     def _send_those_of(self, params: Iterable[nn.Parameter]) -> None:
-        for flat in dict.fromkeys(self.flat_of[param] for param in reversed(list(params)) if param in self.flat_of):
+        for flat in dict.fromkeys(
+            self.flat_of[param] for param in reversed(list(params)) if param in self.flat_of
+        ):
             self._send(flat)
 
     def _send(self, flat: Flat) -> None:
         """Reduce-scatter a bucket in the background. Its memory is free when the next one is sent."""
         self._settle()
-        grads = flat.pack([param.new_zeros(param.shape) if param.grad is None else param.grad for param in flat.params])
+        grads = flat.pack(
+            [param.new_zeros(param.shape) if param.grad is None else param.grad for param in flat.params]
+        )
         for param in flat.params:
             param.grad = None
         self._in_flight = flat, reduce_scatter(grads, flat.groups[0], async_op=True)
@@ -99,18 +112,27 @@ class Zero2(Shards):
     def finish(self) -> None:
         self._settle()
         if any(self._ready.values()) or any(flat.shard.grad is None for flat in self.flats):
-            raise self.missing(param for flat in self.flats for param in flat.params
-                               if param.grad is None and self._ready[flat] < len(flat.params))
+            raise self.missing(
+                param
+                for flat in self.flats
+                for param in flat.params
+                if param.grad is None and self._ready[flat] < len(flat.params)
+            )
         for flat in self.flats:
             self.add_copies(flat)
 
     def publish(self) -> None:
         """Gather the updated parameters."""
-        started = [all_gather(flat.shard.detach(), flat.groups[0], out=self.weights[flat], async_op=True) for flat in self.flats]
+        started = [
+            all_gather(flat.shard.detach(), flat.groups[0], out=self.weights[flat], async_op=True)
+            for flat in self.flats
+        ]
         for handle in started:
             handle.wait()
 
 
 def check_accumulate(how: str) -> None:
     if how not in ("scatter", "keep"):
-        raise ValueError(f"accumulate={how!r}; use 'scatter' (send every microbatch) or 'keep' (hold the whole gradient, send once)")
+        raise ValueError(
+            f"accumulate={how!r}; use 'scatter' (send every microbatch) or 'keep' (hold the whole gradient, send once)"
+        )

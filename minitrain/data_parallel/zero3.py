@@ -24,6 +24,7 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3 and 7.2.2 (P_os+g+p
 arXiv:2304.11277, section 3.2.1 and 3.3 (units, prefetch). Differs: SUM instead of mean; the last unit is freed after
 forward like all others; the order of prefetch is the order of the last forward.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -97,23 +98,40 @@ class Zero3(Shards):
 
     stage = 3
 
-    def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer: MakeOptimizer, units: Iterable[nn.Module] | None = None,
-                 *, reshard: bool = True, prefetch: bool = True, accumulate: str = "scatter"):
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ProcessGroup,
+        make_optimizer: MakeOptimizer,
+        units: Iterable[nn.Module] | None = None,
+        *,
+        reshard: bool = True,
+        prefetch: bool = True,
+        accumulate: str = "scatter",
+    ):
         check_accumulate(accumulate)
         self.keep, self.reshard, self.prefetch = accumulate == "keep", reshard, prefetch
         self.group = group
         parts = parts_of(model)
         names = check_trainable(together(parts), model)
         optimizer, early, group_of = built(make_optimizer, names)
-        self.units = assign(model, list(elements(model) if units is None else units), self.make_flat,
-                            dict(sums_alike(parts, self.levels(), group_of)))
+        self.units = assign(
+            model,
+            list(elements(model) if units is None else units),
+            self.make_flat,
+            dict(sums_alike(parts, self.levels(), group_of)),
+        )
         self.called: set[Unit] = set()  # in this step
         flats = list(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
         super().__init__(names, flats, optimizer, early, group_of)
         self.flat_of = {param: flat for flat in flats for param in flat.params}
         self._in_flight: tuple[Gathered, Handle] | None = None
         for part in parts:
-            units = [unit for unit in self.units if unit.way is None and any(param in part for flat in unit.flats for param in flat.params)]
+            units = [
+                unit
+                for unit in self.units
+                if unit.way is None and any(param in part for flat in unit.flats for param in flat.params)
+            ]
             way = Way(units)
             for unit in units:
                 unit.way = way
@@ -169,7 +187,9 @@ class Zero3(Shards):
             return
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         for result in results:  # a node's hooks come after those of its tensor: the unit behind is freed before the next is gathered
-            (result.register_hook if result.is_leaf else result.grad_fn.register_prehook)(lambda grads: self._before_backward(unit))
+            (result.register_hook if result.is_leaf else result.grad_fn.register_prehook)(
+                lambda grads: self._before_backward(unit)
+            )
         if self.reshard or not results:
             for flat in unit.flats:
                 flat.free()
@@ -238,9 +258,11 @@ class Zero3(Shards):
     def _check_called(self, flat: Gathered) -> None:
         users = [unit for unit in self.units if flat in unit.flats]
         if not self.called.intersection(users):
-            raise ValueError(f"unit {type(users[0].module).__name__} of {self.names[flat.params[0]]} never ran forward, yet its "
-                             f"parameters were used, which read as NaN; call it as a module, or give units=[...] without it, so that "
-                             f"the module around it gathers them")
+            raise ValueError(
+                f"unit {type(users[0].module).__name__} of {self.names[flat.params[0]]} never ran forward, yet its "
+                f"parameters were used, which read as NaN; call it as a module, or give units=[...] without it, so that "
+                f"the module around it gathers them"
+            )
 
     def _after_backward(self, unit: Unit, left: list) -> None:
         """The gradient of one of a unit's inputs is there; with the last of them the unit is done: for what is frozen nothing else says

@@ -15,6 +15,7 @@ quantized_collectives.py. Raises ValueError for a block larger than the smallest
 Wang et al. 2023, ZeRO++, arXiv:2306.10209, section 3. Differs: weights are quantised on the way between nodes only, where
 the paper quantises the whole gather; gathers and reduce-scatters run when they are called, without overlap.
 """
+
 from collections.abc import Iterable
 
 from einops import rearrange
@@ -33,12 +34,28 @@ class ZeroPlusPlus(Zero3):
 
     stage = "3++"
 
-    def __init__(self, model: nn.Module, group: ProcessGroup, intra: ProcessGroup, inter: ProcessGroup, make_optimizer: MakeOptimizer,
-                 units: Iterable[nn.Module] | None = None, *, weight_bits: int | None = 8, gradient_bits: int | None = 4,
-                 secondary: bool = True, block: int = 256):
-        if group.size() != intra.size() * inter.size() or group.rank() != inter.rank() * intra.size() + intra.rank():
-            raise ValueError(f"rank {group.rank()} of {group.size()} is place {intra.rank()} of {intra.size()} in node {inter.rank()} of "
-                             f"{inter.size()}; make the mesh with the nodes outside: Mesh(inter=..., intra=...)")
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ProcessGroup,
+        intra: ProcessGroup,
+        inter: ProcessGroup,
+        make_optimizer: MakeOptimizer,
+        units: Iterable[nn.Module] | None = None,
+        *,
+        weight_bits: int | None = 8,
+        gradient_bits: int | None = 4,
+        secondary: bool = True,
+        block: int = 256,
+    ):
+        if (
+            group.size() != intra.size() * inter.size()
+            or group.rank() != inter.rank() * intra.size() + intra.rank()
+        ):
+            raise ValueError(
+                f"rank {group.rank()} of {group.size()} is place {intra.rank()} of {intra.size()} in node {inter.rank()} of "
+                f"{inter.size()}; make the mesh with the nodes outside: Mesh(inter=..., intra=...)"
+            )
         self.intra, self.inter, self.block = intra, inter, block
         self.weight_bits, self.gradient_bits, self.secondary = weight_bits, gradient_bits, secondary
         self.in_node: dict[Gathered, Tensor] = {}  # this rank's part of the node's copy
@@ -47,8 +64,10 @@ class ZeroPlusPlus(Zero3):
     def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> Gathered:
         flat = Gathered(params, *groups)
         if flat.shard.numel() < self.block and (self.weight_bits or self.gradient_bits):
-            raise ValueError(f"block={self.block} is larger than the shard of {flat.shard.numel()} elements of a unit with "
-                             f"{flat.numel} on {self.group.size()} ranks; use a smaller block or larger units")
+            raise ValueError(
+                f"block={self.block} is larger than the shard of {flat.shard.numel()} elements of a unit with "
+                f"{flat.numel} on {self.group.size()} ranks; use a smaller block or larger units"
+            )
         return flat
 
     def gather(self, flat: Gathered) -> Handle | Ready:
@@ -58,9 +77,13 @@ class ZeroPlusPlus(Zero3):
         if self.weight_bits is None:
             column = all_gather(shard, self.inter)
         else:
-            column = quantized_all_gather(shard, self.inter, self.weight_bits, self.block)  # [N d], place i of every node
+            column = quantized_all_gather(
+                shard, self.inter, self.weight_bits, self.block
+            )  # [N d], place i of every node
         table = all_gather(column, self.intra)
-        flat.whole.view(nodes, k, -1).copy_(rearrange(table, "(place node x) -> node place x", place=k, node=nodes))
+        flat.whole.view(nodes, k, -1).copy_(
+            rearrange(table, "(place node x) -> node place x", place=k, node=nodes)
+        )
         if self.secondary:
             self.in_node[flat] = flat.whole.view(k, -1)[self.intra.rank()].clone()
         return Ready(flat.whole)

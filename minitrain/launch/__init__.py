@@ -9,6 +9,7 @@ beside shared_cores        what Linux's scheduler is asked when ranks share core
 
 This folder is one module to its users: `from minitrain import launch`.
 """
+
 from minitrain.launch.report import LaunchTimeout, RankError
 from minitrain.launch.start import device, leave, run
 

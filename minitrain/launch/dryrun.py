@@ -25,7 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+)
 from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
@@ -34,9 +39,16 @@ from minitrain import collectives
 from minitrain.launch.local import notebook_cells
 from minitrain.launch.report import spot
 
-NOT_THE_READERS = (os.path.dirname(torch.__file__), copy.__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger", "ledger.py"))
+NOT_THE_READERS = (
+    os.path.dirname(torch.__file__),
+    copy.__file__,
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger", "ledger.py"),
+)
 # What torch says where it meets a fake tensor and wanted numbers, or a real one among fake ones.
-WANTS_NUMBERS = ("unsupported format string passed to FakeTensor", ".numpy() is not supported for tensor subclasses")
+WANTS_NUMBERS = (
+    "unsupported format string passed to FakeTensor",
+    ".numpy() is not supported for tensor subclasses",
+)
 FROM_OUTSIDE = "convert all Tensors to FakeTensors"
 
 
@@ -50,12 +62,14 @@ def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
     if not 0 <= rank < ranks:
         raise ValueError(f"rank = {rank} of ranks = {ranks}; use a rank from 0 to {ranks - 1}")
     if dist.is_initialized():
-        raise ValueError(f"rank {dist.get_rank()} of {dist.get_world_size()} calls dryrun.run; a dry run makes a world "
-                         "of its own: call it outside of launch.run, and not inside another")
+        raise ValueError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} calls dryrun.run; a dry run makes a world "
+            "of its own: call it outside of launch.run, and not inside another"
+        )
     cells = notebook_cells()
     for file in cells:
-        collectives.name_file(file, "cell")     # as the ranks of a launch do, so that call sites are equal
-    on_crash = sys.excepthook                   # torch puts one in its place that prints "[rank17]: " before every line
+        collectives.name_file(file, "cell")  # as the ranks of a launch do, so that call sites are equal
+    on_crash = sys.excepthook  # torch puts one in its place that prints "[rank17]: " before every line
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         mode = FakeTensorMode()
@@ -89,12 +103,16 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def _complaint(error: BaseException) -> str | None:
     """What a beginner has to know about an error of torch's; None if it is not one that comes from the dry run."""
     if FROM_OUTSIDE in str(error):
-        return ("uses a tensor from outside the dry run, or from torch.frombuffer; make it inside the function with "
-                "torch.tensor, or pass it as an argument")
+        return (
+            "uses a tensor from outside the dry run, or from torch.frombuffer; make it inside the function with "
+            "torch.tensor, or pass it as an argument"
+        )
     numbers = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
     if numbers or any(text in str(error) for text in WANTS_NUMBERS):
-        return ("asks for the numbers in a tensor, and a dry run has shapes only; return the tensor, or leave this "
-                "line to real runs")
+        return (
+            "asks for the numbers in a tensor, and a dry run has shapes only; return the tensor, or leave this "
+            "line to real runs"
+        )
     return None
 
 

@@ -5,6 +5,7 @@ function and its arguments) go there, and of rank r come back `r.result` or `r.e
 (what native code wrote), `r.stack` and `r.calls`. Through the pipe come only events of one line, so a rank can die in
 the middle of anything and what it said before is whole.
 """
+
 import atexit
 import json
 import linecache
@@ -26,8 +27,8 @@ from minitrain.launch import ranks as launch_ranks
 from minitrain.launch import report
 from minitrain.launch.report import LaunchTimeout, RankError
 
-GRACE_S = 0.3                           # after the first error, for equal ones of other ranks
-ECHO_BYTES = 1_000_000                  # of prints shown per rank
+GRACE_S = 0.3  # after the first error, for equal ones of other ranks
+ECHO_BYTES = 1_000_000  # of prints shown per rank
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 # Read when numpy and torch are loaded: a process with threads cannot be forked safely, and the ranks share the cores.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -65,17 +66,23 @@ class Helper:
 
     def __init__(self):
         self.owner, self.lock, self.log = os.getpid(), threading.Lock(), tempfile.TemporaryFile()
-        self.heavy: set[str] = set()            # modules that ranks had to import themselves: next time it has them
+        self.heavy: set[str] = set()  # modules that ranks had to import themselves: next time it has them
         self.door, theirs = socket.socketpair()
-        code = ("import sys; sys.path[:] = sys.argv[3:]; from minitrain.launch import ranks as launch_ranks; "
-                "launch_ranks.serve(int(sys.argv[1]), int(sys.argv[2]))")
+        code = (
+            "import sys; sys.path[:] = sys.argv[3:]; from minitrain.launch import ranks as launch_ranks; "
+            "launch_ranks.serve(int(sys.argv[1]), int(sys.argv[2]))"
+        )
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(self.owner), *sys.path, root],
-                stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, pass_fds=[theirs.fileno()],
-                start_new_session=True,         # an interrupt typed at the terminal is for the caller alone
-                env=HUGE_PAGES | os.environ | ONE_THREAD)
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # an interrupt typed at the terminal is for the caller alone
+                env=HUGE_PAGES | os.environ | ONE_THREAD,
+            )
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -84,7 +91,7 @@ class Helper:
         if self.owner == os.getpid():
             try:
                 self.process.wait(2)
-            except subprocess.TimeoutExpired:   # busy importing
+            except subprocess.TimeoutExpired:  # busy importing
                 self.process.kill()
                 self.process.wait()
 
@@ -98,32 +105,52 @@ class Launch:
 
     def __init__(self, ranks: int, echo: bool):
         self.ranks, self.echo, self.cells = ranks, echo, notebook_cells()
-        self.states = dict.fromkeys(range(ranks), "start")          # -> "ready" -> "done" or "error"
+        self.states = dict.fromkeys(range(ranks), "start")  # -> "ready" -> "done" or "error"
         self.pids: dict[int, int] = {}
-        self.exits: dict[int, int] = {}                             # of ranks that are gone although nobody asked
-        self.shown: dict[tuple, int] = {}                           # (rank, "stdout") -> bytes echoed
+        self.exits: dict[int, int] = {}  # of ranks that are gone although nobody asked
+        self.shown: dict[tuple, int] = {}  # (rank, "stdout") -> bytes echoed
         self.helper, self.reaped, self.unread = Helper.find(), False, b""
-        self.directory = tempfile.mkdtemp(prefix="minitrain-")      # for its owner only
+        self.directory = tempfile.mkdtemp(prefix="minitrain-")  # for its owner only
         self.events, self.their_events = os.pipe()
         self.leash, self.their_leash = socket.socketpair()
 
     # ---- from start to end -------------------------------------------------------------------------------------------
 
     def start(self, call: bytes, settings: dict) -> None:
-        environ = os.environ | ONE_THREAD | {
-            "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks), "MINITRAIN_INSIDE": "1",
-            "GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+        environ = (
+            os.environ
+            | ONE_THREAD
+            | {
+                "WORLD_SIZE": str(self.ranks),
+                "LOCAL_WORLD_SIZE": str(self.ranks),
+                "MINITRAIN_INSIDE": "1",
+                "GLOO_SOCKET_IFNAME": LOOPBACK,
+                "NCCL_SOCKET_IFNAME": LOOPBACK,
+            }
+        )
         # lines of code that no file holds, so that a rank can quote them
-        sources = {file: entry for file, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
-        request = {"environ": environ, "path": sys.path, "folder": os.getcwd(), "argv": sys.argv, "sources": sources,
-                   "cells": self.cells, **settings}
+        sources = {
+            file: entry for file, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
+        }
+        request = {
+            "environ": environ,
+            "path": sys.path,
+            "folder": os.getcwd(),
+            "argv": sys.argv,
+            "sources": sources,
+            "cells": self.cells,
+            **settings,
+        }
         for name, content in (("request", pickle.dumps(request)), ("call", call)):
             with open(self.path(name), "wb") as file:
                 file.write(content)
         heavy = [name for name in launch_ranks.HEAVY if name in sys.modules or name in self.helper.heavy]
         order = {"directory": self.directory, "ranks": self.ranks, "heavy": heavy}
         self.leash.sendall(json.dumps(order).encode() + b"\n")
-        with suppress(OSError), self.helper.lock:       # if the helper is dead, the events end, and `listen` says so
+        with (
+            suppress(OSError),
+            self.helper.lock,
+        ):  # if the helper is dead, the events end, and `listen` says so
             socket.send_fds(self.helper.door, [b"L"], [self.their_events, self.their_leash.fileno()])
         self.let_go_of_their_ends()
 
@@ -136,9 +163,11 @@ class Launch:
     def wait(self, timeout_s: float, start_timeout_s: float) -> None:
         if not self.wait_until({"ready", "done"}, start_timeout_s):
             late = [rank for rank, state in self.states.items() if state == "start"]
-            raise LaunchTimeout(f"{self.ranks - len(late)} of {self.ranks} ranks arrived after {start_timeout_s:g} s; "
-                                f"missing: {report.name(late)}; if the machine is busy, raise start_timeout_s",
-                                tuple(late))
+            raise LaunchTimeout(
+                f"{self.ranks - len(late)} of {self.ranks} ranks arrived after {start_timeout_s:g} s; "
+                f"missing: {report.name(late)}; if the machine is busy, raise start_timeout_s",
+                tuple(late),
+            )
         if not self.wait_until({"done"}, timeout_s):
             raise self.hang(timeout_s)
         self.show_all()
@@ -169,8 +198,12 @@ class Launch:
         else:
             data = b""
         if not data:
-            raise RankError("the helper process that forks ranks is gone (killed, or out of memory?); "
-                            "run again to start another", (), self.helper.last_words())
+            raise RankError(
+                "the helper process that forks ranks is gone (killed, or out of memory?); "
+                "run again to start another",
+                (),
+                self.helper.last_words(),
+            )
         *lines, self.unread = (self.unread + data).split(b"\n")
         for line in lines:
             who, event, *value = line.decode().split()
@@ -191,10 +224,12 @@ class Launch:
             self.leash.shutdown(socket.SHUT_RDWR)
             self.let_go_of_their_ends()
             deadline = time.monotonic() + 10
-            while self.pids and not self.reaped and time.monotonic() < deadline:    # no pids: it still imports torch
+            while (
+                self.pids and not self.reaped and time.monotonic() < deadline
+            ):  # no pids: it still imports torch
                 self.listen(0.5)
         except RankError:
-            pass        # the helper is gone, and the kernel has killed its ranks
+            pass  # the helper is gone, and the kernel has killed its ranks
         finally:
             self.leash.close()
             os.close(self.events)
@@ -227,7 +262,9 @@ class Launch:
                 with open(self.path(rank, "result"), "rb") as file:
                     results.append(pickle.load(file))
             except Exception as error:
-                raise RankError(f"the result of rank {rank} cannot be rebuilt here: {error!r}", (rank,)) from error
+                raise RankError(
+                    f"the result of rank {rank} cannot be rebuilt here: {error!r}", (rank,)
+                ) from error
         return results
 
     def failed(self) -> list[int]:
@@ -253,8 +290,10 @@ class Launch:
         while time.monotonic() < deadline and not all("in live" in self.text(rank, "stack") for rank in busy):
             time.sleep(0.02)
         dumps = {rank: self.text(rank, "stack") for rank in busy}
-        where = {rank: report.stuck(dumps[rank], self.calls(rank), self.cells) if rank in busy
-                 else report.RETURNED for rank in self.states}
+        where = {
+            rank: report.stuck(dumps[rank], self.calls(rank), self.cells) if rank in busy else report.RETURNED
+            for rank in self.states
+        }
         return report.hang(timeout_s, where, dumps, self.cells)
 
     def show_all(self) -> None:
@@ -268,11 +307,13 @@ class Launch:
             return
         before = self.shown.get((rank, kind), 0)
         text = self.read(rank, kind, before, ECHO_BYTES - before)
-        text = text if ended else text[:text.rfind(b"\n") + 1]
+        text = text if ended else text[: text.rfind(b"\n") + 1]
         self.shown[rank, kind] = before + len(text)
         if text:
             for line in text.decode(errors="replace").removesuffix("\n").split("\n"):
-                print(f"[rank {rank}] {line.rpartition(chr(13))[2]}", file=stream)  # of a progress bar the last state
+                print(
+                    f"[rank {rank}] {line.rpartition(chr(13))[2]}", file=stream
+                )  # of a progress bar the last state
         if ended and self.read(rank, kind, ECHO_BYTES, 1):
             print(f"[rank {rank}] ... (only the first {ECHO_BYTES:,} bytes are shown)", file=stream)
 

@@ -19,6 +19,7 @@ What kills what:
     caller dies, helper stopped or slow     a thread in each rank sleeps on the leash and exits the process
     a rank dies                             nobody else: the caller decides, after it has heard who was first
 """
+
 import ctypes
 import datetime
 import faulthandler
@@ -48,7 +49,7 @@ from minitrain.launch import report, shared_cores
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3     # malloc.h of glibc
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 # Imported by the helper once the caller or a rank has: building a torch.optim optimizer pulls in the first, which takes
 # as long as torch itself, and four ranks doing so at once on two cores would take 4 s in every launch.
 HEAVY = ("torch._dynamo", "pytest", "hypothesis")
@@ -66,7 +67,7 @@ def serve(door_fd: int, caller_pid: int) -> None:
     os.set_blocking(wake, False)
     os.set_blocking(bell, False)
     signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)      # a handler, so that the bell rings
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the bell rings
     flocks: list[Flock] = []
     while os.getppid() == caller_pid:
         ready, _, _ = select.select([door, wake, *(flock.leash for flock in flocks)], [], [], 0.5)
@@ -81,7 +82,9 @@ def serve(door_fd: int, caller_pid: int) -> None:
             byte, fds, _, _ = socket.recv_fds(door, 1, 2)
             if not byte:
                 break
-            flocks.append(Flock(*fds, not_for_ranks=[door, *(flock.leash for flock in flocks)], bell=(wake, bell)))
+            flocks.append(
+                Flock(*fds, not_for_ranks=[door, *(flock.leash for flock in flocks)], bell=(wake, bell))
+            )
     for flock in flocks:
         flock.end()
 
@@ -91,7 +94,7 @@ def preload(names: list[str]) -> None:
         importlib.import_module(name)
     assert not torch.cuda.is_initialized(), "a process that holds a CUDA context cannot be forked"
     gc.collect()
-    gc.freeze()     # what is here now stays shared: the collector of a rank will not write into these pages
+    gc.freeze()  # what is here now stays shared: the collector of a rank will not write into these pages
 
 
 class Flock:
@@ -114,7 +117,7 @@ class Flock:
                         end.close()
                     Rank(rank, request["ranks"], self.directory, self.events, self.leash).live()
                 finally:
-                    os._exit(70)        # never fall back into the helper's loop
+                    os._exit(70)  # never fall back into the helper's loop
             self.pids[pid] = rank
 
     def reap(self) -> None:
@@ -122,16 +125,16 @@ class Flock:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self.pids[pid]
-                kill(os.killpg, pid)            # what a rank started ends with it
+                kill(os.killpg, pid)  # what a rank started ends with it
                 say(self.events, rank, "exit", os.waitstatus_to_exitcode(status))
 
     def end(self) -> None:
         for pid in self.pids:
             kill(os.killpg, pid)
-            kill(os.kill, pid)          # in case it had not reached setpgid
+            kill(os.kill, pid)  # in case it had not reached setpgid
         for pid in self.pids:
             os.waitpid(pid, 0)
-        shutil.rmtree(self.directory, ignore_errors=True)       # here, for the caller may be dead
+        shutil.rmtree(self.directory, ignore_errors=True)  # here, for the caller may be dead
         say(self.events, "-", "reaped")
         os.close(self.events)
         self.leash.close()
@@ -141,7 +144,7 @@ class Flock:
 def kill(how: Callable, pid: int) -> None:
     try:
         how(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):       # gone (macOS says the second of a group of zombies)
+    except (ProcessLookupError, PermissionError):  # gone (macOS says the second of a group of zombies)
         pass
 
 
@@ -150,7 +153,7 @@ def say(events: int, *words) -> None:
     try:
         os.write(events, (" ".join(map(str, words)) + "\n").encode())
     except BrokenPipeError:
-        pass        # the caller is gone; the leash says so too
+        pass  # the caller is gone; the leash says so too
 
 
 def keep_freed_memory() -> None:
@@ -159,7 +162,7 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if LINUX else None
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, 2**30)
-        mallopt(M_MMAP_THRESHOLD, 2**25)        # the largest that glibc takes
+        mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest that glibc takes
 
 
 class Rank:
@@ -186,7 +189,9 @@ class Rank:
             say(self.events, self.rank, "ready")
             result = fn(*args)
             self.keep(result)
-        except BaseException as error:      # SystemExit included: a rank that leaves early is an error of the launch
+        except (
+            BaseException
+        ) as error:  # SystemExit included: a rank that leaves early is an error of the launch
             with open(self.path("error"), "w", encoding="utf-8") as file:
                 json.dump(report.record(error), file)
             self.wait_for_the_end("error")
@@ -228,7 +233,9 @@ class Rank:
             collectives.name_file(file, "cell")
         with open(self.in_directory("call"), "rb") as file:
             fn, args = cloudpickle.load(file)
-        if getattr(fn, "__module__", None) == "__main__":   # so that plain pickle finds a notebook's classes by name
+        if (
+            getattr(fn, "__module__", None) == "__main__"
+        ):  # so that plain pickle finds a notebook's classes by name
             vars(sys.modules["__main__"]).update(getattr(fn, "__globals__", {}))
         return fn, args
 
@@ -267,8 +274,10 @@ def pickled_result(result) -> bytes:
     try:
         return cloudpickle.dumps(result)
     except Exception as error:
-        raise TypeError(f"fn returned a {type(result).__name__}, which cannot be sent back ({error}); "
-                        "return tensors, numbers, text, or lists and dicts of them") from None
+        raise TypeError(
+            f"fn returned a {type(result).__name__}, which cannot be sent back ({error}); "
+            "return tensors, numbers, text, or lists and dicts of them"
+        ) from None
 
 
 def init_group(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
@@ -276,6 +285,8 @@ def init_group(store: dist.Store, rank: int, size: int, timeout: datetime.timede
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
+        dist.init_process_group(
+            "nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device
+        )
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)

@@ -10,6 +10,7 @@ Three rules find the culprit.
     The line is the reader's. The innermost frame outside Python's and torch's libraries and outside minitrain is
         named, because that is where something can be changed; the traceback shows the rest.
 """
+
 import os
 import re
 import signal
@@ -17,14 +18,22 @@ import sysconfig
 import traceback
 from typing import NamedTuple
 
-LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+LIBRARIES = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-CONNECTION_LOST = re.compile("Connection closed by peer|Connection reset|Broken pipe|(Read|Write) error|socket.*closed",
-                             re.I)
+CONNECTION_LOST = re.compile(
+    "Connection closed by peer|Connection reset|Broken pipe|(Read|Write) error|socket.*closed", re.I
+)
 STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
-OUR_FRAME = rf'(  File "{re.escape(PACKAGE)}launch/(?:start|ranks)\.py", line \d+ in (?:live|run)\n)'      # calls fn
-DOORS = [os.path.join("collectives", f"{name}.py") for name in ("functions", "messages", "channel", "transport", "checked")]
-NOISE_LETTERS = 2000        # of what native code wrote to stderr
+OUR_FRAME = (
+    rf'(  File "{re.escape(PACKAGE)}launch/(?:start|ranks)\.py", line \d+ in (?:live|run)\n)'  # calls fn
+)
+DOORS = [
+    os.path.join("collectives", f"{name}.py")
+    for name in ("functions", "messages", "channel", "transport", "checked")
+]
+NOISE_LETTERS = 2000  # of what native code wrote to stderr
 
 
 class RankError(RuntimeError):
@@ -53,6 +62,7 @@ class Frame(NamedTuple):
 
 # ---- one rank: a record is {type, message, frames, traceback}, and survives JSON -------------------------------------
 
+
 def record(error: BaseException) -> dict:
     """What a rank tells about the exception that ended its fn; the launcher's own frame is left out."""
     tb = error.__traceback__.tb_next or error.__traceback__
@@ -60,9 +70,15 @@ def record(error: BaseException) -> dict:
         message = str(error)
     except Exception:
         message = "(its message could not be printed)"
-    frames = [Frame(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(traceback.extract_tb(tb))]
-    return {"type": type(error).__name__, "message": message, "frames": frames,
-            "traceback": "".join(traceback.format_exception(type(error), error, tb))}
+    frames = [
+        Frame(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(traceback.extract_tb(tb))
+    ]
+    return {
+        "type": type(error).__name__,
+        "message": message,
+        "frames": frames,
+        "traceback": "".join(traceback.format_exception(type(error), error, tb)),
+    }
 
 
 def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> dict:
@@ -72,7 +88,9 @@ def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> di
     if code >= 0:
         what = f"ended the process with status {code} (os._exit?) before fn returned; return from fn instead"
     elif -code == signal.SIGKILL:
-        what = "died of SIGKILL (kill -9, or the system ran out of memory: try fewer ranks or smaller tensors)"
+        what = (
+            "died of SIGKILL (kill -9, or the system ran out of memory: try fewer ranks or smaller tensors)"
+        )
     elif -code == signal.SIGABRT:
         what = f"aborted in native code (SIGABRT){at}; its last words are below"
     else:
@@ -112,7 +130,9 @@ def stack_frames(dump: str) -> list[Frame]:
     for thread in re.split(r"\n(?=Thread |Current thread )", dump):
         fn_and_below, *ours = re.split(OUR_FRAME, thread, maxsplit=1)
         if ours:
-            return [Frame(file, int(line), function) for file, line, function in STACK_LINE.findall(fn_and_below)]
+            return [
+                Frame(file, int(line), function) for file, line, function in STACK_LINE.findall(fn_and_below)
+            ]
     return []
 
 
@@ -135,9 +155,16 @@ def name(ranks: list[int]) -> str:
 
 # ---- a failure -------------------------------------------------------------------------------------------------------
 
-def failure(records: dict[int, dict], cells: dict[str, str], noise: dict[int, str] | None = None) -> RankError:
+
+def failure(
+    records: dict[int, dict], cells: dict[str, str], noise: dict[int, str] | None = None
+) -> RankError:
     """The error of a launch from the records of the ranks that failed; equal ones are named together."""
-    lost = {rank for rank, record in records.items() if record["type"] and CONNECTION_LOST.search(record["message"])}
+    lost = {
+        rank
+        for rank, record in records.items()
+        if record["type"] and CONNECTION_LOST.search(record["message"])
+    }
     blamed = sorted(set(records) - lost or records)
     alike: dict[tuple, list[int]] = {}
     for rank in blamed:
@@ -156,12 +183,14 @@ def failure(records: dict[int, dict], cells: dict[str, str], noise: dict[int, st
 
 # ---- a hang ----------------------------------------------------------------------------------------------------------
 
+
 class Stuck(NamedTuple):
     """Where one rank was when time was up."""
-    text: str                           # "wait{s} in all_gather #41 (train.py:7)", {s} for one rank
-    waits: bool                         # in a collective or for a message
-    group: tuple = ()                   # which group's collective, and
-    seq: int = -1                       # its number there
+
+    text: str  # "wait{s} in all_gather #41 (train.py:7)", {s} for one rank
+    waits: bool  # in a collective or for a message
+    group: tuple = ()  # which group's collective, and
+    seq: int = -1  # its number there
 
 
 RETURNED = Stuck("returned from fn", False)
@@ -172,8 +201,13 @@ def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
     if not dump:
         return Stuck("give{s} no answer to signals (stopped?)", False)
     frames = stack_frames(dump)
-    in_torch = [frame.function for frame in frames if frame.file.endswith("distributed_c10d.py")
-                and frame.function.islower() and not frame.function.startswith(("_", "get_", "is_", "pg_", "default_"))]
+    in_torch = [
+        frame.function
+        for frame in frames
+        if frame.file.endswith("distributed_c10d.py")
+        and frame.function.islower()
+        and not frame.function.startswith(("_", "get_", "is_", "pg_", "default_"))
+    ]
     in_ours = any(os.path.join(PACKAGE, file) == frame.file for frame in frames for file in DOORS)
     unfinished = [call for call in calls if not call.done]
     if unfinished and (in_ours or in_torch):
@@ -194,7 +228,9 @@ def say(text: str, ranks: list[int]) -> str:
     return f"{name(ranks)} {text.replace('{s}', 's' if len(ranks) == 1 else '')}"
 
 
-def hang(timeout_s: float, stuck: dict[int, Stuck], dumps: dict[int, str], cells: dict[str, str]) -> LaunchTimeout:
+def hang(
+    timeout_s: float, stuck: dict[int, Stuck], dumps: dict[int, str], cells: dict[str, str]
+) -> LaunchTimeout:
     """The report of a launch that ran out of time: those who are behind come first."""
     blamed = [rank for rank, where in stuck.items() if not where.waits]
     for group in {where.group for where in stuck.values() if where.group} if not blamed else ():
@@ -212,4 +248,6 @@ def hang(timeout_s: float, stuck: dict[int, Stuck], dumps: dict[int, str], cells
     for rank in order:
         stacks.setdefault(stack_text(dumps.get(rank, ""), cells), []).append(rank)
     text = "\n".join(f"{name(ranks).capitalize()}, {stack}" for stack, ranks in stacks.items() if stack)
-    return LaunchTimeout(f"not finished after {timeout_s:g} s: {told}", tuple(sorted(blamed) or sorted(stuck)), text)
+    return LaunchTimeout(
+        f"not finished after {timeout_s:g} s: {told}", tuple(sorted(blamed) or sorted(stuck)), text
+    )

@@ -14,6 +14,7 @@ them interrupt long turns all the more (torch's own 1F1B takes 1.10 times as lon
 
 Linux only; turns of a length of one's own since 6.12 (an older kernel hears only the rest). Nothing is asked of ranks on NCCL.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -24,15 +25,25 @@ import sys
 from contextlib import suppress
 
 SLICE_NS = 8_000_000
-SCHED_OTHER, SCHED_BATCH = 0, 3                 # linux/sched.h
-SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine()) if sys.platform == "linux" else None    # a system call's number
+SCHED_OTHER, SCHED_BATCH = 0, 3  # linux/sched.h
+SCHED_SETATTR = (
+    {"x86_64": 314, "aarch64": 274}.get(platform.machine()) if sys.platform == "linux" else None
+)  # a system call's number
 
 
 class SchedAttr(ctypes.Structure):
     """`struct sched_attr` of linux/sched/types.h, its first version."""
 
-    _fields_ = [("size", ctypes.c_uint32), ("policy", ctypes.c_uint32), ("flags", ctypes.c_uint64), ("nice", ctypes.c_int32),
-                ("priority", ctypes.c_uint32), ("runtime", ctypes.c_uint64), ("deadline", ctypes.c_uint64), ("period", ctypes.c_uint64)]
+    _fields_ = [
+        ("size", ctypes.c_uint32),
+        ("policy", ctypes.c_uint32),
+        ("flags", ctypes.c_uint64),
+        ("nice", ctypes.c_int32),
+        ("priority", ctypes.c_uint32),
+        ("runtime", ctypes.c_uint64),
+        ("deadline", ctypes.c_uint64),
+        ("period", ctypes.c_uint64),
+    ]
 
 
 def calm() -> None:
@@ -56,9 +67,13 @@ def schedule(thread: int, policy: int, slice_ns: int = 0) -> None:
     """How Linux runs a thread: SCHED_OTHER or SCHED_BATCH, and for how long at a time (0: as long as the kernel finds right)."""
     if SCHED_SETATTR is None:
         return
-    with suppress(ProcessLookupError):      # the thread has ended
-        attr = SchedAttr(ctypes.sizeof(SchedAttr), policy, 0, os.getpriority(os.PRIO_PROCESS, thread), 0, slice_ns, 0, 0)
-        ctypes.CDLL(None).syscall(SCHED_SETATTR, thread, ctypes.byref(attr), 0)     # a sandbox may forbid it: slower, not wrong
+    with suppress(ProcessLookupError):  # the thread has ended
+        attr = SchedAttr(
+            ctypes.sizeof(SchedAttr), policy, 0, os.getpriority(os.PRIO_PROCESS, thread), 0, slice_ns, 0, 0
+        )
+        ctypes.CDLL(None).syscall(
+            SCHED_SETATTR, thread, ctypes.byref(attr), 0
+        )  # a sandbox may forbid it: slower, not wrong
 
 
 def event_loops() -> list[int]:

@@ -19,6 +19,7 @@ there are, on however many nodes, and gives all results to all of them. A rank c
 they cannot settle among themselves (one failed while others wait for it, or time is up) ends the process, and torchrun
 then ends the job.
 """
+
 import atexit
 import datetime
 import faulthandler
@@ -44,12 +45,19 @@ from minitrain.launch import ranks as launch_ranks
 from minitrain.launch.report import LaunchTimeout, RankError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-GRACE_S = 3.0                               # under torchrun: for others to come to an end too, after this rank failed
-FOREVER = datetime.timedelta(days=30)       # the group's own time-out: ours is the alarm
+GRACE_S = 3.0  # under torchrun: for others to come to an end too, after this rank failed
+FOREVER = datetime.timedelta(days=30)  # the group's own time-out: ours is the alarm
 
 
-def run(fn: Callable, *args, ranks: int = 2, timeout_s: float = 60.0, start_timeout_s: float = 60.0,
-        checked: bool | None = None, echo: bool = True) -> list:
+def run(
+    fn: Callable,
+    *args,
+    ranks: int = 2,
+    timeout_s: float = 60.0,
+    start_timeout_s: float = 60.0,
+    checked: bool | None = None,
+    echo: bool = True,
+) -> list:
     """Call fn(*args) on every rank and return the results in rank order.
 
     `timeout_s` is for fn, `start_timeout_s` for starting processes and finding each other. `checked` compares every
@@ -64,8 +72,11 @@ def run(fn: Callable, *args, ranks: int = 2, timeout_s: float = 60.0, start_time
     if all(variable in os.environ for variable in TORCHRUN):
         return Job.find(ranks, start_timeout_s).run(fn, args, timeout_s, checked)
     if ranks > 64 * (os.cpu_count() or 1):
-        warnings.warn(f"{ranks} ranks on {os.cpu_count()} cores will mostly wait for each other; minitrain.launch.dryrun runs "
-                      "one rank of a world of any size", stacklevel=2)
+        warnings.warn(
+            f"{ranks} ranks on {os.cpu_count()} cores will mostly wait for each other; minitrain.launch.dryrun runs "
+            "one rank of a world of any size",
+            stacklevel=2,
+        )
     return local.run(pickled_call(fn, args), ranks, timeout_s, start_timeout_s, checked, echo)
 
 
@@ -77,10 +88,14 @@ def device() -> torch.device:
 
 def _check(fn, args, ranks, timeout_s, start_timeout_s) -> int:
     if os.environ.get("MINITRAIN_INSIDE"):
-        raise ValueError("run was called inside a rank; a rank cannot start ranks: call run from the outside, or use "
-                         "dist.new_group for fewer ranks than there are")
+        raise ValueError(
+            "run was called inside a rank; a rank cannot start ranks: call run from the outside, or use "
+            "dist.new_group for fewer ranks than there are"
+        )
     if not callable(fn):
-        raise ValueError(f"fn = {fn!r} is not a function; write run(fn) with the function itself, not run(fn())")
+        raise ValueError(
+            f"fn = {fn!r} is not a function; write run(fn) with the function itself, not run(fn())"
+        )
     try:
         count = 0 if isinstance(ranks, bool) else operator.index(ranks)
     except TypeError:
@@ -92,23 +107,25 @@ def _check(fn, args, ranks, timeout_s, start_timeout_s) -> int:
             raise ValueError(f"{name} = {seconds!r}; use a number of seconds above 0")
     try:
         signature = inspect.signature(fn)
-    except ValueError:      # some built-in functions have none
+    except ValueError:  # some built-in functions have none
         return count
     try:
         signature.bind(*args)
     except TypeError as error:
-        raise ValueError(f"{getattr(fn, '__name__', fn)}{signature} cannot be called with the {len(args)} arguments "
-                         f"given: {error}") from None
+        raise ValueError(
+            f"{getattr(fn, '__name__', fn)}{signature} cannot be called with the {len(args)} arguments "
+            f"given: {error}"
+        ) from None
     return count
 
 
 # ---- local ranks: what travels to them -------------------------------------------------------------------------------
 
-pickling = threading.Lock()             # cloudpickle's list of modules that go by value belongs to the whole process
+pickling = threading.Lock()  # cloudpickle's list of modules that go by value belongs to the whole process
 
 
 def pickled_call(fn: Callable, args: tuple) -> bytes:
-    for modules in (single_files(), []):        # by reference where by value fails, over a global lock for instance
+    for modules in (single_files(), []):  # by reference where by value fails, over a global lock for instance
         with pickling:
             for module in modules:
                 cloudpickle.register_pickle_by_value(module)
@@ -125,20 +142,29 @@ def pickled_call(fn: Callable, args: tuple) -> bytes:
             cloudpickle.dumps(argument)
         except Exception:
             culprit = f"argument {number} (a {type(argument).__name__})"
-    raise ValueError(f"{culprit} cannot be sent to the ranks: {error}; make files, locks, groups and generators in fn")
+    raise ValueError(
+        f"{culprit} cannot be sent to the ranks: {error}; make files, locks, groups and generators in fn"
+    )
 
 
 def single_files() -> list:
     """The reader's own one-file modules, a test or a helper beside a notebook. Their functions travel by value as those
     of a notebook do: as they are loaded here, not as the file is by now, and the file is not run once per rank."""
     known = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
-    files = {name: getattr(module, "__file__", None) for name, module in sys.modules.copy().items()
-             if name == getattr(module, "__name__", "") and "." not in name and not hasattr(module, "__path__")}
-    return [sys.modules[name] for name, file in files.items()
-            if file and name not in known and not file.startswith(report.LIBRARIES)]
+    files = {
+        name: getattr(module, "__file__", None)
+        for name, module in sys.modules.copy().items()
+        if name == getattr(module, "__name__", "") and "." not in name and not hasattr(module, "__path__")
+    }
+    return [
+        sys.modules[name]
+        for name, file in files.items()
+        if file and name not in known and not file.startswith(report.LIBRARIES)
+    ]
 
 
 # ---- under torchrun --------------------------------------------------------------------------------------------------
+
 
 class Job:
     """This process as a rank of a torchrun job: joined at the first `run`, kept for the later ones."""
@@ -156,13 +182,15 @@ class Job:
 
     def __init__(self, start_timeout_s: float):
         self.launches, self.rank = 0, int(os.environ["RANK"])
-        self.file = tempfile.TemporaryFile()            # without a name: nothing stays if the job is killed
+        self.file = tempfile.TemporaryFile()  # without a name: nothing stays if the job is killed
         self.log = f"/dev/fd/{self.file.fileno()}"
         with Alarm(self, start_timeout_s, "the ranks of this job have not all joined"):
             wait = datetime.timedelta(seconds=start_timeout_s)
             self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=wait))
             if not dist.is_initialized():
-                launch_ranks.init_group(dist.PrefixStore("default", self.store), self.rank, self.size, FOREVER)
+                launch_ranks.init_group(
+                    dist.PrefixStore("default", self.store), self.rank, self.size, FOREVER
+                )
             atexit.register(leave)
             # results travel as bytes in host memory, whatever moves the tensors
             self.talk = dist.group.WORLD
@@ -180,7 +208,7 @@ class Job:
                 try:
                     result = fn(*args)
                     pickled, error = portable(result), None
-                except BaseException as failure:        # sys.exit included
+                except BaseException as failure:  # sys.exit included
                     pickled, error = None, report.record(failure)
                 self.agree(error, timeout_s)
                 everyone = [None] * self.size
@@ -194,10 +222,14 @@ class Job:
         key = f"launch-{self.launches}"
         self.store.set(f"{key}/{self.rank}", json.dumps(error))
         try:
-            self.store.wait([f"{key}/{rank}" for rank in range(self.size)],
-                            datetime.timedelta(seconds=GRACE_S if error else timeout_s + GRACE_S))
+            self.store.wait(
+                [f"{key}/{rank}" for rank in range(self.size)],
+                datetime.timedelta(seconds=GRACE_S if error else timeout_s + GRACE_S),
+            )
         except dist.DistError:
-            self.end(report.failure({self.rank: error}, {}) if error else LaunchTimeout("other ranks are late"))
+            self.end(
+                report.failure({self.rank: error}, {}) if error else LaunchTimeout("other ranks are late")
+            )
         errors = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.size)}
         if any(errors.values()):
             raise report.failure({rank: error for rank, error in errors.items() if error}, {})
@@ -205,7 +237,7 @@ class Job:
     def end(self, error: RankError) -> None:
         sys.stdout.flush()
         print(f"{type(error).__name__}: {error}", error.traceback, sep="\n\n", file=sys.stderr, flush=True)
-        os._exit(1)     # torchrun stops the other ranks, which may wait in native code for this one
+        os._exit(1)  # torchrun stops the other ranks, which may wait in native code for this one
 
 
 def leave() -> None:
@@ -213,7 +245,7 @@ def leave() -> None:
     Job.current = None
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()        # what still refers to a group may be a cycle
+    gc.collect()  # what still refers to a group may be a cycle
 
 
 class Alarm:
@@ -229,7 +261,7 @@ class Alarm:
 
     def __exit__(self, *_) -> None:
         self.timer.cancel()
-        self.timer.join()       # it refers to the job, and the job to its groups: see `leave`
+        self.timer.join()  # it refers to the job, and the job to its groups: see `leave`
 
     def ring(self) -> None:
         with tempfile.TemporaryFile("w+") as file:
@@ -240,7 +272,7 @@ class Alarm:
         where = report.say(stuck.text, [self.job.rank])
         sys.stderr.write(f"LaunchTimeout: {self.complaint} after {self.seconds:g} s: {where}\n")
         sys.stderr.flush()
-        threading.Event().wait(GRACE_S)     # let the other ranks say where they are
+        threading.Event().wait(GRACE_S)  # let the other ranks say where they are
         os._exit(1)
 
 

@@ -11,6 +11,7 @@ Where the system gives no namespace the shared loopback is read. Other programs 
 runs is returned: right on a quiet machine, too much on a busy one. Costs a fresh interpreter, 2 to 4 s.
 Raises RuntimeError with the last line of what a failed run said.
 """
+
 import base64
 import fcntl
 import pickle
@@ -27,24 +28,36 @@ from minitrain import collectives, launch
 from minitrain.launch.start import pickled_call
 
 PRIVATE = ("unshare", "--user", "--map-root-user", "--net")
-SET_FLAGS, UP_AND_RUNNING = 0x8914, 0x41    # linux/sockios.h, linux/if.h
+SET_FLAGS, UP_AND_RUNNING = 0x8914, 0x41  # linux/sockios.h, linux/if.h
 RUNS_WHEN_SHARED = 5
 
 
 def bytes_on_the_wire(*fns: Callable, ranks: int = 4) -> list[int]:
     """[fn] -> bytes that all ranks together put on the network in one fn(), headers included."""
     private = has_private_network()
-    command = [*(PRIVATE if private else ()), sys.executable, "-m", "minitrain.launch.wire", "private" if private else "shared",
-               str(ranks), *(base64.b64encode(pickled_call(fn, ())).decode() for fn in fns)]
+    command = [
+        *(PRIVATE if private else ()),
+        sys.executable,
+        "-m",
+        "minitrain.launch.wire",
+        "private" if private else "shared",
+        str(ranks),
+        *(base64.b64encode(pickled_call(fn, ())).decode() for fn in fns),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"the measurement failed: {(done.stderr.strip() or 'without a word').splitlines()[-1]}")
+        raise RuntimeError(
+            f"the measurement failed: {(done.stderr.strip() or 'without a word').splitlines()[-1]}"
+        )
     return [int(count) for count in done.stdout.split()]
 
 
 def has_private_network() -> bool:
     """Whether this system lets us have a network namespace."""
-    return shutil.which(PRIVATE[0]) is not None and subprocess.run([*PRIVATE, "true"], capture_output=True).returncode == 0
+    return (
+        shutil.which(PRIVATE[0]) is not None
+        and subprocess.run([*PRIVATE, "true"], capture_output=True).returncode == 0
+    )
 
 
 def between_readings(fn: Callable) -> int:
@@ -52,7 +65,7 @@ def between_readings(fn: Callable) -> int:
     fn()
     collectives.barrier(group)
     before = loopback_bytes()
-    collectives.barrier(group)      # nobody begins before everybody has read
+    collectives.barrier(group)  # nobody begins before everybody has read
     fn()
     collectives.barrier(group)
     return loopback_bytes() - before
@@ -76,7 +89,12 @@ def main(network: str, ranks: str, *calls: str) -> None:
     runs = 1 if network == "private" else RUNS_WHEN_SHARED
     for call in calls:
         fn, _ = pickle.loads(base64.b64decode(call))
-        print(min(launch.run(between_readings, fn, ranks=int(ranks), checked=False, echo=False)[0] for _ in range(runs)))
+        print(
+            min(
+                launch.run(between_readings, fn, ranks=int(ranks), checked=False, echo=False)[0]
+                for _ in range(runs)
+            )
+        )
 
 
 if __name__ == "__main__":

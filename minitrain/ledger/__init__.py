@@ -6,6 +6,7 @@ then   operators           what one operator costs
 
 This folder is one module to its users: `from minitrain.ledger import Ledger`.
 """
+
 from minitrain.ledger.ledger import Ledger
 
 __all__ = ["Ledger"]

@@ -45,11 +45,13 @@ class Ledger:
 
     def __init__(self, *, causal: str = "triangle") -> None:
         if causal not in ("triangle", "square"):
-            raise ValueError(f"causal = {causal!r}; use 'triangle' (the scores a causal mask leaves) or 'square' (all, as in papers)")
+            raise ValueError(
+                f"causal = {causal!r}; use 'triangle' (the scores a causal mask leaves) or 'square' (all, as in papers)"
+            )
         self.causal = causal
         self._events: list[Compute | _Issued | Wait] = []
         self._calls: list[_Issued] = []
-        self._pending: dict[int, _Issued] = {}      # id of the call -> the call, until it has been waited for
+        self._pending: dict[int, _Issued] = {}  # id of the call -> the call, until it has been waited for
         self._memory = MemoryMeter(now=lambda: len(self._events))
         self._phase = ""
         self._open: ExitStack | None = None
@@ -57,7 +59,9 @@ class Ledger:
 
     def __enter__(self) -> "Ledger":
         if self._used:
-            raise ValueError("this Ledger has accounted for a run already; make a new one: `with Ledger() as ledger`")
+            raise ValueError(
+                "this Ledger has accounted for a run already; make a new one: `with Ledger() as ledger`"
+            )
         self._used = True
         self._open = ExitStack()
         self._open.callback(self._memory.close)
@@ -99,8 +103,11 @@ class Ledger:
         return any(issued.call.planned for issued in self._calls)
 
     def _matching(self, op: str | None, axis: str | None) -> list:
-        return [issued.call for issued in self._calls
-                if op in (None, issued.call.op) and axis in (None, issued.call.axis)]
+        return [
+            issued.call
+            for issued in self._calls
+            if op in (None, issued.call.op) and axis in (None, issued.call.axis)
+        ]
 
     # ---- computation -----------------------------------------------------------------------------------------------
 
@@ -156,17 +163,34 @@ class Ledger:
 
     def table(self) -> str:
         """Three small tables: calls per operation and axis, FLOPs per operator, memory per kind."""
+
         def traffic(*which):
             return self.num_calls(*which), self.payload_bytes(*which), self.sent_bytes(*which)
 
         calls = dict.fromkeys((issued.call.op, issued.call.axis) for issued in self._calls)
         live, peak = self.live_by_kind, self.peak_by_kind
-        return _Shown("\n\n".join((
-            _grid(("communication", "calls", "payload bytes", "planned bytes" if self.planned else "sent bytes"),
-                  [(f"{op} {axis}", *traffic(op, axis)) for op, axis in calls], ("total", *traffic())),
-            _grid(("computation", "FLOPs"), self.flops_by_operator.items(), ("total", self.flops)),
-            _grid(("memory", "live bytes", "at the peak"), [(kind, live[kind], peak[kind]) for kind in KINDS],
-                  ("total", self.live_bytes, self.peak_bytes)))))
+        return _Shown(
+            "\n\n".join(
+                (
+                    _grid(
+                        (
+                            "communication",
+                            "calls",
+                            "payload bytes",
+                            "planned bytes" if self.planned else "sent bytes",
+                        ),
+                        [(f"{op} {axis}", *traffic(op, axis)) for op, axis in calls],
+                        ("total", *traffic()),
+                    ),
+                    _grid(("computation", "FLOPs"), self.flops_by_operator.items(), ("total", self.flops)),
+                    _grid(
+                        ("memory", "live bytes", "at the peak"),
+                        [(kind, live[kind], peak[kind]) for kind in KINDS],
+                        ("total", self.live_bytes, self.peak_bytes),
+                    ),
+                )
+            )
+        )
 
     # ---- what the instruments report -------------------------------------------------------------------------------
 
@@ -176,7 +200,9 @@ class Ledger:
         elif kind == "resized":
             self._memory.resized(subject)
         elif kind == "issue":
-            issued = self._pending[id(subject)] = _Issued(subject, len(self._calls), self._phase, _members(subject))
+            issued = self._pending[id(subject)] = _Issued(
+                subject, len(self._calls), self._phase, _members(subject)
+            )
             self._calls.append(issued)
             self._events.append(issued)
         elif id(subject) in self._pending:
@@ -188,13 +214,15 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False    # else torch imports its compiler at the first operator: two seconds in every rank
+        return False  # else torch imports its compiler at the first operator: two seconds in every rank
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger, self._memory = ledger, ledger._memory
         self._describe = cache(partial(describe, causal=ledger.causal))
-        self._event = cache(Compute)    # equal events are one object: thousands would keep the garbage collector busy
+        self._event = cache(
+            Compute
+        )  # equal events are one object: thousands would keep the garbage collector busy
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -218,13 +246,13 @@ class _Watch(TorchDispatchMode):
         outputs = tensors(result)
         if operator.mutates:
             for target in operator.targets(args, kwargs):
-                memory.read(target)     # lest it be taken for new-born below
+                memory.read(target)  # lest it be taken for new-born below
                 if all(target is not output for output in outputs):
                     outputs.append(target)
         births = memory.births
         written = sum([min(tensor.nbytes, memory.write(tensor)) for tensor in outputs])
         if operator.allocates or (births == memory.births and not operator.mutates):
-            return                      # memory that nobody has written yet, or a view by another name
+            return  # memory that nobody has written yet, or a view by another name
         if operator.gathers:
             read[0] = written
         elif operator.scatters:
@@ -249,8 +277,17 @@ class _Issued:
 
     def event(self) -> Issue:
         call = self.call
-        return Issue(self.id, call.op, call.axis, self.members, call.payload_bytes, call.sent_bytes, call.seq,
-                     call.site, self.phase)
+        return Issue(
+            self.id,
+            call.op,
+            call.axis,
+            self.members,
+            call.payload_bytes,
+            call.sent_bytes,
+            call.seq,
+            call.site,
+            self.phase,
+        )
 
 
 def _members(call: Call) -> tuple[int, ...]:
@@ -272,4 +309,6 @@ def _grid(head: tuple[str, ...], rows: Iterable[tuple], last: tuple) -> str:
     """Names to the left, numbers to the right with their thousands set apart."""
     lines = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in (head, *rows, last)]
     widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in lines)
+    return "\n".join(
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in lines
+    )

@@ -30,7 +30,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
 PRECEDENCE = ("parameters", "gradients", "optimizer state", "buffers", "activations")
@@ -47,19 +51,21 @@ class MemoryMeter:
 
     def __init__(self, now: Callable[[], int]) -> None:
         self._now = now
-        self._alive: dict[int, _Block] = {}              # address of the storage -> its block
-        self._kinds: list[str] = []                      # block number -> kind
-        self._older: list[tuple[int, int]] = []          # (block number, bytes) of blocks older than the meter
-        self._changes = array("q")                       # event, block number, bytes (deaths: negative), event, ...
-        self._parameters: dict[int, weakref.ref] = {}    # id of a parameter -> it, unless it is gone
+        self._alive: dict[int, _Block] = {}  # address of the storage -> its block
+        self._kinds: list[str] = []  # block number -> kind
+        self._older: list[tuple[int, int]] = []  # (block number, bytes) of blocks older than the meter
+        self._changes = array("q")  # event, block number, bytes (deaths: negative), event, ...
+        self._parameters: dict[int, weakref.ref] = {}  # id of a parameter -> it, unless it is gone
         self._hooks: list = []
         self._kind_of_births = "activations"
 
     # ---- watching --------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        self._hooks = [register_optimizer_step_pre_hook(self._before_step),
-                       register_optimizer_step_post_hook(self._after_step)]
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
 
     def close(self) -> None:
         """Stop watching. Nothing of the run is kept alive; only numbers remain."""
@@ -107,7 +113,12 @@ class MemoryMeter:
             block.bytes = size
             return block
         block = self._alive[storage._cdata] = _Block(storage, self._died)
-        block.key, block.number, block.bytes, block.is_parameter = storage._cdata, len(self._kinds), size, False
+        block.key, block.number, block.bytes, block.is_parameter = (
+            storage._cdata,
+            len(self._kinds),
+            size,
+            False,
+        )
         self._kinds.append("activations" if older else self._kind_of_births)
         if older:
             self._older.append((block.number, size))
@@ -152,7 +163,7 @@ class MemoryMeter:
 
     def _before_step(self, optimizer: Optimizer, args, kwargs) -> None:
         self._name_what_it_holds(optimizer)
-        self._kind_of_births = "buffers"    # what does not turn out to be state is the step's scratch memory
+        self._kind_of_births = "buffers"  # what does not turn out to be state is the step's scratch memory
 
     def _after_step(self, optimizer: Optimizer, args, kwargs) -> None:
         self._kind_of_births = "activations"
@@ -212,6 +223,9 @@ class MemoryMeter:
         """Live bytes after so many changes."""
         self._name_gradients()
         live = dict.fromkeys(KINDS, 0)
-        for number, size in [*self._older, *zip(self._changes[1:3 * after:3], self._changes[2:3 * after:3])]:
+        for number, size in [
+            *self._older,
+            *zip(self._changes[1 : 3 * after : 3], self._changes[2 : 3 * after : 3]),
+        ]:
             live[self._kinds[number]] += size
         return live

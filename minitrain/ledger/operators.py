@@ -28,34 +28,48 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
-ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "lift_fresh"}
+ALLOCATES = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+    "lift_fresh",
+}
 OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"}
 GATHERS = {"embedding", "index_select", "gather", "index"}
 SCATTERS = {"index_add_", "index_put_", "index_copy_", "scatter_", "scatter_add_"}
-FLOATS = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values()
-          if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
+FLOATS = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point
+}
 
 
 @dataclass(slots=True)
 class Operator:
     """What can be said of an operator before its arguments are known."""
 
-    name: str                           # "mm", "add_"
-    flops: Callable[..., int] | None    # (*args, out_val=result, **kwargs) -> int
-    written: tuple[int, ...]            # positions of the arguments it writes into: x.add_(y)
-    written_keywords: frozenset[str]    # names of those it writes into without reading: torch.add(x, y, out=z)
-    mutates: bool                       # either of the two
-    ignores_first: bool                 # does not read its first argument: x.zero_(), torch.ones_like(x)
-    gathers: bool                       # reads as much of its first argument as it writes
-    scatters: bool                      # reads and writes as much of its first argument as its last one brings
-    views: bool                         # gives its argument's memory another shape
-    allocates: bool                     # gives memory and writes nothing
-    composite: bool                     # has no kernel: made of others, which are to be counted in its place
-    bookkeeping: bool                   # of the profiler, or a question about a device
+    name: str  # "mm", "add_"
+    flops: Callable[..., int] | None  # (*args, out_val=result, **kwargs) -> int
+    written: tuple[int, ...]  # positions of the arguments it writes into: x.add_(y)
+    written_keywords: frozenset[str]  # names of those it writes into without reading: torch.add(x, y, out=z)
+    mutates: bool  # either of the two
+    ignores_first: bool  # does not read its first argument: x.zero_(), torch.ones_like(x)
+    gathers: bool  # reads as much of its first argument as it writes
+    scatters: bool  # reads and writes as much of its first argument as its last one brings
+    views: bool  # gives its argument's memory another shape
+    allocates: bool  # gives memory and writes nothing
+    composite: bool  # has no kernel: made of others, which are to be counted in its place
+    bookkeeping: bool  # of the profiler, or a question about a device
 
     def inputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
         if kwargs:
-            return tensors([*args, *(value for name, value in kwargs.items() if name not in self.written_keywords)])
+            return tensors(
+                [*args, *(value for name, value in kwargs.items() if name not in self.written_keywords)]
+            )
         return tensors(args)
 
     def targets(self, args: tuple, kwargs: dict) -> list[Tensor]:
@@ -70,17 +84,23 @@ def describe(func: torch._ops.OpOverload, causal: str = "triangle") -> Operator:
     written = [_is_written(argument) for argument in schema.arguments]
     return Operator(
         name=name,
-        flops=_formula(packet, causal) or _formula(getattr(aten, name.removesuffix("_"), None), causal),    # addmm_ as addmm
+        flops=_formula(packet, causal)
+        or _formula(getattr(aten, name.removesuffix("_"), None), causal),  # addmm_ as addmm
         written=tuple(i for i, a in enumerate(schema.arguments) if written[i] and not a.kwarg_only),
-        written_keywords=frozenset(a.name for i, a in enumerate(schema.arguments) if written[i] and a.kwarg_only),
+        written_keywords=frozenset(
+            a.name for i, a in enumerate(schema.arguments) if written[i] and a.kwarg_only
+        ),
         mutates=any(written),
         ignores_first=name in OVERWRITES or name.endswith("_like") or name.startswith("new_"),
         gathers=name in GATHERS,
         scatters=name in SCATTERS,
-        views=bool(schema.returns) and all(r.alias_info is not None and not _is_written(r) for r in schema.returns),
+        views=bool(schema.returns)
+        and all(r.alias_info is not None and not _is_written(r) for r in schema.returns),
         allocates=name in ALLOCATES,
-        composite=not bookkeeping and has_kernel(func.name(), "CompositeImplicitAutograd")
-        and not has_kernel(func.name(), "CPU") and not has_kernel(func.name(), "CUDA"),
+        composite=not bookkeeping
+        and has_kernel(func.name(), "CompositeImplicitAutograd")
+        and not has_kernel(func.name(), "CPU")
+        and not has_kernel(func.name(), "CUDA"),
         bookkeeping=bookkeeping,
     )
 
@@ -112,7 +132,10 @@ def tensors(values) -> list[Tensor]:
 
 # ---- FLOPs where torch.utils.flop_counter has no formula, or not a right one -----------------------------------------
 
-def _attention(names: list[str], with_keys: int, with_values: int, aligned: str, causal: str, *args, **kwargs) -> int:
+
+def _attention(
+    names: list[str], with_keys: int, with_values: int, aligned: str, causal: str, *args, **kwargs
+) -> int:
     """So many products of Tq·Tk scores with the width of the keys, and with that of the values. q [B, H, Tq, K], k and
     v [B, H', Tk, K]: heads that are shared, H' < H, save no work."""
     given = dict(zip(names, args)) | kwargs
@@ -125,11 +148,25 @@ def _attention(names: list[str], with_keys: int, with_values: int, aligned: str,
 def visible_scores(queries: int, keys: int, aligned: str = "top left") -> int:
     """What a causal mask leaves of [Tq, Tk]. Its diagonal starts in the first row or ends in the last ("lower right")."""
     side = min(queries, keys)
-    return side * (side + 1) // 2 + ((queries - side) * keys if aligned == "top left" else queries * (keys - side))
+    return side * (side + 1) // 2 + (
+        (queries - side) * keys if aligned == "top left" else queries * (keys - side)
+    )
 
 
-def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes, stride, padding, dilation,
-                          transposed: bool, output_padding, groups, output_mask: list[bool], **kwargs) -> int:
+def _convolution_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes,
+    stride,
+    padding,
+    dilation,
+    transposed: bool,
+    output_padding,
+    groups,
+    output_mask: list[bool],
+    **kwargs,
+) -> int:
     """Each of the two gradients, of x and of the weight, takes the multiplications of the forward."""
     points = prod((x if transposed else grad).shape[2:])
     return 2 * x.shape[0] * points * weight.numel() * (output_mask[0] + output_mask[1])

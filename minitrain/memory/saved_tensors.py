@@ -15,6 +15,7 @@ when the same object is entered twice.
 Korthikanti et al. 2022, arXiv:2205.05198, section 4, counts the same tensors by hand. Differs: mean and deviation of
 each norm, 4 or 8 bytes a token, are counted here and neglected there.
 """
+
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -44,8 +45,10 @@ class SavedTensors:
         self._seen = {parameter.untyped_storage()._cdata for parameter in self.module.parameters()}
         self._inside, self._handles = [], []
         for name, module in self.module.named_modules():
-            self._handles += [module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
-                              module.register_forward_hook(self._leave, always_call=True)]
+            self._handles += [
+                module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
+                module.register_forward_hook(self._leave, always_call=True),
+            ]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
         self._hooks.__enter__()
         return self
@@ -56,7 +59,7 @@ class SavedTensors:
             handle.remove()
 
     def _leave(self, *_):
-        self._inside.pop()              # and return nothing: what a forward hook returns replaces the output
+        self._inside.pop()  # and return nothing: what a forward hook returns replaces the output
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -79,9 +82,14 @@ class SavedTensors:
 
     def table(self, unit: int = 1) -> str:
         """One line per block, in the order they were saved; the last column is bytes / unit."""
+
         def line(place, shape, dtype, size):
             return f"{place:18} {shape:24} {dtype:9} {size:>14,} {size / unit:8.3f}"
 
-        lines = [line(item.place or "(itself)", str(list(item.shape)), str(item.dtype)[len("torch."):], item.bytes)
-                 for item in self.saved]
+        lines = [
+            line(
+                item.place or "(itself)", str(list(item.shape)), str(item.dtype)[len("torch.") :], item.bytes
+            )
+            for item in self.saved
+        ]
         return "\n".join([*lines, line("all", "", "", self.bytes)])

@@ -11,6 +11,7 @@ wrong value is a `ValueError` of one line that names the value, what is allowed 
 Left out, because neither sizes nor FLOPs depend on it: Llama 3.1's rescaled RoPE frequencies, GPT-3's alternating
 sparse attention, GLM's two-dimensional positions.
 """
+
 import difflib
 from dataclasses import dataclass, fields
 
@@ -27,28 +28,28 @@ GATED = ("swiglu", "geglu")
 class GPTConfig:
     """Sizes and variants of one model. `None` is derived from the width, and replaced by the derived number."""
 
-    vocab_size: int = 256                # V; bytes are 256
-    d_model: int = 64                    # the width D
-    num_layers: int = 2                  # blocks, between embedding and head
-    num_heads: int = 4                   # of attention
-    num_kv_heads: int | None = None      # None: as many as heads (MHA); 1: MQA; between: GQA
-    head_dim: int | None = None          # None: d_model / num_heads
-    d_ff: int | None = None              # None: 4·d_model; for a gated MLP 8/3·d_model, up to a multiple of 64
-    max_positions: int = 1024            # the longest sequence
-    norm: str = "rms"                    # or layer
-    norm_eps: float = 1e-5               # added to a variance before its root
-    positions: str = "rope"              # or learned, alibi, none
-    rope_theta: float = 10_000.0         # base of the wavelengths
-    rope_fraction: float = 1.0           # the part of each head that is rotated (GPT-NeoX: 1/4)
-    activation: str = "swiglu"           # or geglu, gelu, fastgelu
-    residual: str = "pre"                # or parallel, post, deepnorm: where norms and sums stand; see model.Block
-    bias: bool = False                   # in the linears and norms of the blocks; the head never has one
-    tied: bool = False                   # the head uses the token table
-    embedding_norm: bool = False         # BLOOM: a norm right after the token table
-    dropout: float = 0.0                 # on attention probabilities and on both outputs of a block
-    kv_latent: int = 0                   # > 0: multi-head latent attention with a key-value latent this wide
-    query_latent: int = 0                # MLA: width of the query latent; 0: queries come straight from the input
-    rope_head_dim: int = 0               # MLA: width of the rotated part of each head
+    vocab_size: int = 256  # V; bytes are 256
+    d_model: int = 64  # the width D
+    num_layers: int = 2  # blocks, between embedding and head
+    num_heads: int = 4  # of attention
+    num_kv_heads: int | None = None  # None: as many as heads (MHA); 1: MQA; between: GQA
+    head_dim: int | None = None  # None: d_model / num_heads
+    d_ff: int | None = None  # None: 4·d_model; for a gated MLP 8/3·d_model, up to a multiple of 64
+    max_positions: int = 1024  # the longest sequence
+    norm: str = "rms"  # or layer
+    norm_eps: float = 1e-5  # added to a variance before its root
+    positions: str = "rope"  # or learned, alibi, none
+    rope_theta: float = 10_000.0  # base of the wavelengths
+    rope_fraction: float = 1.0  # the part of each head that is rotated (GPT-NeoX: 1/4)
+    activation: str = "swiglu"  # or geglu, gelu, fastgelu
+    residual: str = "pre"  # or parallel, post, deepnorm: where norms and sums stand; see model.Block
+    bias: bool = False  # in the linears and norms of the blocks; the head never has one
+    tied: bool = False  # the head uses the token table
+    embedding_norm: bool = False  # BLOOM: a norm right after the token table
+    dropout: float = 0.0  # on attention probabilities and on both outputs of a block
+    kv_latent: int = 0  # > 0: multi-head latent attention with a key-value latent this wide
+    query_latent: int = 0  # MLA: width of the query latent; 0: queries come straight from the input
+    rope_head_dim: int = 0  # MLA: width of the rotated part of each head
 
     def __new__(cls, *args, **settings):
         names = [field.name for field in fields(cls)]
@@ -67,8 +68,10 @@ class GPTConfig:
                 raise ValueError(f"{name} = {getattr(self, name)!r}; {_meant(getattr(self, name), choices)}")
         if _derived(self.head_dim) and self.d_model % self.num_heads:
             near = sorted(_divisors(self.d_model), key=lambda n: abs(n - self.num_heads))[:2]
-            raise ValueError(f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
-                             f"try num_heads {' or '.join(map(str, sorted(near)))}")
+            raise ValueError(
+                f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
+                f"try num_heads {' or '.join(map(str, sorted(near)))}"
+            )
         self._derive("head_dim", self.d_model // self.num_heads)
         self._derive("num_kv_heads", self.num_heads)
         gated = self.activation in GATED
@@ -77,14 +80,18 @@ class GPTConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout = {self.dropout}; must be in [0, 1)")
         if self.norm_eps <= 0 or self.rope_theta <= 0:
-            raise ValueError(f"norm_eps = {self.norm_eps} and rope_theta = {self.rope_theta} must both be > 0")
+            raise ValueError(
+                f"norm_eps = {self.norm_eps} and rope_theta = {self.rope_theta} must both be > 0"
+            )
 
     def _check_types(self):
         for field in fields(self):
             value, kind = getattr(self, field.name), int if field.default is None else type(field.default)
             fits = isinstance(value, (int, float) if kind is float else kind) or value is field.default
             if not fits or (isinstance(value, bool) and kind is not bool):
-                raise ValueError(f"{field.name} = {value!r} is {type(value).__name__}; expected {kind.__name__}")
+                raise ValueError(
+                    f"{field.name} = {value!r} is {type(value).__name__}; expected {kind.__name__}"
+                )
 
     def _derive(self, name: str, value: int):
         if _derived(getattr(self, name)):
@@ -94,20 +101,31 @@ class GPTConfig:
 
     def _check_attention(self):
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
-                             f"allowed {', '.join(map(str, _divisors(self.num_heads)))}")
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
+                f"allowed {', '.join(map(str, _divisors(self.num_heads)))}"
+            )
         if self.kv_latent:
             for name, value, wanted, fits in (
                 ("positions", self.positions, "'rope'", self.positions == "rope"),
                 ("rope_head_dim", self.rope_head_dim, "at least 2", self.rope_head_dim >= 2),
-                ("num_kv_heads", self.num_kv_heads, f"None or {self.num_heads}", self.num_kv_heads == self.num_heads),
+                (
+                    "num_kv_heads",
+                    self.num_kv_heads,
+                    f"None or {self.num_heads}",
+                    self.num_kv_heads == self.num_heads,
+                ),
             ):
                 if not fits:
-                    raise ValueError(f"{name} = {value!r}; with kv_latent {self.kv_latent} (MLA) it must be {wanted}")
+                    raise ValueError(
+                        f"{name} = {value!r}; with kv_latent {self.kv_latent} (MLA) it must be {wanted}"
+                    )
         if not 0.0 < self.rope_fraction <= 1.0:
             raise ValueError(f"rope_fraction = {self.rope_fraction}; must be in (0, 1]")
         if self.positions == "rope" and self.rotated_dim % 2:
-            raise ValueError(f"rotated head size {self.rotated_dim} is odd; RoPE turns pairs and needs an even one")
+            raise ValueError(
+                f"rotated head size {self.rotated_dim} is odd; RoPE turns pairs and needs an even one"
+            )
 
     @property
     def rotated_dim(self) -> int:
@@ -135,15 +153,28 @@ def _meant(given: str, allowed) -> str:
 def _gpt2(d_model: int, num_layers: int, num_heads: int, **other) -> GPTConfig:
     """Radford et al. 2019, section 2.3: pre-norm, learned positions, GELU (by tanh, in their code and in what was trained after
     it: GPT-NeoX, BLOOM), biases everywhere, tied head."""
-    style = dict(vocab_size=50_257, max_positions=1024, norm="layer", positions="learned", activation="gelu_tanh",
-                 bias=True, tied=True)
+    style = dict(
+        vocab_size=50_257,
+        max_positions=1024,
+        norm="layer",
+        positions="learned",
+        activation="gelu_tanh",
+        bias=True,
+        tied=True,
+    )
     return GPTConfig(d_model=d_model, num_layers=num_layers, num_heads=num_heads, **{**style, **other})
 
 
 def _llama(d_model: int, num_layers: int, num_heads: int, num_kv_heads: int, d_ff: int, **other) -> GPTConfig:
     """Touvron et al. 2023, section 2.2: RMSNorm, RoPE, SwiGLU, no biases, untied head."""
-    return GPTConfig(d_model=d_model, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
-                     d_ff=d_ff, **other)
+    return GPTConfig(
+        d_model=d_model,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        d_ff=d_ff,
+        **other,
+    )
 
 
 _LLAMA3 = dict(vocab_size=128_256, max_positions=8192, rope_theta=500_000.0)
@@ -159,14 +190,32 @@ presets = {
     # Brown et al. 2020, table 2.1.
     "gpt3-175b": _gpt2(12_288, 96, 96, max_positions=2048),
     # Black et al. 2022, section 2: attention and MLP side by side, RoPE on a quarter of each head, own output table.
-    "gpt-neox-20b": _gpt2(6144, 44, 64, vocab_size=50_432, max_positions=2048, positions="rope", rope_fraction=0.25,
-                          residual="parallel", tied=False),
+    "gpt-neox-20b": _gpt2(
+        6144,
+        44,
+        64,
+        vocab_size=50_432,
+        max_positions=2048,
+        positions="rope",
+        rope_fraction=0.25,
+        residual="parallel",
+        tied=False,
+    ),
     # BigScience 2022, section 3.2: ALiBi, a norm after the embedding.
-    "bloom-176b": _gpt2(14_336, 70, 112, vocab_size=250_880, max_positions=2048, positions="alibi",
-                        embedding_norm=True),
+    "bloom-176b": _gpt2(
+        14_336, 70, 112, vocab_size=250_880, max_positions=2048, positions="alibi", embedding_norm=True
+    ),
     # Zeng et al. 2022, section 2.1 and appendix B: DeepNorm, RoPE, GeGLU with F = 8/3 D.
-    "glm-130b": _gpt2(12_288, 70, 96, vocab_size=150_528, max_positions=2048, positions="rope", activation="geglu",
-                      residual="deepnorm"),
+    "glm-130b": _gpt2(
+        12_288,
+        70,
+        96,
+        vocab_size=150_528,
+        max_positions=2048,
+        positions="rope",
+        activation="geglu",
+        residual="deepnorm",
+    ),
     # Touvron et al. 2023b, appendix A.2.1; Jiang et al. 2023, table 1.
     "llama2-7b": _llama(4096, 32, 32, 32, 11_008, vocab_size=32_000, max_positions=4096),
     "mistral-7b": _llama(4096, 32, 32, 8, 14_336, vocab_size=32_000, max_positions=8192),

@@ -18,6 +18,7 @@ Radford et al. 2019 (GPT-2), section 2.3: pre-norm, output projections start sma
 al. 2022 (GLM-130B), arXiv:2210.02414, section 2.1. Differs: weights are drawn per name and not from one stream, and the
 draw is float32 on the CPU, whatever dtype and device follow.
 """
+
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -29,9 +30,20 @@ from torch import Tensor, nn
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.layers import MLP, Attention, Dropout, LatentAttention, Linear, causal_attention, norm
 
-__all__ = ["GPT", "Block", "Embedding", "GPTConfig", "Head", "Stages", "cross_entropy_sum", "generate", "presets", "seed_of"]
+__all__ = [
+    "GPT",
+    "Block",
+    "Embedding",
+    "GPTConfig",
+    "Head",
+    "Stages",
+    "cross_entropy_sum",
+    "generate",
+    "presets",
+    "seed_of",
+]
 
-MASKED = -100       # a target that does not count
+MASKED = -100  # a target that does not count
 
 
 def lookup(table: Tensor, ids: Tensor, what: str, limit: str) -> Tensor:
@@ -41,14 +53,16 @@ def lookup(table: Tensor, ids: Tensor, what: str, limit: str) -> Tensor:
         return F.embedding(ids, table)
     except IndexError:
         place = ((ids < 0) | (ids >= table.size(0))).nonzero()[0].tolist()
-        raise ValueError(f"{what} {ids[tuple(place)].item()} at {place}; {limit} is {table.size(0)} "
-                         f"(0..{table.size(0) - 1})") from None
+        raise ValueError(
+            f"{what} {ids[tuple(place)].item()} at {place}; {limit} is {table.size(0)} "
+            f"(0..{table.size(0) - 1})"
+        ) from None
 
 
 class Embedding(nn.Module):
     """Layer 0: rows of the token table, plus learned positions, plus a norm where the model has them."""
 
-    token_rows = position_rows = staticmethod(lookup)       # who cuts the tables over ranks brings their own
+    token_rows = position_rows = staticmethod(lookup)  # who cuts the tables over ranks brings their own
 
     def __init__(self, config: GPTConfig, name: str, **place):
         super().__init__()
@@ -63,8 +77,10 @@ class Embedding(nn.Module):
         if tokens.is_floating_point() or tokens.dim() != 2:
             raise ValueError(f"tokens are {tokens.dtype} {list(tokens.shape)}; expected int64 [B, T]")
         if tokens.size(1) > self.config.max_positions:
-            raise ValueError(f"sequence {tokens.size(1)} > max_positions {self.config.max_positions}; "
-                             "cut the sequence or raise max_positions")
+            raise ValueError(
+                f"sequence {tokens.size(1)} > max_positions {self.config.max_positions}; "
+                "cut the sequence or raise max_positions"
+            )
         x = self.token_rows(self.tokens, tokens, "token", "vocab_size")
         if self.config.positions == "learned":
             x = x + self.position_rows(self.positions, positions, "position", "max_positions")
@@ -74,10 +90,10 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Attention and MLP around a residual stream, with the norms in one of four places.
 
-        pre        x + f(norm(x))                             the usual one: the stream itself is never normed
-        parallel   x + attention(norm1(x)) + mlp(norm2(x))    both at once: one all-reduce under tensor parallelism
-        post       norm(x + f(x))                             the original; deep down all tokens become one vector
-        deepnorm   norm(alpha·x + f(x))                       post-norm for depth: alpha = sqrt(2L), smaller weights
+    pre        x + f(norm(x))                             the usual one: the stream itself is never normed
+    parallel   x + attention(norm1(x)) + mlp(norm2(x))    both at once: one all-reduce under tensor parallelism
+    post       norm(x + f(x))                             the original; deep down all tokens become one vector
+    deepnorm   norm(alpha·x + f(x))                       post-norm for depth: alpha = sqrt(2L), smaller weights
     """
 
     def __init__(self, config: GPTConfig, name: str, attention: Callable = causal_attention, **place):
@@ -136,12 +152,21 @@ class Layers(nn.ModuleList):
 class GPT(nn.Module):
     """The model, or the slice `layers` of it (numbers from 0, the embedding, to L + 1, the head)."""
 
-    def __init__(self, config: GPTConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str | None = None, attention: Callable = causal_attention,
-                 layers: Iterable[int] | None = None):
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        attention: Callable = causal_attention,
+        layers: Iterable[int] | None = None,
+    ):
         super().__init__()
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"dtype = {dtype!r}; use torch.float32, torch.bfloat16, torch.float16 or torch.float64")
+            raise ValueError(
+                f"dtype = {dtype!r}; use torch.float32, torch.bfloat16, torch.float16 or torch.float64"
+            )
         self.config = config
         last = config.num_layers + 1
         place = dict(dtype=dtype, device=device)
@@ -161,7 +186,9 @@ class GPT(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """tokens `[B, T]` -> logits `[B, T, V]`; a slice takes and gives what its first and last layer do."""
         if x.dim() < 2:
-            raise ValueError(f"input is {list(x.shape)}; expected tokens [B, T] (or x [B, T, D] for later layers)")
+            raise ValueError(
+                f"input is {list(x.shape)}; expected tokens [B, T] (or x [B, T, D] for later layers)"
+            )
         if positions is None:
             positions = torch.arange(x.size(1), device=x.device)
         for layer in self.layers:
@@ -204,11 +231,15 @@ class Stages(nn.Module):
         tied = f"{self.head}.out.weight" if self.config.tied else None
         parts, shared = [], {}
         for _, stage in self.items():
-            part = {param: "layers.0.tokens" if name == tied else name for name, param in stage.named_parameters()}
+            part = {
+                param: "layers.0.tokens" if name == tied else name for name, param in stage.named_parameters()
+            }
             again = {param: name for param, name in part.items() if any(param in other for other in parts)}
             shared |= again
             parts.append(part)
-        return [{param: name for param, name in part.items() if param not in shared} for part in parts] + [shared] * bool(shared)
+        return [{param: name for param, name in part.items() if param not in shared} for part in parts] + [
+            shared
+        ] * bool(shared)
 
 
 def seed_of(name: str, seed: int = 0) -> int:
@@ -220,16 +251,18 @@ def seed_of(name: str, seed: int = 0) -> int:
 def initialise(parameter: Tensor, name: str, config: GPTConfig, seed: int):
     """Fills one parameter from its global name. A dry run does the same operators, so that its account is the same."""
     fake = type(parameter) is not nn.Parameter
-    if parameter.is_meta or (fake and not parameter.is_cpu):            # no memory; or a GPU that torch may not know
+    if parameter.is_meta or (fake and not parameter.is_cpu):  # no memory; or a GPU that torch may not know
         return
     if parameter.dim() == 1:
         parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         return
     if config.tied and name == f"layers.{config.num_layers + 1}.out.weight":
-        name = "layers.0.tokens"                                        # a stage with the head only: the same table
+        name = "layers.0.tokens"  # a stage with the head only: the same table
     in_place = parameter.is_cpu and parameter.dtype == torch.float32
     values = parameter if in_place else torch.empty(parameter.shape, dtype=torch.float32)
-    values.normal_(0.0, _std(name, parameter, config), generator=torch.Generator().manual_seed(seed_of(name, seed)))
+    values.normal_(
+        0.0, _std(name, parameter, config), generator=torch.Generator().manual_seed(seed_of(name, seed))
+    )
     if not in_place:
         parameter.copy_(values)
 
@@ -237,8 +270,8 @@ def initialise(parameter: Tensor, name: str, config: GPTConfig, seed: int):
 def _std(name: str, parameter: Tensor, config: GPTConfig) -> float:
     number, module = int(name.split(".")[1]), name.split(".")[-2]
     if not 1 <= number <= config.num_layers:
-        return 0.02                                                                             # the tables
-    if config.residual in ("post", "deepnorm"):                                                 # Xavier, as in 2017
+        return 0.02  # the tables
+    if config.residual in ("post", "deepnorm"):  # Xavier, as in 2017
         small = config.residual == "deepnorm" and module in ("v", "v_up", "out", "up", "gate", "down")
         return (deepnorm(config.num_layers)[1] if small else 1.0) * math.sqrt(2 / sum(parameter.shape))
     return 0.02 / math.sqrt(2 * config.num_layers) if module in ("out", "down") else 0.02
@@ -251,11 +284,20 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     0 with zero gradients and no error, for another rank may hold tokens that count.
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, -2).to(exact), targets.flatten(), ignore_index=MASKED, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, -2).to(exact), targets.flatten(), ignore_index=MASKED, reduction="sum"
+    )
 
 
 @torch.no_grad()
-def generate(model: Callable, prompt: Tensor, n: int, temperature: float = 1.0, seed: int = 0, window: int | None = None) -> Tensor:
+def generate(
+    model: Callable,
+    prompt: Tensor,
+    n: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    window: int | None = None,
+) -> Tensor:
     """`[B, T]` tokens -> `[B, T + n]`: draws one token at a time; temperature 0 takes the likeliest. Keeps no cache."""
     if temperature < 0:
         raise ValueError(f"temperature = {temperature}; use 0 (the likeliest token) or more")
@@ -264,7 +306,7 @@ def generate(model: Callable, prompt: Tensor, n: int, temperature: float = 1.0, 
     model.train(False)
     try:
         for _ in range(n):
-            logits = model(tokens[:, -(window or model.config.max_positions):])[:, -1].float()
+            logits = model(tokens[:, -(window or model.config.max_positions) :])[:, -1].float()
             if temperature == 0:
                 token = logits.argmax(-1, keepdim=True)
             else:

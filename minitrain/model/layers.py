@@ -17,6 +17,7 @@ arXiv:2305.13245; DeepSeek-AI 2024 (MLA), arXiv:2405.04434, section 2.1; Shazeer
 Differs: RoPE turns the pairs (i, i + K/2), as GPT-NeoX does, where its paper turns (2i, 2i + 1); one is the other with
 the columns of each head in another order.
 """
+
 import math
 from collections.abc import Callable
 
@@ -107,35 +108,42 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
     x `[B, H, T, R]`, R even; positions `[T]` or `[B, T]`. The product of a rotated query and a rotated key depends on
     the difference of their positions only.
     """
-    exact = torch.promote_types(x.dtype, torch.float32)          # angles in bf16 would be wrong from position 256 on
+    exact = torch.promote_types(x.dtype, torch.float32)  # angles in bf16 would be wrong from position 256 on
     exponents = torch.arange(0, x.size(-1), 2, device=x.device, dtype=exact) / x.size(-1)
-    angles = positions.to(exact).unsqueeze(-1) * theta ** -exponents                              # [(B,) T, R/2]
-    angles = angles.unsqueeze(-3)                                                                 # [(B,) 1, T, R/2]
+    angles = positions.to(exact).unsqueeze(-1) * theta**-exponents  # [(B,) T, R/2]
+    angles = angles.unsqueeze(-3)  # [(B,) 1, T, R/2]
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None,
-                     dropout: float | Callable = 0.0) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0
+) -> Tensor:
     """torch's fused attention. q `[B, H, T, K]`, k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`. It takes no mask that it has not drawn.
     A bias is added to the scores: numbers that fit `[B, H, T, T]`, or ALiBi's, of the positions of these tokens."""
     if q.size(-2) != k.size(-2):
-        raise ValueError(f"causal_attention: {q.size(-2)} queries, {k.size(-2)} keys; it is written for as many of both")
+        raise ValueError(
+            f"causal_attention: {q.size(-2)} queries, {k.size(-2)} keys; it is written for as many of both"
+        )
     if callable(dropout):
         return naive_attention(q, k, v, bias=bias, dropout=dropout)
     if bias is not None:
         bias = bias.own(q) if isinstance(bias, Alibi) else bias
         bias = bias + future(q.size(-2), bias)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=bias is None,
-                                          enable_gqa=q.size(1) != k.size(1))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=bias is None, enable_gqa=q.size(1) != k.size(1)
+    )
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None,
-                    dropout: float | Callable = 0.0) -> Tensor:
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0
+) -> Tensor:
     """The same in five lines, so that each FLOP and each saved tensor can be seen: `[B, H, T, T]` scores are kept."""
     bias = bias.own(q) if isinstance(bias, Alibi) else bias
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) if x.size(1) != q.size(1) else x for x in (k, v))
+    k, v = (
+        x.repeat_interleave(q.size(1) // x.size(1), dim=1) if x.size(1) != q.size(1) else x for x in (k, v)
+    )
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + future(q.size(-2), q)
     probabilities = F.softmax(scores if bias is None else scores + bias, dim=-1)
     return drop(probabilities, dropout) @ v
@@ -159,12 +167,18 @@ class Attention(nn.Module):
         self.k = Linear(config.d_model, kv_heads, bias=config.bias, **place)
         self.v = Linear(config.d_model, kv_heads, bias=config.bias, **place)
         self.out = Linear(heads, config.d_model, bias=config.bias, **place)
-        if config.positions == "alibi":      # a buffer with a head per row, so that whoever cuts the heads cuts it too
-            self.register_buffer("slopes", torch.tensor(alibi_slopes(config.num_heads), **place), persistent=False)
+        if (
+            config.positions == "alibi"
+        ):  # a buffer with a head per row, so that whoever cuts the heads cuts it too
+            self.register_buffer(
+                "slopes", torch.tensor(alibi_slopes(config.num_heads), **place), persistent=False
+            )
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        q, k, v = (rearrange(y, "b t (h k) -> b h t k", k=self.config.head_dim)
-                   for y in self.project(x, (self.q, self.k, self.v)))                           # [B, H, T, K]
+        q, k, v = (
+            rearrange(y, "b t (h k) -> b h t k", k=self.config.head_dim)
+            for y in self.project(x, (self.q, self.k, self.v))
+        )  # [B, H, T, K]
         if self.config.positions == "rope":
             q, k = self.rotated(q, positions), self.rotated(k, positions)
         out = self.core(q, k, v, **self._extras(positions))
@@ -203,7 +217,9 @@ class LatentAttention(nn.Module):
         if config.query_latent:
             self.q_down = Linear(config.d_model, config.query_latent, bias=config.bias, **place)
             self.q_norm = norm(config, config.query_latent, **place)
-        self.q_up = Linear(config.query_latent or config.d_model, heads * (plain + turned), bias=False, **place)
+        self.q_up = Linear(
+            config.query_latent or config.d_model, heads * (plain + turned), bias=False, **place
+        )
         self.kv_down = Linear(config.d_model, config.kv_latent + turned, bias=config.bias, **place)
         self.kv_norm = norm(config, config.kv_latent, **place)
         self.k_up = Linear(config.kv_latent, heads * plain, bias=False, **place)
@@ -222,7 +238,10 @@ class LatentAttention(nn.Module):
     def attend(self, query_latent: Tensor, kv_latent: Tensor, positions: Tensor) -> Tensor:
         """The wide part: norms, up-projections and core -> `[B, H, T, K]`."""
         plain, turned, latent, shared_key = self._parts(query_latent, kv_latent, positions)
-        k, v = (rearrange(up(latent), "b t (h k) -> b h t k", k=self.config.head_dim) for up in (self.k_up, self.v_up))
+        k, v = (
+            rearrange(up(latent), "b t (h k) -> b h t k", k=self.config.head_dim)
+            for up in (self.k_up, self.v_up)
+        )
         k = torch.cat((k, shared_key.expand(-1, k.size(1), -1, -1)), dim=-1)
         extras = {"dropout": self.config.dropout} if self.config.dropout and self.training else {}
         return self.core(torch.cat((plain, turned), dim=-1), k, v, **extras)
@@ -233,10 +252,14 @@ class LatentAttention(nn.Module):
         q · (c · W)ᵀ = (q · Wᵀ) · cᵀ, so what is left is MQA: one key [c, rope(r)] and one value c for every head.
         """
         plain, turned, latent, shared_key = self._parts(*self.compress(x), positions)
-        k_up, v_up = (rearrange(up.weight, "(h k) c -> h k c", k=self.config.head_dim) for up in (self.k_up, self.v_up))  # [H, K, c]
+        k_up, v_up = (
+            rearrange(up.weight, "(h k) c -> h k c", k=self.config.head_dim) for up in (self.k_up, self.v_up)
+        )  # [H, K, c]
         q = torch.cat((torch.einsum("bhtk,hkc->bhtc", plain, k_up), turned), dim=-1)
         k = torch.cat((latent.unsqueeze(1), shared_key), dim=-1)
-        q = q * math.sqrt(q.size(-1) / (plain.size(-1) + turned.size(-1)))     # the core will divide by the wider root
+        q = q * math.sqrt(
+            q.size(-1) / (plain.size(-1) + turned.size(-1))
+        )  # the core will divide by the wider root
         out = torch.einsum("bhtc,hkc->bhtk", self.core(q, k, latent.unsqueeze(1)), v_up)
         return self.out(rearrange(out, "b h t k -> b t (h k)"))
 
@@ -247,7 +270,9 @@ class LatentAttention(nn.Module):
         q = rearrange(q, "b t (h k) -> b h t k", k=config.head_dim + config.rope_head_dim)
         plain, turned = q.split((config.head_dim, config.rope_head_dim), dim=-1)
         latent, shared_key = kv_latent.split((config.kv_latent, config.rope_head_dim), dim=-1)
-        turned, shared_key = (rotate(part, positions, config.rope_theta) for part in (turned, shared_key.unsqueeze(1)))
+        turned, shared_key = (
+            rotate(part, positions, config.rope_theta) for part in (turned, shared_key.unsqueeze(1))
+        )
         return plain, turned, self.kv_norm(latent), shared_key
 
 

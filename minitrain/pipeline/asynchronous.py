@@ -24,6 +24,7 @@ microbatches an update with two versions.
 Narayanan et al. 2019 (PipeDream), arXiv:1806.03377, sections 3.1 and 3.3; Narayanan et al. 2021 (PipeDream-2BW), arXiv:2006.09503,
 section 3.1. Differs: no vertical sync, no replicated stages; parameters that two stages share are trained apart.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -76,17 +77,39 @@ class Versioned(nn.Module):
 class AsynchronousRunner(Runner):
     """The interpreter of runtime.py, with a choice of weights before each forward and an update after backwards."""
 
-    def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup,
-                 loss_fn: Callable[[Tensor, Tensor], Tensor], policy: Policy, update: Update, **settings):
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        schedule: Schedule,
+        group: ProcessGroup,
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        policy: Policy,
+        update: Update,
+        **settings,
+    ):
         check_policy(schedule, policy)
-        super().__init__(stages, schedule, group, loss_fn, SimpleNamespace(arrived=lambda params: None, ready=lambda params: None), **settings)
+        super().__init__(
+            stages,
+            schedule,
+            group,
+            loss_fn,
+            SimpleNamespace(arrived=lambda params: None, ready=lambda params: None),
+            **settings,
+        )
         self.policy, self.update = policy, update
         self.stages = {number: Versioned(stage) for number, stage in stages.items()}
 
     def __call__(self, batch) -> Tensor:
-        self.versions = {number: {0: {name: param.detach().clone().requires_grad_(param.requires_grad)
-                                      for name, param in stage.stage.named_parameters()}} for number, stage in self.stages.items()}
-        self.used: dict[tuple[int, int], int] = {}                          # (stage, unit) in flight -> version
+        self.versions = {
+            number: {
+                0: {
+                    name: param.detach().clone().requires_grad_(param.requires_grad)
+                    for name, param in stage.stage.named_parameters()
+                }
+            }
+            for number, stage in self.stages.items()
+        }
+        self.used: dict[tuple[int, int], int] = {}  # (stage, unit) in flight -> version
         self.most = dict.fromkeys(self.stages, 1)
         loss = super().__call__(batch)
         with torch.no_grad():
@@ -121,12 +144,17 @@ class AsynchronousRunner(Runner):
         newest = versions[max(versions)]
         with torch.no_grad():
             stepped = self.update([newest[name].detach() for name in grads], list(grads.values()))
-        versions[max(versions) + 1] = newest | {name: param.detach().requires_grad_() for name, param in zip(grads, stepped, strict=True)}
+        versions[max(versions) + 1] = newest | {
+            name: param.detach().requires_grad_() for name, param in zip(grads, stepped, strict=True)
+        }
 
     def forget(self, stage: int, unit: int) -> None:
         """The versions that no microbatch in flight has taken and none behind `unit` will take."""
         versions, newest = self.versions[stage], max(self.versions[stage])
-        needed = {version for (at, _), version in self.used.items() if at == stage} | {newest, self.policy.version(unit + 1, newest)}
+        needed = {version for (at, _), version in self.used.items() if at == stage} | {
+            newest,
+            self.policy.version(unit + 1, newest),
+        }
         for version in [version for version in versions if version not in needed]:
             del versions[version]
 
@@ -144,20 +172,30 @@ def taken(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def check_policy(schedule: Schedule, policy: Policy) -> None:
     p, m, k = len(schedule.ranks), schedule.microbatches, policy.every
     if schedule.splits_backward or schedule.recomputes:
-        raise ValueError(f"{schedule.name} has {'W' if schedule.splits_backward else 'R'}; stashed weights go with whole backwards: use F and B "
-                         "only")
+        raise ValueError(
+            f"{schedule.name} has {'W' if schedule.splits_backward else 'R'}; stashed weights go with whole backwards: use F and B "
+            "only"
+        )
     if k < 1 or m % k:
-        raise ValueError(f"{schedule.name}: {m} microbatches are not a multiple of the {k} of an update; use a multiple")
+        raise ValueError(
+            f"{schedule.name}: {m} microbatches are not a multiple of the {k} of an update; use a multiple"
+        )
     if 1 < k < p:
-        raise ValueError(f"{schedule.name}: {k} microbatches an update for {p} ranks; two versions of the weights need at least {p}")
+        raise ValueError(
+            f"{schedule.name}: {k} microbatches an update for {p} ranks; two versions of the weights need at least {p}"
+        )
     for entries in schedule.ranks:
         done = dict.fromkeys({action.stage for action in parts(entries)}, 0)
         for action in parts(entries):
             newest = done[action.stage] // k
             if action.kind == "B" and action.microbatch != done[action.stage]:
-                raise ValueError(f"{schedule.name}: {action} comes before B{action.stage}.{done[action.stage]}; updates need backwards in "
-                                 "order")
+                raise ValueError(
+                    f"{schedule.name}: {action} comes before B{action.stage}.{done[action.stage]}; updates need backwards in "
+                    "order"
+                )
             if action.kind == "F" and policy.version(action.microbatch, newest) > newest:
-                raise ValueError(f"{schedule.name}: {action} comes before the update whose weights it takes; use a schedule that starts "
-                                 "fewer forwards ahead, such as 1F1B")
+                raise ValueError(
+                    f"{schedule.name}: {action} comes before the update whose weights it takes; use a schedule that starts "
+                    "fewer forwards ahead, such as 1F1B"
+                )
             done[action.stage] += action.kind == "B"

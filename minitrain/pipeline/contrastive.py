@@ -22,6 +22,7 @@ Raises ValueError in one line for embeddings that are not pairs, and for sizes b
 Huang et al. 2024 (DISTMM), NSDI, section 5; Radford et al. 2021 (CLIP), arXiv:2103.00020, figure 3.
 Differs: DISTMM also gives the towers different numbers of ranks; here both are on every rank, one after the other.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -41,7 +42,9 @@ Towers = Callable[[object], tuple[Tensor, Tensor]]
 def contrastive_loss(images: Tensor, texts: Tensor, temperature: float = 0.1) -> Tensor:
     """`[N, E]` twice -> the sum over samples of -log p(its text | image) and -log p(its image | text)."""
     if images.shape != texts.shape or images.dim() != 2:
-        raise ValueError(f"contrastive loss of {list(images.shape)} and {list(texts.shape)}; give two [N, E], row by row a pair")
+        raise ValueError(
+            f"contrastive loss of {list(images.shape)} and {list(texts.shape)}; give two [N, E], row by row a pair"
+        )
     scores = F.normalize(images, dim=-1) @ F.normalize(texts, dim=-1).T / temperature
     own = torch.arange(len(scores), device=scores.device)
     return F.cross_entropy(scores, own, reduction="sum") + F.cross_entropy(scores.T, own, reduction="sum")
@@ -52,13 +55,15 @@ def contrastive_step(towers: Towers, microbatches: Sequence[object], group: Proc
 
     The ranks may have different numbers of samples. Returns the loss of the whole batch, the same on every rank.
     """
-    pairs = [torch.stack(towers(microbatch)) for microbatch in microbatches]                     # [2, rows, E] each, with their graphs
+    pairs = [
+        torch.stack(towers(microbatch)) for microbatch in microbatches
+    ]  # [2, rows, E] each, with their graphs
     own = torch.cat(pairs, dim=1).detach()
     everyone, start = _gathered(own, group)
     everyone.requires_grad_()
     loss = contrastive_loss(*everyone)
-    gradient, = torch.autograd.grad(loss, everyone)
-    gradient = gradient[:, start:start + own.size(1)]
+    (gradient,) = torch.autograd.grad(loss, everyone)
+    gradient = gradient[:, start : start + own.size(1)]
     for pair, part in zip(pairs, gradient.split([pair.size(1) for pair in pairs], dim=1)):
         pair.backward(part)
     return loss.detach()
@@ -68,18 +73,30 @@ def _gathered(own: Tensor, group: ProcessGroup) -> tuple[Tensor, int]:
     """All ranks' `[2, rows, E]` along dim 1, and where this rank's rows begin."""
     rows = collectives.all_gather(torch.tensor([own.size(1)], device=own.device), group).tolist()
     padded = own.new_zeros(own.size(0), max(rows), own.size(2))
-    padded[:, :own.size(1)] = own
+    padded[:, : own.size(1)] = own
     parts = collectives.all_gather(padded, group, dim=1).split(max(rows), dim=1)
-    return torch.cat([part[:, :count] for part, count in zip(parts, rows)], dim=1), sum(rows[:group.rank()])
+    return torch.cat([part[:, :count] for part, count in zip(parts, rows)], dim=1), sum(rows[: group.rank()])
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
+
 def naive(p: int, m: int) -> Schedule:
     """Two batches of m microbatches, one after the other, each with its barrier: on no rank a backward before all forwards."""
     check_sizes("naive", p=p, m=m)
-    return check(Schedule(f"two barriers, p={p}, m={m}", tuple(tuple(
-        Action(kind, rank, batch * m + i) for batch in range(2) for kind in "FB" for i in range(m)) for rank in range(p)), p, 2 * m))
+    return check(
+        Schedule(
+            f"two barriers, p={p}, m={m}",
+            tuple(
+                tuple(
+                    Action(kind, rank, batch * m + i) for batch in range(2) for kind in "FB" for i in range(m)
+                )
+                for rank in range(p)
+            ),
+            p,
+            2 * m,
+        )
+    )
 
 
 def doubled(p: int, m: int) -> Schedule:
@@ -90,5 +107,5 @@ def doubled(p: int, m: int) -> Schedule:
         ahead = min(m + p - rank - 1, 2 * m)
         forwards, backwards = ([Action(kind, rank, i) for i in range(2 * m)] for kind in "FB")
         turns = [action for pair in zip(backwards, forwards[ahead:]) for action in pair]
-        ranks.append(tuple(forwards[:ahead] + turns + backwards[2 * m - ahead:]))
+        ranks.append(tuple(forwards[:ahead] + turns + backwards[2 * m - ahead :]))
     return check(Schedule(f"doubled microbatches, p={p}, m={m}", tuple(ranks), p, 2 * m))

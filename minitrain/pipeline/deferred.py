@@ -13,6 +13,7 @@ Works as a mode of torch functions: the model is not changed and knows nothing o
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs patches Megatron's linear layers, torch.distributed.pipelining
 cuts autograd's graph at nodes that meet the parameters; here the one function that matters is replaced while forward runs.
 """
+
 from __future__ import annotations
 
 import torch

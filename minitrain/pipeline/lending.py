@@ -19,6 +19,7 @@ holds more than the largest `schedule.peak` (tested); only while E copies, befor
 Raises ValueError in one line for a stage that keeps more for some data than for others, in a dry run for a host that was not told how much.
 torch.autograd.graph.save_on_cpu is a bag for one tensor at a time. Differs: by storage, so that views of one block travel once.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -31,9 +32,9 @@ from minitrain.pipeline.lower import Receive, Send
 from minitrain.pipeline.runtime import Kept, Runner
 from minitrain.pipeline.schedule import Action
 
-Unit = tuple[int, int, int, int]                # (stage, slice, rows, tokens): what decides how much a forward keeps
-ALIGNED = 64                                    # bytes: any dtype may start there
-Places = list[tuple[int, int]]                  # where each block stands in the flat piece, and its bytes
+Unit = tuple[int, int, int, int]  # (stage, slice, rows, tokens): what decides how much a forward keeps
+ALIGNED = 64  # bytes: any dtype may start there
+Places = list[tuple[int, int]]  # where each block stands in the flat piece, and its bytes
 
 
 class Bag:
@@ -58,7 +59,9 @@ class Bag:
             return packed
         number, dtype, offset, size, stride = packed
         block = self.blocks[number]
-        return block[:0].view(dtype).as_strided(size, stride, block.storage_offset() // dtype.itemsize + offset)
+        return (
+            block[:0].view(dtype).as_strided(size, stride, block.storage_offset() // dtype.itemsize + offset)
+        )
 
     @property
     def bytes(self) -> int:
@@ -68,7 +71,7 @@ class Bag:
         sizes = [-(-block.numel() // ALIGNED) * ALIGNED for block in self.blocks]
         flat, places, at = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device), [], 0
         for block, size in zip(self.blocks, sizes):
-            flat[at:at + block.numel()] = block
+            flat[at : at + block.numel()] = block
             places.append((at, block.numel()))
             at += size
         self.blocks.clear()
@@ -76,7 +79,7 @@ class Bag:
         return flat, places
 
     def fill(self, flat: Tensor, places: Places) -> None:
-        self.blocks = [flat[at:at + size] for at, size in places]
+        self.blocks = [flat[at : at + size] for at, size in places]
 
 
 class Door:
@@ -105,6 +108,7 @@ class _Enter(torch.autograd.Function):
 
 # ---- the interpreter --------------------------------------------------------------------------------------------------
 
+
 class Balanced(Runner):
     """Runner for lists with E, H, G and L. `lent`: the bytes of what a forward keeps, by (stage, slice, rows, tokens); it grows by what
     this rank evicts and learns. A dry run, in which nothing can be learned, is given that of a dry run of the ranks that evict."""
@@ -130,7 +134,9 @@ class Balanced(Runner):
     def held_bytes(self) -> int:
         """Of all that this rank has for backwards: its own, guests, what is leaving and what is coming."""
         moving = [what for box in (self.inbox, self.outbox) for what in box if what.kind in "EG"]
-        return sum(bag.bytes for bag in self.bags.values()) + sum(self.lent[self.unit(what)] for what in moving)
+        return sum(bag.bytes for bag in self.bags.values()) + sum(
+            self.lent[self.unit(what)] for what in moving
+        )
 
     def unit(self, what: Action) -> Unit:
         rows, length = self.units[what.microbatch][0].shape
@@ -139,7 +145,11 @@ class Balanced(Runner):
     # ---- how much moves ----------------------------------------------------------------------------------------------
 
     def do(self, step) -> None:
-        if isinstance(step, (Send, Receive)) and step.what.kind == "E" and self.unit(step.what) not in self.told:
+        if (
+            isinstance(step, (Send, Receive))
+            and step.what.kind == "E"
+            and self.unit(step.what) not in self.told
+        ):
             self.told.add(self.unit(step.what))
             self.tell(*step) if isinstance(step, Send) else self.learn(*step)
         super().do(step)
@@ -149,11 +159,15 @@ class Balanced(Runner):
         self.lengths.append(collectives.send(length, to, self.link(to), async_op=True))
 
     def learn(self, what: Action, source: int) -> None:
-        length = collectives.receive(None, source, self.link(source, incoming=True), shape=(1,), dtype=torch.int64, device=self.device)
+        length = collectives.receive(
+            None, source, self.link(source, incoming=True), shape=(1,), dtype=torch.int64, device=self.device
+        )
         if self.unit(what) not in self.lent:
             if type(length) is not Tensor:
-                raise ValueError(f"rank {self.rank} hosts what {what} lends, and a dry run cannot learn how much; give lent=, as `Balanced.lent` "
-                                 f"is after a dry run of rank {source}")
+                raise ValueError(
+                    f"rank {self.rank} hosts what {what} lends, and a dry run cannot learn how much; give lent=, as `Balanced.lent` "
+                    f"is after a dry run of rank {source}"
+                )
             self.lent[self.unit(what)] = int(length)
 
     def message(self, what: Action) -> tuple[tuple[int, ...], torch.dtype]:
@@ -168,7 +182,12 @@ class Balanced(Runner):
             {"E": self.evict, "H": self.host, "G": self.give_back, "L": self.load}[action.kind](action)
 
     def run_stage(self, stage: int, unit: int, kept: Kept) -> Tensor:
-        lives = [*self.stages[stage].parameters(), *self.stages[stage].buffers(), *self.units[unit], *self.reducer.lives()]
+        lives = [
+            *self.stages[stage].parameters(),
+            *self.stages[stage].buffers(),
+            *self.units[unit],
+            *self.reducer.lives(),
+        ]
         self.bags[stage, unit] = bag = Bag(lives, self.device)
         door = Door() if stage else None
         if door:
@@ -185,9 +204,11 @@ class Balanced(Runner):
     def evict(self, action: Action) -> None:
         flat, self.places[action[1:]] = self.bags[action[1:]].empty()
         if self.lent.setdefault(self.unit(action), flat.numel()) != flat.numel():
-            raise ValueError(f"stage {action.stage} keeps {flat.numel()} bytes of {action}, and {self.lent[self.unit(action)]} of another microbatch "
-                             "of its shape; what it keeps must not depend on the data")
-        self.inbox[action] = flat                                       # the next step of the program sends it
+            raise ValueError(
+                f"stage {action.stage} keeps {flat.numel()} bytes of {action}, and {self.lent[self.unit(action)]} of another microbatch "
+                "of its shape; what it keeps must not depend on the data"
+            )
+        self.inbox[action] = flat  # the next step of the program sends it
 
     def host(self, action: Action) -> None:
         """Nothing: the receive is posted in front of H, and what comes is waited for at G."""

@@ -21,6 +21,7 @@ Per boundary and unit two messages, activations forward and as much backward; no
 turn of a V). No torch here. Raises what `check` raises, and ValueError for stages that are no chain and for moves that wait in a circle.
 Differs from torch.distributed.pipelining, which groups sends and receives that meet into one batch: here order alone does it.
 """
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -51,13 +52,15 @@ class Reduce(NamedTuple):
 
 Step = Entry | Send | Receive | Sent | Reduce
 Link = tuple[int, int]
-EARLY = 2       # entries between the post of a receive and what uses it
+EARLY = 2  # entries between the post of a receive and what uses it
 
 
 def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     """The program of every rank."""
     if not schedule.chain:
-        raise ValueError(f"{schedule.name}: its stages branch, and programs are made for chains; simulate it, or cut the model into a chain")
+        raise ValueError(
+            f"{schedule.name}: its stages branch, and programs are made for chains; simulate it, or cut the model into a chain"
+        )
     check(schedule)
     sends = messages(schedule)
     most = max(peak(schedule, rank) for rank in range(len(schedule.ranks))) if schedule.evicts else 0
@@ -67,28 +70,36 @@ def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     return programs
 
 
-def pause(program: tuple[Step, ...], rank: int, schedule: Schedule) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def pause(
+    program: tuple[Step, ...], rank: int, schedule: Schedule
+) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The program up to the rank's first backward, and from there on.
 
     All that the ranks send before their first backwards is received in the first part, and nothing else: so the forwards that fill the
     pipeline can be run again, messages included, with nothing of them left on a link.
     """
-    filling = {action for entries in schedule.ranks for action in parts(entries[:_first_backward(entries)])}
+    filling = {action for entries in schedule.ranks for action in parts(entries[: _first_backward(entries)])}
     computed = [step for step in program if isinstance(step, (Action, Pair))]
     at = program.index(computed[_first_backward(computed)])
-    for step in parts(computed[:_first_backward(computed)]):
+    for step in parts(computed[: _first_backward(computed)]):
         late = [before for before in schedule.needs[step] if before not in filling]
         if late:
-            raise ValueError(f"{schedule.name}: rank {rank} needs {late[0]}, which comes behind a first backward, for {step}, in front of its own "
-                             "first backward; a step can be checked late only where all of that comes before")
+            raise ValueError(
+                f"{schedule.name}: rank {rank} needs {late[0]}, which comes behind a first backward, for {step}, in front of its own "
+                "first backward; a step can be checked late only where all of that comes before"
+            )
     late = [step for step in program[:at] if isinstance(step, Receive) and step.what not in filling]
     early = [step for step in program[at:] if isinstance(step, Receive) and step.what in filling]
-    return (tuple([step for step in program[:at] if step not in late] + early),
-            tuple(late + [step for step in program[at:] if step not in early]))
+    return (
+        tuple([step for step in program[:at] if step not in late] + early),
+        tuple(late + [step for step in program[at:] if step not in early]),
+    )
 
 
 def _first_backward(entries: Sequence[Entry]) -> int:
-    return next(i for i, entry in enumerate(entries) if any(action.kind in "BIR" for action in parts([entry])))
+    return next(
+        i for i, entry in enumerate(entries) if any(action.kind in "BIR" for action in parts([entry]))
+    )
 
 
 def messages(schedule: Schedule) -> dict[Link, list[tuple[Action, Action]]]:
@@ -113,13 +124,17 @@ def user_of(what: Action, schedule: Schedule) -> Action | None:
     return None
 
 
-def _program(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]], most: Fraction | int) -> tuple[Step, ...]:
+def _program(
+    rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]], most: Fraction | int
+) -> tuple[Step, ...]:
     entries = schedule.ranks[rank]
     posted, left = _moves(rank, schedule, most)
     before = _receives(rank, schedule, sends, posted)
     freed = _sent(rank, schedule, sends)
     outgoing = {what: to for (source, to), sent in sends.items() if source == rank for what, _ in sent}
-    last = {action.stage: i for i, entry in enumerate(entries) for action in parts([entry]) if action.kind in "BW"}
+    last = {
+        action.stage: i for i, entry in enumerate(entries) for action in parts([entry]) if action.kind in "BW"
+    }
     program: list[Step] = []
     for i, entry in enumerate(entries):
         program += [Sent(what) for what in left[i]]
@@ -131,7 +146,9 @@ def _program(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action,
     return tuple(program)
 
 
-def _receives(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]], moves: dict[Action, int]) -> dict[int, list[Receive]]:
+def _receives(
+    rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]], moves: dict[Action, int]
+) -> dict[int, list[Receive]]:
     """For each entry what is posted before it: what the entries to come need, and all that the same link brings before that."""
     at = _positions(rank, schedule)
     wanted = {action: max(i - EARLY, 0) for action, i in at.items()} | moves
@@ -139,18 +156,30 @@ def _receives(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action
     for (source, to), sent in sends.items():
         if to == rank:
             for i, (what, _) in enumerate(sent):
-                earliest = min((wanted[user], at[user]) for _, user in sent[i:])        # a message behind it on the link may be needed sooner
+                earliest = min(
+                    (wanted[user], at[user]) for _, user in sent[i:]
+                )  # a message behind it on the link may be needed sooner
                 posted[earliest[0]].append((earliest, Receive(what, source)))
-    return defaultdict(list, {i: [receive for _, receive in sorted(receives, key=lambda pair: pair[0])] for i, receives in posted.items()})
+    return defaultdict(
+        list,
+        {
+            i: [receive for _, receive in sorted(receives, key=lambda pair: pair[0])]
+            for i, receives in posted.items()
+        },
+    )
 
 
-def _sent(rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]]) -> dict[int, list[Action]]:
+def _sent(
+    rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]]
+) -> dict[int, list[Action]]:
     """For each entry the sends known to be over once it has got what it needs."""
     freed, at = defaultdict(list), _positions(rank, schedule)
     for (source, to), sent in sends.items():
         if source == rank:
             there = _positions(to, schedule)
-            answers = [(there[what], at[user]) for what, user in sends.get((to, rank), []) if what.kind in "FBI"]    # (given there, used here)
+            answers = [
+                (there[what], at[user]) for what, user in sends.get((to, rank), []) if what.kind in "FBI"
+            ]  # (given there, used here)
             for what, user in sent:
                 known = [here for given, here in answers if given >= there[user] and here > at[what]]
                 if known and what.kind in "FBI":
@@ -164,16 +193,19 @@ def _positions(rank: int, schedule: Schedule) -> dict[Action, int]:
 
 # ---- moves -----------------------------------------------------------------------------------------------------------
 
-def _moves(rank: int, schedule: Schedule, most: Fraction | int) -> tuple[dict[Action, int], dict[int, list[Action]]]:
+
+def _moves(
+    rank: int, schedule: Schedule, most: Fraction | int
+) -> tuple[dict[Action, int], dict[int, list[Action]]]:
     """(For H and L the entry before which it is received, for each entry the moves that must have left before it)."""
     posted: dict[Action, int] = {}
     left: dict[int, list[Action]] = defaultdict(list)
     if not schedule.evicts:
         return posted, left
     entries, held = schedule.ranks[rank], [0, *in_flight(schedule, rank)]
-    leaving: list[Action] = []                                          # sent, and perhaps still here
-    coming: list[Action] = []                                           # received ahead of its L
-    hidden = 0                                                          # so many of those leaving have had an entry to run beside
+    leaving: list[Action] = []  # sent, and perhaps still here
+    coming: list[Action] = []  # received ahead of its L
+    hidden = 0  # so many of those leaving have had an entry to run beside
     for i, entry in enumerate(entries):
         kind = "F" if isinstance(entry, Pair) else entry.kind
         if entry in coming:
@@ -183,7 +215,7 @@ def _moves(rank: int, schedule: Schedule, most: Fraction | int) -> tuple[dict[Ac
         if kind in "HL":
             posted.setdefault(entry, i)
         elif kind not in "EG":
-            ahead = _before_the_next(entries[i + 1:])[:max(room, 0)]
+            ahead = _before_the_next(entries[i + 1 :])[: max(room, 0)]
             posted |= dict.fromkeys(ahead, i)
             coming += ahead
             takes, room = takes + len(ahead), room - len(ahead)
@@ -230,6 +262,12 @@ def _check_moves(programs: tuple[tuple[Step, ...], ...], schedule: Schedule) -> 
                 done |= set(parts([step])) if isinstance(step, (Action, Pair)) else set()
                 posted |= {step.what} if isinstance(step, Receive) else set()
                 at[rank], moved = at[rank] + 1, True
-    stuck = [f"rank {rank} at {program[i]}" for rank, (i, program) in enumerate(zip(at, programs)) if i < len(program)]
+    stuck = [
+        f"rank {rank} at {program[i]}"
+        for rank, (i, program) in enumerate(zip(at, programs))
+        if i < len(program)
+    ]
     if stuck:
-        raise ValueError(f"{schedule.name} is stuck in its moves: {', '.join(stuck[:4])}; put H in front of what waits for it, or lend less")
+        raise ValueError(
+            f"{schedule.name} is stuck in its moves: {', '.join(stuck[:4])}; put H in front of what waits for it, or lend less"
+        )

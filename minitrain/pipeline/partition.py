@@ -17,6 +17,7 @@ Raises ValueError for fewer layers than stages, for times below 0, for lists of 
 Narayanan et al. 2019 (PipeDream), arXiv:1806.03377, section 3.1. Differs: one level of machines; theirs repeats the recursion inside
 each level of a hierarchy of links. dapple.py plans for the time of a whole step, which has a beginning and an end too.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -34,8 +35,10 @@ def even(num_blocks: int, stages: int) -> list[range]:
     What does not divide goes to the stages behind the first, as that one has the most microbatches in flight.
     """
     if not 1 <= stages <= num_blocks + 2:
-        raise ValueError(f"{stages} stages of a model of {num_blocks + 2} layers; use 1 to {num_blocks + 2} stages")
-    if stages > num_blocks:                                                          # ends of their own
+        raise ValueError(
+            f"{stages} stages of a model of {num_blocks + 2} layers; use 1 to {num_blocks + 2} stages"
+        )
+    if stages > num_blocks:  # ends of their own
         sizes = [1] * (stages - 1) + [num_blocks + 3 - stages]
         return _runs(sizes)
     share, rest = divmod(num_blocks, stages)
@@ -46,7 +49,7 @@ def even(num_blocks: int, stages: int) -> list[range]:
 
 
 def _runs(sizes: list[int]) -> list[range]:
-    ends = [sum(sizes[:i + 1]) for i in range(len(sizes))]
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [range(end - size, end) for size, end in zip(sizes, ends)]
 
 
@@ -56,11 +59,18 @@ def balanced(costs: Sequence[Number], stages: int) -> list[range]:
     if not 1 <= stages <= len(costs):
         raise ValueError(f"balanced: {stages} stages of {len(costs)} layers; use 1 to {len(costs)} stages")
     before = [0, *accumulate(costs)]
-    best = {(end, 1): (before[end], 0) for end in range(1, len(costs) + 1)}         # (layers, stages) -> (largest, last cut)
+    best = {
+        (end, 1): (before[end], 0) for end in range(1, len(costs) + 1)
+    }  # (layers, stages) -> (largest, last cut)
     for count in range(2, stages + 1):
         for end in range(count, len(costs) + 1):
-            best[end, count] = min(((max(best[cut, count - 1][0], before[end] - before[cut]), cut) for cut in range(count - 1, end)),
-                                   key=lambda found: (found[0], -found[1]))
+            best[end, count] = min(
+                (
+                    (max(best[cut, count - 1][0], before[end] - before[cut]), cut)
+                    for cut in range(count - 1, end)
+                ),
+                key=lambda found: (found[0], -found[1]),
+            )
     cuts, end = [], len(costs)
     for count in range(stages, 0, -1):
         cut = best[end, count][1]
@@ -76,8 +86,13 @@ class Plan(NamedTuple):
     stages: tuple[tuple[range, int], ...]
 
 
-def pipedream(times: Sequence[Number], workers: int, weights: Sequence[Number] | None = None, activations: Sequence[Number] | None = None,
-              bandwidth: Number | None = None) -> Plan:
+def pipedream(
+    times: Sequence[Number],
+    workers: int,
+    weights: Sequence[Number] | None = None,
+    activations: Sequence[Number] | None = None,
+    bandwidth: Number | None = None,
+) -> Plan:
     """The plan whose slowest stage is fastest, on all `workers`.
 
     times[l] forward and backward of layer l for a microbatch; weights[l] its bytes; activations[i] the bytes that layer i (from 1) takes
@@ -86,9 +101,13 @@ def pipedream(times: Sequence[Number], workers: int, weights: Sequence[Number] |
     check_costs("pipedream", times=times, weights=weights or (), activations=activations or ())
     for name, given in (("weights", weights), ("activations", activations)):
         if given is not None and len(given) != len(times):
-            raise ValueError(f"pipedream: {len(given)} {name} of {len(times)} layers; give one number a layer")
+            raise ValueError(
+                f"pipedream: {len(given)} {name} of {len(times)} layers; give one number a layer"
+            )
     if workers < 1 or (bandwidth is not None and bandwidth <= 0):
-        raise ValueError(f"pipedream: {workers} workers, bandwidth {bandwidth}; use 1 worker or more, and a bandwidth above 0 or None")
+        raise ValueError(
+            f"pipedream: {workers} workers, bandwidth {bandwidth}; use 1 worker or more, and a bandwidth above 0 or None"
+        )
     time, size = [0, *accumulate(times)], [0, *accumulate(weights or [0] * len(times))]
 
     @cache
@@ -97,7 +116,10 @@ def pipedream(times: Sequence[Number], workers: int, weights: Sequence[Number] |
         for cut in range(1, end):
             message = sending(2 * activations[cut], bandwidth) if activations else 0
             for replicas in range(1, workers):
-                head, here = best(cut, workers - replicas), stage_time(time[end] - time[cut], size[end] - size[cut], replicas, bandwidth)
+                head, here = (
+                    best(cut, workers - replicas),
+                    stage_time(time[end] - time[cut], size[end] - size[cut], replicas, bandwidth),
+                )
                 plans.append(Plan(max(head.time, message, here), (*head.stages, (range(cut, end), replicas))))
         return min(plans, key=lambda plan: (plan.time, len(plan.stages)))
 

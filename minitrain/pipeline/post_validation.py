@@ -25,6 +25,7 @@ Raises ValueError in one line for a norm that is not above 0, for cut parameters
 before it was checked; Runner for schedules whose filling needs what comes behind a first backward. Asks for a number: no dry run.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs undoes AdamW in place, by its inverse, without a copy.
 """
+
 from __future__ import annotations
 
 import copy
@@ -42,9 +43,17 @@ from minitrain.sharding import placement
 class PostValidation:
     """`group` has the stages in order. `norm` is that of the last gradient that was checked."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float, group: ProcessGroup, squares: Callable[[], Tensor] | None = None):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        group: ProcessGroup,
+        squares: Callable[[], Tensor] | None = None,
+    ):
         self.optimizer, self.max_norm, self.group = optimizer, max_norm, group
-        self.inner = getattr(optimizer, "optimizer", optimizer)             # what has the states; None on a stage that is frozen as a whole
+        self.inner = getattr(
+            optimizer, "optimizer", optimizer
+        )  # what has the states; None on a stage that is frozen as a whole
         self.params = [param for settings in optimizer.param_groups for param in settings["params"]]
         self.own_squares = squares or self.squares_of_whole
         self.unchecked = False
@@ -53,8 +62,10 @@ class PostValidation:
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: must be > 0")
         if squares is None and any(placement(param).cut_over for param in self.params):
-            raise ValueError("parameters are cut over other ranks, which hold the rest of their squares; give squares=, a function that returns the "
-                             "sum over those ranks, or use optim.clip_grad_norm before the step")
+            raise ValueError(
+                "parameters are cut over other ranks, which hold the rest of their squares; give squares=, a function that returns the "
+                "sum over those ranks, or use optim.clip_grad_norm before the step"
+            )
 
     # ---- what a training step calls --------------------------------------------------------------------------------------
 
@@ -69,7 +80,9 @@ class PostValidation:
     def step(self) -> None:
         """In place of clipping and `optimizer.step()`."""
         if self.unchecked:
-            raise ValueError("the step before has not been checked; set run.before_backward = post.before_backward, or call post.validate()")
+            raise ValueError(
+                "the step before has not been checked; set run.before_backward = post.before_backward, or call post.validate()"
+            )
         rank, last = self.group.rank(), self.group.size() - 1
         self.squares = self.own_squares().to(torch.float64)
         if rank:
@@ -78,7 +91,10 @@ class PostValidation:
             self.sending.append(collectives.send(self.squares, rank + 1, self.group, async_op=True))
         self.unchecked, self.then, self.before = True, self.settings(), None
         if self.scale(self.squares) == 1:
-            self.before = [param.clone() for param in self.params], copy.deepcopy(self.inner.state_dict()) if self.inner else {}
+            self.before = (
+                [param.clone() for param in self.params],
+                copy.deepcopy(self.inner.state_dict()) if self.inner else {},
+            )
             self.optimizer.step()
 
     def before_backward(self) -> bool:
@@ -134,14 +150,18 @@ class PostValidation:
 
     def settings(self) -> list[dict[str, Any]]:
         """The rate and all else that may change from step to step."""
-        return [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+        return [
+            {name: value for name, value in group.items() if name != "params"} for group in self.param_groups
+        ]
 
     def set(self, settings: list[dict[str, Any]]) -> None:
         for group, values in zip(self.param_groups, settings):
             group.update(values)
 
     def squares_of_whole(self) -> Tensor:
-        some = next(iter((*self.params, *getattr(self.optimizer, "names", ()))))        # a frozen stage has no other
+        some = next(
+            iter((*self.params, *getattr(self.optimizer, "names", ())))
+        )  # a frozen stage has no other
         total = torch.zeros((), dtype=torch.float64, device=some.device)
         for param in self.params:
             copies = placement(param).copies

@@ -9,6 +9,7 @@ without: a state is no tensor of the model. (In a dry run nothing is drawn; the 
 Memory: 5 kB of host memory for a kept state, and 16 bytes of a CUDA generator. Sends nothing, raises nothing.
 Differs from torch.utils.checkpoint: the state is taken by who runs the schedule, a forward and its repetition are two actions of it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -20,6 +20,7 @@ give `[rows, T, D]`, for a batch that does not divide. An action that fails is n
 Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473. Differs from Megatron-LM, which has a function
 for each schedule, and from torch.distributed.pipelining, which runs lists like these one communication batch at a time.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -40,7 +41,13 @@ from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, lower, pause, 
 from minitrain.pipeline.random_state import drawing_from, random_state, set_random_state
 from minitrain.pipeline.schedule import Action, Pair, Schedule
 
-DOES = {"F": "forward", "R": "forward_again", "B": "backward", "I": "backward", "W": "weights"}      # the methods of Runner
+DOES = {
+    "F": "forward",
+    "R": "forward_again",
+    "B": "backward",
+    "I": "backward",
+    "W": "weights",
+}  # the methods of Runner
 
 
 @dataclass(slots=True)
@@ -64,23 +71,55 @@ class Runner:
     The attribute `before_backward`, if set, is called once a step before the rank's first backward; where it says True, on all ranks alike,
     the forwards until then are run again (post_validation.py)."""
 
-    def __init__(self, stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup, loss_fn: Callable[[Tensor, Tensor], Tensor],
-                 reducer, *, width: int, down: ProcessGroup | None = None, dtype: torch.dtype | None = None,
-                 device: torch.device | str | None = None, length_over: int = 1, check: bool = True,
-                 around: Callable[[str], AbstractContextManager] = nullcontext, memory=None, cut: Callable | None = None,
-                 at: Callable[[int, int], None] = lambda step, first_row: None):
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        schedule: Schedule,
+        group: ProcessGroup,
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        reducer,
+        *,
+        width: int,
+        down: ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        length_over: int = 1,
+        check: bool = True,
+        around: Callable[[str], AbstractContextManager] = nullcontext,
+        memory=None,
+        cut: Callable | None = None,
+        at: Callable[[int, int], None] = lambda step, first_row: None,
+    ):
         check_fits(stages, schedule, group)
         if schedule.slices > 1 and memory is None:
-            raise ValueError(f"{schedule.name}: {schedule.slices} slices of a sequence look at each other's keys; give memory=SliceMemory(cores)")
-        self.stages, self.schedule, self.group, self.loss_fn, self.reducer = stages, schedule, group, loss_fn, reducer
+            raise ValueError(
+                f"{schedule.name}: {schedule.slices} slices of a sequence look at each other's keys; give memory=SliceMemory(cores)"
+            )
+        self.stages, self.schedule, self.group, self.loss_fn, self.reducer = (
+            stages,
+            schedule,
+            group,
+            loss_fn,
+            reducer,
+        )
         self.rank, self.down = group.rank(), down or group
         self.program = lower(schedule)[self.rank]
-        some = next((x for stage in stages.values() for x in (*stage.parameters(), *stage.buffers()) if x.is_floating_point()), torch.empty(0))
+        some = next(
+            (
+                x
+                for stage in stages.values()
+                for x in (*stage.parameters(), *stage.buffers())
+                if x.is_floating_point()
+            ),
+            torch.empty(0),
+        )
         self.dtype, self.device = dtype or some.dtype, torch.device(device or some.device)
         self.with_positions = {number for number, stage in stages.items() if takes_positions(stage)}
         self.width, self.length_over, self.around, self.memory = width, length_over, around, memory
         self.cut, self.at = cut or cut_evenly, at
-        self.uses = Counter(param for stage in stages.values() for param in stage.parameters())     # by how many stages here
+        self.uses = Counter(
+            param for stage in stages.values() for param in stage.parameters()
+        )  # by how many stages here
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}
         self.before_backward: Callable[[], bool] | None = None
         for number, stage in stages.items() if check else ():
@@ -90,7 +129,7 @@ class Runner:
         """This rank's part of the loss: zero where there is no last stage."""
         self.batch, self.units = batch, self.cut(batch, self.schedule)
         self.first_rows = first_rows(self.units, self.schedule.slices, getattr(batch, "first_row", 0))
-        self.reducer.enabled = False                                        # the program says when gradients are complete
+        self.reducer.enabled = False  # the program says when gradients are complete
         self.begin()
         if self.before_backward is None:
             self.play(self.program)
@@ -136,7 +175,9 @@ class Runner:
             try:
                 self.do(step)
             except Exception as error:
-                raise RuntimeError(f"{self.schedule.name}, rank {self.rank}: {step} failed, {neighbours(program, number)}: {error}") from error
+                raise RuntimeError(
+                    f"{self.schedule.name}, rank {self.rank}: {step} failed, {neighbours(program, number)}: {error}"
+                ) from error
 
     def do(self, step) -> None:
         match step:
@@ -144,8 +185,15 @@ class Runner:
                 self.outbox[what] = collectives.send(self.inbox.pop(what), to, self.link(to), async_op=True)
             case Receive(what, source):
                 shape, dtype = self.message(what)
-                self.inbox[what] = collectives.receive(None, source, self.link(source, incoming=True), shape=shape, dtype=dtype,
-                                                       device=self.device, async_op=True)
+                self.inbox[what] = collectives.receive(
+                    None,
+                    source,
+                    self.link(source, incoming=True),
+                    shape=shape,
+                    dtype=dtype,
+                    device=self.device,
+                    async_op=True,
+                )
             case Sent(what):
                 self.outbox.pop(what).wait()
             case Reduce(stage):
@@ -187,7 +235,11 @@ class Runner:
         """The stage, or on the last one the loss; the graph's end is remembered, the output is not."""
         _, targets, positions = self.units[unit]
         self.at(getattr(self.batch, "step", 0), self.first_rows[unit])
-        kept.later = Deferred() if self.schedule.splits_backward and Action("W", stage, unit) in self.schedule.place else None
+        kept.later = (
+            Deferred()
+            if self.schedule.splits_backward and Action("W", stage, unit) in self.schedule.place
+            else None
+        )
         with kept.later or nullcontext(), self.memory.during(stage, unit) if self.memory else nullcontext():
             y = self.run(stage, kept.x, positions)
         if stage == self.schedule.stages - 1:
@@ -205,7 +257,7 @@ class Runner:
         dy = None if stage == self.schedule.stages - 1 else self.take(self.schedule.backward(stage + 1, unit))
         ends = [(kept.end, dy)] if kept.end is not None else []
         ends += self.memory.ends(stage, unit) if self.memory else []
-        self.at(getattr(self.batch, "step", 0), self.first_rows[unit])                     # a layer may be computed again
+        self.at(getattr(self.batch, "step", 0), self.first_rows[unit])  # a layer may be computed again
         if ends:
             torch.autograd.backward(*map(tuple, zip(*ends)))
         if action.kind == "B":
@@ -229,13 +281,21 @@ class Runner:
                 if there not in (here, None):
                     collectives.send(x, there, self.link(there))
             elif self.rank == there:
-                x = collectives.receive(None, here, self.link(here, incoming=True), dtype=self.dtype, device=self.device,
-                                        shape=(len(x), positions.size(-1) // self.length_over, self.width))
+                x = collectives.receive(
+                    None,
+                    here,
+                    self.link(here, incoming=True),
+                    dtype=self.dtype,
+                    device=self.device,
+                    shape=(len(x), positions.size(-1) // self.length_over, self.width),
+                )
         return x if self.rank == self.last_rank else None
 
     def home(self, stage: int) -> int | None:
         """The first rank that has a stage."""
-        return next((rank for rank in range(len(self.schedule.ranks)) if stage in self.schedule.stages_of(rank)), None)
+        return next(
+            (rank for rank in range(len(self.schedule.ranks)) if stage in self.schedule.stages_of(rank)), None
+        )
 
     @property
     def last_rank(self) -> int:
@@ -269,8 +329,10 @@ class Runner:
 
     def check_output(self, stage: int, unit: int, y: Tensor) -> None:
         if tuple(y.shape) != self.shape(unit) or y.dtype != self.dtype:
-            raise ValueError(f"stage {stage} gives {list(y.shape)} {y.dtype}, stage {stage + 1} expects {list(self.shape(unit))} {self.dtype}; "
-                             "cut the model where its width is the one given")
+            raise ValueError(
+                f"stage {stage} gives {list(y.shape)} {y.dtype}, stage {stage + 1} expects {list(self.shape(unit))} {self.dtype}; "
+                "cut the model where its width is the one given"
+            )
 
 
 def first_rows(units: list[tuple[Tensor, Tensor, Tensor]], slices: int, first_row: int) -> list[int]:
@@ -284,21 +346,30 @@ def cut_evenly(batch, schedule: Schedule) -> list[tuple[Tensor, Tensor, Tensor]]
     rows, length = batch.tokens.shape
     microbatches, slices = schedule.microbatches // schedule.slices, schedule.slices
     if rows < microbatches:
-        raise ValueError(f"{schedule.name}: {microbatches} microbatches, but this rank has {rows} rows; use at most {rows} or a larger batch")
+        raise ValueError(
+            f"{schedule.name}: {microbatches} microbatches, but this rank has {rows} rows; use at most {rows} or a larger batch"
+        )
     if length < slices:
         raise ValueError(f"{schedule.name}: {slices} slices of {length} tokens; use at most {length}")
     if schedule.lengths and sum(schedule.lengths) != length:
-        raise ValueError(f"{schedule.name}: slices of {schedule.lengths} tokens are {sum(schedule.lengths)}, the batch has {length}; make them "
-                         "add up")
+        raise ValueError(
+            f"{schedule.name}: slices of {schedule.lengths} tokens are {sum(schedule.lengths)}, the batch has {length}; make them "
+            "add up"
+        )
     ends = list(accumulate(schedule.lengths))[:-1] or slices
-    positions = torch.arange(length, device=batch.tokens.device) if batch.positions is None else batch.positions
-    return [(tokens, targets, places) for row in zip(batch.tokens.tensor_split(microbatches), batch.targets.tensor_split(microbatches))
-            for tokens, targets, places in zip(*(x.tensor_split(ends, dim=-1) for x in (*row, positions)))]
+    positions = (
+        torch.arange(length, device=batch.tokens.device) if batch.positions is None else batch.positions
+    )
+    return [
+        (tokens, targets, places)
+        for row in zip(batch.tokens.tensor_split(microbatches), batch.targets.tensor_split(microbatches))
+        for tokens, targets, places in zip(*(x.tensor_split(ends, dim=-1) for x in (*row, positions)))
+    ]
 
 
 def neighbours(program: tuple, number: int) -> str:
     """What is computed around a step of the program."""
     computed = [isinstance(step, (Action, Pair)) for step in program]
     before = [str(step) for step, yes in zip(program[:number], computed) if yes]
-    after = [str(step) for step, yes in zip(program[number + 1:], computed[number + 1:]) if yes]
+    after = [str(step) for step, yes in zip(program[number + 1 :], computed[number + 1 :]) if yes]
     return f"after {before[-1] if before else 'nothing'} and before {after[0] if after else 'the end'}"

@@ -20,6 +20,7 @@ Raises ValueError in one line, naming the entry that is no action, or the action
 rank, or in a circle of waiting.
 PyTorch's torch.distributed.pipelining has the same letters (F, B, I, W). Differs: no table from stages to ranks, no send or receive.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -30,7 +31,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 KINDS = "FBIWREHGL"
-GUEST = "HG"                             # on a rank that does not have the stage
+GUEST = "HG"  # on a rank that does not have the stage
 
 
 class Action(NamedTuple):
@@ -63,7 +64,7 @@ def B(stage: int, microbatch: int) -> Action:
     return Action("B", stage, microbatch)
 
 
-def I(stage: int, microbatch: int) -> Action:                                        # noqa: E743, E741  the paper's letter
+def I(stage: int, microbatch: int) -> Action:  # noqa: E743, E741  the paper's letter
     return Action("I", stage, microbatch)
 
 
@@ -84,12 +85,15 @@ class Schedule:
     stages: int
     microbatches: int
     slices: int = 1
-    lengths: tuple[int, ...] = ()           # tokens of each slice; without them they are as equal as they can be
-    chain = True                            # stage s gives to stage s + 1, and to no other
+    lengths: tuple[int, ...] = ()  # tokens of each slice; without them they are as equal as they can be
+    chain = True  # stage s gives to stage s + 1, and to no other
 
     def __post_init__(self) -> None:
         """Lists of plain tuples are taken too: ("F", 0, 1), or two of them for a pair."""
-        ranks = tuple(tuple(_entry(entry, self.name, rank, at) for at, entry in enumerate(entries)) for rank, entries in enumerate(self.ranks))
+        ranks = tuple(
+            tuple(_entry(entry, self.name, rank, at) for at, entry in enumerate(entries))
+            for rank, entries in enumerate(self.ranks)
+        )
         object.__setattr__(self, "ranks", ranks)
 
     @cached_property
@@ -110,8 +114,11 @@ class Schedule:
         found = {}
         for entries in self.ranks:
             for entry in entries:
-                found[entry] = needs(entry, self) if isinstance(entry, Action) else [
-                    before for action in entry for before in needs(action, self) if before not in entry]
+                found[entry] = (
+                    needs(entry, self)
+                    if isinstance(entry, Action)
+                    else [before for action in entry for before in needs(action, self) if before not in entry]
+                )
         return found
 
     @cached_property
@@ -128,7 +135,9 @@ class Schedule:
         return split if self.splits_backward and split in self.place else B(stage, microbatch)
 
     def __str__(self) -> str:
-        return "\n".join(f"rank {rank}: {' '.join(map(str, entries))}" for rank, entries in enumerate(self.ranks))
+        return "\n".join(
+            f"rank {rank}: {' '.join(map(str, entries))}" for rank, entries in enumerate(self.ranks)
+        )
 
 
 def _entry(entry, name: str, rank: int, at: int) -> Entry:
@@ -139,8 +148,10 @@ def _entry(entry, name: str, rank: int, at: int) -> Entry:
             return Action(kind, stage, unit)
         case [[_, _, _] as forward, [_, _, _] as backward]:
             return Pair(_entry(forward, name, rank, at), _entry(backward, name, rank, at))
-    raise ValueError(f"{name}: entry {at} of rank {rank} is {entry!r}; an entry is an Action such as F(0, 1), a tuple (\"F\", 0, 1), or a pair "
-                     "of those")
+    raise ValueError(
+        f'{name}: entry {at} of rank {rank} is {entry!r}; an entry is an Action such as F(0, 1), a tuple ("F", 0, 1), or a pair '
+        "of those"
+    )
 
 
 def parts(entries: Iterable[Entry]) -> Iterator[Action]:
@@ -160,7 +171,7 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
         if stage > 0:
             before.append(F(stage - 1, unit))
         if unit % schedule.slices:
-            before.append(F(stage, unit - 1))                               # later tokens look at the keys of earlier ones
+            before.append(F(stage, unit - 1))  # later tokens look at the keys of earlier ones
     elif kind == "R":
         before.append(F(stage, unit))
     elif kind == "W":
@@ -173,7 +184,7 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
         if stage < schedule.stages - 1:
             before.append(schedule.backward(stage + 1, unit))
         if (unit + 1) % schedule.slices:
-            before.append(schedule.backward(stage, unit + 1))               # which sends gradients to earlier keys
+            before.append(schedule.backward(stage, unit + 1))  # which sends gradients to earlier keys
         if schedule.evicts and Action("L", stage, unit) in schedule.place:
             before.append(Action("L", stage, unit))
     return before
@@ -189,7 +200,17 @@ def in_flight(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> list[F
     again = {action[1:] for action in schedule.place if action.kind == "R"}
     for entry in schedule.ranks[rank]:
         for kind, *what in parts([entry]):
-            held += {"F": 0 if tuple(what) in again else 1, "R": 1, "B": -1, "I": kept - 1, "W": -kept, "E": -1, "H": 1, "G": -1, "L": 1}[kind]
+            held += {
+                "F": 0 if tuple(what) in again else 1,
+                "R": 1,
+                "B": -1,
+                "I": kept - 1,
+                "W": -kept,
+                "E": -1,
+                "H": 1,
+                "G": -1,
+                "L": 1,
+            }[kind]
         counts.append(held)
     return counts
 
@@ -204,30 +225,53 @@ def peak(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> Fraction | 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
+
 def check(schedule: Schedule) -> Schedule:
     """The schedule, if every action is there once and after all it needs; else ValueError names the action."""
     counted = Counter(action for entries in schedule.ranks for action in parts(entries))
     for action, times in counted.items():
-        if action.kind not in KINDS or not (0 <= action.stage < schedule.stages and 0 <= action.microbatch < schedule.microbatches):
-            raise ValueError(f"{schedule.name}: {action} is no action of {schedule.stages} stages and {schedule.microbatches} microbatches; "
-                             f"the kinds are {', '.join(KINDS)}, both count from 0")
+        if action.kind not in KINDS or not (
+            0 <= action.stage < schedule.stages and 0 <= action.microbatch < schedule.microbatches
+        ):
+            raise ValueError(
+                f"{schedule.name}: {action} is no action of {schedule.stages} stages and {schedule.microbatches} microbatches; "
+                f"the kinds are {', '.join(KINDS)}, both count from 0"
+            )
         if times > 1:
-            raise ValueError(f"{schedule.name}: {action} stands {times} times (rank {schedule.place[action]}); every action once")
+            raise ValueError(
+                f"{schedule.name}: {action} stands {times} times (rank {schedule.place[action]}); every action once"
+            )
     if schedule.microbatches % schedule.slices:
-        raise ValueError(f"{schedule.name}: {schedule.microbatches} units are not a multiple of slices={schedule.slices}; every microbatch has all "
-                         "its slices")
+        raise ValueError(
+            f"{schedule.name}: {schedule.microbatches} units are not a multiple of slices={schedule.slices}; every microbatch has all "
+            "its slices"
+        )
     for entry in (entry for entries in schedule.ranks for entry in entries if isinstance(entry, Pair)):
-        if entry.forward.kind != "F" or entry.backward.kind not in "BI" or entry.forward[1:] == entry.backward[1:]:
-            raise ValueError(f"{schedule.name}: {entry} is no pair; a pair is an F and a B or I, of different microbatches or stages")
+        if (
+            entry.forward.kind != "F"
+            or entry.backward.kind not in "BI"
+            or entry.forward[1:] == entry.backward[1:]
+        ):
+            raise ValueError(
+                f"{schedule.name}: {entry} is no pair; a pair is an F and a B or I, of different microbatches or stages"
+            )
     for stage in range(schedule.stages):
         for unit in range(schedule.microbatches):
             missing = _missing(stage, unit, counted)
             if missing:
-                raise ValueError(f"{schedule.name}: {missing} is missing; each stage does F and then B, or I and W, of each microbatch once")
-            ranks = {schedule.place[action] for kind in KINDS if (action := Action(kind, stage, unit)) in counted and kind not in GUEST}
+                raise ValueError(
+                    f"{schedule.name}: {missing} is missing; each stage does F and then B, or I and W, of each microbatch once"
+                )
+            ranks = {
+                schedule.place[action]
+                for kind in KINDS
+                if (action := Action(kind, stage, unit)) in counted and kind not in GUEST
+            }
             if len(ranks) > 1:
-                raise ValueError(f"{schedule.name}: stage {stage}, microbatch {unit} stands on ranks {sorted(ranks)}; what a forward keeps "
-                                 "stays on its rank")
+                raise ValueError(
+                    f"{schedule.name}: stage {stage}, microbatch {unit} stands on ranks {sorted(ranks)}; what a forward keeps "
+                    "stays on its rank"
+                )
     done: set[Action] = set()
     for _ in in_order(schedule, done):
         pass
@@ -242,9 +286,15 @@ def _missing(stage: int, unit: int, counted: Counter) -> str:
         return str(next(action for action in moves if action not in counted))
     whole, for_input, for_weights = (make(stage, unit) in counted for make in (B, I, W))
     if whole and (for_input or for_weights):
-        raise ValueError(f"{B(stage, unit)} stands beside {I(stage, unit) if for_input else W(stage, unit)}; B is I and W together")
+        raise ValueError(
+            f"{B(stage, unit)} stands beside {I(stage, unit) if for_input else W(stage, unit)}; B is I and W together"
+        )
     if not whole:
-        return "" if for_input and for_weights else str(W(stage, unit) if for_input else I(stage, unit) if for_weights else B(stage, unit))
+        return (
+            ""
+            if for_input and for_weights
+            else str(W(stage, unit) if for_input else I(stage, unit) if for_weights else B(stage, unit))
+        )
     return ""
 
 
@@ -273,8 +323,12 @@ def in_order(schedule: Schedule, done: set[Action]) -> Iterator[tuple[int, Entry
     stuck = [rank for rank, entries in enumerate(schedule.ranks) if position[rank] < len(entries)]
     if stuck:
         heads = [(rank, schedule.ranks[rank][position[rank]]) for rank in stuck]
-        waits = ", ".join(f"rank {rank} at {head} waits for {unmet(head, schedule, done)}" for rank, head in heads[:4])
-        raise ValueError(f"{schedule.name} is stuck: {waits}{', ...' * (len(heads) > 4)}; move an action in front of what waits for it")
+        waits = ", ".join(
+            f"rank {rank} at {head} waits for {unmet(head, schedule, done)}" for rank, head in heads[:4]
+        )
+        raise ValueError(
+            f"{schedule.name} is stuck: {waits}{', ...' * (len(heads) > 4)}; move an action in front of what waits for it"
+        )
 
 
 def unmet(entry: Entry, schedule: Schedule, done: set[Action]) -> Action | None:

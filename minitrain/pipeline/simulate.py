@@ -14,6 +14,7 @@ Costs(F=Fraction(1, v), …). B defaults to I + W. A pair takes `FB`, if given, 
 Takes O(actions): 64 ranks and 512 microbatches in less than a second.
 Raises ValueError naming the stuck heads if the ranks wait for each other (schedule.in_order), and for costs below 0.
 """
+
 from __future__ import annotations
 
 import gc
@@ -33,7 +34,7 @@ class Costs:
 
     F: Time = 1
     B: Time | None = None
-    I: Time = 1                                                                     # noqa: E741  the paper's letter
+    I: Time = 1  # noqa: E741  the paper's letter
     W: Time = 1
     R: Time | None = None
     FB: Time | None = None
@@ -49,7 +50,13 @@ class Costs:
     def of(self, entry: Entry) -> Time:
         if isinstance(entry, Pair):
             if self.FB is not None:
-                return self.FB * (self.stage.get(entry.forward.stage, 1) + self.stage.get(entry.backward.stage, 1)) / 2 if self.stage else self.FB
+                return (
+                    self.FB
+                    * (self.stage.get(entry.forward.stage, 1) + self.stage.get(entry.backward.stage, 1))
+                    / 2
+                    if self.stage
+                    else self.FB
+                )
             return self.of(entry.forward) + self.of(entry.backward)
         match entry.kind:
             case "F":
@@ -62,7 +69,7 @@ class Costs:
                 time = self.W
             case "R":
                 time = self.F if self.R is None else self.R
-            case _:                                                                 # tensors that move are messages
+            case _:  # tensors that move are messages
                 return 0
         return time * self.stage.get(entry.stage, 1) if self.stage else time
 
@@ -105,21 +112,28 @@ class Simulation:
     @property
     def bubble(self) -> Time:
         """Share of the ranks' time in which they wait."""
-        return _ratio(sum(self.idle(rank) for rank in range(len(self.spans))), len(self.spans) * self.makespan)
+        return _ratio(
+            sum(self.idle(rank) for rank in range(len(self.spans))), len(self.spans) * self.makespan
+        )
 
     @property
     def overhead(self) -> Time:
         """Waiting per work."""
-        return _ratio(sum(self.idle(rank) for rank in range(len(self.spans))), sum(self.busy(rank) for rank in range(len(self.spans))))
+        return _ratio(
+            sum(self.idle(rank) for rank in range(len(self.spans))),
+            sum(self.busy(rank) for rank in range(len(self.spans))),
+        )
 
     def start(self, action: Action) -> Time:
-        return next(span.start for span in self.spans[self.schedule.place[action]] if action in parts([span.entry]))
+        return next(
+            span.start for span in self.spans[self.schedule.place[action]] if action in parts([span.entry])
+        )
 
 
 def simulate(schedule: Schedule, costs: Costs | Measured = Costs()) -> Simulation:
     """As soon as possible, in the order of the lists."""
     collecting = gc.isenabled()
-    gc.disable()                # nothing here is a cycle, and to look for some takes longer than the rest in a process that has torch
+    gc.disable()  # nothing here is a cycle, and to look for some takes longer than the rest in a process that has torch
     try:
         return Simulation(schedule, costs, tuple(map(tuple, _spans(schedule, costs))))
     finally:
@@ -129,7 +143,7 @@ def simulate(schedule: Schedule, costs: Costs | Measured = Costs()) -> Simulatio
 
 def _spans(schedule: Schedule, costs: Costs | Measured) -> list[list[Span]]:
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    ended: dict[Action, tuple[Time, int]] = {}                                      # when, and on which rank
+    ended: dict[Action, tuple[Time, int]] = {}  # when, and on which rank
     send, needed = costs.send, schedule.needs
     move = send if getattr(costs, "move", None) is None else costs.move
     for rank, entry in in_order(schedule, set()):

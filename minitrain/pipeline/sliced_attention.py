@@ -21,6 +21,7 @@ Dropout by place keeps all scores. Raises ValueError in one line for what `alibi
 Li et al. 2021 (TeraPipe), arXiv:2102.07988, section 3.1; Sun et al. 2024 (Seq1F1B), arXiv:2406.03488, section 3.
 Differs: those keep a cache of keys and hand its gradient on inside one autograd function; here each core does it with leaves.
 """
+
 from __future__ import annotations
 
 import math
@@ -37,22 +38,33 @@ from minitrain.attention.dropout import DropMask
 from minitrain.pipeline.schedule import Schedule
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None = None, *, bias: Alibi | None = None,
-           dropout: DropMask | float = 0.0) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int] | None = None,
+    *,
+    bias: Alibi | None = None,
+    dropout: DropMask | float = 0.0,
+) -> Tensor:
     """Queries `[B, H, t, K]` of the last t of T tokens: query i sees the keys up to T - t + i. On one device `lengths` do not matter."""
     check_bias("sliced attention", bias, q.size(1))
     before, length, by_place = k.size(-2) - q.size(-2), k.size(-2), isinstance(dropout, DropMask)
     places = torch.arange(before, length, device=q.device), torch.arange(length, device=q.device)
-    first = not (before or bias or by_place)                            # no mask need be kept
+    first = not (before or bias or by_place)  # no mask need be kept
     seen = None if first else torch.ones(q.size(-2), length, dtype=torch.bool, device=q.device).tril(before)
     if bias:
         seen = bias.between(*places).to(q.dtype).masked_fill_(~seen, -math.inf)
     if by_place:
         return _with_mask(q, k, v, seen, dropout, places)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=first, enable_gqa=q.size(1) != k.size(1))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=first, enable_gqa=q.size(1) != k.size(1)
+    )
 
 
-def _with_mask(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, mask: DropMask, places: tuple[Tensor, Tensor]) -> Tensor:
+def _with_mask(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, mask: DropMask, places: tuple[Tensor, Tensor]
+) -> Tensor:
     """Scores one can multiply. `seen`: of booleans, or numbers to add."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
@@ -80,7 +92,7 @@ class SlicedAttention:
             return self.attend(q, k, v, None, **extras)
         first = self.now - self.now % self.slices
         seen = [self.kept[unit].seen for unit in range(first, self.now)] + [(k, v)]
-        again = self.kept.get(self.now)                                     # recomputed: what later slices look at stays
+        again = self.kept.get(self.now)  # recomputed: what later slices look at stays
         self.kept[self.now] = Slice((k, v), again.seen if again else (_leaf(k), _leaf(v)))
         keys, values = (torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0] for parts in zip(*seen))
         return self.attend(q, keys, values, [k.size(-2) for k, _ in seen], **extras)
@@ -125,8 +137,13 @@ class SliceMemory:
 
 def look_back(stages: Mapping[int, nn.Module], schedule: Schedule, attend: Callable = attend) -> SliceMemory:
     """Puts a `SlicedAttention` into every layer of these stages that has an attention, in place; for Runner(.., memory=)."""
-    layers = {number: [layer for layer in stage.layers if hasattr(layer, "attention")] for number, stage in stages.items()}
-    cores = {number: [SlicedAttention(schedule.slices, attend) for _ in some] for number, some in layers.items()}
+    layers = {
+        number: [layer for layer in stage.layers if hasattr(layer, "attention")]
+        for number, stage in stages.items()
+    }
+    cores = {
+        number: [SlicedAttention(schedule.slices, attend) for _ in some] for number, some in layers.items()
+    }
     for number, some in layers.items():
         for layer, core in zip(some, cores[number]):
             layer.attention.core = core

@@ -20,6 +20,7 @@ Raises ValueError in one line for those, for a cell that is no action (with its 
 PyTorch 2.11 and 2.13, torch.distributed.pipelining, schedules.py: the same grammar in both (2.11 runs no V over gloo).
 Differs: a file that leaves something out or gets stuck is refused when it is read, not when it runs.
 """
+
 from __future__ import annotations
 
 import csv
@@ -39,7 +40,11 @@ def to_csv(schedule: Schedule, comms: bool = False) -> str:
     """The text for `_load_csv(file, format="compute_comms" if comms else "compute_only")`."""
     check(schedule)
     check_writable(schedule)
-    ranks = with_messages(schedule) if comms else [[cell(entry) for entry in entries] for entries in schedule.ranks]
+    ranks = (
+        with_messages(schedule)
+        if comms
+        else [[cell(entry) for entry in entries] for entries in schedule.ranks]
+    )
     return "".join(",".join(cells) + "\n" for cells in ranks)
 
 
@@ -53,7 +58,9 @@ def with_messages(schedule: Schedule) -> list[list[str]]:
     """Every message is put at the end of both lists as soon as it can be sent: two ranks name their messages in one order."""
     cells: list[list[str]] = [[] for _ in schedule.ranks]
     left = Counter(action.stage for action in schedule.place if action.kind in "BW")
-    spans = sorted((span.end, rank, span.entry) for rank, spans in enumerate(simulate(schedule).spans) for span in spans)
+    spans = sorted(
+        (span.end, rank, span.entry) for rank, spans in enumerate(simulate(schedule).spans) for span in spans
+    )
     for _, rank, entry in spans:
         cells[rank].append(cell(entry))
         for what in parts([entry]):
@@ -70,12 +77,25 @@ def with_messages(schedule: Schedule) -> list[list[str]]:
 
 def from_csv(text: str, name: str = "from PyTorch") -> Schedule:
     """The computation in a file of either format; as many stages and microbatches as it names."""
-    ranks = tuple(tuple(entry for column, written in enumerate(row) if (entry := entry_of(written, f"row {number}, column {column}")))
-                  for number, row in enumerate(csv.reader(io.StringIO(text))))
+    ranks = tuple(
+        tuple(
+            entry
+            for column, written in enumerate(row)
+            if (entry := entry_of(written, f"row {number}, column {column}"))
+        )
+        for number, row in enumerate(csv.reader(io.StringIO(text)))
+    )
     actions = [action for entries in ranks for action in parts(entries)]
     if not actions:
         raise ValueError("from_csv: no action in this text; a line a rank, cells like 0F0 between commas")
-    return check(Schedule(name, ranks, 1 + max(action.stage for action in actions), 1 + max(action.microbatch for action in actions)))
+    return check(
+        Schedule(
+            name,
+            ranks,
+            1 + max(action.stage for action in actions),
+            1 + max(action.microbatch for action in actions),
+        )
+    )
 
 
 def entry_of(written: str, where: str) -> Entry | None:
@@ -93,19 +113,29 @@ def entry_of(written: str, where: str) -> Entry | None:
             return None
         if microbatch:
             return Action(kind, int(stage), int(microbatch))
-    raise ValueError(f"from_csv: {where} is {written!r}; cells are stage, kind, microbatch like 0F0, 2SEND_F1 or (2F0;3B1)OVERLAP_F_B")
+    raise ValueError(
+        f"from_csv: {where} is {written!r}; cells are stage, kind, microbatch like 0F0, 2SEND_F1 or (2F0;3B1)OVERLAP_F_B"
+    )
 
 
 def check_writable(schedule: Schedule) -> None:
     if schedule.slices > 1:
-        raise ValueError(f"{schedule.name}: PyTorch's format has no slices of a sequence, this has {schedule.slices}; use a schedule of "
-                         "whole microbatches")
+        raise ValueError(
+            f"{schedule.name}: PyTorch's format has no slices of a sequence, this has {schedule.slices}; use a schedule of "
+            "whole microbatches"
+        )
     if schedule.recomputes:
-        raise ValueError(f"{schedule.name}: PyTorch's format has no R; leave recomputation to the stages (torch.utils.checkpoint)")
+        raise ValueError(
+            f"{schedule.name}: PyTorch's format has no R; leave recomputation to the stages (torch.utils.checkpoint)"
+        )
     if schedule.evicts:
-        raise ValueError(f"{schedule.name}: PyTorch's format has no E, H, G and L; use a schedule whose activations stay, 1F1B say")
+        raise ValueError(
+            f"{schedule.name}: PyTorch's format has no E, H, G and L; use a schedule whose activations stay, 1F1B say"
+        )
     homes: dict[int, int] = {}
     for action, rank in schedule.place.items():
         if homes.setdefault(action.stage, rank) != rank:
-            raise ValueError(f"{schedule.name}: stage {action.stage} is on rank {homes[action.stage]} and on rank {rank}; PyTorch has each "
-                             "stage on one rank, so use a schedule without copies, such as a V")
+            raise ValueError(
+                f"{schedule.name}: stage {action.stage} is on rank {homes[action.stage]} and on rank {rank}; PyTorch has each "
+                "stage on one rank, so use a schedule without copies, such as a V"
+            )

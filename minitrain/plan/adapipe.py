@@ -19,6 +19,7 @@ of a layer live again during its backward.
 Raises ValueError where no cut fits the cap even if everything is recomputed.
 Sun et al. 2024 (AdaPipe), ASPLOS 2024. Differs: the step is dapple.py's bound, and all unbeaten suffixes are kept in place of one best.
 """
+
 from __future__ import annotations
 
 from functools import cache
@@ -89,8 +90,11 @@ def knapsack(model: Model, layers: range, in_flight: int, cap: Number) -> StageP
             again = sum(unit.bytes for unit, keep in zip(layer.units, kept) if not keep)
             held = bytes_of(alone, range(1), (kept,), in_flight) - again
             time = sum(unit.time for unit, keep in zip(layer.units, kept) if not keep)
-            found += [((size + held, max(largest, again), spent + time), (*plan, kept)) for (size, largest, spent), plan in unbeaten
-                      if size + held + max(largest, again) <= cap]
+            found += [
+                ((size + held, max(largest, again), spent + time), (*plan, kept))
+                for (size, largest, spent), plan in unbeaten
+                if size + held + max(largest, again) <= cap
+            ]
         unbeaten = undominated(found)
     if not unbeaten:
         return None
@@ -111,8 +115,10 @@ def plan(model: Model, p: int, m: int, cap: Number) -> Plan:
     """The cut into p stages and the units each keeps, with the shortest step of m microbatches."""
     count = len(model.layers)
     if not 1 <= p <= count or m < 1:
-        raise ValueError(f"AdaPipe: {p} stages of {count} layers, {m} microbatches; use 1 to {count} stages and 1 microbatch or more")
-    suffixes: dict[int, list] = {count: [(Ahead(), ())]}                        # layers left -> unbeaten stages behind
+        raise ValueError(
+            f"AdaPipe: {p} stages of {count} layers, {m} microbatches; use 1 to {count} stages and 1 microbatch or more"
+        )
+    suffixes: dict[int, list] = {count: [(Ahead(), ())]}  # layers left -> unbeaten stages behind
     for behind in range(p):
         stage, longer = p - 1 - behind, {}
         for end, unbeaten in suffixes.items():
@@ -120,14 +126,20 @@ def plan(model: Model, p: int, m: int, cap: Number) -> Plan:
                 best = knapsack(model, range(start, end), min(p - stage, m), cap)
                 if best is not None:
                     times = stage_of(model, best)
-                    longer.setdefault(start, []).extend((in_front(times, ahead, behind, m), (best, *stages)) for ahead, stages in unbeaten)
+                    longer.setdefault(start, []).extend(
+                        (in_front(times, ahead, behind, m), (best, *stages)) for ahead, stages in unbeaten
+                    )
         suffixes = {start: undominated(found) for start, found in longer.items()}
     if not suffixes.get(0):
-        raise ValueError(f"AdaPipe: no cut into {p} stages fits {cap} bytes even if all is recomputed; use more stages or a larger cap")
+        raise ValueError(
+            f"AdaPipe: no cut into {p} stages fits {cap} bytes even if all is recomputed; use more stages or a larger cap"
+        )
     ahead, stages = min(suffixes[0], key=lambda found: found[0].all)
     return Plan(ahead.all, stages)
 
 
 def stage_of(model: Model, stage: StagePlan) -> Stage:
     layers = [model.layers[number] for number in stage.layers]
-    return Stage(sum(layer.forward for layer in layers), sum(layer.backward for layer in layers) + stage.recomputed)
+    return Stage(
+        sum(layer.forward for layer in layers), sum(layer.backward for layer in layers) + stage.recomputed
+    )

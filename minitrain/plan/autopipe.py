@@ -19,6 +19,7 @@ Raises ValueError for fewer units than stages, for k below 0 or above m.
 Liu et al. 2022 (AutoPipe), IEEE Cluster 2022. Differs: backwards come in halves too; the
 event simulator stands for their recurrences.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -40,7 +41,9 @@ def plan(forward: Sequence[Number], backward: Sequence[Number], p: int, m: int) 
     """The cut of units into p stages that the search ends at, and its simulated 1F1B step of m microbatches."""
     check_costs("plan", forward=forward, backward=backward)
     if len(forward) != len(backward):
-        raise ValueError(f"plan: {len(forward)} forward times and {len(backward)} backward times; give each unit both")
+        raise ValueError(
+            f"plan: {len(forward)} forward times and {len(backward)} backward times; give each unit both"
+        )
     check_sizes("plan", p=p, m=m)
     cut = tuple(balanced([f + b for f, b in zip(forward, backward)], p))
     best = step(cut, forward, backward, m)
@@ -56,8 +59,13 @@ def plan(forward: Sequence[Number], backward: Sequence[Number], p: int, m: int) 
 def step(cut: Sequence[range], forward: Sequence[Number], backward: Sequence[Number], m: int) -> Simulation:
     """1F1B over these stages."""
     schedule = one_f_one_b(len(cut), m)
-    times = {kind: [sum(numbers[layers.start:layers.stop]) for layers in cut] for kind, numbers in (("F", forward), ("B", backward))}
-    return simulate(schedule, Measured({action: times[action.kind][action.stage] for action in schedule.place}))
+    times = {
+        kind: [sum(numbers[layers.start : layers.stop]) for layers in cut]
+        for kind, numbers in (("F", forward), ("B", backward))
+    }
+    return simulate(
+        schedule, Measured({action: times[action.kind][action.stage] for action in schedule.place})
+    )
 
 
 def without_one_unit(cut: Sequence[range], stage: int) -> list[tuple[range, ...]]:
@@ -73,28 +81,44 @@ def without_one_unit(cut: Sequence[range], stage: int) -> list[tuple[range, ...]
 
 # ---- the slicer ------------------------------------------------------------------------------------------------------
 
+
 def sliced(p: int, m: int, k: int = 1) -> Schedule:
     """1F1B of m microbatches, the first k in halves: units 2i and 2i+1 are microbatch i < k, unit i + k is microbatch i >= k."""
     check_sizes("sliced", p=p, m=m)
     if not 0 <= k <= m:
         raise ValueError(f"sliced: k={k} of m={m} microbatches in halves; use 0 to {m}")
-    return Schedule(f"1F1B, p={p}, m={m}, {k} in halves",
-                    tuple(tuple(unit for action in entries for unit in units(action, k)) for entries in one_f_one_b(p, m).ranks), p, m + k)
+    return Schedule(
+        f"1F1B, p={p}, m={m}, {k} in halves",
+        tuple(
+            tuple(unit for action in entries for unit in units(action, k))
+            for entries in one_f_one_b(p, m).ranks
+        ),
+        p,
+        m + k,
+    )
 
 
 def units(action: Action, k: int) -> list[Action]:
     kind, stage, microbatch = action
-    return [Action(kind, stage, unit) for unit in ([2 * microbatch, 2 * microbatch + 1] if microbatch < k else [microbatch + k])]
+    return [
+        Action(kind, stage, unit)
+        for unit in ([2 * microbatch, 2 * microbatch + 1] if microbatch < k else [microbatch + k])
+    ]
 
 
 def sliced_times(schedule: Schedule, k: int, F: Number = 1, B: Number = 2) -> Measured:
     """A half takes half of the time."""
-    return Measured({action: (F if action.kind == "F" else B) * (Fraction(1, 2) if action.microbatch < 2 * k else 1)
-                     for action in schedule.place})
+    return Measured(
+        {
+            action: (F if action.kind == "F" else B) * (Fraction(1, 2) if action.microbatch < 2 * k else 1)
+            for action in schedule.place
+        }
+    )
 
 
 def slices_needed(p: int, m: int, F: Number = 1, B: Number = 2) -> int:
     """The fewest microbatches in halves that make the whole step (p-1)·F/2 shorter; all m in halves always do."""
+
     def time(k: int) -> Number:
         schedule = sliced(p, m, k)
         return simulate(schedule, sliced_times(schedule, k, F, B)).makespan

@@ -24,6 +24,7 @@ paper's three choices (a fresh machine, one in use, spread over all), for cluste
 Raises ValueError for lists of different lengths, no microbatch, no device.
 Fan et al. 2021, arXiv:2007.01045, section 4.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,13 +34,13 @@ from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, check_costs, divided, undominated
 
-Devices = tuple[int, ...]                                                               # how many of each machine
+Devices = tuple[int, ...]  # how many of each machine
 
 
 class Stage(NamedTuple):
     F: Number
     B: Number
-    sync: Number = 0                                                                    # sum of gradients after the last backward
+    sync: Number = 0  # sum of gradients after the last backward
 
 
 def paper_latency(stages: Sequence[Stage], m: int) -> Number:
@@ -47,11 +48,15 @@ def paper_latency(stages: Sequence[Stage], m: int) -> Number:
     steady = [(m - 1) * (stage.F + stage.B) for stage in stages]
     pivot = len(stages) - 1
     for s in range(len(stages) - 2, -1, -1):
-        if steady[s] > steady[pivot] + sum(stage.F + stage.B for stage in stages[s + 1:pivot]):
+        if steady[s] > steady[pivot] + sum(stage.F + stage.B for stage in stages[s + 1 : pivot]):
             pivot = s
-    ends = [stages[s].sync + sum(stage.B for stage in stages[s:pivot + 1]) - sum(stage.B for stage in stages[pivot + 1:s + 1])
-            for s in range(len(stages))]
-    return sum(stage.F for stage in stages[:pivot + 1]) + steady[pivot] + max(ends)
+    ends = [
+        stages[s].sync
+        + sum(stage.B for stage in stages[s : pivot + 1])
+        - sum(stage.B for stage in stages[pivot + 1 : s + 1])
+        for s in range(len(stages))
+    ]
+    return sum(stage.F for stage in stages[: pivot + 1]) + steady[pivot] + max(ends)
 
 
 class Ahead(NamedTuple):
@@ -80,6 +85,7 @@ def latency(stages: Sequence[Stage], m: int) -> Number:
 
 # ---- the planner -----------------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Model:
     """Per layer: forward and backward of a microbatch on one device, bytes of weights, bytes that it takes from the layer before."""
@@ -93,7 +99,9 @@ class Model:
         lists = {name: getattr(self, name) for name in ("forward", "backward", "weights", "activations")}
         check_costs("Model", **lists)
         if not self.forward or len({len(numbers) for numbers in lists.values()}) > 1:
-            raise ValueError(f"Model: lists of {[len(numbers) for numbers in lists.values()]} layers; give each layer all four numbers")
+            raise ValueError(
+                f"Model: lists of {[len(numbers) for numbers in lists.values()]} layers; give each layer all four numbers"
+            )
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.machines or min(self.machines) < 1 or self.inside <= 0 or self.between <= 0:
-            raise ValueError(f"Cluster: machines {self.machines}, bandwidths {self.inside} and {self.between}; all must be above 0")
+            raise ValueError(
+                f"Cluster: machines {self.machines}, bandwidths {self.inside} and {self.between}; all must be above 0"
+            )
 
     def bandwidth(self, *groups: Devices) -> Number:
         """Of the slowest link among these devices."""
@@ -121,8 +131,14 @@ class Planned(NamedTuple):
 def compute_stage(model: Model, layers: range, devices: Devices, cluster: Cluster) -> Stage:
     """Layers on replicas, which split each microbatch and sum their gradients in a ring."""
     n = sum(devices)
-    forward, backward, weights = (sum(numbers[layers.start:layers.stop]) for numbers in (model.forward, model.backward, model.weights))
-    return Stage(divided(forward, n), divided(backward, n), divided(2 * (n - 1) * weights, n * cluster.bandwidth(devices)))
+    forward, backward, weights = (
+        sum(numbers[layers.start : layers.stop]) for numbers in (model.forward, model.backward, model.weights)
+    )
+    return Stage(
+        divided(forward, n),
+        divided(backward, n),
+        divided(2 * (n - 1) * weights, n * cluster.bandwidth(devices)),
+    )
 
 
 def link_stage(model: Model, layer: int, source: Devices, to: Devices, cluster: Cluster) -> Stage:
@@ -158,18 +174,27 @@ def paper_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
             found.add(tuple(devices))
         devices = [0] * len(free)
         for _ in range(n):
-            i = max((i for i in range(len(free)) if devices[i] < free[i]), key=lambda i: (-devices[i], free[i]))
+            i = max(
+                (i for i in range(len(free)) if devices[i] < free[i]), key=lambda i: (-devices[i], free[i])
+            )
             devices[i] += 1
         yield from sorted(found | {tuple(devices)})
 
 
-def plan(model: Model, cluster: Cluster, m: int, placements: Callable[[Devices, Devices], Iterator[Devices]] = all_placements) -> Planned:
+def plan(
+    model: Model,
+    cluster: Cluster,
+    m: int,
+    placements: Callable[[Devices, Devices], Iterator[Devices]] = all_placements,
+) -> Planned:
     """The cut, replication and placement with the smallest `latency`, on all devices or fewer."""
     if m < 1:
         raise ValueError(f"plan: {m} microbatches; use 1 or more")
 
     layers_left = len(model.forward)
-    frontier: dict[tuple, list] = {(layers_left, cluster.machines, (), 0): [(Ahead(), ())]} # (layers, devices left, those behind, number)
+    frontier: dict[tuple, list] = {
+        (layers_left, cluster.machines, (), 0): [(Ahead(), ())]
+    }  # (layers, devices left, those behind, number)
     whole: list[tuple[tuple, object]] = []
     for end in range(layers_left, 0, -1):
         for key in [key for key in frontier if key[0] == end]:
@@ -184,7 +209,9 @@ def plan(model: Model, cluster: Cluster, m: int, placements: Callable[[Devices, 
                 for ahead, stages in unbeaten:
                     if behind:
                         ahead = in_front(link_stage(model, end, devices, behind, cluster), ahead, number, m)
-                    found.append((in_front(stage, ahead, number + bool(behind), m), ((layers, devices), *stages)))
+                    found.append(
+                        (in_front(stage, ahead, number + bool(behind), m), ((layers, devices), *stages))
+                    )
                 if start:
                     frontier.setdefault((start, left, devices, number + bool(behind) + 1), []).extend(found)
                 else:

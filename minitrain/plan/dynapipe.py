@@ -22,6 +22,7 @@ Raises ValueError for a sample that does not fit the cap, for a message that mee
 Jiang et al. 2024 (DynaPipe), arXiv:2311.10418, sections 4 (microbatches), 5 (schedule) and 6 (communication). Differs: theirs tries a
 set of limits for the longest time, which is an approximation, and balances replicas too.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -40,11 +41,15 @@ class Plan(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
 
 
-def microbatches(lengths: Sequence[int], time: Callable[[int, int], Number], stages: int, cap_tokens: int | None = None) -> Plan:
+def microbatches(
+    lengths: Sequence[int], time: Callable[[int, int], Number], stages: int, cap_tokens: int | None = None
+) -> Plan:
     """Runs of the sorted samples with the shortest step; `time(rows, length)` of a microbatch on a stage, rows·length <= cap_tokens."""
     if not lengths or min(lengths) < 1 or (cap_tokens is not None and max(lengths) > cap_tokens):
-        raise ValueError(f"microbatches: lengths {list(lengths)[:8]} under {cap_tokens} tokens; each sample needs 1 token or more and must "
-                         "fit alone")
+        raise ValueError(
+            f"microbatches: lengths {list(lengths)[:8]} under {cap_tokens} tokens; each sample needs 1 token or more and must "
+            "fit alone"
+        )
     order = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
     best: list[list] = [[((0, 0), ())]]
     for end in range(1, len(order) + 1):
@@ -53,8 +58,10 @@ def microbatches(lengths: Sequence[int], time: Callable[[int, int], Number], sta
             rows, length = end - start, lengths[order[start]]
             if cap_tokens is None or rows * length <= cap_tokens:
                 here = time(rows, length)
-                found += [((total + here, max(longest, here)), (*groups, tuple(order[start:end])))
-                          for (total, longest), groups in best[start]]
+                found += [
+                    ((total + here, max(longest, here)), (*groups, tuple(order[start:end])))
+                    for (total, longest), groups in best[start]
+                ]
         best.append(undominated(found))
     (total, longest), groups = min(best[-1], key=lambda plan: plan[0][0] + (stages - 1) * plan[0][1])
     return Plan(total + (stages - 1) * longest, groups)
@@ -67,34 +74,50 @@ def fixed(samples: int, rows: int) -> tuple[tuple[int, ...], ...]:
 
 def padding(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
     """Tokens computed in vain."""
-    return sum(len(group) * max(lengths[sample] for sample in group) - sum(lengths[sample] for sample in group) for group in groups)
+    return sum(
+        len(group) * max(lengths[sample] for sample in group) - sum(lengths[sample] for sample in group)
+        for group in groups
+    )
 
 
 def samples(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> Callable:
     """For Runner: unit i is the rows of groups[i], as long as the longest of them."""
+
     def cut(batch, schedule: Schedule) -> list[tuple]:
         if len(groups) != schedule.microbatches or len(lengths) != len(batch.tokens):
-            raise ValueError(f"{schedule.name} has {schedule.microbatches} microbatches and the batch {len(batch.tokens)} rows, the plan "
-                             f"{len(groups)} and {len(lengths)}; plan for this batch")
+            raise ValueError(
+                f"{schedule.name} has {schedule.microbatches} microbatches and the batch {len(batch.tokens)} rows, the plan "
+                f"{len(groups)} and {len(lengths)}; plan for this batch"
+            )
         found = []
         for group in groups:
             rows, longest = list(group), max(lengths[sample] for sample in group)
-            positions = batch.tokens.new_ones(longest).cumsum(0) - 1 if batch.positions is None else batch.positions[:longest]
+            positions = (
+                batch.tokens.new_ones(longest).cumsum(0) - 1
+                if batch.positions is None
+                else batch.positions[:longest]
+            )
             found.append((batch.tokens[rows, :longest], batch.targets[rows, :longest], positions))
         return found
+
     return cut
 
 
 # ---- the order of a rank ---------------------------------------------------------------------------------------------
 
-def adaptive(times: Sequence[Sequence[tuple[Number, Number]]], sizes: Sequence[Number], cap: Number) -> Schedule:
+
+def adaptive(
+    times: Sequence[Sequence[tuple[Number, Number]]], sizes: Sequence[Number], cap: Number
+) -> Schedule:
     """`times[stage][microbatch]` = (forward, backward); `sizes[microbatch]` of its activations on a rank."""
     p, m = len(times), len(sizes)
     if max(sizes) > cap:
-        raise ValueError(f"adaptive: a microbatch of {max(sizes)} does not fit the cap {cap}; use smaller microbatches")
+        raise ValueError(
+            f"adaptive: a microbatch of {max(sizes)} does not fit the cap {cap}; use smaller microbatches"
+        )
     lists: list[list[Action]] = [[] for _ in range(p)]
     free, held, ended = [0] * p, [0] * p, {}
-    forwards, backwards = [0] * p, [0] * p                                               # the next of each rank
+    forwards, backwards = [0] * p, [0] * p  # the next of each rank
 
     def starts(rank: int):
         """(start, is a forward, rank, action) of what the rank could do next."""
@@ -119,11 +142,12 @@ def adaptive(times: Sequence[Sequence[tuple[Number, Number]]], sizes: Sequence[N
 
 # ---- the order of messages -------------------------------------------------------------------------------------------
 
+
 def planned(schedule: Schedule, costs: Costs | Measured = Costs()) -> tuple[tuple[Step, ...], ...]:
     """Every rank's part of one order: actions by their simulated end, each message behind the action it comes from, on both sides."""
     spans = {span.entry: span for spans in simulate(schedule, costs).spans for span in spans}
     order = [entry for _, entry in in_order(schedule, set())]
-    order.sort(key=lambda entry: spans[entry].end)                                       # keeps the order of needs where ends are equal
+    order.sort(key=lambda entry: spans[entry].end)  # keeps the order of needs where ends are equal
     return _programs(schedule, order, lambda user: None)
 
 
@@ -167,15 +191,20 @@ def rendezvous(programs: Sequence[Sequence[Step]]) -> None:
                 there = head(step.to)
                 if isinstance(there, Receive) and there.source == rank:
                     if there.what != step.what:
-                        raise ValueError(f"rank {rank} sends {step.what} where rank {step.to} receives {there.what}; give both the same "
-                                         "order")
+                        raise ValueError(
+                            f"rank {rank} sends {step.what} where rank {step.to} receives {there.what}; give both the same "
+                            "order"
+                        )
                     at[rank] += 1
                     at[step.to] += 1
                     moved = True
             elif step is not None and not isinstance(step, Receive):
                 at[rank] += 1
                 moved = True
-    stuck = [f"rank {rank} at {type(step).__name__}({step[0]}) with rank {step[1]}" for rank in range(len(programs))
-             if (step := head(rank))]
+    stuck = [
+        f"rank {rank} at {type(step).__name__}({step[0]}) with rank {step[1]}"
+        for rank in range(len(programs))
+        if (step := head(rank))
+    ]
     if stuck:
         raise ValueError(f"stuck: {', '.join(stuck[:4])}; post messages in one order on all ranks")

@@ -22,6 +22,7 @@ Raises ValueError for an empty branch, for no device, for edges in a circle.
 Jeon et al. 2024 (GraphPipe), arXiv:2406.17145. Differs: one device a stage and one size of microbatch; theirs replicates stages and
 gives them microbatches of their own size.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -64,7 +65,9 @@ def heights(stages: int, edges: Edges) -> list[int]:
         if longer == found:
             return found
         found = longer
-    raise ValueError(f"the edges {edges} of {stages} stages go round in a circle; a stage cannot wait for itself")
+    raise ValueError(
+        f"the edges {edges} of {stages} stages go round in a circle; a stage cannot wait for itself"
+    )
 
 
 def depth(stages: int, edges: Edges) -> int:
@@ -74,12 +77,15 @@ def depth(stages: int, edges: Edges) -> int:
 def one_f_one_b(stages: int, edges: Edges, m: int) -> GraphSchedule:
     """Stage i on rank i: its height less one forwards ahead, then one forward and one backward in turn."""
     check_sizes("one_f_one_b", stages=stages, m=m)
-    lists = tuple(alternate([F(stage, i) for i in range(m)], [B(stage, i) for i in range(m)], height - 1)
-                  for stage, height in enumerate(heights(stages, edges)))
+    lists = tuple(
+        alternate([F(stage, i) for i in range(m)], [B(stage, i) for i in range(m)], height - 1)
+        for stage, height in enumerate(heights(stages, edges))
+    )
     return GraphSchedule(f"graph 1F1B, {stages} stages, m={m}", lists, stages, m, edges=edges)
 
 
 # ---- the planner -----------------------------------------------------------------------------------------------------
+
 
 class Op(NamedTuple):
     """`time`: forward and backward of a microbatch."""
@@ -117,7 +123,9 @@ def ops(series: Series) -> Iterator[Op]:
 def plan(model: Series, devices: int, m: int) -> Plan:
     """The graph of at most `devices` stages with the shortest (m + depth - 1)·slowest."""
     check_sizes("plan", devices=devices, m=m)
-    unbeaten = undominated((costs, parts) for n in range(1, devices + 1) for costs, parts in cuts(model, devices)[n])
+    unbeaten = undominated(
+        (costs, parts) for n in range(1, devices + 1) for costs, parts in cuts(model, devices)[n]
+    )
     (deep, slowest), parts = min(unbeaten, key=lambda found: (m + found[0][0] - 1) * found[0][1])
     stages: list[tuple[str, ...]] = []
     edges: list[tuple[int, int]] = []
@@ -128,20 +136,28 @@ def plan(model: Series, devices: int, m: int) -> Plan:
 def cuts(series: Series, devices: int) -> list[list]:
     """For each number of stages all unbeaten ((depth, slowest), parts); a part is a stage's names, or a list of each branch's parts."""
     if not series:
-        raise ValueError("a branch is empty; give every branch an operator (a skip connection needs no stage: leave it out)")
-    best = [[[((0, 0), ())]] + [[] for _ in range(devices)]]                               # best[elements][stages]
+        raise ValueError(
+            "a branch is empty; give every branch an operator (a skip connection needs no stage: leave it out)"
+        )
+    best = [[[((0, 0), ())]] + [[] for _ in range(devices)]]  # best[elements][stages]
     for end in range(1, len(series) + 1):
         best.append([[] for _ in range(devices + 1)])
         for start in range(end):
             run = list(ops(series[start:end]))
             whole = (1, sum(op.time for op in run))
             for n in range(1, devices + 1):
-                best[end][n] += [_behind(costs, whole, (*parts, tuple(op.name for op in run))) for costs, parts in best[start][n - 1]]
+                best[end][n] += [
+                    _behind(costs, whole, (*parts, tuple(op.name for op in run)))
+                    for costs, parts in best[start][n - 1]
+                ]
         if isinstance(series[end - 1], Parallel):
             for used, inside in _branches(series[end - 1], devices):
                 for n in range(used, devices + 1):
-                    best[end][n] += [_behind(costs, more, (*parts, [*branches])) for costs, parts in best[end - 1][n - used]
-                                     for more, branches in inside]
+                    best[end][n] += [
+                        _behind(costs, more, (*parts, [*branches]))
+                        for costs, parts in best[end - 1][n - used]
+                        for more, branches in inside
+                    ]
         best[end] = [undominated(found) for found in best[end]]
     return best[-1]
 
@@ -153,13 +169,18 @@ def _behind(front: tuple, behind: tuple, parts: tuple) -> tuple:
 
 def _branches(element: Parallel, devices: int) -> Iterator[tuple[int, list]]:
     """(stages in all, unbeaten plans) with every branch cut on its own."""
-    most = devices - len(element.branches) + 1                                            # every branch needs one
+    most = devices - len(element.branches) + 1  # every branch needs one
     of_branch = [cuts(branch, max(most, 0)) for branch in element.branches]
     for counts in product(*(range(1, len(found)) for found in of_branch)):
         if sum(counts) <= devices:
             together = product(*(found[n] for found, n in zip(of_branch, counts)))
-            yield sum(counts), undominated((tuple(map(max, zip(*(costs for costs, _ in chosen)))), [parts for _, parts in chosen])
-                                           for chosen in together)
+            yield (
+                sum(counts),
+                undominated(
+                    (tuple(map(max, zip(*(costs for costs, _ in chosen)))), [parts for _, parts in chosen])
+                    for chosen in together
+                ),
+            )
 
 
 def _connect(parts: Sequence, before: tuple[int, ...], stages: list, edges: list) -> tuple[int, ...]:

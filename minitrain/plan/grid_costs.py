@@ -44,6 +44,7 @@ beside 2p^(2/3), 31.5 times as much at p = 64; but 2p^(2/3) = 2q² is the number
 q-1 others, and its blocks of W are d times as large. In elements 4·4·4 sends for square matrices 1.07 times what 8·8 does:
 depth pays where activations are larger than weights. 3-D gathers dy once for both gradients: 5 terms, 6 if each were alone.
 """
+
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -62,8 +63,10 @@ class Layer:
     def __post_init__(self):
         sizes = [self.tokens, *(size for product in self.products for size in product)]
         if not self.products or min(sizes) < 1:
-            raise ValueError(f"a layer of {self.tokens} tokens and products {self.products}; give at least one (k, n), all of "
-                             f"them positive")
+            raise ValueError(
+                f"a layer of {self.tokens} tokens and products {self.products}; give at least one (k, n), all of "
+                f"them positive"
+            )
 
 
 def mlp(tokens: int, width: int, inner: int) -> Layer:
@@ -87,15 +90,24 @@ class Grid:
     def __post_init__(self):
         if self.kind not in ("1-D", "2-D", "2.5-D", "3-D", "RTP"):
             raise ValueError(f"kind {self.kind!r}; use '1-D', '2-D', '2.5-D', '3-D' or 'RTP'")
-        if min(self.side, self.depth) < 1 or (self.kind != "2.5-D" and self.depth > 1) or self.depth > self.side:
-            raise ValueError(f"{self.kind} grid of side {self.side} and depth {self.depth}; sides are positive, and only 2.5-D "
-                             f"has a depth, at most its side")
+        if (
+            min(self.side, self.depth) < 1
+            or (self.kind != "2.5-D" and self.depth > 1)
+            or self.depth > self.side
+        ):
+            raise ValueError(
+                f"{self.kind} grid of side {self.side} and depth {self.depth}; sides are positive, and only 2.5-D "
+                f"has a depth, at most its side"
+            )
 
     @property
     def axes(self) -> tuple[int, ...]:
         """Ranks along each axis."""
-        return {"2-D": (self.side,) * 2, "2.5-D": (self.side, self.side, self.depth),
-                "3-D": (self.side,) * 3}.get(self.kind, (self.side,))
+        return {
+            "2-D": (self.side,) * 2,
+            "2.5-D": (self.side, self.side, self.depth),
+            "3-D": (self.side,) * 3,
+        }.get(self.kind, (self.side,))
 
     @property
     def ranks(self) -> int:
@@ -111,16 +123,20 @@ def grids(ranks: int) -> list[Grid]:
         raise ValueError(f"{ranks} ranks; need at least 1")
     found = [Grid("1-D", ranks), Grid("RTP", ranks)]
     square, cube = math.isqrt(ranks), round(ranks ** (1 / 3))
-    if square ** 2 == ranks:
+    if square**2 == ranks:
         found.append(Grid("2-D", square))
-    found += [Grid("2.5-D", side, ranks // side ** 2) for side in range(2, square + 1)
-              if ranks % side ** 2 == 0 and 1 < ranks // side ** 2 <= side]
-    if cube ** 3 == ranks:
+    found += [
+        Grid("2.5-D", side, ranks // side**2)
+        for side in range(2, square + 1)
+        if ranks % side**2 == 0 and 1 < ranks // side**2 <= side
+    ]
+    if cube**3 == ranks:
         found.append(Grid("3-D", cube))
     return found
 
 
 # ---- what one rank sends and holds, in elements ----------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -133,7 +149,12 @@ class Sent:
     hopped: tuple[float, ...]
 
     def __add__(self, other: "Sent") -> "Sent":
-        return Sent(*(tuple(map(sum, zip(getattr(self, field.name), getattr(other, field.name)))) for field in fields(self)))
+        return Sent(
+            *(
+                tuple(map(sum, zip(getattr(self, field.name), getattr(other, field.name))))
+                for field in fields(self)
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -168,30 +189,46 @@ def cost(layer: Layer, grid: Grid) -> Cost:
     """What a layer costs on a grid, per rank."""
     if grid.kind == "1-D":
         return _cost_1d(layer, grid)
-    product = {"2-D": _product_25d, "2.5-D": _product_25d, "3-D": _product_3d, "RTP": _product_rotated}[grid.kind]
+    product = {"2-D": _product_25d, "2.5-D": _product_25d, "3-D": _product_3d, "RTP": _product_rotated}[
+        grid.kind
+    ]
     parts = [product(layer.tokens, k, n, grid, index) for index, (k, n) in enumerate(layer.products)]
     forward, backward, weights, activations, working = zip(*parts)
-    return Cost(grid, sum(forward[1:], forward[0]), sum(backward[1:], backward[0]), sum(weights), sum(activations), max(working))
+    return Cost(
+        grid,
+        sum(forward[1:], forward[0]),
+        sum(backward[1:], backward[0]),
+        sum(weights),
+        sum(activations),
+        max(working),
+    )
 
 
 def _cost_1d(layer: Layer, grid: Grid) -> Cost:
     """Column, row, column, row: one all-reduce after a pair forward, one before it backward."""
     if len(layer.products) % 2:
-        raise ValueError(f"1-D cuts products in pairs, by columns and by rows; the layer has {len(layer.products)}: add one")
+        raise ValueError(
+            f"1-D cuts products in pairs, by columns and by rows; the layer has {len(layer.products)}: add one"
+        )
     m, p, share = layer.tokens, grid.side, 2 * (grid.side - 1) / grid.side
     first, second = layer.products[::2], layer.products[1::2]
     forward = share * m * sum(n for _, n in second)
     backward = share * m * sum(k for k, _ in first)
-    return Cost(grid, _ring(forward), _ring(backward), weights=sum(k * n for k, n in layer.products) / p,
-                activations=m * sum(k for k, _ in first) + m * sum(k for k, _ in second) / p,
-                working=m * max(n for _, n in second))
+    return Cost(
+        grid,
+        _ring(forward),
+        _ring(backward),
+        weights=sum(k * n for k, n in layer.products) / p,
+        activations=m * sum(k for k, _ in first) + m * sum(k for k, _ in second) / p,
+        working=m * max(n for _, n in second),
+    )
 
 
 def _product_25d(m: int, k: int, n: int, grid: Grid, _) -> tuple:
     """SUMMA on each of d layers, which have 1/d of the tokens each and the same weights. One layer: 2-D."""
     q, d = grid.side, grid.depth
-    x, w = m * k / (d * q * q), k * n / (q * q)                            # a block
-    depth = [2 * (d - 1) / d * w] * (len(grid.axes) - 2)                   # the layers' weight gradients are added up
+    x, w = m * k / (d * q * q), k * n / (q * q)  # a block
+    depth = [2 * (d - 1) / d * w] * (len(grid.axes) - 2)  # the layers' weight gradients are added up
     forward = _broadcasts(q, x, w, *(0 for _ in depth))
     backward = forward + _hops((q - 1) * x, (q - 1) * w, *(0 for _ in depth)) + _ring(0, 0, *depth)
     return forward, backward, w, x, min(2, q) * (x + w)
@@ -200,11 +237,11 @@ def _product_25d(m: int, k: int, n: int, grid: Grid, _) -> tuple:
 def _product_3d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
     """cube.py: x, W and y have an axis each; in every second product x and y change places."""
     l = grid.side
-    share, turn = (l - 1) / l ** 3, -1 if index % 2 else 1
+    share, turn = (l - 1) / l**3, -1 if index % 2 else 1
     x, w, y = m * k, k * n, m * n
     forward = (share * x, share * w, share * y)
     backward = (share * 2 * x, share * 2 * w, share * y)
-    return _ring(*forward[::turn]), _ring(*backward[::turn]), w / l ** 3, x / l ** 3, (x + w + y) / l ** 2
+    return _ring(*forward[::turn]), _ring(*backward[::turn]), w / l**3, x / l**3, (x + w + y) / l**2
 
 
 def _product_rotated(m: int, k: int, n: int, grid: Grid, _) -> tuple:
@@ -224,12 +261,15 @@ def _hops(*elements: float) -> Sent:
 
 def _broadcasts(q: int, *blocks: float) -> Sent:
     """Each of the q ranks of an axis broadcasts its block."""
+
     def times(number):
         return tuple(number * block for block in blocks)
+
     return Sent(times(q - 1), times(q * math.ceil(math.log2(q))), times(q if q > 1 else 0), times(0))
 
 
 # ---- time, and the choice --------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Links:
@@ -262,16 +302,20 @@ def seconds(cost: Cost, links: Links, element_bytes: int = 2) -> float:
     """Forward and backward, the axes of the grid in the best order from the innermost outwards."""
     sent = cost.forward_sent + cost.backward_sent
     axes = zip(cost.grid.axes, sent.streamed, sent.hopped)
-    return min(_seconds_in_order(order, cost.grid.ranks, links) for order in permutations(axes)) * element_bytes
+    return (
+        min(_seconds_in_order(order, cost.grid.ranks, links) for order in permutations(axes)) * element_bytes
+    )
 
 
 def _seconds_in_order(order: Sequence[tuple[int, float, float]], ranks: int, links: Links) -> float:
-    total, stride = 0.0, 1                                                 # neighbours on an axis are `stride` ranks apart
+    total, stride = 0.0, 1  # neighbours on an axis are `stride` ranks apart
     for size, streamed, hopped in order:
         inside = _ranks_inside(ranks, size, stride, links.per_node)
         stream = hop = links.intra_bytes_per_s
         if inside < size:
-            stream, hop = (min(links.intra_bytes_per_s, rings * links.inter_bytes_per_s) for rings in (inside, 1))
+            stream, hop = (
+                min(links.intra_bytes_per_s, rings * links.inter_bytes_per_s) for rings in (inside, 1)
+            )
         total += streamed / stream + hopped / hop
         stride *= size
     return total
@@ -280,10 +324,14 @@ def _seconds_in_order(order: Sequence[tuple[int, float, float]], ranks: int, lin
 @cache
 def _ranks_inside(ranks: int, size: int, stride: int, per_node: int) -> int:
     """How many ranks of a group of `size` share a node: the fewest in any of its nodes, in the axis' worst group."""
-    return min(Counter((rank // (stride * size), rank % stride, rank // per_node) for rank in range(ranks)).values())
+    return min(
+        Counter((rank // (stride * size), rank % stride, rank // per_node) for rank in range(ranks)).values()
+    )
 
 
-def table(layer: Layer, ranks: int, links: Links, weight_bytes: int = 16, element_bytes: int = 2) -> list[Row]:
+def table(
+    layer: Layer, ranks: int, links: Links, weight_bytes: int = 16, element_bytes: int = 2
+) -> list[Row]:
     """A row for every grid of so many ranks, the fastest first. A weight has 16 bytes with its gradient and AdamW's state
     in mixed precision; an element kept, worked on or sent has `element_bytes`."""
     rows = []
@@ -296,7 +344,9 @@ def table(layer: Layer, ranks: int, links: Links, weight_bytes: int = 16, elemen
     return sorted(rows, key=lambda row: (row.seconds, row.memory_bytes))
 
 
-def cheapest(layer: Layer, ranks: int, links: Links, memory_bytes: float = math.inf, **bytes_each: int) -> Row:
+def cheapest(
+    layer: Layer, ranks: int, links: Links, memory_bytes: float = math.inf, **bytes_each: int
+) -> Row:
     """The fastest grid that fits into `memory_bytes` a rank."""
     if memory_bytes <= 0:
         raise ValueError(f"memory_bytes = {memory_bytes}; a limit is positive")
@@ -304,15 +354,17 @@ def cheapest(layer: Layer, ranks: int, links: Links, memory_bytes: float = math.
     fits = [row for row in rows if row.memory_bytes <= memory_bytes]
     if not fits:
         least = min(rows, key=lambda row: row.memory_bytes)
-        raise ValueError(f"no grid of {ranks} ranks fits in {memory_bytes:,.0f} bytes; the least is {least.memory_bytes:,.0f} of "
-                         f"{least.grid}: take more ranks or fewer tokens")
+        raise ValueError(
+            f"no grid of {ranks} ranks fits in {memory_bytes:,.0f} bytes; the least is {least.memory_bytes:,.0f} of "
+            f"{least.grid}: take more ranks or fewer tokens"
+        )
     return fits[0]
 
 
-def crossover(layer: Layer, *, path: bool = False, most: int = 2 ** 20) -> int | None:
+def crossover(layer: Layer, *, path: bool = False, most: int = 2**20) -> int | None:
     """The smallest p > 1, a square up to `most`, at which 2-D sends less in forward than 1-D; with `path`, one after the other."""
     for side in range(2, math.isqrt(most) + 1):
-        flat, square = cost(layer, Grid("1-D", side ** 2)), cost(layer, Grid("2-D", side))
+        flat, square = cost(layer, Grid("1-D", side**2)), cost(layer, Grid("2-D", side))
         if (square.forward_path < flat.forward_path) if path else (square.forward < flat.forward):
-            return side ** 2
+            return side**2
     return None

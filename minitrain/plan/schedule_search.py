@@ -24,6 +24,7 @@ Lin et al. 2024 (Tessel), arXiv:2311.15269, sections 3 and 4. Differs: a depth-f
 cool-down too; patterns of one microbatch (where a tight limit makes ranks wait, one of several could be shorter).
 That zero bubble takes the memory of 2p-1 microbatches: Qi et al. 2023, arXiv:2401.10241, section 2.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ class Kind(NamedTuple):
 class Shortest(NamedTuple):
     schedule: Schedule
     time: Time
-    states: int             # how many were looked at, over all times that were tried
+    states: int  # how many were looked at, over all times that were tried
 
 
 def kinds_of(place: Sequence[int], costs: Costs, split: bool) -> list[Kind]:
@@ -56,15 +57,31 @@ def kinds_of(place: Sequence[int], costs: Costs, split: bool) -> list[Kind]:
     stages = len(place)
     up = [Kind("F", s, place[s], costs.of(Action("F", s, 0)), s - 1 if s else None) for s in range(stages)]
     letter = "I" if split else "B"
-    down = [Kind(letter, s, place[s], costs.of(Action(letter, s, 0)), stages + i - 1) for i, s in enumerate(reversed(range(stages)))]
-    late = [Kind("W", s, place[s], costs.of(Action("W", s, 0)), 2 * stages - 1 - s) for s in range(stages)] if split else []
+    down = [
+        Kind(letter, s, place[s], costs.of(Action(letter, s, 0)), stages + i - 1)
+        for i, s in enumerate(reversed(range(stages)))
+    ]
+    late = (
+        [Kind("W", s, place[s], costs.of(Action("W", s, 0)), 2 * stages - 1 - s) for s in range(stages)]
+        if split
+        else []
+    )
     return up + down + late
 
 
 # ---- the shortest schedule -----------------------------------------------------------------------------------------------
 
-def shortest(place: Sequence[int], m: int, costs: Costs = Costs(), limit: int | Sequence[int] | None = None, *, split: bool = False,
-             span: bool = False, most: int = 2_000_000) -> Shortest:
+
+def shortest(
+    place: Sequence[int],
+    m: int,
+    costs: Costs = Costs(),
+    limit: int | Sequence[int] | None = None,
+    *,
+    split: bool = False,
+    span: bool = False,
+    most: int = 2_000_000,
+) -> Shortest:
     kinds, limits = prepared(place, m, costs, limit, split)
     search = Search(kinds, len(limits), m, limits, span, most)
     grid = lcm(*(Fraction(kind.time).denominator for kind in kinds))
@@ -73,18 +90,31 @@ def shortest(place: Sequence[int], m: int, costs: Costs = Costs(), limit: int | 
     while (lists := search.within(time)) is None:
         time += step
     what = f"shortest{' span' if span else ''} for place {list(place)}, m={m}, limit {limits}"
-    ranks = [tuple(Action(kinds[k].letter, kinds[k].stage, i) for rank, k, i in lists if rank == here) for here in range(len(limits))]
+    ranks = [
+        tuple(Action(kinds[k].letter, kinds[k].stage, i) for rank, k, i in lists if rank == here)
+        for here in range(len(limits))
+    ]
     return Shortest(check(Schedule(what, tuple(ranks), len(place), m)), time, search.states)
 
 
 class Search:
     def __init__(self, kinds: list[Kind], p: int, m: int, limits: list[int], span: bool, most: int):
-        self.kinds, self.p, self.m, self.limits, self.span, self.most, self.states = kinds, p, m, limits, span, most, 0
+        self.kinds, self.p, self.m, self.limits, self.span, self.most, self.states = (
+            kinds,
+            p,
+            m,
+            limits,
+            span,
+            most,
+            0,
+        )
         self.of_rank = [[k for k, kind in enumerate(kinds) if kind.rank == rank] for rank in range(p)]
         self.frees = "W" if any(kind.letter == "W" for kind in kinds) else "B"
-        self.way = [0] * len(kinds)                             # from the start of an action to the end of all that follows from it
+        self.way = [0] * len(kinds)  # from the start of an action to the end of all that follows from it
         for k in reversed(range(len(kinds))):
-            self.way[k] = kinds[k].time + max((self.way[j] for j, kind in enumerate(kinds) if kind.before == k), default=0)
+            self.way[k] = kinds[k].time + max(
+                (self.way[j] for j, kind in enumerate(kinds) if kind.before == k), default=0
+            )
 
     def bound(self) -> Time:
         """The busiest rank; and if the clock starts for all at once, the way to it and from it to the end."""
@@ -105,18 +135,24 @@ class Search:
         """From this moment on: `running[rank]` is (kind, end), `deadline[rank]` when it must be done (None: it has not begun)."""
         if all(count == self.m for count in started):
             return []
-        state = (started, tuple(job and (job[0], job[1] - now) for job in running), tuple(end and end - now for end in deadline))
+        state = (
+            started,
+            tuple(job and (job[0], job[1] - now) for job in running),
+            tuple(end and end - now for end in deadline),
+        )
         if state in self.failed or self.hopeless(now, started, running, deadline):
             return None
         self.states += 1
         if self.states > self.most:
-            raise ValueError(f"shortest: more than {self.most} states for {self.p} ranks and {self.m} microbatches; use fewer, or a larger `most`")
+            raise ValueError(
+                f"shortest: more than {self.most} states for {self.p} ranks and {self.m} microbatches; use fewer, or a larger `most`"
+            )
         done = list(started)
         for job in filter(None, running):
             done[job[0]] -= 1
         for choice in self.choices(done, started, running, 0):
             if not any(choice) and not any(running):
-                continue                                                    # all wait, for nothing
+                continue  # all wait, for nothing
             counts, jobs, ends, begun = list(started), list(running), list(deadline), []
             for rank, k in enumerate(choice):
                 if k is not None:
@@ -125,7 +161,13 @@ class Search:
                     jobs[rank] = (k - 1, now + self.kinds[k - 1].time)
                     ends[rank] = now + time if ends[rank] is None else ends[rank]
             then = min(job[1] for job in jobs if job)
-            rest = self.go(then, tuple(counts), tuple(job if job and job[1] > then else None for job in jobs), tuple(ends), time)
+            rest = self.go(
+                then,
+                tuple(counts),
+                tuple(job if job and job[1] > then else None for job in jobs),
+                tuple(ends),
+                time,
+            )
             if rest is not None:
                 return begun + rest
         self.failed.add(state)
@@ -136,7 +178,11 @@ class Search:
         if rank == self.p:
             yield ()
             return
-        options = [] if running[rank] else [k + 1 for k in reversed(self.of_rank[rank]) if self.may_start(k, done, started)]
+        options = (
+            []
+            if running[rank]
+            else [k + 1 for k in reversed(self.of_rank[rank]) if self.may_start(k, done, started)]
+        )
         for option in (*options, None):
             for others in self.choices(done, started, running, rank + 1):
                 yield option, *others
@@ -145,14 +191,17 @@ class Search:
         kind, count = self.kinds[k], started[k]
         if count == self.m or kind.before is not None and done[kind.before] <= count:
             return False
-        held = sum(started[j] * ((self.kinds[j].letter == "F") - (self.kinds[j].letter == self.frees)) for j in self.of_rank[kind.rank])
+        held = sum(
+            started[j] * ((self.kinds[j].letter == "F") - (self.kinds[j].letter == self.frees))
+            for j in self.of_rank[kind.rank]
+        )
         return kind.letter != "F" or held < self.limits[kind.rank]
 
     def hopeless(self, now: Time, started: tuple, running: tuple, deadline: tuple) -> bool:
         for rank, own in enumerate(self.of_rank):
             left = [k for k in own if started[k] < self.m]
             if not left or deadline[rank] is None:
-                continue                                                    # what runs was looked at when it began
+                continue  # what runs was looked at when it began
             ready = running[rank][1] if running[rank] else now
             after = 0 if self.span else min((self.way[k] - self.kinds[k].time for k in left), default=0)
             if ready + sum((self.m - started[k]) * self.kinds[k].time for k in left) + after > deadline[rank]:
@@ -164,6 +213,7 @@ class Search:
 
 # ---- the pattern that repeats --------------------------------------------------------------------------------------------
 
+
 class Repetend(NamedTuple):
     """Microbatch n does the action of kind k at starts[k] + n · period."""
 
@@ -173,8 +223,14 @@ class Repetend(NamedTuple):
     period: Time
 
 
-def repetend(place: Sequence[int], costs: Costs = Costs(), limit: int | Sequence[int] | None = None, *, split: bool = False,
-             most: int = 500_000) -> Repetend:
+def repetend(
+    place: Sequence[int],
+    costs: Costs = Costs(),
+    limit: int | Sequence[int] | None = None,
+    *,
+    split: bool = False,
+    most: int = 500_000,
+) -> Repetend:
     """The shortest period, and of its patterns the first: each action as early as what comes before and after it allows."""
     kinds, limits = prepared(place, 1, costs, limit, split)
     grid = lcm(*(Fraction(kind.time).denominator for kind in kinds))
@@ -187,14 +243,18 @@ def repetend(place: Sequence[int], costs: Costs = Costs(), limit: int | Sequence
         nonlocal tried
         tried += 1
         if tried > most:
-            raise ValueError(f"repetend: more than {most} patterns for {len(place)} stages; use fewer, or a larger `most`")
+            raise ValueError(
+                f"repetend: more than {most} patterns for {len(place)} stages; use fewer, or a larger `most`"
+            )
         if len(starts) == len(kinds):
             return starts
         kind = kinds[len(starts)]
         ready = 0 if kind.before is None else starts[kind.before] + kinds[kind.before].time
         for late in range(int(period / step)):
             longer = (*starts, ready + late * step)
-            if fits(kinds, longer, period) and all(holds(kinds, longer, period, rank) <= most_held for rank, most_held in enumerate(limits)):
+            if fits(kinds, longer, period) and all(
+                holds(kinds, longer, period, rank) <= most_held for rank, most_held in enumerate(limits)
+            ):
                 if found := put(longer):
                     return found
         return None
@@ -207,14 +267,17 @@ def repetend(place: Sequence[int], costs: Costs = Costs(), limit: int | Sequence
 def fits(kinds: list[Kind], starts: tuple, period: Time) -> bool:
     """Does the last action overlap another of its rank, modulo the period?"""
     new, at = kinds[len(starts) - 1], starts[-1]
-    return all((at - other) % period >= kind.time and (other - at) % period >= new.time
-               for kind, other in zip(kinds, starts[:-1]) if kind.rank == new.rank)
+    return all(
+        (at - other) % period >= kind.time and (other - at) % period >= new.time
+        for kind, other in zip(kinds, starts[:-1])
+        if kind.rank == new.rank
+    )
 
 
 def holds(kinds: list[Kind], starts: tuple, period: Time, rank: int) -> int:
     """The most activations in the steady state, or fewer than that while the actions that free them have no times yet."""
     last = kinds[len(starts) - 1]
-    now = 0 if last.letter == "W" else starts[-1] + last.time                   # no backward to come starts before
+    now = 0 if last.letter == "W" else starts[-1] + last.time  # no backward to come starts before
     late = {kind.stage: kind.time for kind in kinds if kind.letter == "W"}
     lives: dict[int, tuple[Time, Time]] = {}
     for kind, start in zip(kinds, starts):
@@ -227,7 +290,13 @@ def holds(kinds: list[Kind], starts: tuple, period: Time, rank: int) -> int:
                     lives[kind.stage] = lives[kind.stage][0], end + late[kind.stage]
                 case _:
                     lives[kind.stage] = lives[kind.stage][0], end
-    return max((sum((at - born) // period - (at - end) // period for born, end in lives.values()) for at, _ in lives.values()), default=0)
+    return max(
+        (
+            sum((at - born) // period - (at - end) // period for born, end in lives.values())
+            for at, _ in lives.values()
+        ),
+        default=0,
+    )
 
 
 def unroll(pattern: Repetend, m: int) -> Schedule:
@@ -236,24 +305,40 @@ def unroll(pattern: Repetend, m: int) -> Schedule:
         raise ValueError(f"unroll: m={m}; use 1 or more microbatches")
     ranks = [[] for _ in range(1 + max(pattern.place))]
     for kind, start in zip(pattern.kinds, pattern.starts):
-        ranks[kind.rank] += [(start + n * pattern.period, Action(kind.letter, kind.stage, n)) for n in range(m)]
-    return check(Schedule(f"pattern of period {pattern.period}, m={m}", tuple(tuple(action for _, action in sorted(entries)) for entries in ranks),
-                          len(pattern.place), m))
+        ranks[kind.rank] += [
+            (start + n * pattern.period, Action(kind.letter, kind.stage, n)) for n in range(m)
+        ]
+    return check(
+        Schedule(
+            f"pattern of period {pattern.period}, m={m}",
+            tuple(tuple(action for _, action in sorted(entries)) for entries in ranks),
+            len(pattern.place),
+            m,
+        )
+    )
 
 
-def prepared(place: Sequence[int], m: int, costs: Costs, limit: int | Sequence[int] | None, split: bool) -> tuple[list[Kind], list[int]]:
+def prepared(
+    place: Sequence[int], m: int, costs: Costs, limit: int | Sequence[int] | None, split: bool
+) -> tuple[list[Kind], list[int]]:
     """The kinds of actions, and the limit of every rank: by default as many as there are stages, at least all of the rank's own."""
     p = 1 + max(place, default=-1)
     if p < 1 or sorted(set(place)) != list(range(p)):
-        raise ValueError(f"place={list(place)}: give the rank of each stage, so that every rank from 0 on has one")
+        raise ValueError(
+            f"place={list(place)}: give the rank of each stage, so that every rank from 0 on has one"
+        )
     if m < 1:
         raise ValueError(f"m={m}; use 1 or more microbatches")
     kinds = kinds_of(place, costs, split)
     if costs.send or any(not isinstance(kind.time, (int, Fraction)) or kind.time <= 0 for kind in kinds):
-        raise ValueError("search: costs are whole numbers or Fractions above 0, and send=0; times are compared exactly")
+        raise ValueError(
+            "search: costs are whole numbers or Fractions above 0, and send=0; times are compared exactly"
+        )
     limits = [len(place)] * p if limit is None else [limit] * p if isinstance(limit, int) else list(limit)
     for rank in range(p):
         own = sum(at == rank for at in place)
         if len(limits) != p or limits[rank] < own:
-            raise ValueError(f"limit={limit}: {p} ranks, and rank {rank} has {own} stages, all of which a microbatch needs; give each rank as many")
+            raise ValueError(
+                f"limit={limit}: {p} ranks, and rank {rank} has {own} stages, all of which a microbatch needs; give each rank as many"
+            )
     return kinds, limits

@@ -20,6 +20,7 @@ Raises ValueError in one line for times below 0, for no ranks or steps, and for 
 Guo et al. (TriRace), as the survey of Duan et al. 2024, arXiv:2407.20018, section 7.2.3, describes it: delayed updates, split messages.
 Differs: a model of its two ideas with equal stages; its order by critical path is here the order in which messages are made.
 """
+
 from __future__ import annotations
 
 from fractions import Fraction
@@ -40,8 +41,17 @@ class Call(NamedTuple):
 
 def racing(p: int, m: int, ahead: int) -> Schedule:
     """1F1B with `ahead`·(p-r-1) forwards ahead on rank r; 1 is the usual."""
-    return check(Schedule(f"1F1B, p={p}, m={m}, {ahead} times ahead", tuple(
-        alternate([F(r, i) for i in range(m)], [B(r, i) for i in range(m)], ahead * (p - r - 1)) for r in range(p)), p, m))
+    return check(
+        Schedule(
+            f"1F1B, p={p}, m={m}, {ahead} times ahead",
+            tuple(
+                alternate([F(r, i) for i in range(m)], [B(r, i) for i in range(m)], ahead * (p - r - 1))
+                for r in range(p)
+            ),
+            p,
+            m,
+        )
+    )
 
 
 def together(schedule: Schedule, rank: int) -> list[Call]:
@@ -59,23 +69,27 @@ def together(schedule: Schedule, rank: int) -> list[Call]:
         needed = arrives(after) if after else ()
         calls.append(Call(work=here))
         if after and here.kind != after.kind:
-            calls.append(Call(sends=leaves, receives=needed))               # both with the same neighbour
+            calls.append(Call(sends=leaves, receives=needed))  # both with the same neighbour
         else:
             calls += [Call(sends=leaves), Call(receives=needed)]
     return [call for call in calls if call != Call()]
 
 
-def ends(schedule: Schedule, forward: Time, backward: Time, message: Time, paired: bool) -> list[dict[Action, Time]]:
+def ends(
+    schedule: Schedule, forward: Time, backward: Time, message: Time, paired: bool
+) -> list[dict[Action, Time]]:
     """When each rank has done each action."""
-    ready: dict[Action, Time] = {}              # message -> when the sender has it and waits, or when it has left
-    wanted: dict[Action, Time] = {}             # message -> when the receiver waits for it
+    ready: dict[Action, Time] = {}  # message -> when the sender has it and waits, or when it has left
+    wanted: dict[Action, Time] = {}  # message -> when the receiver waits for it
     come: dict[Action, Time] = {}
-    free: dict[tuple[int, str], Time] = {}      # link (source, direction) -> end of its last message
+    free: dict[tuple[int, str], Time] = {}  # link (source, direction) -> end of its last message
     done: list[dict[Action, Time]] = [{} for _ in schedule.ranks]
     now: list[Time] = [0] * len(schedule.ranks)
     position = [0] * len(schedule.ranks)
-    calls = [together(schedule, rank) if paired else [Call(work=action) for action in entries]
-             for rank, entries in enumerate(schedule.ranks)]
+    calls = [
+        together(schedule, rank) if paired else [Call(work=action) for action in entries]
+        for rank, entries in enumerate(schedule.ranks)
+    ]
 
     def carry(what: Action, start: Time) -> None:
         link = what.stage, what.kind
@@ -117,22 +131,26 @@ def ends(schedule: Schedule, forward: Time, backward: Time, message: Time, paire
                 moved = True
     stuck = [rank for rank, todo in enumerate(calls) if position[rank] < len(todo)]
     if stuck:
-        raise ValueError(f"{schedule.name}: ranks {stuck} wait in calls for one another; send and receive one-way")
+        raise ValueError(
+            f"{schedule.name}: ranks {stuck} wait in calls for one another; send and receive one-way"
+        )
     return done
 
 
 def period(p: int, forward: Time, backward: Time, message: Time, paired: bool, ahead: int = 1) -> Time:
     """Time from a microbatch to the next in the steady state, exact if the times are."""
-    check_numbers(p=(p, 1), forward=(forward, 0), backward=(backward, 0), message=(message, 0), ahead=(ahead, 1))
+    check_numbers(
+        p=(p, 1), forward=(forward, 0), backward=(backward, 0), message=(message, 0), ahead=(ahead, 1)
+    )
     m = 12 * p * ahead
     done = ends(racing(p, m, ahead), forward, backward, message, paired)[0]
-    first, last = m // 3, m // 3 + 2 * p * ahead                            # whole rounds: a round may be uneven inside
+    first, last = m // 3, m // 3 + 2 * p * ahead  # whole rounds: a round may be uneven inside
     return Fraction(done[B(0, last)] - done[B(0, first)]) / (last - first)
 
 
 class Delayed(NamedTuple):
     period: Time
-    latest: int             # steps between the gradient that came last and the update that used it
+    latest: int  # steps between the gradient that came last and the update that used it
 
 
 def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
@@ -142,7 +160,7 @@ def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
     for t in range(steps):
         if t - applied > bound:
             now = max(now, summed[t - bound - 1])
-        while applied < t and summed[applied] <= now:                       # what has come by now is used at once
+        while applied < t and summed[applied] <= now:  # what has come by now is used at once
             latest = max(latest, t - 1 - applied)
             applied += 1
         assert t - applied <= bound

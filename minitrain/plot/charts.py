@@ -28,34 +28,55 @@ def timeline(timeline, ranks: Iterable[int] | None = None, title: str = "") -> F
     """A replayed step (`simulate.timeline.Timeline`): for each rank its computation, then a lane for each axis."""
     ranks = sorted(timeline.spans) if ranks is None else list(ranks)
     if not 0 < len(ranks) <= 16:
-        raise ValueError(f"{len(ranks)} ranks cannot be read as a picture; choose 1 to 16, for instance ranks=[0, 1]")
+        raise ValueError(
+            f"{len(ranks)} ranks cannot be read as a picture; choose 1 to 16, for instance ranks=[0, 1]"
+        )
     unit, scale = style.unit_for(timeline.step_s, "s")
     lanes = []
     for rank in ranks:
         spans = timeline.spans[rank]
         axes = list(dict.fromkeys(span.event.axis for span in spans if span.kind == "transfer"))
-        lanes += [(f"rank {rank}", _computation(spans)), *((axis, _transfers(timeline, rank, axis)) for axis in axes)]
+        lanes += [
+            (f"rank {rank}", _computation(spans)),
+            *((axis, _transfers(timeline, rank, axis)) for axis in axes),
+        ]
     figure, ax = style.canvas(height=1.35 + 0.24 * len(lanes))
     for y, (label, pieces) in enumerate(lanes):
         for what, intervals in pieces.items():
             # A long operator keeps its own bar; thousands of short ones become one.
             bars = join(intervals, gap=timeline.step_s / 1500, keep=timeline.step_s / 120)
             hatch, edge = style.HATCHES.get(what, (None, "white"))
-            ax.broken_barh([(start / scale, (end - start) / scale) for start, end in bars], (y - 0.4, 0.8),
-                           facecolor=style.colour_of(what), hatch=hatch, edgecolor=edge, linewidth=0.4 * (what != "wait"))
+            ax.broken_barh(
+                [(start / scale, (end - start) / scale) for start, end in bars],
+                (y - 0.4, 0.8),
+                facecolor=style.colour_of(what),
+                hatch=hatch,
+                edgecolor=edge,
+                linewidth=0.4 * (what != "wait"),
+            )
         if label.startswith("rank") and y:
             ax.axhline(y - 0.5, color=style.GREY, linewidth=0.6)
-    ax.set(yticks=range(len(lanes)), yticklabels=[label for label, _ in lanes], ylim=(len(lanes) - 0.5, -0.5),
-           xlim=(0, timeline.step_s / scale or 1), xlabel=f"time ({unit})")
+    ax.set(
+        yticks=range(len(lanes)),
+        yticklabels=[label for label, _ in lanes],
+        ylim=(len(lanes) - 0.5, -0.5),
+        xlim=(0, timeline.step_s / scale or 1),
+        xlabel=f"time ({unit})",
+    )
     ax.grid(axis="y", visible=False)
     style.title_above(figure, title or f"One step on {timeline.machine.name}")
-    parts = (("compute", timeline.compute_s), ("exposed communication", timeline.exposed_communication_s),
-             ("idle", timeline.idle_s))
+    parts = (
+        ("compute", timeline.compute_s),
+        ("exposed communication", timeline.exposed_communication_s),
+        ("idle", timeline.idle_s),
+    )
     shares = ", ".join(f"{name} {seconds / (timeline.step_s or 1):.0%}" for name, seconds in parts)
     of = f" (mean of {len(timeline.spans)} ranks)" if len(timeline.spans) > 1 else ""
     ax.set_title(f"{timeline.step_s / scale:.4g} {unit}: {shares}{of}", fontsize=8, fontweight="normal")
     drawn = {what for _, pieces in lanes for what, intervals in pieces.items() if intervals}
-    style.legend_below(figure, [style.swatch(what) for what in style.COLOURS if what in drawn] or [style.swatch("compute")])
+    style.legend_below(
+        figure, [style.swatch(what) for what in style.COLOURS if what in drawn] or [style.swatch("compute")]
+    )
     return figure
 
 
@@ -64,7 +85,9 @@ def _computation(spans: Iterable) -> dict[str, list]:
     pieces: dict[str, list] = {}
     for span in spans:
         if span.kind != "transfer":
-            phase = next((name for name in ("forward", "backward", "optimizer") if name in span.event.phase), "compute")
+            phase = next(
+                (name for name in ("forward", "backward", "optimizer") if name in span.event.phase), "compute"
+            )
             pieces.setdefault("wait" if span.kind == "wait" else phase, []).append((span.start_s, span.end_s))
     return pieces
 
@@ -77,7 +100,9 @@ def _transfers(timeline, rank: int, axis: str) -> dict[str, list]:
 
 
 @style.in_house_style
-def memory(timeline: Sequence[tuple[int, Mapping[str, int]]], events: Sequence = (), title: str = "") -> Figure:
+def memory(
+    timeline: Sequence[tuple[int, Mapping[str, int]]], events: Sequence = (), title: str = ""
+) -> Figure:
     """Live bytes by kind over a run (`ledger.timeline()`); with `ledger.events`, the phases are named above."""
     at = numpy.array([index for index, _ in timeline], dtype=float)
     kinds = [kind for kind in timeline[0][1] if any(live[kind] for _, live in timeline)]
@@ -86,13 +111,30 @@ def memory(timeline: Sequence[tuple[int, Mapping[str, int]]], events: Sequence =
     unit, scale = style.unit_for(total.max(), "bytes")
     peak = int(total.argmax())
     figure, ax = style.canvas(height=3.0)
-    ax.stackplot(at, live / scale, labels=kinds, colors=[style.colour_of(kind) for kind in kinds], step="post", linewidth=0)
+    ax.stackplot(
+        at,
+        live / scale,
+        labels=kinds,
+        colors=[style.colour_of(kind) for kind in kinds],
+        step="post",
+        linewidth=0,
+    )
     left = at[peak] > (at[0] + at[-1]) / 2
-    ax.annotate(f"peak {total[peak] / scale:.4g} {unit}", (at[peak], total[peak] / scale), (-6 if left else 6, 2),
-                textcoords="offset points", ha="right" if left else "left", fontweight="bold")
+    ax.annotate(
+        f"peak {total[peak] / scale:.4g} {unit}",
+        (at[peak], total[peak] / scale),
+        (-6 if left else 6, 2),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        fontweight="bold",
+    )
     ax.plot(at[peak], total[peak] / scale, "o", color=style.BLACK, markersize=4)
-    ax.set(xlim=(at[0], max(at[-1], at[0] + 1)), ylim=(0, 1.3 * total[peak] / scale), ylabel=f"live memory ({unit})",
-           xlabel="operators and collectives, in order")
+    ax.set(
+        xlim=(at[0], max(at[-1], at[0] + 1)),
+        ylim=(0, 1.3 * total[peak] / scale),
+        ylabel=f"live memory ({unit})",
+        xlabel="operators and collectives, in order",
+    )
     for start, name in _phases(events):
         ax.axvline(start, color=style.BLACK, linewidth=0.6, linestyle=":")
         ax.text(start, 0.99, f" {name}", transform=ax.get_xaxis_transform(), va="top", fontsize=8)
@@ -114,8 +156,14 @@ def _phases(events: Sequence) -> list[tuple[int, str]]:
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
 @style.in_house_style
-def bars_by_kind(rows: Mapping[str, Mapping[str, float]], *, title: str, xlabel: str = "", unit: str = "bytes",
-                 limit: tuple[float, str] | None = None) -> Figure:
+def bars_by_kind(
+    rows: Mapping[str, Mapping[str, float]],
+    *,
+    title: str,
+    xlabel: str = "",
+    unit: str = "bytes",
+    limit: tuple[float, str] | None = None,
+) -> Figure:
     """A stacked bar per row, {row: {kind: amount}}; `limit=(80e9, "an H100 holds 80 GB")` is a line to stay below."""
     kinds = list(dict.fromkeys(kind for parts in rows.values() for kind in parts))
     totals = [sum(parts.values()) for parts in rows.values()]
@@ -124,19 +172,34 @@ def bars_by_kind(rows: Mapping[str, Mapping[str, float]], *, title: str, xlabel:
     figure, ax = style.canvas(height=1.1 + 0.36 * len(rows))
     ends = numpy.zeros(len(rows))
     for kind in kinds:
-        widths, colour = numpy.array([parts.get(kind, 0) for parts in rows.values()]), style.colour_of(kind, kinds)
+        widths, colour = (
+            numpy.array([parts.get(kind, 0) for parts in rows.values()]),
+            style.colour_of(kind, kinds),
+        )
         ax.barh(range(len(rows)), widths / scale, left=ends / scale, height=0.7, label=kind, color=colour)
         for y in numpy.flatnonzero(widths > 0.075 * widest):
-            ax.text((ends[y] + widths[y] / 2) / scale, y, f"{widths[y] / scale:.3g}", ha="center", va="center",
-                    fontsize=8, color=style.ink_on(colour))
+            ax.text(
+                (ends[y] + widths[y] / 2) / scale,
+                y,
+                f"{widths[y] / scale:.3g}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=style.ink_on(colour),
+            )
         ends += widths
     for y, total in enumerate(totals):
         ax.text(total / scale, y, f" {total / scale:.4g}", va="center", fontweight="bold", fontsize=8)
     if limit:
         ax.axvline(limit[0] / scale, color=style.BLACK, linestyle="--", linewidth=1)
         ax.text(limit[0] / scale, -0.5, f"{limit[1]} ", ha="right", va="bottom", fontsize=8)
-    ax.set(yticks=range(len(rows)), yticklabels=list(rows), ylim=(len(rows) - 0.4, -1.0 if limit else -0.6),
-           xlim=(0, 1.12 * widest / scale or 1), xlabel=f"{xlabel} ({shown})" if xlabel else shown)
+    ax.set(
+        yticks=range(len(rows)),
+        yticklabels=list(rows),
+        ylim=(len(rows) - 0.4, -1.0 if limit else -0.6),
+        xlim=(0, 1.12 * widest / scale or 1),
+        xlabel=f"{xlabel} ({shown})" if xlabel else shown,
+    )
     ax.grid(axis="y", visible=False)
     style.title_above(figure, title)
     style.legend_below(figure, ax.get_legend_handles_labels()[0])
@@ -144,15 +207,21 @@ def bars_by_kind(rows: Mapping[str, Mapping[str, float]], *, title: str, xlabel:
 
 
 @style.in_house_style
-def measured_beside_formula(rows: Sequence[tuple[str, float, float]], *, title: str = "Measured beside the formula",
-                            unit: str = "bytes") -> Figure:
+def measured_beside_formula(
+    rows: Sequence[tuple[str, float, float]],
+    *,
+    title: str = "Measured beside the formula",
+    unit: str = "bytes",
+) -> Figure:
     """(what, measured, formula): a dot in its ring is agreement; the ratio stands at the right."""
     labels, measured, formula = zip(*rows)
     y, m, f = range(len(rows)), numpy.array(measured, dtype=float), numpy.array(formula, dtype=float)
     shown, scale = style.unit_for(max(m.max(), f.max()), unit)
     figure, ax = style.canvas(height=1.1 + 0.3 * len(rows))
     ax.hlines(y, m / scale, f / scale, color=style.VERMILLION)
-    rings = ax.scatter(f / scale, y, s=90, facecolor="none", edgecolor=style.COLOURS["formula"], label="formula", zorder=2)
+    rings = ax.scatter(
+        f / scale, y, s=90, facecolor="none", edgecolor=style.COLOURS["formula"], label="formula", zorder=2
+    )
     dots = ax.scatter(m / scale, y, s=22, color=style.COLOURS["measured"], label="measured", zorder=3)
     positive = [value for value in (*measured, *formula) if value > 0]
     if positive and max(positive) > 50 * min(positive):
@@ -160,8 +229,13 @@ def measured_beside_formula(rows: Sequence[tuple[str, float, float]], *, title: 
     beside = {"x": 1.02, "transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 8}
     ax.text(y=-1.0, s="ratio", **beside)
     for i, (a, b) in enumerate(zip(measured, formula)):
-        ax.text(y=i, s=f"{a / b:.3f}" if b else "0 = 0" if a == b else "not 0", **beside,
-                color=style.BLACK if a == b else style.VERMILLION, fontweight="normal" if a == b else "bold")
+        ax.text(
+            y=i,
+            s=f"{a / b:.3f}" if b else "0 = 0" if a == b else "not 0",
+            **beside,
+            color=style.BLACK if a == b else style.VERMILLION,
+            fontweight="normal" if a == b else "bold",
+        )
     ax.set(yticks=y, yticklabels=labels, ylim=(len(rows) - 0.5, -0.6), xlabel=shown)
     style.title_above(figure, title)
     style.legend_below(figure, [rings, dots])
@@ -169,19 +243,44 @@ def measured_beside_formula(rows: Sequence[tuple[str, float, float]], *, title: 
 
 
 @style.in_house_style
-def lines(x: Sequence[float], ys: Mapping[str, Sequence[float]], *, xlabel: str, ylabel: str, title: str,
-          formulas: Mapping[str, Sequence[float]] | None = None, marks: Mapping[str, float] | None = None,
-          log: str = "") -> Figure:
+def lines(
+    x: Sequence[float],
+    ys: Mapping[str, Sequence[float]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    title: str,
+    formulas: Mapping[str, Sequence[float]] | None = None,
+    marks: Mapping[str, float] | None = None,
+    log: str = "",
+) -> Figure:
     """Measurements as marked lines, formulas as dashes, `marks` {name: x} as verticals; `log` is "x", "y" or "xy"."""
     figure, ax = style.canvas(height=3.2)
     for i, (name, y) in enumerate(ys.items()):
-        ax.plot(x, y, color=style.CYCLE[i % len(style.CYCLE)], marker=style.MARKERS[i % len(style.MARKERS)], markersize=4, label=name)
+        ax.plot(
+            x,
+            y,
+            color=style.CYCLE[i % len(style.CYCLE)],
+            marker=style.MARKERS[i % len(style.MARKERS)],
+            markersize=4,
+            label=name,
+        )
     for i, (name, y) in enumerate((formulas or {}).items()):
-        ax.plot(x, y, color=style.COLOURS["formula"], linestyle=style.DASHES[1 + i % 3], linewidth=1.2, label=name)
+        ax.plot(
+            x, y, color=style.COLOURS["formula"], linestyle=style.DASHES[1 + i % 3], linewidth=1.2, label=name
+        )
     for name, at in (marks or {}).items():
         ax.axvline(at, color=style.BLACK, linestyle=":", linewidth=1)
-        ax.annotate(name, (at, 1), (3, -2), xycoords=ax.get_xaxis_transform(), textcoords="offset points", va="top",
-                    fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        ax.annotate(
+            name,
+            (at, 1),
+            (3, -2),
+            xycoords=ax.get_xaxis_transform(),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )
     if "x" in log:
         ax.set_xscale("log", base=2 if all(frexp(value)[0] == 0.5 for value in x) else 10)
     if "y" in log:
@@ -193,14 +292,25 @@ def lines(x: Sequence[float], ys: Mapping[str, Sequence[float]], *, xlabel: str,
 
 
 @style.in_house_style
-def loss_curves(losses: Mapping[str, Sequence[float]], *, title: str = "Loss", xlabel: str = "step",
-                ylabel: str = "loss (nats a token)") -> Figure:
+def loss_curves(
+    losses: Mapping[str, Sequence[float]],
+    *,
+    title: str = "Loss",
+    xlabel: str = "step",
+    ylabel: str = "loss (nats a token)",
+) -> Figure:
     """Losses by step. Later curves are thinner and dashed, so that curves which coincide can all be seen."""
     figure, ax = style.canvas(height=3.0)
     for i, (name, ys) in enumerate(losses.items()):
         width = 1.2 + 3.3 * (1 - i / (len(losses) - 1)) if len(losses) > 1 else 1.8
-        ax.plot(range(1, len(ys) + 1), ys, color=style.CYCLE[i % len(style.CYCLE)], linestyle=style.DASHES[i % len(style.DASHES)],
-                linewidth=width, label=f"{name}: {ys[-1]:.3f} at the end")
+        ax.plot(
+            range(1, len(ys) + 1),
+            ys,
+            color=style.CYCLE[i % len(style.CYCLE)],
+            linestyle=style.DASHES[i % len(style.DASHES)],
+            linewidth=width,
+            label=f"{name}: {ys[-1]:.3f} at the end",
+        )
     ax.set(xlabel=xlabel, ylabel=ylabel)
     style.title_above(figure, title)
     style.legend_below(figure, ax.get_legend_handles_labels()[0])
@@ -209,8 +319,13 @@ def loss_curves(losses: Mapping[str, Sequence[float]], *, title: str = "Loss", x
 
 # ---- ranks and what they exchange ----------------------------------------------------------------------------------
 @style.in_house_style
-def rank_grid(shape: Mapping[str, int], *, axes: Sequence[str] | None = None, devices_per_node: int | None = None,
-              title: str = "") -> Figure:
+def rank_grid(
+    shape: Mapping[str, int],
+    *,
+    axes: Sequence[str] | None = None,
+    devices_per_node: int | None = None,
+    title: str = "",
+) -> Figure:
     """The ranks of a mesh (first axis outermost), a panel per axis in which one colour is one group.
 
     Where an axis has more groups than there are colours, only the groups of rank 0 are coloured.
@@ -224,7 +339,7 @@ def rank_grid(shape: Mapping[str, int], *, axes: Sequence[str] | None = None, de
     side = min(0.42, (style.WIDTH - 0.8) / len(axes) / (columns + 1))
     figure, panels = style.grid_of_panels(1, len(axes), height=0.95 + side * rows)
     for ax, axis in zip(panels, axes):
-        inner = prod(shape[name] for name in names[names.index(axis) + 1:])
+        inner = prod(shape[name] for name in names[names.index(axis) + 1 :])
         num_groups = world // shape[axis]
         style.square_cells(ax, columns, rows)
         for rank in range(world):
@@ -236,7 +351,10 @@ def rank_grid(shape: Mapping[str, int], *, axes: Sequence[str] | None = None, de
         ax.set_xlabel(f"{names[-1]} 0 to {columns - 1}", fontsize=8)
         ax.set_title(f"{axis}: {num_groups} group{'s' * (num_groups > 1)} of {shape[axis]}", fontsize=9)
     panels[0].set_yticks(range(rows), [_outer(row, shape) for row in range(rows)])
-    style.title_above(figure, title or "Who talks to whom in " + " x ".join(f"{name} {size}" for name, size in shape.items()))
+    style.title_above(
+        figure,
+        title or "Who talks to whom in " + " x ".join(f"{name} {size}" for name, size in shape.items()),
+    )
     handles = [] if few_groups else [Patch(facecolor=style.CYCLE[0], label="the group of rank 0")]
     if devices_per_node:
         handles.append(Line2D([], [], **_NODE_EDGE, label=f"edge of a node of {devices_per_node} devices"))
@@ -267,7 +385,9 @@ def _outer(row: int, shape: Mapping[str, int]) -> str:
 
 
 @style.in_house_style
-def chunk_matrix(states: Sequence[Sequence[Sequence[int]]], *, titles: Sequence[str] = (), title: str = "") -> Figure:
+def chunk_matrix(
+    states: Sequence[Sequence[Sequence[int]]], *, titles: Sequence[str] = (), title: str = ""
+) -> Figure:
     """A collective step by step: `states[step][rank][chunk]` counts the ranks whose data that chunk holds there."""
     num_ranks, num_chunks = len(states[0]), len(states[0][0])
     side = 0.25 if num_chunks <= 4 else 0.165
@@ -280,12 +400,20 @@ def chunk_matrix(states: Sequence[Sequence[Sequence[int]]], *, titles: Sequence[
             for chunk, count in enumerate(row):
                 partial = style.blend("#DCEBF5", style.BLUE, 0.85 * max(0, count - 1) / max(1, num_ranks - 1))
                 colour = "white" if not count else style.GREEN if count == num_ranks else partial
-                style.cell(ax, chunk, rank, colour, str(count) if count else "", fontsize=7 if side > 0.2 else 6)
+                style.cell(
+                    ax, chunk, rank, colour, str(count) if count else "", fontsize=7 if side > 0.2 else 6
+                )
         if step % across == 0:
             ax.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
         ax.set_title(titles[step] if titles else f"step {step}" if step else "start", fontsize=8)
-    style.title_above(figure, title or "Who holds which sums: columns are chunks, numbers count the ranks added up")
-    colours = {"one rank's own data": "#DCEBF5", "partial sum": style.blend("#DCEBF5", style.BLUE, 0.6), "complete": style.GREEN}
+    style.title_above(
+        figure, title or "Who holds which sums: columns are chunks, numbers count the ranks added up"
+    )
+    colours = {
+        "one rank's own data": "#DCEBF5",
+        "partial sum": style.blend("#DCEBF5", style.BLUE, 0.6),
+        "complete": style.GREEN,
+    }
     style.legend_below(figure, [Patch(facecolor=colour, label=name) for name, colour in colours.items()])
     return figure
 
@@ -295,17 +423,42 @@ def message_lanes(messages: Iterable[tuple], *, ranks: int, title: str, xlabel: 
     """Ranks as lanes, messages as arrows: (source, to, leaves, arrives) or (source, to, leaves, arrives, label)."""
     messages = list(messages)
     figure, ax = style.canvas(height=0.9 + 0.42 * ranks)
-    ax.hlines(range(ranks), min(m[2] for m in messages), max(m[3] for m in messages), color=style.GREY, linewidth=1)
+    ax.hlines(
+        range(ranks), min(m[2] for m in messages), max(m[3] for m in messages), color=style.GREY, linewidth=1
+    )
     for source, to, leaves, arrives, *label in messages:
-        ax.annotate("", (arrives, to), (leaves, source), zorder=3, arrowprops={
-            "arrowstyle": "-|>", "color": style.CYCLE[source % len(style.CYCLE)], "linewidth": 1.3, "shrinkA": 0, "shrinkB": 1})
+        ax.annotate(
+            "",
+            (arrives, to),
+            (leaves, source),
+            zorder=3,
+            arrowprops={
+                "arrowstyle": "-|>",
+                "color": style.CYCLE[source % len(style.CYCLE)],
+                "linewidth": 1.3,
+                "shrinkA": 0,
+                "shrinkB": 1,
+            },
+        )
         if label:
             # Near the tail, where arrows have not crossed yet.
             share = 0.16 if len(label[0]) < 4 else 0.45
-            ax.text(leaves + share * (arrives - leaves), source + share * (to - source), label[0], fontsize=7,
-                    ha="center", va="center", zorder=4, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})
-    ax.set(yticks=range(ranks), yticklabels=[f"rank {rank}" for rank in range(ranks)], ylim=(ranks - 0.6, -0.4),
-           xlabel=xlabel)
+            ax.text(
+                leaves + share * (arrives - leaves),
+                source + share * (to - source),
+                label[0],
+                fontsize=7,
+                ha="center",
+                va="center",
+                zorder=4,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+            )
+    ax.set(
+        yticks=range(ranks),
+        yticklabels=[f"rank {rank}" for rank in range(ranks)],
+        ylim=(ranks - 0.6, -0.4),
+        xlabel=xlabel,
+    )
     ax.grid(axis="y", visible=False)
     style.title_above(figure, title)
     return figure

@@ -7,6 +7,7 @@
 Seq1F1B). A rank's work and memory are the same whatever the number of its stages: a stage of v costs 1/v, and so do its activations.
 What a schedule refuses (fewer microbatches than it needs, odd p) is shown as the line that it raises.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +20,7 @@ from minitrain.pipeline.schedule import Schedule, check, peak
 from minitrain.pipeline.schedules.chimera import chimera
 from minitrain.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from minitrain.pipeline.schedules.hanayo import hanayo
-from minitrain.pipeline.schedules.one_direction import (
-    breadth_first,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-)
+from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
 from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved
@@ -33,11 +29,22 @@ from minitrain.plot import pipeline as plot_pipeline
 from minitrain.plot.style import png
 
 SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
-    "GPipe": lambda p, m, v: gpipe(p, m), "1F1B": lambda p, m, v: one_f_one_b(p, m), "interleaved 1F1B": interleaved,
-    "breadth-first": breadth_first, "ZB-H1": lambda p, m, v: zb_h1(p, m), "ZB-H2": lambda p, m, v: zb_h2(p, m),
-    "interleaved zero bubble": zb_interleaved, "ZB-V": lambda p, m, v: zb_v(p, m), "V-Half": lambda p, m, v: v_half(p, m),
-    "V-Min": lambda p, m, v: v_min(p, m), "Chimera": lambda p, m, v: chimera(p, m), "Hanayo": hanayo,
-    "DualPipe": lambda p, m, v: dualpipe(p, m), "DualPipeV": lambda p, m, v: dualpipe_v(p, m), "TeraPipe": terapipe, "Seq1F1B": seq1f1b,
+    "GPipe": lambda p, m, v: gpipe(p, m),
+    "1F1B": lambda p, m, v: one_f_one_b(p, m),
+    "interleaved 1F1B": interleaved,
+    "breadth-first": breadth_first,
+    "ZB-H1": lambda p, m, v: zb_h1(p, m),
+    "ZB-H2": lambda p, m, v: zb_h2(p, m),
+    "interleaved zero bubble": zb_interleaved,
+    "ZB-V": lambda p, m, v: zb_v(p, m),
+    "V-Half": lambda p, m, v: v_half(p, m),
+    "V-Min": lambda p, m, v: v_min(p, m),
+    "Chimera": lambda p, m, v: chimera(p, m),
+    "Hanayo": hanayo,
+    "DualPipe": lambda p, m, v: dualpipe(p, m),
+    "DualPipeV": lambda p, m, v: dualpipe_v(p, m),
+    "TeraPipe": terapipe,
+    "Seq1F1B": seq1f1b,
 }
 
 
@@ -54,8 +61,10 @@ def picture(names: Sequence[str], p: int, m: int, v: int, costs: Costs) -> tuple
         simulation = simulate(schedule, scaled(costs, share))
         simulations.append(simulation)
         peaks.append([peak(schedule, rank) * share for rank in range(p)])
-        lines.append(f"{name}: bubble {float(simulation.bubble):.1%}, makespan {float(simulation.makespan):.4g}, "
-                     f"at most {float(max(peaks[-1])):.3g} microbatches' activations on a rank")
+        lines.append(
+            f"{name}: bubble {float(simulation.bubble):.1%}, makespan {float(simulation.makespan):.4g}, "
+            f"at most {float(max(peaks[-1])):.3g} microbatches' activations on a rank"
+        )
     return (plot_pipeline.schedule(*simulations, peaks=peaks) if simulations else None), lines
 
 
@@ -66,16 +75,28 @@ def scaled(costs: Costs, share: Fraction) -> Costs:
 
 def explore(first: str = "1F1B", second: str = "ZB-H1") -> ipywidgets.VBox:
     """Menus and sliders above a picture that follows them."""
-    numbers = {name: ipywidgets.IntSlider(value=value, min=low, max=high, description=name, continuous_update=False)
-               for name, value, low, high in (("p", 4, 1, 8), ("m", 8, 1, 24), ("v", 2, 1, 4))}
-    costs = {name: ipywidgets.IntSlider(value=value, min=low, max=6, description=f"cost {name}", continuous_update=False)
-             for name, value, low in (("F", 2, 1), ("I", 2, 1), ("W", 2, 0), ("send", 0, 0))}
-    menus = [ipywidgets.Dropdown(options=list(SCHEDULES), value=name, description=which) for which, name in (("above", first), ("below", second))]
+    numbers = {
+        name: ipywidgets.IntSlider(value=value, min=low, max=high, description=name, continuous_update=False)
+        for name, value, low, high in (("p", 4, 1, 8), ("m", 8, 1, 24), ("v", 2, 1, 4))
+    }
+    costs = {
+        name: ipywidgets.IntSlider(
+            value=value, min=low, max=6, description=f"cost {name}", continuous_update=False
+        )
+        for name, value, low in (("F", 2, 1), ("I", 2, 1), ("W", 2, 0), ("send", 0, 0))
+    }
+    menus = [
+        ipywidgets.Dropdown(options=list(SCHEDULES), value=name, description=which)
+        for which, name in (("above", first), ("below", second))
+    ]
     image, text = ipywidgets.Image(format="png"), ipywidgets.HTML()
 
     def follow(_=None) -> None:
-        figure, lines = picture([menu.value for menu in menus], *(slider.value for slider in numbers.values()),
-                                Costs(**{name: slider.value for name, slider in costs.items()}))
+        figure, lines = picture(
+            [menu.value for menu in menus],
+            *(slider.value for slider in numbers.values()),
+            Costs(**{name: slider.value for name, slider in costs.items()}),
+        )
         text.value = "<br>".join(lines)
         if figure is not None:
             image.value = png(figure)
@@ -83,4 +104,12 @@ def explore(first: str = "1F1B", second: str = "ZB-H1") -> ipywidgets.VBox:
     for control in (*numbers.values(), *costs.values(), *menus):
         control.observe(follow, names="value")
     follow()
-    return ipywidgets.VBox([ipywidgets.HBox(menus), ipywidgets.HBox(list(numbers.values())), ipywidgets.HBox(list(costs.values())), text, image])
+    return ipywidgets.VBox(
+        [
+            ipywidgets.HBox(menus),
+            ipywidgets.HBox(list(numbers.values())),
+            ipywidgets.HBox(list(costs.values())),
+            text,
+            image,
+        ]
+    )

@@ -19,41 +19,79 @@ from matplotlib.patches import Patch, Rectangle
 from PIL import Image
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+    "#000000",
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#F0E442",
+    "#0072B2",
+    "#D55E00",
+    "#CC79A7",
+)
 GREY, PALE = "#999999", "#E8E8E8"
 
 COLOURS = {
-    "forward": SKY, "backward": BLUE, "optimizer": GREEN, "compute": GREY,
-    "communication": ORANGE, "exposed communication": VERMILLION, "wait": PALE,
-    "parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN, "activations": SKY, "buffers": PURPLE,
-    "input gradient": PURPLE, "weight gradient": YELLOW, "recomputation": GREY, "idle": PALE,
-    "measured": BLUE, "formula": BLACK,
+    "forward": SKY,
+    "backward": BLUE,
+    "optimizer": GREEN,
+    "compute": GREY,
+    "communication": ORANGE,
+    "exposed communication": VERMILLION,
+    "wait": PALE,
+    "parameters": BLUE,
+    "gradients": ORANGE,
+    "optimizer state": GREEN,
+    "activations": SKY,
+    "buffers": PURPLE,
+    "input gradient": PURPLE,
+    "weight gradient": YELLOW,
+    "recomputation": GREY,
+    "idle": PALE,
+    "measured": BLUE,
+    "formula": BLACK,
 }
 HATCHES = {"exposed communication": ("/////", "white"), "wait": (".....", GREY), "idle": (".....", GREY)}
-CYCLE = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, BLACK]       # for what has no meaning of its own
+CYCLE = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, BLACK]  # for what has no meaning of its own
 MARKERS, DASHES = "o^sDvPX", ["-", "--", "-.", ":"]
-WIDTH = 7.2                     # inches: 720 pixels at 100 dots an inch
-_LETTERS_A_LINE = 120           # of the small font, across that width
+WIDTH = 7.2  # inches: 720 pixels at 100 dots an inch
+_LETTERS_A_LINE = 120  # of the small font, across that width
 
 
 def style() -> dict:
     """The house style as matplotlib settings."""
     return {
-        "figure.dpi": 100, "savefig.dpi": 100, "figure.constrained_layout.use": True, "figure.facecolor": "white",
-        "font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold",
-        "axes.titlelocation": "left", "figure.titlesize": 10, "figure.titleweight": "bold",
-        "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
-        "axes.grid": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.6,
-        "legend.frameon": False, "legend.fontsize": 8, "lines.linewidth": 1.8, "hatch.linewidth": 0.6,
+        "figure.dpi": 100,
+        "savefig.dpi": 100,
+        "figure.constrained_layout.use": True,
+        "figure.facecolor": "white",
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "axes.titlesize": 10,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "figure.titlesize": 10,
+        "figure.titleweight": "bold",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.grid": True,
+        "grid.color": "#DDDDDD",
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        "legend.fontsize": 8,
+        "lines.linewidth": 1.8,
+        "hatch.linewidth": 0.6,
     }
 
 
 def in_house_style(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     """For a function that draws: matplotlib's settings are the house style inside it, and the reader's own outside."""
+
     @wraps(draw)
     def styled(*args, **kwargs) -> Figure:
         with rc_context(style()):
             return draw(*args, **kwargs)
+
     return styled
 
 
@@ -72,7 +110,9 @@ def png(figure: Figure) -> bytes:
     """The picture as a PNG of 128 colours, a third of the size of a plain one."""
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png")
-    Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
+        small, format="png", optimize=True
+    )
     return small.getvalue()
 
 
@@ -96,9 +136,15 @@ def title_above(figure: Figure, text: str) -> None:
 
 def legend_below(figure: Figure, handles: Sequence) -> None:
     """Outside the axes, where it can hide nothing."""
-    letters = [len(handle.get_label()) + 8 for handle in handles]                           # a swatch and a gap are as wide as 8
-    columns = next((count for count in range(len(letters), 1, -1)
-                    if sum(max(column) for column in numpy.array_split(letters, count)) <= _LETTERS_A_LINE), 1)
+    letters = [len(handle.get_label()) + 8 for handle in handles]  # a swatch and a gap are as wide as 8
+    columns = next(
+        (
+            count
+            for count in range(len(letters), 1, -1)
+            if sum(max(column) for column in numpy.array_split(letters, count)) <= _LETTERS_A_LINE
+        ),
+        1,
+    )
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=1.6)
 
 
@@ -109,13 +155,17 @@ def swatch(what: str) -> Patch:
 
 def colour_of(what: str, among: Sequence[str] = ()) -> str:
     """By meaning; other things take the colours in turn if they are one of several."""
-    return COLOURS.get(what) or (CYCLE[among.index(what) % len(CYCLE)] if what in among else COLOURS["compute"])
+    return COLOURS.get(what) or (
+        CYCLE[among.index(what) % len(CYCLE)] if what in among else COLOURS["compute"]
+    )
 
 
 def unit_for(largest: float, unit: str) -> tuple[str, float]:
     """The unit in which `largest` reads well, and its size: ("MB", 1e6) for "bytes", ("ms", 1e-3) for "s"."""
-    units = {"s": [("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)],
-             "bytes": [("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("bytes", 1.0)]}.get(unit, [(unit, 1.0)])
+    units = {
+        "s": [("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)],
+        "bytes": [("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("bytes", 1.0)],
+    }.get(unit, [(unit, 1.0)])
     return next((pair for pair in units if largest >= pair[1]), units[-1])
 
 
@@ -128,10 +178,12 @@ def square_cells(ax: Axes, columns: int, rows: int) -> None:
 
 
 def cell(ax: Axes, column: int, row: int, colour: str, text: str, fontsize: float = 7) -> None:
-    square = Rectangle((column - 0.46, row - 0.46), 0.92, 0.92, facecolor=colour, edgecolor="#CCCCCC", linewidth=0.6)
+    square = Rectangle(
+        (column - 0.46, row - 0.46), 0.92, 0.92, facecolor=colour, edgecolor="#CCCCCC", linewidth=0.6
+    )
     label = ax.text(column, row, text, ha="center", va="center", fontsize=fontsize, color=ink_on(colour))
     for artist in (ax.add_artist(square), label):
-        artist.set_in_layout(False)         # the axes have their size already; asking a thousand cells takes seconds
+        artist.set_in_layout(False)  # the axes have their size already; asking a thousand cells takes seconds
 
 
 def ink_on(colour: str) -> str:

@@ -47,9 +47,9 @@ class Placement:
     most: int
     alpha_in: float
     alpha_out: float
-    rate_in: float          # bytes/s of a device inside its node, per direction
-    rate_out: float         # bytes/s of a device's share of the network cards, per direction
-    rate_card: float        # bytes/s of one whole network card
+    rate_in: float  # bytes/s of a device inside its node, per direction
+    rate_out: float  # bytes/s of a device's share of the network cards, per direction
+    rate_card: float  # bytes/s of one whole network card
 
     @property
     def rate(self) -> float:
@@ -82,9 +82,17 @@ class Placement:
 def place(members: Sequence[int], machine: Machine) -> Placement:
     """Where the global ranks `members` sit: rank r on node r // devices_per_node."""
     on_node = Counter(machine.node_of(rank) for rank in members)
-    return Placement(len(members), len(on_node), min(on_node.values()), max(on_node.values()),
-                     machine.intra.latency_s, machine.inter.latency_s,
-                     machine.intra_bytes_per_s, machine.inter_bytes_per_s, machine.nic_bytes_per_s)
+    return Placement(
+        len(members),
+        len(on_node),
+        min(on_node.values()),
+        max(on_node.values()),
+        machine.intra.latency_s,
+        machine.inter.latency_s,
+        machine.intra_bytes_per_s,
+        machine.inter_bytes_per_s,
+        machine.nic_bytes_per_s,
+    )
 
 
 # ---- one function per algorithm: seconds for S bytes; None where the placement does not allow it -------------------
@@ -150,17 +158,22 @@ def _direct(S: float, p: Placement) -> float:
 
 def _twice(one_way: Callable) -> Callable:
     """All-reduce = reduce-scatter + all-gather."""
+
     def both(S: float, p: Placement) -> float | None:
         seconds = one_way(S, p)
         return None if seconds is None else 2 * seconds
+
     return both
 
 
 _SHARDED = {"ring": _ring, "halving": _halving, "hierarchical": _hierarchical}
 _MESSAGE = {"direct": _direct}
 ALGORITHMS: dict[str, dict[str, Callable]] = {
-    "all_reduce": {**{name: _twice(one_way) for name, one_way in _SHARDED.items()},
-                   "tree": _twice(_tree), "leader": _leader},
+    "all_reduce": {
+        **{name: _twice(one_way) for name, one_way in _SHARDED.items()},
+        "tree": _twice(_tree),
+        "leader": _leader,
+    },
     "all_gather": _SHARDED,
     "reduce_scatter": _SHARDED,
     "broadcast": {"tree": _tree, "ring": _chain},
@@ -187,8 +200,10 @@ def seconds(op: str, payload_bytes: float, placement: Placement, algorithm: str 
     if algorithm == "auto":
         return min(costs.values())
     if algorithm not in costs:
-        raise ValueError(f"{op} cannot run as {algorithm!r} with {placement.n} ranks on {placement.nodes} nodes; "
-                         f"choose from auto, {', '.join(costs)}")
+        raise ValueError(
+            f"{op} cannot run as {algorithm!r} with {placement.n} ranks on {placement.nodes} nodes; "
+            f"choose from auto, {', '.join(costs)}"
+        )
     return costs[algorithm]
 
 

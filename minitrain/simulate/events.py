@@ -13,25 +13,27 @@ from dataclasses import dataclass
 class Compute:
     """One operator: a matrix product, an addition, a fill. Views, which move nothing, are not events."""
 
-    name: str           # torch's name of the operator: "mm", "add", "_softmax_backward_data"
-    flops: int          # 2 per multiply-add of a contraction (matrix product, convolution, attention), else 0
-    bytes: int          # bytes of the input tensors read plus the output tensors written, each tensor once
-    phase: str = ""     # the text given to `ledger.phase(...)`
-    dtype: str = ""     # of the first floating-point output ("bfloat16"): decides which peak rate of a device applies
+    name: str  # torch's name of the operator: "mm", "add", "_softmax_backward_data"
+    flops: int  # 2 per multiply-add of a contraction (matrix product, convolution, attention), else 0
+    bytes: int  # bytes of the input tensors read plus the output tensors written, each tensor once
+    phase: str = ""  # the text given to `ledger.phase(...)`
+    dtype: str = (
+        ""  # of the first floating-point output ("bfloat16"): decides which peak rate of a device applies
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Issue:
     """A collective, or one message, handed to the network."""
 
-    id: int                     # 0, 1, 2, ... in the order of issue on this rank
-    op: str                     # "all_reduce", ...; a message from one rank to another is "send" or "receive"
-    axis: str                   # the mesh axis of the group: "dp", "dp_cp", "world"
-    members: tuple[int, ...]    # global ranks that take part; for "send" and "receive": (source, destination)
-    payload_bytes: int          # the size S of the paper's formulas
-    sent_bytes: int             # what this rank put on the wire
-    seq: int                    # counted per group (messages: per peer and direction): the same on all members
-    site: str                   # "file.py:41", the line that made the call
+    id: int  # 0, 1, 2, ... in the order of issue on this rank
+    op: str  # "all_reduce", ...; a message from one rank to another is "send" or "receive"
+    axis: str  # the mesh axis of the group: "dp", "dp_cp", "world"
+    members: tuple[int, ...]  # global ranks that take part; for "send" and "receive": (source, destination)
+    payload_bytes: int  # the size S of the paper's formulas
+    sent_bytes: int  # what this rank put on the wire
+    seq: int  # counted per group (messages: per peer and direction): the same on all members
+    site: str  # "file.py:41", the line that made the call
     phase: str = ""
 
 

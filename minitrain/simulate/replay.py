@@ -31,8 +31,14 @@ from minitrain.simulate.timeline import Span, Timeline
 _MESSAGE = {"send", "receive"}
 
 
-def replay(events_by_rank: Mapping[int, Iterable[Event]], machine: Machine, *, dtype: str | None = None,
-           algorithms: Mapping[str, str] | None = None, launch_s: float = 0.0) -> Timeline:
+def replay(
+    events_by_rank: Mapping[int, Iterable[Event]],
+    machine: Machine,
+    *,
+    dtype: str | None = None,
+    algorithms: Mapping[str, str] | None = None,
+    launch_s: float = 0.0,
+) -> Timeline:
     """The timeline of `events_by_rank` (global rank -> its events in order) on `machine`.
 
     `dtype` ("bf16") takes every product at that rate instead of at its own dtype's; bytes stay as counted.
@@ -62,7 +68,7 @@ class _Stream:
         self.expected = sorted(given.intersection(members))
         self.placement = collectives.place(members, machine)
         self.transfers: list[_Transfer] = []
-        self.count = dict.fromkeys(self.expected, 0)        # transfers issued so far, by rank
+        self.count = dict.fromkeys(self.expected, 0)  # transfers issued so far, by rank
         self.free_s = 0.0
         self.cost: dict[tuple[str, int], float] = {}
 
@@ -74,7 +80,7 @@ class _Rank:
         self.events = list(events)
         self.position = 0
         self.now_s = 0.0
-        self.issued: dict[int, tuple[Issue, _Transfer]] = {}        # by the id of the Issue
+        self.issued: dict[int, tuple[Issue, _Transfer]] = {}  # by the id of the Issue
         self.spans: list[Span] = []
 
     @property
@@ -85,7 +91,9 @@ class _Rank:
 class _Player:
     def __init__(self, events_by_rank, machine, dtype, algorithms, launch_s):
         if not events_by_rank:
-            raise ValueError("there is nothing to replay: give the events of at least one rank, {rank: events}")
+            raise ValueError(
+                "there is nothing to replay: give the events of at least one rank, {rank: events}"
+            )
         self.machine, self.dtype, self.algorithms, self.launch_s = machine, dtype, algorithms, launch_s
         self.ranks = {rank: _Rank(events) for rank, events in sorted(events_by_rank.items())}
         self.streams: dict[tuple, _Stream] = {}
@@ -147,18 +155,23 @@ class _Player:
         key = op, transfer.payload_bytes
         if key not in stream.cost:
             stream.cost[key] = collectives.seconds(*key, stream.placement, self.algorithms.get(op, "auto"))
-        latency = stream.placement.slowest_hop[0] if op in _MESSAGE else 0.0         # passes beside the message before, not after it
+        latency = (
+            stream.placement.slowest_hop[0] if op in _MESSAGE else 0.0
+        )  # passes beside the message before, not after it
         start = max(transfer.ready_s + latency, stream.free_s)
         transfer.end_s = stream.free_s = start + stream.cost[key] - latency
         for rank, event, issued_s in transfer.arrived:
             self.ranks[rank].spans.append(
-                Span(_stream_name(event), "transfer", start, transfer.end_s, event, issued_s))
+                Span(_stream_name(event), "transfer", start, transfer.end_s, event, issued_s)
+            )
         self.runnable.extend(transfer.waiting)
 
     def wait(self, rank: int, state: _Rank, event: Wait) -> bool:
         """Whether the rank can go on."""
         if event.id not in state.issued:
-            raise ValueError(f"rank {rank} waits for transfer {event.id}, which it has not issued: events are missing")
+            raise ValueError(
+                f"rank {rank} waits for transfer {event.id}, which it has not issued: events are missing"
+            )
         issue, transfer = state.issued[event.id]
         if transfer.end_s is None:
             transfer.waiting.append(rank)
@@ -186,22 +199,29 @@ class _Player:
         other_rank, other, _ = first
         wanted = _MESSAGE - {other.op} if other.op in _MESSAGE else {other.op}
         if event.op not in wanted:
-            raise ValueError(f"rank {rank} issues {_call(event)} where rank {other_rank} issues {_call(other)}: "
-                             "all members of a group must issue the same collectives in the same order")
+            raise ValueError(
+                f"rank {rank} issues {_call(event)} where rank {other_rank} issues {_call(other)}: "
+                "all members of a group must issue the same collectives in the same order"
+            )
 
     def complain_if_stuck(self) -> None:
-        missing = []                # (seq, rank that never comes, where another one is)
+        missing = []  # (seq, rank that never comes, where another one is)
         for stream in self.streams.values():
             for transfer in stream.transfers:
                 if transfer.end_s is None:
                     here = {rank for rank, _, _ in transfer.arrived}
                     rank, event, _ = transfer.arrived[0]
-                    missing += [(event.seq, absent, rank, event) for absent in stream.expected
-                                if absent not in here and self.ranks[absent].finished]
+                    missing += [
+                        (event.seq, absent, rank, event)
+                        for absent in stream.expected
+                        if absent not in here and self.ranks[absent].finished
+                    ]
         if missing:
             _, absent, rank, event = min(missing, key=lambda entry: entry[:3])
-            raise ValueError(f"rank {absent} never arrives in {_call(event)}, where rank {rank} is: "
-                             f"the events of rank {absent} end before it")
+            raise ValueError(
+                f"rank {absent} never arrives in {_call(event)}, where rank {rank} is: "
+                f"the events of rank {absent} end before it"
+            )
         stuck = [(rank, state) for rank, state in self.ranks.items() if not state.finished]
         if stuck:
             waits = ((rank, state.events[state.position].id) for rank, state in stuck[:4])

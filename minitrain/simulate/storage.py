@@ -79,8 +79,10 @@ def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int
     which no depth can hide.
     """
     if depth < 0 or step_time <= 0 or (streams is not None and streams < 1):
-        raise ValueError(f"depth={depth}, step_time={step_time}, streams={streams}: need depth >= 0, step_time > 0, "
-                         "streams >= 1 or None for no limit")
+        raise ValueError(
+            f"depth={depth}, step_time={step_time}, streams={streams}: need depth >= 0, step_time > 0, "
+            "streams >= 1 or None for no limit"
+        )
     free_at: list[Time] = [0] * (len(read_times) if streams is None else streams)  # a heap
     starts: list[Time] = []
     waits: list[Time] = []
@@ -96,7 +98,9 @@ def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int
     return waits
 
 
-def autoscale(stall_with: Callable[[int], Time], most: int, threshold: Time, trial_every: int = 10) -> Iterator[int]:
+def autoscale(
+    stall_with: Callable[[int], Time], most: int, threshold: Time, trial_every: int = 10
+) -> Iterator[int]:
     """Yield the cache size in use, epoch after epoch, steered by nothing but the stall observed with it.
 
     Halves the range of sizes until the smallest whose stall is below `threshold` is left, and stays there. When the
@@ -104,7 +108,9 @@ def autoscale(stall_with: Callable[[int], Time], most: int, threshold: Time, tri
     Stays at `most` as long as even that is not enough.
     """
     if most < 0 or trial_every < 2:
-        raise ValueError(f"most={most}, trial_every={trial_every}: need most >= 0 samples and trial_every >= 2 epochs")
+        raise ValueError(
+            f"most={most}, trial_every={trial_every}: need most >= 0 samples and trial_every >= 2 epochs"
+        )
     while True:
         yield most
         if stall_with(most) >= threshold:

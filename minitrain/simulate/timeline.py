@@ -25,12 +25,12 @@ from minitrain.simulate.machines import Machine
 class Span(NamedTuple):
     """Something that took time on one stream of one rank. A transfer starts and ends together on all its members."""
 
-    stream: str                 # "compute", an axis ("dp"), or an axis and a peer ("pp to 3", "pp from 1")
-    kind: str                   # "compute", "wait" (on the compute stream) or "transfer"
+    stream: str  # "compute", an axis ("dp"), or an axis and a peer ("pp to 3", "pp from 1")
+    kind: str  # "compute", "wait" (on the compute stream) or "transfer"
     start_s: float
     end_s: float
-    event: Compute | Issue      # of a wait: what it waits for
-    issued_s: float             # of a transfer: when this rank asked for it; else start_s
+    event: Compute | Issue  # of a wait: what it waits for
+    issued_s: float  # of a transfer: when this rank asked for it; else start_s
 
     @property
     def name(self) -> str:
@@ -45,11 +45,11 @@ class Span(NamedTuple):
 class Account:
     """Where one rank's step went, in seconds."""
 
-    compute_s: float                    # operators at work
-    communication_s: float              # at least one transfer of this rank on the wire
-    exposed_communication_s: float      # the part of it during which nothing computes
-    waiting_s: float                    # the compute stream stopped in a wait: exposed communication and late members
-    idle_s: float                       # neither operators nor transfers
+    compute_s: float  # operators at work
+    communication_s: float  # at least one transfer of this rank on the wire
+    exposed_communication_s: float  # the part of it during which nothing computes
+    waiting_s: float  # the compute stream stopped in a wait: exposed communication and late members
+    idle_s: float  # neither operators nor transfers
 
     @property
     def overlap_s(self) -> float:
@@ -80,7 +80,9 @@ class Timeline:
     @cached_property
     def mean(self) -> Account:
         accounts = list(self.accounts.values())
-        return Account(*(sum(getattr(a, part.name) for a in accounts) / len(accounts) for part in fields(Account)))
+        return Account(
+            *(sum(getattr(a, part.name) for a in accounts) / len(accounts) for part in fields(Account))
+        )
 
     @property
     def compute_s(self) -> float:
@@ -107,7 +109,9 @@ class Timeline:
         return model_flops / (self.step_s * self.machine.device.peak(dtype))
 
     def transfers(self, rank: int, axis: str | None = None) -> list[Span]:
-        return [span for span in self.spans[rank] if span.kind == "transfer" and axis in (None, span.event.axis)]
+        return [
+            span for span in self.spans[rank] if span.kind == "transfer" and axis in (None, span.event.axis)
+        ]
 
     def exposed(self, rank: int, axis: str | None = None) -> Intervals:
         """When transfers of this rank (on one axis) were on the wire and nothing computed."""
@@ -116,8 +120,10 @@ class Timeline:
 
     def table(self) -> str:
         """A line per rank, then a line per axis of the first rank."""
-        lines = [f"{_duration(self.step_s)} a step on {self.machine.name}",
-                 f"{'rank':>6}  {'compute':>15}  {'exposed comm.':>15}  {'idle':>15}  {'hidden comm.':>15}"]
+        lines = [
+            f"{_duration(self.step_s)} a step on {self.machine.name}",
+            f"{'rank':>6}  {'compute':>15}  {'exposed comm.':>15}  {'idle':>15}  {'hidden comm.':>15}",
+        ]
         for rank, account in self.accounts.items():
             parts = (account.compute_s, account.exposed_communication_s, account.idle_s, account.overlap_s)
             cells = (f"{_duration(part)} {part / self.step_s if self.step_s else 0:>5.0%}" for part in parts)
@@ -126,11 +132,13 @@ class Timeline:
         for axis in sorted({span.event.axis for span in self.transfers(rank)}):
             spans = self.transfers(rank, axis)
             sent_bytes = sum(span.event.sent_bytes for span in spans)
-            lines.append(f"rank {rank} on {axis}: {len(spans)} transfers, {sent_bytes:,} bytes sent, "
-                         f"{_duration(sum(span.duration_s for span in spans))} on the wire")
+            lines.append(
+                f"rank {rank} on {axis}: {len(spans)} transfers, {sent_bytes:,} bytes sent, "
+                f"{_duration(sum(span.duration_s for span in spans))} on the wire"
+            )
         return "\n".join(lines)
 
-    __repr__ = table            # a notebook shows what the last line of a cell returns
+    __repr__ = table  # a notebook shows what the last line of a cell returns
 
     def to_chrome_trace(self, path: str | Path, ranks: Iterable[int] | None = None) -> Path:
         """Write a trace for chrome://tracing or ui.perfetto.dev; returns the path."""
@@ -142,7 +150,7 @@ def _account(spans: list[Span], step_s: float) -> Account:
     transfers = join((s.start_s, s.end_s) for s in spans if s.kind == "transfer")
     compute_s, exposed_s = length(compute), length(outside(transfers, compute))
     waiting_s = sum(s.duration_s for s in spans if s.kind == "wait")
-    idle_s = max(0.0, step_s - compute_s - exposed_s)           # rounding must not make it negative
+    idle_s = max(0.0, step_s - compute_s - exposed_s)  # rounding must not make it negative
     return Account(compute_s, length(transfers), exposed_s, waiting_s, idle_s)
 
 

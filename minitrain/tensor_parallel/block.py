@@ -14,6 +14,7 @@ Raises ValueError in one line, before any rank waits, for heads that do not divi
 Shoeybi et al. 2019, arXiv:1909.08053, section 3; Ainslie et al. 2023 (GQA), arXiv:2305.13245, section 2.2, on K/V heads under
 tensor parallelism. Differs from Megatron-LM, which keeps a copy of the K/V head per rank and sums over the ranks that share it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -36,10 +37,16 @@ def cut_mlp(mlp: nn.Module, group: ProcessGroup, column: Callable, row: Callable
     mlp.down = RowLinear(mlp.down, group, row)
 
 
-def cut_attention(attention: nn.Module, head_dim: int, group: ProcessGroup, column: Callable, row: Callable) -> None:
+def cut_attention(
+    attention: nn.Module, head_dim: int, group: ProcessGroup, column: Callable, row: Callable
+) -> None:
     """q, k, v and out of `attention`, whose heads are `head_dim` wide; ALiBi's slopes go with their heads."""
     check_heads(attention.q.out_features // head_dim, attention.k.out_features // head_dim, group)
-    kv = ColumnLinear if attention.k.out_features // head_dim % group.size() == 0 else partial(SharedHead, head_dim=head_dim)
+    kv = (
+        ColumnLinear
+        if attention.k.out_features // head_dim % group.size() == 0
+        else partial(SharedHead, head_dim=head_dim)
+    )
     attention.q = ColumnLinear(attention.q, group, column)
     attention.k, attention.v = kv(attention.k, group, column), kv(attention.v, group, column)
     attention.project = partial(column, group=group)
@@ -60,8 +67,12 @@ class SharedHead(nn.Module):
 
     def own(self) -> tuple[Tensor, Tensor | None]:
         """The rows of this rank's head. Backward sums the gradient over the ranks: each has seen one head."""
-        return tuple(param if param is None else collectives.copy_to(param, self.group).narrow(0, self.first, self.head_dim)
-                     for param in (self.weight, self.bias))
+        return tuple(
+            param
+            if param is None
+            else collectives.copy_to(param, self.group).narrow(0, self.first, self.head_dim)
+            for param in (self.weight, self.bias)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.column(x, (self,), self.group)[0]
@@ -71,5 +82,7 @@ def check_heads(heads: int, kv_heads: int, group: ProcessGroup) -> None:
     check_divides("attention: query heads", heads, group)
     ranks = group.size()
     if kv_heads % ranks and ranks % kv_heads:
-        raise ValueError(f"attention: {kv_heads} K/V heads over {ranks} ranks of {collectives.axis_of(group)}: neither divides the "
-                         f"other; take {divisors(kv_heads, kv_heads + 1)} ranks, or a multiple of {kv_heads}")
+        raise ValueError(
+            f"attention: {kv_heads} K/V heads over {ranks} ranks of {collectives.axis_of(group)}: neither divides the "
+            f"other; take {divisors(kv_heads, kv_heads + 1)} ranks, or a multiple of {kv_heads}"
+        )

@@ -19,6 +19,7 @@ Raises ValueError in one line, before any rank waits, for sizes that do not divi
 matrix that is cut over another group, an input of the wrong width.
 Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3. Differs: Q, K and V stay three matrices, as the model has them.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -82,17 +83,22 @@ class RowLinear(nn.Module):
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
+
 def check_whole(what: str, linear: nn.Module) -> None:
     for name, param in linear.named_parameters():
         for cut in placement(param).shards:
-            raise ValueError(f"{what}: {name} {list(param.shape)} is cut already, along dim {cut.dim} over "
-                             f"{collectives.axis_of(cut.group)}; give a layer that is whole")
+            raise ValueError(
+                f"{what}: {name} {list(param.shape)} is cut already, along dim {cut.dim} over "
+                f"{collectives.axis_of(cut.group)}; give a layer that is whole"
+            )
 
 
 def check_divides(what: str, size: int, group: ProcessGroup) -> None:
     if size % group.size():
-        raise ValueError(f"{what} = {size} is not a multiple of the {group.size()} ranks of {collectives.axis_of(group)}; "
-                         f"change the size or take {divisors(size, group.size())} ranks")
+        raise ValueError(
+            f"{what} = {size} is not a multiple of the {group.size()} ranks of {collectives.axis_of(group)}; "
+            f"change the size or take {divisors(size, group.size())} ranks"
+        )
 
 
 def divisors(size: int, below: int) -> str:
@@ -102,20 +108,26 @@ def divisors(size: int, below: int) -> str:
 def check_group(linear: nn.Module, group: ProcessGroup) -> None:
     for cut in placement(linear.weight).shards:
         if cut.group is not group:
-            raise ValueError(f"the matrix {list(linear.weight.shape)} is cut over {collectives.axis_of(cut.group)}, but the call is "
-                             f"over {collectives.axis_of(group)}; use one group for a layer and its communication")
+            raise ValueError(
+                f"the matrix {list(linear.weight.shape)} is cut over {collectives.axis_of(cut.group)}, but the call is "
+                f"over {collectives.axis_of(group)}; use one group for a layer and its communication"
+            )
 
 
 def check_column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> None:
     for linear in linears:
         check_group(linear, group)
         if x.size(-1) != linear.weight.size(1):
-            raise ValueError(f"column: x {list(x.shape)} is {x.size(-1)} wide, the matrix takes {linear.weight.size(1)}: give the "
-                             "whole width, a column-parallel layer cuts its output")
+            raise ValueError(
+                f"column: x {list(x.shape)} is {x.size(-1)} wide, the matrix takes {linear.weight.size(1)}: give the "
+                "whole width, a column-parallel layer cuts its output"
+            )
 
 
 def check_row(x: Tensor, linear: nn.Module, group: ProcessGroup) -> None:
     check_group(linear, group)
     if x.size(-1) != linear.weight.size(1):
-        raise ValueError(f"row: x {list(x.shape)} is {x.size(-1)} wide, this rank's slice of the matrix takes {linear.weight.size(1)} "
-                         f"of {linear.weight.size(1) * group.size()}: give the slice that a column-parallel layer leaves here")
+        raise ValueError(
+            f"row: x {list(x.shape)} is {x.size(-1)} wide, this rank's slice of the matrix takes {linear.weight.size(1)} "
+            f"of {linear.weight.size(1) * group.size()}: give the slice that a column-parallel layer leaves here"
+        )

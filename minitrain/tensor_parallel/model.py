@@ -13,6 +13,7 @@ Sends nothing; the cut model sends what linear.py or sequence.py say. Memory: th
 Raises ValueError in one line for latent attention, and what block.py refuses.
 Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -28,17 +29,27 @@ from minitrain.tensor_parallel import overlap as chunked
 from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp
 
 # (sequence_parallel, overlap) -> how activations get to the matrices and from them. The ring takes dW whole, which is faster.
-WAYS = {(False, False): (linear.column, linear.row), (True, False): (sequence.column, sequence.row),
-        (False, True): (chunked.column, chunked.row),
-        (True, True): tuple(partial(way, dw_by_slice=False) for way in (ring_overlap.column, ring_overlap.row))}
+WAYS = {
+    (False, False): (linear.column, linear.row),
+    (True, False): (sequence.column, sequence.row),
+    (False, True): (chunked.column, chunked.row),
+    (True, True): tuple(partial(way, dw_by_slice=False) for way in (ring_overlap.column, ring_overlap.row)),
+}
 
 
-def cut_layers(layers: Iterable[nn.Module], head_dim: int, vocab_size: int, group: ProcessGroup, *, sequence_parallel: bool = False,
-               overlap: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+def cut_layers(
+    layers: Iterable[nn.Module],
+    head_dim: int,
+    vocab_size: int,
+    group: ProcessGroup,
+    *,
+    sequence_parallel: bool = False,
+    overlap: bool = False,
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Cut every layer of a model, or of a stage of one, in place; returns the loss of the logits that are left on this rank."""
     column, row = WAYS[sequence_parallel, overlap]
     leave = sequence.scatter_time if sequence_parallel else collectives.reduce_from
-    tables: dict[nn.Parameter, nn.Parameter] = {}       # whole -> cut: a tied head takes what the table has become
+    tables: dict[nn.Parameter, nn.Parameter] = {}  # whole -> cut: a tied head takes what the table has become
     for layer in layers:
         if hasattr(layer, "tokens"):
             whole, layer.tokens = layer.tokens, vocabulary.cut_table(layer.tokens, group)
@@ -48,7 +59,9 @@ def cut_layers(layers: Iterable[nn.Module], head_dim: int, vocab_size: int, grou
                 layer.position_rows = partial(_own_rows, layer.position_rows, group)
         elif hasattr(layer, "attention"):
             if not hasattr(layer.attention, "q"):
-                raise ValueError("tensor parallelism does not cut latent attention (kv_latent); use multi-head or grouped-query attention")
+                raise ValueError(
+                    "tensor parallelism does not cut latent attention (kv_latent); use multi-head or grouped-query attention"
+                )
             cut_attention(layer.attention, head_dim, group, column, row)
             cut_mlp(layer.mlp, group, column, row)
         elif hasattr(layer, "out"):
@@ -66,4 +79,9 @@ def seen_in_slices(layers: Iterable[nn.Module]) -> set[nn.Parameter]:
     """The parameters that, with sequence parallelism, see only this rank's tokens: those that no rank has cut."""
     modules = [module for layer in layers for module in layer.modules()]
     shared = {param for module in modules if isinstance(module, SharedHead) for param in module.parameters()}
-    return {param for module in modules for param in module.parameters(recurse=False) if not placement(param).shards} - shared
+    return {
+        param
+        for module in modules
+        for param in module.parameters(recurse=False)
+        if not placement(param).shards
+    } - shared

@@ -22,6 +22,7 @@ Raises ValueError in one line, before any rank waits, for chunks below 1, and wh
 Jangda et al. 2022 (CoCoNet), arXiv:2105.05720; Wang et al. 2024 (Domino), arXiv:2409.15241, cut a whole layer's batch in this
 way. Differs: pieces of one product, on streams and threads of the collectives, where CoCoNet fuses kernels.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -35,7 +36,9 @@ from minitrain import collectives
 from minitrain.tensor_parallel.linear import check_column, check_row
 
 
-def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, chunks: int = 4) -> tuple[Tensor, ...]:
+def column(
+    x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, chunks: int = 4
+) -> tuple[Tensor, ...]:
     """x `[.., D]`, the same on all ranks -> for each matrix this rank's slice of the output, `[.., F/t]`."""
     check_column(x, linears, group)
     check_chunks(chunks)
@@ -53,10 +56,13 @@ def row(x: Tensor, linear: nn.Module, group: ProcessGroup, *, chunks: int = 4) -
 
 def check_chunks(chunks: int) -> None:
     if not isinstance(chunks, int) or chunks < 1:
-        raise ValueError(f"overlap: chunks={chunks!r}; use a whole number of pieces, 1 (nothing overlaps) or more")
+        raise ValueError(
+            f"overlap: chunks={chunks!r}; use a whole number of pieces, 1 (nothing overlaps) or more"
+        )
 
 
 # ---- the two passes that communicate ---------------------------------------------------------------------------------
+
 
 @torch.no_grad()
 def row_forward(x: Tensor, weight: Tensor, group: ProcessGroup, chunks: int) -> Tensor:
@@ -65,15 +71,21 @@ def row_forward(x: Tensor, weight: Tensor, group: ProcessGroup, chunks: int) -> 
     sums = []
     for piece, place in zip(tokens(x).tensor_split(chunks), tokens(y).tensor_split(chunks)):
         torch.mm(piece, weight.T, out=place)
-        sums.append(collectives.all_reduce(place, group, out=place, async_op=True))     # behind the next product
+        sums.append(collectives.all_reduce(place, group, out=place, async_op=True))  # behind the next product
     for handle in sums:
         handle.wait()
     return y
 
 
 @torch.no_grad()
-def column_backward(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: ProcessGroup,
-                    chunks: int) -> tuple[Tensor, list[Tensor | None]]:
+def column_backward(
+    dys: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    wanted: Sequence[bool],
+    group: ProcessGroup,
+    chunks: int,
+) -> tuple[Tensor, list[Tensor | None]]:
     """dX `[.., D]`, summed over the group, and dW `[F/t, D]` of the matrices that are `wanted` (not frozen)."""
     dx = x.new_empty(x.shape)
     sums = []
@@ -81,7 +93,9 @@ def column_backward(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor],
         torch.mm(pieces[0], weights[0], out=place)
         for piece, weight in zip(pieces[1:], weights[1:]):
             torch.addmm(place, piece, weight, out=place)
-        sums.append(collectives.all_reduce(place, group, out=place, async_op=True))     # behind the next products
+        sums.append(
+            collectives.all_reduce(place, group, out=place, async_op=True)
+        )  # behind the next products
     dweights = [tokens(dy).T @ tokens(x) if want else None for dy, want in zip(dys, wanted)]
     for handle in sums:
         handle.wait()
@@ -95,12 +109,13 @@ def tokens(x: Tensor) -> Tensor:
 
 # ---- autograd only saves and calls -----------------------------------------------------------------------------------
 
+
 class _Column(torch.autograd.Function):
     """`params`: all weights, then a bias or None for each."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup, chunks: int, *params: Tensor | None):
-        weights, biases = params[:len(params) // 2], params[len(params) // 2:]
+        weights, biases = params[: len(params) // 2], params[len(params) // 2 :]
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.chunks = group, chunks
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases))
@@ -110,8 +125,8 @@ class _Column(torch.autograd.Function):
     def backward(ctx, *dys: Tensor):
         x, *weights = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]
-        dx, dweights = column_backward(dys, x, weights, wanted[:len(weights)], ctx.group, ctx.chunks)
-        dbiases = [tokens(dy).sum(0) if want else None for dy, want in zip(dys, wanted[len(weights):])]
+        dx, dweights = column_backward(dys, x, weights, wanted[: len(weights)], ctx.group, ctx.chunks)
+        dbiases = [tokens(dy).sum(0) if want else None for dy, want in zip(dys, wanted[len(weights) :])]
         return dx, None, None, *dweights, *dbiases
 
 

@@ -14,6 +14,7 @@ calls. Raises ValueError for a seed that is not an integer.
 Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, appendix B.2 (model parallel RNG). Differs: streams belong to an object and not to the
 process, and torch's own checkpoint works, where Megatron-LM has one that saves its streams too.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -24,7 +25,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
-REMEMBERED = 65_536        # calls; more than a step makes between a forward and its recomputation
+REMEMBERED = 65_536  # calls; more than a step makes between a forward and its recomputation
 
 
 class RandomStates:
@@ -32,10 +33,12 @@ class RandomStates:
 
     def __init__(self, seed: int, group: ProcessGroup, device: torch.device | str = "cpu"):
         if not isinstance(seed, int):
-            raise ValueError(f"seed = {seed!r} is {type(seed).__name__}; give an integer, the same on all ranks of the group")
+            raise ValueError(
+                f"seed = {seed!r} is {type(seed).__name__}; give an integer, the same on all ranks of the group"
+            )
         self.device = torch.device(device)
         self.seeds = {"same": f"{seed} same", "different": f"{seed} rank {group.rank()} of {group.size()}"}
-        self.numbers: dict[int, int] = {}           # what torch's generator gave -> which call that was
+        self.numbers: dict[int, int] = {}  # what torch's generator gave -> which call that was
         self.calls = 0
 
     def same(self, fn: Callable) -> Callable:
@@ -49,7 +52,7 @@ class RandomStates:
     def _on(self, stream: str, fn: Callable) -> Callable:
         @wraps(fn)
         def run(*args, **kwargs):
-            with _disable_current_modes():          # a real number in a dry run too, and no line in an account
+            with _disable_current_modes():  # a real number in a dry run too, and no line in an account
                 number = self._number_of(torch.randint(2**62, ()).item())
             outside = self._get()
             try:
@@ -57,6 +60,7 @@ class RandomStates:
                 return fn(*args, **kwargs)
             finally:
                 self._set(outside)
+
         return run
 
     def _number_of(self, drawn: int) -> int:
@@ -70,10 +74,14 @@ class RandomStates:
 
     def _seed(self, text: str) -> None:
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-        torch.cuda.manual_seed(seed) if self.device.type == "cuda" else torch.default_generator.manual_seed(seed)
+        torch.cuda.manual_seed(seed) if self.device.type == "cuda" else torch.default_generator.manual_seed(
+            seed
+        )
 
     def _get(self) -> torch.Tensor:
         return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
 
     def _set(self, state: torch.Tensor) -> None:
-        torch.cuda.set_rng_state(state, self.device) if self.device.type == "cuda" else torch.set_rng_state(state)
+        torch.cuda.set_rng_state(state, self.device) if self.device.type == "cuda" else torch.set_rng_state(
+            state
+        )

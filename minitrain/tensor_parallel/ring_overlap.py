@@ -37,6 +37,7 @@ Wang et al. 2023, Overlap communication with dependent computation via decomposi
 asynchronous tensor parallelism and Megatron's --tp-comm-overlap do the same. Differs: one ring that turns one way, where Wang et
 al. use both; Megatron takes dA and dB whole.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -52,7 +53,9 @@ from minitrain.tensor_parallel.linear import check_column, check_row
 from minitrain.tensor_parallel.sequence import TIME, add_bias, check_time
 
 
-def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, dw_by_slice: bool = True) -> tuple[Tensor, ...]:
+def column(
+    x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, dw_by_slice: bool = True
+) -> tuple[Tensor, ...]:
     """x `[B, T/t, D]`, this rank's tokens -> for each matrix `[B, T, F/t]`: all tokens, this rank's columns."""
     check_column(x, linears, group)
     weights, biases = zip(*(linear.own() for linear in linears))
@@ -67,6 +70,7 @@ def row(x: Tensor, linear: nn.Module, group: ProcessGroup, *, dw_by_slice: bool 
 
 
 # ---- the ring --------------------------------------------------------------------------------------------------------
+
 
 def pass_round(x: Tensor, group: ProcessGroup, visit: Callable[[int, Tensor], None]) -> None:
     """visit(j, X_j) for the slices of all ranks j, the own one first; the next one arrives while `visit` computes."""
@@ -91,8 +95,11 @@ def sum_round(term: Callable[[int], Tensor], group: ProcessGroup) -> Tensor:
 
 # ---- the four passes -------------------------------------------------------------------------------------------------
 
+
 @torch.no_grad()
-def column_forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: ProcessGroup) -> tuple[Tensor, ...]:
+def column_forward(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: ProcessGroup
+) -> tuple[Tensor, ...]:
     """x `[B, T/t, D]`, weights `[F/t, D]` -> `[B, T, F/t]` each."""
     size = group.size()
     ys = [x.new_empty(*x.shape[:TIME], size * x.size(TIME), len(weight)) for weight in weights]
@@ -106,8 +113,9 @@ def column_forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
 
 
 @torch.no_grad()
-def column_backward(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool],
-                    group: ProcessGroup) -> tuple[Tensor, list[Tensor | None]]:
+def column_backward(
+    dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: ProcessGroup
+) -> tuple[Tensor, list[Tensor | None]]:
     """dX `[B, T/t, D]` and dW `[F/t, D]` of the matrices that are `wanted` (not frozen)."""
     slices = [dy.chunk(group.size(), TIME) for dy in dys]
 
@@ -138,7 +146,9 @@ def row_forward(x: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
 
 
 @torch.no_grad()
-def row_backward(dy: Tensor, x: Tensor, weight: Tensor, wanted: bool, group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
+def row_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, wanted: bool, group: ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
     """dy `[B, T/t, D]` -> dX `[B, T, F/t]`, and dW `[D, F/t]` if it is wanted."""
     dx, dweight = x.new_empty(x.shape), torch.zeros_like(weight) if wanted else None
     dx_slices, x_slices = dx.chunk(group.size(), TIME), x.chunk(group.size(), TIME)
@@ -153,7 +163,9 @@ def row_backward(dy: Tensor, x: Tensor, weight: Tensor, wanted: bool, group: Pro
 
 
 @torch.no_grad()
-def row_backward_whole(dy: Tensor, x: Tensor, weight: Tensor, wanted: bool, group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
+def row_backward_whole(
+    dy: Tensor, x: Tensor, weight: Tensor, wanted: bool, group: ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
     """The same, but dW in one product, of all of dY `[B, T, D]`."""
     dx, dys = x.new_empty(x.shape), [dy] * group.size()
     dx_slices = dx.chunk(group.size(), TIME)
@@ -173,12 +185,13 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 # ---- autograd only saves and calls -----------------------------------------------------------------------------------
 
+
 class _Column(torch.autograd.Function):
     """Saves the slice of x. `params`: all weights, then a bias or None for each."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup, dw_by_slice: bool, *params: Tensor | None):
-        weights, biases = params[:len(params) // 2], params[len(params) // 2:]
+        weights, biases = params[: len(params) // 2], params[len(params) // 2 :]
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.backward_of = group, column_backward if dw_by_slice else sequence.column_backward
         return column_forward(x, weights, biases, group)
@@ -188,8 +201,10 @@ class _Column(torch.autograd.Function):
     def backward(ctx, *dys: Tensor):
         x, *weights = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]
-        dx, dweights = ctx.backward_of(dys, x, weights, wanted[:len(weights)], ctx.group)
-        dbiases = [dy.flatten(0, -2).sum(0) if want else None for dy, want in zip(dys, wanted[len(weights):])]
+        dx, dweights = ctx.backward_of(dys, x, weights, wanted[: len(weights)], ctx.group)
+        dbiases = [
+            dy.flatten(0, -2).sum(0) if want else None for dy, want in zip(dys, wanted[len(weights) :])
+        ]
         return dx, None, None, *dweights, *dbiases
 
 

@@ -32,6 +32,7 @@ stay where forward left them and backward turns the ring the other way, weight a
 of each pass in place; they receive a whole shard even so (github.com/wdlctc/rtp, ParallelRegion_inplace), and have two with
 prefetch. Their biases travel.
 """
+
 from collections.abc import Iterator
 
 import torch
@@ -42,36 +43,40 @@ from minitrain import collectives
 from minitrain.collectives import all_gather, reduce_scatter, rotate
 from minitrain.sharding import placement, shard
 
-PIECE_BYTES = 2 ** 20                                                       # of a shard on its way in place
+PIECE_BYTES = 2**20  # of a shard on its way in place
 
 
 # ---- the product -----------------------------------------------------------------------------------------------------
 
-def rotated_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, in_place: bool = False) -> Tensor:
+
+def rotated_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, in_place: bool = False
+) -> Tensor:
     """x `[m, k]`, this rank's rows; weight `[n/p, k]`, bias `[n/p]` or None, this rank's shards -> y `[m, n]`."""
     width = weight.size(0)
     y = x.new_empty(x.size(0), width * group.size())
     for owner, held in passing(weight, group, in_place):
         y.narrow(1, owner * width, width).copy_(x @ held.T)
-        del held                                                            # or it would live while the next but one arrives
+        del held  # or it would live while the next but one arrives
     return y if bias is None else y.add_(all_gather(bias, group))
 
 
-def rotated_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup,
-                     in_place: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+def rotated_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, in_place: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """dy `[m, n]`, the others as above -> dx `[m, k]` of this rank, dweight `[n/p, k]` and dbias `[n/p]` of all ranks."""
     rank, blocks = group.rank(), dy.chunk(group.size(), dim=1)
     dx, dweight, arriving = torch.zeros_like(x), torch.zeros_like(weight) if in_place else None, None
     for owner, held in passing(weight, group, in_place):
         dx.addmm_(blocks[owner], held)
         del held
-        ahead = (owner - 1) % group.size()                                  # the owner of the gradient that is here now
+        ahead = (owner - 1) % group.size()  # the owner of the gradient that is here now
         if in_place:
             dweight.addmm_(blocks[ahead].T, x)
             if ahead != rank:
                 move(dweight, group)
         else:
-            part = blocks[ahead].T @ x                                      # while the sum of the others is on its way
+            part = blocks[ahead].T @ x  # while the sum of the others is on its way
             dweight = part if arriving is None else part.add_(arriving.wait())
             arriving = rotate(dweight, group, async_op=True) if ahead != rank else None
     return dx, dweight, None if bias is None else reduce_scatter(dy.sum(0), group)
@@ -102,7 +107,9 @@ class _Rotated(torch.autograd.Function):
     """The pair above for x of any number of dims."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, in_place: bool) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, in_place: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.how = group, in_place
         return rotated_forward(x.flatten(0, -2), weight, bias, *ctx.how).view(*x.shape[:-1], -1)
@@ -117,6 +124,7 @@ class _Rotated(torch.autograd.Function):
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
+
 class RotatedLinear(nn.Module):
     """An nn.Linear cut along its output: x `[.., k]`, whole and of this rank's batch -> y `[.., n]`, as from the whole layer."""
 
@@ -129,8 +137,10 @@ class RotatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() < 2 or x.size(-1) != self.weight.size(1):
-            raise ValueError(f"RotatedLinear: x {list(x.shape)}, but the layer takes [.., {self.weight.size(1)}], the whole width; "
-                             f"only weights are cut")
+            raise ValueError(
+                f"RotatedLinear: x {list(x.shape)}, but the layer takes [.., {self.weight.size(1)}], the whole width; "
+                f"only weights are cut"
+            )
         return _Rotated.apply(x, self.weight, self.bias, self.group, self.in_place)
 
 
@@ -139,14 +149,20 @@ def rotate_linears(module: nn.Module, group: ProcessGroup, in_place: bool = Fals
 
     What is not a linear (a norm, a table) stays whole on every rank, and its gradient is the caller's to sum over the group.
     """
-    found = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()
-             if isinstance(child, nn.Linear)]
+    found = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear)
+    ]
     if not found:
         raise ValueError(f"{type(module).__name__} has no nn.Linear inside; is it rotated already?")
     for _, name, linear in found:
         check_linear(name, linear, group)
     if len({linear.weight for _, _, linear in found}) < len(found):
-        raise ValueError(f"{type(module).__name__}: two layers use one weight, and would get two; keep one of them out")
+        raise ValueError(
+            f"{type(module).__name__}: two layers use one weight, and would get two; keep one of them out"
+        )
     for parent, name, linear in found:
         setattr(parent, name, RotatedLinear(linear, group, in_place))
     return module
@@ -154,9 +170,13 @@ def rotate_linears(module: nn.Module, group: ProcessGroup, in_place: bool = Fals
 
 def check_linear(what: str, linear: nn.Linear, group: ProcessGroup) -> None:
     for cut in placement(linear.weight).shards:
-        raise ValueError(f"{what}: the weight is cut already, along dim {cut.dim} over {collectives.axis_of(cut.group)}; pass the "
-                         f"whole nn.Linear")
+        raise ValueError(
+            f"{what}: the weight is cut already, along dim {cut.dim} over {collectives.axis_of(cut.group)}; pass the "
+            f"whole nn.Linear"
+        )
     if linear.out_features % group.size():
-        raise ValueError(f"{what}: out_features = {linear.out_features} is not a multiple of the {group.size()} ranks of "
-                         f"{collectives.axis_of(group)}; pad it to {-(-linear.out_features // group.size()) * group.size()}, or "
-                         f"take fewer ranks")
+        raise ValueError(
+            f"{what}: out_features = {linear.out_features} is not a multiple of the {group.size()} ranks of "
+            f"{collectives.axis_of(group)}; pad it to {-(-linear.out_features // group.size()) * group.size()}, or "
+            f"take fewer ranks"
+        )

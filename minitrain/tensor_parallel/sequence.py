@@ -17,6 +17,7 @@ Raises ValueError in one line, before any rank waits, for a sequence that is not
 Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2. Differs: activations are [B, T, D] and not [T, B, D], so that with B > 1
 the pieces along T are copied into one block before they travel.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.tensor_parallel.linear import check_column, check_row
 
-TIME = -2           # the dim of the sequence in [.., T, D]
+TIME = -2  # the dim of the sequence in [.., T, D]
 
 
 def column_keeping(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> tuple[Tensor, ...]:
@@ -70,8 +71,10 @@ def own_time(positions: Tensor, group: ProcessGroup) -> Tensor:
 
 def check_time(length: int, group: ProcessGroup) -> None:
     if length % group.size():
-        raise ValueError(f"T={length} tokens are not a multiple of {collectives.axis_of(group)}={group.size()}; pad the sequence, or "
-                         "turn sequence parallelism off")
+        raise ValueError(
+            f"T={length} tokens are not a multiple of {collectives.axis_of(group)}={group.size()}; pad the sequence, or "
+            "turn sequence parallelism off"
+        )
 
 
 class _Column(torch.autograd.Function):
@@ -79,7 +82,7 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup, *params: Tensor | None):
-        weights, biases = params[:len(params) // 2], params[len(params) // 2:]
+        weights, biases = params[: len(params) // 2], params[len(params) // 2 :]
         ctx.save_for_backward(x, *weights)
         ctx.group = group
         return column_forward(x, weights, biases, group)
@@ -89,25 +92,30 @@ class _Column(torch.autograd.Function):
     def backward(ctx, *dys: Tensor):
         x, *weights = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:]
-        dx, dweights = column_backward(dys, x, weights, wanted[:len(weights)], ctx.group)
-        dbiases = [dy.flatten(0, -2).sum(0) if want else None for dy, want in zip(dys, wanted[len(weights):])]
+        dx, dweights = column_backward(dys, x, weights, wanted[: len(weights)], ctx.group)
+        dbiases = [
+            dy.flatten(0, -2).sum(0) if want else None for dy, want in zip(dys, wanted[len(weights) :])
+        ]
         return dx, None, *dweights, *dbiases
 
 
-def column_forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: ProcessGroup) -> tuple[Tensor, ...]:
+def column_forward(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: ProcessGroup
+) -> tuple[Tensor, ...]:
     """x `[B, T/t, D]`, weights `[F/t, D]` -> `[B, T, F/t]` each."""
     whole = collectives.all_gather(x, group, TIME)
     return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases))
 
 
-def column_backward(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool],
-                    group: ProcessGroup) -> tuple[Tensor, list[Tensor | None]]:
+def column_backward(
+    dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: ProcessGroup
+) -> tuple[Tensor, list[Tensor | None]]:
     """dX `[B, T/t, D]` and dW `[F/t, D]` of the matrices that are `wanted` (not frozen)."""
-    gathering = collectives.all_gather(x, group, TIME, async_op=True)          # hidden behind the products below
+    gathering = collectives.all_gather(x, group, TIME, async_op=True)  # hidden behind the products below
     dx = dys[0] @ weights[0]
     for dy, weight in zip(dys[1:], weights[1:]):
         dx += dy @ weight
-    scattering = collectives.reduce_scatter(dx, group, TIME, async_op=True)    # hidden behind those that follow
+    scattering = collectives.reduce_scatter(dx, group, TIME, async_op=True)  # hidden behind those that follow
     whole = gathering.wait().flatten(0, -2)
     dweights = [dy.flatten(0, -2).T @ whole if want else None for dy, want in zip(dys, wanted)]
     return scattering.wait(), dweights

@@ -17,6 +17,7 @@ Raises ValueError in one line, where torch notices (on a CPU), on every rank ali
 Shoeybi et al. 2019, arXiv:1909.08053, section 3 (end). Differs: padding is masked, where Megatron-LM's padded words take part in the
 softmax, so that another t is another loss.
 """
+
 from __future__ import annotations
 
 import math
@@ -29,7 +30,7 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.sharding import shard
 
-MASKED = -100       # a target that does not count
+MASKED = -100  # a target that does not count
 
 
 def cut_table(table: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
@@ -37,21 +38,32 @@ def cut_table(table: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
     return shard(table, 0, group, pad=True)
 
 
-def lookup(table: Tensor, ids: Tensor, what: str, limit: str, *, group: ProcessGroup, vocab_size: int, leave=collectives.reduce_from) -> Tensor:
+def lookup(
+    table: Tensor,
+    ids: Tensor,
+    what: str,
+    limit: str,
+    *,
+    group: ProcessGroup,
+    vocab_size: int,
+    leave=collectives.reduce_from,
+) -> Tensor:
     """ids `[B, T]`, the same on all ranks -> rows `[B, T, D]`; `leave` sums what the ranks found."""
     own, place = owned(ids, len(table), vocab_size, group, f"{what} %s; {limit} is %s")
     rows = F.embedding(place, table)
     return leave(rows.masked_fill(~own.unsqueeze(-1), 0.0), group)
 
 
-def owned(ids: Tensor, rows: int, vocab_size: int, group: ProcessGroup, complaint: str) -> tuple[Tensor, Tensor]:
+def owned(
+    ids: Tensor, rows: int, vocab_size: int, group: ProcessGroup, complaint: str
+) -> tuple[Tensor, Tensor]:
     """Which ids are this rank's, and their places in its rows (0 for the others).
 
     The first is read from a table of the whole vocabulary, so that a wrong id is an error on every rank and not a silent zero.
     """
     first = group.rank() * rows
     mine = ids.new_zeros(vocab_size, 1, dtype=torch.bool)
-    mine[first:first + rows] = True
+    mine[first : first + rows] = True
     try:
         own = F.embedding(ids, mine).squeeze(-1)
     except IndexError:
@@ -79,11 +91,15 @@ class _CrossEntropy(torch.autograd.Function):
         return (cross_entropy_backward(*ctx.saved_tensors) * dloss).to(ctx.dtype), None, None, None
 
 
-def cross_entropy_forward(logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int) -> tuple[Tensor, ...]:
+def cross_entropy_forward(
+    logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int
+) -> tuple[Tensor, ...]:
     """The loss, and for backward: softmax `[B, T, V/t]`, which targets are here, where, and which count `[B, T]`."""
     counts = targets != MASKED
     words = logits.size(-1)
-    own, place = owned(targets.masked_fill(~counts, 0), words, vocab_size, group, "target %s; the vocabulary is %s")
+    own, place = owned(
+        targets.masked_fill(~counts, 0), words, vocab_size, group, "target %s; the vocabulary is %s"
+    )
     if words * group.size() > vocab_size:
         padding = torch.arange(words, device=logits.device) >= vocab_size - group.rank() * words
         logits = logits.masked_fill(padding, -math.inf)

@@ -8,6 +8,7 @@ A field `sequence_parallel: bool = False    # cut activations too` is `--sequenc
 or a path is one of these; `int | str` is a word, whose meaning the dataclass knows; a tuple may be given many times. Values are
 checked by the dataclass alone.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -19,7 +20,9 @@ from typing import Annotated, Any, Optional, get_args, get_origin, get_type_hint
 import typer
 
 
-def flags(cls: type, *, unset: bool = False, leave_out: Iterable[str] = (), short: Mapping[str, str] | None = None) -> list[inspect.Parameter]:
+def flags(
+    cls: type, *, unset: bool = False, leave_out: Iterable[str] = (), short: Mapping[str, str] | None = None
+) -> list[inspect.Parameter]:
     """A parameter of a typer command for every field. With `unset` a flag that is not given is None, whatever the field's default;
     `short` are second names."""
     kinds, help_of, found = get_type_hints(cls), comments(cls), []
@@ -29,10 +32,20 @@ def flags(cls: type, *, unset: bool = False, leave_out: Iterable[str] = (), shor
         kind, default = flag_type(kinds[field.name]), None if unset else field.default
         if isinstance(default, tuple):
             default = list(default)
-        names = [f"--{field.name.replace('_', '-')}", short[field.name]] if short and field.name in short else []
-        option = typer.Option(*names, help=help_of.get(field.name, ""), show_default=default not in (None, []))
-        found.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default,
-                                       annotation=Annotated[Optional[kind] if default is None else kind, option]))
+        names = (
+            [f"--{field.name.replace('_', '-')}", short[field.name]] if short and field.name in short else []
+        )
+        option = typer.Option(
+            *names, help=help_of.get(field.name, ""), show_default=default not in (None, [])
+        )
+        found.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[Optional[kind] if default is None else kind, option],
+            )
+        )
     return found
 
 
@@ -51,15 +64,25 @@ def comments(cls: type) -> dict[str, str]:
 
 def taken(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the values that are fields of `cls` and were given."""
-    return {field.name: tuple(value) if isinstance(value, list) else value for field in fields(cls)
-            if (value := values.get(field.name)) is not None}
+    return {
+        field.name: tuple(value) if isinstance(value, list) else value
+        for field in fields(cls)
+        if (value := values.get(field.name)) is not None
+    }
 
 
 def options(*groups: list[inspect.Parameter]) -> Callable:
     """The command's own parameters, then those of the groups, in the place of its **values."""
+
     def given(command: Callable) -> Callable:
-        own = [parameter for parameter in inspect.signature(command, eval_str=True).parameters.values()
-               if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
-        command.__signature__ = inspect.Signature([*own, *(parameter for group in groups for parameter in group)])
+        own = [
+            parameter
+            for parameter in inspect.signature(command, eval_str=True).parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        command.__signature__ = inspect.Signature(
+            [*own, *(parameter for group in groups for parameter in group)]
+        )
         return command
+
     return given

@@ -49,7 +49,9 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         master_dtype: torch.dtype | None = None,
     ):
-        defaults = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, master_dtype=master_dtype)
+        defaults = dict(
+            lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, master_dtype=master_dtype
+        )
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -84,35 +86,50 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = {**self.defaults, **param_group}
-        params = group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        params = group["params"] = (
+            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        )
         unknown = sorted(set(group) - set(self.defaults) - {"params"})
         if unknown:
             raise ValueError(f"unknown setting {unknown[0]!r}; AdamW knows {', '.join(self.defaults)}")
         _check_settings(**{name: group[name] for name in self.defaults})
         for param in params:
             if not isinstance(param, Tensor) or not param.is_leaf:
-                raise ValueError(f"AdamW updates leaf tensors, got {type(param).__name__}: pass model.parameters()")
+                raise ValueError(
+                    f"AdamW updates leaf tensors, got {type(param).__name__}: pass model.parameters()"
+                )
         if len({*params, *self._params()}) < len(params) + len(self._params()):
-            raise ValueError("a parameter is given twice: it would be updated twice a step; list each one once")
+            raise ValueError(
+                "a parameter is given twice: it would be updated twice a step; list each one once"
+            )
         self.param_groups.append(group)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of all state, parameters by their number, to save or to keep in memory."""
         number = {param: i for i, param in enumerate(self._params())}
-        groups = [{**group, "params": [number[param] for param in group["params"]]} for group in self.param_groups]
-        return {"state": {number[param]: _copy(state) for param, state in self.state.items()}, "param_groups": groups}
+        groups = [
+            {**group, "params": [number[param] for param in group["params"]]} for group in self.param_groups
+        ]
+        return {
+            "state": {number[param]: _copy(state) for param, state in self.state.items()},
+            "param_groups": groups,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a copy of `state_dict`, on each parameter's device, in the dtypes it was saved in."""
         saved, params = state_dict["param_groups"], self._params()
         sizes, saved_sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved]
         if sizes != saved_sizes:
-            raise ValueError(f"the state has groups of {saved_sizes} parameters, this optimizer of {sizes}: "
-                             "build it over the same model and groups")
+            raise ValueError(
+                f"the state has groups of {saved_sizes} parameters, this optimizer of {sizes}: "
+                "build it over the same model and groups"
+            )
         for i, state in state_dict["state"].items():
             if state["exp_avg"].shape != params[i].shape:
-                raise ValueError(f"the state of parameter {i} has shape {list(state['exp_avg'].shape)}, "
-                                 f"the parameter {list(params[i].shape)}: it is of another model")
+                raise ValueError(
+                    f"the state of parameter {i} has shape {list(state['exp_avg'].shape)}, "
+                    f"the parameter {list(params[i].shape)}: it is of another model"
+                )
         self.state.clear()
         for i, state in state_dict["state"].items():
             self.state[params[i]] = _copy(state, params[i].device)
@@ -136,7 +153,11 @@ def adamw_update(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dic
 
 @torch.no_grad()
 def clip_grad_norm(
-    params: Iterable[Tensor], max_norm: float, *, stages: ProcessGroup | None = None, like: Tensor | None = None
+    params: Iterable[Tensor],
+    max_norm: float,
+    *,
+    stages: ProcessGroup | None = None,
+    like: Tensor | None = None,
 ) -> Tensor:
     """Scale all gradients by min(1, max_norm / norm); return the norm of the whole gradient from before, a tensor.
 
@@ -167,9 +188,13 @@ def sum_of_squares(params: list[Tensor], like: Tensor | None = None) -> Tensor:
     """Of the whole gradients of this rank's parameters, each counted once wherever it is cut or copied; in float32 or better."""
     if not params and like is None:
         raise ValueError("no parameters: there is no norm to clip")
-    dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32 if like is None else like.dtype)
+    dtype = reduce(
+        torch.promote_types, (param.dtype for param in params), torch.float32 if like is None else like.dtype
+    )
     total = torch.zeros((), dtype=dtype, device=(params[0] if params else like).device)
-    cuts: dict[tuple, list[Tensor]] = {}  # the groups that cut -> the parameters they cut; also those without gradient,
+    cuts: dict[
+        tuple, list[Tensor]
+    ] = {}  # the groups that cut -> the parameters they cut; also those without gradient,
     for param in params:  # or a rank whose expert saw no token would miss the all-reduce of the others
         cuts.setdefault(placement(param).cut_over, []).append(param)
     for groups, held in cuts.items():
@@ -184,11 +209,15 @@ def sum_of_squares(params: list[Tensor], like: Tensor | None = None) -> Tensor:
     return total
 
 
-def warmup_cosine(step: int, peak_lr: float, warmup_steps: int, total_steps: int, min_lr: float = 0.0) -> float:
+def warmup_cosine(
+    step: int, peak_lr: float, warmup_steps: int, total_steps: int, min_lr: float = 0.0
+) -> float:
     """The rate of step 0, 1, 2, ...: up in a line, at the peak after `warmup_steps`, then half a cosine down to
     `min_lr` at `total_steps`, where it stays. Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5."""
     if not 0 <= warmup_steps <= total_steps:
-        raise ValueError(f"warmup_steps={warmup_steps} of total_steps={total_steps}: the peak is never reached")
+        raise ValueError(
+            f"warmup_steps={warmup_steps} of total_steps={total_steps}: the peak is never reached"
+        )
     if not 0 <= min_lr <= peak_lr < math.inf:
         raise ValueError(f"min_lr={min_lr}, peak_lr={peak_lr}: need 0 <= min_lr <= peak_lr, finite")
     if step < warmup_steps:
@@ -198,16 +227,25 @@ def warmup_cosine(step: int, peak_lr: float, warmup_steps: int, total_steps: int
 
 
 def _check_settings(lr, betas, eps, weight_decay, master_dtype) -> None:
-    for name, value, most in (("lr", lr, math.inf), ("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf),
-                              ("betas[0]", betas[0], 1), ("betas[1]", betas[1], 1)):
+    for name, value, most in (
+        ("lr", lr, math.inf),
+        ("eps", eps, math.inf),
+        ("weight_decay", weight_decay, math.inf),
+        ("betas[0]", betas[0], 1),
+        ("betas[1]", betas[1], 1),
+    ):
         if not isinstance(value, (int, float)):
             raise ValueError(f"{name}={value!r} is {type(value).__name__}, not a number: write {name}=1e-3")
         if not 0 <= value < most:
             raise ValueError(f"{name}={value}: must be in [0, {most})" + ("" if most == 1 else ", finite"))
     if master_dtype is not None and not getattr(master_dtype, "is_floating_point", False):
-        raise ValueError(f"master_dtype={master_dtype}: must be a floating-point dtype such as torch.float32, or None")
+        raise ValueError(
+            f"master_dtype={master_dtype}: must be a floating-point dtype such as torch.float32, or None"
+        )
 
 
 def _copy(state: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    return {name: value.detach().to(device or value.device, copy=True) if isinstance(value, Tensor) else value
-            for name, value in state.items()}
+    return {
+        name: value.detach().to(device or value.device, copy=True) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }

@@ -7,6 +7,7 @@ The optimizer is AdamW, with masters in at least float32, over matrices that dec
 and down half a cosine. torch is needed by a run only, not to read what a run would be.
 Raises ValueError in one line for values out of range.
 """
+
 from __future__ import annotations
 
 import math
@@ -19,16 +20,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Recipe:
-    steps: int = 1000                       # updates of the weights
-    batch_size: int = 8                     # rows of the global batch
-    length: int = 128                       # tokens of a row
-    lr: float = 3e-3                        # the highest learning rate
-    warmup: int | None = None               # steps until it is reached; else 20, or all there are
-    min_lr: float | None = None             # the rate at the end; else a tenth of lr
-    weight_decay: float = 0.1               # of matrices; norms and biases do not decay
-    clip: float = 1.0                       # the largest norm of the whole gradient; inf only measures it
-    seed: int = 0                           # of weights, the order of the text and dropout
-    frozen: tuple[str, ...] = ()            # patterns of parameters that are not trained, such as 'layers.0.*'
+    steps: int = 1000  # updates of the weights
+    batch_size: int = 8  # rows of the global batch
+    length: int = 128  # tokens of a row
+    lr: float = 3e-3  # the highest learning rate
+    warmup: int | None = None  # steps until it is reached; else 20, or all there are
+    min_lr: float | None = None  # the rate at the end; else a tenth of lr
+    weight_decay: float = 0.1  # of matrices; norms and biases do not decay
+    clip: float = 1.0  # the largest norm of the whole gradient; inf only measures it
+    seed: int = 0  # of weights, the order of the text and dropout
+    frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained, such as 'layers.0.*'
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "length"):
@@ -38,14 +39,19 @@ class Recipe:
         if not 0 <= min_lr <= self.lr < math.inf:
             raise ValueError(f"lr={self.lr}, min_lr={min_lr}: need 0 <= min_lr <= lr, finite")
         if not 0 <= warmup <= self.steps:
-            raise ValueError(f"warmup={warmup} of steps={self.steps}: lr is never reached; use 0 to {self.steps}")
+            raise ValueError(
+                f"warmup={warmup} of steps={self.steps}: lr is never reached; use 0 to {self.steps}"
+            )
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay={self.weight_decay}: must be >= 0, finite")
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip}: must be > 0 (inf measures without clipping)")
 
     def _shape(self) -> tuple[int, float]:
-        return (min(20, self.steps) if self.warmup is None else self.warmup, self.lr / 10 if self.min_lr is None else self.min_lr)
+        return (
+            min(20, self.steps) if self.warmup is None else self.warmup,
+            self.lr / 10 if self.min_lr is None else self.min_lr,
+        )
 
     def lr_at(self, step: int) -> float:
         """The rate of step 0, 1, 2, ..."""
@@ -65,12 +71,16 @@ class Recipe:
         from minitrain.training.optim import AdamW
 
         master = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
-        return AdamW(decaying_matrices(params, self.weight_decay), self.lr, betas=(0.9, 0.95), master_dtype=master)
+        return AdamW(
+            decaying_matrices(params, self.weight_decay), self.lr, betas=(0.9, 0.95), master_dtype=master
+        )
 
 
 def decaying_matrices(params: Iterable, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: matrices decay; norms and biases do not, their scale is not capacity. Shapes are those of whole parameters."""
     params = list(params)
-    groups = [{"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
-              {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0}]
+    groups = [
+        {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]

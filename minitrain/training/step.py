@@ -57,7 +57,9 @@ class Reducer(Protocol):
 
     def arrived(self, params: Iterable[nn.Parameter]) -> None: ...
 
-    def lives(self) -> Iterable[Tensor]: ...  # memory of parameters besides their own: it is not a forward's to give away
+    def lives(
+        self,
+    ) -> Iterable[Tensor]: ...  # memory of parameters besides their own: it is not a forward's to give away
 
     def finish(self) -> None: ...
 
@@ -110,7 +112,10 @@ def train_step(
 
 
 def accumulate(
-    model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], num_microbatches: int, reducer: Reducer,
+    model: nn.Module,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    num_microbatches: int,
+    reducer: Reducer,
     at: Callable[[int, int], None] = lambda step, first_row: None,
 ) -> Callable[[Batch], Tensor]:
     """A `forward_backward` that cuts this rank's rows into microbatches, runs one after the other and adds up.
@@ -124,9 +129,13 @@ def accumulate(
     def forward_backward(batch: Batch) -> Tensor:
         rows = len(batch.tokens)
         if rows < num_microbatches:
-            raise ValueError(f"num_microbatches={num_microbatches}, but this rank has {rows} rows: use at most {rows}, "
-                             "or a larger batch")
-        microbatches = zip(batch.tokens.tensor_split(num_microbatches), batch.targets.tensor_split(num_microbatches))
+            raise ValueError(
+                f"num_microbatches={num_microbatches}, but this rank has {rows} rows: use at most {rows}, "
+                "or a larger batch"
+            )
+        microbatches = zip(
+            batch.tokens.tensor_split(num_microbatches), batch.targets.tensor_split(num_microbatches)
+        )
         places = () if batch.positions is None else (batch.positions,)
         total, first_row = torch.zeros((), device=batch.tokens.device), batch.first_row
         for number, (tokens, targets) in enumerate(microbatches, start=1):

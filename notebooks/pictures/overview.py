@@ -1,8 +1,8 @@
 """The picture of the README, made from runs: `python notebooks/pictures/overview.py` writes overview.png beside this file.
 
-    1  memory       a small GPT on 4 processes, in its second step; a dry run must give the same account
-    2  bytes        what 4 processes hand to the network, beside the papers' formulas; all must be equal
-    3  time         GPT-2 XL, 1.5 billion parameters, as rank 0 of 64 in a dry run, replayed on 64 H100
+1  memory       a small GPT on 4 processes, in its second step; a dry run must give the same account
+2  bytes        what 4 processes hand to the network, beside the papers' formulas; all must be equal
+3  time         GPT-2 XL, 1.5 billion parameters, as rank 0 of 64 in a dry run, replayed on 64 H100
 """
 
 import io
@@ -22,7 +22,16 @@ from minitrain.data_parallel.accumulation import ScatteredGradients
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.naive import all_reduce_gradients
 from minitrain.data_parallel.parameter_server import Worker, serve
-from minitrain.plot.style import BLACK, COLOURS, HATCHES, Picture, colour_of, ink_on, style, unit_for
+from minitrain.plot.style import (
+    BLACK,
+    COLOURS,
+    HATCHES,
+    Picture,
+    colour_of,
+    ink_on,
+    style,
+    unit_for,
+)
 from minitrain.ledger import Ledger
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.training.optim import AdamW
@@ -38,13 +47,16 @@ HALF, WHOLE = Fraction(RANKS - 1, RANKS), Fraction(2 * (RANKS - 1), RANKS)
 
 # ---- what is run -----------------------------------------------------------------------------------------------------
 
+
 def training_step():
     """The account of the second step: the optimizer made its state in the first."""
     group, model = world(), GPT(SMALL)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     for step in range(2):
         optimizer.zero_grad()
-        tokens, targets = random_tokens(step, group.rank(), group.size(), 8 * group.size(), 64, SMALL.vocab_size)
+        tokens, targets = random_tokens(
+            step, group.rank(), group.size(), 8 * group.size(), 64, SMALL.vocab_size
+        )
         with Ledger() as ledger:
             with ledger.phase("forward"):
                 loss = cross_entropy_sum(model(tokens), targets) / (group.size() * targets.numel())
@@ -91,7 +103,7 @@ def sent_by_each_way(numel=120_000, microbatches=4):
 
     x = torch.ones(numel)
     account("reduce-scatter", lambda: collectives.reduce_scatter(x, group))
-    account("all-gather", lambda: collectives.all_gather(x[:numel // group.size()], group))
+    account("all-gather", lambda: collectives.all_gather(x[: numel // group.size()], group))
     account("all-to-all", lambda: collectives.all_to_all(x, group))
     account("all-reduce", lambda: collectives.all_reduce(x, group))
     account("accumulate m", lambda: kept(GradReducer([weight], group)))
@@ -116,45 +128,116 @@ def large_step(bucketed):
 
 # ---- how it is drawn -------------------------------------------------------------------------------------------------
 
+
 def draw_memory(ax, timeline, events):
     at = [index for index, _ in timeline]
     total = [sum(live.values()) for _, live in timeline]
     unit, scale = unit_for(max(total), "bytes")
-    ax.stackplot(at, [[live[kind] / scale for _, live in timeline] for kind in STACK], step="post", linewidth=0,
-                 colors=[colour_of(kind) for kind in STACK])
-    base = dict(zip(STACK, (0, *(sum(timeline[-1][1][kind] for kind in STACK[:i]) / scale for i in range(1, len(STACK))))))
+    ax.stackplot(
+        at,
+        [[live[kind] / scale for _, live in timeline] for kind in STACK],
+        step="post",
+        linewidth=0,
+        colors=[colour_of(kind) for kind in STACK],
+    )
+    base = dict(
+        zip(
+            STACK,
+            (
+                0,
+                *(
+                    sum(timeline[-1][1][kind] for kind in STACK[:i]) / scale
+                    for i in range(1, len(STACK))
+                ),
+            ),
+        )
+    )
     for kind in STACK[:3]:
         height = timeline[-1][1][kind] / scale
-        ax.text(0.97 * at[-1], base[kind] + height / 2, kind, ha="right", va="center", color=ink_on(colour_of(kind)))
+        ax.text(
+            0.97 * at[-1],
+            base[kind] + height / 2,
+            kind,
+            ha="right",
+            va="center",
+            color=ink_on(colour_of(kind)),
+        )
     peak = total.index(max(total))
-    ax.text(1.04 * at[peak], base["gradients"] + 0.35 * (total[peak] / scale - base["gradients"]), "activations", va="center")
+    ax.text(
+        1.04 * at[peak],
+        base["gradients"] + 0.35 * (total[peak] / scale - base["gradients"]),
+        "activations",
+        va="center",
+    )
     ax.plot(at[peak], total[peak] / scale, "o", color=BLACK, markersize=4)
-    ax.annotate(f"peak {total[peak]:,} bytes", (at[peak], total[peak] / scale), (8, 0), textcoords="offset points", va="center",
-                fontweight="bold", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+    ax.annotate(
+        f"peak {total[peak]:,} bytes",
+        (at[peak], total[peak] / scale),
+        (8, 0),
+        textcoords="offset points",
+        va="center",
+        fontweight="bold",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+    )
     phases = [(index, event.phase) for index, event in enumerate(events) if hasattr(event, "phase")]
     for (index, phase), (_, before) in zip(phases, [(0, ""), *phases]):
         if phase != before:
             ax.axvline(index, color=BLACK, linewidth=0.6, linestyle=":")
-            ax.text(index, 1.0, f" {phase}", transform=ax.get_xaxis_transform(), va="bottom", fontsize=8)
-    ax.set(xlim=(0, at[-1]), ylim=(0, 1.06 * max(total) / scale), ylabel=f"live memory ({unit})", xticks=[],
-           xlabel="operators and collectives, in order")
+            ax.text(
+                index, 1.0, f" {phase}", transform=ax.get_xaxis_transform(), va="bottom", fontsize=8
+            )
+    ax.set(
+        xlim=(0, at[-1]),
+        ylim=(0, 1.06 * max(total) / scale),
+        ylabel=f"live memory ({unit})",
+        xticks=[],
+        xlabel="operators and collectives, in order",
+    )
 
 
 def draw_bytes(ax, rows):
     """{what: (measured, formula in units of S, its text)}: a bar as measured, a ring where the formula says."""
     for y, (what, (measured, formula, text)) in enumerate(rows.items()):
         bar = ax.barh(y, measured, height=0.62, color=COLOURS["measured"])
-        ring, = ax.plot(formula, y, "o", markersize=9, markerfacecolor="none", markeredgecolor=COLOURS["formula"],
-                        markeredgewidth=1.5)
+        (ring,) = ax.plot(
+            formula,
+            y,
+            "o",
+            markersize=9,
+            markerfacecolor="none",
+            markeredgecolor=COLOURS["formula"],
+            markeredgewidth=1.5,
+        )
         ax.text(measured + 0.22, y, text, va="center")
-        ax.text(1.0, y, f"{float(measured / formula):.3f}", va="center", ha="right", fontweight="bold",
-                transform=ax.get_yaxis_transform())
+        ax.text(
+            1.0,
+            y,
+            f"{float(measured / formula):.3f}",
+            va="center",
+            ha="right",
+            fontweight="bold",
+            transform=ax.get_yaxis_transform(),
+        )
     ax.text(1.0, 1.0, "ratio", ha="right", va="bottom", fontsize=8, transform=ax.transAxes)
-    ax.set(yticks=range(len(rows)), yticklabels=list(rows), ylim=(len(rows) - 0.5, -0.6), xlim=(0, 5.5), xticks=range(4),
-           xlabel=f"bytes a rank sends, as multiples of S ({RANKS} ranks, m = 4)")
+    ax.set(
+        yticks=range(len(rows)),
+        yticklabels=list(rows),
+        ylim=(len(rows) - 0.5, -0.6),
+        xlim=(0, 5.5),
+        xticks=range(4),
+        xlabel=f"bytes a rank sends, as multiples of S ({RANKS} ranks, m = 4)",
+    )
     ax.xaxis.label.set(ha="right", x=1)
-    ax.legend([bar, ring], ["counted", "formula"], loc="lower left", bbox_to_anchor=(-0.02, 0.985), ncols=2, borderpad=0,
-              handlelength=1.2, columnspacing=1.2)
+    ax.legend(
+        [bar, ring],
+        ["counted", "formula"],
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 0.985),
+        ncols=2,
+        borderpad=0,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
     ax.grid(axis="y", visible=False)
 
 
@@ -166,22 +249,49 @@ def draw_time(ax, timelines):
             if span.kind == "compute":
                 computing.setdefault(span.event.phase, []).append((span.start_s, span.end_s))
         exposed = timeline.exposed(0)
-        hidden = outside(((span.start_s, span.end_s) for span in timeline.transfers(0)), join(exposed))
-        lanes = (("compute", computing), ("network", {"communication": hidden, "exposed communication": exposed}))
+        hidden = outside(
+            ((span.start_s, span.end_s) for span in timeline.transfers(0)), join(exposed)
+        )
+        lanes = (
+            ("compute", computing),
+            ("network", {"communication": hidden, "exposed communication": exposed}),
+        )
         for lane, (label, pieces) in enumerate(lanes):
             ax.text(-1, y + lane, label, ha="right", va="center")
             for what, intervals in pieces.items():
                 hatch, edge = HATCHES.get(what, (None, "white"))
-                bars = [(1e3 * start, 1e3 * (end - start)) for start, end in join(intervals, gap=timeline.step_s / 600)]
-                ax.broken_barh(bars, (y + lane - 0.44, 0.88), facecolor=colour_of(what), hatch=hatch, edgecolor=edge, linewidth=0)
+                bars = [
+                    (1e3 * start, 1e3 * (end - start))
+                    for start, end in join(intervals, gap=timeline.step_s / 600)
+                ]
+                ax.broken_barh(
+                    bars,
+                    (y + lane - 0.44, 0.88),
+                    facecolor=colour_of(what),
+                    hatch=hatch,
+                    edgecolor=edge,
+                    linewidth=0,
+                )
                 if sum(width for _, width in bars) > 10:
                     middle = (bars[0][0] + sum(bars[-1])) / 2
                     box = {"facecolor": colour_of(what), "edgecolor": "none", "pad": 2}
-                    ax.text(middle, y + lane, what, ha="center", va="center", color=ink_on(colour_of(what)), bbox=box)
+                    ax.text(
+                        middle,
+                        y + lane,
+                        what,
+                        ha="center",
+                        va="center",
+                        color=ink_on(colour_of(what)),
+                        bbox=box,
+                    )
         ax.text(-14, y + 0.5, name, ha="right", va="center", fontweight="bold")
         ax.text(ms + 1.2, y + 0.5, f"{ms:.0f} ms", va="center", fontweight="bold", fontsize=13)
-    ax.set(xlim=(0, 122), ylim=(4.15, -0.6), yticks=[],
-           xlabel="time (ms), replayed from the counted events: a model of the machines, not a clock")
+    ax.set(
+        xlim=(0, 122),
+        ylim=(4.15, -0.6),
+        yticks=[],
+        xlabel="time (ms), replayed from the counted events: a model of the machines, not a clock",
+    )
     ax.spines["left"].set_visible(False)
 
 
@@ -194,10 +304,26 @@ def draw(memory, events, rows, timelines):
     wide = below.subplots()
     draw_time(wide, timelines)
     for ax, x, pad, text in (
-            (left, -0.13, 20, f"1  Run it. A training step on {RANKS} processes:\n    what fills the memory, and when"),
-            (right, -0.5, 20, "2  Count it. Bytes handed to the network,\n    beside the formulas of the papers"),
-            (wide, -0.2, 8, "3  Replay it. The same code as one rank of 64, played on 64 H100:\n"
-                            "    GPT-2 XL, gradients summed after backward (naive), or in buckets while it goes on")):
+        (
+            left,
+            -0.13,
+            20,
+            f"1  Run it. A training step on {RANKS} processes:\n    what fills the memory, and when",
+        ),
+        (
+            right,
+            -0.5,
+            20,
+            "2  Count it. Bytes handed to the network,\n    beside the formulas of the papers",
+        ),
+        (
+            wide,
+            -0.2,
+            8,
+            "3  Replay it. The same code as one rank of 64, played on 64 H100:\n"
+            "    GPT-2 XL, gradients summed after backward (naive), or in buckets while it goes on",
+        ),
+    ):
         ax.set_title(text, x=x, pad=pad, fontsize=10)
     return figure
 
@@ -205,14 +331,25 @@ def draw(memory, events, rows, timelines):
 def main():
     small = launch.run(training_step, ranks=RANKS)[0]
     dry = dryrun.run(training_step, rank=0, ranks=RANKS)
-    assert (dry.timeline(), dry.flops, dry.sent_bytes()) == (small.timeline(), small.flops, small.sent_bytes())
+    assert (dry.timeline(), dry.flops, dry.sent_bytes()) == (
+        small.timeline(),
+        small.flops,
+        small.sent_bytes(),
+    )
 
-    formulas = {"reduce-scatter": (HALF, "(n\u22121)/n S"), "all-gather": (HALF, "(n\u22121)/n S"),
-                "all-to-all": (HALF, "(n\u22121)/n S"), "all-reduce": (WHOLE, "2(n\u22121)/n S"),
-                "accumulate m": (WHOLE, "2(n\u22121)/n S"), "accumulate m, sharded": (4 * HALF, "m(n\u22121)/n S"),
-                "parameter server": (Fraction(RANKS - 1), "(n\u22121) S")}
+    formulas = {
+        "reduce-scatter": (HALF, "(n\u22121)/n S"),
+        "all-gather": (HALF, "(n\u22121)/n S"),
+        "all-to-all": (HALF, "(n\u22121)/n S"),
+        "all-reduce": (WHOLE, "2(n\u22121)/n S"),
+        "accumulate m": (WHOLE, "2(n\u22121)/n S"),
+        "accumulate m, sharded": (4 * HALF, "m(n\u22121)/n S"),
+        "parameter server": (Fraction(RANKS - 1), "(n\u22121) S"),
+    }
     sent = launch.run(sent_by_each_way, ranks=RANKS)[0]
-    rows = {what: (Fraction(sent[what], 4 * 120_000), *formula) for what, formula in formulas.items()}
+    rows = {
+        what: (Fraction(sent[what], 4 * 120_000), *formula) for what, formula in formulas.items()
+    }
     assert all(measured == formula for measured, formula, _ in rows.values())
 
     timelines = {}
@@ -227,7 +364,9 @@ def write(figure, dots_an_inch=195):
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=dots_an_inch)
     path = Path(__file__).with_name("overview.png")
-    Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
+        path, optimize=True
+    )
     print(f"{path.name}: {path.stat().st_size:,} bytes")
 
 

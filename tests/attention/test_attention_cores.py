@@ -1,4 +1,5 @@
 """Attention cores of one process: each equals naive attention, forward and every gradient, and remembers no scores."""
+
 from functools import partial
 
 import pytest
@@ -10,7 +11,17 @@ from minitrain.attention.blocks import merge, nothing_yet
 from minitrain.attention.blockwise import blockwise_block, blockwise_layer
 from minitrain.attention.flash import flash_1, flash_2, flash_2_forward, flash_attention
 from minitrain.attention.lazy import lazy_attention
-from minitrain.attention.pipelined import elapsed, fp8_attention, hadamard, pingpong, random_signs, run, sequential, to_fp8, within
+from minitrain.attention.pipelined import (
+    elapsed,
+    fp8_attention,
+    hadamard,
+    pingpong,
+    random_signs,
+    run,
+    sequential,
+    to_fp8,
+    within,
+)
 from minitrain.attention.traffic import SlowMemory, Traffic
 from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
@@ -18,7 +29,7 @@ from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Block
 from minitrain.model.layers import naive_attention
 
-SIZES = [(1, 2, 2, 4), (7, 4, 2, 4), (13, 4, 1, 6)]                          # T, H, H_kv, K: tiles of 2, 3, 5 do not divide them
+SIZES = [(1, 2, 2, 4), (7, 4, 2, 4), (13, 4, 1, 6)]  # T, H, H_kv, K: tiles of 2, 3, 5 do not divide them
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +43,10 @@ def one_thread():
 
 def inputs(tokens, heads=2, kv_heads=2, width=4, batch=2, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(batch, h, tokens, width, dtype=dtype, generator=generator).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(batch, h, tokens, width, dtype=dtype, generator=generator).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
 
 
 def reference(q, k, v, causal):
@@ -89,11 +103,15 @@ def extra_bytes(core, tokens, backward):
 
 # ---- naive -----------------------------------------------------------------------------------------------------------
 
+
 def test_attention_op():
     """It saves 2·a·s²·b bytes of scores in bf16, and twice the length is four times the work."""
     heads, tokens, batch = 4, 64, 2
     saved = saved_by(naive_attention, *inputs(tokens, heads, heads, batch=batch, dtype=torch.bfloat16)).saved
-    assert sum(block.bytes for block in saved if block.bytes >= heads * tokens**2 * batch) == 2 * heads * tokens**2 * batch
+    assert (
+        sum(block.bytes for block in saved if block.bytes >= heads * tokens**2 * batch)
+        == 2 * heads * tokens**2 * batch
+    )
 
     def flops(tokens):
         with Ledger() as ledger:
@@ -105,16 +123,18 @@ def test_attention_op():
 
 # ---- lazy softmax ----------------------------------------------------------------------------------------------------
 
+
 def test_rabe_memeff():
     for query_chunk, key_chunk in [(3, 5), (5, 2), (1024, None)]:
         equal(partial(lazy_attention, query_chunk=query_chunk, key_chunk=key_chunk))
     q, k, v = inputs(40, 4, 2)
     assert saved_by(lazy_attention, q, k, v).bytes == q.nbytes + k.nbytes + v.nbytes
 
-    def chunk_bytes(tokens):                                           # what one chunk would have to keep, were it not computed again
+    def chunk_bytes(tokens):  # what one chunk would have to keep, were it not computed again
         q, k, v = (x[..., -8:, :].contiguous() for x in inputs(tokens))
         rows = columns = slice(tokens - 8, tokens)
         return saved_by(lambda: lazy.summarize(q, k, v, rows, columns, 0)).bytes
+
     assert chunk_bytes(16) == chunk_bytes(64)
 
     def products(core):
@@ -122,6 +142,7 @@ def test_rabe_memeff():
         with Ledger() as ledger:
             core(q, k, v).sum().backward()
         return ledger.flops
+
     assert products(partial(lazy_attention, causal=False, query_chunk=6)) * 6 == products(naive_attention) * 9
 
     chunked = partial(lazy_attention, query_chunk=16, key_chunk=16)
@@ -138,6 +159,7 @@ def test_lazy_backward_holds_the_summaries_of_one_chunk_of_queries():
 
 # ---- flash -----------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("version", [flash_1, flash_2])
 @pytest.mark.parametrize("fast_elements", [1, 48, 10_000])
 def test_tiles_equal_naive(version, fast_elements):
@@ -150,6 +172,7 @@ def test_the_fused_kernel_is_the_same_core():
 
 def test_without_rescaling_the_result_is_wrong(monkeypatch):
     """Controls: version 1 finds another maximum than it left, version 2 does not scale what it has summed."""
+
     class Forgetful(SlowMemory):
         def load(self, *tensors):
             return (*tensors[:3], tensors[3] + 1) if len(tensors) == 4 else tensors
@@ -177,14 +200,16 @@ def test_queries_may_be_the_last_of_a_longer_text(version):
 def test_flash_attention_2():
     q, k, v = (x.detach() for x in inputs(29))
     once, thrice = Traffic(), Traffic()
-    out, lse = flash_2(64, once).forward(q, k, v, False)                        # K = 4: tiles of 4 tokens, 8 of them
+    out, lse = flash_2(64, once).forward(q, k, v, False)  # K = 4: tiles of 4 tokens, 8 of them
     first, first_lse = flash_1(64, thrice).forward(q, k, v, False)
     rows = q[..., 0].numel()
     assert once.divisions == rows and thrice.divisions == 8 * rows
     torch.testing.assert_close(out, first, rtol=0, atol=1e-13)
     torch.testing.assert_close(lse, first_lse, rtol=0, atol=1e-13)
     for order in ([7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 1, 7, 5, 2, 4]):
-        for a, b in zip(flash_2_forward(q, k, v, True, fast_elements=64, order=order), flash_2(64).forward(q, k, v, True)):
+        for a, b in zip(
+            flash_2_forward(q, k, v, True, fast_elements=64, order=order), flash_2(64).forward(q, k, v, True)
+        ):
             assert torch.equal(a, b)
     with pytest.raises(ValueError, match="name each of 0 .. 7 once"):
         flash_2(64, order=[0, 0]).forward(q, k, v, True)
@@ -193,10 +218,13 @@ def test_flash_attention_2():
 @pytest.mark.parametrize("version", [flash_1, flash_2])
 def test_extra_memory_is_flat(version):
     """Beside inputs, results and numbers per row (l, m, D) a tile is all there is: naive grows with N²."""
-    core, number = partial(flash_attention, blocks=version(1024)), 4 * 2 * (256 - 128)             # of a row: heads · bytes · rows
+    core, number = (
+        partial(flash_attention, blocks=version(1024)),
+        4 * 2 * (256 - 128),
+    )  # of a row: heads · bytes · rows
     for backward in (False, True):
         grown = extra_bytes(core, 256, backward) - extra_bytes(core, 128, backward)
-        assert grown in (number, 2 * number)                                       # l and m, or lse, or lse and D
+        assert grown in (number, 2 * number)  # l and m, or lse, or lse and D
         assert extra_bytes(naive_attention, 256, backward) > 3.9 * extra_bytes(naive_attention, 128, backward)
 
 
@@ -219,15 +247,24 @@ def test_tiles_are_blocks_that_merge(version):
 
 def test_saved_is_one_number_a_row():
     q, k, v = inputs(40, 4, 2)
-    assert saved_by(partial(flash_attention, blocks=flash_2(48)), q, k, v).bytes == 2 * q.nbytes + k.nbytes + v.nbytes + q.nbytes // 4
+    assert (
+        saved_by(partial(flash_attention, blocks=flash_2(48)), q, k, v).bytes
+        == 2 * q.nbytes + k.nbytes + v.nbytes + q.nbytes // 4
+    )
 
 
 def test_a_core_of_the_model():
     config = GPTConfig(vocab_size=32, num_layers=1, d_model=32, num_heads=4, num_kv_heads=2)
     tokens = torch.randint(32, (2, 21), generator=torch.Generator().manual_seed(0))
     expected = GPT(config, attention=naive_attention, dtype=torch.float64)(tokens)
-    for core in (lazy_attention, partial(flash_attention, blocks=flash_1(256)), partial(flash_attention, blocks=flash_2(256))):
-        torch.testing.assert_close(GPT(config, attention=core, dtype=torch.float64)(tokens), expected, rtol=0, atol=1e-12)
+    for core in (
+        lazy_attention,
+        partial(flash_attention, blocks=flash_1(256)),
+        partial(flash_attention, blocks=flash_2(256)),
+    ):
+        torch.testing.assert_close(
+            GPT(config, attention=core, dtype=torch.float64)(tokens), expected, rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("core", [lazy_attention, partial(flash_attention, blocks=flash_2(64))])
@@ -237,14 +274,17 @@ def test_keys_and_values_may_differ_in_width(core):
     torch.testing.assert_close(core(q, k, v), naive_attention(q, k, v), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("wrong, says", [
-    (lambda q, k, v: flash_attention(q, k, v, blocks=flash_1(0)), "fast memory of 0"),
-    (lambda q, k, v: lazy_attention(q, k, v, query_chunk=2, key_chunk=-1), "tiles of -1 tokens"),
-    (lambda q, k, v: lazy_attention(q, k, v, query_chunk=0), "tiles of 0 tokens"),
-    (lambda q, k, v: lazy_attention(q, k, v, key_chunk=0), "tiles of 0 tokens"),
-    (lambda q, k, v: flash_attention(q[:, :1], k, v, blocks=flash_2()), "not a multiple"),
-    (lambda q, k, v: lazy_attention(q, k[..., :2, :], v[..., :2, :]), "first ones see nothing"),
-])
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        (lambda q, k, v: flash_attention(q, k, v, blocks=flash_1(0)), "fast memory of 0"),
+        (lambda q, k, v: lazy_attention(q, k, v, query_chunk=2, key_chunk=-1), "tiles of -1 tokens"),
+        (lambda q, k, v: lazy_attention(q, k, v, query_chunk=0), "tiles of 0 tokens"),
+        (lambda q, k, v: lazy_attention(q, k, v, key_chunk=0), "tiles of 0 tokens"),
+        (lambda q, k, v: flash_attention(q[:, :1], k, v, blocks=flash_2()), "not a multiple"),
+        (lambda q, k, v: lazy_attention(q, k[..., :2, :], v[..., :2, :]), "first ones see nothing"),
+    ],
+)
 def test_refused_in_one_line(wrong, says):
     with pytest.raises(ValueError, match=says) as error:
         wrong(*inputs(5))
@@ -253,13 +293,28 @@ def test_refused_in_one_line(wrong, says):
 
 # ---- blockwise -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("settings", [{}, {"num_kv_heads": 2, "activation": "swiglu"}, {"positions": "learned", "norm": "layer", "bias": True}])
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_kv_heads": 2, "activation": "swiglu"},
+        {"positions": "learned", "norm": "layer", "bias": True},
+    ],
+)
 def test_blockwise_equals_the_block(settings):
-    block = Block(GPTConfig(**{"num_layers": 1, "d_model": 32, "num_heads": 4, **settings}), "layers.1", dtype=torch.float64)
+    block = Block(
+        GPTConfig(**{"num_layers": 1, "d_model": 32, "num_heads": 4, **settings}),
+        "layers.1",
+        dtype=torch.float64,
+    )
     generator = torch.Generator().manual_seed(0)
     for param in block.parameters():
         nn.init.normal_(param, std=0.2, generator=generator)
-    x, positions = torch.randn(2, 13, 32, dtype=torch.float64, generator=generator).requires_grad_(), torch.arange(13)
+    x, positions = (
+        torch.randn(2, 13, 32, dtype=torch.float64, generator=generator).requires_grad_(),
+        torch.arange(13),
+    )
     wanted = [x, *block.parameters()]
     weights = torch.randn(2, 13, 32, dtype=torch.float64, generator=generator)
     expected = block(x, positions)
@@ -291,27 +346,41 @@ def test_bpt():
             layer(x, positions).sum().backward()
             params = sum(param.nbytes for param in block.parameters())
         block.zero_grad()
-        return max(each.bytes for each in saved.saved) / bsh, saved.bytes / bsh, (ledger.peak_bytes - 2 * params) / bsh
+        return (
+            max(each.bytes for each in saved.saved) / bsh,
+            saved.bytes / bsh,
+            (ledger.peak_bytes - 2 * params) / bsh,
+        )
 
     widest, kept, peak = measure(block)
     widest_blockwise, kept_blockwise, peak_blockwise = measure(blockwise)
     assert (widest, widest_blockwise) == (8, 2)
-    assert kept > 35 and kept_blockwise == 6 + positions.nbytes / bsh                # X, K, V; positions are data, int64
-    assert peak > 42 and peak_blockwise < 26                                         # forward and backward, gradients of X, K, V included
+    assert kept > 35 and kept_blockwise == 6 + positions.nbytes / bsh  # X, K, V; positions are data, int64
+    assert peak > 42 and peak_blockwise < 26  # forward and backward, gradients of X, K, V included
 
 
 def test_blockwise_without_a_mask_and_what_it_refuses():
     q, k, v = inputs(9)
     x = torch.randn(2, 9, 8, dtype=torch.float64)
-    out = blockwise_layer(x, torch.arange(9), lambda x, positions: q[..., positions, :], lambda x, positions: (k, v),
-                          lambda x, attended: x + attended.transpose(1, 2).flatten(-2), rows=4, causal=False)
-    torch.testing.assert_close(out, x + reference(q, k, v, False).transpose(1, 2).flatten(-2), rtol=0, atol=1e-12)
+    out = blockwise_layer(
+        x,
+        torch.arange(9),
+        lambda x, positions: q[..., positions, :],
+        lambda x, positions: (k, v),
+        lambda x, attended: x + attended.transpose(1, 2).flatten(-2),
+        rows=4,
+        causal=False,
+    )
+    torch.testing.assert_close(
+        out, x + reference(q, k, v, False).transpose(1, 2).flatten(-2), rtol=0, atol=1e-12
+    )
     block = Block(GPTConfig(num_layers=1, residual="parallel"), "layers.1")
     with pytest.raises(ValueError, match="residual=parallel"):
         blockwise_block(block, torch.zeros(1, 4, 64), torch.arange(4), rows=2)
 
 
 # ---- FlashAttention-3, simulated -------------------------------------------------------------------------------------
+
 
 def rmse(seed, **ways):
     """Of the output, with the paper's outliers: N(0, 1), and one entry in a thousand has N(0, 100) more."""
@@ -324,7 +393,10 @@ def rmse(seed, **ways):
 
     q, k, v = draw(), draw(), draw()
     exact = reference(q, k, v, False)
-    return {name: (fp8_attention(q, k, v, causal=False, **way) - exact).square().mean().sqrt().item() for name, way in ways.items()}
+    return {
+        name: (fp8_attention(q, k, v, causal=False, **way) - exact).square().mean().sqrt().item()
+        for name, way in ways.items()
+    }
 
 
 def test_flash_attention_3():
@@ -334,13 +406,22 @@ def test_flash_attention_3():
             assert elapsed(sequential(blocks, gemm, softmax, "AB")) == 2 * blocks * (gemm + softmax)
             longest, both = 2 * blocks * max(gemm, softmax), elapsed(pingpong(blocks, gemm, softmax))
             assert longest <= both <= longest + gemm + softmax
-            assert elapsed(within(blocks, gemm, softmax)) == gemm / 2 + softmax + (blocks - 1) * (gemm / 2 + max(gemm / 2, softmax)) + gemm / 2
+            assert (
+                elapsed(within(blocks, gemm, softmax))
+                == gemm / 2 + softmax + (blocks - 1) * (gemm / 2 + max(gemm / 2, softmax)) + gemm / 2
+            )
     softmax_h100 = (1 / 3.9e12) / (4 * 128 / 989e12)
     assert 0.49 < softmax_h100 < 0.5
 
-    errors = rmse(0, tensor={}, blocks={"rows": 64}, turned={"signs": random_signs(64)}, both={"rows": 64, "signs": random_signs(64)})
+    errors = rmse(
+        0,
+        tensor={},
+        blocks={"rows": 64},
+        turned={"signs": random_signs(64)},
+        both={"rows": 64, "signs": random_signs(64)},
+    )
     assert errors["both"] < errors["turned"] < errors["blocks"] < errors["tensor"]
-    assert 1.6 < errors["tensor"] / errors["both"] < 1.8                              # paper: 2.6
+    assert 1.6 < errors["tensor"] / errors["both"] < 1.8  # paper: 2.6
 
 
 def test_units_do_one_thing_at_a_time():
@@ -361,7 +442,7 @@ def test_hadamard_is_orthogonal():
     torch.testing.assert_close(hadamard(x), x @ matrix)
     outlier = torch.zeros(1, 16)
     outlier[0, 5] = 100
-    assert hadamard(outlier).abs().amax() == 25                                       # spread over its row: 100 / sqrt(16)
+    assert hadamard(outlier).abs().amax() == 25  # spread over its row: 100 / sqrt(16)
     with pytest.raises(ValueError, match="12 columns: give a power of two, 16"):
         hadamard(torch.zeros(1, 12))
 
@@ -372,4 +453,6 @@ def test_a_scale_for_each_block_keeps_an_outlier_to_itself():
     first = x[:, :4]
     assert (to_fp8(x)[:, :4] - first).abs().max() > 0.1
     assert torch.equal(to_fp8(0 * x), 0 * x)
-    assert ((to_fp8(x, rows=4)[:, :4] - first).abs() / first.abs()).max() < 2**-4      # half of the last of 3 bits
+    assert (
+        (to_fp8(x, rows=4)[:, :4] - first).abs() / first.abs()
+    ).max() < 2**-4  # half of the last of 3 bits

@@ -1,4 +1,5 @@
 """Sequences without padding: equal to each one alone and to a padded batch, with the FLOPs of the formula."""
+
 from functools import partial
 
 import pytest
@@ -18,30 +19,43 @@ OFFSETS = [0, 4, 5, 12]
 
 def row(tokens=12, heads=4, kv_heads=2, width=4):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, h, tokens, width, dtype=torch.float64, generator=generator).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(1, h, tokens, width, dtype=torch.float64, generator=generator).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
 
 
 def document_mask(offsets):
     """0 within a sequence, -inf between two."""
-    of = torch.cat([torch.full((length,), i) for i, length in enumerate(sequence_lengths(offsets, offsets[-1]))])
+    of = torch.cat(
+        [torch.full((length,), i) for i, length in enumerate(sequence_lengths(offsets, offsets[-1]))]
+    )
     return torch.zeros(len(of), len(of), dtype=torch.float64).masked_fill(of[:, None] != of, -torch.inf)
 
 
-@pytest.mark.parametrize("core", [flash_attention, partial(flash_attention, blocks=flash_2(48)), lazy_attention])
+@pytest.mark.parametrize(
+    "core", [flash_attention, partial(flash_attention, blocks=flash_2(48)), lazy_attention]
+)
 def test_varlen_attention(core):
     """A block-diagonal mask and each sequence alone give the same; nothing flows back from one to another."""
     q, k, v = row()
     out = packed_attention(q, k, v, cu_seqlens=torch.tensor(OFFSETS), core=core)
     masked = naive_attention(q, k, v, bias=document_mask(OFFSETS))
-    alone = torch.cat([naive_attention(*(x[..., a:b, :] for x in (q, k, v))) for a, b in zip(OFFSETS, OFFSETS[1:])], dim=-2)
+    alone = torch.cat(
+        [naive_attention(*(x[..., a:b, :] for x in (q, k, v))) for a, b in zip(OFFSETS, OFFSETS[1:])], dim=-2
+    )
     weights = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
     results = [(y, *torch.autograd.grad(y, (q, k, v), weights)) for y in (out, masked, alone)]
     for ours, *others in zip(*results):
         for other in others:
             torch.testing.assert_close(ours, other, rtol=0, atol=1e-12)
-    assert (out - naive_attention(q, k, v)).abs().max() > 0.1                      # control: without the offsets it is something else
+    assert (
+        out - naive_attention(q, k, v)
+    ).abs().max() > 0.1  # control: without the offsets it is something else
 
-    dq, dk, dv = torch.autograd.grad(packed_attention(q, k, v, cu_seqlens=OFFSETS, core=core)[..., 5:, :].sum(), (q, k, v))
+    dq, dk, dv = torch.autograd.grad(
+        packed_attention(q, k, v, cu_seqlens=OFFSETS, core=core)[..., 5:, :].sum(), (q, k, v)
+    )
     for gradient in (dq, dk, dv):
         assert (gradient[..., :5, :] == 0).all() and (dv[..., 5:, :] != 0).any()
 
@@ -59,13 +73,15 @@ def test_bytetransformer(lengths):
             torch.nn.init.normal_(param, std=0.2, generator=generator)
         return block
 
-    def padded_core(q, k, v):                                                      # bidirectional: padding must be hidden by a mask
+    def padded_core(q, k, v):  # bidirectional: padding must be hidden by a mask
         return F.scaled_dot_product_attention(q, k, v, attn_mask=padding.valid[:, None, None, :])
 
     def whole_core(q, k, v):
         return flash_attention(q, k, v, causal=False)
 
-    x = torch.randn(len(lengths), longest, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = torch.randn(
+        len(lengths), longest, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
     places = torch.arange(longest)
     expected = block(padded_core)(x, places)
     packed_core = partial(packed_attention, cu_seqlens=padding.cu_seqlens, causal=False)
@@ -84,24 +100,34 @@ def test_bytetransformer(lengths):
 
     assert tuple(ours / whole for ours, whole in zip(flops(packed), flops(padded))) == flop_shares(lengths)
     batch = len(lengths)
-    assert flop_shares(lengths) == (sum(lengths) / (batch * longest), sum(n * n for n in lengths) / (batch * longest**2))
+    assert flop_shares(lengths) == (
+        sum(lengths) / (batch * longest),
+        sum(n * n for n in lengths) / (batch * longest**2),
+    )
 
 
 def test_the_map_is_a_prefix_sum():
     padding = Padding(torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool())
     assert padding.places[padding.valid].tolist() == [0, 1, 2, 3, 4]
     assert padding.source.tolist() == [0, 1, 2, 4, 5] and padding.cu_seqlens == [0, 3, 5]
-    holes = Padding(torch.tensor([[0, 1, 0, 1], [1, 0, 0, 1]]).bool())             # padding may be anywhere
+    holes = Padding(torch.tensor([[0, 1, 0, 1], [1, 0, 0, 1]]).bool())  # padding may be anywhere
     x = torch.arange(8.0).view(2, 4, 1)
     assert holes.pack(x).flatten().tolist() == [1, 3, 4, 7]
     assert torch.equal(holes.unpack(holes.pack(x)), x * holes.valid[..., None])
     assert positions([0, 3, 5]).tolist() == [0, 1, 2, 0, 1]
 
 
-@pytest.mark.parametrize("offsets, says", [
-    ([1, 12], "do not start at 0"), ([], "do not start at 0"), ([0, 5, 4, 12], "do not ascend: 4 after 5"),
-    ([0, 5, 5, 12], "do not ascend"), ([0, 5, 11], "end at 11, but there are 12 tokens"), ([0, 13], "end at 13"),
-])
+@pytest.mark.parametrize(
+    "offsets, says",
+    [
+        ([1, 12], "do not start at 0"),
+        ([], "do not start at 0"),
+        ([0, 5, 4, 12], "do not ascend: 4 after 5"),
+        ([0, 5, 5, 12], "do not ascend"),
+        ([0, 5, 11], "end at 11, but there are 12 tokens"),
+        ([0, 13], "end at 13"),
+    ],
+)
 def test_offsets_are_checked(offsets, says):
     with pytest.raises(ValueError, match=says) as error:
         packed_attention(*row(), cu_seqlens=offsets)

@@ -1,11 +1,18 @@
 """What attention moves between slow and fast memory: counted at each load and store, equal to the closed forms."""
+
 from itertools import product
 
 import pytest
 import torch
 
 from minitrain.attention.flash import A100_ELEMENTS, flash_1, flash_2, flash_2_forward, tile_sizes
-from minitrain.attention.traffic import Traffic, flash_traffic, standard_backward, standard_forward, standard_traffic
+from minitrain.attention.traffic import (
+    Traffic,
+    flash_traffic,
+    standard_backward,
+    standard_forward,
+    standard_traffic,
+)
 from minitrain.attention.two_level import two_level_forward
 from minitrain.ledger import Ledger
 from minitrain.model.layers import naive_attention
@@ -47,7 +54,12 @@ def standard(tokens, width, **more):
 def test_counts_equal_the_closed_form(version):
     for tokens, width, fast_elements, causal in product((1, 24, 37), (4, 8), (40, 100, 600), (False, True)):
         expected = flash_traffic(version, tokens, width, *tile_sizes(fast_elements, width), causal)
-        assert counted(version, tokens, width, fast_elements, causal) == expected, (tokens, width, fast_elements, causal)
+        assert counted(version, tokens, width, fast_elements, causal) == expected, (
+            tokens,
+            width,
+            fast_elements,
+            causal,
+        )
 
 
 def test_flash_attention():
@@ -66,23 +78,30 @@ def test_flash_attention():
     heads_of_all = 16 * 64
     naive_gb = sum(part.elements for part in standard(1024, 64)) * heads_of_all * 2 / 1e9
     flash_gb = sum(part.elements for part in counted(1, 1024, 64, A100_ELEMENTS)) * heads_of_all * 2 / 1e9
-    assert round(naive_gb, 1) == 25.2 and round(flash_gb, 1) == 4.1                 # paper: 40.3 and 4.4
+    assert round(naive_gb, 1) == 25.2 and round(flash_gb, 1) == 4.1  # paper: 40.3 and 4.4
     matrix_gb = 2 * 1024 * 1024**2 / 1e9
-    assert round(naive_gb + 5 * matrix_gb, 1) == 36.0                               # dropout: 4 passes, and 2 of a mask of half the size
-    assert round(naive_gb + 9 * matrix_gb, 1) == 44.6                               # and a causal mask that is an operator: 2 passes each way
+    assert round(naive_gb + 5 * matrix_gb, 1) == 36.0  # dropout: 4 passes, and 2 of a mask of half the size
+    assert (
+        round(naive_gb + 9 * matrix_gb, 1) == 44.6
+    )  # and a causal mask that is an operator: 2 passes each way
     assert naive_gb + 5 * matrix_gb < 40.3 < naive_gb + 9 * matrix_gb
 
     with Ledger() as whole:
         standard(48, 16)
     with Ledger() as tiled:
         counted(1, 48, 16, 600)
-    assert tiled.flops * 6 == whole.flops * 7                                       # scores once more: 1.17; paper: 75.2 / 66.6 = 1.13
+    assert tiled.flops * 6 == whole.flops * 7  # scores once more: 1.17; paper: 75.2 / 66.6 = 1.13
 
 
 def test_any_size_can_be_counted_without_its_arithmetic():
     heads, batch = 3, 2
-    for one, all_of_them in zip(counted(1, 24, 16, 600), counted(1, 24, 16, 600, heads=heads, batch=batch, device="meta")):
-        assert (all_of_them.loads, all_of_them.stores) == (one.loads * heads * batch, one.stores * heads * batch)
+    for one, all_of_them in zip(
+        counted(1, 24, 16, 600), counted(1, 24, 16, 600, heads=heads, batch=batch, device="meta")
+    ):
+        assert (all_of_them.loads, all_of_them.stores) == (
+            one.loads * heads * batch,
+            one.stores * heads * batch,
+        )
 
 
 def test_what_is_held_should_be_large():
@@ -95,25 +114,35 @@ def test_what_is_held_should_be_large():
 
 
 def test_a_causal_mask_halves_it():
-    full, half = (sum(part.elements for part in flash_traffic(2, 4096, 16, *tile_sizes(2048, 16), causal)) for causal in (False, True))
+    full, half = (
+        sum(part.elements for part in flash_traffic(2, 4096, 16, *tile_sizes(2048, 16), causal))
+        for causal in (False, True)
+    )
     assert 0.5 < half / full < 0.53
 
 
 def test_whole_matrices_are_attention():
     """What is counted as naive is naive attention: output and gradients."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 9, 4, dtype=torch.float64, generator=generator).requires_grad_() for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(2, heads, 9, 4, dtype=torch.float64, generator=generator).requires_grad_()
+        for heads in (4, 2, 2)
+    )
     out, p = standard_forward(q, k, v)
     expected = naive_attention(q, k, v)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     dout = torch.randn_like(out)
-    for ours, theirs in zip(standard_backward(dout, q, k, v, p), torch.autograd.grad(expected, (q, k, v), dout)):
+    for ours, theirs in zip(
+        standard_backward(dout, q, k, v, p), torch.autograd.grad(expected, (q, k, v), dout)
+    ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_swattention():
     """Both levels move at most what one level moves, the slow one C times less where the rows fill all cores."""
-    for tokens, width, fast_elements, causal, cores in product((37, 64), (8, 16), (512, 1024), (False, True), (1, 4, 64)):
+    for tokens, width, fast_elements, causal, cores in product(
+        (37, 64), (8, 16), (512, 1024), (False, True), (1, 4, 64)
+    ):
         q, k, v, _ = zeros(tokens, width)
         one = counted(2, tokens, width, fast_elements, causal)[0]
         slow, group = Traffic(), Traffic()
@@ -128,7 +157,10 @@ def test_swattention():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 4, 37, 8, dtype=torch.float64, generator=generator) for _ in range(3))
     for causal in (False, True):
-        for a, b in zip(two_level_forward(q, k, v, causal, cores=3, fast_elements=100), flash_2_forward(q, k, v, causal, fast_elements=100)):
+        for a, b in zip(
+            two_level_forward(q, k, v, causal, cores=3, fast_elements=100),
+            flash_2_forward(q, k, v, causal, fast_elements=100),
+        ):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
     with pytest.raises(ValueError, match="0 cores"):
         two_level_forward(q, k, v, cores=0)

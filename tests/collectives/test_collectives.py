@@ -3,6 +3,7 @@
 The same checks run wherever ranks find themselves: gloo on a laptop, NCCL where each rank has a GPU, gloo over shared
 GPUs.
 """
+
 import math
 import random
 
@@ -23,6 +24,7 @@ def per_rank(fn, ranks, *args, **kwargs):
 
 
 # ---- meaning: numpy, torch.distributed and minitrain agree on eight operations ---------------------------------------
+
 
 def define(op: str, xs: list[numpy.ndarray]) -> list[numpy.ndarray]:
     """What every rank has after `op`, written down from the inputs of all ranks."""
@@ -47,8 +49,16 @@ def define(op: str, xs: list[numpy.ndarray]) -> list[numpy.ndarray]:
     raise AssertionError(op)
 
 
-OPERATIONS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all uneven", "broadcast", "exchange",
-              "rotate"]
+OPERATIONS = [
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all uneven",
+    "broadcast",
+    "exchange",
+    "rotate",
+]
 
 
 def uneven(rank: int, n: int) -> list[int]:
@@ -64,8 +74,9 @@ def partner(rank: int, n: int) -> int:
 def ours(op: str, x: torch.Tensor, group) -> torch.Tensor:
     n, rank = group.size(), group.rank()
     if op == "all_to_all uneven":
-        return collectives.all_to_all(x, group, send_sizes=uneven(rank, n),
-                                      receive_sizes=[uneven(r, n)[rank] for r in range(n)])
+        return collectives.all_to_all(
+            x, group, send_sizes=uneven(rank, n), receive_sizes=[uneven(r, n)[rank] for r in range(n)]
+        )
     if op == "broadcast":
         return collectives.broadcast(x, n - 1, group)
     if op == "exchange":
@@ -95,8 +106,12 @@ def torchs(op: str, x: torch.Tensor, group) -> torch.Tensor:
     else:
         to, source = (partner(rank, n),) * 2 if op == "exchange" else ((rank + 1) % n, (rank - 1) % n)
         if to != rank:
-            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, group=group, group_peer=to),
-                                                dist.P2POp(dist.irecv, out, group=group, group_peer=source)]):
+            for work in dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, x, group=group, group_peer=to),
+                    dist.P2POp(dist.irecv, out, group=group, group_peer=source),
+                ]
+            ):
                 work.wait()
     return out
 
@@ -109,7 +124,9 @@ def all_eight(ops):
     group = dist.group.WORLD
     x = torch.from_numpy(inputs(group.rank(), group.size())).to(launch.device())
     results = {op: (ours(op, x, group).cpu().numpy(), torchs(op, x, group).cpu().numpy()) for op in ops}
-    assert torch.equal(x.cpu(), torch.from_numpy(inputs(group.rank(), group.size()))), "an input was written to"
+    assert torch.equal(x.cpu(), torch.from_numpy(inputs(group.rank(), group.size()))), (
+        "an input was written to"
+    )
     return results
 
 
@@ -121,17 +138,18 @@ def test_eight_operations_mean_what_numpy_and_torch_say(ranks):
         for rank, expected in enumerate(define(op, xs)):
             for who, value in zip(("minitrain", "torch"), results[rank][op]):
                 assert numpy.array_equal(value, expected), f"{op} by {who} on rank {rank} of {ranks}"
-    if ranks > 1:       # control: the definitions tell the operations apart
+    if ranks > 1:  # control: the definitions tell the operations apart
         assert not numpy.array_equal(define("all_to_all", xs)[0], define("rotate", xs)[0])
         assert not numpy.array_equal(define("all_to_all", xs)[0], define("all_to_all uneven", xs)[0])
 
 
 # ---- dims, layouts, dtypes, sizes ------------------------------------------------------------------------------------
 
+
 def other_dims():
     group, device = dist.group.WORLD, launch.device()
     n, rank = group.size(), group.rank()
-    everyone = [torch.arange(2. * n * 3 * n).view(2, n, 3 * n).to(device) * (r + 1) for r in range(n)]
+    everyone = [torch.arange(2.0 * n * 3 * n).view(2, n, 3 * n).to(device) * (r + 1) for r in range(n)]
     total, x = sum(everyone), everyone[rank]
     for dim in (0, 1, 2, -1, -3):
         for layout in (x, x.transpose(0, 2).contiguous().transpose(0, 2), torch.stack([x, x], -1)[..., 1]):
@@ -156,8 +174,20 @@ def other_dims():
 def dtypes_and_sizes():
     group, device = dist.group.WORLD, launch.device()
     n, rank = group.size(), group.rank()
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8,
-                  torch.uint8, torch.complex64, torch.complex128, torch.bool, torch.float8_e4m3fn):
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.complex64,
+        torch.complex128,
+        torch.bool,
+        torch.float8_e4m3fn,
+    ):
         for numel in (0, 1, n - 1, n, 5 * n + 1):
             x = torch.arange(numel, device=device).remainder(2).to(dtype)
             assert torch.equal(collectives.all_gather(x, group).float(), torch.cat([x] * n).float())
@@ -166,15 +196,24 @@ def dtypes_and_sizes():
             if dtype not in (torch.bool, torch.float8_e4m3fn):
                 assert torch.equal(collectives.all_reduce(x, group), x * n)
                 assert torch.equal(collectives.reduce_scatter(torch.cat([x] * n), group), x * n)
-    scalar = torch.tensor(rank + 1., device=device)
+    scalar = torch.tensor(rank + 1.0, device=device)
     assert collectives.all_reduce(scalar, group).item() == n * (n + 1) / 2
     assert collectives.rotate(scalar, group).item() == (rank - 1) % n + 1
     ours, theirs = collectives.rotate((scalar, scalar.long()), group)
     assert ours.dtype == torch.float32 and theirs.dtype == torch.int64 and ours.item() == theirs.item()
     weight = torch.nn.Parameter(torch.ones(n, device=device))
-    for op in (collectives.all_reduce, collectives.all_gather, collectives.reduce_scatter, collectives.rotate):
+    for op in (
+        collectives.all_reduce,
+        collectives.all_gather,
+        collectives.reduce_scatter,
+        collectives.rotate,
+    ):
         result = op(weight, group)
-        assert type(result) is torch.Tensor and not result.requires_grad and result.data_ptr() != weight.data_ptr()
+        assert (
+            type(result) is torch.Tensor
+            and not result.requires_grad
+            and result.data_ptr() != weight.data_ptr()
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
@@ -188,6 +227,7 @@ def test_any_dtype_and_size(ranks):
 
 
 # ---- the order of a sum ----------------------------------------------------------------------------------------------
+
 
 def awkward(rank: int, dtype=torch.float32) -> torch.Tensor:
     """Numbers whose float sum depends on the order of the terms."""
@@ -203,7 +243,7 @@ def sums(dtype):
     again = collectives.all_reduce(x, group, async_op=True).wait()
     in_place = x.clone()
     assert collectives.all_reduce(in_place, group, out=in_place) is in_place
-    shards = collectives.all_gather(collectives.reduce_scatter(padded, group), group)[:len(x)]
+    shards = collectives.all_gather(collectives.reduce_scatter(padded, group), group)[: len(x)]
     assert torch.equal(blocking, again) and torch.equal(blocking, in_place) and torch.equal(blocking, shards)
     return blocking.cpu()
 
@@ -216,7 +256,7 @@ def test_sums_are_taken_in_rank_order_and_equal_to_the_last_bit(ranks):
     for rank in range(1, ranks):
         expected = expected + awkward(rank)
     assert all(torch.equal(result, expected) for result in results)
-    if ranks > 2:       # control: another order gives other bits
+    if ranks > 2:  # control: another order gives other bits
         backwards = awkward(ranks - 1)
         for rank in range(ranks - 2, -1, -1):
             backwards = backwards + awkward(rank)
@@ -227,18 +267,20 @@ def cuts(dtype):
     """The same numbers as one tensor, in pieces, and as a scattered bucket whose buffer is overwritten at once."""
     group = dist.group.WORLD
     n, rank = group.size(), group.rank()
-    x = torch.cat([awkward(rank, dtype)] * 8 * n)[:1000 * 8 * n]
+    x = torch.cat([awkward(rank, dtype)] * 8 * n)[: 1000 * 8 * n]
     whole = collectives.all_reduce(x, group)
     for sizes in ([len(x) - 1, 1], [7, len(x) // 2, len(x) - 7 - len(x) // 2], [1000] * 8 * n):
-        handles = [collectives.all_reduce(piece, group, name=f"{len(sizes)} pieces, {i}", async_op=True)
-                   for i, piece in enumerate(x.split(sizes))]
+        handles = [
+            collectives.all_reduce(piece, group, name=f"{len(sizes)} pieces, {i}", async_op=True)
+            for i, piece in enumerate(x.split(sizes))
+        ]
         assert torch.equal(torch.cat([handle.wait() for handle in handles]), whole)
     shard = whole.chunk(n)[rank]
     assert torch.equal(collectives.reduce_scatter(x, group), shard)
     for _ in range(5):
         buffer = x.clone()
         assert torch.equal(collectives.reduce_scatter(buffer, group, out=buffer.chunk(n)[rank]), shard)
-        buffer.fill_(math.nan)      # a call that returns has sent all it had to
+        buffer.fill_(math.nan)  # a call that returns has sent all it had to
     collectives.barrier(group)
     return whole
 
@@ -260,7 +302,7 @@ def test_low_precision_is_added_in_float32_and_rounded_once(dtype):
     for rank in range(1, 4):
         wide, narrow = wide + awkward(rank, dtype).float(), narrow + awkward(rank, dtype)
     assert all(torch.equal(result, wide.to(dtype)) for result in results)
-    assert not torch.equal(narrow, wide.to(dtype))      # control: rounding at every step is something else
+    assert not torch.equal(narrow, wide.to(dtype))  # control: rounding at every step is something else
 
 
 # ---- the maximum -----------------------------------------------------------------------------------------------------
@@ -285,9 +327,13 @@ def maxima():
         again = collectives.all_reduce(x, group, op="max", async_op=True).wait()
         in_place = x.clone()
         assert collectives.all_reduce(in_place, group, op="max", out=in_place) is in_place
-        assert torch.equal(x.cpu().nan_to_num(), ascending(group.rank(), dtype).nan_to_num()), "an input was written to"
+        assert torch.equal(x.cpu().nan_to_num(), ascending(group.rank(), dtype).nan_to_num()), (
+            "an input was written to"
+        )
         results.append([value.cpu() for value in (blocking, again, in_place)] + [sent])
-    scalar = collectives.all_reduce(torch.tensor(-1. - group.rank(), device=launch.device()), group, op="max")
+    scalar = collectives.all_reduce(
+        torch.tensor(-1.0 - group.rank(), device=launch.device()), group, op="max"
+    )
     return results, scalar.item()
 
 
@@ -301,15 +347,16 @@ def test_the_maximum_of_each_element(ranks):
         for results, scalar in everyone:
             for value in results[i][:-1]:
                 if dtype.is_floating_point and torch.cuda.is_available():
-                    value[500:500 + ranks] = math.nan       # NCCL has rules of its own for a NaN
+                    value[500 : 500 + ranks] = math.nan  # NCCL has rules of its own for a NaN
                 torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
             assert scalar == -1
         sent, size = [results[i][-1] for results, _ in everyone], 1001 * dtype.itemsize
         assert sum(sent) == 2 * (ranks - 1) * size and max(sent) - min(sent) <= 2 * dtype.itemsize
-        assert not dtype.is_floating_point or expected.isnan().sum() == ranks       # control: NaNs do propagate
+        assert not dtype.is_floating_point or expected.isnan().sum() == ranks  # control: NaNs do propagate
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
+
 
 def volumes(elements):
     """(payload, sent) of every operation on `elements` float32 per rank, and who sent what in a broadcast."""
@@ -336,10 +383,13 @@ def test_every_rank_sends_what_the_formulas_say(ranks):
         assert calls["reduce_scatter"] == (size, (ranks - 1) * size // ranks)
         assert calls["all_gather"] == (ranks * size, (ranks - 1) * size)
         assert calls["all_to_all"] == (size, (ranks - 1) * size // ranks)
-        assert calls.get("send", (size, size)) == (size, size) and calls.get("receive", (size, 0)) == (size, 0)
+        assert calls.get("send", (size, size)) == (size, size) and calls.get("receive", (size, 0)) == (
+            size,
+            0,
+        )
         assert calls["barrier"] == (0, 0)
     assert sum(calls["broadcast"][1] for calls in sent) == (ranks - 1) * size
-    assert sent[0]["broadcast"][1] == math.ceil(math.log2(ranks)) * size        # the root of a binomial tree
+    assert sent[0]["broadcast"][1] == math.ceil(math.log2(ranks)) * size  # the root of a binomial tree
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -351,11 +401,12 @@ def test_nothing_is_lost_when_the_size_does_not_divide(ranks):
 
 # ---- overlap ---------------------------------------------------------------------------------------------------------
 
+
 def random_calls(seed, steps):
     """Random collectives on four groups, blocking and not, waited for in random order, each against its definition."""
     mesh = Mesh(dp=2, tp=2)
     groups = [mesh.group("tp"), mesh.group("dp"), mesh.group("dp", "tp"), dist.group.WORLD]
-    plan, pending, me = random.Random(seed), [], dist.get_rank()        # the plan is the same on every rank
+    plan, pending, me = random.Random(seed), [], dist.get_rank()  # the plan is the same on every rank
     checked = 0
 
     def check(result, expected):
@@ -372,12 +423,19 @@ def random_calls(seed, steps):
         xs = [torch.arange(n * rows) + 1000 * member + step for member in members]
         arguments = {"source": n - 1} if op == "broadcast" else {}
         x = xs[rank].to(launch.device())
-        result = getattr(collectives, op)(x, group=group, async_op=background, **arguments) if op != "rotate" else \
-            collectives.rotate(x, group, async_op=background)
-        expected = {"all_reduce": lambda: sum(xs), "all_gather": lambda: torch.cat(xs),
-                    "reduce_scatter": lambda: sum(xs).chunk(n)[rank],
-                    "all_to_all": lambda: torch.cat([y.chunk(n)[rank] for y in xs]),
-                    "broadcast": lambda: xs[-1], "rotate": lambda: xs[rank - 1]}[op]()
+        result = (
+            getattr(collectives, op)(x, group=group, async_op=background, **arguments)
+            if op != "rotate"
+            else collectives.rotate(x, group, async_op=background)
+        )
+        expected = {
+            "all_reduce": lambda: sum(xs),
+            "all_gather": lambda: torch.cat(xs),
+            "reduce_scatter": lambda: sum(xs).chunk(n)[rank],
+            "all_to_all": lambda: torch.cat([y.chunk(n)[rank] for y in xs]),
+            "broadcast": lambda: xs[-1],
+            "rotate": lambda: xs[rank - 1],
+        }[op]()
         pending.append((result, expected))
         while pending and plan.random() < 0.4:
             check(*pending.pop(plan.randrange(len(pending))))
@@ -416,10 +474,14 @@ def messages():
     group, device = dist.group.WORLD, launch.device()
     n, rank = group.size(), group.rank()
     to, source = (rank + 1) % n, (rank - 1) % n
-    receives = [collectives.receive(None, source, group, shape=(i,), dtype=torch.int32, device=device, async_op=True)
-                for i in range(20)]
+    receives = [
+        collectives.receive(None, source, group, shape=(i,), dtype=torch.int32, device=device, async_op=True)
+        for i in range(20)
+    ]
     for i in range(20):
-        collectives.send(torch.full((i,), 100 * rank + i, dtype=torch.int32, device=device), to, group, async_op=True)
+        collectives.send(
+            torch.full((i,), 100 * rank + i, dtype=torch.int32, device=device), to, group, async_op=True
+        )
     for i in random.Random(rank).sample(range(20), 20):
         assert receives[i].wait().tolist() == [100 * source + i] * i
     x = torch.full((3,), rank, device=device)
@@ -437,4 +499,6 @@ def messages():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_messages_arrive_in_order_whatever_is_waited_for_first(ranks):
     for checked in (False, True):
-        assert per_rank(messages, ranks, checked=checked) == [[(rank + 2) % ranks] * 3 for rank in range(ranks)]
+        assert per_rank(messages, ranks, checked=checked) == [
+            [(rank + 2) % ranks] * 3 for rank in range(ranks)
+        ]

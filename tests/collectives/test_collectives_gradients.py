@@ -2,22 +2,25 @@
 
 A tensor over the ranks is either "same" (one value, a copy on every rank: counted once) or "own" (every rank its part).
 """
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from minitrain import collectives, launch
 
-N, COLUMNS = 8, 3       # a whole tensor is [8, 3]; a shard along dim 0 is [8/n, 3]
+N, COLUMNS = 8, 3  # a whole tensor is [8, 3]; a shard along dim 0 is [8/n, 3]
 
 
 def swap_uneven(x, group):
     n, rank = group.size(), group.rank()
     sends = [[0, 2, 1, 5], [3, 3, 2, 0], [1, 1, 6, 0], [0, 0, 0, 8]] if n == 4 else [[1, 7], [6, 2]]
-    return collectives.all_to_all(x, group, send_sizes=sends[rank], receive_sizes=[row[rank] for row in sends])
+    return collectives.all_to_all(
+        x, group, send_sizes=sends[rank], receive_sizes=[row[rank] for row in sends]
+    )
 
 
-PAIRS = {       # name: (function of x and group, kind of x, x is a shard, kind of y)
+PAIRS = {  # name: (function of x and group, kind of x, x is a shard, kind of y)
     "copy_to": (collectives.copy_to, "same", False, "own"),
     "reduce_from": (collectives.reduce_from, "own", False, "same"),
     "gather_from": (collectives.gather_from, "own", True, "same"),
@@ -27,12 +30,20 @@ PAIRS = {       # name: (function of x and group, kind of x, x is a shard, kind 
     "all_to_all": (collectives.all_to_all, "own", False, "own"),
     "all_to_all uneven": (swap_uneven, "own", False, "own"),
     "gather_to, dim 1": (lambda x, group: collectives.gather_to(x, group, dim=1), "own", True, "own"),
-    "reduce_scatter_to, dim -1": (lambda x, group: collectives.reduce_scatter_to(x.repeat(1, 4), group, dim=-1),
-                                  "own", False, "own"),
+    "reduce_scatter_to, dim -1": (
+        lambda x, group: collectives.reduce_scatter_to(x.repeat(1, 4), group, dim=-1),
+        "own",
+        False,
+        "own",
+    ),
 }
-WRONG = {       # plausible mistakes, as a control: each must fail
-    "all-reduce in both directions": (lambda x, group: collectives.reduce_from(collectives.copy_to(x, group), group),
-                                      "own", False, "same"),
+WRONG = {  # plausible mistakes, as a control: each must fail
+    "all-reduce in both directions": (
+        lambda x, group: collectives.reduce_from(collectives.copy_to(x, group), group),
+        "own",
+        False,
+        "same",
+    ),
     "no sum in backward": (lambda x, group: x * 1, "same", False, "own"),
     "gather that only slices": (collectives.gather_from, "own", True, "own"),
     "gather that sums too": (collectives.gather_to, "own", True, "same"),
@@ -91,21 +102,27 @@ def gradient_error(pair, step=1e-6, directions=3):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_backward_is_the_adjoint_of_forward(ranks):
     pairs = {name: pair for name, pair in PAIRS.items() if ranks > 1 or pair[0] is not swap_uneven}
-    for errors in launch.run(lambda: {name: adjoint_error(pair) for name, pair in pairs.items()}, ranks=ranks):
+    for errors in launch.run(
+        lambda: {name: adjoint_error(pair) for name, pair in pairs.items()}, ranks=ranks
+    ):
         assert max(errors.values()) < 1e-12, errors
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_equal_finite_differences(ranks):
-    for errors in launch.run(lambda: {name: gradient_error(pair) for name, pair in PAIRS.items()}, ranks=ranks):
+    for errors in launch.run(
+        lambda: {name: gradient_error(pair) for name, pair in PAIRS.items()}, ranks=ranks
+    ):
         assert max(errors.values()) < 1e-7, errors
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_plausible_mistakes_are_no_adjoints(ranks):
     """The control: both measures see each of them."""
-    measured = launch.run(lambda: {name: (adjoint_error(pair), gradient_error(pair)) for name, pair in WRONG.items()},
-                          ranks=ranks)
+    measured = launch.run(
+        lambda: {name: (adjoint_error(pair), gradient_error(pair)) for name, pair in WRONG.items()},
+        ranks=ranks,
+    )
     for name in WRONG:
         assert max(errors[name][0] for errors in measured) > 1e-3, name
         assert max(errors[name][1] for errors in measured) > 1e-3, name
@@ -117,15 +134,19 @@ def who_calls():
     y = collectives.gather_to(collectives.scatter_to(x, group), group)
     before = len(collectives.last_calls())
     y.sum().backward()
-    return [(call.op, call.site.split(":")[1], call.sent_bytes) for call in collectives.last_calls()[before - 1:]]
+    return [
+        (call.op, call.site.split(":")[1], call.sent_bytes) for call in collectives.last_calls()[before - 1 :]
+    ]
 
 
 def test_a_backward_call_is_logged_at_the_line_of_its_forward():
     line = who_calls.__code__.co_firstlineno + 3
     size = 8 * 3 * 4
     assert launch.run(who_calls, ranks=2)[0] == [
-        ("all_gather", str(line), size // 2), ("reduce_scatter", f"{line} backward", size // 2),
-        ("all_gather", f"{line} backward", size // 2)]
+        ("all_gather", str(line), size // 2),
+        ("reduce_scatter", f"{line} backward", size // 2),
+        ("all_gather", f"{line} backward", size // 2),
+    ]
 
 
 def frozen():

@@ -1,4 +1,5 @@
 """The record of calls: what it says, who can read it and when, and that a dry run writes the same one."""
+
 import os
 import sys
 import types
@@ -22,9 +23,22 @@ def records(fn):
         if kind == "buffer":
             events.append((kind, subject.dtype, tuple(subject.shape)))
         else:
-            events.append((kind, subject.op, subject.seq, subject.axis, subject.members, subject.payload_bytes,
-                           subject.shape, subject.dtype, subject.peer, subject.name, subject.site,
-                           subject.sent_bytes if kind == "wait" else None))
+            events.append(
+                (
+                    kind,
+                    subject.op,
+                    subject.seq,
+                    subject.axis,
+                    subject.members,
+                    subject.payload_bytes,
+                    subject.shape,
+                    subject.dtype,
+                    subject.peer,
+                    subject.name,
+                    subject.site,
+                    subject.sent_bytes if kind == "wait" else None,
+                )
+            )
 
     with collectives.observe(watch):
         fn()
@@ -45,16 +59,20 @@ def every_kind_of_call():
                     odd = torch.ones(7, dtype=dtype)
                     handles = [collectives.all_reduce(odd, group, name="odd", async_op=background)]
                     for dim in (0, 1):
-                        handles += [collectives.all_gather(x, group, dim, async_op=background),
-                                    collectives.reduce_scatter(x, group, dim, async_op=background),
-                                    collectives.all_to_all(x, group, dim, async_op=background)]
+                        handles += [
+                            collectives.all_gather(x, group, dim, async_op=background),
+                            collectives.reduce_scatter(x, group, dim, async_op=background),
+                            collectives.all_to_all(x, group, dim, async_op=background),
+                        ]
                     handles += [collectives.rotate((x, x[0]), group, async_op=background)]
                     if background:
                         [handle.wait() for handle in handles]
             for source in range(n):
                 collectives.broadcast(x, source, group)
             me, sizes = group.rank(), [i + 1 for i in range(n)]
-            collectives.all_to_all(torch.ones(sum(sizes), 2), group, send_sizes=sizes, receive_sizes=[me + 1] * n)
+            collectives.all_to_all(
+                torch.ones(sum(sizes), 2), group, send_sizes=sizes, receive_sizes=[me + 1] * n
+            )
             out = torch.ones(9)
             collectives.all_reduce(out, group, out=out)
             collectives.all_reduce(x, group, op="max", async_op=True).wait()
@@ -69,7 +87,9 @@ def every_kind_of_call():
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run stands for gloo: NCCL needs no receive buffers")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a dry run stands for gloo: NCCL needs no receive buffers"
+)
 def test_a_dry_run_makes_the_same_calls_and_allocates_the_same_buffers(ranks):
     real = launch.run(every_kind_of_call, ranks=ranks)
     for rank in range(ranks):
@@ -81,11 +101,14 @@ def test_a_dry_run_makes_the_same_calls_and_allocates_the_same_buffers(ranks):
     assert min(sent) > 0
 
 
-PACKAGE = os.path.dirname(os.path.dirname(collectives.__file__))          # and not whatever lies below a folder of that name
+PACKAGE = os.path.dirname(
+    os.path.dirname(collectives.__file__)
+)  # and not whatever lies below a folder of that name
 
 
 def python_calls(ranks):
     """How many Python functions one all-reduce in a dry run enters."""
+
     def count():
         x = torch.ones(ranks * 2, 3)
         collectives.all_gather(x[:2], dist.group.WORLD)
@@ -96,10 +119,16 @@ def python_calls(ranks):
             entered += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
         sys.setprofile(profile)
-        for op in (collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all, collectives.all_gather):
+        for op in (
+            collectives.all_reduce,
+            collectives.reduce_scatter,
+            collectives.all_to_all,
+            collectives.all_gather,
+        ):
             op(x, dist.group.WORLD)
         sys.setprofile(None)
         return entered
+
     return dryrun.run(count, rank=1, ranks=ranks)
 
 
@@ -108,6 +137,7 @@ def test_a_dry_run_of_a_hundred_thousand_ranks_costs_what_one_of_four_does():
 
 
 # ---- sequence numbers and call sites ---------------------------------------------------------------------------------
+
 
 def numbered():
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -126,10 +156,16 @@ def test_collectives_are_numbered_per_group_and_messages_per_peer_and_direction(
     for rank, calls in enumerate(launch.run(numbered, ranks=4)):
         everyone, pair = (0, 1, 2, 3), (rank // 2 * 2, rank // 2 * 2 + 1)
         to, source = (rank + 1) % 4, (rank - 1) % 4
-        assert calls == [entry for i in range(2) for entry in (
-            ("all_reduce", "world", i, None, everyone), ("all_gather", "tp", i, None, pair),
-            ("send", "world", i, to, everyone), ("receive", "world", i, source, everyone))] + [
-            ("send", "world", 2, to, everyone), ("receive", "world", 2, source, everyone)]
+        assert calls == [
+            entry
+            for i in range(2)
+            for entry in (
+                ("all_reduce", "world", i, None, everyone),
+                ("all_gather", "tp", i, None, pair),
+                ("send", "world", i, to, everyone),
+                ("receive", "world", i, source, everyone),
+            )
+        ] + [("send", "world", 2, to, everyone), ("receive", "world", 2, source, everyone)]
 
 
 def sites():
@@ -150,10 +186,15 @@ def test_the_site_is_the_callers_line():
     first = sites.__code__.co_firstlineno
     here = os.path.basename(__file__)
     assert launch.run(sites, ranks=2)[1] == [
-        f"{here}:{first + 2}", f"{here}:{first + 3}", "cell 6:2", f"{here}:{first + 10} backward"]
+        f"{here}:{first + 2}",
+        f"{here}:{first + 3}",
+        "cell 6:2",
+        f"{here}:{first + 10} backward",
+    ]
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
+
 
 def read_by_a_neighbour(folder):
     """Rank 0 is inside a collective that rank 1 has not joined; rank 1 reads that from rank 0's file, then joins."""
@@ -176,9 +217,17 @@ def read_by_a_neighbour(folder):
 def test_the_file_tells_a_neighbour_what_a_rank_is_waiting_in(tmp_path):
     _, calls = launch.run(read_by_a_neighbour, str(tmp_path), ranks=2, checked=False)
     weights, waiting, message = calls
-    assert weights[:5] == (0, True, 0, "broadcast", "world") and weights.name == "weights" and weights.members == "0,1"
+    assert (
+        weights[:5] == (0, True, 0, "broadcast", "world")
+        and weights.name == "weights"
+        and weights.members == "0,1"
+    )
     assert waiting[1:4] == (False, 1, "all_reduce") and (waiting.shape, waiting.dtype) == ("5, 2", "float32")
-    assert waiting.payload_bytes == 40 and waiting.peer is None and waiting.site.startswith("test_collectives_log.py:")
+    assert (
+        waiting.payload_bytes == 40
+        and waiting.peer is None
+        and waiting.site.startswith("test_collectives_log.py:")
+    )
     assert (message.op, message.peer, message.seq) == ("send", 1, 0)
 
 
@@ -191,13 +240,13 @@ def many_calls(path):
 
 def test_the_log_keeps_the_last_calls_and_survives_what_does_not_fit(tmp_path):
     path = str(tmp_path / "log")
-    recent, = launch.run(many_calls, path, ranks=1)
+    (recent,) = launch.run(many_calls, path, ranks=1)
     assert recent == [(i, (i,)) for i in range(10, SLOTS + 10)]
     calls = collectives.read_log(path)
     assert [(call.seq, call.shape) for call in calls] == [(i, str(i)) for i in range(10, SLOTS + 10)]
     assert [call.name for call in calls if call.name] == ["a name a name a name a name a name a nam"]
     assert os.path.getsize(path) == SLOTS * SLOT_BYTES and os.stat(path).st_mode & 0o077 == 0
-    with open(path, "wb") as file:      # a file that is not a log
+    with open(path, "wb") as file:  # a file that is not a log
         file.write(os.urandom(1000) + b"i\t\t")
     assert collectives.read_log(path) == []
 
@@ -218,9 +267,13 @@ def test_nobody_observes_after_the_with_block():
 def in_flight(async_op):
     """Elements of scratch that six all-reduces in a row allocate, and what is alive when all have been waited for."""
     group, buffers = dist.group.WORLD, []
-    with collectives.observe(lambda kind, what: buffers.append(weakref.ref(what)) if kind == "buffer" else None):
-        handles = [collectives.all_reduce(torch.ones(numel), group, async_op=async_op)
-                   for numel in (400, 400, 400, 200, 400, 800)]
+    with collectives.observe(
+        lambda kind, what: buffers.append(weakref.ref(what)) if kind == "buffer" else None
+    ):
+        handles = [
+            collectives.all_reduce(torch.ones(numel), group, async_op=async_op)
+            for numel in (400, 400, 400, 200, 400, 800)
+        ]
         sizes = [buffer().numel() if buffer() is not None else None for buffer in buffers]
         if async_op:
             assert [handle.wait()[0].item() for handle in handles] == [4] * 6
@@ -229,6 +282,8 @@ def in_flight(async_op):
 
 def test_calls_in_the_background_share_their_scratch():
     for sizes, alive in launch.run(in_flight, True, ranks=4):
-        assert sizes == [300, 300, 600] and alive == [None] * 3     # two lanes; the last call needs more than there is
+        assert (
+            sizes == [300, 300, 600] and alive == [None] * 3
+        )  # two lanes; the last call needs more than there is
     for sizes, alive in launch.run(in_flight, False, ranks=4):
-        assert sizes == alive == [None] * 6                         # a blocking call gives its own back at once
+        assert sizes == alive == [None] * 6  # a blocking call gives its own back at once

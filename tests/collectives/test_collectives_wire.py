@@ -3,6 +3,7 @@
 Linux counts the bytes of an interface; around a few large collectives the counter must grow by what the calls say they
 sent, but for the headers of TCP/IP (packets of the loopback are 64 KiB, so about 0.2%).
 """
+
 import json
 import os
 import shutil
@@ -67,21 +68,36 @@ def counted():
         pytest.skip("network namespaces need Linux and the `unshare` command")
     if subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
         pytest.skip("this machine does not allow a network namespace (unshare -rn)")
-    done = subprocess.run(["unshare", "-rn", sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True,
-                          text=True, timeout=120,
-                          env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    done = subprocess.run(
+        ["unshare", "-rn", sys.executable, "-W", "ignore", "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
     assert done.returncode == 0, done.stderr
     ranks = json.loads(done.stdout.splitlines()[-1])
-    return {name: (ranks[0][name][0] / REPEATS, sum(rank[name][1] for rank in ranks) / REPEATS) for name in ranks[0]}
+    return {
+        name: (ranks[0][name][0] / REPEATS, sum(rank[name][1] for rank in ranks) / REPEATS)
+        for name in ranks[0]
+    }
 
 
 SIZE = 4 * ELEMENTS
 
 
-@pytest.mark.parametrize("name, sent", {
-    "reduce_scatter": (RANKS - 1) * SIZE, "all_gather": (RANKS - 1) * SIZE, "all_reduce": 2 * (RANKS - 1) * SIZE,
-    "in the background": 2 * (RANKS - 1) * SIZE, "all_to_all": (RANKS - 1) * SIZE, "broadcast": (RANKS - 1) * SIZE,
-    "rotate": RANKS * SIZE}.items())
+@pytest.mark.parametrize(
+    "name, sent",
+    {
+        "reduce_scatter": (RANKS - 1) * SIZE,
+        "all_gather": (RANKS - 1) * SIZE,
+        "all_reduce": 2 * (RANKS - 1) * SIZE,
+        "in the background": 2 * (RANKS - 1) * SIZE,
+        "all_to_all": (RANKS - 1) * SIZE,
+        "broadcast": (RANKS - 1) * SIZE,
+        "rotate": RANKS * SIZE,
+    }.items(),
+)
 def test_the_kernel_counts_the_bytes_that_we_count(counted, name, sent):
     kernel, ours = counted[name]
     assert ours == sent

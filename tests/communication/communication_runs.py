@@ -1,4 +1,5 @@
 """What the communication tests do on real ranks: schedules and loops beside torch's own, every message counted."""
+
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,9 @@ from minitrain.communication.schedule import Schedule
 
 
 def own_tensor(rank: int, numel: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * seed + rank))
+    return torch.randn(
+        numel, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * seed + rank)
+    )
 
 
 def metered(fn: Callable) -> tuple[object, list[tuple[int, int]]]:
@@ -31,10 +34,12 @@ def beside_torch(schedules: list[Schedule], numels: list[int]) -> list[dict]:
             dist.all_reduce(expected)
             result, messages = metered(lambda: interpreter.run(schedule, x, group))
             assert torch.equal(x, kept), "the input was written to"
-            found.append({
-                "difference": (result - expected).abs().max().item() if numel else 0.0,
-                "bits": result.numpy().tobytes(),
-                "messages": messages,
-                "sent_bytes": sum(sent_bytes for _, sent_bytes in messages),
-            })
+            found.append(
+                {
+                    "difference": (result - expected).abs().max().item() if numel else 0.0,
+                    "bits": result.numpy().tobytes(),
+                    "messages": messages,
+                    "sent_bytes": sum(sent_bytes for _, sent_bytes in messages),
+                }
+            )
     return found

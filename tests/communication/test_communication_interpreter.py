@@ -1,4 +1,5 @@
 """On real ranks: every algorithm equals torch's all-reduce and sends what it says; the loop by hand sends the same."""
+
 from fractions import Fraction
 
 import pytest
@@ -65,14 +66,24 @@ def the_ring_twice(numel: int) -> dict:
     as_data, same_messages = metered(lambda: interpreter.run(ring_all_reduce(group.size()), x, group))
     expected = x.clone()
     dist.all_reduce(expected)
-    return {"difference": (by_hand - expected).abs().max().item(), "same": torch.equal(by_hand, as_data),
-            "messages": messages, "same messages": messages == same_messages, "shape": by_hand.shape}
+    return {
+        "difference": (by_hand - expected).abs().max().item(),
+        "same": torch.equal(by_hand, as_data),
+        "messages": messages,
+        "same messages": messages == same_messages,
+        "shape": by_hand.shape,
+    }
 
 
 def test_ring_allreduce():
     for n in (2, 3, 4, 8):
         for rank, seen in enumerate(launch.run(the_ring_twice, 840, ranks=n)):
-            assert seen["difference"] < 1e-12 and seen["same"] and seen["same messages"] and seen["shape"] == (120, 7)
+            assert (
+                seen["difference"] < 1e-12
+                and seen["same"]
+                and seen["same messages"]
+                and seen["shape"] == (120, 7)
+            )
             assert len(seen["messages"]) == 2 * (n - 1)
             assert {peer for peer, _ in seen["messages"]} == {(rank + 1) % n}
             assert sum(sent for _, sent in seen["messages"]) == Fraction(2 * (n - 1), n) * 840 * 8
@@ -99,7 +110,9 @@ def every_primitive(n: int) -> dict:
             differences[name] = (result[part] - expected).abs().max().item()
         return result
 
-    scattered = compare("reduce_scatter", lambda: interpreter.run(ring_reduce_scatter(n), x, group), total[own], own)
+    scattered = compare(
+        "reduce_scatter", lambda: interpreter.run(ring_reduce_scatter(n), x, group), total[own], own
+    )
     compare("all_gather", lambda: interpreter.run(ring_all_gather(n), scattered, group), total)
     compare("all_reduce", lambda: interpreter.run(ring_all_reduce(n), x, group), total)
     compare("reduce", lambda: interpreter.run(binomial_reduce(n), x, group), total if rank == 0 else None)
@@ -117,7 +130,11 @@ def test_collective_library():
         for rank, each in enumerate(seen):
             differences, sent, messages = each["differences"], each["sent"], each["messages"]
             assert max(differences.values()) < 1e-12, differences
-            assert sent["all_reduce"] == sent["reduce_scatter"] + sent["all_gather"] == Fraction(2 * (n - 1), n) * size
+            assert (
+                sent["all_reduce"]
+                == sent["reduce_scatter"] + sent["all_gather"]
+                == Fraction(2 * (n - 1), n) * size
+            )
             assert messages["all_reduce"] == messages["reduce_scatter"] + messages["all_gather"]
             assert sent["all_to_all pairwise"] == Fraction(n - 1, n) * size
             assert len(messages["all_to_all pairwise"]) == n - 1
@@ -134,8 +151,12 @@ def two_dtypes_and_a_strided_view(n: int) -> list[bool]:
     whole = torch.arange(60).reshape(6, 10) * (rank + 1)
     factor = n * (n + 1) // 2
     return [
-        torch.equal(interpreter.run(schedule, x, group), (torch.arange(60).reshape(6, 10) * factor).to(x.dtype)[:, ::3])
-        for schedule in flat_all_reduces(n).values() for x in (whole[:, ::3], whole.float()[:, ::3])
+        torch.equal(
+            interpreter.run(schedule, x, group),
+            (torch.arange(60).reshape(6, 10) * factor).to(x.dtype)[:, ::3],
+        )
+        for schedule in flat_all_reduces(n).values()
+        for x in (whole[:, ::3], whole.float()[:, ::3])
     ]
 
 

@@ -1,4 +1,5 @@
 """PLink: racks found from noisy round trips, what the plan along them saves, and the cost model that says so."""
+
 from fractions import Fraction
 from random import Random
 
@@ -17,7 +18,9 @@ def planted(sizes, seed) -> tuple[list[int], list[list[int]]]:
     """[rank] -> rack in random order, and the racks as `clusters` would write them."""
     rack_of = [rack for rack, size in enumerate(sizes) for _ in range(size)]
     Random(seed).shuffle(rack_of)
-    return rack_of, sorted([r for r, rack in enumerate(rack_of) if rack == which] for which in range(len(sizes)))
+    return rack_of, sorted(
+        [r for r, rack in enumerate(rack_of) if rack == which] for which in range(len(sizes))
+    )
 
 
 def test_plink():
@@ -56,7 +59,9 @@ def test_control_one_sample_of_a_noisy_network_is_not_enough():
     """Delays of eight round trips on average: the least of twenty samples shows the racks, a single one does not."""
     for seed in range(5):
         rack_of, racks = planted((8, 8, 8, 8), seed)
-        found = [clusters(probe(rack_of, 20e-6, 60e-6, noise=8.0, samples=n, seed=seed)) == racks for n in (1, 20)]
+        found = [
+            clusters(probe(rack_of, 20e-6, 60e-6, noise=8.0, samples=n, seed=seed)) == racks for n in (1, 20)
+        ]
         assert found == [False, True]
 
 
@@ -82,7 +87,9 @@ def test_a_step_lasts_as_long_as_its_busiest_link():
     assert cost.time_s(one_step((0, 3), (1, 3)), 100.0, flat) == 21, "two messages share the port of rank 3"
     racks = cost.racks([0, 0, 1, 1], near=(1.0, 10.0), far=(2.0, 5.0), oversubscription=2)
     assert cost.time_s(one_step((0, 1)), 100.0, racks) == 11
-    assert cost.time_s(one_step((0, 2)), 100.0, racks) == 22, "one far port, and the uplink of 2·5/2 bytes a second"
+    assert cost.time_s(one_step((0, 2)), 100.0, racks) == 22, (
+        "one far port, and the uplink of 2·5/2 bytes a second"
+    )
     assert cost.time_s(one_step((0, 2), (1, 3)), 100.0, racks) == 42, "both through one uplink"
     assert cost.time_s(one_step((0, 2), (3, 1)), 100.0, racks) == 22, "up and down are two links"
     assert cost.step_times_s(Schedule(4, 1, ((),)), 100.0, flat) == [0]
@@ -91,14 +98,19 @@ def test_a_step_lasts_as_long_as_its_busiest_link():
 def test_the_ring_on_equal_links_takes_the_textbook_time():
     for n in (2, 3, 8, 64):
         textbook = 2 * (n - 1) * (2e-6 + 1e6 / (n * 1e10))
-        assert cost.time_s(ring_all_reduce(n), 1e6, cost.flat(2e-6, 1e10)) == pytest.approx(textbook, rel=1e-12)
+        assert cost.time_s(ring_all_reduce(n), 1e6, cost.flat(2e-6, 1e10)) == pytest.approx(
+            textbook, rel=1e-12
+        )
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (lambda: clusters([[0.0, 1.0], [1.0]]), "2 rows of \\[1, 2\\] entries"),
-    (lambda: aggregate([[0, 1], [3]]), "must hold every rank of 0..2 exactly once"),
-    (lambda: aggregate([[0], []]), "needs a rank"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda: clusters([[0.0, 1.0], [1.0]]), "2 rows of \\[1, 2\\] entries"),
+        (lambda: aggregate([[0, 1], [3]]), "must hold every rank of 0..2 exactly once"),
+        (lambda: aggregate([[0], []]), "needs a rank"),
+    ],
+)
 def test_bad_input_is_one_line(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()

@@ -1,4 +1,5 @@
 """Schedules as data: proved for every n up to 64 without a process, and a checker that refuses what is wrong."""
+
 import subprocess
 import sys
 from fractions import Fraction
@@ -79,6 +80,7 @@ def test_near_first_leaves_the_chunks_in_bit_reversed_order():
 
 # ---- the checker can fail ----
 
+
 @settings(max_examples=150)
 @given(st.sampled_from(sorted(ALL_REDUCES)), st.integers(2, 9), st.data())
 def test_no_transfer_can_be_dropped_doubled_or_change_its_kind(name, n, data):
@@ -94,12 +96,15 @@ def test_no_transfer_can_be_dropped_doubled_or_change_its_kind(name, n, data):
             check(Schedule(n, schedule.chunks, schedule.steps[:index] + steps + schedule.steps[index + 1 :]))
 
 
-@pytest.mark.parametrize("steps, message", [
-    ([[(0, 1, True)]], "in the end rank 0 lacks ranks \\[1\\] in chunk 0"),
-    ([[(0, 1, True)], [(0, 1, True)]], "step 1: rank 0 sends chunk 0 to rank 1 to be added twice"),
-    ([[(0, 1, False), (0, 1, True)]], "another transfer of this step writes"),
-    ([[(0, 1, True), (0, 1, False)]], "another transfer of this step writes"),
-])
+@pytest.mark.parametrize(
+    "steps, message",
+    [
+        ([[(0, 1, True)]], "in the end rank 0 lacks ranks \\[1\\] in chunk 0"),
+        ([[(0, 1, True)], [(0, 1, True)]], "step 1: rank 0 sends chunk 0 to rank 1 to be added twice"),
+        ([[(0, 1, False), (0, 1, True)]], "another transfer of this step writes"),
+        ([[(0, 1, True), (0, 1, False)]], "another transfer of this step writes"),
+    ],
+)
 def test_the_checker_names_the_fault(steps, message):
     steps = tuple(tuple(Transfer(s, t, range(1), reduce) for s, t, reduce in step) for step in steps)
     with pytest.raises(ValueError, match=message):
@@ -115,13 +120,24 @@ def test_nothing_is_sent_before_it_is_there():
 
 
 def test_schedules_need_no_torch():
-    modules = ("schedule", "check", "cost", "algorithms", "halving", "tree", "hierarchical", "selector", "locality")
+    modules = (
+        "schedule",
+        "check",
+        "cost",
+        "algorithms",
+        "halving",
+        "tree",
+        "hierarchical",
+        "selector",
+        "locality",
+    )
     imports = ", ".join("minitrain.communication." + name for name in modules)
     code = f"import sys, {imports}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 # ---- costs ----
+
 
 def test_steps_and_bytes_of_the_flat_algorithms():
     for n in SIZES[1:]:
@@ -139,10 +155,14 @@ def test_halving_sends_what_a_ring_sends_in_log_steps():
     for power in (2, 4, 8, 16, 32, 64):
         height = power.bit_length() - 1
         schedule = halving_doubling_all_reduce(power)
-        assert len(schedule.steps) == 2 * height and set(sent_shares(schedule)) == {Fraction(2 * (power - 1), power)}
+        assert len(schedule.steps) == 2 * height and set(sent_shares(schedule)) == {
+            Fraction(2 * (power - 1), power)
+        }
         assert len(doubling_all_reduce(power).steps) == height
         assert set(sent_shares(doubling_all_reduce(power))) == {height}
-        for rest in range(1, power if power < 64 else 1):  # n between two powers: two more steps, two ranks that pay S
+        for rest in range(
+            1, power if power < 64 else 1
+        ):  # n between two powers: two more steps, two ranks that pay S
             inner = Fraction(2 * (power - 1), power)
             schedule = halving_doubling_all_reduce(power + rest)
             assert len(schedule.steps) == 2 * height + 2
@@ -151,11 +171,17 @@ def test_halving_sends_what_a_ring_sends_in_log_steps():
 
 def test_near_first_sends_half_to_the_neighbour_and_far_first_across():
     def share_sent_over(distance, near_first):
-        far = sent_shares(halving_doubling_all_reduce(16, near_first), lambda t: abs(t.source - t.to) == distance)
+        far = sent_shares(
+            halving_doubling_all_reduce(16, near_first), lambda t: abs(t.source - t.to) == distance
+        )
         return set(far)
 
-    assert share_sent_over(1, near_first=True) == {1} and share_sent_over(8, near_first=True) == {Fraction(1, 8)}
-    assert share_sent_over(1, near_first=False) == {Fraction(1, 8)} and share_sent_over(8, near_first=False) == {1}
+    assert share_sent_over(1, near_first=True) == {1} and share_sent_over(8, near_first=True) == {
+        Fraction(1, 8)
+    }
+    assert share_sent_over(1, near_first=False) == {Fraction(1, 8)} and share_sent_over(
+        8, near_first=False
+    ) == {1}
 
 
 @given(st.sampled_from(sorted(ALL_REDUCES)), st.integers(1, 12), st.integers(0, 100))
@@ -164,13 +190,16 @@ def test_elements_follow_the_shares_whatever_the_size(name, n, numel):
     sent = [sent_elements(schedule, rank, numel) for rank in range(n)]
     messages = sum(len(step) for step in schedule.steps)
     for rank, share in enumerate(sent_shares(schedule)):
-        assert abs(sent[rank] - share * numel) <= messages  # a chunk is at most one element longer than its share
+        assert (
+            abs(sent[rank] - share * numel) <= messages
+        )  # a chunk is at most one element longer than its share
     assert [sent_elements(schedule, rank, numel * schedule.chunks) for rank in range(n)] == [
         share * numel * schedule.chunks for share in sent_shares(schedule)
     ]
 
 
 # ---- algebra ----
+
 
 def test_an_all_reduce_is_made_of_its_halves():
     assert ring_all_reduce(5) == then(ring_reduce_scatter(5), ring_all_gather(5))
@@ -199,20 +228,38 @@ def test_the_chunk_matrix_is_drawn():
     assert len(frames) == 5 and frames[0] == [[1] * 3] * 3 and frames[-1] == [[3] * 3] * 3
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (lambda: ring_all_reduce(0), "n=0 ranks; an algorithm needs at least 1"),
-    (lambda: doubling_all_reduce(0), "n=0 ranks"),
-    (lambda: binomial_reduce(-1), "n=-1 ranks"),
-    (lambda: halving_reduce_scatter(6), "n=6 is not a power of two; use 4 or 8 ranks, the ring, or the all-reduce"),
-    (lambda: then(ring_all_reduce(2), ring_all_reduce(3)), "cannot join 2 ranks with 2 chunks and 3 ranks with 3"),
-    (lambda: place(ring_all_reduce(2), [0, 0], range(2), of=(2, 2)), "cannot be placed on 1 ranks"),
-    (lambda: place(ring_all_reduce(2), [0, 1], range(3), of=(2, 3)), "cannot be placed on 2 ranks with 3 chunks"),
-    (lambda: mirror(ring_all_reduce(2)), "only a schedule that reduces in every transfer has a mirror"),
-    (lambda: Schedule(2, 2, ((Transfer(0, 2, range(1), True),),)), "sends range\\(0, 1\\) from rank 0 to rank 2"),
-    (lambda: Schedule(2, 2, ((Transfer(1, 1, range(1), True),),)), "two different ranks"),
-    (lambda: Schedule(2, 2, ((Transfer(0, 1, range(2, 3), True),),)), "within 2"),
-    (lambda: check(ring_all_reduce(2), "all_sum"), "unknown collective 'all_sum'; choose one of all_reduce"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda: ring_all_reduce(0), "n=0 ranks; an algorithm needs at least 1"),
+        (lambda: doubling_all_reduce(0), "n=0 ranks"),
+        (lambda: binomial_reduce(-1), "n=-1 ranks"),
+        (
+            lambda: halving_reduce_scatter(6),
+            "n=6 is not a power of two; use 4 or 8 ranks, the ring, or the all-reduce",
+        ),
+        (
+            lambda: then(ring_all_reduce(2), ring_all_reduce(3)),
+            "cannot join 2 ranks with 2 chunks and 3 ranks with 3",
+        ),
+        (lambda: place(ring_all_reduce(2), [0, 0], range(2), of=(2, 2)), "cannot be placed on 1 ranks"),
+        (
+            lambda: place(ring_all_reduce(2), [0, 1], range(3), of=(2, 3)),
+            "cannot be placed on 2 ranks with 3 chunks",
+        ),
+        (lambda: mirror(ring_all_reduce(2)), "only a schedule that reduces in every transfer has a mirror"),
+        (
+            lambda: Schedule(2, 2, ((Transfer(0, 2, range(1), True),),)),
+            "sends range\\(0, 1\\) from rank 0 to rank 2",
+        ),
+        (lambda: Schedule(2, 2, ((Transfer(1, 1, range(1), True),),)), "two different ranks"),
+        (lambda: Schedule(2, 2, ((Transfer(0, 1, range(2, 3), True),),)), "within 2"),
+        (
+            lambda: check(ring_all_reduce(2), "all_sum"),
+            "unknown collective 'all_sum'; choose one of all_reduce",
+        ),
+    ],
+)
 def test_bad_input_is_one_line(wrong, message):
     with pytest.raises(ValueError, match=message) as error:
         wrong()

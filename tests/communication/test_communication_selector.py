@@ -1,4 +1,5 @@
 """Which algorithm wins where: the crossover by algebra and by trying; closed forms beside the schedules they price."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,13 +32,17 @@ def test_nccl_rccl():
                 assert choose(n, 0.99 * crossover, network).algorithm == "double tree"
             assert choose(n, 1.01 * crossover, network).algorithm == "ring"
     assert crossover_bytes(2, INFINIBAND) == crossover_bytes(3, INFINIBAND) == 0
-    assert crossover_bytes(4, INFINIBAND) == pytest.approx(0.8 * 5e-6 * 50e9)  # 6a + 1.5 S/B = 4a + 4 S/B at 0.8 a B
+    assert crossover_bytes(4, INFINIBAND) == pytest.approx(
+        0.8 * 5e-6 * 50e9
+    )  # 6a + 1.5 S/B = 4a + 4 S/B at 0.8 a B
 
 
 @given(st.integers(4, 30_000), st.floats(1e-7, 1e-3), st.floats(1e8, 1e12), st.floats(0.5, 1.0))
 def test_the_crossover_scales_with_one_latency_of_bytes_and_grows_with_n(n, alpha_s, bytes_per_s, efficiency):
     unit = crossover_bytes(n, Network(1.0, 1.0, efficiency))
-    assert crossover_bytes(n, Network(alpha_s, bytes_per_s, efficiency)) == pytest.approx(unit * alpha_s * bytes_per_s)
+    assert crossover_bytes(n, Network(alpha_s, bytes_per_s, efficiency)) == pytest.approx(
+        unit * alpha_s * bytes_per_s
+    )
     assert crossover_bytes(4 * n, Network(1.0, 1.0, efficiency)) > unit
 
 
@@ -59,7 +64,10 @@ def test_the_closed_forms_are_the_schedules_on_equal_links():
             assert len(schedule.steps) == steps(algorithm, n)
             if algorithm != "double tree":  # its own test, in test_communication_tree, to within one piece
                 simulated = cost.time_s(schedule, 1e6, fabric)
-                assert simulated == pytest.approx(time_s(algorithm, n, 1e6, INFINIBAND), rel=1e-12), (algorithm, n)
+                assert simulated == pytest.approx(time_s(algorithm, n, 1e6, INFINIBAND), rel=1e-12), (
+                    algorithm,
+                    n,
+                )
 
 
 def test_halving_wins_everywhere_on_equal_links_and_loses_on_unequal_ones():
@@ -85,13 +93,22 @@ def test_a_group_of_one_costs_nothing():
     assert choose(1, 1e9, INFINIBAND).seconds == 0 and crossover_bytes(1, INFINIBAND) == 0
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (lambda: time_s("star", 4, 1, INFINIBAND), "unknown algorithm 'star'; choose one of ring, double tree"),
-    (lambda: time_s("ring", 0, 1, INFINIBAND), "n=0 ranks"),
-    (lambda: time_s("ring", 4, -1, INFINIBAND), "size_bytes=-1 is negative"),
-    (lambda: time_s("recursive doubling", 6, 1, INFINIBAND), "powers of two only, not n=6; choose ring or double tree"),
-    (lambda: crossover_bytes(0, INFINIBAND), "n=0 ranks"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (
+            lambda: time_s("star", 4, 1, INFINIBAND),
+            "unknown algorithm 'star'; choose one of ring, double tree",
+        ),
+        (lambda: time_s("ring", 0, 1, INFINIBAND), "n=0 ranks"),
+        (lambda: time_s("ring", 4, -1, INFINIBAND), "size_bytes=-1 is negative"),
+        (
+            lambda: time_s("recursive doubling", 6, 1, INFINIBAND),
+            "powers of two only, not n=6; choose ring or double tree",
+        ),
+        (lambda: crossover_bytes(0, INFINIBAND), "n=0 ranks"),
+    ],
+)
 def test_bad_input_is_one_line(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()

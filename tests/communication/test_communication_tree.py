@@ -1,4 +1,5 @@
 """The double binary tree: nobody works in both trees, few steps, and what its pieces cost."""
+
 from math import ceil, log2
 
 import pytest
@@ -24,7 +25,9 @@ def test_double_binary_tree():
         trees = double_binary_tree(n)
         assert len(inner(trees[0]) & inner(trees[1])) <= n % 2, f"n={n}: a rank works in both trees"
         for tree in trees:
-            assert tree.count(None) == 1 and max(map(tree.count, range(n))) <= 2, "a binary tree with one root"
+            assert tree.count(None) == 1 and max(map(tree.count, range(n))) <= 2, (
+                "a binary tree with one root"
+            )
             assert max(depths(tree)) == ceil(log2(n))
         assert len(double_tree_all_reduce(n).steps) == 2 * ceil(log2(n))
         check(double_tree_all_reduce(n))
@@ -34,7 +37,9 @@ def test_double_binary_tree():
         schedule = double_tree_all_reduce(n, pieces=2)
         outcomes = launch.run(beside_torch, [schedule], [840], ranks=n)
         assert max(each["difference"] for (each,) in outcomes) < 1e-12
-        assert [each["sent_bytes"] for (each,) in outcomes] == [share * 840 * 8 for share in sent_shares(schedule)]
+        assert [each["sent_bytes"] for (each,) in outcomes] == [
+            share * 840 * 8 for share in sent_shares(schedule)
+        ]
 
 
 def test_control_one_tree_twice_would_overload_the_inner_ranks():
@@ -73,10 +78,13 @@ def test_the_time_of_the_schedule_is_the_closed_form_less_at_most_one_piece():
                 assert formula - simulated == pytest.approx(size_bytes / pieces)
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (lambda: binary_tree(0), "n=0 ranks; a tree needs at least 1"),
-    (lambda: tree_reduce(binary_tree(3), pieces=0), "pieces=0; a tensor is at least one piece"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda: binary_tree(0), "n=0 ranks; a tree needs at least 1"),
+        (lambda: tree_reduce(binary_tree(3), pieces=0), "pieces=0; a tensor is at least one piece"),
+    ],
+)
 def test_bad_input_is_one_line(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()

@@ -1,4 +1,5 @@
 """Every core over ranks with the layout of its tokens, and what one process finds for them with a bias and a mask."""
+
 from functools import partial
 
 from minitrain import collectives
@@ -39,8 +40,14 @@ def in_one_axis(group):
     for layout in LAYOUTS:
         found[f"ring {layout.__name__}"] = partial(ring_attention, group=group, layout=layout), layout
         found[f"rows {layout.__name__}"] = partial(ring_self_attention, group=group, layout=layout), layout
-        found[f"gathered {layout.__name__}"] = partial(gathered_attention, group=group, layout=layout, keep=layout is not striped), layout
-        found[f"Ulysses {layout.__name__}"] = partial(ulysses_attention, group=group, layout=layout, core=flash_attention), layout
+        found[f"gathered {layout.__name__}"] = (
+            partial(gathered_attention, group=group, layout=layout, keep=layout is not striped),
+            layout,
+        )
+        found[f"Ulysses {layout.__name__}"] = (
+            partial(ulysses_attention, group=group, layout=layout, core=flash_attention),
+            layout,
+        )
     found["Ulysses, torch's"] = partial(ulysses_attention, group=group, core=causal_attention), contiguous
     found["ring of PLAIN"] = partial(ring_attention, group=group, blocks=PLAIN), contiguous
     found["balanced"] = partial(balanced_attention, group=group), contiguous
@@ -54,23 +61,41 @@ def in_two_axes(a, b):
     mesh, found = Mesh(a=a, b=b), {}
     outer, inner = mesh.group("a"), mesh.group("b")
     for sends in ("queries", "keys"):
-        found[f"burst, {sends}"] = partial(burst_attention, across=outer, inside=inner, layout=striped, backward_sends=sends), striped
+        found[f"burst, {sends}"] = (
+            partial(burst_attention, across=outer, inside=inner, layout=striped, backward_sends=sends),
+            striped,
+        )
     found["double ring"] = partial(double_ring_attention, outer=outer, inner=inner), zigzag
     found["USP"] = partial(usp_attention, ring=outer, ulysses=inner), dealt(zigzag, b)
     if a % b == 0:
         for layout in LAYOUTS:
-            found[f"teams {layout.__name__}"] = partial(wallfacer_attention, ring=outer, team=inner, layout=layout), layout
+            found[f"teams {layout.__name__}"] = (
+                partial(wallfacer_attention, ring=outer, team=inner, layout=layout),
+                layout,
+            )
     return {f"{name}, {a} x {b}": way for name, way in found.items()}
 
 
 def in_three_axes():
     mesh = Mesh(outer=2, inner=2, ulysses=2)
-    return {"LoongTrain": (partial(loongtrain_attention, **{axis: mesh.group(axis) for axis in mesh.shape}), dealt(zigzag, 2))}
+    return {
+        "LoongTrain": (
+            partial(loongtrain_attention, **{axis: mesh.group(axis) for axis in mesh.shape}),
+            dealt(zigzag, 2),
+        )
+    }
 
 
-CORES = {2: lambda: in_one_axis(collectives.world()) | in_two_axes(2, 1) | in_two_axes(1, 2),
-         4: lambda: some("ring", "gathered", "Ulysses striped", "balanced", "sparing", **in_one_axis(collectives.world())) | in_two_axes(2, 2),
-         8: lambda: some("USP", "teams zigzag", **in_two_axes(4, 2)) | some("USP", **in_two_axes(2, 4)) | in_three_axes()}
+CORES = {
+    2: lambda: in_one_axis(collectives.world()) | in_two_axes(2, 1) | in_two_axes(1, 2),
+    4: lambda: (
+        some("ring", "gathered", "Ulysses striped", "balanced", "sparing", **in_one_axis(collectives.world()))
+        | in_two_axes(2, 2)
+    ),
+    8: lambda: (
+        some("USP", "teams zigzag", **in_two_axes(4, 2)) | some("USP", **in_two_axes(2, 4)) | in_three_axes()
+    ),
+}
 
 
 def some(*names, **ways):

@@ -1,4 +1,5 @@
 """Attention over a cut sequence against attention in one process: inputs, the reference, and how far a core is from it."""
+
 import torch
 import torch.nn.functional as F
 
@@ -6,15 +7,18 @@ from minitrain.context.layout import contiguous, join, split
 from minitrain.ledger import Ledger
 from minitrain.simulate.events import Compute, Issue
 
-B, T, K = 2, 32, 4                                      # T: two pieces for each of 16 ranks
-MHA, GQA, MQA = (4, 4), (4, 2), (4, 1)                  # query heads, K/V heads
+B, T, K = 2, 32, 4  # T: two pieces for each of 16 ranks
+MHA, GQA, MQA = (4, 4), (4, 2), (4, 1)  # query heads, K/V heads
 
 
 def inputs(heads=GQA, length=T, dtype=torch.float64, width=K):
     """q, k, v and what dO is to be: whole, and alike on all ranks. `width`: of v."""
     generator = torch.Generator().manual_seed(7)
     shapes = (heads[0], K), (heads[1], K), (heads[1], width), (heads[0], width)
-    return [torch.randn(B, count, length, wide, dtype=torch.float64, generator=generator).to(dtype) for count, wide in shapes]
+    return [
+        torch.randn(B, count, length, wide, dtype=torch.float64, generator=generator).to(dtype)
+        for count, wide in shapes
+    ]
 
 
 def whole(heads=GQA, causal=True, length=T, dtype=torch.float64):
@@ -34,7 +38,10 @@ def over(core, group, layout=contiguous, heads=GQA, length=T, dtype=torch.float6
         out = core(*qkv)
         forward = ledger.sent_bytes()
         out.backward(dout)
-    return [join(x, layout, group, 2) for x in (out, *(x.grad for x in qkv))], (forward, ledger.sent_bytes() - forward)
+    return [join(x, layout, group, 2) for x in (out, *(x.grad for x in qkv))], (
+        forward,
+        ledger.sent_bytes() - forward,
+    )
 
 
 def furthest(ours, theirs):

@@ -1,4 +1,5 @@
 """FLOPs of attention over a cut sequence: the ledger of fused kernels against sums of tile.entries, tile by tile, on real ranks."""
+
 from functools import partial
 
 import pytest
@@ -17,33 +18,56 @@ from minitrain.mesh import Mesh
 from minitrain.simulate.events import Compute
 
 B, H, T, K, RANKS = 2, 4, 64, 8, 4
-FORWARD, BACKWARD = 2 * B * H * 2 * K, 2 * B * H * 5 * K          # FLOPs of a score: 2 products, and 5 that compute it anew
-LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped, "documents": each_document(zigzag, [0, 24, 64])}
+FORWARD, BACKWARD = (
+    2 * B * H * 2 * K,
+    2 * B * H * 5 * K,
+)  # FLOPs of a score: 2 products, and 5 that compute it anew
+LAYOUTS = {
+    "contiguous": contiguous,
+    "zigzag": zigzag,
+    "striped": striped,
+    "documents": each_document(zigzag, [0, 24, 64]),
+}
 
 
 def products(core, layout=contiguous, **settings):
     """FLOPs of every product of this rank's attention, in order: forward, backward."""
     group = collectives.world()
-    q, k, v = (split(torch.randn(B, H, T, K, dtype=torch.float64), layout, group, 2).requires_grad_() for _ in range(3))
+    q, k, v = (
+        split(torch.randn(B, H, T, K, dtype=torch.float64), layout, group, 2).requires_grad_()
+        for _ in range(3)
+    )
     with Ledger(**settings) as ledger:
         with ledger.phase("forward"):
             out = core(q, k, v)
         with ledger.phase("backward"):
             out.sum().backward()
     events = [event for event in ledger.events if isinstance(event, Compute) and event.flops]
-    return tuple([event.flops for event in events if event.phase == phase] for phase in ("forward", "backward"))
+    return tuple(
+        [event.flops for event in events if event.phase == phase] for phase in ("forward", "backward")
+    )
 
 
 def all_layouts(**settings):
     group = collectives.world()
-    return {name: products(partial(ring_attention, group=group, layout=layout), layout, **settings) for name, layout in LAYOUTS.items()}
+    return {
+        name: products(partial(ring_attention, group=group, layout=layout), layout, **settings)
+        for name, layout in LAYOUTS.items()
+    }
 
 
 def met(layout, rank, causal="triangle"):
     """Scores of every tile that the ring gives to this rank, in the order of its steps, as the layout says."""
     held = [layout(other, RANKS, T) for other in range(RANKS)]
-    seen = [tile for step in range(RANKS) for tile in tiles(held[rank], held[(rank - step) % RANKS], causal=True)]
-    return [tile.entries if causal == "triangle" else (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start) for tile in seen]
+    seen = [
+        tile for step in range(RANKS) for tile in tiles(held[rank], held[(rank - step) % RANKS], causal=True)
+    ]
+    return [
+        tile.entries
+        if causal == "triangle"
+        else (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
+        for tile in seen
+    ]
 
 
 def one_process(**settings):
@@ -77,16 +101,25 @@ def test_the_square_misjudges_layouts():
     for name, layout in LAYOUTS.items():
         assert total[name] == FORWARD * sum(sum(met(layout, rank, "square")) for rank in range(RANKS))
     assert one_process(causal="square") == (FORWARD + BACKWARD) * T * T
-    assert total["contiguous"] == total["zigzag"] == FORWARD * T * T * 5 // 8 and round(total["striped"] / total["zigzag"], 2) == 1.53
+    assert (
+        total["contiguous"] == total["zigzag"] == FORWARD * T * T * 5 // 8
+        and round(total["striped"] / total["zigzag"], 2) == 1.53
+    )
 
 
 def other_ways():
     world, mesh = collectives.world(), Mesh(outer=2, inner=2)
     rings = dict(outer=mesh.group("outer"), inner=mesh.group("inner"))
-    return {"ulysses": products(partial(ulysses_attention, group=world, core=partial(F.scaled_dot_product_attention, is_causal=True))),
-            "balanced": products(partial(balanced_attention, group=world)),
-            "double ring": products(partial(double_ring_attention, **rings), zigzag),
-            "plain": products(partial(ring_attention, group=world, layout=zigzag, blocks=PLAIN), zigzag)}
+    return {
+        "ulysses": products(
+            partial(
+                ulysses_attention, group=world, core=partial(F.scaled_dot_product_attention, is_causal=True)
+            )
+        ),
+        "balanced": products(partial(balanced_attention, group=world)),
+        "double ring": products(partial(double_ring_attention, **rings), zigzag),
+        "plain": products(partial(ring_attention, group=world, layout=zigzag, blocks=PLAIN), zigzag),
+    }
 
 
 def test_other_ways_to_cut_attention_do_the_same_work():

@@ -1,4 +1,5 @@
 """ALiBi over a cut sequence: a bias by place, equal to one process in every core and layout, with masks of dropout, and in a model."""
+
 import math
 from functools import partial
 
@@ -33,12 +34,15 @@ BY_HAND = SLOPES[:, None, None] * (torch.arange(T) - torch.arange(T).unsqueeze(-
 
 def over_ranks(core, group, layout, mask=0.0, slopes=SLOPES):
     """What `over` finds, each rank with the positions of its own tokens."""
-    return over(partial(core, bias=Alibi(slopes, positions(layout, group, T)), dropout=mask), group, layout, HEADS)
+    return over(
+        partial(core, bias=Alibi(slopes, positions(layout, group, T)), dropout=mask), group, layout, HEADS
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_biases_as_one_process_does(ranks):
     """Output and all gradients, grouped heads, without and with a mask of dropout. The reference adds a matrix of numbers."""
+
     def rank():
         group, found = collectives.world(), {}
         for mask in (0.0, MASK):
@@ -53,6 +57,7 @@ def test_every_core_biases_as_one_process_does(ranks):
 
 def test_documents_in_one_row():
     """Each document laid out for itself; across documents nothing is seen, and within them distances are what they are."""
+
     def rank():
         group, offsets = collectives.world(), [0, 8, 24, T]
         document = torch.bucketize(torch.arange(T), torch.tensor(offsets), right=True)
@@ -60,7 +65,9 @@ def test_documents_in_one_row():
         found = {}
         for layout in LAYOUTS:
             packed = each_document(layout, offsets)
-            found[layout.__name__] = furthest(over_ranks(partial(ring_attention, group=group, layout=packed), group, packed)[0], expected)
+            found[layout.__name__] = furthest(
+                over_ranks(partial(ring_attention, group=group, layout=packed), group, packed)[0], expected
+            )
         *qkv, _ = (x[:1] for x in inputs(HEADS))
         for core in (flash_attention, lambda *qkv, causal, **more: naive_attention(*qkv, **more)):
             out = packed_attention(*qkv, cu_seqlens=offsets, core=core, bias=ALIBI)
@@ -82,7 +89,9 @@ def test_one_device():
     for core in (causal_attention, naive_attention):
         out = core(*qkv, bias=Alibi(SLOPES, rows))
         assert (out[0] - expected[0]).abs().max() < TOLERANCE and (out[1] - expected[1]).abs().max() > 1e-2
-        alone = torch.cat([core(*(x[row:row + 1] for x in qkv), bias=Alibi(SLOPES, rows[row])) for row in (0, 1)])
+        alone = torch.cat(
+            [core(*(x[row : row + 1] for x in qkv), bias=Alibi(SLOPES, rows[row])) for row in (0, 1)]
+        )
         assert (out - alone).abs().max() < TOLERANCE
 
 
@@ -92,14 +101,20 @@ def test_a_tile_of_bfloat16_has_exact_distances():
     assert bias.between(torch.tensor([1001]), torch.tensor([0])).item() == -1001 / 256
     *qkv, _ = inputs(HEADS, dtype=torch.bfloat16)
     ours = flash_attention(*qkv, bias=Alibi(SLOPES.bfloat16(), torch.arange(T)))
-    assert ours.dtype == torch.bfloat16 and (ours.double() - in_one_process(bias=BY_HAND)[0]).abs().max() < 0.05
+    assert (
+        ours.dtype == torch.bfloat16 and (ours.double() - in_one_process(bias=BY_HAND)[0]).abs().max() < 0.05
+    )
 
 
 def test_without_it_it_does_not():
     """Controls: no bias, places on the rank, a backward that forgets, slopes that are not cut with the heads."""
+
     def rank():
         group, expected, found = collectives.world(), in_one_process(bias=BY_HAND), {}
-        ring, ulysses = partial(ring_attention, group=group, layout=zigzag), partial(ulysses_attention, group=group, core=causal_attention)
+        ring, ulysses = (
+            partial(ring_attention, group=group, layout=zigzag),
+            partial(ulysses_attention, group=group, core=causal_attention),
+        )
         found["right"] = furthest(over_ranks(ring, group, zigzag)[0], expected)
         found["none"] = furthest(over(ring, group, zigzag, HEADS)[0], expected)
         there, at = Tile.positions, Placed.at
@@ -109,7 +124,9 @@ def test_without_it_it_does_not():
         Placed.at = lambda self, positions: at(self, positions)._replace(backward=fused_backward)
         found["no bias in backward"] = furthest(over_ranks(ring, group, zigzag)[0], expected)
         Placed.at = at
-        found["first slopes"] = furthest(over_ranks(ulysses, group, contiguous, slopes=SLOPES[:4].repeat(2))[0], expected)
+        found["first slopes"] = furthest(
+            over_ranks(ulysses, group, contiguous, slopes=SLOPES[:4].repeat(2))[0], expected
+        )
         return found
 
     for found in launch.run(rank, ranks=2):
@@ -140,7 +157,11 @@ MODELS = {
     "cp2": [Strategy(cp=2, layout="striped"), Strategy(cp=2, core="ulysses"), Strategy(cp=2, zero=3)],
     "cp4": [Strategy(cp=4, layout="contiguous"), Strategy(cp=4, core="usp", ulysses=2)],
     "dp2 cp2": [Strategy(dp=2, cp=2)],
-    "cp2 tp2": [Strategy(cp=2, tp=2), Strategy(cp=2, tp=2, sequence_parallel=True, overlap=True), Strategy(cp=2, tp=2, core="ulysses")],
+    "cp2 tp2": [
+        Strategy(cp=2, tp=2),
+        Strategy(cp=2, tp=2, sequence_parallel=True, overlap=True),
+        Strategy(cp=2, tp=2, core="ulysses"),
+    ],
 }
 
 
@@ -148,48 +169,87 @@ MODELS = {
 def test_a_model_equals_one_process(name):
     """Three steps: loss, gradients, parameters; the heads of tp and of Ulysses have their own slopes."""
     ways, expected = MODELS[name], one_process(PROBLEM)
-    for outcomes in launch.run(lambda: [train_parallel(PROBLEM, strategy) for strategy in ways], ranks=ways[0].ranks):
+    for outcomes in launch.run(
+        lambda: [train_parallel(PROBLEM, strategy) for strategy in ways], ranks=ways[0].ranks
+    ):
         for strategy, outcome in zip(ways, outcomes):
             assert difference(outcome, expected) < TOLERANCE, strategy
 
 
 def test_a_dry_run_equals_the_real_one():
     """Event by event, FLOPs, bytes, peaks by kind: a model with ALiBi over the ring, and over a ring and Ulysses."""
-    config = GPTConfig(vocab_size=32, d_model=32, num_layers=1, num_heads=4, num_kv_heads=2, positions="alibi", max_positions=32)
+    config = GPTConfig(
+        vocab_size=32,
+        d_model=32,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        positions="alibi",
+        max_positions=32,
+    )
 
     def account(kind):
         group, mesh = collectives.world(), Mesh(ring=2, ulysses=2)
         layout = dealt(zigzag, 2) if kind == "usp" else zigzag
-        core = (partial(usp_attention, ring=mesh.group("ring"), ulysses=mesh.group("ulysses")) if kind == "usp" else
-                partial(ring_attention, group=group, layout=layout))
+        core = (
+            partial(usp_attention, ring=mesh.group("ring"), ulysses=mesh.group("ulysses"))
+            if kind == "usp"
+            else partial(ring_attention, group=group, layout=layout)
+        )
         places = positions(layout, group, 32)
         with Ledger() as ledger:
             model = GPT(config, attention=core)
-            cross_entropy_sum(model(torch.zeros(2, 8, dtype=torch.long), places), torch.zeros(2, 8, dtype=torch.long)).backward()
-        return {what: found for what, found in everything(ledger).items() if what != "timeline"}      # a sent block lives a little longer
+            cross_entropy_sum(
+                model(torch.zeros(2, 8, dtype=torch.long), places), torch.zeros(2, 8, dtype=torch.long)
+            ).backward()
+        return {
+            what: found for what, found in everything(ledger).items() if what != "timeline"
+        }  # a sent block lives a little longer
 
     for kind in ("ring", "usp"):
-        assert [dryrun.run(account, kind, rank=rank, ranks=4) for rank in range(4)] == launch.run(account, kind, ranks=4)
+        assert [dryrun.run(account, kind, rank=rank, ranks=4) for rank in range(4)] == launch.run(
+            account, kind, ranks=4
+        )
 
 
 def test_refusals_are_one_line_on_every_rank():
     def call(what=ring_attention, **settings):
         def run():
             q = torch.ones(1, 4, 8, 4)
-            what(q, q, q, **(dict(group=collectives.world()) if what in (ring_attention, ulysses_attention) else {}), **settings)
+            what(
+                q,
+                q,
+                q,
+                **(dict(group=collectives.world()) if what in (ring_attention, ulysses_attention) else {}),
+                **settings,
+            )
+
         return run
 
     places = torch.arange(8)
-    check_refusals({
-        "ring_attention: a bias [4, 8, 8] is about the keys that are here, others come by too": call(bias=torch.ones(4, 8, 8)),
-        "ring_attention: ALiBi with positions [2, 8], other ones in each row": call(bias=Alibi(SLOPES[:4], places.expand(2, -1))),
-        "ulysses_attention: ALiBi has 8 slopes for 4 heads": call(ulysses_attention, core=causal_attention, bias=Alibi(SLOPES, places)),
-        "ALiBi needs blocks that make scores": call(blocks=flash_1(), bias=Alibi(SLOPES[:4], places)),
-        "packed_attention: ALiBi with positions [1, 8]": call(packed_attention, cu_seqlens=[0, 8], bias=Alibi(SLOPES[:4], places[None])),
-    }, ranks=2)
+    check_refusals(
+        {
+            "ring_attention: a bias [4, 8, 8] is about the keys that are here, others come by too": call(
+                bias=torch.ones(4, 8, 8)
+            ),
+            "ring_attention: ALiBi with positions [2, 8], other ones in each row": call(
+                bias=Alibi(SLOPES[:4], places.expand(2, -1))
+            ),
+            "ulysses_attention: ALiBi has 8 slopes for 4 heads": call(
+                ulysses_attention, core=causal_attention, bias=Alibi(SLOPES, places)
+            ),
+            "ALiBi needs blocks that make scores": call(blocks=flash_1(), bias=Alibi(SLOPES[:4], places)),
+            "packed_attention: ALiBi with positions [1, 8]": call(
+                packed_attention, cu_seqlens=[0, 8], bias=Alibi(SLOPES[:4], places[None])
+            ),
+        },
+        ranks=2,
+    )
 
 
 def test_a_core_is_given_slopes_and_positions():
     given, config = {}, small(positions="alibi")
-    Attention(config, lambda q, k, v, bias: given.update(bias=bias) or q)(torch.ones(1, 3, 16), torch.tensor([4, 5, 6]))
+    Attention(config, lambda q, k, v, bias: given.update(bias=bias) or q)(
+        torch.ones(1, 3, 16), torch.tensor([4, 5, 6])
+    )
     assert given["bias"].slopes.tolist() == alibi_slopes(4) and given["bias"].positions.tolist() == [4, 5, 6]

@@ -1,4 +1,5 @@
 """Dropout by place: every layout, core, axis and schedule drops what one process drops; the statistics of the mask."""
+
 import math
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ from tests.parallel import TOLERANCE, Outcome, Problem, check_refusals, differen
 
 # ---- the generator ---------------------------------------------------------------------------------------------------
 
+
 def grid(p=0.5, seed=7, rows=2, heads=4, queries=360, keys=360):
     return keep(p, seed, *(torch.arange(count) for count in (rows, heads, queries, keys)))
 
@@ -42,7 +44,12 @@ def grid(p=0.5, seed=7, rows=2, heads=4, queries=360, keys=360):
 def test_as_many_are_kept_as_asked_for(p):
     """1,036,800 draws: the mean, and that of every row and column, within a few standard deviations."""
     kept = grid(p).double()
-    for mean, count in ((kept.mean(), kept.numel()), (kept.mean((0, 1, 2)), 2880), (kept.mean((0, 1, 3)), 2880), (kept.mean((2, 3)), 129600)):
+    for mean, count in (
+        (kept.mean(), kept.numel()),
+        (kept.mean((0, 1, 2)), 2880),
+        (kept.mean((0, 1, 3)), 2880),
+        (kept.mean((2, 3)), 129600),
+    ):
         assert ((mean - (1 - p)).abs().max() / math.sqrt(p * (1 - p) / count)).item() < 5
 
 
@@ -56,8 +63,13 @@ def test_neighbours_know_nothing_of_each_other():
 
     for dim in range(4):
         for step in (1, 64) if kept.size(dim) > 64 else (1,):
-            assert apart(kept.narrow(dim, 0, kept.size(dim) - step), kept.narrow(dim, step, kept.size(dim) - step)) < 4.5, (dim, step)
-    assert apart(kept, kept.transpose(2, 3)) / math.sqrt(2) < 4.5                       # query and key are not the same to it
+            assert (
+                apart(
+                    kept.narrow(dim, 0, kept.size(dim) - step), kept.narrow(dim, step, kept.size(dim) - step)
+                )
+                < 4.5
+            ), (dim, step)
+    assert apart(kept, kept.transpose(2, 3)) / math.sqrt(2) < 4.5  # query and key are not the same to it
     for seed in (8, -7, 7 + 2**32, GAMMA + 7, torch.tensor(2**62)):
         assert apart(kept, grid(seed=seed)) < 4.5
 
@@ -70,42 +82,60 @@ def test_every_bit_of_the_hash_depends_on_every_bit():
     for bit in (0, 1, 31, 62):
         turned = ((before ^ mix(numbers ^ (1 << bit))).unsqueeze(-1) & bits) != 0
         assert (turned.double().mean(0) - 0.5).abs().max() < 5 * 0.5 / math.sqrt(4000)
-    assert mix(torch.tensor([GAMMA])).item() == 0xE220A8397B1DCDAF - 2**64        # splitmix64's first number for seed 0
+    assert (
+        mix(torch.tensor([GAMMA])).item() == 0xE220A8397B1DCDAF - 2**64
+    )  # splitmix64's first number for seed 0
 
 
 def test_the_mask_is_a_function_of_the_place():
     kept, some = grid(), torch.tensor([5, 0, 359, 17])
-    assert torch.equal(keep(0.5, 7, torch.tensor([1]), torch.tensor([3, 1]), some, some + 0), kept[1:, [3, 1]][:, :, some][..., some])
-    assert not (grid(0.6) & ~kept).any() and not torch.equal(kept, grid(seed=8))        # a larger p drops more, and what was dropped
+    assert torch.equal(
+        keep(0.5, 7, torch.tensor([1]), torch.tensor([3, 1]), some, some + 0),
+        kept[1:, [3, 1]][:, :, some][..., some],
+    )
+    assert not (grid(0.6) & ~kept).any() and not torch.equal(
+        kept, grid(seed=8)
+    )  # a larger p drops more, and what was dropped
     assert torch.equal(kept, grid(seed=torch.tensor(7))) and grid(0.0).all()
     with Ledger() as ledger:
         grid()
-    assert 16 <= ledger.peak_bytes / kept.numel() < 16.2                                # two numbers of 8 bytes a score while it is made
+    assert 16 <= ledger.peak_bytes / kept.numel() < 16.2  # two numbers of 8 bytes a score while it is made
 
 
 # ---- cores -----------------------------------------------------------------------------------------------------------
+
 
 def packed_in_one_row():
     """Documents in a row over the ranks, and one by one in one process: furthest from a mask of -inf between them."""
     group, offsets = collectives.world(), [0, 8, 24, T]
     document = torch.bucketize(torch.arange(T), torch.tensor(offsets), right=True)
-    expected = in_one_process(mask=MASK, bias=torch.where(document[:, None] == document, 0.0, -math.inf).double())
+    expected = in_one_process(
+        mask=MASK, bias=torch.where(document[:, None] == document, 0.0, -math.inf).double()
+    )
     found = {}
     for layout in LAYOUTS:
         packed = each_document(layout, offsets)
-        found[layout.__name__] = furthest(over(partial(ring_attention, group=group, layout=packed, dropout=MASK), group, packed, HEADS)[0], expected)
+        found[layout.__name__] = furthest(
+            over(partial(ring_attention, group=group, layout=packed, dropout=MASK), group, packed, HEADS)[0],
+            expected,
+        )
     *qkv, _ = (x[:1] for x in inputs(HEADS))
-    found["one by one"] = (packed_attention(*qkv, cu_seqlens=offsets, dropout=MASK) - expected[0][:1]).abs().max().item()
+    found["one by one"] = (
+        (packed_attention(*qkv, cu_seqlens=offsets, dropout=MASK) - expected[0][:1]).abs().max().item()
+    )
     return found
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_drops_what_one_process_drops(ranks):
     """Output and all gradients. The reference makes the whole mask and keeps it; here each tile makes its own, twice."""
+
     def rank():
         group, expected = collectives.world(), in_one_process(mask=MASK)
-        found = {name: furthest(over(partial(core, dropout=MASK), group, layout, HEADS)[0], expected)
-                 for name, (core, layout) in CORES[ranks]().items()}
+        found = {
+            name: furthest(over(partial(core, dropout=MASK), group, layout, HEADS)[0], expected)
+            for name, (core, layout) in CORES[ranks]().items()
+        }
         return found | ({} if ranks == 8 else packed_in_one_row())
 
     for found in launch.run(rank, ranks=ranks):
@@ -118,7 +148,9 @@ def test_one_device_and_without_a_causal_mask():
     for causal in (True, False):
         kept = keep(0.3, 11, torch.arange(2, 2 + B), torch.arange(5, 13), torch.arange(T), torch.arange(T))
         scores = q @ k.repeat_interleave(2, 1).mT / math.sqrt(q.size(-1))
-        scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf) if causal else scores
+        scores = (
+            scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf) if causal else scores
+        )
         expected = scores.softmax(-1).masked_fill(~kept, 0) / 0.7 @ v.repeat_interleave(2, 1)
         ours = flash_attention(q, k, v, causal=causal, dropout=MASK)
         theirs, mine = (torch.autograd.grad(out, (q, k, v), dout.detach()) for out in (expected, ours))
@@ -127,6 +159,7 @@ def test_one_device_and_without_a_causal_mask():
 
 def test_without_it_it_does_not():
     """Controls: a seed for each rank, positions on the rank in the place of those in the sequence, a backward that forgets the mask."""
+
     def rank():
         group, expected, found = collectives.world(), in_one_process(mask=MASK), {}
 
@@ -152,12 +185,15 @@ def test_without_it_it_does_not():
 
 def test_sends_what_it_sent_and_keeps_no_mask():
     """The same bytes, forward and backward; q, k, v, out and lse are kept, as without dropout, and p = 0 takes the old way to the bit."""
+
     def rank():
         group, core = collectives.world(), partial(ring_attention, group=collectives.world(), layout=zigzag)
         plain, kept = over(core, group, zigzag, HEADS), []
         for mask in (0.0, MASK):
             qkv = [split(x, zigzag, group, 2).requires_grad_() for x in inputs(HEADS)[:3]]
-            with torch.autograd.graph.saved_tensors_hooks(lambda x: kept[-1].append(tuple(x.shape)) or x, lambda x: x):
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda x: kept[-1].append(tuple(x.shape)) or x, lambda x: x
+            ):
                 kept.append([])
                 core(*qkv, dropout=mask)
         nothing, dropped = (over(partial(core, dropout=mask), group, zigzag, HEADS) for mask in (0.0, MASK))
@@ -166,16 +202,23 @@ def test_sends_what_it_sent_and_keeps_no_mask():
             placed_core(*qkv, dropout=0.0)
             ring_alone = ledger.sent_bytes()
             placed_core(*qkv, dropout=0.1)
-        return (all(map(torch.equal, plain[0], nothing[0])), plain[1] == nothing[1] == dropped[1], kept[0] == kept[1] and len(kept[0]) == 5,
-                ledger.sent_bytes() - 2 * ring_alone)
+        return (
+            all(map(torch.equal, plain[0], nothing[0])),
+            plain[1] == nothing[1] == dropped[1],
+            kept[0] == kept[1] and len(kept[0]) == 5,
+            ledger.sent_bytes() - 2 * ring_alone,
+        )
 
-    assert launch.run(rank, ranks=2) == [(True, True, True, 0)] * 2                     # nobody has to agree on a seed
-    assert placed(FUSED) is FUSED and all(FUSED.on(tile) is FUSED for tile in tiles([range(4)], [range(4)], True))
+    assert launch.run(rank, ranks=2) == [(True, True, True, 0)] * 2  # nobody has to agree on a seed
+    assert placed(FUSED) is FUSED and all(
+        FUSED.on(tile) is FUSED for tile in tiles([range(4)], [range(4)], True)
+    )
 
 
 def test_a_layer_that_is_computed_again_drops_the_same():
     """torch's checkpoint around the core, with and without Sparing, whatever others draw; two layers differ, and so do two steps and rows.
     torch's generator is left alone."""
+
     def rank():
         group, results = collectives.world(), {}
         torch.manual_seed(50 + group.rank())
@@ -183,13 +226,24 @@ def test_a_layer_that_is_computed_again_drops_the_same():
         spared = Sparing(partial(ring_forward, **way), partial(ring_backward, **way))
         *qkv, dout = (split(x, zigzag, group, 2) for x in inputs(HEADS))
         places = Places(3)
-        for name, core, settings in (("kept", spared, None), ("ring", partial(ring_attention, group=group, layout=zigzag), {}),
-                                     ("spared", spared, dict(context_fn=spared.contexts))):
-            layers = [partial(drop_scores(core, places, site), dropout=0.3) for site in ("layers.1.scores", "layers.2.scores")]
+        for name, core, settings in (
+            ("kept", spared, None),
+            ("ring", partial(ring_attention, group=group, layout=zigzag), {}),
+            ("spared", spared, dict(context_fn=spared.contexts)),
+        ):
+            layers = [
+                partial(drop_scores(core, places, site), dropout=0.3)
+                for site in ("layers.1.scores", "layers.2.scores")
+            ]
             ours, before = [x.clone().requires_grad_() for x in qkv], torch.get_rng_state()
-            outs = [layer(*ours) if settings is None else checkpoint(layer, *ours, use_reentrant=False, **settings) for layer in layers]
+            outs = [
+                layer(*ours)
+                if settings is None
+                else checkpoint(layer, *ours, use_reentrant=False, **settings)
+                for layer in layers
+            ]
             untouched = torch.equal(before, torch.get_rng_state())
-            torch.rand(3)                                                                # others draw, too
+            torch.rand(3)  # others draw, too
             sum((out * dout).sum() for out in outs).backward()
             results[name] = [*outs, *(x.grad for x in ours)]
         others = []
@@ -198,7 +252,11 @@ def test_a_layer_that_is_computed_again_drops_the_same():
             others.append(layers[0](*qkv))
         expected = results.pop("kept")
         apart = [torch.equal(one, other) for one, other in combinations((*expected[:2], *others), 2)]
-        return any(apart), untouched, max((a - b).abs().max().item() for found in results.values() for a, b in zip(found, expected))
+        return (
+            any(apart),
+            untouched,
+            max((a - b).abs().max().item() for found in results.values() for a, b in zip(found, expected)),
+        )
 
     for same, untouched, error in launch.run(rank, ranks=2):
         assert not same and untouched and error < TOLERANCE
@@ -206,7 +264,7 @@ def test_a_layer_that_is_computed_again_drops_the_same():
 
 # ---- the whole model -------------------------------------------------------------------------------------------------
 
-PROBLEM, SEED = Problem(config=small(dropout=0.2)), 3                                       # train_parallel's seed
+PROBLEM, SEED = Problem(config=small(dropout=0.2)), 3  # train_parallel's seed
 
 
 def by_place(model, step, seed):
@@ -216,13 +274,24 @@ def by_place(model, step, seed):
 
     def masked(x, site, heads):
         count = torch.arange
-        return keep(PROBLEM.config.dropout, places.seed_of(site), *map(count, (x.size(0), heads, x.size(-2), x.size(-1))))
+        return keep(
+            PROBLEM.config.dropout,
+            places.seed_of(site),
+            *map(count, (x.size(0), heads, x.size(-2), x.size(-1))),
+        )
 
     def activations(x, positions, site):
         return x * masked(x, site, 1).squeeze(1) / (1 - PROBLEM.config.dropout)
 
     def scores(q, k, v, site, dropout):
-        return naive_attention(q, k, v, dropout=lambda probabilities: probabilities * masked(probabilities, site, q.size(1)) / (1 - dropout))
+        return naive_attention(
+            q,
+            k,
+            v,
+            dropout=lambda probabilities: (
+                probabilities * masked(probabilities, site, q.size(1)) / (1 - dropout)
+            ),
+        )
 
     for layer in model.layers:
         if hasattr(layer, "attention"):
@@ -246,21 +315,50 @@ def one_process(problem, seed=SEED):
         torch.nn.utils.clip_grad_norm_(trainable, problem.clip)
         optimizer.step()
         losses.append(loss.item())
-    return Outcome(losses, {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
-                   {name: param.detach() for name, param in model.named_parameters()})
+    return Outcome(
+        losses,
+        {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
+        {name: param.detach() for name, param in model.named_parameters()},
+    )
 
 
-MODELS = {                                  # shape: ways, each with the microbatches of a rank
-    "dp2": (dict(dp=2), [({}, 1), ({}, 3), (dict(zero=1), 2), (dict(zero=3), 2), (dict(zero="IGG", node=2), 1)]),
-    "tp2": (dict(tp=2), [({}, 1), (dict(sequence_parallel=True), 2), (dict(sequence_parallel=True, overlap=True), 1)]),
-    "pp2": (dict(pp=2), [({}, 4), (dict(recompute=True), 3), (dict(schedule="zb_h1"), 4), (dict(schedule="interleaved", chunks=2), 2),
-                         (dict(schedule="chimera"), 2), (dict(schedule="seq1f1b", slices=2), 2)]),
-    "cp2": (dict(cp=2), [(dict(layout="striped"), 1), (dict(core="ring_self_attention"), 2), (dict(core="ulysses"), 1), (dict(zero=3), 1)]),
+MODELS = {  # shape: ways, each with the microbatches of a rank
+    "dp2": (
+        dict(dp=2),
+        [({}, 1), ({}, 3), (dict(zero=1), 2), (dict(zero=3), 2), (dict(zero="IGG", node=2), 1)],
+    ),
+    "tp2": (
+        dict(tp=2),
+        [({}, 1), (dict(sequence_parallel=True), 2), (dict(sequence_parallel=True, overlap=True), 1)],
+    ),
+    "pp2": (
+        dict(pp=2),
+        [
+            ({}, 4),
+            (dict(recompute=True), 3),
+            (dict(schedule="zb_h1"), 4),
+            (dict(schedule="interleaved", chunks=2), 2),
+            (dict(schedule="chimera"), 2),
+            (dict(schedule="seq1f1b", slices=2), 2),
+        ],
+    ),
+    "cp2": (
+        dict(cp=2),
+        [
+            (dict(layout="striped"), 1),
+            (dict(core="ring_self_attention"), 2),
+            (dict(core="ulysses"), 1),
+            (dict(zero=3), 1),
+        ],
+    ),
     "cp4": (dict(cp=4), [({}, 1), (dict(core="usp", ulysses=2), 1)]),
     "dp2 cp2": (dict(dp=2, cp=2), [({}, 2)]),
     "dp2 tp2": (dict(dp=2, tp=2), [(dict(zero=2), 1), (dict(sequence_parallel=True, zero=3), 2)]),
     "dp2 pp2": (dict(dp=2, pp=2), [({}, 3), (dict(zero=1), 2)]),
-    "cp2 tp2": (dict(cp=2, tp=2), [({}, 1), (dict(sequence_parallel=True, overlap=True), 1), (dict(core="ulysses"), 1)]),
+    "cp2 tp2": (
+        dict(cp=2, tp=2),
+        [({}, 1), (dict(sequence_parallel=True, overlap=True), 1), (dict(core="ulysses"), 1)],
+    ),
     "pp2 cp2": (dict(pp=2, cp=2), [({}, 2), (dict(schedule="terapipe", slices=2), 2)]),
     "pp2 tp2": (dict(pp=2, tp=2), [(dict(sequence_parallel=True), 2), (dict(recompute=True), 2)]),
 }
@@ -278,7 +376,12 @@ def test_a_model_equals_one_process(name, expected):
     shape, ways = MODELS[name]
 
     def rank():
-        return [train_parallel(replace(PROBLEM, microbatches=count), Strategy(**shape, **settings, microbatches=count)) for settings, count in ways]
+        return [
+            train_parallel(
+                replace(PROBLEM, microbatches=count), Strategy(**shape, **settings, microbatches=count)
+            )
+            for settings, count in ways
+        ]
 
     for outcomes in launch.run(rank, ranks=math.prod(shape.values())):
         for way, outcome in zip(ways, outcomes):
@@ -287,10 +390,15 @@ def test_a_model_equals_one_process(name, expected):
 
 def test_a_model_without_it_does_not(expected):
     """Controls: a seed for each rank; heads, rows and tokens counted from each rank's first; the same mask in every step."""
+
     def rank():
         from minitrain import parallelize as module
         from minitrain.attention import dropout
-        number, shapes = collectives.world().rank(), dict(cp=Strategy(cp=2), tp=Strategy(tp=2), dp=Strategy(dp=2))
+
+        number, shapes = (
+            collectives.world().rank(),
+            dict(cp=Strategy(cp=2), tp=Strategy(tp=2), dp=Strategy(dp=2)),
+        )
         found = {"right": [train_parallel(PROBLEM, strategy) for strategy in shapes.values()]}
         seed_of, at, drop = Places.seed_of, Places.at, dropout.drop_by_place
         Places.seed_of = lambda self, site: seed_of(self, site) + number
@@ -304,11 +412,13 @@ def test_a_model_without_it_does_not(expected):
         Places.at = at
         module.drop_by_place = lambda layers, places, part=0: drop(layers, places)
         found["first heads"] = train_parallel(PROBLEM, shapes["tp"])
-        module.drop_by_place = lambda layers, places: drop(layers, places, own=lambda positions: torch.arange(len(positions)))
+        module.drop_by_place = lambda layers, places: drop(
+            layers, places, own=lambda positions: torch.arange(len(positions))
+        )
         found["first tokens"] = train_parallel(PROBLEM, shapes["cp"])
         return found
 
-    assert difference(one_process(PROBLEM, seed=4), expected) > 1e-4                       # the seed matters
+    assert difference(one_process(PROBLEM, seed=4), expected) > 1e-4  # the seed matters
     for found in launch.run(rank, ranks=2):
         assert max(difference(outcome, expected) for outcome in found.pop("right")) < TOLERANCE
         assert len(found) == 6 and min(difference(outcome, expected) for outcome in found.values()) > 1e-4
@@ -316,6 +426,7 @@ def test_a_model_without_it_does_not(expected):
 
 def test_tokens_of_different_ranks_and_rows_of_different_ranks_have_different_masks():
     """What one rank drops of its activations says nothing about another's, nor about another step's; in evaluation nothing is dropped."""
+
     def rank():
         run = parallelize(small(dropout=0.5), Strategy(dp=2, cp=2, layout="contiguous"))
         module, positions = run.model.layers[0].dropout, torch.arange(4) + 4 * run.mesh.rank("cp")
@@ -331,7 +442,7 @@ def test_tokens_of_different_ranks_and_rows_of_different_ranks_have_different_ma
     assert len(masks) == 8
     for number, one in enumerate(masks):
         for other in masks[:number]:
-            assert abs((one ^ other).double().mean() - 0.5) < 0.08                         # 5 standard deviations of 1,024 tosses
+            assert abs((one ^ other).double().mean() - 0.5) < 0.08  # 5 standard deviations of 1,024 tosses
 
 
 def test_refusals_are_one_line_on_every_rank():
@@ -339,16 +450,22 @@ def test_refusals_are_one_line_on_every_rank():
         def run():
             mesh, q = Mesh(a=2, b=1), torch.ones(1, 2, 8, 4)
             what(q, q, q, **dict(zip(axes, (mesh.group("a"), mesh.group("b")))), **settings)
+
         return run
 
     tiled = dict(dropout=MASK, blocks=flash_2())
     refused = {
-        "ring_attention: dropout=0.1 is a rate without a seed, and each rank would draw its own mask; give a DropMask":
-            call(ring_attention, "group", dropout=0.1),
-        "ring_attention: dropout p=1.0; must be in [0, 1)": call(ring_attention, "group", dropout=DropMask(1.0, 0)),
+        "ring_attention: dropout=0.1 is a rate without a seed, and each rank would draw its own mask; give a DropMask": call(
+            ring_attention, "group", dropout=0.1
+        ),
+        "ring_attention: dropout p=1.0; must be in [0, 1)": call(
+            ring_attention, "group", dropout=DropMask(1.0, 0)
+        ),
         "dropout needs blocks that make scores": call(ring_attention, "group", **tiled),
         "use FUSED or PLAIN of blocks.py": call(usp_attention, "ring", "ulysses", **tiled),
-        "ulysses_attention: dropout=0.1": call(ulysses_attention, "group", dropout=0.1, core=causal_attention),
+        "ulysses_attention: dropout=0.1": call(
+            ulysses_attention, "group", dropout=0.1, core=causal_attention
+        ),
         "double_ring_attention: dropout=0.1": call(double_ring_attention, "outer", "inner", dropout=0.1),
         "wallfacer_attention: dropout=0.1": call(wallfacer_attention, "ring", "team", dropout=0.1),
         "burst_attention: dropout=0.1": call(burst_attention, "across", "inside", dropout=0.1),

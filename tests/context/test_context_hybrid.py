@@ -1,4 +1,5 @@
 """Heads with rings, rings within rings, teams: equal to attention on one device, bytes and steps beside the formulas, clear refusals."""
+
 from functools import partial
 
 import pytest
@@ -8,7 +9,14 @@ from minitrain import launch
 from minitrain.attention.blocks import PLAIN
 from minitrain.collectives import all_reduce, world
 from minitrain.context import wallfacer
-from minitrain.context.hybrid import dealt, double_ring_attention, loongtrain_attention, rings_backward, rings_forward, usp_attention
+from minitrain.context.hybrid import (
+    dealt,
+    double_ring_attention,
+    loongtrain_attention,
+    rings_backward,
+    rings_forward,
+    usp_attention,
+)
 from minitrain.context.layout import contiguous, split, striped, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.wallfacer import wallfacer_attention
@@ -58,7 +66,7 @@ def across(events, rank, node):
 
 # ---- heads and a ring ------------------------------------------------------------------------------------------------
 
-B, T, K = 2, 16, 3                                                                  # of `example`
+B, T, K = 2, 16, 3  # of `example`
 
 
 def usp_bytes(ulysses, ring, heads, kv_heads, length=T):
@@ -66,7 +74,10 @@ def usp_bytes(ulysses, ring, heads, kv_heads, length=T):
     sent_kv = kv_heads if kv_heads % ulysses == 0 else max(ulysses, kv_heads)
     all_to_all = (2 * heads + 2 * sent_kv) * B * length // (ulysses * ring) * K * (ulysses - 1) // ulysses
     around = (ring - 1) * 2 * sent_kv // ulysses * B * length // ring * K
-    return [{axis: 8 * n for axis, n in (("ulysses", a), ("ring", r)) if n} for a, r in ((all_to_all, around), (2 * all_to_all, 3 * around))]
+    return [
+        {axis: 8 * n for axis, n in (("ulysses", a), ("ring", r)) if n}
+        for a, r in ((all_to_all, around), (2 * all_to_all, 3 * around))
+    ]
 
 
 def usp(sizes, cases, length=T):
@@ -95,14 +106,18 @@ def test_usp(ulysses):
 
 @pytest.mark.parametrize("sizes", [dict(ring=2), dict(ulysses=2), dict(ring=2, ulysses=2)], ids=str)
 def test_usp_on_fewer_ranks(sizes):
-    cases = [(*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)]
+    cases = [
+        (*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)
+    ]
     for found in launch.run(usp, dict(ring=1, ulysses=1) | sizes, cases, ranks=2 * len(sizes)):
         assert max(error for error, _ in found) < TOLERANCE
 
 
 def test_three_heads_on_six_ranks():
     """The ring is free: ranks need not be a power of two, and a piece of a rank's tokens may come from both of its halves."""
-    for found in launch.run(usp, dict(ring=2, ulysses=3), [(3, 3, zigzag, True), (6, 2, zigzag, True)], 12, ranks=6):
+    for found in launch.run(
+        usp, dict(ring=2, ulysses=3), [(3, 3, zigzag, True), (6, 2, zigzag, True)], 12, ranks=6
+    ):
         assert max(error for error, _ in found) < TOLERANCE
 
 
@@ -120,6 +135,7 @@ def test_placement_decides_what_leaves_the_node():
 
 def test_tokens_must_be_dealt():
     """Zig-zag over all ranks is not what the ring gets after the all-to-all: the mask is wrong, and the result."""
+
     def rank():
         mesh = Mesh(ring=2, ulysses=2)
         core = partial(usp_attention, ring=mesh.group("ring"), ulysses=mesh.group("ulysses"))
@@ -132,35 +148,62 @@ def test_tokens_must_be_dealt():
 
 # ---- rings within rings ----------------------------------------------------------------------------------------------
 
+
 def loongtrain(ulysses, outer, inner, cases):
     mesh = Mesh(outer=outer, inner=inner, ulysses=ulysses)
-    everyone, groups = mesh.group("outer", "inner", "ulysses"), {axis: mesh.group(axis) for axis in ("outer", "inner", "ulysses")}
+    everyone, groups = (
+        mesh.group("outer", "inner", "ulysses"),
+        {axis: mesh.group(axis) for axis in ("outer", "inner", "ulysses")},
+    )
     found = []
     for heads, kv_heads, layout, causal in cases:
         core = partial(loongtrain_attention, **groups, layout=layout, causal=causal)
         place = dealt(layout, ulysses)
-        found.append((distance(core, place, everyone, heads, kv_heads, causal=causal), traffic(core, place, everyone, heads, kv_heads, T)))
+        found.append(
+            (
+                distance(core, place, everyone, heads, kv_heads, causal=causal),
+                traffic(core, place, everyone, heads, kv_heads, T),
+            )
+        )
     return found
 
 
 def single_ring(cases):
-    return [(0, traffic(partial(ring_attention, group=world(), layout=layout, causal=causal), layout, world(), heads, kv_heads, T))
-            for heads, kv_heads, layout, causal in cases]
+    return [
+        (
+            0,
+            traffic(
+                partial(ring_attention, group=world(), layout=layout, causal=causal),
+                layout,
+                world(),
+                heads,
+                kv_heads,
+                T,
+            ),
+        )
+        for heads, kv_heads, layout, causal in cases
+    ]
 
 
 def test_loongtrain():
     """Heads x context of 4x1, 2x2, 1x4 give one output; on 2 nodes of w=2 a double ring takes cp/w - 1 steps across, not cp - 1."""
-    cases = [(*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)]
+    cases = [
+        (*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)
+    ]
     grids = (4, 1, 1), (2, 2, 1), (1, 2, 2)
-    runs = launch.run(lambda: [*(loongtrain(*grid, cases) for grid in grids), single_ring(cases[:1])], ranks=4)
+    runs = launch.run(
+        lambda: [*(loongtrain(*grid, cases) for grid in grids), single_ring(cases[:1])], ranks=4
+    )
     for by_grid in runs:
         assert max(error for found in by_grid for error, _ in found) < TOLERANCE
 
-    block = 8 * 2 * 8 * B * T // 4 * K                                              # 8 K/V heads, one rank's keys and values
-    for times, which in ((1, 0), (3, 1)):                                           # forward; with backward, where gradients travel too
-        single, double = ([across(run[ring][0][1][which], rank, node=2) for rank, run in enumerate(runs)] for ring in (3, 2))
-        assert single == [0, 3 * times * block] * 2                                 # one card of each node sends all: cp - 1 blocks
-        assert double == [times * block] * 4                                        # each card cp/w - 1; of a node w (cp/w - 1)
+    block = 8 * 2 * 8 * B * T // 4 * K  # 8 K/V heads, one rank's keys and values
+    for times, which in ((1, 0), (3, 1)):  # forward; with backward, where gradients travel too
+        single, double = (
+            [across(run[ring][0][1][which], rank, node=2) for rank, run in enumerate(runs)] for ring in (3, 2)
+        )
+        assert single == [0, 3 * times * block] * 2  # one card of each node sends all: cp - 1 blocks
+        assert double == [times * block] * 4  # each card cp/w - 1; of a node w (cp/w - 1)
     for run in runs:
         forward, _ = run[2][0][1]
         assert by_axis(forward) == {"outer": block, "inner": 2 * block}
@@ -179,15 +222,20 @@ def test_bytes_of_long_double_rings():
     block = 8 * 2 * 2 * B * 128 // 16 * K
     for m, w in ((4, 4), (2, 8)):
         forward, both, steps = dryrun.run(rings_in_a_dry_run, m, w, rank=5, ranks=16)
-        steps = {axis: messages // 2 for axis, messages in steps.items()}                  # one of K and one of V
+        steps = {axis: messages // 2 for axis, messages in steps.items()}  # one of K and one of V
         assert steps == {"outer": m - 1, "inner": m * (w - 1)}
-        assert forward == {axis: n * block for axis, n in steps.items()} and both == {axis: 3 * n * block for axis, n in steps.items()}
+        assert forward == {axis: n * block for axis, n in steps.items()} and both == {
+            axis: 3 * n * block for axis, n in steps.items()
+        }
 
 
 def attention_of_two_nodes(length, outer, inner):
     mesh = Mesh(outer=outer, inner=inner)
     core = partial(double_ring_attention, outer=mesh.group("outer"), inner=mesh.group("inner"))
-    q, k, v = (torch.empty(1, heads, length // 16, 128, dtype=torch.bfloat16, requires_grad=True) for heads in (32, 8, 8))
+    q, k, v = (
+        torch.empty(1, heads, length // 16, 128, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (32, 8, 8)
+    )
     with Ledger() as ledger:
         out = core(q, k, v)
         out.backward(torch.empty_like(out))
@@ -197,13 +245,21 @@ def attention_of_two_nodes(length, outer, inner):
 @pytest.mark.parametrize("length, single_ms, double_ms", [(16384, 4.1, 1.62), (131072, 40.0, 40.1)])
 def test_replay_of_a_double_ring(length, single_ms, double_ms):
     """The table in hybrid.py: two nodes of 8 H100, by the rank that sends across the border."""
-    times = [1e3 * replay({7: dryrun.run(attention_of_two_nodes, length, *grid, rank=7, ranks=16)}, machine("h100"), dtype="bf16").step_s
-             for grid in ((16, 1), (2, 8))]
+    times = [
+        1e3
+        * replay(
+            {7: dryrun.run(attention_of_two_nodes, length, *grid, rank=7, ranks=16)},
+            machine("h100"),
+            dtype="bf16",
+        ).step_s
+        for grid in ((16, 1), (2, 8))
+    ]
     assert times == pytest.approx([single_ms, double_ms], rel=0.02)
 
 
 def test_three_rings():
     """Cards in a node, nodes in a rack, racks: 2 x 2 x 2, by the pure functions."""
+
     def rank():
         mesh = Mesh(rack=2, node=2, card=2)
         rings, everyone = [mesh.group(axis) for axis in mesh.shape], mesh.group("rack", "node", "card")
@@ -211,22 +267,29 @@ def test_three_rings():
         q, k, v, dout_here = (split(x, zigzag, everyone, 2) for x in (*whole, dout))
         with Ledger() as ledger:
             out, lse = rings_forward(q, k, v, rings, zigzag, True, PLAIN)
-        steps = by_axis([event for event in ledger.events if isinstance(event, Issue)], lambda event: event.op == "send")
+        steps = by_axis(
+            [event for event in ledger.events if isinstance(event, Issue)], lambda event: event.op == "send"
+        )
         ours = out, *rings_backward(dout_here, q, k, v, out, lse, rings, zigzag, True, PLAIN)
         whole = [x.requires_grad_() for x in whole]
         theirs = whole_attention(*whole, True)
         theirs = theirs, *torch.autograd.grad(theirs, whole, dout)
-        return steps, max((a - split(b, zigzag, everyone, 2)).abs().max().item() for a, b in zip(ours, theirs))
+        return steps, max(
+            (a - split(b, zigzag, everyone, 2)).abs().max().item() for a, b in zip(ours, theirs)
+        )
 
     for steps, error in launch.run(rank, ranks=8):
-        assert error < TOLERANCE and steps == {"rack": 2 * 1, "node": 2 * 2, "card": 2 * 4}      # K and V
+        assert error < TOLERANCE and steps == {"rack": 2 * 1, "node": 2 * 2, "card": 2 * 4}  # K and V
 
 
 def test_rings_must_be_named_right():
     """Outer and inner exchanged: blocks come in another order than the layout says."""
+
     def rank():
         mesh = Mesh(outer=2, inner=2)
-        core = partial(double_ring_attention, outer=mesh.group("inner"), inner=mesh.group("outer"), layout=contiguous)
+        core = partial(
+            double_ring_attention, outer=mesh.group("inner"), inner=mesh.group("outer"), layout=contiguous
+        )
         return distance(core, contiguous, mesh.group("outer", "inner"))
 
     assert max(launch.run(rank, ranks=4)) > 1e-2
@@ -234,21 +297,33 @@ def test_rings_must_be_named_right():
 
 # ---- teams -----------------------------------------------------------------------------------------------------------
 
+
 def teams(count, cases):
     mesh = Mesh(ring=world().size() // count, team=count)
     everyone, found = mesh.group("ring", "team"), []
     for heads, kv_heads, layout, causal in cases:
-        core = partial(wallfacer_attention, ring=mesh.group("ring"), team=mesh.group("team"), layout=layout, causal=causal)
-        found.append((distance(core, layout, everyone, heads, kv_heads, causal=causal), traffic(core, layout, everyone, heads, kv_heads, T)))
+        core = partial(
+            wallfacer_attention,
+            ring=mesh.group("ring"),
+            team=mesh.group("team"),
+            layout=layout,
+            causal=causal,
+        )
+        found.append(
+            (
+                distance(core, layout, everyone, heads, kv_heads, causal=causal),
+                traffic(core, layout, everyone, heads, kv_heads, T),
+            )
+        )
     return found
 
 
 def wallfacer_bytes(ranks, count, member, heads, kv_heads, length=T):
     """(forward, with backward) by axis, and messages in forward, of member c of a team: what wallfacer.py says."""
     u, v, per_key = (B * h * length // ranks * K for h in (heads, kv_heads, heads))
-    steps, row = ranks // count ** 2, per_key // K
+    steps, row = ranks // count**2, per_key // K
     messages = steps - 1 + (member > 0)
-    home = steps - 1 + (member > 0 or steps > 1)                                    # dK and dV: S - 1 steps and the skip home
+    home = steps - 1 + (member > 0 or steps > 1)  # dK and dV: S - 1 steps and the skip home
     forward = {"team": (count - 1) * (2 * u + 2 * v + row), "ring": messages * 2 * count * v}
     backward = {"team": (count - 1) * (4 * u + 4 * v + row), "ring": (messages + home) * 2 * count * v}
     both = {axis: forward[axis] + backward[axis] for axis in forward}
@@ -258,33 +333,45 @@ def wallfacer_bytes(ranks, count, member, heads, kv_heads, length=T):
 @pytest.mark.parametrize("ranks, count", [(2, 1), (4, 2), (8, 2)])
 def test_wallfacer(ranks, count):
     """As one device; at most P/C² messages around the ring in the place of P - 1; bytes as derived."""
-    cases = [(*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)][::1 if ranks == 4 else 2]
+    cases = [
+        (*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)
+    ][:: 1 if ranks == 4 else 2]
     for rank, found in enumerate(launch.run(teams, count, cases, ranks=ranks)):
         for (error, (forward, both)), (heads, kv_heads, *_) in zip(found, cases):
             assert error < TOLERANCE
             formula, messages = wallfacer_bytes(ranks, count, rank % count, heads, kv_heads)
             assert [by_axis(forward), by_axis(both)] == formula
-            assert by_axis(forward, lambda event: event.op == "send").get("ring", 0) == 2 * messages <= 2 * min(ranks // count ** 2, ranks - 1)
+            assert (
+                by_axis(forward, lambda event: event.op == "send").get("ring", 0)
+                == 2 * messages
+                <= 2 * min(ranks // count**2, ranks - 1)
+            )
 
 
 def teams_in_a_dry_run(count):
     mesh = Mesh(ring=64 // count, team=count)
     core = partial(wallfacer_attention, ring=mesh.group("ring"), team=mesh.group("team"), causal=False)
     forward, both = traffic(core, zigzag, mesh.group("ring", "team"), 4, 2, 128)
-    return [by_axis(forward), by_axis(both)], by_axis(forward, lambda event: event.op == "send").get("ring", 0)
+    return [by_axis(forward), by_axis(both)], by_axis(forward, lambda event: event.op == "send").get(
+        "ring", 0
+    )
 
 
 def test_bytes_of_teams_on_64_ranks():
     """Larger teams: shorter rings, more inside the team."""
     for count, most in ((1, 63), (2, 16), (4, 4), (8, 1)):
         formula, messages = wallfacer_bytes(64, count, 7 % count, 4, 2, length=128)
-        assert dryrun.run(teams_in_a_dry_run, count, rank=7, ranks=64) == (formula, 2 * messages) and messages == most
+        assert (
+            dryrun.run(teams_in_a_dry_run, count, rank=7, ranks=64) == (formula, 2 * messages)
+            and messages == most
+        )
 
 
 def test_shares_of_a_team_are_merged_by_their_lse():
     def rank():
         def mean(out, lse, team, merged=wallfacer.merged_scatter):
             return merged(out, torch.zeros_like(lse), team)
+
         wallfacer.merged_scatter = mean
         return teams(2, [(8, 8, zigzag, False)])[0][0]
 
@@ -293,11 +380,14 @@ def test_shares_of_a_team_are_merged_by_their_lse():
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
+
 def cores(a, b):
     """name -> the core on a grid of two axes, and the layout of its tokens."""
-    return {"usp": (partial(usp_attention, ring=a, ulysses=b), dealt(zigzag, b.size())),
-            "double ring": (partial(double_ring_attention, outer=a, inner=b), zigzag),
-            "wallfacer": (partial(wallfacer_attention, ring=a, team=b), zigzag)}
+    return {
+        "usp": (partial(usp_attention, ring=a, ulysses=b), dealt(zigzag, b.size())),
+        "double ring": (partial(double_ring_attention, outer=a, inner=b), zigzag),
+        "wallfacer": (partial(wallfacer_attention, ring=a, team=b), zigzag),
+    }
 
 
 def test_a_model_needs_only_another_core():
@@ -314,8 +404,12 @@ def test_a_model_needs_only_another_core():
     def rank():
         mesh = Mesh(a=2, b=2)
         everyone = mesh.group("a", "b")
-        return {name: gradients(core, lambda x, dim=1: split(x, layout, everyone, dim), lambda x: all_reduce(x, everyone))
-                for name, (core, layout) in cores(mesh.group("a"), mesh.group("b")).items()}
+        return {
+            name: gradients(
+                core, lambda x, dim=1: split(x, layout, everyone, dim), lambda x: all_reduce(x, everyone)
+            )
+            for name, (core, layout) in cores(mesh.group("a"), mesh.group("b")).items()
+        }
 
     expected = gradients(naive_attention)
     for found in launch.run(rank, ranks=4):
@@ -326,7 +420,11 @@ def test_a_model_needs_only_another_core():
 def peak(name, a, b):
     """Peak memory of the core in forward and in backward, in units of q's bytes."""
     mesh = Mesh(a=a, b=b)
-    core = partial(ring_attention, group=world()) if name == "ring" else cores(mesh.group("a"), mesh.group("b"))[name][0]
+    core = (
+        partial(ring_attention, group=world())
+        if name == "ring"
+        else cores(mesh.group("a"), mesh.group("b"))[name][0]
+    )
     q, k, v = (torch.ones(1, 8, 64, 32).requires_grad_() for _ in range(3))
     with Ledger() as ledger:
         out = core(q, k, v, causal=False)
@@ -345,6 +443,7 @@ def test_memory_of_rings_and_teams():
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
+
 def on_grid(core, heads=4, kv_heads=4, length=4, **axes):
     mesh = Mesh(**axes)
     q, k = torch.ones(1, heads, length, 4), torch.ones(1, kv_heads, length, 4)
@@ -358,18 +457,30 @@ def one_group_twice():
 
 
 REFUSED = {
-    "Ulysses: 3 heads cannot be dealt to the 2 ranks of ulysses": lambda: on_grid(usp_attention, heads=3, kv_heads=3, ring=2, ulysses=2),
-    "Ulysses: 3 heads cannot be dealt to the 4 ranks of ulysses, each takes whole ones; take 1 or 3 ranks, and a ring over the others":
-        lambda: on_grid(usp_attention, heads=3, kv_heads=3, ring=1, ulysses=4),
-    "zigzag: T=4 is not a multiple of 8 pieces; pad the sequence to 8": lambda: on_grid(usp_attention, length=1, ring=4, ulysses=1),
-    "zigzag: T=20 is not a multiple of 8 pieces": lambda: on_grid(double_ring_attention, length=5, outer=2, inner=2),
+    "Ulysses: 3 heads cannot be dealt to the 2 ranks of ulysses": lambda: on_grid(
+        usp_attention, heads=3, kv_heads=3, ring=2, ulysses=2
+    ),
+    "Ulysses: 3 heads cannot be dealt to the 4 ranks of ulysses, each takes whole ones; take 1 or 3 ranks, and a ring over the others": lambda: (
+        on_grid(usp_attention, heads=3, kv_heads=3, ring=1, ulysses=4)
+    ),
+    "zigzag: T=4 is not a multiple of 8 pieces; pad the sequence to 8": lambda: on_grid(
+        usp_attention, length=1, ring=4, ulysses=1
+    ),
+    "zigzag: T=20 is not a multiple of 8 pieces": lambda: on_grid(
+        double_ring_attention, length=5, outer=2, inner=2
+    ),
     "ring group [0, 1, 2, 3] and ulysses group [0, 1, 2, 3] share ranks [0, 1, 2, 3], but must cross in this rank only": one_group_twice,
-    "6 query heads are not a multiple of 4 K/V heads": lambda: on_grid(double_ring_attention, heads=6, outer=2, inner=2),
+    "6 query heads are not a multiple of 4 K/V heads": lambda: on_grid(
+        double_ring_attention, heads=6, outer=2, inner=2
+    ),
     "dealt: T=10 over 4 ranks, 2 of them to a ring rank": lambda: dealt(zigzag, 2)(0, 4, 10),
     "dealt: T=12 over 4 ranks, 3 of them to a ring rank": lambda: dealt(zigzag, 3)(0, 4, 12),
-    "teams of C=4 on P=4 ranks: P/C² = 0.25 blocks for each member; take a C whose square divides P":
-        lambda: on_grid(wallfacer_attention, ring=1, team=4),
-    "zigzag: T=12 is not a multiple of 8 pieces": lambda: on_grid(wallfacer_attention, length=3, ring=2, team=2),
+    "teams of C=4 on P=4 ranks: P/C² = 0.25 blocks for each member; take a C whose square divides P": lambda: (
+        on_grid(wallfacer_attention, ring=1, team=4)
+    ),
+    "zigzag: T=12 is not a multiple of 8 pieces": lambda: on_grid(
+        wallfacer_attention, length=3, ring=2, team=2
+    ),
 }
 
 

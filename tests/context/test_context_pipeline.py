@@ -1,4 +1,5 @@
 """Pipelines over slices of a sequence whose tokens are cut over ranks: Runner on pp x cp real ranks against one process."""
+
 from functools import cache
 
 import pytest
@@ -24,9 +25,14 @@ from tests.launch.test_dryrun import everything
 from tests.parallel import TOLERANCE, small
 
 LENGTH, ROWS, MICROBATCHES, VALID = 16, 4, 2, 42
-CONFIGS = {"rope": {}, "alibi": dict(positions="alibi"), "learned": dict(positions="learned", num_kv_heads=4),
-           "dropout": dict(dropout=0.2), "alibi and dropout": dict(positions="alibi", dropout=0.2),
-           "latent": dict(kv_latent=8, rope_head_dim=2, num_kv_heads=4)}
+CONFIGS = {
+    "rope": {},
+    "alibi": dict(positions="alibi"),
+    "learned": dict(positions="learned", num_kv_heads=4),
+    "dropout": dict(dropout=0.2),
+    "alibi and dropout": dict(positions="alibi", dropout=0.2),
+    "latent": dict(kv_latent=8, rope_head_dim=2, num_kv_heads=4),
+}
 
 
 def config_of(kind):
@@ -36,7 +42,7 @@ def config_of(kind):
 def data():
     generator = torch.Generator().manual_seed(2)
     tokens, targets = torch.randint(29, (2, ROWS, LENGTH), generator=generator)
-    targets[0, 3:], targets[2, :9] = -100, -100                                             # uneven over ranks and slices
+    targets[0, 3:], targets[2, :9] = -100, -100  # uneven over ranks and slices
     return tokens, targets
 
 
@@ -71,14 +77,20 @@ def in_slices(kind, schedule, name, sizes, layout, pp):
     model = Stages(config_of(kind), {stage: cuts[stage] for stage in own}, seed=3, dtype=torch.float64)
     stages, slices = dict(model.items()), schedule.lengths or schedule.slices
     check_tokens(name, sizes, layout, LENGTH, slices)
-    memory = look_back(stages, schedule, core_of_slices(name, {axis: mesh.group(axis) for axis in sizes}, layout, slices))
+    memory = look_back(
+        stages, schedule, core_of_slices(name, {axis: mesh.group(axis) for axis in sizes}, layout, slices)
+    )
     dropping_scores_only(model, kind)
     reducer = GradReducer(model.parameters(), cp)
     schedule = on_each_rank(schedule, cp.size())
-    run = Runner(stages, schedule, mesh.group("pp"), cross_entropy_sum, reducer, width=16, check=False, memory=memory)
+    run = Runner(
+        stages, schedule, mesh.group("pp"), cross_entropy_sum, reducer, width=16, check=False, memory=memory
+    )
     whole = data_layout(name, sizes, layout, slices)
     tokens, targets = data()
-    batch = Batch(split(tokens, whole, cp), split(targets, whole, cp), torch.tensor(VALID), positions(whole, cp, LENGTH))
+    batch = Batch(
+        split(tokens, whole, cp), split(targets, whole, cp), torch.tensor(VALID), positions(whole, cp, LENGTH)
+    )
     loss = run(batch)
     reducer.finish()
     return {"loss": loss} | {name: param.grad for name, param in model.global_parameters().items()}
@@ -89,14 +101,28 @@ def furthest(found, kind):
     expected = one_process(kind)
     assert set().union(*found) == set(expected)
     losses = abs(sum(part["loss"] for part in found) - expected["loss"]).item()
-    return max(losses, *((part[name] - expected[name]).abs().max().item() for part in found for name in part if name != "loss"))
+    return max(
+        losses,
+        *(
+            (part[name] - expected[name]).abs().max().item()
+            for part in found
+            for name in part
+            if name != "loss"
+        ),
+    )
 
 
 RING, ULYSSES = ("ring", dict(ring=2)), ("ulysses", dict(ulysses=2))
-WAYS = [("rope", seq1f1b(2, 2, 2), *RING, "zigzag"), ("rope", terapipe(2, 2, 4), *RING, "striped"), ("latent", seq1f1b(2, 2, 2), *RING, "zigzag"),
-        ("learned", terapipe(2, 2, 3, (8, 4, 4)), *RING, "zigzag"), ("alibi", seq1f1b(2, 2, 3, (8, 4, 4)), *ULYSSES, "zigzag"),
-        ("dropout", seq1f1b(2, 2, 3, (8, 6, 2)), *RING, "contiguous"), ("alibi and dropout", terapipe(2, 2, 2), *RING, "zigzag"),
-        ("alibi and dropout", seq1f1b(2, 2, 2), *ULYSSES, "striped")]
+WAYS = [
+    ("rope", seq1f1b(2, 2, 2), *RING, "zigzag"),
+    ("rope", terapipe(2, 2, 4), *RING, "striped"),
+    ("latent", seq1f1b(2, 2, 2), *RING, "zigzag"),
+    ("learned", terapipe(2, 2, 3, (8, 4, 4)), *RING, "zigzag"),
+    ("alibi", seq1f1b(2, 2, 3, (8, 4, 4)), *ULYSSES, "zigzag"),
+    ("dropout", seq1f1b(2, 2, 3, (8, 6, 2)), *RING, "contiguous"),
+    ("alibi and dropout", terapipe(2, 2, 2), *RING, "zigzag"),
+    ("alibi and dropout", seq1f1b(2, 2, 2), *ULYSSES, "striped"),
+]
 
 
 def test_pipelines_on_pp2_cp2():
@@ -112,13 +138,16 @@ def test_usp_on_cp4_and_no_context_parallelism():
     found = launch.run(lambda: [in_slices(*way, pp=1) for way in ways], ranks=4)
     assert furthest([ranks[0] for ranks in found], "alibi and dropout") < TOLERANCE
     alone = [(kind, terapipe(1, 2, 3, (7, 5, 4)), "ring", dict(ring=1), "contiguous") for kind in CONFIGS]
-    for (kind, *_), outcome in zip(alone, *launch.run(lambda: [in_slices(*way, pp=1) for way in alone], ranks=1)):
+    for (kind, *_), outcome in zip(
+        alone, *launch.run(lambda: [in_slices(*way, pp=1) for way in alone], ranks=1)
+    ):
         assert furthest([outcome], kind) < TOLERANCE, kind
 
 
 @pytest.mark.parametrize("kind", ["alibi and dropout", "alibi", "dropout", "rope", "latent"])
 def test_one_device_without_a_group(kind):
     """The attention of sliced_attention.py itself, through Runner on two stages."""
+
     def rank():
         mesh = Mesh(pp=2)
         schedule = seq1f1b(2, 2, 3, (7, 5, 4))
@@ -127,7 +156,16 @@ def test_one_device_without_a_group(kind):
         memory = look_back(dict(model.items()), schedule)
         dropping_scores_only(model, kind)
         reducer = GradReducer(model.parameters(), Mesh(pp=2, cp=1).group("cp"))
-        run = Runner(dict(model.items()), schedule, mesh.group("pp"), cross_entropy_sum, reducer, width=16, check=False, memory=memory)
+        run = Runner(
+            dict(model.items()),
+            schedule,
+            mesh.group("pp"),
+            cross_entropy_sum,
+            reducer,
+            width=16,
+            check=False,
+            memory=memory,
+        )
         loss = run(Batch(*data(), torch.tensor(VALID)))
         return {"loss": loss} | {name: param.grad for name, param in model.global_parameters().items()}
 
@@ -136,6 +174,7 @@ def test_one_device_without_a_group(kind):
 
 def test_without_it_it_does_not():
     """Controls: gradients to earlier keys that are left out; places of the own slice in the mask."""
+
     def rank():
         ends, call, found = SlicedAttention.ends, SlicedAttention.__call__, {}
         way = ("dropout", seq1f1b(2, 2, 2), *RING, "zigzag")
@@ -143,18 +182,24 @@ def test_without_it_it_does_not():
         SlicedAttention.ends = lambda self, unit: self.kept.pop(unit) and []
         found["gradients"] = in_slices(*way, pp=2)
         SlicedAttention.ends = ends
-        SlicedAttention.__call__ = lambda self, *qkv, dropout: call(self, *qkv, dropout=dropout._replace(first_token=self.now % 2))
+        SlicedAttention.__call__ = lambda self, *qkv, dropout: call(
+            self, *qkv, dropout=dropout._replace(first_token=self.now % 2)
+        )
         found["places"] = in_slices(*way, pp=2)
         SlicedAttention.__call__ = call
         return found
 
     found = launch.run(rank, ranks=4)
     assert furthest([ranks["right"] for ranks in found], "dropout") < TOLERANCE
-    assert min(furthest([ranks[wrong] for ranks in found], "dropout") for wrong in ("gradients", "places")) > 1e-6
+    assert (
+        min(furthest([ranks[wrong] for ranks in found], "dropout") for wrong in ("gradients", "places"))
+        > 1e-6
+    )
 
 
 def test_a_dry_run_equals_the_real_one():
     """Event by event, FLOPs, bytes, peaks by kind, of a rank of each stage."""
+
     def account():
         with Ledger() as ledger:
             in_slices("alibi and dropout", seq1f1b(2, 2, 2), *RING, "zigzag", pp=2)

@@ -1,4 +1,5 @@
 """Slices of a sequence on ranks that share it: tiles are the mask, every core that takes slices, and pipelines on real ranks."""
+
 import math
 from functools import partial
 from itertools import accumulate
@@ -12,7 +13,17 @@ from minitrain.attention.blocks import PLAIN
 from minitrain.context.balanced import balanced_attention
 from minitrain.context.choices import core_of_slices, data_layout
 from minitrain.context.hybrid import dealt
-from minitrain.context.layout import contiguous, each_document, join, last, part, positions, split, tiles, zigzag
+from minitrain.context.layout import (
+    contiguous,
+    each_document,
+    join,
+    last,
+    part,
+    positions,
+    split,
+    tiles,
+    zigzag,
+)
 from minitrain.context.names import CORES, even_slices
 from minitrain.context.ring import ring_attention
 from minitrain.context.sliced import last_attention, sliced
@@ -32,7 +43,10 @@ EVEN, UNEVEN = (8, 8, 8, 8), (16, 8, 8)
 
 # ---- the layout ------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, dealt(zigzag, 2)], ids=["contiguous", "zigzag", "striped", "dealt"])
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, dealt(zigzag, 2)], ids=["contiguous", "zigzag", "striped", "dealt"]
+)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_token_once_and_tiles_are_the_mask(layout, ranks):
     lengths = [12 * ranks, 4 * ranks, 8 * ranks]
@@ -41,7 +55,9 @@ def test_every_token_once_and_tiles_are_the_mask(layout, ranks):
     assert sorted(sum(places, [])) == list(range(sum(lengths)))
     ends = [end // ranks for end in accumulate(lengths, initial=0)]
     for start, end in zip(ends, ends[1:]):
-        so_far = [sliced(layout, lengths[:ends.index(end)])(rank, ranks, end * ranks) for rank in range(ranks)]
+        so_far = [
+            sliced(layout, lengths[: ends.index(end)])(rank, ranks, end * ranks) for rank in range(ranks)
+        ]
         for mine in range(ranks):
             for other in range(ranks):
                 seen = torch.zeros(end - start, end, dtype=torch.int)
@@ -51,7 +67,7 @@ def test_every_token_once_and_tiles_are_the_mask(layout, ranks):
                     here += torch.ones_like(here).tril() if tile.causal else 1
                 mask = torch.tensor(places[mine][start:end]).unsqueeze(1) >= torch.tensor(places[other][:end])
                 assert torch.equal(seen, mask.int())
-                assert len(found) <= 2                          # earlier slices in one product, the own one in another
+                assert len(found) <= 2  # earlier slices in one product, the own one in another
 
 
 def test_slices_are_what_a_pipeline_cuts():
@@ -64,17 +80,30 @@ def test_slices_are_what_a_pipeline_cuts():
 # ---- cores -----------------------------------------------------------------------------------------------------------
 
 TAKE_SLICES = [name for name, kind in CORES.items() if kind.slices]
-SIZES = {"ring": dict(ring=2), "ring_self_attention": dict(ring=2), "gathered": dict(ring=2), "burst": dict(across=2, inside=2), "double_ring": dict(outer=2, inner=2),
-         "ulysses": dict(ulysses=2), "usp": dict(ring=2, ulysses=2), "loongtrain": dict(outer=2, inner=2, ulysses=2)}
+SIZES = {
+    "ring": dict(ring=2),
+    "ring_self_attention": dict(ring=2),
+    "gathered": dict(ring=2),
+    "burst": dict(across=2, inside=2),
+    "double_ring": dict(outer=2, inner=2),
+    "ulysses": dict(ulysses=2),
+    "usp": dict(ring=2, ulysses=2),
+    "loongtrain": dict(outer=2, inner=2, ulysses=2),
+}
 
 
 def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_gradients=True):
     """Out, dq, dk, dv of a sequence whose slices are computed one after the other, put together from all ranks; bytes sent."""
     mesh = Mesh(**sizes)
     group, whole = mesh.group(*sizes), data_layout(name, sizes, layout, lengths)
-    core = SlicedAttention(len(lengths), core_of_slices(name, {axis: mesh.group(axis) for axis in sizes}, layout, lengths))
+    core = SlicedAttention(
+        len(lengths), core_of_slices(name, {axis: mesh.group(axis) for axis in sizes}, layout, lengths)
+    )
     memory, own = SliceMemory({0: [core]}), [length // group.size() for length in lengths]
-    *qkv, dout = ([piece.clone().requires_grad_() for piece in split(x, whole, group, 2).split(own, 2)] for x in inputs(HEADS, width=width))
+    *qkv, dout = (
+        [piece.clone().requires_grad_() for piece in split(x, whole, group, 2).split(own, 2)]
+        for x in inputs(HEADS, width=width)
+    )
     places, outs, sent = positions(whole, group, T).split(own), [], []
     for unit, (q, k, v) in enumerate(zip(*qkv)):
         more = dict(bias=Alibi(SLOPES, places[unit])) if bias else {}
@@ -83,7 +112,9 @@ def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_
         sent.append(ledger.sent_bytes())
     for unit in reversed(range(len(lengths))):
         ends = memory.ends(0, unit)
-        torch.autograd.backward(*map(list, zip((outs[unit], dout[unit].detach()), *(ends if keep_gradients else []))))
+        torch.autograd.backward(
+            *map(list, zip((outs[unit], dout[unit].detach()), *(ends if keep_gradients else [])))
+        )
     parts = [torch.cat(x, 2) for x in (outs, *([x.grad for x in some] for some in qkv))]
     return [join(x, whole, group, 2) for x in parts], sent
 
@@ -91,14 +122,20 @@ def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_that_takes_slices(ranks):
     """Every layout, even slices, uneven ones with ALiBi and dropout, values of another width: out and all gradients."""
+
     def rank():
         found = {}
         for name in TAKE_SLICES:
             for layout in CORES[name].layouts if math.prod(SIZES[name].values()) == ranks else ():
-                for lengths, extras in ((EVEN if ranks < 8 else (16, 16), False), (UNEVEN if ranks < 8 else (8, 24), True)):
+                for lengths, extras in (
+                    (EVEN if ranks < 8 else (16, 16), False),
+                    (UNEVEN if ranks < 8 else (8, 24), True),
+                ):
                     bias, mask = (Alibi(SLOPES, torch.arange(T)), MASK) if extras else (None, 0.0)
                     ours, _ = by_slices(name, SIZES[name], layout, lengths, extras, mask, width=3)
-                    found[name, layout, lengths] = furthest(ours, in_one_process(bias=bias, mask=mask, width=3))
+                    found[name, layout, lengths] = furthest(
+                        ours, in_one_process(bias=bias, mask=mask, width=3)
+                    )
         return found
 
     for found in launch.run(rank, ranks=ranks):
@@ -107,14 +144,22 @@ def test_every_core_that_takes_slices(ranks):
 
 def test_a_whole_sequence_laid_out_in_slices():
     """Outside of a step, an evaluation say: nothing was announced, and tokens lie as batches do."""
+
     def rank():
         found = {}
         for name in ("ring", "gathered", "ulysses", "ring_self_attention"):
             for layout in ("zigzag", "striped"):
                 for slices in (2, UNEVEN):
                     group, whole = collectives.world(), data_layout(name, SIZES[name], layout, slices)
-                    core = SlicedAttention(2, core_of_slices(name, {"ring": group} if "ring" in name else {"ulysses": group}, layout, slices))
-                    found[name, layout, slices] = furthest(over(core, group, whole, HEADS)[0], in_one_process())
+                    core = SlicedAttention(
+                        2,
+                        core_of_slices(
+                            name, {"ring": group} if "ring" in name else {"ulysses": group}, layout, slices
+                        ),
+                    )
+                    found[name, layout, slices] = furthest(
+                        over(core, group, whole, HEADS)[0], in_one_process()
+                    )
         return found
 
     for found in launch.run(rank, ranks=2):
@@ -132,13 +177,21 @@ def test_one_device():
             theirs = torch.autograd.grad(expected, (q, k, v), dout[..., -count:, :])
             for core in (last_attention, partial(last_attention, blocks=PLAIN), attend):
                 out = core(q[..., -count:, :], k, v, **more)
-                assert furthest([out, *torch.autograd.grad(out, (q, k, v), dout[..., -count:, :])], [expected.detach(), *theirs]) < TOLERANCE
+                assert (
+                    furthest(
+                        [out, *torch.autograd.grad(out, (q, k, v), dout[..., -count:, :])],
+                        [expected.detach(), *theirs],
+                    )
+                    < TOLERANCE
+                )
 
 
 def test_without_it_it_does_not():
     """Controls: no gradients to earlier keys; queries taken for those of the first slice."""
+
     def rank():
         from minitrain.context import ring
+
         way, found = ("ring", dict(ring=2), "zigzag", EVEN), {}
         found["right"] = furthest(by_slices(*way)[0], in_one_process())
         found["gradients stay"] = furthest(by_slices(*way, keep_gradients=False)[0], in_one_process())
@@ -155,42 +208,65 @@ def test_without_it_it_does_not():
 
 def test_what_a_ring_of_slices_sends():
     """(k+1)/2 times the keys of a whole sequence, slice after slice in proportion to what is seen; Ulysses as well, of its keys."""
+
     def rank():
         found = {}
         for name, sizes in (("ring", dict(ring=2)), ("ulysses", dict(ulysses=2))):
-            found[name] = by_slices(name, sizes, "striped", EVEN)[1], by_slices(name, sizes, "striped", (T,))[1]
+            found[name] = (
+                by_slices(name, sizes, "striped", EVEN)[1],
+                by_slices(name, sizes, "striped", (T,))[1],
+            )
         return found
 
-    token = 8 * B * K                                                       # bytes of a head's token; 8 heads, 4 K/V heads
+    token = 8 * B * K  # bytes of a head's token; 8 heads, 4 K/V heads
     for found in launch.run(rank, ranks=2):
         slices, (whole,) = found["ring"]
         assert whole == 2 * 4 * T // 2 * token and slices == [whole * seen // 4 for seen in (1, 2, 3, 4)]
         slices, (whole,) = found["ulysses"]
         queries, keys = 2 * 8 * T // 2 * token // 2, 2 * 4 * T // 2 * token // 2
-        assert whole == queries + keys and slices == [queries // 4 + keys * seen // 4 for seen in (1, 2, 3, 4)]
+        assert whole == queries + keys and slices == [
+            queries // 4 + keys * seen // 4 for seen in (1, 2, 3, 4)
+        ]
 
 
 def test_refusals_are_one_line_on_every_rank():
     def ring(over_ranks=ring_attention, queries=2, layout=contiguous, **settings):
         def run():
             q, k = torch.ones(1, 4, queries, 4), torch.ones(1, 4, 8, 4)
-            over_ranks(q, k, k, group=collectives.world(), **(dict(layout=layout) if layout else {}), **settings)
+            over_ranks(
+                q, k, k, group=collectives.world(), **(dict(layout=layout) if layout else {}), **settings
+            )
+
         return run
 
     def teams():
         mesh, k = Mesh(ring=2, team=1), torch.ones(1, 4, 8, 4)
         wallfacer_attention(k[:, :, :2], k, k, ring=mesh.group("ring"), team=mesh.group("team"))
 
-    check_refusals({
-        "slice 1 of 2, T=14: zigzag: T=6 is not a multiple of 4 pieces; cut other slices": lambda: sliced(zigzag, (8, 6))(0, 2, 14),
-        "slices of [8, 8] tokens are 16, the sequence has 24": lambda: sliced(zigzag, (8, 8))(0, 2, 24),
-        "ring_attention: q [1, 4, 9, 4], k [1, 4, 8, 4]": ring(queries=9),
-        "2 queries for 8 keys of documents in one row": ring(layout=each_document(zigzag, [0, 8, 16])),
-        "balanced_attention: 2 queries for 8 keys: it takes whole sequences, not slices": ring(balanced_attention, layout=None),
-        "wallfacer_attention: 2 queries for 8 keys: it takes whole sequences": teams,
-        "Ulysses: the last 2 of 8 tokens of each rank are not the last ones of the sequence": ring(ulysses_attention, core=last_attention),
-        "last_attention: 9 queries end where 8 keys do": lambda: last_attention(*(torch.ones(1, 4, count, 4) for count in (9, 8, 8))),
-        "causal_attention: 2 queries, 8 keys": lambda: causal_attention(*(torch.ones(1, 4, count, 4) for count in (2, 8, 8))),
-        "sliced attention: ALiBi with positions [2, 8]":
-            lambda: attend(*[torch.ones(2, 8, 8, 4)] * 3, bias=Alibi(SLOPES, torch.zeros(2, 8, dtype=torch.long))),
-    }, ranks=2)
+    check_refusals(
+        {
+            "slice 1 of 2, T=14: zigzag: T=6 is not a multiple of 4 pieces; cut other slices": lambda: sliced(
+                zigzag, (8, 6)
+            )(0, 2, 14),
+            "slices of [8, 8] tokens are 16, the sequence has 24": lambda: sliced(zigzag, (8, 8))(0, 2, 24),
+            "ring_attention: q [1, 4, 9, 4], k [1, 4, 8, 4]": ring(queries=9),
+            "2 queries for 8 keys of documents in one row": ring(layout=each_document(zigzag, [0, 8, 16])),
+            "balanced_attention: 2 queries for 8 keys: it takes whole sequences, not slices": ring(
+                balanced_attention, layout=None
+            ),
+            "wallfacer_attention: 2 queries for 8 keys: it takes whole sequences": teams,
+            "Ulysses: the last 2 of 8 tokens of each rank are not the last ones of the sequence": ring(
+                ulysses_attention, core=last_attention
+            ),
+            "last_attention: 9 queries end where 8 keys do": lambda: last_attention(
+                *(torch.ones(1, 4, count, 4) for count in (9, 8, 8))
+            ),
+            "causal_attention: 2 queries, 8 keys": lambda: causal_attention(
+                *(torch.ones(1, 4, count, 4) for count in (2, 8, 8))
+            ),
+            "sliced attention: ALiBi with positions [2, 8]": lambda: attend(
+                *[torch.ones(2, 8, 8, 4)] * 3, bias=Alibi(SLOPES, torch.zeros(2, 8, dtype=torch.long))
+            ),
+        },
+        ranks=2,
+    )

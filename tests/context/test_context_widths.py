@@ -1,4 +1,5 @@
 """Values of another width than queries and keys, as latent attention has them: every core over ranks, and a whole model."""
+
 from functools import partial
 
 import pytest
@@ -20,6 +21,7 @@ SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core(ranks):
     """Narrower values go through the kernels with zeros behind them, wider ones past them; with ALiBi and dropout too."""
+
     def rank():
         group, found = collectives.world(), {}
         for width in (2, 7):
@@ -30,7 +32,9 @@ def test_every_core(ranks):
                     if extras:
                         core = partial(core, bias=Alibi(SLOPES, positions(layout, group, T)), dropout=MASK)
                     if not (name.startswith("teams") and width > 4):
-                        found[name, width, extras] = furthest(over(core, group, layout, HEADS, width=width)[0], expected)
+                        found[name, width, extras] = furthest(
+                            over(core, group, layout, HEADS, width=width)[0], expected
+                        )
         return found
 
     for found in launch.run(rank, ranks=ranks):
@@ -65,9 +69,12 @@ def test_latent_attention_over_ranks(ranks):
 
 def test_what_is_sent_is_as_wide_as_it_is():
     """The ring sends K + V numbers of a token, not twice the wider one."""
+
     def rank():
         core = CORES[2]()["ring striped"][0]
-        return over(core, collectives.world(), striped, HEADS, width=2)[1], over(core, collectives.world(), striped, HEADS)[1]
+        return over(core, collectives.world(), striped, HEADS, width=2)[1], over(
+            core, collectives.world(), striped, HEADS
+        )[1]
 
     for narrow, same in launch.run(rank, ranks=2):
         assert [ours / theirs for ours, theirs in zip(narrow, same)] == [6 / 8, 6 / 8]

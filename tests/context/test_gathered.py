@@ -1,4 +1,5 @@
 """All keys gathered: equal to full attention in any layout, with the bytes, the tiles and the memory that its docstring says."""
+
 from functools import partial
 
 import pytest
@@ -21,11 +22,22 @@ LAYOUTS = (contiguous, zigzag, striped)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_llama_3_gathers_keys(ranks):
     """Any layout and number of heads, kept or gathered again, causal or not; (n-1) shares of K and V forward, as many backward."""
+
     def rank():
         group, found = collectives.world(), []
-        for layout, heads, causal, keep in ((zigzag, GQA, True, True), (zigzag, MQA, True, False), (contiguous, MHA, False, True),
-                                            (contiguous, GQA, True, False), (striped, GQA, True, True)):
-            ours, sent = over(partial(gathered_attention, group=group, layout=layout, causal=causal, keep=keep), group, layout, heads)
+        for layout, heads, causal, keep in (
+            (zigzag, GQA, True, True),
+            (zigzag, MQA, True, False),
+            (contiguous, MHA, False, True),
+            (contiguous, GQA, True, False),
+            (striped, GQA, True, True),
+        ):
+            ours, sent = over(
+                partial(gathered_attention, group=group, layout=layout, causal=causal, keep=keep),
+                group,
+                layout,
+                heads,
+            )
             found.append((furthest(ours, whole(heads, causal)), sent, heads[1], keep))
         return found
 
@@ -42,33 +54,49 @@ def test_documents_in_a_row():
         group, layout = collectives.world(), each_document(zigzag, cu_seqlens)
         *qkv, dout = inputs()
         qkv = [x.requires_grad_() for x in qkv]
-        rows = [packed_attention(*(x[row:row + 1] for x in qkv), cu_seqlens=cu_seqlens) for row in range(B)]
+        rows = [packed_attention(*(x[row : row + 1] for x in qkv), cu_seqlens=cu_seqlens) for row in range(B)]
         out = torch.cat(rows)
         out.backward(dout)
-        return furthest(over(partial(gathered_attention, group=group, layout=layout), group, layout)[0], [out.detach(), *(x.grad for x in qkv)])
+        return furthest(
+            over(partial(gathered_attention, group=group, layout=layout), group, layout)[0],
+            [out.detach(), *(x.grad for x in qkv)],
+        )
 
     assert max(launch.run(rank, ranks=2)) < TOLERANCE
 
 
 def test_few_tiles_of_even_work():
     """Keys in front of a run are one tile whoever held them: at most 4 with zig-zag halves, where a ring computes 2n + 1; and all have the same."""
+
     def rank(layout):
         group, x = collectives.world(), torch.empty(1, 1, T // 8, 1)
         seen, order = seen_and_order(x, x, group, layout, causal=True)
         assert (order is None) == (layout is not zigzag)
-        return len(seen), sum(tile.entries for tile in seen), sum(map(len, tiles_by_step(group, layout, x, x, True)))
+        return (
+            len(seen),
+            sum(tile.entries for tile in seen),
+            sum(map(len, tiles_by_step(group, layout, x, x, True))),
+        )
 
     for layout, most in ((zigzag, 4), (contiguous, 2), (striped, 8)):
         found = [dryrun.run(rank, layout, rank=number, ranks=8) for number in range(8)]
-        assert max(tiles for tiles, _, _ in found) == most and sum(entries for _, entries, _ in found) == T * (T + 1) // 2
-        assert layout is contiguous or max(entries for _, entries, _ in found) - min(entries for _, entries, _ in found) <= T
+        assert (
+            max(tiles for tiles, _, _ in found) == most
+            and sum(entries for _, entries, _ in found) == T * (T + 1) // 2
+        )
+        assert (
+            layout is contiguous
+            or max(entries for _, entries, _ in found) - min(entries for _, entries, _ in found) <= T
+        )
         assert all(tiles <= in_ring for tiles, _, in_ring in found)
 
 
 def test_in_order_is_the_sequence():
     for layout in LAYOUTS:
         runs = in_order([layout(rank, 4, T) for rank in range(4)])
-        assert sorted(place for run in runs for place in run) == list(range(T)) and [run.start for run in runs] == sorted(run.start for run in runs)
+        assert sorted(place for run in runs for place in run) == list(range(T)) and [
+            run.start for run in runs
+        ] == sorted(run.start for run in runs)
 
 
 def kept(ranks, keep, core):
@@ -80,21 +108,30 @@ def kept(ranks, keep, core):
             between = ledger.live_bytes
             out.sum().backward()
         return between, ledger.num_calls(), ledger.sent_bytes()
+
     return dryrun.run(rank, ranks=ranks)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_memory_and_messages(ranks):
     """Kept, K and V of all tokens stay for backward; gathered again, a ring's memory, 8 bytes a token for their order, and bytes, in 3 calls."""
-    (stays, calls, sent), (again, more_calls, more), (ring, _, by_ring) = (kept(ranks, True, gathered_attention), kept(ranks, False, gathered_attention),
-                                                                           kept(ranks, None, ring_attention))
-    share = 8 * 4096 // ranks * 64 * 4                                                                # of K or of V, float32
+    (stays, calls, sent), (again, more_calls, more), (ring, _, by_ring) = (
+        kept(ranks, True, gathered_attention),
+        kept(ranks, False, gathered_attention),
+        kept(ranks, None, ring_attention),
+    )
+    share = 8 * 4096 // ranks * 64 * 4  # of K or of V, float32
     assert stays - again == 2 * ranks * share and again == ring + 8 * 4096
-    assert (calls, more_calls) == (2, 3) and by_ring == more == 3 * 2 * (ranks - 1) * share and sent == 2 * 2 * (ranks - 1) * share
+    assert (
+        (calls, more_calls) == (2, 3)
+        and by_ring == more == 3 * 2 * (ranks - 1) * share
+        and sent == 2 * 2 * (ranks - 1) * share
+    )
 
 
 def test_controls():
     """Without putting keys in order, and without the sum over ranks, it is something else."""
+
     def rank():
         group, found = collectives.world(), {}
         core, expected = partial(gathered_attention, group=group, layout=zigzag), whole()
@@ -104,7 +141,11 @@ def test_controls():
         found["not in order"] = furthest(over(core, group, zigzag)[0], expected)
         gathered.seen_and_order, scatter = there, gathered.scatter
         gathered.scatter = lambda dk, dv, group, order, dtype: tuple(
-            (dx.total if order is None else dx.total.index_select(2, order.argsort())).chunk(group.size(), 2)[group.rank()].to(dtype) for dx in (dk, dv))
+            (dx.total if order is None else dx.total.index_select(2, order.argsort()))
+            .chunk(group.size(), 2)[group.rank()]
+            .to(dtype)
+            for dx in (dk, dv)
+        )
         found["own share only"] = furthest(over(core, group, zigzag)[0], expected)
         gathered.scatter = scatter
         return found
@@ -116,6 +157,8 @@ def test_controls():
 def test_refusals():
     def call(**more):
         q = torch.empty(1, 4, 4, 4)
-        gathered_attention(q, torch.empty(1, 3, 4, 4), torch.empty(1, 3, 4, 4), group=collectives.world(), **more)
+        gathered_attention(
+            q, torch.empty(1, 3, 4, 4), torch.empty(1, 3, 4, 4), group=collectives.world(), **more
+        )
 
     check_refusals({"gathered_attention: 4 query heads are not a multiple of 3 K/V heads": call}, ranks=2)

@@ -1,4 +1,5 @@
 """The ring: equal to full attention in every layout, bytes and memory as its docstring says, hidden behind the products, a model through it."""
+
 from functools import partial
 
 import pytest
@@ -31,6 +32,7 @@ LAYOUTS = [contiguous, zigzag, striped]
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
+
 def everywhere(layouts, all_heads, kinds=(FUSED,)):
     """Furthest from full attention, and bytes by number of K/V heads."""
     group, apart, sent = collectives.world(), {}, {}
@@ -44,9 +46,11 @@ def everywhere(layouts, all_heads, kinds=(FUSED,)):
                     apart[heads, causal, layout.__name__, kind is PLAIN] = furthest(found, expected)
     return apart, sent
 
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_flat_ring_is_the_ring(ranks):
     """Thirty lines to read first: they equal full attention, and what they send is a ring's and one more hop of the block."""
+
     def rank():
         group = collectives.world()
         q, k, v, dout = (split(x, contiguous, group, 2) for x in inputs())
@@ -54,12 +58,18 @@ def test_the_flat_ring_is_the_ring(ranks):
             out, lse = flat_ring(q, k, v, group)
             forward = ledger.sent_bytes()
             found = [out, *flat_ring_backward(dout, q, k, v, out, lse, group)]
-        return furthest([join(x, contiguous, group, 2) for x in found], whole()), forward, ledger.sent_bytes() - forward
+        return (
+            furthest([join(x, contiguous, group, 2) for x in found], whole()),
+            forward,
+            ledger.sent_bytes() - forward,
+        )
 
     block = 2 * B * GQA[1] * T // ranks * K * 8
     for apart, forward, backward in launch.run(rank, ranks=ranks):
-        assert apart < TOLERANCE and (forward, backward) == ((ranks - 1) * block, 2 * ranks * block * (ranks > 1))
-
+        assert apart < TOLERANCE and (forward, backward) == (
+            (ranks - 1) * block,
+            2 * ranks * block * (ranks > 1),
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -79,8 +89,12 @@ OFFSETS = [0, 8, 32, 48]
 def packed_documents():
     """Three documents in a row over the group: furthest from each by itself, forward and gradients."""
     group, found = collectives.world(), []
-    whole_row = [torch.randn(1, heads, OFFSETS[-1], K, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-                 for seed, heads in enumerate((4, 2, 2, 4))]
+    whole_row = [
+        torch.randn(
+            1, heads, OFFSETS[-1], K, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
+        for seed, heads in enumerate((4, 2, 2, 4))
+    ]
     for causal in (True, False):
         q, k, v = (x.clone().requires_grad_() for x in whole_row[:3])
         expected = packed_attention(q, k, v, cu_seqlens=OFFSETS, causal=causal)
@@ -89,7 +103,9 @@ def packed_documents():
             parts = [split(x, layout, group, 2).requires_grad_() for x in whole_row[:3]]
             out = ring_attention(*parts, group=group, layout=layout, causal=causal)
             out.backward(split(whole_row[3], layout, group, 2))
-            for ours, theirs in zip((out, *(part.grad for part in parts)), (expected, q.grad, k.grad, v.grad)):
+            for ours, theirs in zip(
+                (out, *(part.grad for part in parts)), (expected, q.grad, k.grad, v.grad)
+            ):
                 found.append((join(ours, layout, group, 2) - theirs).abs().max().item())
     return max(found)
 
@@ -97,16 +113,30 @@ def packed_documents():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_documents_in_a_row_do_not_see_each_other(ranks):
     assert max(launch.run(packed_documents, ranks=ranks)) < TOLERANCE
-    for rank in range(ranks):       # and no score between two of them is computed; zig-zag shares each one's work out equally
-        seen = [tile for other in range(ranks) for tile in tiles(each_document(zigzag, OFFSETS)(rank, ranks, 48),
-                                                                 each_document(zigzag, OFFSETS)(other, ranks, 48), causal=True)]
+    for rank in range(
+        ranks
+    ):  # and no score between two of them is computed; zig-zag shares each one's work out equally
+        seen = [
+            tile
+            for other in range(ranks)
+            for tile in tiles(
+                each_document(zigzag, OFFSETS)(rank, ranks, 48),
+                each_document(zigzag, OFFSETS)(other, ranks, 48),
+                causal=True,
+            )
+        ]
         fewest = sum(size * (size + 1) // 2 for size in (8, 24, 16)) / ranks
         assert abs(sum(tile.entries for tile in seen) - fewest) <= 48 / ranks
 
 
 def test_offsets_of_documents_must_fit():
-    for layout, words in ((each_document(zigzag, [0, 8, 12]), "cu_seqlens end at 12, but there are 16 tokens"),
-                          (each_document(zigzag, [0, 6, 16]), "zigzag: T=6 is not a multiple of 4 pieces; pad the sequence to 8")):
+    for layout, words in (
+        (each_document(zigzag, [0, 8, 12]), "cu_seqlens end at 12, but there are 16 tokens"),
+        (
+            each_document(zigzag, [0, 6, 16]),
+            "zigzag: T=6 is not a multiple of 4 pieces; pad the sequence to 8",
+        ),
+    ):
         with pytest.raises(ValueError, match=words):
             layout(0, 2, 16)
 
@@ -130,11 +160,12 @@ def broken_run(part, group):
         def call(*args, **kwargs):
             count[0] += 1
             return (instead if count[0] == which else true[name])(*args, **kwargs)
+
         return call
 
-    if part == "hop":                       # the second of three hops of K, V
+    if part == "hop":  # the second of three hops of K, V
         collectives.rotate = skips(2, "rotate", lambda x, group, async_op: Kept(x))
-    elif part == "home":                    # 3 hops forward, 3 + 2 backward, and the last one
+    elif part == "home":  # 3 hops forward, 3 + 2 backward, and the last one
         collectives.rotate = skips(9, "rotate", lambda x, group: x)
     else:
         blocks.merge = skips(2, "merge", lambda *args: None)
@@ -155,9 +186,13 @@ def test_without_one_of_its_parts_it_fails():
 
 def test_bfloat16_is_summed_in_float32():
     """As near to the exact result on four ranks as one rank is: sums are not rounded, but for those that travel."""
+
     def rank():
         group = collectives.world()
-        return furthest(over(partial(ring_attention, group=group, layout=zigzag), group, zigzag, dtype=torch.bfloat16)[0], whole())
+        return furthest(
+            over(partial(ring_attention, group=group, layout=zigzag), group, zigzag, dtype=torch.bfloat16)[0],
+            whole(),
+        )
 
     alone = furthest(whole(dtype=torch.bfloat16), whole())
     assert 1e-4 < launch.run(rank, ranks=4)[0] < 2 * alone
@@ -175,9 +210,14 @@ def test_blocks_in_any_order_with_any_masks():
     assert furthest([out], whole(MHA, False, 8)[:1]) < TOLERANCE
     dout[..., 0, :], dout[..., 1, :] = 0, dout[..., 1, :] * 1e-200
     for kind in (PLAIN, FUSED):
-        ours, theirs = (kind.backward(dout, q, k, v, o, lse, False) for o in (stand_in(dout, row_sums(dout, out)), out))
+        ours, theirs = (
+            kind.backward(dout, q, k, v, o, lse, False) for o in (stand_in(dout, row_sums(dout, out)), out)
+        )
         assert furthest(ours, theirs) < TOLERANCE
-        assert torch.allclose(ours[0][..., 1, :], theirs[0][..., 1, :], rtol=1e-9, atol=0) and theirs[0][..., 1, :].abs().max() > 0
+        assert (
+            torch.allclose(ours[0][..., 1, :], theirs[0][..., 1, :], rtol=1e-9, atol=0)
+            and theirs[0][..., 1, :].abs().max() > 0
+        )
 
 
 def test_bad_input_is_one_line():
@@ -202,15 +242,21 @@ def test_bad_input_is_one_line():
         except ValueError as error:
             return str(error)
 
-    expected = {"heads": "4 query heads are not a multiple of 3 K/V heads", "shapes": "expected [B, H, T/n, K]", "dtype": "of one dtype",
-                "half pieces": "zigzag: T=6 is not a multiple of 4 pieces; pad the sequence to 8", "bias": "is about the keys that are here",
-                "dropout": "give a DropMask, as dropout.drop_scores does"}
+    expected = {
+        "heads": "4 query heads are not a multiple of 3 K/V heads",
+        "shapes": "expected [B, H, T/n, K]",
+        "dtype": "of one dtype",
+        "half pieces": "zigzag: T=6 is not a multiple of 4 pieces; pad the sequence to 8",
+        "bias": "is about the keys that are here",
+        "dropout": "give a DropMask, as dropout.drop_scores does",
+    }
     for case, text in expected.items():
         error = dryrun.run(rank, case, ranks=2)
         assert text in error and "\n" not in error
 
 
 # ---- work ------------------------------------------------------------------------------------------------------------
+
 
 def product_flops(layout, causal, tokens, ranks, rank):
     def run():
@@ -228,12 +274,17 @@ def test_megatron_cp():
         c = 16
         pair = (c // 2) ** 2
         table = entries(zigzag, n, n * c)
-        assert all(count == 2 * pair for step in table[1:] for count in step) and set(table[0]) == {2 * pair + c // 2}
+        assert all(count == 2 * pair for step in table[1:] for count in step) and set(table[0]) == {
+            2 * pair + c // 2
+        }
         assert efficiency(zigzag, n, n * c) == 1
         for rank in range(n):
             full = product_flops(zigzag, False, c, n, rank)
             found = product_flops(zigzag, True, c, n, rank)
-            assert found == [2 * 2 * 4 * step[rank] for step in table] and [2 * flops for flops in found[1:]] == full[1:]
+            assert (
+                found == [2 * 2 * 4 * step[rank] for step in table]
+                and [2 * flops for flops in found[1:]] == full[1:]
+            )
     apart, _ = launch.run(everywhere, [zigzag], [GQA], ranks=2)[0]
     assert max(apart.values()) < TOLERANCE
 
@@ -247,13 +298,16 @@ def test_striped_attention():
         assert slowest[contiguous] == c * (c + 1) // 2 + (n - 1) * c * c
         assert abs(slowest[contiguous] / slowest[striped] - speedup) < 0.005
         for rank in range(n):
-            assert all(len(tiles(striped(rank, n, n * c), striped(other, n, n * c), True)) == 1 for other in range(n))
+            assert all(
+                len(tiles(striped(rank, n, n * c), striped(other, n, n * c), True)) == 1 for other in range(n)
+            )
     assert [round(float(efficiency(layout, 4, 4 * 512)), 2) for layout in LAYOUTS] == [0.57, 1.0, 1.0]
     apart, _ = launch.run(everywhere, [striped], [GQA], ranks=2)[0]
     assert max(apart.values()) < TOLERANCE
 
 
 # ---- memory and time -------------------------------------------------------------------------------------------------
+
 
 def test_every_transfer_starts_before_the_product_it_hides_behind():
     def run():
@@ -265,16 +319,31 @@ def test_every_transfer_starts_before_the_product_it_hides_behind():
         return ledger.events
 
     events = dryrun.run(run, rank=2, ranks=4)
-    kinds = ["product" if isinstance(event, Compute) else event.op for event in events
-             if isinstance(event, Issue) and event.op == "send" or isinstance(event, Compute) and event.flops]
+    kinds = [
+        "product" if isinstance(event, Compute) else event.op
+        for event in events
+        if isinstance(event, Issue) and event.op == "send" or isinstance(event, Compute) and event.flops
+    ]
     kv, dkv = ["send"] * 2, ["send"] * 2
-    assert kinds == [*kv, "product"] * 3 + ["product"] + [*kv, "product"] * 2 + [*kv, *dkv, "product"] + [*dkv, "product"] + dkv
+    assert (
+        kinds
+        == [*kv, "product"] * 3
+        + ["product"]
+        + [*kv, "product"] * 2
+        + [*kv, *dkv, "product"]
+        + [*dkv, "product"]
+        + dkv
+    )
     between = [count for _, count in hidden(events)]
-    assert between == [1] * (len(between) - 4) + [0] * 4        # a product between issue and wait, but for the last hop home
+    assert (
+        between == [1] * (len(between) - 4) + [0] * 4
+    )  # a product between issue and wait, but for the last hop home
 
 
 def peaks(heads, tokens, dtype):
-    q, k, v, dout = (torch.empty(1, count, tokens, 64, dtype=dtype) for count in (heads[0], heads[1], heads[1], heads[0]))
+    q, k, v, dout = (
+        torch.empty(1, count, tokens, 64, dtype=dtype) for count in (heads[0], heads[1], heads[1], heads[0])
+    )
     with Ledger() as forward:
         out, lse = ring_forward(q, k, v, collectives.world(), contiguous, False, FUSED)
     with Ledger() as backward:
@@ -285,12 +354,21 @@ def peaks(heads, tokens, dtype):
 def ideal(flops, bytes_per_s, per_node=64):
     """The paper's machine: FLOP/s and bytes/s, and all else costs nothing."""
     link = Link("link", 0.0, bytes_per_s, "Liu et al. 2023, table 2")
-    return Machine("ideal", Device("device", {"bfloat16": flops, "float32": flops}, 80e9, 1e30, "the same"), per_node, link, link, per_node)
+    return Machine(
+        "ideal",
+        Device("device", {"bfloat16": flops, "float32": flops}, 80e9, 1e30, "the same"),
+        per_node,
+        link,
+        link,
+        per_node,
+    )
 
 
 def exposed(tokens, where, ranks=4, kv_heads=8):
     def run():
-        q, k, v = (torch.empty(1, heads, tokens, 128, dtype=torch.bfloat16) for heads in (8, kv_heads, kv_heads))
+        q, k, v = (
+            torch.empty(1, heads, tokens, 128, dtype=torch.bfloat16) for heads in (8, kv_heads, kv_heads)
+        )
         with Ledger() as ledger:
             ring_forward(q, k, v, collectives.world(), contiguous, False, FUSED)
         return ledger.events
@@ -314,27 +392,55 @@ def test_blockwise_ring():
         assert 9 <= forward < 9.1
         # q, k, v, out, dout, dq; here, arriving, and three gradients of K and V each; a tile's dq, dk, dv
         assert 19 <= backward < 19.1
-    table = {"A100 NVLink": (312e12, 300e9, 1040), "A100 InfiniBand": (312e12, 12.5e9, 24960), "TPUv4": (275e12, 268e9, 1027)}
+    table = {
+        "A100 NVLink": (312e12, 300e9, 1040),
+        "A100 InfiniBand": (312e12, 12.5e9, 24960),
+        "TPUv4": (275e12, 268e9, 1027),
+    }
     for flops, bytes_per_s, tokens in table.values():
         assert tokens - 1 < flops / bytes_per_s <= tokens
         where = ideal(flops, bytes_per_s)
         assert exposed(tokens, where) == 0 < exposed(tokens - 1, where)
     assert first_hidden(ideal(312e12, 300e9), 512, 2048) == 1040
-    assert [round(6 * 312e12 / rate / 1e3, 1) for rate in (300e9, 12.5e9)] == [6.2, 149.8]            # shortest sequence, in thousands
-    assert exposed(130, ideal(312e12, 300e9), kv_heads=1) == 0 < exposed(129, ideal(312e12, 300e9), kv_heads=1)
-    assert 900 < first_hidden(machine("a100"), 128, 2048) < 1040    # merging partial outputs takes time too, behind which a transfer hides
-    _, (forward, _) = launch.run(lambda: over(partial(ring_attention, group=collectives.world()), collectives.world(), heads=MHA), ranks=4)[0]
+    assert [round(6 * 312e12 / rate / 1e3, 1) for rate in (300e9, 12.5e9)] == [
+        6.2,
+        149.8,
+    ]  # shortest sequence, in thousands
+    assert (
+        exposed(130, ideal(312e12, 300e9), kv_heads=1) == 0 < exposed(129, ideal(312e12, 300e9), kv_heads=1)
+    )
+    assert (
+        900 < first_hidden(machine("a100"), 128, 2048) < 1040
+    )  # merging partial outputs takes time too, behind which a transfer hides
+    _, (forward, _) = launch.run(
+        lambda: over(partial(ring_attention, group=collectives.world()), collectives.world(), heads=MHA),
+        ranks=4,
+    )[0]
     assert forward == 2 * 3 * B * T * (4 * K) // 4 * 8
 
 
 def test_a_million_tokens_on_64_ranks():
     """A layer at T = 2²⁰, dry: seconds; bytes as the formula."""
-    config = GPTConfig(vocab_size=64, d_model=4096, num_layers=1, num_heads=32, num_kv_heads=8, max_positions=2**20, norm="rms",
-                       positions="rope", activation="swiglu")
+    config = GPTConfig(
+        vocab_size=64,
+        d_model=4096,
+        num_layers=1,
+        num_heads=32,
+        num_kv_heads=8,
+        max_positions=2**20,
+        norm="rms",
+        positions="rope",
+        activation="swiglu",
+    )
 
     def run():
         group = collectives.world()
-        block = Block(config, "layers.1", attention=partial(ring_attention, group=group, layout=zigzag), dtype=torch.bfloat16)
+        block = Block(
+            config,
+            "layers.1",
+            attention=partial(ring_attention, group=group, layout=zigzag),
+            dtype=torch.bfloat16,
+        )
         where = positions(zigzag, group, 2**20)
         x = torch.empty(1, len(where), 4096, dtype=torch.bfloat16, requires_grad=True)
         with Ledger() as ledger:
@@ -346,16 +452,24 @@ def test_a_million_tokens_on_64_ranks():
     forward, total, flops = dryrun.run(run, rank=17, ranks=64)
     assert forward == 63 * 2 * 8 * 2**14 * 128 * 2 and total == 3 * forward
     attention = flops["_scaled_dot_product_flash_attention_for_cpu"]
-    assert attention == 4 * 4096 * ((2**20) * (2**20 + 1) // 2) // 64                 # an equal share of the triangle of T² / 2 scores
+    assert (
+        attention == 4 * 4096 * ((2**20) * (2**20 + 1) // 2) // 64
+    )  # an equal share of the triangle of T² / 2 scores
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
+
 
 def train(problem, layout, sums_gradients=True):
     """Every rank has its tokens of every sequence, and their positions; gradients are summed over the same group."""
     group = collectives.world()
     torch.manual_seed(1000 + group.rank())
-    model = GPT(problem.config, seed=3, dtype=torch.float64, attention=partial(ring_attention, group=group, layout=layout))
+    model = GPT(
+        problem.config,
+        seed=3,
+        dtype=torch.float64,
+        attention=partial(ring_attention, group=group, layout=layout),
+    )
     model.get_parameter(problem.frozen).requires_grad_(False)
     params = list(model.parameters())
     optimizer = AdamW([param for param in params if param.requires_grad], lr=problem.lr)
@@ -367,20 +481,35 @@ def train(problem, layout, sums_gradients=True):
         batch = Batch(tokens, targets, valid_tokens(targets, group), where)
         loss = train_step(forward_backward, batch, optimizer, reducer, problem.clip).loss
         losses.append(collectives.all_reduce(loss, group).item())
-    return Outcome(losses, {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None},
-                   {name: param.detach().clone() for name, param in model.named_parameters()})
+    return Outcome(
+        losses,
+        {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None},
+        {name: param.detach().clone() for name, param in model.named_parameters()},
+    )
 
 
-PROBLEMS = {"RoPE, tied, 2 K/V heads": Problem(),
-            "learned positions, biases, 3 microbatches": Problem(config=small(tied=False, norm="layer", positions="learned", activation="gelu",
-                                                                              bias=True, num_kv_heads=4), batch_sizes=(6, 6, 7), microbatches=3)}
+PROBLEMS = {
+    "RoPE, tied, 2 K/V heads": Problem(),
+    "learned positions, biases, 3 microbatches": Problem(
+        config=small(
+            tied=False, norm="layer", positions="learned", activation="gelu", bias=True, num_kv_heads=4
+        ),
+        batch_sizes=(6, 6, 7),
+        microbatches=3,
+    ),
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_model_equals_one_process(ranks):
     """Loss, every gradient, every parameter after three steps."""
+
     def rank():
-        return {(name, layout.__name__): train(problem, layout) for name, problem in PROBLEMS.items() for layout in LAYOUTS}
+        return {
+            (name, layout.__name__): train(problem, layout)
+            for name, problem in PROBLEMS.items()
+            for layout in LAYOUTS
+        }
 
     expected = {name: one_process(problem) for name, problem in PROBLEMS.items()}
     for outcomes in launch.run(rank, ranks=ranks):
@@ -400,7 +529,9 @@ def layer_over(ranks, again=False, length=64):
         with SavedTensors(block) as saved:
             block(x, where)
         with Ledger() as ledger:
-            with set_checkpoint_early_stop(False):                  # else torch leaves out the last product, which nothing needs
+            with set_checkpoint_early_stop(
+                False
+            ):  # else torch leaves out the last product, which nothing needs
                 y = checkpoint(block, x, where, use_reentrant=False) if again else block(x, where)
                 y.backward(torch.empty_like(y))
         return saved.bytes, ledger.flops
@@ -413,7 +544,9 @@ def test_seq_parallel_concept():
     kept, flops = layer_over(1)
     for ranks in (2, 4, 8):
         assert layer_over(ranks)[0] * ranks == kept
-    assert 2 / 7 < layer_over(4, again=True)[1] / layer_over(4)[1] - 1 < 1 / 3      # 2/7 in attention, whose backward is 5/2, 1/3 in products
+    assert (
+        2 / 7 < layer_over(4, again=True)[1] / layer_over(4)[1] - 1 < 1 / 3
+    )  # 2/7 in attention, whose backward is 5/2, 1/3 in products
 
     def rank():
         return train(Problem(), zigzag), train(Problem(), zigzag, sums_gradients=False)
@@ -421,4 +554,6 @@ def test_seq_parallel_concept():
     expected = one_process(Problem())
     for right, without in launch.run(rank, ranks=2):
         assert difference(right, expected) < TOLERANCE
-        assert abs(without.losses[0] - expected.losses[0]) < TOLERANCE and difference(without, expected) > 1e-3
+        assert (
+            abs(without.losses[0] - expected.losses[0]) < TOLERANCE and difference(without, expected) > 1e-3
+        )

@@ -1,4 +1,5 @@
 """Other ways round: whole rows of scores, work for idle ranks, rings in rings, and a checkpoint that leaves attention alone."""
+
 from collections import Counter
 from fractions import Fraction
 from functools import partial
@@ -39,6 +40,7 @@ from tests.parallel import TOLERANCE, small
 
 # ---- ring self-attention ---------------------------------------------------------------------------------------------
 
+
 def row_peaks(tokens):
     q, k, v, dout = (torch.empty(1, 2, tokens, 8) for _ in range(4))
     group = collectives.world()
@@ -49,15 +51,25 @@ def row_peaks(tokens):
         rows_backward(dout, q, k, v, p, group)
     with Ledger() as by_blocks:
         ring_forward(q, k, v, group, contiguous, False, FUSED)
-    return p.nbytes, forward.peak_bytes, backward.peak_bytes, by_blocks.peak_bytes, calls, backward.num_calls("send")
+    return (
+        p.nbytes,
+        forward.peak_bytes,
+        backward.peak_bytes,
+        by_blocks.peak_bytes,
+        calls,
+        backward.num_calls("send"),
+    )
 
 
 def test_ring_self_attention():
     """Equal to full attention; two passes of n-1 steps; rows of T scores on T/n queries are stored, O(T²/n)."""
+
     def rank():
         group, found = collectives.world(), []
         for heads, causal, layout in ((GQA, True, zigzag), (MHA, False, contiguous), (MQA, True, contiguous)):
-            ours, sent = over(partial(ring_self_attention, group=group, layout=layout, causal=causal), group, layout, heads)
+            ours, sent = over(
+                partial(ring_self_attention, group=group, layout=layout, causal=causal), group, layout, heads
+            )
             found.append((furthest(ours, whole(heads, causal)), sent, heads[1]))
         return found
 
@@ -69,23 +81,33 @@ def test_ring_self_attention():
     n = 8
     for tokens in (128, 256):
         rows, forward, backward, by_blocks, calls, more = dryrun.run(row_peaks, tokens, ranks=n)
-        assert rows == 2 * (n * tokens) ** 2 // n * 4                          # B·H·T²/n in float32
-        assert rows < forward < 1.4 * rows and 2 * rows < backward < 2.4 * rows and calls == 2 * (n - 1) and more == 4 * (n - 1)
+        assert rows == 2 * (n * tokens) ** 2 // n * 4  # B·H·T²/n in float32
+        assert (
+            rows < forward < 1.4 * rows
+            and 2 * rows < backward < 2.4 * rows
+            and calls == 2 * (n - 1)
+            and more == 4 * (n - 1)
+        )
         assert by_blocks < forward / (tokens / 32)
 
 
 # ---- DistFlashAttention ----------------------------------------------------------------------------------------------
 
+
 def test_balanced_schedules_are_complete():
     for n in range(1, 17):
-        for schedule, rounds, idle in ((balanced(n), n // 2 + 1, Fraction(0) if n % 2 else Fraction(1, 2 * n)),
-                                       (unbalanced(n), n, Fraction(n * n - n, 2 * n * n))):
+        for schedule, rounds, idle in (
+            (balanced(n), n // 2 + 1, Fraction(0) if n % 2 else Fraction(1, 2 * n)),
+            (unbalanced(n), n, Fraction(n * n - n, 2 * n * n)),
+        ):
             check(schedule)
             assert len(schedule) == rounds and idle_fraction(schedule) == idle
-            for t in range(rounds):                     # what one is given, another needs; each gives and takes at most once
+            for t in range(rounds):  # what one is given, another needs; each gives and takes at most once
                 gifts = [(rank, *gift) for rank in range(n) if (gift := given(schedule, t, rank))]
-                assert sorted(gifts) == sorted((need[0], rank, need[1]) for rank in range(n) if (need := needs(schedule, t, rank)))
-    assert Fraction(idle_slots(balanced(8)), 8 * 5) == Fraction(1, 10)          # of its own slots: 1/(n+2)
+                assert sorted(gifts) == sorted(
+                    (need[0], rank, need[1]) for rank in range(n) if (need := needs(schedule, t, rank))
+                )
+    assert Fraction(idle_slots(balanced(8)), 8 * 5) == Fraction(1, 10)  # of its own slots: 1/(n+2)
 
 
 def test_a_schedule_with_a_fault_is_refused():
@@ -96,8 +118,12 @@ def test_a_schedule_with_a_fault_is_refused():
     missing, twice, stranger, busy = (balanced(4) for _ in range(4))
     busy[1][2], busy[2][2] = Work(2, 0), Work(2, 1)
     missing[1][2], twice[2][0], stranger[1][0], stranger[1][1] = None, Work(3, 0), Work(1, 0), Work(3, 0)
-    for schedule, text in ((missing, "1 tiles missing or masked, 0 twice"), (twice, "0 tiles missing or masked, 1 twice"),
-                           (stranger, "1 computed by a rank that owns neither"), (busy, "two ranks want data of the same rank in one round")):
+    for schedule, text in (
+        (missing, "1 tiles missing or masked, 0 twice"),
+        (twice, "0 tiles missing or masked, 1 twice"),
+        (stranger, "1 computed by a rank that owns neither"),
+        (busy, "two ranks want data of the same rank in one round"),
+    ):
         with pytest.raises(ValueError, match=text):
             dryrun.run(run, schedule, ranks=4)
 
@@ -122,22 +148,37 @@ def test_balanced_equals_full_attention_and_sends_what_it_says(ranks):
 
     def rank():
         group, found = collectives.world(), {}
-        for heads, schedule, blocks in ((GQA, balanced, FUSED), (MHA, balanced, PLAIN), (GQA, unbalanced, FUSED)):
-            ours, sent = over(partial(balanced_attention, group=group, schedule=schedule, blocks=blocks), group, contiguous, heads, length)
+        for heads, schedule, blocks in (
+            (GQA, balanced, FUSED),
+            (MHA, balanced, PLAIN),
+            (GQA, unbalanced, FUSED),
+        ):
+            ours, sent = over(
+                partial(balanced_attention, group=group, schedule=schedule, blocks=blocks),
+                group,
+                contiguous,
+                heads,
+                length,
+            )
             found[heads, schedule.__name__] = furthest(ours, whole(heads, True, length)), sent
         return found
 
     for number, found in enumerate(launch.run(rank, ranks=ranks)):
         for (heads, schedule), (apart, sent) in found.items():
             assert apart < TOLERANCE, (heads, schedule)
-            assert sent == tile_bytes({"balanced": balanced, "unbalanced": unbalanced}[schedule](ranks), number, heads, 8)
+            assert sent == tile_bytes(
+                {"balanced": balanced, "unbalanced": unbalanced}[schedule](ranks), number, heads, 8
+            )
 
 
 def test_without_the_helpers_results_it_fails():
     def rank():
         group, run = collectives.world(), balanced_module.run
         balanced_module.run = lambda *args: run(*args[:-1], lambda what, result: None)
-        return furthest(over(partial(balanced_attention, group=group), group, contiguous, GQA, 12)[0], whole(GQA, True, 12))
+        return furthest(
+            over(partial(balanced_attention, group=group), group, contiguous, GQA, 12)[0],
+            whole(GQA, True, 12),
+        )
 
     assert min(launch.run(rank, ranks=3)) > 1e-3
 
@@ -156,21 +197,27 @@ def test_balanced_data_travel_a_round_ahead():
 
 def attention_time(core, n, tokens=1024):
     """Of a forward pass, in tiles' times, on devices joined by links that cost nothing."""
+
     def run():
         q, k, v = (torch.empty(1, 1, tokens, 128, dtype=torch.bfloat16) for _ in range(3))
         with Ledger() as ledger:
             core(q, k, v, group=collectives.world())
         return ledger.events
 
-    timeline = replay({rank: dryrun.run(run, rank=rank, ranks=n) for rank in range(n)}, ideal(1e12, 1e20, 1e20, n))
+    timeline = replay(
+        {rank: dryrun.run(run, rank=rank, ranks=n) for rank in range(n)}, ideal(1e12, 1e20, 1e20, n)
+    )
     return timeline.step_s / (4 * tokens**2 * 128 / 1e12)
 
 
 def layer_step(way, group, x, where):
     """A layer forward and backward, its core a ring: as it is, computed again, or computed again but for attention."""
     settings = dict(group=group, layout=zigzag, causal=True, blocks=FUSED)
-    core = Sparing(partial(ring_forward, **settings), partial(ring_backward, **settings)) if way == "spared" \
+    core = (
+        Sparing(partial(ring_forward, **settings), partial(ring_backward, **settings))
+        if way == "spared"
         else lambda q, k, v: ring_attention(q, k, v, group=group, layout=zigzag)
+    )
     block = Block(small(d_model=64, max_positions=4096), "layers.1", attention=core, dtype=x.dtype)
     for param in block.parameters():
         torch.nn.init.normal_(param, generator=torch.Generator().manual_seed(1))
@@ -178,7 +225,13 @@ def layer_step(way, group, x, where):
         if way == "plain":
             y = block(x, where)
         else:
-            y = checkpoint(block, x, where, use_reentrant=False, **(dict(context_fn=core.contexts) if way == "spared" else {}))
+            y = checkpoint(
+                block,
+                x,
+                where,
+                use_reentrant=False,
+                **(dict(context_fn=core.contexts) if way == "spared" else {}),
+            )
         kept = ledger.live_bytes
         y.square().sum().backward()
     return [y, x.grad, *(param.grad for param in block.parameters())], ledger, kept
@@ -189,33 +242,50 @@ def test_dist_flash_attn():
     attention again, with the same gradients."""
     for n in (4, 5):
         assert abs(attention_time(partial(ring_attention, causal=True), n) - (n - 1 / 2)) < 0.01
-        assert abs(attention_time(balanced_attention, n) - (n // 2 + 1 / 2)) < 0.01 and len(balanced(n)) == n // 2 + 1
+        assert (
+            abs(attention_time(balanced_attention, n) - (n // 2 + 1 / 2)) < 0.01
+            and len(balanced(n)) == n // 2 + 1
+        )
 
     def dry(way):
         x = torch.empty(1, 1024, 64, requires_grad=True)
-        _, ledger, kept = layer_step(way, collectives.world(), x, positions(zigzag, collectives.world(), 4096))
-        return ledger.flops_by_operator["_scaled_dot_product_flash_attention_for_cpu"], ledger.flops, ledger.sent_bytes(), kept
+        _, ledger, kept = layer_step(
+            way, collectives.world(), x, positions(zigzag, collectives.world(), 4096)
+        )
+        return (
+            ledger.flops_by_operator["_scaled_dot_product_flash_attention_for_cpu"],
+            ledger.flops,
+            ledger.sent_bytes(),
+            kept,
+        )
 
     plain, again, spared = (dryrun.run(dry, way, ranks=4) for way in ("plain", "again", "spared"))
-    assert again[0] == 2 * plain[0] and spared[0] == plain[0]                   # recomputed attention: 0 FLOPs
-    assert again[1] - spared[1] == plain[0] and spared[1] > plain[1]            # everything else is computed again
-    assert spared[2] == plain[2] == 3 * (again[2] - plain[2])                   # and K, V do not go round again
-    assert spared[3] - again[3] == 1024 * 64 * 4 + 1024 * 4 * 4                 # for O and lse of 4 heads
+    assert again[0] == 2 * plain[0] and spared[0] == plain[0]  # recomputed attention: 0 FLOPs
+    assert again[1] - spared[1] == plain[0] and spared[1] > plain[1]  # everything else is computed again
+    assert spared[2] == plain[2] == 3 * (again[2] - plain[2])  # and K, V do not go round again
+    assert spared[3] - again[3] == 1024 * 64 * 4 + 1024 * 4 * 4  # for O and lse of 4 heads
     assert spared[3] < plain[3] / 4
 
     def rank():
         group = collectives.world()
         found = []
         for way in ("plain", "spared", "again"):
-            x = torch.randn(2, 8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank())).requires_grad_()
-            found.append([y.detach() for y in layer_step(way, group, x, positions(zigzag, group, 8 * group.size()))[0]])
+            x = torch.randn(
+                2, 8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank())
+            ).requires_grad_()
+            found.append(
+                [y.detach() for y in layer_step(way, group, x, positions(zigzag, group, 8 * group.size()))[0]]
+            )
         return furthest(found[1], found[0]), furthest(found[2], found[0])
 
     assert max(map(max, launch.run(rank, ranks=2))) < TOLERANCE
 
 
 def test_sparing_refuses_what_was_not_there_the_first_time():
-    core, q = Sparing(partial(PLAIN.forward, causal=True), partial(PLAIN.backward, causal=True)), torch.randn(1, 2, 4, 4)
+    core, q = (
+        Sparing(partial(PLAIN.forward, causal=True), partial(PLAIN.backward, causal=True)),
+        torch.randn(1, 2, 4, 4),
+    )
     first, second = core.contexts()
     with first:
         out = core(q, q, q)
@@ -227,9 +297,17 @@ def test_sparing_refuses_what_was_not_there_the_first_time():
 
 # ---- BurstAttention --------------------------------------------------------------------------------------------------
 
+
 def ideal(flops, inside, across, per_node):
     device = Device("device", {"bfloat16": flops, "float32": flops}, 80e9, 1e30, "a test")
-    return Machine("ideal", device, per_node, Link("inside", 0.0, inside, "a test"), Link("across", 0.0, across, "a test"), per_node)
+    return Machine(
+        "ideal",
+        device,
+        per_node,
+        Link("inside", 0.0, inside, "a test"),
+        Link("across", 0.0, across, "a test"),
+        per_node,
+    )
 
 
 def side_bytes(side, heads, n, tokens):
@@ -259,12 +337,25 @@ def burst_steps(core, tokens, nodes, devices):
 
 def test_burst_attention():
     """Equal to full attention by either side of backward, bytes by formula; exposed = max(0, t_comm - t_comp) a step in both rings."""
+
     def rank():
         mesh, found = Mesh(dp=2, tp=2), {}
-        for heads, causal, layout in ((MHA, True, zigzag), (GQA, True, striped), (MQA, False, contiguous), (GQA, True, contiguous)):
+        for heads, causal, layout in (
+            (MHA, True, zigzag),
+            (GQA, True, striped),
+            (MQA, False, contiguous),
+            (GQA, True, contiguous),
+        ):
             expected = whole(heads, causal)
             for side in ("queries", "keys"):
-                core = partial(burst_attention, inside=mesh.group("tp"), across=mesh.group("dp"), layout=layout, causal=causal, backward_sends=side)
+                core = partial(
+                    burst_attention,
+                    inside=mesh.group("tp"),
+                    across=mesh.group("dp"),
+                    layout=layout,
+                    causal=causal,
+                    backward_sends=side,
+                )
                 ours, sent = over(core, collectives.world(), layout, heads)
                 found[heads, layout.__name__, side] = furthest(ours, expected), sent
         return found
@@ -272,9 +363,15 @@ def test_burst_attention():
     for found in launch.run(rank, ranks=4):
         for (heads, layout, side), (apart, (forward, backward)) in found.items():
             assert apart < TOLERANCE, (heads, layout, side)
-            assert forward == 3 * 2 * B * heads[1] * T // 4 * K * 8 and backward == side_bytes(side, heads, 4, T // 4)
-    assert side_bytes("queries", MHA, 4, 8) / side_bytes("keys", MHA, 4, 8) == 3 / 4 + 2 / (4 * K)       # a quarter less, but for two numbers a row
-    assert side_bytes("queries", GQA, 4, 8) > side_bytes("keys", GQA, 4, 8)                             # with shared heads keys are the lighter side
+            assert forward == 3 * 2 * B * heads[1] * T // 4 * K * 8 and backward == side_bytes(
+                side, heads, 4, T // 4
+            )
+    assert side_bytes("queries", MHA, 4, 8) / side_bytes("keys", MHA, 4, 8) == 3 / 4 + 2 / (
+        4 * K
+    )  # a quarter less, but for two numbers a row
+    assert side_bytes("queries", GQA, 4, 8) > side_bytes(
+        "keys", GQA, 4, 8
+    )  # with shared heads keys are the lighter side
 
     nodes, devices, flops, inside, across = 2, 4, 1e12, 8e9, 1e9
     for tokens in (128, 512, 1024):
@@ -292,9 +389,20 @@ def test_burst_attention():
 
 def test_a_node_s_next_block_is_on_its_way_during_the_whole_inner_ring():
     events = burst_steps(two_level, 16, 3, 4)[5]
-    assert sum(event.axis == "dp" and event.op == "send" for event in events if isinstance(event, Issue)) == 2 * 2      # K and V, N - 1 times
-    assert sum(event.axis == "tp" and event.op == "send" for event in events if isinstance(event, Issue)) == 2 * 9      # N·(M - 1) times
-    assert sorted(Counter(hidden(events)).items()) == [(("receive", 1), 18), (("receive", 4), 4), (("send", 1), 18), (("send", 4), 4)]
+    assert (
+        sum(event.axis == "dp" and event.op == "send" for event in events if isinstance(event, Issue))
+        == 2 * 2
+    )  # K and V, N - 1 times
+    assert (
+        sum(event.axis == "tp" and event.op == "send" for event in events if isinstance(event, Issue))
+        == 2 * 9
+    )  # N·(M - 1) times
+    assert sorted(Counter(hidden(events)).items()) == [
+        (("receive", 1), 18),
+        (("receive", 4), 4),
+        (("send", 1), 18),
+        (("send", 4), 4),
+    ]
 
 
 def test_bad_input_is_one_line():
@@ -302,12 +410,22 @@ def test_bad_input_is_one_line():
         q = torch.empty(1, 4, 4, 4)
         k = torch.empty(1, 3 if core is ring_self_attention else 4, 4, 4)
         group = collectives.world()
-        groups = dict(inside=group, across=Mesh(dp=2, tp=1).group("tp")) if core is burst_attention else dict(group=group)
+        groups = (
+            dict(inside=group, across=Mesh(dp=2, tp=1).group("tp"))
+            if core is burst_attention
+            else dict(group=group)
+        )
         core(q, k, k, **groups, **more)
 
-    for core, more, text in ((ring_self_attention, {}, "ring_self_attention: 4 query heads are not a multiple of 3 K/V heads"),
-                             (balanced_attention, dict(dropout=0.1), "balanced_attention: dropout=0.1"),
-                             (burst_attention, dict(backward_sends="values"), "backward_sends='values'; choose from queries, keys")):
+    for core, more, text in (
+        (ring_self_attention, {}, "ring_self_attention: 4 query heads are not a multiple of 3 K/V heads"),
+        (balanced_attention, dict(dropout=0.1), "balanced_attention: dropout=0.1"),
+        (
+            burst_attention,
+            dict(backward_sends="values"),
+            "backward_sends='values'; choose from queries, keys",
+        ),
+    ):
         with pytest.raises(ValueError, match=text) as error:
             dryrun.run(partial(run, core, **more), ranks=2)
         assert "\n" not in str(error.value)
@@ -315,11 +433,20 @@ def test_bad_input_is_one_line():
 
 def test_bfloat16_stays_near():
     """Sums are in float32 in all of them; what travels is rounded once a hop."""
+
     def rank():
         group, mesh = collectives.world(), Mesh(dp=2, tp=2)
         burst = partial(burst_attention, inside=mesh.group("tp"), across=mesh.group("dp"))
-        cores = (ring_self_attention, dict(group=group)), (balanced_attention, dict(group=group)), (burst, {}), (burst, dict(backward_sends="keys"))
-        return [furthest(over(partial(core, **more), group, dtype=torch.bfloat16)[0], whole()) for core, more in cores]
+        cores = (
+            (ring_self_attention, dict(group=group)),
+            (balanced_attention, dict(group=group)),
+            (burst, {}),
+            (burst, dict(backward_sends="keys")),
+        )
+        return [
+            furthest(over(partial(core, **more), group, dtype=torch.bfloat16)[0], whole())
+            for core, more in cores
+        ]
 
     alone = furthest(whole(dtype=torch.bfloat16), whole())
     for found in launch.run(rank, ranks=4):

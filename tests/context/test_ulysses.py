@@ -1,4 +1,5 @@
 """Ulysses and dynamic sequence parallelism: equal to attention on one device, bytes beside Megatron's, clear refusals."""
+
 from functools import partial
 
 import pytest
@@ -24,6 +25,7 @@ TOLERANCE = 1e-12
 
 # ---- one device ------------------------------------------------------------------------------------------------------
 
+
 def whole_attention(q, k, v, causal):
     k, v = spread(q, k, v)
     scores = q @ k.mT / q.size(-1) ** 0.5
@@ -35,7 +37,10 @@ def whole_attention(q, k, v, causal):
 def example(heads, kv_heads, length, width=3, batch=2):
     """q, k, v and the gradient of the output, of all tokens, on every rank the same."""
     rng = torch.Generator().manual_seed(7)
-    return [torch.randn(batch, h, length, width, generator=rng, dtype=torch.float64) for h in (heads, kv_heads, kv_heads, heads)]
+    return [
+        torch.randn(batch, h, length, width, generator=rng, dtype=torch.float64)
+        for h in (heads, kv_heads, kv_heads, heads)
+    ]
 
 
 def distance(core, layout, group, heads=8, kv_heads=8, length=16, causal=True):
@@ -60,12 +65,21 @@ def everything():
         for layout in (contiguous, zigzag, striped):
             for causal, core in ((True, causal_attention), (False, full)):
                 run = partial(ulysses_attention, group=group, core=core, layout=layout)
-                found[heads, kv_heads, layout.__name__, causal] = distance(run, layout, group, heads, kv_heads, causal=causal)
+                found[heads, kv_heads, layout.__name__, causal] = distance(
+                    run, layout, group, heads, kv_heads, causal=causal
+                )
     *_, dout = example(8, 8, 16)
-    mixed = [dout.clone().requires_grad_(), *example(8, 2, 16)[1:3]]                 # values wider than queries, as in latent attention
+    mixed = [
+        dout.clone().requires_grad_(),
+        *example(8, 2, 16)[1:3],
+    ]  # values wider than queries, as in latent attention
     mixed[2] = torch.cat((mixed[2], mixed[2] + 1), -1)
-    ours = ulysses_attention(*(split(x, contiguous, group, 2) for x in mixed), group=group, core=causal_attention)
-    found["wide values"] = (ours - split(whole_attention(*mixed, True), contiguous, group, 2)).abs().max().item()
+    ours = ulysses_attention(
+        *(split(x, contiguous, group, 2) for x in mixed), group=group, core=causal_attention
+    )
+    found["wide values"] = (
+        (ours - split(whole_attention(*mixed, True), contiguous, group, 2)).abs().max().item()
+    )
     return found
 
 
@@ -83,9 +97,11 @@ def test_without_it_the_result_is_another(broken):
         if broken == "all-to-all":
             collectives.all_to_all = lambda x, group, dim=0: x
         elif broken == "order":
-            layout = zigzag                                                          # held so, but not said
+            layout = zigzag  # held so, but not said
         else:
-            torch.Tensor.repeat_interleave = lambda x, n, dim: x.repeat(1, n, 1, 1)  # heads 0 1 0 1, where 0 0 1 1 is meant
+            torch.Tensor.repeat_interleave = lambda x, n, dim: x.repeat(
+                1, n, 1, 1
+            )  # heads 0 1 0 1, where 0 0 1 1 is meant
         run = partial(ulysses_attention, group=world(), core=partial(whole_attention, causal=True))
         return distance(run, layout, world(), kv_heads=2 if broken == "copies" else 8)
 
@@ -120,7 +136,9 @@ def one_layer(way):
         y.square().sum().backward()
     calls = ledger.num_calls()
     weight = layer.attention.q.weight.grad
-    weight = collectives.all_reduce(weight, group) if way == "ulysses" else collectives.all_gather(weight, group)
+    weight = (
+        collectives.all_reduce(weight, group) if way == "ulysses" else collectives.all_gather(weight, group)
+    )
     return forward, ledger.sent_bytes(), calls, (y.detach(), x.grad, weight)
 
 
@@ -135,7 +153,9 @@ def test_ulysses(ranks):
     for way, volume, calls, runs in zip(("ulysses", "megatron"), (unit // ranks, unit), (4, 10), zip(*found)):
         for forward, both, number, (_, _, weight) in runs:
             assert (forward, number) == (volume, calls)
-            assert both == (2 * volume if way == "ulysses" else volume * 10 // 4)      # Megatron gathers its inputs again
+            assert both == (
+                2 * volume if way == "ulysses" else volume * 10 // 4
+            )  # Megatron gathers its inputs again
             assert (weight - layer.attention.q.weight.grad).abs().max() < TOLERANCE
         for place, whole in ((0, y), (1, x.grad)):
             assert (torch.cat([found[place] for *_, found in runs], 1) - whole).abs().max() < TOLERANCE
@@ -149,7 +169,9 @@ def core_bytes(heads, kv_heads):
     return ledger.num_calls(), ledger.sent_bytes()
 
 
-@pytest.mark.parametrize("heads, kv_heads, sent_kv_heads", [(8, 8, 8), (8, 4, 4), (8, 2, 4), (8, 1, 4), (12, 6, 12)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, sent_kv_heads", [(8, 8, 8), (8, 4, 4), (8, 2, 4), (8, 1, 4), (12, 6, 12)]
+)
 def test_bytes_of_grouped_heads(heads, kv_heads, sent_kv_heads):
     """Few K/V heads are sent as few, unless there are fewer than ranks: then each rank needs a copy."""
     elements = (2 * heads + 2 * sent_kv_heads) * 2 * 16 // 4 * 3
@@ -173,7 +195,9 @@ def test_memory():
 # ---- dynamic ---------------------------------------------------------------------------------------------------------
 
 FRAMES, PATCHES = 8, 16
-SPATIAL_TEMPORAL = GPTConfig(vocab_size=64, d_model=D, num_layers=1, num_heads=8, max_positions=16, positions="rope", norm="rms")
+SPATIAL_TEMPORAL = GPTConfig(
+    vocab_size=64, d_model=D, num_layers=1, num_heads=8, max_positions=16, positions="rope", norm="rms"
+)
 
 
 def layer_along(layer, positions=None):
@@ -185,7 +209,10 @@ def video(way, group):
     x = torch.linspace(-1, 1, B * FRAMES * PATCHES * D, dtype=torch.float64).view(B, FRAMES, PATCHES, D).sin()
     x = (x if group is None else split(x, contiguous, group)).clone().requires_grad_()
     ulysses = partial(ulysses_attention, group=group, core=causal_attention)
-    spatial, temporal = block(config=SPATIAL_TEMPORAL), block(ulysses if way == "ulysses" else naive_attention, SPATIAL_TEMPORAL)
+    spatial, temporal = (
+        block(config=SPATIAL_TEMPORAL),
+        block(ulysses if way == "ulysses" else naive_attention, SPATIAL_TEMPORAL),
+    )
     with Ledger() as ledger:
         if way == "dsp":
             y = run_stages(x, [(2, layer_along(spatial)), (1, layer_along(temporal))], group, cut=1)
@@ -209,19 +236,27 @@ def test_dsp(ranks):
     found = launch.run(lambda: [video(way, world()) for way in ("dsp", "ulysses")], ranks=ranks)
     for way, factor, runs in zip(("dsp", "ulysses"), (2, 4), zip(*found)):
         for forward, both, _, summed in runs:
-            assert forward == (2, factor * unit) and both == (4, 2 * factor * unit)    # q, k and v are one message: 2 calls as well
+            assert forward == (2, factor * unit) and both == (
+                4,
+                2 * factor * unit,
+            )  # q, k and v are one message: 2 calls as well
             assert all((ours - theirs).abs().max() < 1e-11 for ours, theirs in zip(summed, weights))
         for place in (0, 1):
-            assert (torch.cat([found[place] for *_, found, _ in runs], 1) - expected[place]).abs().max() < TOLERANCE
+            assert (
+                torch.cat([found[place] for *_, found, _ in runs], 1) - expected[place]
+            ).abs().max() < TOLERANCE
         sent[way] = runs[0][0][1]
     assert sent["dsp"] <= 0.5 * sent["ulysses"] and sent["dsp"] <= 0.25 * 8 * unit
 
 
 def test_stages_switch_only_when_they_must():
     """Five stages over three dims: each dim is cut while nobody needs it, and the one needed last is cut next."""
+
     def rank():
         x = torch.arange(2 * 4 * 4 * 6 * 3, dtype=torch.float64).view(2, 4, 4, 6, 3)
-        stages = [(dim, lambda x: x.cumsum(1) / (1 + x.mean(1, keepdim=True).abs())) for dim in (2, 3, 1, 3, 2)]
+        stages = [
+            (dim, lambda x: x.cumsum(1) / (1 + x.mean(1, keepdim=True).abs())) for dim in (2, 3, 1, 3, 2)
+        ]
         with Ledger() as ledger:
             y = run_stages(split(x, contiguous, world()), stages, world(), cut=1)
         calls = ledger.num_calls()
@@ -230,14 +265,19 @@ def test_stages_switch_only_when_they_must():
         return calls, (y - split(x, contiguous, world())).abs().max().item()
 
     for calls, error in launch.run(rank, ranks=2):
-        assert calls == 2 and error < TOLERANCE           # dim 2 is cut for the third stage, as it is needed last, and dim 1 for the fifth
+        assert (
+            calls == 2 and error < TOLERANCE
+        )  # dim 2 is cut for the third stage, as it is needed last, and dim 1 for the fifth
 
 
 def test_switch_and_its_adjoint():
     """Both ways it is the identity; <switch x, y> = <x, switch' y>; to_heads does the same to several tensors at once."""
+
     def rank():
         group, rng = world(), torch.Generator().manual_seed(world().rank())
-        x, y = (torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((3, 8, 2, 5), (3, 2, 8, 5)))
+        x, y = (
+            torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((3, 8, 2, 5), (3, 2, 8, 5))
+        )
         x.requires_grad_()
         there = switch(x, group, cut=1, join=2)
         assert there.shape == y.shape and torch.equal(switch(there, group, cut=-2, join=-3), x)
@@ -252,22 +292,33 @@ def test_switch_and_its_adjoint():
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
+
 def ulysses_on(heads, kv_heads=None, layout=contiguous, length=3, kv_length=None, dtype=torch.float32):
     q, k = torch.ones(1, heads, length, 4), torch.ones(1, kv_heads or heads, kv_length or length, 4)
     return ulysses_attention(q, k.to(dtype), k, group=world(), core=causal_attention, layout=layout)
 
 
 REFUSED = {
-    "Ulysses: 2 heads cannot be dealt to the 4 ranks of world, each takes whole ones; take 1 or 2 ranks, and a ring": lambda: ulysses_on(2),
-    "Ulysses: 6 heads cannot be dealt to the 4 ranks of world, each takes whole ones; take 1 or 2 or 3 ranks": lambda: ulysses_on(6),
+    "Ulysses: 2 heads cannot be dealt to the 4 ranks of world, each takes whole ones; take 1 or 2 ranks, and a ring": lambda: (
+        ulysses_on(2)
+    ),
+    "Ulysses: 6 heads cannot be dealt to the 4 ranks of world, each takes whole ones; take 1 or 2 or 3 ranks": lambda: (
+        ulysses_on(6)
+    ),
     "expected [B, H, T/n, K] and twice [B, H_kv, T/n, K]": lambda: ulysses_on(4, kv_length=2),
     "k [1, 3, 3, 4]": lambda: ulysses_on(4, kv_heads=3),
     "q, k, v are torch.float32, torch.bfloat16, torch.float32": lambda: ulysses_on(4, dtype=torch.bfloat16),
-    "zigzag: T=12 is not a multiple of 8 pieces; pad the sequence to 16": lambda: ulysses_on(4, layout=zigzag),
-    "has 6 along dim 1, not a multiple of the 4 ranks of world; pad it": lambda: switch(torch.ones(2, 6, 2), world(), cut=1, join=2),
+    "zigzag: T=12 is not a multiple of 8 pieces; pad the sequence to 16": lambda: ulysses_on(
+        4, layout=zigzag
+    ),
+    "has 6 along dim 1, not a multiple of the 4 ranks of world; pad it": lambda: switch(
+        torch.ones(2, 6, 2), world(), cut=1, join=2
+    ),
     "cut and join are both dim 1": lambda: switch(torch.ones(2, 4, 2), world(), cut=1, join=-2),
     "there must be two": lambda: run_stages(torch.ones(2, 4, 8), [(1, torch.relu)], world(), cut=1),
-    "stages along dims [3] of x [2, 4, 8, 8]": lambda: run_stages(torch.ones(2, 4, 8, 8), [(3, torch.relu)], world(), cut=1),
+    "stages along dims [3] of x [2, 4, 8, 8]": lambda: run_stages(
+        torch.ones(2, 4, 8, 8), [(3, torch.relu)], world(), cut=1
+    ),
 }
 
 

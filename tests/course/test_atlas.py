@@ -1,4 +1,5 @@
 """A row enters the atlas only with a test that exists; conftest.py checks that it also ran."""
+
 import ast
 from pathlib import Path
 
@@ -22,7 +23,11 @@ def test_rows_are_complete_and_unique():
 def test_module_and_test_exist(row):
     assert (ROOT / row.module).exists(), f"{row.id} names {row.module}, which is not there"
     file, _, name = row.test.partition("::")
-    functions = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)}
+    functions = {
+        node.name
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
     assert name in functions, f"{row.id} names {row.test}, which is not there"
 
 

@@ -1,4 +1,5 @@
 """Exercise notebooks as files, as nbgrader makes them, as reports, and in a kernel."""
+
 import json
 import os
 import re
@@ -47,7 +48,9 @@ def test_the_notebooks_are_made_from_the_source_of_today(number):
 
 def edited_by_the_reader(path):
     """git knows another version, and what differs are answers: the copy of somebody who works on the exercises."""
-    status = subprocess.run(["git", "status", "--porcelain", "--", path.name], cwd=path.parent, capture_output=True)
+    status = subprocess.run(
+        ["git", "status", "--porcelain", "--", path.name], cwd=path.parent, capture_output=True
+    )
     return bool(status.stdout) and assignment.has_answers(assignment.cells_in(path))
 
 
@@ -69,7 +72,9 @@ def test_a_chapter_is_worth_ten_points_and_gives_nothing_away(number):
 def test_our_notebooks_equal_nbgraders(tmp_path, monkeypatch):
     program = os.environ.get("NBGRADER") or shutil.which("nbgrader")
     if program is None:
-        pytest.skip("set NBGRADER: python -m venv build/nbgrader && build/nbgrader/bin/pip install nbgrader==0.9.6")
+        pytest.skip(
+            "set NBGRADER: python -m venv build/nbgrader && build/nbgrader/bin/pip install nbgrader==0.9.6"
+        )
     assert assignment.compare_with_nbgrader(program, tmp_path / "as is") == []
     monkeypatch.setattr(assignment, "STUB", ["# another stub"])
     different = assignment.compare_with_nbgrader(program, tmp_path / "control")
@@ -78,19 +83,33 @@ def test_our_notebooks_equal_nbgraders(tmp_path, monkeypatch):
 
 def test_checksums_are_nbgraders():
     """The seals of nbgrader 0.9.6 for two cells, written down once; checking them needs no nbgrader."""
-    answer = {"cell_type": "code", "source": "x = 1", "metadata": {"nbgrader": {
-        "grade": False, "solution": True, "locked": False, "grade_id": "a"}}}
-    check = {"cell_type": "code", "source": "assert x", "metadata": {"nbgrader": {
-        "grade": True, "solution": False, "locked": True, "grade_id": "a-1", "points": 2}}}
+    answer = {
+        "cell_type": "code",
+        "source": "x = 1",
+        "metadata": {"nbgrader": {"grade": False, "solution": True, "locked": False, "grade_id": "a"}},
+    }
+    check = {
+        "cell_type": "code",
+        "source": "assert x",
+        "metadata": {
+            "nbgrader": {"grade": True, "solution": False, "locked": True, "grade_id": "a-1", "points": 2}
+        },
+    }
     assert [assignment.checksum(cell) for cell in (answer, check)] == [
-        "3952363144b9625d080fedd1f7d073ce", "d0e5e51c0550e8ff7f33573f2b91b5c1"]
+        "3952363144b9625d080fedd1f7d073ce",
+        "d0e5e51c0550e8ff7f33573f2b91b5c1",
+    ]
 
 
 def test_a_notebook_says_what_it_is(tmp_path):
     stub = with_answers(tmp_path / "stub.ipynb", {})
     edited = with_answers(tmp_path / "edited.ipynb", {"total": "def total(x, group): return x"})
     outdated = with_answers(tmp_path / "old.ipynb", {"total-sum": "# another check"})
-    assert [assignment.state(FIRST, path) for path in (stub, edited, outdated)] == ["stub", "edited", "outdated"]
+    assert [assignment.state(FIRST, path) for path in (stub, edited, outdated)] == [
+        "stub",
+        "edited",
+        "outdated",
+    ]
 
 
 def test_build_never_touches_answers(tmp_path, monkeypatch):
@@ -104,9 +123,15 @@ def test_build_never_touches_answers(tmp_path, monkeypatch):
     assert assignment.build()[0].parent.name == "source" and mine.read_text() == text
 
 
-@pytest.mark.parametrize("header, problem", [
-    ('# %% answer=""', "must be a name"), ('# %% check="a"', "needs points"), ("# %% cell", "not a cell header"),
-    ('# %% check="two words" points=1', "must be a name")])
+@pytest.mark.parametrize(
+    "header, problem",
+    [
+        ('# %% answer=""', "must be a name"),
+        ('# %% check="a"', "needs points"),
+        ("# %% cell", "not a cell header"),
+        ('# %% check="two words" points=1', "must be a name"),
+    ],
+)
 def test_a_bad_source_names_its_line(tmp_path, header, problem):
     path = tmp_path / "00_bad.py"
     path.write_text(f"# %% [markdown]\n# text\n\n{header}\nx = 1\n")
@@ -116,11 +141,17 @@ def test_a_bad_source_names_its_line(tmp_path, header, problem):
 
 # ---- grading ---------------------------------------------------------------------------------------------------------
 
+
 def test_the_report_of_a_notebook(judge, tmp_path):
-    answers = {"pass_on": SOLUTIONS["pass_on"], "total": "def total(x, group):\n    return x + 1 // 0\n",
-               "total-sum": "pass  # a check that was cut out",
-               "relay_bytes": "def relay_bytes(ranks, numel): return [0] * ranks"}
-    report = exercises.grade("00", with_answers(tmp_path / "mine.ipynb", answers), judge=judge, seed="1", detail=True)
+    answers = {
+        "pass_on": SOLUTIONS["pass_on"],
+        "total": "def total(x, group):\n    return x + 1 // 0\n",
+        "total-sum": "pass  # a check that was cut out",
+        "relay_bytes": "def relay_bytes(ranks, numel): return [0] * ranks",
+    }
+    report = exercises.grade(
+        "00", with_answers(tmp_path / "mine.ipynb", answers), judge=judge, seed="1", detail=True
+    )
     table = report.table()
     assert (report.earned, report.points) == (4, 10)
     assert "2/2  ok  Every rank holds its left neighbour's tensor" in table
@@ -128,19 +159,28 @@ def test_the_report_of_a_notebook(judge, tmp_path):
     assert "bytes of each rank: which ranks pass the tensor on" in table
     assert "its checks are not those of this version" in table
     assert "(line 2: return x + 1 // 0)" in table
-    assert "| Traceback (most recent call last):" in table and 'File "<your answer>", line 2, in total' in table
+    assert (
+        "| Traceback (most recent call last):" in table and 'File "<your answer>", line 2, in total' in table
+    )
     assert "answer.py" not in table
     again = exercises.grade("00", tmp_path / "mine.ipynb", judge=judge, seed="1").table()
     assert [line for line in again.splitlines() if "total 4/10" not in line] == [
-        line for line in table.splitlines() if "total 4/10" not in line and "  | " not in line]
+        line for line in table.splitlines() if "total 4/10" not in line and "  | " not in line
+    ]
 
 
 def test_what_is_missing_is_said_in_one_line(judge, tmp_path):
     lost = json.loads(with_answers(tmp_path / "lost.ipynb", {}).read_text())
-    lost["cells"] = [cell for cell in lost["cells"] if cell["metadata"].get("nbgrader", {}).get("grade_id") != "total"]
+    lost["cells"] = [
+        cell for cell in lost["cells"] if cell["metadata"].get("nbgrader", {}).get("grade_id") != "total"
+    ]
     (tmp_path / "lost.ipynb").write_text(json.dumps(lost))
     report = exercises.grade("00", tmp_path / "lost.ipynb", judge=judge)
-    assert report.earned == 0 and "the answer cell is gone" in report.table() and "not attempted yet" in report.table()
+    assert (
+        report.earned == 0
+        and "the answer cell is gone" in report.table()
+        and "not attempted yet" in report.table()
+    )
     with pytest.raises(ValueError, match="chapter 77 has no exercises; there are 00"):
         exercises.grade("77", judge=judge)
     with pytest.raises(ValueError, match="is not there"):
@@ -157,11 +197,14 @@ def test_all_chapters_in_one_table(judge):
 
 def test_equality_names_what_differs_but_not_the_value():
     import torch
+
     wanted = [torch.tensor([1.0, 42.0])] * 2
-    for actual, words in ((None, "a list of 2 is wanted, not None"),
-                          ([wanted[0], None], "a tensor is wanted, not None"),
-                          ([wanted[0], wanted[0].double()], "not a float64 tensor of shape \\[2\\]"),
-                          ([wanted[0], wanted[0] + 1], "all alike \\(seen at rank 1\\)")):
+    for actual, words in (
+        (None, "a list of 2 is wanted, not None"),
+        ([wanted[0], None], "a tensor is wanted, not None"),
+        ([wanted[0], wanted[0].double()], "not a float64 tensor of shape \\[2\\]"),
+        ([wanted[0], wanted[0] + 1], "all alike \\(seen at rank 1\\)"),
+    ):
         with pytest.raises(Failure, match=words) as caught:
             expect_equal(actual, wanted, "the sum", "all alike")
         assert "42" not in str(caught.value)
@@ -170,6 +213,7 @@ def test_equality_names_what_differs_but_not_the_value():
 
 def test_exact_numbers_add_up_in_every_order_and_real_ones_do_not():
     import torch
+
     draw = Draw("a seed")
     for dtype in (torch.float32, torch.float64):
         x = draw.exact(1024, 8, dtype=dtype)
@@ -177,24 +221,38 @@ def test_exact_numbers_add_up_in_every_order_and_real_ones_do_not():
         assert torch.equal(sum(x), sum(shuffled)) and torch.equal(x.sum(0), sum(shuffled))
     x = draw.real(1024)
     assert sum(x) != sum(x.flip(0))
-    assert all(Draw(None).mask(5).any() for _ in range(50)) and Draw(3).integer(0, 10**9) == Draw(3).integer(0, 10**9)
+    assert all(Draw(None).mask(5).any() for _ in range(50)) and Draw(3).integer(0, 10**9) == Draw(3).integer(
+        0, 10**9
+    )
 
 
 # ---- in a kernel -----------------------------------------------------------------------------------------------------
+
 
 def test_the_visible_checks_run_in_a_notebook_and_say_what_is_wrong(tmp_path):
     import nbformat
     from nbclient import NotebookClient
 
     wrong = next(cell.source for cell in FIRST.wrong if cell.attributes["fails"] == "own work")
-    notebook = nbformat.read(with_answers(tmp_path / "mine.ipynb", {**SOLUTIONS, "pass_on": wrong}), as_version=4)
-    NotebookClient(notebook, timeout=120, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    said = {cell.metadata.nbgrader.grade_id: "".join(str(output) for output in cell.outputs)
-            for cell in notebook.cells if cell.metadata.get("nbgrader", {}).get("grade")}
+    notebook = nbformat.read(
+        with_answers(tmp_path / "mine.ipynb", {**SOLUTIONS, "pass_on": wrong}), as_version=4
+    )
+    NotebookClient(
+        notebook, timeout=120, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    said = {
+        cell.metadata.nbgrader.grade_id: "".join(str(output) for output in cell.outputs)
+        for cell in notebook.cells
+        if cell.metadata.get("nbgrader", {}).get("grade")
+    }
     for name in ("total-sum", "total-bytes", "relay_bytes-four", "relay_bytes-any"):
         assert "the visible checks pass" in said[name], said[name]
     assert "own work: this task asks you to write it yourself: it calls rotate" in said["pass_on-result"]
     assert "return collectives.rotate(x, group)" in said["pass_on-result"]
-    assert "minitrain/course/grading" not in said["pass_on-result"], "the student sees the rule, not our stack"
-    shown = "".join(str(output) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs)
+    assert "minitrain/course/grading" not in said["pass_on-result"], (
+        "the student sees the rule, not our stack"
+    )
+    shown = "".join(
+        str(output) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    )
     assert "no deadlock: nobody can go on: rank 0 waits to send float32[1] to rank 1; rank 1 waits" in shown

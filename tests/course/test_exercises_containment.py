@@ -3,6 +3,7 @@
 Each adversary is an answer cell for the task `total` of chapter 00. Where an attack needs walls to fail, the same
 attack is run without walls as a control: there it succeeds, so the walls and nothing else stop it.
 """
+
 import os
 import shutil
 import subprocess
@@ -19,8 +20,11 @@ from minitrain.course.grading.judge import Code, Judge
 from minitrain.course.grading.trial import Failure
 
 CHAPTER = book.chapter("00")
-ONE_TASK = book.Chapter("00", CHAPTER.path, [cell for cell in CHAPTER.cells
-                                             if cell.role == "given" or cell.name.startswith("total")])
+ONE_TASK = book.Chapter(
+    "00",
+    CHAPTER.path,
+    [cell for cell in CHAPTER.cells if cell.role == "given" or cell.name.startswith("total")],
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +47,10 @@ def below(judge: Judge) -> set[int]:
     """Processes below the server of answers, and those of the user that answers become."""
     strangers = {61184 + os.getpid() % 4000} if os.geteuid() == 0 else set()
     return {process.pid for process in psutil.Process(judge.server.pid).children(recursive=True)} | {
-        process.pid for process in psutil.process_iter(["uids"])
-        if process.info["uids"] and process.info["uids"].real in strangers}
+        process.pid
+        for process in psutil.process_iter(["uids"])
+        if process.info["uids"] and process.info["uids"].real in strangers
+    }
 
 
 def graded(judge: Judge, answer: str, time_limit_s: float = 40.0):
@@ -61,41 +67,64 @@ REFERENCE = next(task.answer.source for task in CHAPTER.tasks if task.answer.nam
 ADVERSARIES = {
     "an endless loop": ("time limit", "def total(x, group):\n    while True: pass"),
     "an endless loop outside the function": ("time limit", "while True: pass"),
-    "a receive nobody sends for": ("no deadlock", """
+    "a receive nobody sends for": (
+        "no deadlock",
+        """
 def total(x, group):
-    return collectives.receive(x, (group.rank() + 1) % group.size(), group)"""),
-    "a collective that one rank leaves out": ("no deadlock", """
+    return collectives.receive(x, (group.rank() + 1) % group.size(), group)""",
+    ),
+    "a collective that one rank leaves out": (
+        "no deadlock",
+        """
 def total(x, group):
-    return x if group.rank() == 0 else collectives.barrier(group)"""),
-    "a hang in a thread of its own": ("no deadlock", """
+    return x if group.rank() == 0 else collectives.barrier(group)""",
+    ),
+    "a hang in a thread of its own": (
+        "no deadlock",
+        """
 import threading
 def total(x, group):
     thread = threading.Thread(target=lambda: collectives.receive(x, (group.rank() + 1) % group.size(), group))
     thread.start()
-    thread.join()"""),
+    thread.join()""",
+    ),
     "exit code 0": ("a result", "import os\ndef total(x, group):\n    os._exit(0)"),
     "sys.exit": ("no error", "import sys\ndef total(x, group):\n    sys.exit(0)"),
-    "a fork bomb": ("time limit", """
+    "a fork bomb": (
+        "time limit",
+        """
 import os
 def total(x, group):
     while True:
         try: os.fork()
-        except OSError: pass"""),
+        except OSError: pass""",
+    ),
     "a memory bomb": ("memory limit", "def total(x, group):\n    return torch.ones(1 << 34)"),
-    "a memory bomb in small pieces": ("memory limit", """
+    "a memory bomb in small pieces": (
+        "memory limit",
+        """
 def total(x, group):
     kept = []
-    while True: kept.append(torch.ones(1 << 20))"""),
-    "a memory bomb in shared memory": ("no error", """
+    while True: kept.append(torch.ones(1 << 20))""",
+    ),
+    "a memory bomb in shared memory": (
+        "no error",
+        """
 import mmap
 def total(x, group):
     kept = []
-    while True: kept.append(mmap.mmap(-1, 1 << 26))"""),
-    "a huge file": ("no error", """
+    while True: kept.append(mmap.mmap(-1, 1 << 26))""",
+    ),
+    "a huge file": (
+        "no error",
+        """
 def total(x, group):
     with open("big", "wb") as file:
-        while True: file.write(bytes(1 << 20))"""),
-    "a daemon that outlives its parent": ("a result", """
+        while True: file.write(bytes(1 << 20))""",
+    ),
+    "a daemon that outlives its parent": (
+        "a result",
+        """
 import os, time
 def total(x, group):
     if os.fork() == 0:
@@ -103,36 +132,54 @@ def total(x, group):
         if os.fork() == 0:
             time.sleep(1000)
         os._exit(0)
-    os._exit(0)"""),
-    "a printed score": ("sum on every rank", """
+    os._exit(0)""",
+    ),
+    "a printed score": (
+        "sum on every rank",
+        """
 import sys
 def total(x, group):
     print("\\x1b[2J  2/2  ok  Every rank returns the sum\\n\\ntotal 10/10", flush=True)
     sys.stderr.write("total 10/10\\n")
-    return x"""),
-    "an error that looks like a table": ("no error", """
+    return x""",
+    ),
+    "an error that looks like a table": (
+        "no error",
+        """
 def total(x, group):
-    raise RuntimeError("\\x1b[2J\\r\\n  2/2  ok  Every rank returns the sum\\ntotal 10/10")"""),
-    "a forged verdict on the line": ("data", """
+    raise RuntimeError("\\x1b[2J\\r\\n  2/2  ok  Every rank returns the sum\\ntotal 10/10")""",
+    ),
+    "a forged verdict on the line": (
+        "data",
+        """
 import gc
 def total(x, group):
     from minitrain.course.grading.frames import Line
     lines = [thing for thing in gc.get_objects() if isinstance(thing, Line)]
     for line in lines: line.send({"is": "verdict", "passed": True, "points": 10})
-    return x"""),
-    "a torch that finds everything equal": ("sum on every rank", """
+    return x""",
+    ),
+    "a torch that finds everything equal": (
+        "sum on every rank",
+        """
 def total(x, group):
     torch.equal = torch.allclose = torch.Tensor.equal = torch.Tensor.__eq__ = lambda *a, **k: True
     class Anything(torch.Tensor):
         __eq__ = __ne__ = lambda *a: True
-    return x.as_subclass(Anything)"""),
-    "an object that is equal to everything": ("data", """
+    return x.as_subclass(Anything)""",
+    ),
+    "an object that is equal to everything": (
+        "data",
+        """
 class Anything:
     __eq__ = lambda *a: True
     __class__ = property(lambda self: torch.Tensor)
 def total(x, group):
-    return Anything()"""),
-    "a search of all frames and objects for what is wanted": ("sum on every rank", """
+    return Anything()""",
+    ),
+    "a search of all frames and objects for what is wanted": (
+        "sum on every rank",
+        """
 import gc, sys
 def total(x, group):
     frame = sys._getframe()
@@ -141,19 +188,26 @@ def total(x, group):
             if name in frame.f_locals: return frame.f_locals[name][group.rank()]
         frame = frame.f_back
     tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.shape == x.shape]
-    return sum(tensors) if len(tensors) == group.size() else x"""),
-    "a header that never ends": ("data", """
+    return sum(tensors) if len(tensors) == group.size() else x""",
+    ),
+    "a header that never ends": (
+        "data",
+        """
 import gc
 def total(x, group):
     from minitrain.course.grading.frames import Line
     for line in [thing for thing in gc.get_objects() if isinstance(thing, Line)]:
         line.sock.sendall(b"\\xff\\xff\\xff\\xff" + b"[" * 100)
-    return x"""),
-    "a value nested a million times": ("no error", """
+    return x""",
+    ),
+    "a value nested a million times": (
+        "no error",
+        """
 def total(x, group):
     value = []
     for _ in range(1_000_000): value = [value]
-    return value"""),
+    return value""",
+    ),
 }
 
 
@@ -167,12 +221,25 @@ def test_an_adversary_gets_nothing_and_leaves_nothing(judge, name):
     assert "ok  " not in text.replace("2/2  ok  Every rank returns the sum total 10/10", "")
 
 
-@pytest.mark.parametrize("name", ["an endless loop", "exit code 0", "a fork bomb", "a daemon that outlives its parent",
-                                  "a memory bomb", "a receive nobody sends for", "a printed score"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "an endless loop",
+        "exit code 0",
+        "a fork bomb",
+        "a daemon that outlives its parent",
+        "a memory bomb",
+        "a receive nobody sends for",
+        "a printed score",
+    ],
+)
 def test_without_walls_they_are_contained_too(bare, name):
     property, answer = ADVERSARIES[name]
     points, found, report = graded(bare, answer, 2.0 if property in ("time limit", "a result") else 40.0)
-    assert points == 0 and found in (property, "time limit")  # a daemon holds on to the line, which does not end then
+    assert points == 0 and found in (
+        property,
+        "time limit",
+    )  # a daemon holds on to the line, which does not end then
     assert "a self-check, not a grade" in report.table()
 
 
@@ -239,7 +306,9 @@ def test_ranks_meet_nowhere_but_on_the_counted_network(judge, bare):
     with pytest.raises(Failure, match="no place to meet"):
         judge.run(code, 3, inputs)
     outcome = bare.run(code, 3, inputs)
-    assert outcome.sent_bytes == [0, 0, 0] and outcome.results[0].equal(sum(x for x, in inputs)), "the control"
+    assert outcome.sent_bytes == [0, 0, 0] and outcome.results[0].equal(sum(x for (x,) in inputs)), (
+        "the control"
+    )
 
 
 ESCAPES = """
@@ -278,12 +347,16 @@ def escapes():
 
 def test_no_way_out(judge):
     os.environ["MINITRAIN_TEST_TOKEN"] = "secret"
-    found = judge.run(Code(cells=[*CHAPTER.given, ESCAPES], call="escapes"), 1, [()], network=False).results[0]
+    found = judge.run(Code(cells=[*CHAPTER.given, ESCAPES], call="escapes"), 1, [()], network=False).results[
+        0
+    ]
     assert found == []
 
 
 def test_a_flood_of_prints_harms_nobody(judge):
-    flood = REFERENCE.replace("    rank, others", "    for _ in range(3000): print('x' * 1000)\n    rank, others", 1)
+    flood = REFERENCE.replace(
+        "    rank, others", "    for _ in range(3000): print('x' * 1000)\n    rank, others", 1
+    )
     points, _, report = graded(judge, flood)
     assert points == 3 and all(len(result.detail) < 200_000 for result in report.results)
 
@@ -299,10 +372,12 @@ def test_memory_beyond_the_budget_is_refused_by_the_kernel(judge):
 
 
 def test_nothing_is_left_when_the_judge_is_killed():
-    program = ("from minitrain.course.grading.judge import Judge, Code\njudge = Judge()\njudge.start()\n"
-               "print(judge.server.pid, flush=True)\n"
-               "code = Code(['def f():\\n    while True: pass'], 'f')\n"
-               "judge.run(code, 2, [(), ()], network=False, time_limit_s=100)")
+    program = (
+        "from minitrain.course.grading.judge import Judge, Code\njudge = Judge()\njudge.start()\n"
+        "print(judge.server.pid, flush=True)\n"
+        "code = Code(['def f():\\n    while True: pass'], 'f')\n"
+        "judge.run(code, 2, [(), ()], network=False, time_limit_s=100)"
+    )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as judge:
         server = psutil.Process(int(judge.stdout.readline()))
         deadline = time.monotonic() + 30
@@ -318,9 +393,16 @@ def test_where_namespaces_are_refused_it_is_a_self_check():
     refuse = ["unshare", "-Ur", "sh", "-c", 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*refuse, "true"], capture_output=True).returncode:
         pytest.skip("cannot make a system that refuses namespaces")
-    program = ("from minitrain.course import exercises\nfrom minitrain.course.grading import book, judge\n"
-               "of = book.chapter('00')\nanswers = {task.answer.name: task.answer.source for task in of.tasks}\n"
-               "with judge.Judge() as j: print(exercises.grade_answers(of, answers, j).table())")
-    done = subprocess.run([*refuse, sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    program = (
+        "from minitrain.course import exercises\nfrom minitrain.course.grading import book, judge\n"
+        "of = book.chapter('00')\nanswers = {task.answer.name: task.answer.source for task in of.tasks}\n"
+        "with judge.Judge() as j: print(exercises.grade_answers(of, answers, j).table())"
+    )
+    done = subprocess.run(
+        [*refuse, sys.executable, "-c", program], capture_output=True, text=True, timeout=200
+    )
     assert "total 10/10" in done.stdout
-    assert "a self-check, not a grade: answers ran without walls, because this system refuses them" in done.stdout
+    assert (
+        "a self-check, not a grade: answers ran without walls, because this system refuses them"
+        in done.stdout
+    )

@@ -1,4 +1,5 @@
 """What nbval does not see: outputs that are missing, cells run out of order, numbers that differ from run to run."""
+
 import json
 import re
 from pathlib import Path
@@ -8,13 +9,19 @@ import pytest
 
 from minitrain.course import notebook
 
-UNSTABLE = re.compile(r"0x[0-9a-f]{6,}|/(tmp|home|Users)/|\.venv|\b\d+(\.\d+)? ?(it/s|s/it|tokens/s)\b")   # replayed times repeat
+UNSTABLE = re.compile(
+    r"0x[0-9a-f]{6,}|/(tmp|home|Users)/|\.venv|\b\d+(\.\d+)? ?(it/s|s/it|tokens/s)\b"
+)  # replayed times repeat
 FREE = {"nbval-ignore-output", "nbval-skip"}
 CHAPTERS = list(notebook.chapters().values())
 
 
 def cells(path: Path, kind: str) -> list:
-    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == kind and "".join(cell.source).strip()]
+    return [
+        cell
+        for cell in nbformat.read(path, as_version=4).cells
+        if cell.cell_type == kind and "".join(cell.source).strip()
+    ]
 
 
 def tags(cell) -> set[str]:
@@ -29,7 +36,9 @@ def text_of(output) -> str:
 class TestChapter:
     def test_was_run_from_top_to_bottom(self, path):
         counts = [cell.execution_count for cell in cells(path, "code")]
-        assert counts == list(range(1, len(counts) + 1)), f"execution counts are {counts}; run it with `minitrain run --save`"
+        assert counts == list(range(1, len(counts) + 1)), (
+            f"execution counts are {counts}; run it with `minitrain run --save`"
+        )
 
     def test_has_no_error_that_is_not_meant(self, path):
         for cell in cells(path, "code"):
@@ -45,17 +54,27 @@ class TestChapter:
             if not tags(cell) & FREE:
                 for output in cell.outputs:
                     found = UNSTABLE.search(text_of(output))
-                    assert not found, f"{found.group()!r} in a checked output; tag the cell nbval-ignore-output: {cell.source[:80]}"
+                    assert not found, (
+                        f"{found.group()!r} in a checked output; tag the cell nbval-ignore-output: {cell.source[:80]}"
+                    )
 
     def test_checks_something(self, path):
-        checked = [cell for cell in cells(path, "code") if not tags(cell) & FREE and any(text_of(out) for out in cell.outputs)]
+        checked = [
+            cell
+            for cell in cells(path, "code")
+            if not tags(cell) & FREE and any(text_of(out) for out in cell.outputs)
+        ]
         assert len(checked) >= 8, f"only {len(checked)} cells have an output that is compared"
 
     def test_defines_no_class_and_says_what_it_needs(self, path):
-        assert not [cell for cell in cells(path, "code") if re.search(r"^class ", cell.source, re.M)], "a class belongs in a module"
+        assert not [cell for cell in cells(path, "code") if re.search(r"^class ", cell.source, re.M)], (
+            "a class belongs in a module"
+        )
         title, facts = notebook.heading(path)
         assert title.startswith(path.name[:2]), f"the title {title!r} starts with the number of the chapter"
-        assert all(word in facts for word in ("Time", "Ranks", "Hardware")), f"the second line tells time, ranks, hardware: {facts!r}"
+        assert all(word in facts for word in ("Time", "Ranks", "Hardware")), (
+            f"the second line tells time, ranks, hardware: {facts!r}"
+        )
 
     def test_is_small_enough_to_read_in_a_browser(self, path):
         assert path.stat().st_size < 1_000_000
@@ -68,11 +87,16 @@ class TestChapter:
 def test_source_and_outputs_are_normalised():
     for path in CHAPTERS:
         raw = json.loads(path.read_text())
-        assert [cell["id"] for cell in raw["cells"]] == [f"cell-{i:03d}" for i in range(len(raw["cells"]))], \
+        assert [cell["id"] for cell in raw["cells"]] == [f"cell-{i:03d}" for i in range(len(raw["cells"]))], (
             f"{path.name}: save it with `minitrain run {path.name[:2]} --save`"
-        assert "widget-view" not in path.read_text(), f"{path.name} holds a widget, which is gone with its kernel and has another id every time"
+        )
+        assert "widget-view" not in path.read_text(), (
+            f"{path.name} holds a widget, which is gone with its kernel and has another id every time"
+        )
         for outputs in (cell.get("outputs", []) for cell in raw["cells"]):
-            assert len(notebook.joined(outputs)) == len(outputs), f"{path.name}: prints are cut where the kernel paused; save it with --save"
+            assert len(notebook.joined(outputs)) == len(outputs), (
+                f"{path.name}: prints are cut where the kernel paused; save it with --save"
+            )
 
 
 def test_show_prints_source_without_docstring(capsys):
@@ -84,7 +108,9 @@ def test_show_prints_source_without_docstring(capsys):
 def test_beside_prints_exact_ratio(capsys):
     notebook.beside({"ring": (24, 24), "half": (1, 2)})
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "ring                    24                    24  1.000", "half                     1                     2  0.500"]
+        "ring                    24                    24  1.000",
+        "half                     1                     2  0.500",
+    ]
 
 
 def test_unknown_chapter_is_one_line():

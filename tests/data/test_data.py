@@ -64,7 +64,9 @@ def test_permute_is_a_permutation_that_shuffles(size):
 
 
 def test_a_batch_may_straddle_two_epochs():
-    count = TEXT.num_windows(100)  # 10 windows; batches of 4: the third takes the last two and two of the next epoch
+    count = TEXT.num_windows(
+        100
+    )  # 10 windows; batches of 4: the third takes the last two and two of the next epoch
     seen = [TEXT.window(sample, 100) for sample in range(20)]
     drawn = torch.cat([TEXT.batch(step, 0, 1, 4, 100)[0] for step in range(5)])
     assert [bytes(row.tolist()) for row in drawn] == [TEXT.data[w * 100 : w * 100 + 100] for w in seen]
@@ -94,8 +96,12 @@ def test_position_is_saved_and_resumed_on_any_number_of_ranks():
     assert all(isinstance(value, (int, str)) for value in position.values())
     assert TEXT.resume(position, 4, 10, 2) == 7
     longer = Text(TEXT.data + b"!", "noise and one byte more")
-    for text, sizes, words in ((TEXT, (8, 10, 2), "batch_size=4"), (TEXT, (4, 5, 2), "length=10"),
-                               (TEXT, (4, 10, 3), "seed=2"), (longer, (4, 10, 2), "text=")):
+    for text, sizes, words in (
+        (TEXT, (8, 10, 2), "batch_size=4"),
+        (TEXT, (4, 5, 2), "length=10"),
+        (TEXT, (4, 10, 3), "seed=2"),
+        (longer, (4, 10, 2), "text="),
+    ):
         with pytest.raises(ValueError, match=words):
             text.resume(position, *sizes)
 
@@ -107,21 +113,30 @@ def test_split_shares_no_byte():
 
 
 def test_open_reads_a_file_or_a_folder_in_order(tmp_path):
-    for name, words in {"b.txt": "second", "a/z.md": "first", "c.py": "third", "d.bin": "\0", ".git/x.txt": "hidden",
-                        "empty.txt": ""}.items():
+    for name, words in {
+        "b.txt": "second",
+        "a/z.md": "first",
+        "c.py": "third",
+        "d.bin": "\0",
+        ".git/x.txt": "hidden",
+        "empty.txt": "",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(words)
     assert Text.open(tmp_path).data == b"first\n\nsecond\n\nthird"
     assert Text.open(str(tmp_path / "b.txt")).data == b"second"
 
 
-@pytest.mark.parametrize("content, words", [
-    (None, "does not exist: give a text file"),
-    (b"", "is empty: 0 bytes"),
-    (b" \n", "is empty: 2 bytes"),
-    (b"<!DOCTYPE html><html>", "starts with '<!DOCTYPE html>': a web page"),
-    (b"PK\0\3", "is binary"),
-])
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "does not exist: give a text file"),
+        (b"", "is empty: 0 bytes"),
+        (b" \n", "is empty: 2 bytes"),
+        (b"<!DOCTYPE html><html>", "starts with '<!DOCTYPE html>': a web page"),
+        (b"PK\0\3", "is binary"),
+    ],
+)
 def test_a_bad_file_is_one_line(tmp_path, content, words):
     path = tmp_path / "input.txt"
     if content is not None:
@@ -131,17 +146,23 @@ def test_a_bad_file_is_one_line(tmp_path, content, words):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda: TEXT.batch(0, 0, 1, 2, 1009), "noise has 1009 tokens, length=1009 needs 1010: .* length <= 1008"),
-    (lambda: TEXT.batch(0, 0, 1, 2, 0), "length=0"),
-    (lambda: TEXT.batch(0, 0, 4, 3, 8), "batch_size=3 for 4 ranks .* use at least 4"),
-    (lambda: TEXT.batch(0, 4, 4, 8, 8), "rank=4 of size=4: ranks are 0 to size - 1"),
-    (lambda: rows_of(-1, 4, 8), "rank=-1"),
-    (lambda: random_tokens(0, 0, 1, 2, 8, vocab=0), "vocab=0"),
-    (lambda: Text("abc"), "text is str, tokens are bytes"),
-    (lambda: TEXT.split(1.5), "held_out=1.5"),
-    (lambda: keep_first_of_each(["a"], threshold=0), "threshold=0"),
-])
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (
+            lambda: TEXT.batch(0, 0, 1, 2, 1009),
+            "noise has 1009 tokens, length=1009 needs 1010: .* length <= 1008",
+        ),
+        (lambda: TEXT.batch(0, 0, 1, 2, 0), "length=0"),
+        (lambda: TEXT.batch(0, 0, 4, 3, 8), "batch_size=3 for 4 ranks .* use at least 4"),
+        (lambda: TEXT.batch(0, 4, 4, 8, 8), "rank=4 of size=4: ranks are 0 to size - 1"),
+        (lambda: rows_of(-1, 4, 8), "rank=-1"),
+        (lambda: random_tokens(0, 0, 1, 2, 8, vocab=0), "vocab=0"),
+        (lambda: Text("abc"), "text is str, tokens are bytes"),
+        (lambda: TEXT.split(1.5), "held_out=1.5"),
+        (lambda: keep_first_of_each(["a"], threshold=0), "threshold=0"),
+    ],
+)
 def test_bad_sizes_are_one_line(call, words):
     with pytest.raises(ValueError, match=words) as error:
         call()
@@ -163,7 +184,9 @@ def test_wanjuan_cc():
     """Planted near-duplicates of real paragraphs go, the originals and distant relations stay, in order."""
     rng = random.Random(0)
     originals = [p.split() for p in Text.found().data.decode().split("\n\n") if len(p.split()) >= 60][:80]
-    originals = [originals[i] for i in keep_first_of_each([" ".join(p) for p in originals])]  # Python repeats itself
+    originals = [
+        originals[i] for i in keep_first_of_each([" ".join(p) for p in originals])
+    ]  # Python repeats itself
     assert len(originals) > 60
     near = [planted(rng, words, 0.05) for words in originals]  # J = 0.90, less what the block's edges cost
     far = [planted(rng, words, 0.5) for words in originals]  # J = 0.33
@@ -171,7 +194,9 @@ def test_wanjuan_cc():
     count = len(originals)
     assert all(jaccard(shingles(documents[i]), shingles(documents[count + i])) > 0.7 for i in range(count))
     assert keep_first_of_each(documents) == [*range(count), *range(2 * count, 3 * count)]
-    assert keep_first_of_each(documents, threshold=1.0) == list(range(len(documents)))  # control: exact copies only
+    assert keep_first_of_each(documents, threshold=1.0) == list(
+        range(len(documents))
+    )  # control: exact copies only
     assert keep_first_of_each(["One  two"] * 3 + ["one two"]) == [0]
 
 

@@ -1,4 +1,5 @@
 """One start for all: equal bits on all ranks, tied tensors once, buffers too, bytes as the docstring says; without it replicas drift."""
+
 import math
 
 import pytest
@@ -20,7 +21,10 @@ class Own(nn.Module):
     def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
-        self.table, self.head = nn.Embedding(5, 6, dtype=torch.float64), nn.Linear(6, 5, bias=False, dtype=torch.float64)
+        self.table, self.head = (
+            nn.Embedding(5, 6, dtype=torch.float64),
+            nn.Linear(6, 5, bias=False, dtype=torch.float64),
+        )
         self.head.weight = self.table.weight
         self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
         self.frozen = nn.Linear(6, 6, dtype=torch.float64).requires_grad_(False)
@@ -34,7 +38,10 @@ class Own(nn.Module):
 
 
 def tensors(module):
-    return {name: tensor.detach().clone() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
 
 
 def start(source):
@@ -43,7 +50,10 @@ def start(source):
     before, places = tensors(module), [tensor.data_ptr() for tensor in module.parameters()]
     with Ledger() as ledger:
         broadcast_parameters(module, group, source)
-    assert places == [tensor.data_ptr() for tensor in module.parameters()] and module.head.weight is module.table.weight
+    assert (
+        places == [tensor.data_ptr() for tensor in module.parameters()]
+        and module.head.weight is module.table.weight
+    )
     assert not module.frozen.weight.requires_grad and module.table.weight.requires_grad
     return before, tensors(module), (ledger.sent_bytes(), ledger.payload_bytes(), ledger.num_calls())
 
@@ -55,8 +65,13 @@ def test_all_ranks_have_the_bits_of_the_source(ranks, source):
     assert ranks == 1 or any(not torch.equal(found[0][0][name], found[-1][0][name]) for name in expected)
     for _, after, _ in found:
         assert after.keys() == expected.keys()
-        assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in expected.items())
-    size = sum(value.numel() * value.element_size() for value in expected.values())        # named_parameters has a tied one once
+        assert all(
+            torch.equal(after[name], value) and after[name].dtype == value.dtype
+            for name, value in expected.items()
+        )
+    size = sum(
+        value.numel() * value.element_size() for value in expected.values()
+    )  # named_parameters has a tied one once
     assert size == 8 * (30 + 42 + 12 + 12) + 8 + 2 * 6 + 7
     sent, payload, calls = zip(*(account for _, _, account in found))
     assert set(payload) == {size} and set(calls) == {4} and sum(sent) == (ranks - 1) * size
@@ -69,7 +84,11 @@ def train(ranks_of_batch, same_start, group):
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     if same_start:
         broadcast_parameters(module, group)
-    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4).chunk(ranks_of_batch)[group.rank() % ranks_of_batch]
+    x = (
+        torch.linspace(-1, 1, 32, dtype=torch.float64)
+        .view(8, 4)
+        .chunk(ranks_of_batch)[group.rank() % ranks_of_batch]
+    )
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     for _ in range(2):
         optimizer.zero_grad()
@@ -81,7 +100,9 @@ def train(ranks_of_batch, same_start, group):
 
 def test_training_equals_one_process_and_drifts_without():
     (alone,) = launch.run(lambda: train(1, True, collectives.world()), ranks=1)
-    together, apart = (launch.run(lambda: train(4, same, collectives.world()), ranks=4) for same in (True, False))
+    together, apart = (
+        launch.run(lambda: train(4, same, collectives.world()), ranks=4) for same in (True, False)
+    )
     assert max((params - alone).abs().max() for params in together) < TOLERANCE
     assert all(torch.equal(params, together[0]) for params in together)
     assert min((params - apart[0]).abs().max() for params in apart[1:]) > 0.1
@@ -89,6 +110,7 @@ def test_training_equals_one_process_and_drifts_without():
 
 def test_over_one_axis_of_a_mesh():
     """Replicas agree, and what is cut over the other axis keeps its slices."""
+
     def rank():
         mesh = Mesh(dp=2, tp=2)
         module = nn.Linear(4, 4, dtype=torch.float64)
@@ -99,7 +121,11 @@ def test_over_one_axis_of_a_mesh():
         return module.weight.detach(), mesh.rank("tp")
 
     found = launch.run(rank, ranks=4)
-    assert torch.equal(found[0][0], found[2][0]) and torch.equal(found[1][0], found[3][0]) and not torch.equal(found[0][0], found[1][0])
+    assert (
+        torch.equal(found[0][0], found[2][0])
+        and torch.equal(found[1][0], found[3][0])
+        and not torch.equal(found[0][0], found[1][0])
+    )
 
 
 def broadcast_what_is_cut(group):
@@ -109,9 +135,16 @@ def broadcast_what_is_cut(group):
 
 
 def test_refusals_are_one_line():
-    check_refusals({
-        "Tanh has no parameters and no buffers": lambda: broadcast_parameters(nn.Tanh(), collectives.world()),
-        "weight is cut over world, whose ranks hold different slices": lambda: broadcast_what_is_cut(collectives.world()),
-        "weight is cut over tp, whose ranks": lambda: broadcast_what_is_cut(Mesh(dp=1, tp=2).group("tp")),
-        "broadcast from": lambda: broadcast_parameters(nn.Linear(2, 2), collectives.world(), source=2),
-    }, ranks=2)
+    check_refusals(
+        {
+            "Tanh has no parameters and no buffers": lambda: broadcast_parameters(
+                nn.Tanh(), collectives.world()
+            ),
+            "weight is cut over world, whose ranks hold different slices": lambda: broadcast_what_is_cut(
+                collectives.world()
+            ),
+            "weight is cut over tp, whose ranks": lambda: broadcast_what_is_cut(Mesh(dp=1, tp=2).group("tp")),
+            "broadcast from": lambda: broadcast_parameters(nn.Linear(2, 2), collectives.world(), source=2),
+        },
+        ranks=2,
+    )

@@ -1,4 +1,5 @@
 """What a choice of sharding costs: real ranks and dry ones send the formulas' bytes, and the search is exhaustive."""
+
 import ast
 import inspect
 import itertools
@@ -41,6 +42,7 @@ def held(choice, parameters=PSI):
 
 # ---- the formulas of the papers --------------------------------------------------------------------------------------
 
+
 def test_named_choices_hold_what_zero_says():
     """Figure 1 of ZeRO: 7.5 billion parameters on 64 ranks, 120 GB, 31.4, 16.6, 1.9."""
     for ranks in (1, 2, 64):
@@ -72,7 +74,12 @@ def test_microbatches_cost_what_cannot_accumulate():
     terms = traffic_by_term(paro("NIG", cluster), PSI, cluster, m)
     M = 2 * PSI
     assert [(term.intra_bytes, term.inter_bytes) for term in terms.values()] == [
-        (0, 0), (m * M * 7 / 8, 0), (0, M * (1 / 8 - 1 / 64)), (0, 0), (M * 7 / 8, M * (1 / 8 - 1 / 64))]
+        (0, 0),
+        (m * M * 7 / 8, 0),
+        (0, M * (1 / 8 - 1 / 64)),
+        (0, 0),
+        (M * 7 / 8, M * (1 / 8 - 1 / 64)),
+    ]
 
 
 def test_hybrid_sharding_crosses_hosts_with_less_than_the_ring_bound_of_the_paper():
@@ -80,14 +87,20 @@ def test_hybrid_sharding_crosses_hosts_with_less_than_the_ring_bound_of_the_pape
         cluster, M = Cluster(ranks, host), 2 * PSI
         hybrid = traffic(paro("III", cluster), PSI, cluster)
         paper = Fraction(2 * M * (ranks - 1), host * ranks)
-        if ranks <= 64 and ranks > host:                        # a host's share of one ring through all ranks
-            leaving = [len(transfer.chunks) for step in ring_all_reduce(ranks).steps for transfer in step
-                       if transfer.source // host == 0 != transfer.to // host]
+        if ranks <= 64 and ranks > host:  # a host's share of one ring through all ranks
+            leaving = [
+                len(transfer.chunks)
+                for step in ring_all_reduce(ranks).steps
+                for transfer in step
+                if transfer.source // host == 0 != transfer.to // host
+            ]
             assert paper == Fraction(M * sum(leaving), ranks * host)
         assert Fraction(hybrid.inter_bytes) == Fraction(2 * M * (ranks - host), host * ranks)
         assert paper - Fraction(hybrid.inter_bytes) == Fraction(2 * M * (host - 1), host * ranks)
         assert hybrid.inter_bytes <= traffic(paro("GGG", cluster), PSI, cluster).inter_bytes
-        assert traffic(paro("III", cluster), PSI, cluster, 7).inter_bytes == hybrid.inter_bytes    # MiCS: once a step
+        assert (
+            traffic(paro("III", cluster), PSI, cluster, 7).inter_bytes == hybrid.inter_bytes
+        )  # MiCS: once a step
 
 
 @given(per_node=st.integers(1, 12), nodes=st.integers(1, 12), microbatches=st.integers(1, 4))
@@ -99,21 +112,26 @@ def test_a_finer_cut_holds_less_and_sends_more(per_node, nodes, microbatches):
     sent = [traffic(choice, parameters, cluster, microbatches) for choice in table]
     assert memory == [16 * parameters / factor for factor in factors]
     assert all(fine < coarse for coarse, fine in itertools.pairwise(memory))
-    assert all(coarse.total_bytes < fine.total_bytes and coarse.inter_bytes <= fine.inter_bytes
-               and coarse.intra_bytes <= fine.intra_bytes for coarse, fine in itertools.pairwise(sent))
+    assert all(
+        coarse.total_bytes < fine.total_bytes
+        and coarse.inter_bytes <= fine.inter_bytes
+        and coarse.intra_bytes <= fine.intra_bytes
+        for coarse, fine in itertools.pairwise(sent)
+    )
 
 
 # ---- the same choices on ranks ---------------------------------------------------------------------------------------
+
 
 def train(choice, mesh, data, start, microbatches=1, second_hop=True):
     """Momentum SGD on a vector, its states cut as chosen; every axis of the mesh is 2, the innermost one cuts first.
 
     The loss of a microbatch is the sum of scale · w²/2 + shift · w, so its gradient is scale · w + shift.
     """
-    axes = [mesh.group(axis) for axis in reversed(mesh.shape)]             # the innermost first: inside the node
+    axes = [mesh.group(axis) for axis in reversed(mesh.shape)]  # the innermost first: inside the node
 
     def between(coarse, fine):
-        return axes[coarse.bit_length() - 1:fine.bit_length() - 1]
+        return axes[coarse.bit_length() - 1 : fine.bit_length() - 1]
 
     def cut(x, coarse, fine):
         for group in between(coarse, fine):
@@ -135,9 +153,9 @@ def train(choice, mesh, data, start, microbatches=1, second_hop=True):
     momentum = torch.zeros_like(piece(start, 1, o))
     for step in range(len(data) // microbatches):
         gradient = 0
-        for scale, shift in data[step * microbatches:(step + 1) * microbatches]:
-            local = scale * gather(weight, p, 1)                           # forward
-            gather(weight, p, 1)                                           # and again for backward
+        for scale, shift in data[step * microbatches : (step + 1) * microbatches]:
+            local = scale * gather(weight, p, 1)  # forward
+            gather(weight, p, 1)  # and again for backward
             gradient = gradient + cut(local + shift, 1, g)
         gradient = cut(gradient, g, o)
         if second_hop:
@@ -185,9 +203,11 @@ def expected_bytes(choice, size, cluster, microbatches, element_bytes, steps=1):
     """The formula's bytes for elements of another size, and the gather with which `train` shows its result."""
     sent = traffic(choice, size, cluster, microbatches)
     shown = traffic_by_term(Choice(choice.parameters, choice.parameters, choice.parameters), size, cluster)
-    shown = shown["reduce-scatter the gradients"]                          # the same bytes as one gather
-    return ((steps * sent.intra_bytes + shown.intra_bytes) * element_bytes / 2,
-            (steps * sent.inter_bytes + shown.inter_bytes) * element_bytes / 2)
+    shown = shown["reduce-scatter the gradients"]  # the same bytes as one gather
+    return (
+        (steps * sent.intra_bytes + shown.intra_bytes) * element_bytes / 2,
+        (steps * sent.inter_bytes + shown.inter_bytes) * element_bytes / 2,
+    )
 
 
 @pytest.mark.parametrize("ranks,per_node,num_choices", [(8, 4, 20), (64, 8, 10)])
@@ -203,8 +223,12 @@ def test_every_chain_of_8_ranks_and_every_word_of_64_send_the_formula(ranks, per
         for choice in space:
             with Ledger() as ledger:
                 train(choice, mesh, torch.zeros(2, 2, 128), torch.zeros(128), 2)
-            outcomes.append(tuple(sum(ledger.sent_bytes(axis=f"{level}{i}") for i in axes)
-                                  for level, axes in (("inside", inside), ("across", across))))
+            outcomes.append(
+                tuple(
+                    sum(ledger.sent_bytes(axis=f"{level}{i}") for i in axes)
+                    for level, axes in (("inside", inside), ("across", across))
+                )
+            )
         return outcomes
 
     assert len(space) == num_choices
@@ -214,16 +238,20 @@ def test_every_chain_of_8_ranks_and_every_word_of_64_send_the_formula(ranks, per
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 
+
 def brute_force_factors(ranks, per_node):
     """Groups of f neighbours: does each lie in one node, or does each hold whole nodes?"""
+
     def node(rank):
         return rank // per_node
 
     def fits(f):
         groups = [range(first, first + f) for first in range(0, ranks, f)]
         inside = all(len({node(rank) for rank in group}) == 1 for group in groups)
-        whole = all({rank for rank in range(ranks) if node(rank) in set(map(node, group))} == set(group)
-                    for group in groups)
+        whole = all(
+            {rank for rank in range(ranks) if node(rank) in set(map(node, group))} == set(group)
+            for group in groups
+        )
         return ranks % f == 0 and (inside or whole)
 
     return [f for f in range(1, ranks + 1) if fits(f)]
@@ -243,7 +271,9 @@ def brute_force_sent(coarse, fine, per_node, size):
 def brute_force(limit, triples, parameters, ranks, per_node, intra, inter, m):
     best = None
     for p, g, o in triples:
-        memory = float(Fraction(2 * parameters, p) + Fraction(2 * parameters, g) + Fraction(12 * parameters, o))
+        memory = float(
+            Fraction(2 * parameters, p) + Fraction(2 * parameters, g) + Fraction(12 * parameters, o)
+        )
         if p > g or g % p or g > o or o % g or memory > limit:
             continue
         steps = [(1, p)] * 2 * m + [(1, g)] * m + [(g, o)] + [(o, ranks)] * 2 + [(p, o)]
@@ -254,34 +284,63 @@ def brute_force(limit, triples, parameters, ranks, per_node, intra, inter, m):
 
 
 @settings(max_examples=60)
-@given(per_node=st.sampled_from([1, 2, 3, 4, 6, 8]), nodes=st.sampled_from([1, 2, 3, 4]), m=st.integers(1, 3),
-       parameters=st.integers(1, 10**12), intra=st.integers(1, 10**12), inter=st.integers(1, 10**12),
-       share=st.floats(0.5, 20), words=st.booleans())
+@given(
+    per_node=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    nodes=st.sampled_from([1, 2, 3, 4]),
+    m=st.integers(1, 3),
+    parameters=st.integers(1, 10**12),
+    intra=st.integers(1, 10**12),
+    inter=st.integers(1, 10**12),
+    share=st.floats(0.5, 20),
+    words=st.booleans(),
+)
 def test_search_equals_brute_force(per_node, nodes, m, parameters, intra, inter, share, words):
     ranks = per_node * nodes
     cluster, limit = Cluster(ranks, per_node), share * 16 * parameters / ranks
     factors = [1, per_node, ranks] if words else brute_force_factors(ranks, per_node)
     assert words or factors == cluster.factors()
-    expected = brute_force(limit, itertools.product(factors, repeat=3), parameters, ranks, per_node, intra, inter, m)
+    expected = brute_force(
+        limit, itertools.product(factors, repeat=3), parameters, ranks, per_node, intra, inter, m
+    )
     space = paro_choices(cluster).values() if words else amsp_choices(cluster)
-    candidates = plans(space, parameters, cluster, intra_bytes_per_s=intra, inter_bytes_per_s=inter, microbatches=m)
+    candidates = plans(
+        space, parameters, cluster, intra_bytes_per_s=intra, inter_bytes_per_s=inter, microbatches=m
+    )
     if expected is None:
         with pytest.raises(ValueError, match="no choice holds at most"):
             cheapest(limit, candidates)
     else:
         plan = cheapest(limit, candidates)
         choice = plan.choice
-        assert (plan.seconds, plan.memory_bytes, (choice.parameters, choice.gradients, choice.optimizer)) == expected
+        assert (
+            plan.seconds,
+            plan.memory_bytes,
+            (choice.parameters, choice.gradients, choice.optimizer),
+        ) == expected
 
 
-@given(per_node=st.integers(1, 8), nodes=st.integers(1, 8), m=st.integers(1, 4), intra=st.floats(1, 1e3),
-       inter=st.floats(1, 1e3))
+@given(
+    per_node=st.integers(1, 8),
+    nodes=st.integers(1, 8),
+    m=st.integers(1, 4),
+    intra=st.floats(1, 1e3),
+    inter=st.floats(1, 1e3),
+)
 def test_plain_data_parallelism_is_never_the_answer(per_node, nodes, m, intra, inter):
     """Without any limit the optimizer state is cut all the same: it costs not one byte on the wire."""
     assume(per_node * nodes > 1)
     cluster = Cluster(per_node * nodes, per_node)
-    best = cheapest(math.inf, plans(amsp_choices(cluster), PSI, cluster, intra_bytes_per_s=intra,
-                                    inter_bytes_per_s=inter, microbatches=m))
+    best = cheapest(
+        math.inf,
+        plans(
+            amsp_choices(cluster),
+            PSI,
+            cluster,
+            intra_bytes_per_s=intra,
+            inter_bytes_per_s=inter,
+            microbatches=m,
+        ),
+    )
     assert best.choice.optimizer == cluster.ranks and best.choice.parameters == 1
 
 
@@ -292,7 +351,7 @@ def test_as_memory_gets_tight_the_answer_walks_through_the_words():
     candidates = plans(words, PSI, cluster, intra_bytes_per_s=450e9, inter_bytes_per_s=25e9, microbatches=4)
     answers = [words[cheapest(limit, candidates).choice] for limit in (200e9, 30e9, 17e9, 10e9, 4e9, 2e9)]
     assert answers == ["NNG", "NIG", "NGG", "IIG", "IGG", "GGG"]
-    exactly = cheapest(16 * PSI / 64, candidates)                          # "at most": the limit itself is enough
+    exactly = cheapest(16 * PSI / 64, candidates)  # "at most": the limit itself is enough
     assert words[exactly.choice] == "GGG" and exactly.memory_bytes == 16 * PSI / 64
 
 
@@ -315,15 +374,21 @@ BAD = [
     ("factors 2, 3, 6 of parameters", lambda: Choice(2, 3, 6)),
     ("factors 0, 1, 1 of parameters", lambda: Choice(0, 1, 1)),
     ("'NN' is no choice; write N, I or G", lambda: paro("NN", Cluster(8, 4))),
-    ("4 pieces do not fit 24 ranks on nodes of 6; choose from 1, 2, 3, 6, 12, 24",
-     lambda: traffic(Choice(1, 1, 4), PSI, Cluster(24, 6))),
+    (
+        "4 pieces do not fit 24 ranks on nodes of 6; choose from 1, 2, 3, 6, 12, 24",
+        lambda: traffic(Choice(1, 1, 4), PSI, Cluster(24, 6)),
+    ),
     ("16 pieces do not fit 8 ranks", lambda: traffic(Choice(1, 1, 16), PSI, Cluster(8, 4))),
     ("microbatches=0; a step has at least one", lambda: traffic(Choice(1, 1, 1), PSI, Cluster(8, 4), 0)),
     ("parameters=0; a step has at least one", lambda: traffic(Choice(1, 1, 1), 0, Cluster(8, 4))),
-    ("inter_bytes_per_s=0.0 is not a bandwidth",
-     lambda: plans([Choice(1, 1, 1)], PSI, Cluster(8, 4), intra_bytes_per_s=1.0, inter_bytes_per_s=0.0)),
-    ("no choice holds at most 14 GB a rank; the smallest holds 15 GB",
-     lambda: cheapest(14e9, plans(amsp_choices(Cluster(8, 4)), PSI, Cluster(8, 4), **RATES))),
+    (
+        "inter_bytes_per_s=0.0 is not a bandwidth",
+        lambda: plans([Choice(1, 1, 1)], PSI, Cluster(8, 4), intra_bytes_per_s=1.0, inter_bytes_per_s=0.0),
+    ),
+    (
+        "no choice holds at most 14 GB a rank; the smallest holds 15 GB",
+        lambda: cheapest(14e9, plans(amsp_choices(Cluster(8, 4)), PSI, Cluster(8, 4), **RATES)),
+    ),
     ("no choice to search in", lambda: cheapest(1.0, [])),
 ]
 

@@ -1,4 +1,5 @@
 """Data parallelism in all its forms equals one process; each loses the equality when its collective is taken away."""
+
 import math
 
 import pytest
@@ -65,11 +66,17 @@ def test_without_the_reduction_it_does_not(ranks):
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_accumulation_communicates_once(microbatches):
     """3 microbatches of 2 and of 1 sequences: still one batch, still one reduction."""
+
     def rank(problem):
         with Ledger() as ledger:
             from tests.parallel import train_on_rank
+
             outcome = train_on_rank(problem, bucketed)
-        return outcome, [event.op for event in ledger.events if type(event).__name__ == "Issue" and event.payload_bytes > 64]
+        return outcome, [
+            event.op
+            for event in ledger.events
+            if type(event).__name__ == "Issue" and event.payload_bytes > 64
+        ]
 
     problem = Problem(microbatches=microbatches, batch_sizes=(12, 12, 11))
     reference = one_process(problem)
@@ -90,9 +97,12 @@ def gradients_of(model, tokens, targets, count):
 
 def test_pytorch_ddp():
     """Gradients equal the whole batch's; 2(n-1)/n of their bytes; ceil(bytes / bucket) all-reduces, begun during backward."""
+
     def rank(bucket_bytes, width):
         group = collectives.world()
-        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(8)))
+        model = torch.nn.Sequential(
+            *(torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(8))
+        )
         reducer = GradReducer(model.parameters(), group, bucket_bytes)
         x = torch.ones(2, width, dtype=torch.float64) * (group.rank() + 1)
         with Ledger() as ledger:
@@ -101,7 +111,11 @@ def test_pytorch_ddp():
             with ledger.phase("finish"):
                 reducer.finish()
         calls = [event for event in ledger.events if type(event).__name__ == "Issue"]
-        return ledger.sent_bytes("all_reduce"), [call.phase for call in calls], [param.grad for param in model.parameters()]
+        return (
+            ledger.sent_bytes("all_reduce"),
+            [call.phase for call in calls],
+            [param.grad for param in model.parameters()],
+        )
 
     width, ranks = 16, 4
     size = 8 * width * width * 8
@@ -110,8 +124,12 @@ def test_pytorch_ddp():
             assert sent == 2 * (ranks - 1) * size // ranks
             assert len(phases) == math.ceil(size / bucket_bytes) and set(phases) == {"backward"}
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(8)))
-    model(torch.cat([torch.ones(2, width, dtype=torch.float64) * (r + 1) for r in range(ranks)])).sum().backward()
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(8))
+    )
+    model(
+        torch.cat([torch.ones(2, width, dtype=torch.float64) * (r + 1) for r in range(ranks)])
+    ).sum().backward()
     for ours, theirs in zip(grads, model.parameters()):
         assert (ours - theirs.grad).abs().max() < TOLERANCE
 
@@ -135,6 +153,7 @@ def test_buckets_start_in_one_order_on_every_rank_and_before_backward_ends():
 
 def test_horovod():
     """Ranks whose gradients become ready in different orders still issue one sequence of collectives; the result is DDP's."""
+
     def rank():
         group = collectives.world()
         layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(6))
@@ -142,18 +161,22 @@ def test_horovod():
         reducer = NegotiatedReducer(layers.parameters(), group, cycle=2)
         x = torch.full((1, 4), 1.0 + group.rank(), dtype=torch.float64)
         order = range(6) if group.rank() % 2 == 0 else reversed(range(6))
-        for index in order:                            # six separate losses: this rank finishes them in its own order
+        for index in order:  # six separate losses: this rank finishes them in its own order
             layers[index](x).square().sum().backward()
         reducer.finish()
         for index in range(6):
             torch.nn.functional.linear(x, plain[2 * index], plain[2 * index + 1]).square().sum().backward()
         naive.all_reduce_gradients(plain, group)
-        worst = max((ours.grad - theirs.grad).abs().max().item() for ours, theirs in zip(layers.parameters(), plain))
+        worst = max(
+            (ours.grad - theirs.grad).abs().max().item() for ours, theirs in zip(layers.parameters(), plain)
+        )
         return reducer.sequence, worst
 
     for ranks in (2, 4):
         results = launch.run(rank, ranks=ranks)
-        assert all(sequence == results[0][0] for sequence, _ in results) and sorted(results[0][0]) == list(range(12))
+        assert all(sequence == results[0][0] for sequence, _ in results) and sorted(results[0][0]) == list(
+            range(12)
+        )
         assert max(worst for _, worst in results) < TOLERANCE
 
 
@@ -166,7 +189,7 @@ def test_reducing_in_order_of_readiness_without_negotiation_adds_up_different_te
             collectives.all_reduce(grads[index], group, out=grads[index])
         return grads[0].tolist()
 
-    assert launch.run(rank, ranks=2, checked=False) == [[101.0, 101.0], [101.0, 101.0]]      # 2.0 is right
+    assert launch.run(rank, ranks=2, checked=False) == [[101.0, 101.0], [101.0, 101.0]]  # 2.0 is right
     with pytest.raises(launch.RankError, match="all_reduce"):
         launch.run(swapped_sites, ranks=2, checked=True)
 
@@ -184,6 +207,7 @@ def swapped_sites():
 
 def test_grad_accum_zero():
     """m microbatches equal one batch; all-reduce once, or m reduce-scatters when the gradient is sharded."""
+
     def rank(m):
         problem, group = Problem(batch_sizes=(12,)), collectives.world()
         model = problem.model()
@@ -199,7 +223,11 @@ def test_grad_accum_zero():
         flat = torch.cat([p.grad.reshape(-1) for p in whole.parameters() if p.requires_grad])
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % group.size())])
         mine = flat.chunk(group.size())[group.rank()]
-        return (scattered.shard - mine).abs().max().item(), ledger.sent_bytes("reduce_scatter"), flat.numel() * 8
+        return (
+            (scattered.shard - mine).abs().max().item(),
+            ledger.sent_bytes("reduce_scatter"),
+            flat.numel() * 8,
+        )
 
     for ranks in (2, 4):
         for m in (1, 3):
@@ -209,6 +237,7 @@ def test_grad_accum_zero():
 
 def test_temporary_buffers():
     """The fused fp32 buffer of a 1.5-billion-parameter model is 6 GB; a bucket is as small as you like. Dry, one rank of 64."""
+
     def rank(fused):
         model, group = GPT(presets["gpt2-xl"]), collectives.world()
         reducer = fused_reducer(model, group) if fused else GradReducer(model.parameters(), group, 25_000_000)
@@ -226,7 +255,7 @@ def test_temporary_buffers():
     biggest, parameters = dryrun.run(rank, True, ranks=64)
     assert biggest == 4 * parameters and 6.0e9 < biggest < 6.5e9
     biggest, _ = dryrun.run(rank, False, ranks=64)
-    assert biggest == 4 * 50257 * 1600                     # the token table is one parameter, larger than any bucket
+    assert biggest == 4 * 50257 * 1600  # the token table is one parameter, larger than any bucket
 
 
 def fused_reducer(model, group):
@@ -255,14 +284,23 @@ def test_parameter_server_equals_its_serial_text(ranks, servers, staleness):
 
 def server_run(servers, staleness, steps=5, lr=0.05):
     group = collectives.world()
-    data = [torch.randn(steps, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(worker))
-            for worker in range(group.size() - servers)]
+    data = [
+        torch.randn(steps, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(worker))
+        for worker in range(group.size() - servers)
+    ]
     start = torch.linspace(-1, 1, 7, dtype=torch.float64)
     params = [torch.nn.Parameter(start[:3].clone()), torch.nn.Parameter(start[3:].clone())]
     expected = serial_stale(start, data, lr, staleness)
     with Ledger() as ledger:
         if group.rank() < servers:
-            mine = serve(params, lambda ps: torch.optim.SGD(ps, lr=lr), steps, group, servers=servers, staleness=staleness)
+            mine = serve(
+                params,
+                lambda ps: torch.optim.SGD(ps, lr=lr),
+                steps,
+                group,
+                servers=servers,
+                staleness=staleness,
+            )
             error = (mine - expected[slices(7, servers)[group.rank()]]).abs().max().item()
         else:
             worker = Worker(params, group, servers=servers, staleness=staleness)
@@ -282,13 +320,16 @@ def test_parameter_server():
     for ranks in (2, 4):
         results = launch.run(server_run, 1, 0, ranks=ranks)
         workers = ranks - 1
-        assert results[0][1] == steps * workers * size                     # out of the server; the workers put in as much
+        assert results[0][1] == steps * workers * size  # out of the server; the workers put in as much
         assert sum(sent for _, sent in results[1:]) == steps * workers * size
         assert max(error for error, _ in results) < TOLERANCE
 
     def by_all_reduce():
         group, lr = collectives.world(), 0.05
-        data = [torch.randn(steps, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(w)) for w in range(group.size())]
+        data = [
+            torch.randn(steps, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(w))
+            for w in range(group.size())
+        ]
         w = torch.nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64))
         for step in range(steps):
             w.grad = None
@@ -309,7 +350,9 @@ def test_local_updates_every_step_is_data_parallel_sgd_and_every_fourth_is_not()
         local = LocalUpdates([w], group, every)
         with Ledger() as ledger:
             for step in range(4):
-                x = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + group.rank()))
+                x = torch.randn(
+                    5, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + group.rank())
+                )
                 for weight in (w, alone):
                     weight.grad = None
                     quadratic(weight, x).backward()
@@ -320,20 +363,46 @@ def test_local_updates_every_step_is_data_parallel_sgd_and_every_fourth_is_not()
         return (w - alone).abs().max().item(), averaged, ledger.payload_bytes("all_reduce") - 4 * 40
 
     for ranks in (2, 4):
-        assert all(worst < TOLERANCE and sent == 4 * 40 for worst, _, sent in launch.run(rank, 1, ranks=ranks))
-        assert all(worst > 1e-4 and sent == 40 and averaged for worst, averaged, sent in launch.run(rank, 4, ranks=ranks))
+        assert all(
+            worst < TOLERANCE and sent == 4 * 40 for worst, _, sent in launch.run(rank, 1, ranks=ranks)
+        )
+        assert all(
+            worst > 1e-4 and sent == 40 and averaged
+            for worst, averaged, sent in launch.run(rank, 4, ranks=ranks)
+        )
 
 
 BAD = [
     ("no parameter asks for a gradient", lambda group: GradReducer([torch.zeros(2)], group)),
-    ("bucket_bytes=0; a bucket needs at least one byte", lambda group: GradReducer([torch.nn.Parameter(torch.zeros(2))], group, 0)),
-    ("1 parameters got no gradient", lambda group: GradReducer([torch.nn.Parameter(torch.zeros(2))], group).finish()),
-    ("1 of 1 parameters got no gradient", lambda group: naive.all_reduce_gradients([torch.nn.Parameter(torch.zeros(2))], group)),
-    ("got no gradient on this rank", lambda group: NegotiatedReducer([torch.nn.Parameter(torch.zeros(2))], group).finish()),
-    ("cycle=0; negotiate at least", lambda group: NegotiatedReducer([torch.nn.Parameter(torch.zeros(2))], group, cycle=0)),
+    (
+        "bucket_bytes=0; a bucket needs at least one byte",
+        lambda group: GradReducer([torch.nn.Parameter(torch.zeros(2))], group, 0),
+    ),
+    (
+        "1 parameters got no gradient",
+        lambda group: GradReducer([torch.nn.Parameter(torch.zeros(2))], group).finish(),
+    ),
+    (
+        "1 of 1 parameters got no gradient",
+        lambda group: naive.all_reduce_gradients([torch.nn.Parameter(torch.zeros(2))], group),
+    ),
+    (
+        "got no gradient on this rank",
+        lambda group: NegotiatedReducer([torch.nn.Parameter(torch.zeros(2))], group).finish(),
+    ),
+    (
+        "cycle=0; negotiate at least",
+        lambda group: NegotiatedReducer([torch.nn.Parameter(torch.zeros(2))], group, cycle=0),
+    ),
     ("every=0; average at least", lambda group: LocalUpdates([torch.nn.Parameter(torch.zeros(2))], group, 0)),
-    ("servers=2 of 2 ranks leaves nobody to work; choose 1 to 1", lambda group: Worker([torch.nn.Parameter(torch.zeros(2))], group, servers=2)),
-    ("staleness=-1; 0 waits", lambda group: Worker([torch.nn.Parameter(torch.zeros(2))], group, staleness=-1)),
+    (
+        "servers=2 of 2 ranks leaves nobody to work; choose 1 to 1",
+        lambda group: Worker([torch.nn.Parameter(torch.zeros(2))], group, servers=2),
+    ),
+    (
+        "staleness=-1; 0 waits",
+        lambda group: Worker([torch.nn.Parameter(torch.zeros(2))], group, staleness=-1),
+    ),
 ]
 
 

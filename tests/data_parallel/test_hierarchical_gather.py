@@ -1,4 +1,5 @@
 """The hierarchical all-gather and its adjoint equal the flat collectives, and send less between nodes."""
+
 import pytest
 import torch
 
@@ -12,16 +13,31 @@ from minitrain.mesh import Mesh
 from tests.parallel import TOLERANCE
 
 BAD = [
-    ("intra and inter are the same group", lambda intra, inter: hierarchical_all_gather(torch.zeros(2), intra, intra)),
+    (
+        "intra and inter are the same group",
+        lambda intra, inter: hierarchical_all_gather(torch.zeros(2), intra, intra),
+    ),
     ("a tensor without dims", lambda intra, inter: hierarchical_all_gather(torch.tensor(1.0), intra, inter)),
-    ("6 along dim 0 is not a multiple of the 2 x 2 ranks",
-     lambda intra, inter: hierarchical_reduce_scatter(torch.zeros(6), intra, inter)),
-    ("out is [7] torch.float32 on cpu; it must be [8] torch.float32",
-     lambda intra, inter: hierarchical_all_gather(torch.zeros(2), intra, inter, out=torch.zeros(7))),
-    ("it must be [8] torch.float32",
-     lambda intra, inter: hierarchical_all_gather(torch.zeros(2), intra, inter, out=torch.zeros(8).double())),
-    ("it must be [8] torch.float32 on cpu, contiguous",
-     lambda intra, inter: hierarchical_all_gather(torch.zeros(2), intra, inter, out=torch.zeros(8, 2)[:, 0])),
+    (
+        "6 along dim 0 is not a multiple of the 2 x 2 ranks",
+        lambda intra, inter: hierarchical_reduce_scatter(torch.zeros(6), intra, inter),
+    ),
+    (
+        "out is [7] torch.float32 on cpu; it must be [8] torch.float32",
+        lambda intra, inter: hierarchical_all_gather(torch.zeros(2), intra, inter, out=torch.zeros(7)),
+    ),
+    (
+        "it must be [8] torch.float32",
+        lambda intra, inter: hierarchical_all_gather(
+            torch.zeros(2), intra, inter, out=torch.zeros(8).double()
+        ),
+    ),
+    (
+        "it must be [8] torch.float32 on cpu, contiguous",
+        lambda intra, inter: hierarchical_all_gather(
+            torch.zeros(2), intra, inter, out=torch.zeros(8, 2)[:, 0]
+        ),
+    ),
 ]
 
 
@@ -53,12 +69,18 @@ def on_one_rank():
         "gather": torch.equal(whole, all_gather(shard, world)),
         "out": there is given and torch.equal(given, whole) and torch.equal(flat, before),
         "scatter": (mine - reduce_scatter(flat, world)).abs().max().item(),
-        "integers": torch.equal(hierarchical_reduce_scatter(integers, intra, inter), reduce_scatter(integers, world)),
+        "integers": torch.equal(
+            hierarchical_reduce_scatter(integers, intra, inter), reduce_scatter(integers, world)
+        ),
         "adjoint": all_reduce(products, world),
         "disorder": torch.equal(without_reordering(shard, intra, inter), all_gather(shard, world)),
         "swapped": torch.equal(hierarchical_all_gather(shard, inter, intra), all_gather(shard, world)),
-        "sent": [ledger.sent_bytes(axis=axis) for ledger in (gathering, scattering) for axis in ("node", "gpu")],
-        "planned": gathering.planned, "messages": messages}
+        "sent": [
+            ledger.sent_bytes(axis=axis) for ledger in (gathering, scattering) for axis in ("node", "gpu")
+        ],
+        "planned": gathering.planned,
+        "messages": messages,
+    }
 
 
 def test_equals_the_flat_collectives_on_two_nodes_of_two():
@@ -66,7 +88,7 @@ def test_equals_the_flat_collectives_on_two_nodes_of_two():
     for result in launch.run(on_one_rank, ranks=4):
         assert result["gather"] and result["out"] and result["integers"]
         assert result["scatter"] < TOLERANCE
-        gathered, scattered = result["adjoint"]                 # <A x, y> = <x, A* y>, summed over ranks
+        gathered, scattered = result["adjoint"]  # <A x, y> = <x, A* y>, summed over ranks
         assert abs(gathered - scattered) < TOLERANCE
         assert not result["disorder"] and not result["swapped"]
         assert result["sent"] == [M // 4, M // 2] * 2 and not result["planned"]
@@ -77,21 +99,34 @@ def test_equals_the_flat_collectives_on_two_nodes_of_two():
 @pytest.mark.parametrize("nodes,places", [(8, 8), (2, 8), (1, 8), (8, 1)])
 def test_bytes_and_memory_of_large_groups(nodes, places):
     """Dry: 64 ranks on 8 nodes of 8; 2 nodes; groups of one."""
+
     def rank(op, size):
         mesh = Mesh(node=nodes, gpu=places)
         with Ledger() as ledger:
             given = torch.zeros(size)
             result = op(given, mesh.group("gpu"), mesh.group("node"))
-        return ledger.sent_bytes(axis="node"), ledger.sent_bytes(axis="gpu"), ledger.peak_bytes, result.shape[0]
+        return (
+            ledger.sent_bytes(axis="node"),
+            ledger.sent_bytes(axis="gpu"),
+            ledger.peak_bytes,
+            result.shape[0],
+        )
 
     p = nodes * places
     elements = 10 * p
     M = 4 * elements
-    for op, size, made in ((hierarchical_all_gather, 10, elements), (hierarchical_reduce_scatter, elements, 10)):
+    for op, size, made in (
+        (hierarchical_all_gather, 10, elements),
+        (hierarchical_reduce_scatter, elements, 10),
+    ):
         across, inside, peak, length = dryrun.run(rank, op, size, rank=p - 1, ranks=p)
         assert length == made
-        assert across == M // places - M // p and inside == M - M // places and across + inside == M * (p - 1) // p
-        assert places * across == M * (p - places) // p         # a node, all its ranks together
+        assert (
+            across == M // places - M // p
+            and inside == M - M // places
+            and across + inside == M * (p - 1) // p
+        )
+        assert places * across == M * (p - places) // p  # a node, all its ranks together
         if min(nodes, places) > 1:
             besides = M + M // places if op is hierarchical_all_gather else 2 * M
             assert peak == 4 * size + besides + (M if op is hierarchical_all_gather else 0)
@@ -102,7 +137,11 @@ def test_a_flat_ring_puts_more_on_the_link_of_a_node():
     for nodes, places in ((2, 2), (2, 8), (4, 4)):
         p = nodes * places
         schedule = ring_all_gather(p)
-        crossing = [transfer for step in schedule.steps for transfer in step
-                    if transfer.source // places == 0 and transfer.to // places != 0]
+        crossing = [
+            transfer
+            for step in schedule.steps
+            for transfer in step
+            if transfer.source // places == 0 and transfer.to // places != 0
+        ]
         chunks = sum(len(transfer.chunks) for transfer in crossing)
         assert chunks == p - 1 > p - places and {transfer.source for transfer in crossing} == {places - 1}

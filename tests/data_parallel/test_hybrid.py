@@ -1,4 +1,5 @@
 """Hybrid sharding and ZeRO++: ten words equal one process and send what choices.py says; ZeRO++ sends a quarter and stays close."""
+
 import math
 
 import pytest
@@ -38,7 +39,9 @@ def hybrid(mesh, word):
 def test_every_word_equals_one_process(nodes, places, references):
     def rank():
         mesh = Mesh(inter=nodes, intra=places)
-        return {word: [train_sharded(problem, hybrid(mesh, word)) for problem in problems()] for word in WORDS}
+        return {
+            word: [train_sharded(problem, hybrid(mesh, word)) for problem in problems()] for word in WORDS
+        }
 
     for words in launch.run(rank, ranks=nodes * places, timeout_s=120):
         for word, outcomes in words.items():
@@ -56,7 +59,10 @@ class OneHop(Hybrid):
 def test_without_the_second_hop_nodes_train_apart(references):
     def rank():
         mesh = Mesh(inter=2, intra=1)
-        return train_sharded(problems()[0], lambda model, group, make: OneHop(model, mesh.group("intra"), mesh.group("inter"), make))
+        return train_sharded(
+            problems()[0],
+            lambda model, group, make: OneHop(model, mesh.group("intra"), mesh.group("inter"), make),
+        )
 
     for outcome in launch.run(rank, ranks=2):
         assert difference(outcome, references[0]) > 1e-4
@@ -74,8 +80,13 @@ def account(make, microbatches=1, config=EVEN):
     with Ledger() as ledger:
         train_step(step, batch, zero, zero)
     numels = [flat.numel for flat in zero.flats]
-    return (sum(numels), {axis: ledger.sent_bytes(axis=axis) for axis in ("intra", "inter")}, ledger.live_by_kind,
-            ledger.num_calls("all_reduce", "inter"), numels)
+    return (
+        sum(numels),
+        {axis: ledger.sent_bytes(axis=axis) for axis in ("intra", "inter")},
+        ledger.live_by_kind,
+        ledger.num_calls("all_reduce", "inter"),
+        numels,
+    )
 
 
 def in_words(word):
@@ -84,6 +95,7 @@ def in_words(word):
 
 def test_bytes_and_memory_of_every_word_are_the_formulas():
     """By axis and by kind, for 1 and 3 microbatches, on 2 nodes of 2."""
+
     def rank():
         return {(word, m): account(in_words(word), m) for word in WORDS for m in (1, 3)}
 
@@ -94,28 +106,38 @@ def test_bytes_and_memory_of_every_word_are_the_formulas():
             expected = choices.traffic(choice, count, cluster, m)
             assert (sent["intra"], sent["inter"]) == (expected.intra_bytes, expected.inter_bytes), (word, m)
             memory = choices.memory_bytes(choice, count)
-            assert (live["parameters"], live["optimizer state"]) == (memory["parameters"], memory["optimizer state"]), word
-            if word[1] == word[2]:                       # else the gradient that is left is as finely cut as the optimizer state
+            assert (live["parameters"], live["optimizer state"]) == (
+                memory["parameters"],
+                memory["optimizer state"],
+            ), word
+            if word[1] == word[2]:  # else the gradient that is left is as finely cut as the optimizer state
                 assert live["gradients"] == memory["gradients"], word
 
 
 def test_a_dry_run_of_64_ranks_gives_the_formula_too():
     for word in ("NNN", "III", "GGG"):
         count, sent, *_ = dryrun.run(account, in_words(word), rank=37, ranks=64)
-        expected = choices.traffic(choices.paro(word, choices.Cluster(64, 32)), count, choices.Cluster(64, 32))
+        expected = choices.traffic(
+            choices.paro(word, choices.Cluster(64, 32)), count, choices.Cluster(64, 32)
+        )
         assert (sent["intra"], sent["inter"]) == (expected.intra_bytes, expected.inter_bytes)
 
 
 def test_the_sharding_factor_trades_memory_for_bytes():
     """F = 1, 2, 4 on 4 ranks: parameter bytes are P/F exactly, bytes sent grow with F."""
+
     def rank():
         return [account(in_words(word)) for word in ("NNN", "III", "GGG")]
 
     for runs in launch.run(rank, ranks=4):
-        assert [live["parameters"] for _, _, live, *_ in runs] == [2 * runs[0][0] // factor for factor in (1, 2, 4)]
+        assert [live["parameters"] for _, _, live, *_ in runs] == [
+            2 * runs[0][0] // factor for factor in (1, 2, 4)
+        ]
         totals = [sum(sent.values()) for _, sent, *_ in runs]
         assert totals[0] < totals[2] and totals[1] < totals[2]
-        assert runs[0][1]["inter"] == runs[1][1]["inter"] < runs[2][1]["inter"]      # across nodes both add up shards
+        assert (
+            runs[0][1]["inter"] == runs[1][1]["inter"] < runs[2][1]["inter"]
+        )  # across nodes both add up shards
 
 
 def test_mics_reduces_across_groups_once_a_step():
@@ -123,12 +145,13 @@ def test_mics_reduces_across_groups_once_a_step():
         return [account(in_words("III"), m) for m in (1, 3)]
 
     for once, thrice in launch.run(rank, ranks=4):
-        assert once[3] == thrice[3] == len(once[4])           # one all-reduce a buffer, however many microbatches
+        assert once[3] == thrice[3] == len(once[4])  # one all-reduce a buffer, however many microbatches
         assert once[1]["inter"] == thrice[1]["inter"]
 
 
 def test_hybrid_sharding_crosses_hosts_with_less_than_the_paper_says():
     """FSDP section 3.2.2, GPUs a host G, ranks W: cross-host bytes of a rank at most 2M(W-1)/(GW); full sharding 3M(W-1)/W."""
+
     def rank():
         return account(in_words("III")), account(in_words("GGG"))
 
@@ -140,9 +163,16 @@ def test_hybrid_sharding_crosses_hosts_with_less_than_the_paper_says():
 
 # ---- ZeRO++ ------------------------------------------------------------------------------------------------------------
 
+
 def plus_plus(**settings):
-    return lambda model, mesh, make: ZeroPlusPlus(model, collectives.world(), mesh.group("intra"), mesh.group("inter"), make,
-                                                  **({"block": 16} | settings))
+    return lambda model, mesh, make: ZeroPlusPlus(
+        model,
+        collectives.world(),
+        mesh.group("intra"),
+        mesh.group("inter"),
+        make,
+        **({"block": 16} | settings),
+    )
 
 
 def test_without_quantisation_it_is_zero_3(references):
@@ -150,9 +180,13 @@ def test_without_quantisation_it_is_zero_3(references):
         mesh = Mesh(inter=2, intra=collectives.world().size() // 2)
 
         def make(secondary):
-            return lambda model, group, optimizer: plus_plus(weight_bits=None, gradient_bits=None, secondary=secondary)(
-                model, mesh, optimizer)
-        return [train_sharded(problem, make(secondary)) for secondary in (False, True) for problem in problems()]
+            return lambda model, group, optimizer: plus_plus(
+                weight_bits=None, gradient_bits=None, secondary=secondary
+            )(model, mesh, optimizer)
+
+        return [
+            train_sharded(problem, make(secondary)) for secondary in (False, True) for problem in problems()
+        ]
 
     for ranks in (2, 4):
         for outcomes in launch.run(rank, ranks=ranks):
@@ -162,18 +196,31 @@ def test_without_quantisation_it_is_zero_3(references):
 
 def test_zero_plus_plus_sends_a_quarter_between_nodes():
     """3M -> 0.5M + 0 + 0.25M times (N-1)/N a node, and the scales beside it: 4 bytes a block, for weights and for gradients."""
+
     def rank():
-        return {name: account(make) for name, make in {
-            "zero 3": in_words("GGG"), "all": plus_plus(), "qwZ": plus_plus(gradient_bits=None, secondary=False),
-            "hpZ": plus_plus(weight_bits=None, gradient_bits=None), "qgZ": plus_plus(weight_bits=None, secondary=False)}.items()}
+        return {
+            name: account(make)
+            for name, make in {
+                "zero 3": in_words("GGG"),
+                "all": plus_plus(),
+                "qwZ": plus_plus(gradient_bits=None, secondary=False),
+                "hpZ": plus_plus(weight_bits=None, gradient_bits=None),
+                "qgZ": plus_plus(weight_bits=None, secondary=False),
+            }.items()
+        }
 
     results = launch.run(rank, ranks=4)
-    node = {name: sum(results[r][name][1]["inter"] for r in (0, 1)) for name in results[0]}     # the two ranks of node 0
+    node = {
+        name: sum(results[r][name][1]["inter"] for r in (0, 1)) for name in results[0]
+    }  # the two ranks of node 0
     count, _, _, _, numels = results[0]["all"]
-    M, scales = 2 * count, sum(4 * 4 * math.ceil(numel / 4 / 16) for numel in numels)        # of 4 slices, in blocks of 16
-    half = lambda bytes_: bytes_ * (2 - 1) // 2                                              # noqa: E731  (N-1)/N
+    M, scales = (
+        2 * count,
+        sum(4 * 4 * math.ceil(numel / 4 / 16) for numel in numels),
+    )  # of 4 slices, in blocks of 16
+    half = lambda bytes_: bytes_ * (2 - 1) // 2  # noqa: E731  (N-1)/N
     assert node["zero 3"] == half(3 * M)
-    assert node["hpZ"] == half(2 * M)                                                        # the backward gather is gone
+    assert node["hpZ"] == half(2 * M)  # the backward gather is gone
     assert node["qwZ"] == half(2 * (M // 2 + scales) + M)
     assert node["qgZ"] == half(2 * M + M // 4 + scales)
     assert node["all"] == half(M // 2 + M // 4 + 2 * scales)
@@ -189,7 +236,10 @@ def losses(make, steps=30):
     tokens = tokens % 64
     step = accumulate(model, cross_entropy_sum, 1, zero)
     batch = Batch(tokens[:, :16], tokens[:, 1:], torch.tensor(64 * group.size()))
-    return [collectives.all_reduce(train_step(step, batch, zero, zero, 1.0).loss, group).item() for _ in range(steps)]
+    return [
+        collectives.all_reduce(train_step(step, batch, zero, zero, 1.0).loss, group).item()
+        for _ in range(steps)
+    ]
 
 
 def test_zero_plus_plus_trains_like_zero_3():
@@ -199,13 +249,16 @@ def test_zero_plus_plus_trains_like_zero_3():
     for exact, quantised in launch.run(rank, ranks=4):
         assert exact[-1] < 0.5 * exact[0] and quantised[-1] < 0.5 * quantised[0]
         assert max(abs(a - b) for a, b in zip(exact, quantised)) < 0.1 * exact[0]
-        assert exact != quantised                        # the control: something was quantised
+        assert exact != quantised  # the control: something was quantised
 
 
 def test_the_copy_in_the_node_is_counted():
     """hpZ holds 2/k bytes more a parameter in bf16, k ranks a node; without it nothing is held."""
+
     def rank():
-        return [sum(account(plus_plus(secondary=secondary))[2].values()) for secondary in (False, True)], account(plus_plus())[0]
+        return [
+            sum(account(plus_plus(secondary=secondary))[2].values()) for secondary in (False, True)
+        ], account(plus_plus())[0]
 
     for (without, held), count in launch.run(rank, ranks=4):
         assert held - without == 2 * count // 2
@@ -213,17 +266,26 @@ def test_the_copy_in_the_node_is_counted():
 
 # ---- what is refused -----------------------------------------------------------------------------------------------------
 
+
 def test_bad_input_gets_one_line():
     def rank():
         mesh, group, said = Mesh(inter=2, intra=1), collectives.world(), {}
-        sgd = lambda shards: torch.optim.SGD(shards, lr=0.1)             # noqa: E731
+        sgd = lambda shards: torch.optim.SGD(shards, lr=0.1)  # noqa: E731
         cases = {
             "word": lambda: Hybrid(nn.Linear(4, 4), mesh.group("intra"), mesh.group("inter"), sgd, "GIN"),
             "mesh": lambda: Mesh(inter=2, intra=3),
-            "block": lambda: ZeroPlusPlus(nn.Sequential(nn.Linear(4, 4)), group, mesh.group("intra"), mesh.group("inter"), sgd),
-            "turned": lambda: ZeroPlusPlus(nn.Sequential(nn.Linear(4, 4)), mesh.group("intra"), mesh.group("inter"), group, sgd),
-            "built": lambda: Hybrid(nn.Sequential(nn.Linear(4, 4)), mesh.group("intra"), mesh.group("inter"),
-                                    torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)),
+            "block": lambda: ZeroPlusPlus(
+                nn.Sequential(nn.Linear(4, 4)), group, mesh.group("intra"), mesh.group("inter"), sgd
+            ),
+            "turned": lambda: ZeroPlusPlus(
+                nn.Sequential(nn.Linear(4, 4)), mesh.group("intra"), mesh.group("inter"), group, sgd
+            ),
+            "built": lambda: Hybrid(
+                nn.Sequential(nn.Linear(4, 4)),
+                mesh.group("intra"),
+                mesh.group("inter"),
+                torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1),
+            ),
         }
         for name, case in cases.items():
             try:
@@ -236,17 +298,21 @@ def test_bad_input_gets_one_line():
         assert set(said) == {"word", "mesh", "block", "turned", "built"}
         assert all("\n" not in line for line in said.values())
         assert "NNG" in said["word"] and "6 ranks, but the job has 2" in said["mesh"]
-        assert "block=256 is larger than the shard of 10" in said["block"] and "before sharding" in said["built"]
+        assert (
+            "block=256 is larger than the shard of 10" in said["block"] and "before sharding" in said["built"]
+        )
 
 
 def test_states_move_between_words_and_stages():
     """Saved whole from III on 2 nodes of 2, loaded into ZeRO 3: the same training goes on."""
+
     def rank():
         mesh, problem = Mesh(inter=2, intra=2), Problem(clip=None)
         results = []
         model = problem.model()
         first = hybrid(mesh, "NIG")(model, None, lambda shards: AdamW(shards, lr=1e-2))
         from tests.parallel import run_steps
+
         run_steps(Problem(clip=None, batch_sizes=(8, 8)), model, collectives.world(), first, first)
         full = first.full_state_dict()
         for make in (hybrid(mesh, "III"), lambda model, group, make: Zero3(model, group, make)):

@@ -1,4 +1,5 @@
 """ZeRO++: block quantisation keeps its error bound; its collectives send what they say and put slices in place."""
+
 import math
 
 import pytest
@@ -10,12 +11,16 @@ from torch import Tensor
 from minitrain import collectives, launch
 from minitrain.data_parallel import quantized_collectives
 from minitrain.data_parallel.quantized import Quantized, dequantize, from_bytes, quantize, to_bytes
-from minitrain.data_parallel.quantized_collectives import one_hop_reduce_scatter, quantized_all_gather, two_hop_reduce_scatter
+from minitrain.data_parallel.quantized_collectives import (
+    one_hop_reduce_scatter,
+    quantized_all_gather,
+    two_hop_reduce_scatter,
+)
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 
-D, BLOCK = 75, 16                       # numbers in a slice; the last block of each has 11
+D, BLOCK = 75, 16  # numbers in a slice; the last block of each has 11
 
 
 def there_and_back(x: Tensor, bits: int, block: int) -> Tensor:
@@ -50,9 +55,13 @@ def test_no_number_is_wrong_by_more_than_half_a_step(numbers, bits, half_block):
     assert q.nbytes == code_bytes(len(numbers), bits) + scale_bytes(len(numbers), block)
     assert back.shape == x.shape and (back[x == 0] == 0).all()
     if numbers:
-        assert ((back.double() - x.double()).abs() <= half_steps(x, bits, block) * (1 + 2 ** -14) + 2.0 ** -149).all()
-        assert all(part[part.abs().argmax()] == restored[part.abs().argmax()]
-                   for part, restored in zip(x.split(block), back.split(block))), "the largest comes back to the bit"
+        assert (
+            (back.double() - x.double()).abs() <= half_steps(x, bits, block) * (1 + 2**-14) + 2.0**-149
+        ).all()
+        assert all(
+            part[part.abs().argmax()] == restored[part.abs().argmax()]
+            for part, restored in zip(x.split(block), back.split(block))
+        ), "the largest comes back to the bit"
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -62,7 +71,7 @@ def test_every_dtype_with_the_rounding_of_its_own_on_top(bits, dtype):
     back = there_and_back(x, bits, BLOCK)
     assert back.dtype == dtype and back.shape == x.shape and back.is_contiguous() and not back.requires_grad
     bound = half_steps(x.detach(), bits, BLOCK)
-    rounding = x.abs().max().double() * max(torch.finfo(dtype).eps, 2 ** -20)
+    rounding = x.abs().max().double() * max(torch.finfo(dtype).eps, 2**-20)
     error = (back.double() - x.detach().double()).abs()
     assert (error <= bound + rounding).all() and (error > bound / 2).any(), "the bound is nearly reached, too"
     assert quantize(x, bits, BLOCK).nbytes == 3 * (code_bytes(D, bits) + scale_bytes(D, BLOCK))
@@ -70,16 +79,18 @@ def test_every_dtype_with_the_rounding_of_its_own_on_top(bits, dtype):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_constants_zeros_and_outliers(bits):
-    for value in (0.0, 0.1, -3.7e30, 2.0 ** -149):
+    for value in (0.0, 0.1, -3.7e30, 2.0**-149):
         assert torch.equal(there_and_back(torch.full((21,), value), bits, 8), torch.full((21,), value))
-    tiny = torch.full((16,), 1e-60, dtype=torch.float64)            # below the smallest float32: the scale is zero
+    tiny = torch.full((16,), 1e-60, dtype=torch.float64)  # below the smallest float32: the scale is zero
     assert there_and_back(tiny, bits, 8).abs().max() == 0
-    odd = torch.tensor([1.49 * 2.0 ** -149] * 3, dtype=torch.float64)       # above its own float32 scale: no overflow
-    assert (there_and_back(odd, bits, 8) == 2.0 ** -149).all()
+    odd = torch.tensor(
+        [1.49 * 2.0**-149] * 3, dtype=torch.float64
+    )  # above its own float32 scale: no overflow
+    assert (there_and_back(odd, bits, 8) == 2.0**-149).all()
     outlier = torch.full((16,), 0.01)
     outlier[3] = 100.0
-    assert (there_and_back(outlier, bits, 8)[8:] == outlier[8:]).all()              # its neighbours' block is spared
-    assert (there_and_back(outlier, bits, 16)[8:] == 0).all()                       # with one scale for all: gone
+    assert (there_and_back(outlier, bits, 8)[8:] == outlier[8:]).all()  # its neighbours' block is spared
+    assert (there_and_back(outlier, bits, 16)[8:] == 0).all()  # with one scale for all: gone
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -96,21 +107,26 @@ def test_what_is_not_finite_comes_back_as_nan_and_only_in_its_block(bits, poison
 def test_a_message_carries_codes_and_scales(bits, block, d):
     q = quantize(torch.randn(2, 3, d, dtype=torch.float64), bits, block)
     message = to_bytes(q)
-    assert message.shape == (2, 3, code_bytes(d, bits) + scale_bytes(d, block)) and message.dtype == torch.uint8
+    assert (
+        message.shape == (2, 3, code_bytes(d, bits) + scale_bytes(d, block)) and message.dtype == torch.uint8
+    )
     again: Quantized = from_bytes(message, d, bits, block)
     assert torch.equal(again.codes, q.codes) and torch.equal(again.scales, q.scales)
     assert torch.equal(again.steps, q.scales / (7 if bits == 4 else 127))
     assert torch.equal(dequantize(again, torch.float64), dequantize(q, torch.float64))
 
 
-@pytest.mark.parametrize("x,bits,block,complaint", [
-    (torch.ones(4), 5, 2, r"bits=5; use 8 .* or 4"),
-    (torch.ones(4), 8, 0, r"block=0; use a whole number, 1 or more"),
-    (torch.ones(4), 8, 2.5, r"block=2.5; use a whole number"),
-    (torch.ones(4), 4, 3, r"block=3 is odd, but 4-bit codes share a byte in pairs; use 4"),
-    (torch.ones(4, dtype=torch.int32), 8, 2, r"x is torch.int32 \[4\]; .*x.float\(\)"),
-    (torch.ones(()), 8, 2, r"x is torch.float32 \[\]; .*x.reshape\(1\)"),
-])
+@pytest.mark.parametrize(
+    "x,bits,block,complaint",
+    [
+        (torch.ones(4), 5, 2, r"bits=5; use 8 .* or 4"),
+        (torch.ones(4), 8, 0, r"block=0; use a whole number, 1 or more"),
+        (torch.ones(4), 8, 2.5, r"block=2.5; use a whole number"),
+        (torch.ones(4), 4, 3, r"block=3 is odd, but 4-bit codes share a byte in pairs; use 4"),
+        (torch.ones(4, dtype=torch.int32), 8, 2, r"x is torch.int32 \[4\]; .*x.float\(\)"),
+        (torch.ones(()), 8, 2, r"x is torch.float32 \[\]; .*x.reshape\(1\)"),
+    ],
+)
 def test_quantize_refuses(x, bits, block, complaint):
     with pytest.raises(ValueError, match=complaint) as refused:
         quantize(x, bits, block)
@@ -118,6 +134,7 @@ def test_quantize_refuses(x, bits, block, complaint):
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
+
 
 def gradient(rank: int, ranks: int, dtype=torch.float64) -> Tensor:
     """What a rank has to add: slices and ranks of very different sizes, so that a wrong place is a large error."""
@@ -130,12 +147,16 @@ def every_collective(nodes: int):
     mesh = Mesh(inter=nodes, intra=collectives.world().size() // nodes)
     intra, inter, world = mesh.group("intra"), mesh.group("inter"), collectives.world()
     flat = gradient(world.rank(), world.size())
-    calls = {("gather", bits): lambda bits=bits: quantized_all_gather(flat[:D].float(), world, bits, BLOCK)
-             for bits in (4, 8)}
+    calls = {
+        ("gather", bits): lambda bits=bits: quantized_all_gather(flat[:D].float(), world, bits, BLOCK)
+        for bits in (4, 8)
+    }
     for bits in (4, 8, None):
         calls["one", bits] = lambda bits=bits: one_hop_reduce_scatter(flat, world, bits, BLOCK)
         calls["two", bits] = lambda bits=bits: two_hop_reduce_scatter(flat, intra, inter, bits, BLOCK)
-    swapped = flat.view(intra.size(), inter.size(), D).transpose(0, 1).reshape(-1)     # undoes the reordering inside
+    swapped = (
+        flat.view(intra.size(), inter.size(), D).transpose(0, 1).reshape(-1)
+    )  # undoes the reordering inside
     calls["not reordered", None] = lambda: two_hop_reduce_scatter(swapped, intra, inter, None)
     calls["half", None] = lambda: two_hop_reduce_scatter(flat.bfloat16(), intra, inter, None)
     calls["half", 8] = lambda: two_hop_reduce_scatter(flat.bfloat16(), intra, inter, 8, BLOCK)
@@ -156,17 +177,24 @@ def every_collective(nodes: int):
 
     before = len(collectives.last_calls())
     for what, call, complaint in (
-            ("not divisible", lambda: two_hop_reduce_scatter(flat[1:], intra, inter),
-             f"{flat.numel() - 1} numbers are not a multiple of the {world.size()} ranks; pad them with 1 zeros"),
-            ("block", lambda: two_hop_reduce_scatter(flat, intra, inter),
-             f"quantisation block larger than a shard: block=256, but a shard has {D} numbers"),
-            ("block, one hop", lambda: one_hop_reduce_scatter(flat, world, 4, D + 1), f"block={D + 1}, but"),
-            ("block, gather", lambda: quantized_all_gather(flat[:D], world), "block=256, but a shard has"),
-            ("bits", lambda: one_hop_reduce_scatter(flat, world, 3), "bits=3; use 8"),
-            ("no bits", lambda: quantized_all_gather(flat, world, None), "bits=None; use 8"),
-            ("dims", lambda: one_hop_reduce_scatter(flat.view(-1, D), world), "must be floating, with one dim"),
-            ("dtype", lambda: two_hop_reduce_scatter(flat.int(), intra, inter), "must be floating, with one dim"),
-            ("out", lambda: quantized_all_gather(flat[:D], world, 8, BLOCK, out=out), "out is torch.float32")):
+        (
+            "not divisible",
+            lambda: two_hop_reduce_scatter(flat[1:], intra, inter),
+            f"{flat.numel() - 1} numbers are not a multiple of the {world.size()} ranks; pad them with 1 zeros",
+        ),
+        (
+            "block",
+            lambda: two_hop_reduce_scatter(flat, intra, inter),
+            f"quantisation block larger than a shard: block=256, but a shard has {D} numbers",
+        ),
+        ("block, one hop", lambda: one_hop_reduce_scatter(flat, world, 4, D + 1), f"block={D + 1}, but"),
+        ("block, gather", lambda: quantized_all_gather(flat[:D], world), "block=256, but a shard has"),
+        ("bits", lambda: one_hop_reduce_scatter(flat, world, 3), "bits=3; use 8"),
+        ("no bits", lambda: quantized_all_gather(flat, world, None), "bits=None; use 8"),
+        ("dims", lambda: one_hop_reduce_scatter(flat.view(-1, D), world), "must be floating, with one dim"),
+        ("dtype", lambda: two_hop_reduce_scatter(flat.int(), intra, inter), "must be floating, with one dim"),
+        ("out", lambda: quantized_all_gather(flat[:D], world, 8, BLOCK, out=out), "out is torch.float32"),
+    ):
         with pytest.raises(ValueError, match=complaint) as refused:
             call()
         assert "\n" not in str(refused.value), what
@@ -174,8 +202,11 @@ def every_collective(nodes: int):
     return results
 
 
-@pytest.fixture(scope="module", params=[(4, 2), (6, 2), (2, 1), (2, 2)],
-                ids=["2 nodes of 2", "2 nodes of 3", "1 node of 2", "2 nodes of 1"])
+@pytest.fixture(
+    scope="module",
+    params=[(4, 2), (6, 2), (2, 1), (2, 2)],
+    ids=["2 nodes of 2", "2 nodes of 3", "1 node of 2", "2 nodes of 1"],
+)
 def job(request):
     ranks, nodes = request.param
     return ranks, nodes, launch.run(every_collective, nodes, ranks=ranks)
@@ -203,7 +234,9 @@ def test_without_reordering_slices_are_on_wrong_ranks_and_without_the_second_hop
     exact, places = exact_slices(ranks), ranks // nodes
     transposed = torch.stack([exact[(rank % places) * nodes + rank // places] for rank in range(ranks)])
     assert error(results, ("not reordered", None), transposed).max() < 1e-12
-    wrong = [rank for rank in range(ranks) if error(results, ("not reordered", None), exact)[rank].max() > 0.1]
+    wrong = [
+        rank for rank in range(ranks) if error(results, ("not reordered", None), exact)[rank].max() > 0.1
+    ]
     assert wrong == {4: [1, 2], 6: [1, 2, 3, 4], 2: []}[ranks]
     lost = error(results, ("no second hop", None), exact).amax(1)
     assert (lost > 0.1).all() if nodes > 1 else (lost < 1e-12).all()
@@ -215,26 +248,28 @@ def test_gathered_shards_are_the_same_bits_on_all_ranks_and_within_half_a_step(j
     shards = torch.stack([gradient(rank, ranks)[:D].float() for rank in range(ranks)])
     for result in results:
         whole = result["gather", bits][0]
-        assert torch.equal(whole, results[0]["gather", bits][0]) and not torch.equal(whole.view(ranks, D), shards)
+        assert torch.equal(whole, results[0]["gather", bits][0]) and not torch.equal(
+            whole.view(ranks, D), shards
+        )
         assert torch.equal(whole.view(ranks, D), there_and_back(shards, bits, BLOCK))
-        assert ((whole.view(ranks, D) - shards).abs() <= half_steps(shards, bits, BLOCK) * (1 + 2 ** -14)).all()
+        assert ((whole.view(ranks, D) - shards).abs() <= half_steps(shards, bits, BLOCK) * (1 + 2**-14)).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_sums_are_within_half_a_step_for_every_time_a_number_is_quantised(job, bits):
     ranks, nodes, results = job
-    given = torch.stack([gradient(rank, ranks).view(ranks, D) for rank in range(ranks)])         # [from, slice, d]
+    given = torch.stack([gradient(rank, ranks).view(ranks, D) for rank in range(ranks)])  # [from, slice, d]
     exact, once = given.sum(0), half_steps(given, bits, BLOCK)
     worst = torch.stack([result["one", bits][0] for result in results]) - exact
-    assert (worst.abs() <= once.sum(0) * (1 + 2 ** -14)).all() and worst.abs().max() > 0
+    assert (worst.abs() <= once.sum(0) * (1 + 2**-14)).all() and worst.abs().max() > 0
 
-    of_node = given.unflatten(0, (nodes, -1)).sum(1)                                             # [node, slice, d]
+    of_node = given.unflatten(0, (nodes, -1)).sum(1)  # [node, slice, d]
     first = once.unflatten(0, (nodes, -1)).sum(1)
-    again = half_steps(of_node.abs() + first, bits, BLOCK)        # partial sums that are not exact any more
+    again = half_steps(of_node.abs() + first, bits, BLOCK)  # partial sums that are not exact any more
     worst = torch.stack([result["two", bits][0] for result in results]) - exact
-    assert (worst.abs() <= (first + again).sum(0) * (1 + 2 ** -13)).all() and worst.abs().max() > 0
+    assert (worst.abs() <= (first + again).sum(0) * (1 + 2**-13)).all() and worst.abs().max() > 0
 
-    replayed = there_and_back(given, bits, BLOCK).unflatten(0, (nodes, -1)).sum(1)      # in one process
+    replayed = there_and_back(given, bits, BLOCK).unflatten(0, (nodes, -1)).sum(1)  # in one process
     replayed = there_and_back(replayed, bits, BLOCK).sum(0)
     assert error(results, ("two", bits), replayed).max() < 1e-12
 
@@ -242,13 +277,17 @@ def test_quantised_sums_are_within_half_a_step_for_every_time_a_number_is_quanti
 def test_half_precision_is_added_in_full(job):
     ranks, nodes, results = job
     assert all(result["half", bits][0].dtype == torch.bfloat16 for result in results for bits in (None, 8))
-    assert error(results, ("half", None), exact_slices(ranks)).max() < 3 * 2 ** -8
-    given = torch.stack([gradient(rank, ranks, torch.bfloat16).view(ranks, D).float() for rank in range(ranks)])
-    of_node = there_and_back(given, 8, BLOCK).unflatten(0, (nodes, -1)).sum(1)          # in one process, in float32
+    assert error(results, ("half", None), exact_slices(ranks)).max() < 3 * 2**-8
+    given = torch.stack(
+        [gradient(rank, ranks, torch.bfloat16).view(ranks, D).float() for rank in range(ranks)]
+    )
+    of_node = there_and_back(given, 8, BLOCK).unflatten(0, (nodes, -1)).sum(1)  # in one process, in float32
     expected = there_and_back(of_node, 8, BLOCK).sum(0).bfloat16()
     equal = torch.stack([result["half", 8][0] for result in results]) == expected
     assert equal.float().mean() > 0.98, "only the result is rounded to bfloat16"
-    rounded = there_and_back(of_node.bfloat16().float(), 8, BLOCK).sum(0).bfloat16()    # control: the partial sums too
+    rounded = (
+        there_and_back(of_node.bfloat16().float(), 8, BLOCK).sum(0).bfloat16()
+    )  # control: the partial sums too
     assert ranks == nodes or (rounded == expected).float().mean() < 0.95
     assert results[0]["half", None][1] == nodes_times_others(ranks, nodes) * 2 * D
 
@@ -281,8 +320,13 @@ def dry(d: int, nodes: int):
         one_hop_reduce_scatter(flat, collectives.world())
     with Ledger() as gather:
         quantized_all_gather(flat[:d], collectives.world())
-    return (ledger.sent_bytes(axis="intra"), ledger.sent_bytes(axis="inter"), ledger.peak_bytes, one.sent_bytes(),
-            gather.sent_bytes())
+    return (
+        ledger.sent_bytes(axis="intra"),
+        ledger.sent_bytes(axis="inter"),
+        ledger.peak_bytes,
+        one.sent_bytes(),
+        gather.sent_bytes(),
+    )
 
 
 def test_zero_plus_plus_on_512_ranks():
@@ -291,6 +335,6 @@ def test_zero_plus_plus_on_512_ranks():
     piece = d // 2 + 4 * 20
     within, across, peak, one, gather = dryrun.run(dry, d, nodes, rank=77, ranks=ranks)
     assert (within, across) == (nodes * 7 * piece, (nodes - 1) * piece) and one == (ranks - 1) * piece
-    assert (ranks - 8) * piece == 8 * across                            # of the one hop, what leaves the node
+    assert (ranks - 8) * piece == 8 * across  # of the one hop, what leaves the node
     assert gather == (ranks - 1) * (d + 4 * 20)
-    assert peak == ranks * (4 * d + 5 * d + piece + 4 * 20)             # flat; 5 + m/d + 4/block for each number
+    assert peak == ranks * (4 * d + 5 * d + piece + 4 * 20)  # flat; 5 + m/d + 4/block for each number

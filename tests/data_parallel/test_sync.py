@@ -1,4 +1,5 @@
 """What every Sync promises: optimizers of any kind, stand-ins for them, states for any layout, bytes and memory in a pipeline."""
+
 from dataclasses import replace
 
 import pytest
@@ -14,13 +15,22 @@ from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
 from tests.parallel import TOLERANCE, Outcome, Problem, difference, rows_of_problem, small, train_parallel
 
-PROBLEM = Problem(config=small(tied=False), clip=None)      # 29 words: padded under tp
+PROBLEM = Problem(config=small(tied=False), clip=None)  # 29 words: padded under tp
 
 
 # ---- optimizers ----------------------------------------------------------------------------------------------------------
 
-EARLY = {"dp2": [dict(dp=2, zero=1), dict(dp=2, zero=2), dict(dp=2, zero=3), dict(dp=2, zero="III", node=2), dict(tp=2), dict(pp=2, zero=1)],
-         "dp2 tp2": [dict(dp=2, tp=2, zero=1), dict(dp=2, tp=2, zero=3, sequence_parallel=True)]}
+EARLY = {
+    "dp2": [
+        dict(dp=2, zero=1),
+        dict(dp=2, zero=2),
+        dict(dp=2, zero=3),
+        dict(dp=2, zero="III", node=2),
+        dict(tp=2),
+        dict(pp=2, zero=1),
+    ],
+    "dp2 tp2": [dict(dp=2, tp=2, zero=1), dict(dp=2, tp=2, zero=3, sequence_parallel=True)],
+}
 
 
 def adagrad(params):
@@ -34,7 +44,9 @@ class Ramp(torch.optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {})
         for param in self.param_groups[0]["params"]:
-            self.state[param]["sum"] = torch.linspace(0.1, 1, param.numel(), dtype=param.dtype).view(param.shape)
+            self.state[param]["sum"] = torch.linspace(0.1, 1, param.numel(), dtype=param.dtype).view(
+                param.shape
+            )
 
     @torch.no_grad()
     def step(self):
@@ -55,12 +67,17 @@ def by_hand(make):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return Outcome(losses, {name: param.grad for name, param in trainable.items()}, {name: param.detach() for name, param in model.named_parameters()})
+    return Outcome(
+        losses,
+        {name: param.grad for name, param in trainable.items()},
+        {name: param.detach() for name, param in model.named_parameters()},
+    )
 
 
 @pytest.mark.parametrize("shape", EARLY)
 def test_an_optimizer_that_has_states_when_it_is_built(shape):
     """Equal to one process, element by element: each rank takes its part of the first states, which were made of stand-ins."""
+
     def rank(make):
         return [train_parallel(PROBLEM, Strategy(**way), make_optimizer=make) for way in EARLY[shape]]
 
@@ -73,20 +90,31 @@ def test_an_optimizer_that_has_states_when_it_is_built(shape):
 
 def test_without_an_optimizer_there_are_gradients_and_no_updates():
     """Of every kind; nothing is updated, and the state is of parameters alone."""
+
     def rank(way):
         run = parallelize(PROBLEM.config, replace(Strategy(**way), precision="float64"), seed=3)
         before = run.state_dict()
         run.step(run.batch(rows_of_problem(PROBLEM, 0), 0))
         grads = {name: run.sync.full_grad(param) for param, name in run.sync.names.items()}
         run.load_state_dict(after := run.state_dict())
-        same = all(torch.equal(value, after["parameters"][name]) for name, value in before["parameters"].items())
+        same = all(
+            torch.equal(value, after["parameters"][name]) for name, value in before["parameters"].items()
+        )
         return grads, same and not after["optimizer"]
 
-    ways = [dict(dp=2), *(dict(dp=2, zero=zero) for zero in (1, 2, 3)), dict(dp=2, zero="IGG", node=2), dict(tp=2)]
+    ways = [
+        dict(dp=2),
+        *(dict(dp=2, zero=zero) for zero in (1, 2, 3)),
+        dict(dp=2, zero="IGG", node=2),
+        dict(tp=2),
+    ]
     for found in launch.run(lambda: [rank(way) for way in ways], ranks=2):
         expected = found[0][0]
         for way, (grads, unchanged) in zip(ways, found):
-            assert unchanged and max((grads[name] - grad).abs().max() for name, grad in expected.items()) < TOLERANCE, way
+            assert (
+                unchanged
+                and max((grads[name] - grad).abs().max() for name, grad in expected.items()) < TOLERANCE
+            ), way
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3, "IGG"])
@@ -99,25 +127,48 @@ def test_stand_ins_are_named_whole_and_weightless(zero):
 
         def make(params):
             for param in params:
-                seen[param.global_name] = list(param.shape), param.untyped_storage().nbytes(), param.requires_grad
+                seen[param.global_name] = (
+                    list(param.shape),
+                    param.untyped_storage().nbytes(),
+                    param.requires_grad,
+                )
             return AdamW(params)
 
-        parallelize(PROBLEM.config, Strategy(dp=2, tp=2, zero=zero, node=2 if zero == "IGG" else 1), make, frozen=[PROBLEM.frozen])
+        parallelize(
+            PROBLEM.config,
+            Strategy(dp=2, tp=2, zero=zero, node=2 if zero == "IGG" else 1),
+            make,
+            frozen=[PROBLEM.frozen],
+        )
         return seen
 
     for seen in launch.run(rank, ranks=4):
-        assert {name: shape for name, (shape, *_) in seen.items()} == {name: shape for name, shape in whole.items() if name != PROBLEM.frozen}
+        assert {name: shape for name, (shape, *_) in seen.items()} == {
+            name: shape for name, shape in whole.items() if name != PROBLEM.frozen
+        }
         assert all(held <= 8 and trainable for _, held, trainable in seen.values())
 
 
 # ---- states --------------------------------------------------------------------------------------------------------------
 
-LAYOUTS = [dict(dp=2, tp=2, zero=1), dict(tp=4), dict(dp=2, pp=2, zero=3), dict(dp=4, zero="III", node=2), dict(pp=2, tp=2),
-           dict(dp=2, tp=2, zero=3, sequence_parallel=True)]
+LAYOUTS = [
+    dict(dp=2, tp=2, zero=1),
+    dict(tp=4),
+    dict(dp=2, pp=2, zero=3),
+    dict(dp=4, zero="III", node=2),
+    dict(pp=2, tp=2),
+    dict(dp=2, tp=2, zero=3, sequence_parallel=True),
+]
 
 
 def adamw(params):
-    return AdamW([{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}, {"params": [p for p in params if p.dim() == 1]}], lr=1e-2)
+    return AdamW(
+        [
+            {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in params if p.dim() == 1]},
+        ],
+        lr=1e-2,
+    )
 
 
 @pytest.mark.parametrize("words", [29, 9])
@@ -128,8 +179,13 @@ def test_a_state_goes_from_any_layout_to_any_other(words):
     def rank(layouts):
         states = []
         for number, layout in enumerate(layouts):
-            run = parallelize(problem.config, Strategy(**layout, precision="float64", bucket_bytes=3000), adamw, seed=3 if not states else 99,
-                              frozen=[problem.frozen])
+            run = parallelize(
+                problem.config,
+                Strategy(**layout, precision="float64", bucket_bytes=3000),
+                adamw,
+                seed=3 if not states else 99,
+                frozen=[problem.frozen],
+            )
             if states:
                 run.load_state_dict(states[-1])
             for step in (2 * number, 2 * number + 1):
@@ -146,7 +202,10 @@ def test_a_state_goes_from_any_layout_to_any_other(words):
                 assert (ours["parameters"][name] - param).abs().max() < TOLERANCE, (layout, name)
             for name, state in theirs["optimizer"].items():
                 assert state["step"] == ours["optimizer"][name]["step"]
-                assert all((ours["optimizer"][name][key] - state[key]).abs().max() < TOLERANCE for key in ("exp_avg", "exp_avg_sq")), (layout, name)
+                assert all(
+                    (ours["optimizer"][name][key] - state[key]).abs().max() < TOLERANCE
+                    for key in ("exp_avg", "exp_avg_sq")
+                ), (layout, name)
 
 
 # ---- a pipeline ------------------------------------------------------------------------------------------------------------
@@ -156,7 +215,15 @@ DEEP = Problem(config=small(tied=False, num_layers=8), batch_sizes=(24,), clip=N
 
 def one_step(zero, microbatches, schedule, dp, watch=None):
     """Over pp=2: bytes that this rank sends over dp as multiples of (dp-1)/dp of its stages' parameters."""
-    strategy = Strategy(dp=dp, pp=2, zero=zero, microbatches=microbatches, schedule=schedule, precision="float64", bucket_bytes=3000)
+    strategy = Strategy(
+        dp=dp,
+        pp=2,
+        zero=zero,
+        microbatches=microbatches,
+        schedule=schedule,
+        precision="float64",
+        bucket_bytes=3000,
+    )
     run = parallelize(DEEP.config, strategy, AdamW)
     if watch:
         watch(run.sync)
@@ -171,7 +238,11 @@ def one_step(zero, microbatches, schedule, dp, watch=None):
 def test_what_zero_sends_in_a_pipeline(schedule):
     """Stage 1 sends gradients once a step, 2 and 3 after each backward: m times; stage 3 gathers for each forward and each backward (I and
     W together are one). The same on real ranks and in dry runs of more."""
-    sends = {1: lambda m: (1, 1), 2: lambda m: (1, m), 3: lambda m: (2 * m, m)}             # (all_gather, reduce_scatter)
+    sends = {
+        1: lambda m: (1, 1),
+        2: lambda m: (1, m),
+        3: lambda m: (2 * m, m),
+    }  # (all_gather, reduce_scatter)
 
     def rank():
         return [tuple(one_step(zero, m, schedule, 2)[1].values()) for zero in sends for m in (1, 3)]
@@ -187,6 +258,7 @@ def test_what_zero_sends_in_a_pipeline(schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
 def test_zero3_in_a_pipeline_is_never_whole(schedule):
     """At any moment two units of a stage at most, one in use and one on its way; none after a step, when parameters read as NaN."""
+
     def rank(reshard=True):
         peak = 0
 
@@ -207,4 +279,6 @@ def test_zero3_in_a_pipeline_is_never_whole(schedule):
 
     for peak, two, whole, left, unread in launch.run(rank, ranks=4):
         assert 0 < peak <= two < whole and left == 0 and unread
-    assert all(peak > two for peak, two, *_ in launch.run(rank, False, ranks=4))            # control: kept from forward to backward
+    assert all(
+        peak > two for peak, two, *_ in launch.run(rank, False, ranks=4)
+    )  # control: kept from forward to backward

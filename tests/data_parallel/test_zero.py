@@ -1,4 +1,5 @@
 """ZeRO 1, 2 and 3: equal to one process, bytes and memory as the paper says, states that load anywhere, clear refusals."""
+
 import copy
 import math
 
@@ -43,7 +44,7 @@ WAYS = {
     "stage 3, no reshard, no prefetch": (Zero3, dict(reshard=False, prefetch=False)),
     "stage 3, keep": (Zero3, dict(accumulate="keep")),
 }
-BATCHES = (12, 12, 11)                                   # 11 sequences fall unevenly on 2 and on 4 ranks
+BATCHES = (12, 12, 11)  # 11 sequences fall unevenly on 2 and on 4 ranks
 
 
 def made(way):
@@ -103,15 +104,24 @@ def test_without_its_collective_it_does_not(deaf, references):
 
 def test_any_optimizer_and_torchs_own():
     """torch.optim.AdamW over shards, SGD with momentum: element-wise optimizers do not see the cut."""
+
     def rank(kind):
         problem, group = Problem(clip=None), collectives.world()
         model, whole = problem.model(), problem.model()
-        make = {"adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
-                "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9)}[kind]
+        make = {
+            "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+            "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+        }[kind]
         zero = Zero3(model, group, make)
         run_steps(problem, model, group, zero, zero)
         reducer = GradReducer(whole.parameters(), group)
-        run_steps(problem, whole, group, make([param for param in whole.parameters() if param.requires_grad]), reducer)
+        run_steps(
+            problem,
+            whole,
+            group,
+            make([param for param in whole.parameters() if param.requires_grad]),
+            reducer,
+        )
         pairs = zip(model.parameters(), whole.parameters())
         return max((zero.full_tensor(ours) - theirs).abs().max().item() for ours, theirs in pairs)
 
@@ -122,6 +132,7 @@ def test_any_optimizer_and_torchs_own():
 @pytest.mark.parametrize("way", ["stage 1", "stage 2", "stage 3"])
 def test_mixed_precision_gives_the_bits_of_data_parallelism(way):
     """bf16 parameters and gradients, float32 master: every sum is rounded once, so cutting changes no bit."""
+
     def rank():
         group = collectives.world()
         tokens = torch.arange(16).view(2, 8) % 29 + group.rank()
@@ -130,7 +141,9 @@ def test_mixed_precision_gives_the_bits_of_data_parallelism(way):
         for sharded in (True, False):
             model = GPT(small(), dtype=torch.bfloat16)
             if sharded:
-                reducer = optimizer = made(way)(model, group, lambda shards: AdamW(shards, lr=1e-2, master_dtype=torch.float32))
+                reducer = optimizer = made(way)(
+                    model, group, lambda shards: AdamW(shards, lr=1e-2, master_dtype=torch.float32)
+                )
             else:
                 reducer = GradReducer(model.parameters(), group)
                 optimizer = AdamW(model.parameters(), lr=1e-2, master_dtype=torch.float32)
@@ -144,6 +157,7 @@ def test_mixed_precision_gives_the_bits_of_data_parallelism(way):
 
 
 # ---- bytes on the wire -----------------------------------------------------------------------------------------------
+
 
 def untied(**changes):
     return Problem(config=small(tied=False), batch_sizes=(12,), clip=None, **changes)
@@ -159,7 +173,12 @@ def traffic(way, problem):
     with Ledger() as ledger:
         run_steps(problem, model, group, zero, zero)
     whole = sum(flat.numel for flat in zero.flats) * 8
-    return ledger.sent_bytes("all_gather"), ledger.sent_bytes("reduce_scatter"), ledger.num_calls("reduce_scatter"), whole
+    return (
+        ledger.sent_bytes("all_gather"),
+        ledger.sent_bytes("reduce_scatter"),
+        ledger.num_calls("reduce_scatter"),
+        whole,
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -167,7 +186,7 @@ def test_bytes_sent_equal_the_formulas(ranks):
     def rank():
         return {way: [traffic(way, untied(microbatches=m)) for m in (1, 3)] for way in WAYS}
 
-    gathers = {"stage 3": 2, "stage 3, keep": 2}         # a microbatch; every other way once
+    gathers = {"stage 3": 2, "stage 3, keep": 2}  # a microbatch; every other way once
     for ways in launch.run(rank, ranks=ranks):
         for way, runs in ways.items():
             for m, (gathered, scattered, calls, whole) in zip((1, 3), runs):
@@ -180,8 +199,12 @@ def test_bytes_sent_equal_the_formulas(ranks):
 
 def test_grad_accum_zero_calls():
     """One optimizer step of m microbatches: stage 2 reduce-scatters m times, stage 1 and `keep` once (per bucket)."""
+
     def rank():
-        return {way: [traffic(way, untied(microbatches=m))[2] for m in (1, 3)] for way in ("stage 1", "stage 2", "stage 2, keep")}
+        return {
+            way: [traffic(way, untied(microbatches=m))[2] for m in (1, 3)]
+            for way in ("stage 1", "stage 2", "stage 2, keep")
+        }
 
     for calls in launch.run(rank, ranks=2):
         assert calls["stage 2"][1] == 3 * calls["stage 2"][0]
@@ -190,6 +213,7 @@ def test_grad_accum_zero_calls():
 
 def test_zero1_pp_tp():
     """A pipeline's m microbatches: stage 1 pays (RS + AG) once, stage 2 m RS + AG; what stage 2 saves of gradients is small."""
+
     def rank():
         return [traffic(way, untied(microbatches=3)) for way in ("stage 1", "stage 2")]
 
@@ -200,6 +224,7 @@ def test_zero1_pp_tp():
 
 def test_weight_update_sharding():
     """Xu et al.: the bytes of an all-reduce, 1/n of the optimizer's work on each rank, the same weights everywhere."""
+
     def rank():
         group, problem = collectives.world(), untied()
         model, plain = problem.model(), problem.model()
@@ -210,19 +235,30 @@ def test_weight_update_sharding():
             run_steps(problem, model, group, zero, zero)
         with Ledger() as theirs:
             run_steps(problem, plain, group, whole, reducer)
-        updated = [sum(state["exp_avg"].numel() for state in optimizer.state.values()) for optimizer in (zero.optimizer, whole)]
+        updated = [
+            sum(state["exp_avg"].numel() for state in optimizer.state.values())
+            for optimizer in (zero.optimizer, whole)
+        ]
         weights = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
         spread = collectives.all_gather(weights.unsqueeze(0), group).sub(weights).abs().max().item()
         padding = sum(flat.padding for flat in zero.flats)
-        return (ours.sent_bytes("all_gather") + ours.sent_bytes("reduce_scatter"), theirs.sent_bytes("all_reduce"), updated, spread,
-                padding)
+        return (
+            ours.sent_bytes("all_gather") + ours.sent_bytes("reduce_scatter"),
+            theirs.sent_bytes("all_reduce"),
+            updated,
+            spread,
+            padding,
+        )
 
     for sent, all_reduced, (mine, all_of_them), spread, padding in launch.run(rank, ranks=4):
-        assert abs(sent - all_reduced) <= 2 * 8 * (padding + 8 * 4)       # up to the padding and the chunks' last element
+        assert abs(sent - all_reduced) <= 2 * 8 * (
+            padding + 8 * 4
+        )  # up to the padding and the chunks' last element
         assert mine == (all_of_them + padding) / 4 and spread == 0
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
+
 
 def states(way, config, dtype=torch.bfloat16, length=8):
     """(parameters Ψ, live bytes by kind after a step, peak bytes of the step, peak by kind)."""
@@ -235,21 +271,33 @@ def states(way, config, dtype=torch.bfloat16, length=8):
         reducer = GradReducer(model.parameters(), group)
         optimizer = AdamW(model.parameters(), lr=1e-2, master_dtype=master)
     else:
-        reducer = optimizer = made(way)(model, group, lambda shards: AdamW(shards, lr=1e-2, master_dtype=master))
+        reducer = optimizer = made(way)(
+            model, group, lambda shards: AdamW(shards, lr=1e-2, master_dtype=master)
+        )
     with Ledger() as ledger:
         for _ in range(2):
-            train_step(accumulate(model, cross_entropy_sum, 1, reducer), Batch(tokens, tokens, torch.tensor(length)), optimizer, reducer)
+            train_step(
+                accumulate(model, cross_entropy_sum, 1, reducer),
+                Batch(tokens, tokens, torch.tensor(length)),
+                optimizer,
+                reducer,
+            )
     return count, ledger.live_by_kind, ledger.peak_bytes, ledger.peak_by_kind
 
 
-FORMULAS = {"data parallel": lambda n: (2, 2, 12), "stage 1": lambda n: (2, 2, 12 / n), "stage 2": lambda n: (2, 2 / n, 12 / n),
-            "stage 3": lambda n: (2 / n, 2 / n, 12 / n)}
+FORMULAS = {
+    "data parallel": lambda n: (2, 2, 12),
+    "stage 1": lambda n: (2, 2, 12 / n),
+    "stage 2": lambda n: (2, 2 / n, 12 / n),
+    "stage 3": lambda n: (2 / n, 2 / n, 12 / n),
+}
 EVEN = GPTConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, max_positions=16, tied=False)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_zero_1_2_3_states_take_what_the_paper_says(ranks):
     """16Ψ, (4 + 12/N)Ψ, (2 + 14/N)Ψ, 16Ψ/N, kind by kind, on every rank; sizes here divide, so to the byte."""
+
     def rank():
         return {way: states(way, EVEN)[:2] for way in FORMULAS}
 
@@ -269,15 +317,23 @@ def test_the_peak_of_a_real_run_is_that_of_a_dry_run(way, ranks):
 
 def test_fsdp_peak_is_the_shards_and_the_largest_units():
     """Zhao et al.: sharded bytes plus the largest unit whole, plus its neighbour with prefetch."""
+
     def rank(prefetch):
         group = collectives.world()
-        widths = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False))     # a unit of two matrices
+        widths = nn.Sequential(
+            nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+        )  # a unit of two matrices
         model = nn.Sequential(nn.Linear(64, 64, bias=False), widths, nn.Linear(64, 64, bias=False))
         sizes = [sum(param.numel() for param in unit.parameters()) * 4 for unit in model]
         zero = Zero3(model, group, lambda shards: torch.optim.SGD(shards, lr=0.1), prefetch=prefetch)
         with torch.no_grad(), Ledger() as ledger:
             model(torch.zeros(1, 64))
-        return sizes, ledger.peak_by_kind["buffers"], ledger.live_by_kind["buffers"], sum(f.shard.numel() * 4 for f in zero.flats)
+        return (
+            sizes,
+            ledger.peak_by_kind["buffers"],
+            ledger.live_by_kind["buffers"],
+            sum(f.shard.numel() * 4 for f in zero.flats),
+        )
 
     for prefetch in (False, True):
         for sizes, whole, left, shards in launch.run(rank, prefetch, ranks=2):
@@ -287,6 +343,7 @@ def test_fsdp_peak_is_the_shards_and_the_largest_units():
 
 def test_fsdp_trains_as_torchs_fully_shard():
     """The same model under torch's own ZeRO-3 on gloo: equal parameters after three steps."""
+
     def rank():
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -305,15 +362,19 @@ def test_fsdp_trains_as_torchs_fully_shard():
             zero.finish()
             zero.step()
             optimizer.zero_grad()
-            (theirs(x).square().sum() * group.size()).backward()         # theirs divides by the ranks
+            (theirs(x).square().sum() * group.size()).backward()  # theirs divides by the ranks
             optimizer.step()
-        return max((zero.full_tensor(a) - b.full_tensor()).abs().max().item() for a, b in zip(ours.parameters(), theirs.parameters()))
+        return max(
+            (zero.full_tensor(a) - b.full_tensor()).abs().max().item()
+            for a, b in zip(ours.parameters(), theirs.parameters())
+        )
 
     assert max(launch.run(rank, ranks=2, checked=False)) < TOLERANCE
 
 
 def test_zero_2_frees_what_it_has_sent():
     """Gradients alive at any moment of backward: the shards, a bucket filling up, and the one under way in its buffer."""
+
     def rank(stage, bucket_bytes):
         group = collectives.world()
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
@@ -335,11 +396,17 @@ def test_zero_2_frees_what_it_has_sent():
 @pytest.mark.parametrize("stage", [Zero2, Zero3])
 def test_accumulating_whole_gradients_costs_their_memory_and_saves_the_sends(stage):
     """Two microbatches, both ways: `keep` holds all of the gradient between them, `scatter` a shard, and sends twice."""
+
     def rank(how):
         group = collectives.world()
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
-        zero = stage(model, group, lambda shards: torch.optim.SGD(shards, lr=0.1), accumulate=how,
-                     **({"bucket_bytes": 2 * 64 * 64 * 4} if stage is Zero2 else {}))
+        zero = stage(
+            model,
+            group,
+            lambda shards: torch.optim.SGD(shards, lr=0.1),
+            accumulate=how,
+            **({"bucket_bytes": 2 * 64 * 64 * 4} if stage is Zero2 else {}),
+        )
         between = []
         with Ledger() as ledger:
             for last in (False, True):
@@ -351,13 +418,23 @@ def test_accumulating_whole_gradients_costs_their_memory_and_saves_the_sends(sta
         return between[0], ledger.live_bytes, ledger.sent_bytes("reduce_scatter")
 
     whole, n = 16 * 64 * 64 * 4, 4
-    for (kept, after, once), (scattered, _, twice) in zip(launch.run(rank, "keep", ranks=n), launch.run(rank, "scatter", ranks=n)):
+    for (kept, after, once), (scattered, _, twice) in zip(
+        launch.run(rank, "keep", ranks=n), launch.run(rank, "scatter", ranks=n)
+    ):
         assert twice == 2 * once == 2 * whole * (n - 1) // n
         assert kept - scattered > 0.5 * whole
 
 
-CONFIG_7B = GPTConfig(vocab_size=50_176, d_model=4096, num_layers=35, num_heads=32, max_positions=1024, norm="layer",
-                      activation="gelu", positions="learned")
+CONFIG_7B = GPTConfig(
+    vocab_size=50_176,
+    d_model=4096,
+    num_layers=35,
+    num_heads=32,
+    max_positions=1024,
+    norm="layer",
+    activation="gelu",
+    positions="learned",
+)
 
 
 def test_zero_table_1_from_a_dry_run():
@@ -366,26 +443,45 @@ def test_zero_table_1_from_a_dry_run():
     for n in (1, 4, 16, 64, 256, 1024):
         for way in ("stage 1", "stage 2", "stage 3") if n == 64 else ("stage 3",) if n == 1024 else ():
             count, live, *_ = dryrun.run(states, way, CONFIG_7B, rank=n - 1, ranks=n)
-            per_parameter[way, n] = sum(live[kind] for kind in ("parameters", "gradients", "optimizer state")) / count
+            per_parameter[way, n] = (
+                sum(live[kind] for kind in ("parameters", "gradients", "optimizer state")) / count
+            )
     assert count == 7_464_370_176 or abs(count / 7.5e9 - 1) < 0.02
     figures = {way: round(7.5 * per_parameter[way, 64], 1) for way in ("stage 1", "stage 2", "stage 3")}
     assert figures == {"stage 1": 31.4, "stage 2": 16.6, "stage 3": 1.9}
-    assert [round(128 * per_parameter[way, 64], 1) for way in ("stage 1", "stage 2", "stage 3")] == [536.0, 284.0, 32.0]
+    assert [round(128 * per_parameter[way, 64], 1) for way in ("stage 1", "stage 2", "stage 3")] == [
+        536.0,
+        284.0,
+        32.0,
+    ]
     assert round(1000 * per_parameter["stage 3", 1024], 1) == 15.6
 
 
 def test_a_quarter_and_an_eighth_are_limits():
     shares = [[sum(FORMULAS[way](n)) / 16 for n in (2, 64, 10**6)] for way in ("stage 1", "stage 2")]
-    assert [[round(100 * share, 1) for share in row] for row in shares] == [[62.5, 26.2, 25.0], [56.2, 13.9, 12.5]]
+    assert [[round(100 * share, 1) for share in row] for row in shares] == [
+        [62.5, 26.2, 25.0],
+        [56.2, 13.9, 12.5],
+    ]
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
 
+
 def test_prefetch_hides_communication_on_64_h100():
     """The same events, replayed: what the gathers of stage 3 leave exposed with and without prefetch."""
+
     def rank(prefetch):
-        model = GPT(GPTConfig(vocab_size=32_000, d_model=2048, num_layers=8, num_heads=16, max_positions=2048), dtype=torch.bfloat16)
-        zero = Zero3(model, collectives.world(), lambda shards: AdamW(shards, master_dtype=torch.float32), prefetch=prefetch)
+        model = GPT(
+            GPTConfig(vocab_size=32_000, d_model=2048, num_layers=8, num_heads=16, max_positions=2048),
+            dtype=torch.bfloat16,
+        )
+        zero = Zero3(
+            model,
+            collectives.world(),
+            lambda shards: AdamW(shards, master_dtype=torch.float32),
+            prefetch=prefetch,
+        )
         tokens = torch.zeros(4, 2048, dtype=torch.long)
         with Ledger() as ledger:
             accumulate(model, cross_entropy_sum, 1, zero)(Batch(tokens, tokens, torch.tensor(8192)))
@@ -401,13 +497,19 @@ def test_prefetch_hides_communication_on_64_h100():
 
 # ---- modules, recomputation, evaluation --------------------------------------------------------------------------------
 
+
 class Nested(nn.Module):
     def __init__(self, recompute=False):
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        self.outer = nn.ModuleList(nn.Sequential(nn.Linear(8, 8, dtype=torch.float64),
-                                                 nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Tanh())) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))        # belongs to no unit but the model
+        self.outer = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(8, 8, dtype=torch.float64),
+                nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Tanh()),
+            )
+            for _ in range(3)
+        )
+        self.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))  # belongs to no unit but the model
         self.recompute = recompute
         with torch.no_grad():
             for param in self.parameters():
@@ -421,6 +523,7 @@ class Nested(nn.Module):
 
 def test_nested_units_and_recomputation():
     """A unit inside a unit keeps its own parameters; recomputation gathers nothing more; both give the plain gradients."""
+
     def rank(recompute, nested):
         group = collectives.world()
         model, plain = Nested(recompute), Nested()
@@ -435,8 +538,11 @@ def test_nested_units_and_recomputation():
         wrong = torch.isnan(model.scale).all().item()
         for other in range(group.size()):
             plain(torch.ones(2, 8, dtype=torch.float64) * (other + 1)).square().sum().backward()
-        worst = max((zero.full_grad(ours) - theirs.grad).abs().max().item()
-                    for ours, theirs in zip(model.parameters(), plain.parameters()) if ours is not frozen)
+        worst = max(
+            (zero.full_grad(ours) - theirs.grad).abs().max().item()
+            for ours, theirs in zip(model.parameters(), plain.parameters())
+            if ours is not frozen
+        )
         whole = sum(flat.numel for flat in zero.flats) * 8
         return worst, ledger.sent_bytes("all_gather") / whole, wrong, ledger.live_by_kind["buffers"]
 
@@ -454,14 +560,22 @@ def test_evaluation_gathers_once_and_leaves_nothing_whole():
         with Ledger() as ledger, torch.no_grad():
             y = model(x)
         with zero.whole():
-            reading = torch.equal(model.scale, torch.ones(8)) is False and not torch.isnan(model.scale).any().item()
-        return (y - Nested()(x)).abs().max().item(), ledger.live_by_kind["buffers"], reading, torch.isnan(model.scale).all().item()
+            reading = (
+                torch.equal(model.scale, torch.ones(8)) is False and not torch.isnan(model.scale).any().item()
+            )
+        return (
+            (y - Nested()(x)).abs().max().item(),
+            ledger.live_by_kind["buffers"],
+            reading,
+            torch.isnan(model.scale).all().item(),
+        )
 
     for worst, left, readable_inside, unreadable_after in launch.run(rank, ranks=2):
         assert worst < TOLERANCE and left == 0 and readable_inside and unreadable_after
 
 
 # ---- states ------------------------------------------------------------------------------------------------------------
+
 
 def trained(stage, steps, state=None, full=None):
     problem, group = Problem(clip=None), collectives.world()
@@ -486,20 +600,31 @@ def test_states_load_on_the_same_ranks_and_whole_ones_anywhere():
         return trained(stage, 1, full=full).full_state_dict()
 
     def apart(one, other):
-        assert one["parameters"].keys() == other["parameters"].keys() and one["optimizer"].keys() == other["optimizer"].keys()
+        assert (
+            one["parameters"].keys() == other["parameters"].keys()
+            and one["optimizer"].keys() == other["optimizer"].keys()
+        )
         pairs = [(one["parameters"][name], other["parameters"][name]) for name in one["parameters"]]
-        pairs += [(one["optimizer"][name][key], other["optimizer"][name][key]) for name in one["optimizer"] for key in ("exp_avg", "exp_avg_sq")]
+        pairs += [
+            (one["optimizer"][name][key], other["optimizer"][name][key])
+            for name in one["optimizer"]
+            for key in ("exp_avg", "exp_avg_sq")
+        ]
         return max((a - b).abs().max().item() for a, b in pairs)
 
-    trainable = lambda state: {"parameters": {n: t for n, t in state["parameters"].items() if n != Problem().frozen},   # noqa: E731
-                               "optimizer": state["optimizer"]}
+    trainable = lambda state: {
+        "parameters": {n: t for n, t in state["parameters"].items() if n != Problem().frozen},  # noqa: E731
+        "optimizer": state["optimizer"],
+    }
     saved = {stage: launch.run(save, stage, ranks=2) for stage in (Zero1, Zero3)}
     first = {stage: results[0] for stage, results in saved.items()}
     assert apart(trainable(first[Zero1][1]), trainable(first[Zero3][1])) < TOLERANCE
     assert all(apart(full, first[stage][0]) == 0 for stage, results in saved.items() for full, _ in results)
-    for longer in launch.run(load, Zero3, first[Zero3][0], ranks=4):     # from 2 ranks to 4: the same training goes on
+    for longer in launch.run(
+        load, Zero3, first[Zero3][0], ranks=4
+    ):  # from 2 ranks to 4: the same training goes on
         assert apart(longer, first[Zero3][1]) < TOLERANCE
-    for longer in launch.run(load, Zero2, first[Zero1][0], ranks=2):     # from stage 1 to stage 2
+    for longer in launch.run(load, Zero2, first[Zero1][0], ranks=2):  # from stage 1 to stage 2
         assert apart(longer, first[Zero1][1]) < TOLERANCE
 
 
@@ -508,7 +633,12 @@ def test_loading_a_state_of_another_kind_is_refused():
         state = trained(Zero1, 1).state_dict()
         full = trained(Zero1, 1).full_state_dict()
         said = []
-        for stage, change in ((Zero3, {}), (Zero1, {"ranks": 8}), (Zero1, {"rank": 1 - state["rank"]}), (Zero1, {"shards": state["shards"][1:]})):
+        for stage, change in (
+            (Zero3, {}),
+            (Zero1, {"ranks": 8}),
+            (Zero1, {"rank": 1 - state["rank"]}),
+            (Zero1, {"shards": state["shards"][1:]}),
+        ):
             try:
                 trained(stage, 0, state={**copy.copy(state), **change})
             except ValueError as error:
@@ -528,10 +658,11 @@ def test_loading_a_state_of_another_kind_is_refused():
 
 # ---- what is refused -----------------------------------------------------------------------------------------------------
 
+
 def refusals():
     group = collectives.world()
     model = nn.Linear(4, 4)
-    sgd = lambda shards: torch.optim.SGD(shards, lr=0.1)                 # noqa: E731
+    sgd = lambda shards: torch.optim.SGD(shards, lr=0.1)  # noqa: E731
     split = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4, device="meta")])
     frozen = nn.Linear(4, 4).requires_grad_(False)
     cases = {
@@ -558,19 +689,35 @@ def unused(group):
     messages = []
     for stage in (Zero1, Zero2, Zero3):
         model = nn.ModuleDict({"used": nn.Linear(4, 4), "spare": nn.Linear(4, 4)})
-        zero = stage(model, group, lambda shards: torch.optim.SGD(shards, lr=0.1), *([list(model.values())] if stage is Zero3 else []))
+        zero = stage(
+            model,
+            group,
+            lambda shards: torch.optim.SGD(shards, lr=0.1),
+            *([list(model.values())] if stage is Zero3 else []),
+        )
         model["used"](torch.ones(1, 4)).sum().backward()
         try:
             zero.finish()
         except ValueError as error:
             messages.append(str(error))
-    assert len(messages) == 3 and all("spare.weight" in message or "spare.bias" in message for message in messages), messages
+    assert len(messages) == 3 and all(
+        "spare.weight" in message or "spare.bias" in message for message in messages
+    ), messages
     raise ValueError(messages[0])
 
 
 def test_bad_input_gets_one_line():
     for said in launch.run(refusals, ranks=2):
-        assert set(said) == {"devices", "built before", "bucket", "accumulate", "unit", "frozen", "unused", "stranger"}
+        assert set(said) == {
+            "devices",
+            "built before",
+            "bucket",
+            "accumulate",
+            "unit",
+            "frozen",
+            "unused",
+            "stranger",
+        }
         assert all("\n" not in line and len(line) < 330 for line in said.values())
         assert "cpu, meta" in said["devices"] and "lambda params: SGD(params" in said["built before"]
         assert "'scatter'" in said["accumulate"] and "Tanh" in said["unit"]
@@ -625,13 +772,22 @@ def test_parallelize_takes_every_stage(zero, references):
 
 def test_parallelize_refuses_what_it_does_not_know():
     refused = {
-        "zero=4; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding": lambda: Strategy(dp=2, zero=4),
+        "zero=4; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding": lambda: Strategy(
+            dp=2, zero=4
+        ),
         "zero='GIG'; use 0": lambda: Strategy(dp=2, zero="GIG"),
         "zero=True; use 0": lambda: Strategy(dp=2, zero=True),
-        "node=3 does not divide dp=2; a node has 1 or 2 of its ranks": lambda: Strategy(dp=2, node=3, zero="III"),
-        "AdamW was built before sharding, over whole parameters; give a function that builds it":
-            lambda: parallelize(nn.Linear(4, 4), Strategy(dp=2, zero=1), AdamW(nn.Linear(4, 4).parameters())),
-        "dp=4, but the job has 2 ranks; use dp=2": lambda: parallelize(nn.Linear(4, 4), Strategy(dp=4, zero=1), AdamW),
-        "a module of your own gets data parallelism and ZeRO": lambda: parallelize(nn.Linear(4, 4), Strategy(tp=2, zero=1), AdamW),
+        "node=3 does not divide dp=2; a node has 1 or 2 of its ranks": lambda: Strategy(
+            dp=2, node=3, zero="III"
+        ),
+        "AdamW was built before sharding, over whole parameters; give a function that builds it": lambda: (
+            parallelize(nn.Linear(4, 4), Strategy(dp=2, zero=1), AdamW(nn.Linear(4, 4).parameters()))
+        ),
+        "dp=4, but the job has 2 ranks; use dp=2": lambda: parallelize(
+            nn.Linear(4, 4), Strategy(dp=4, zero=1), AdamW
+        ),
+        "a module of your own gets data parallelism and ZeRO": lambda: parallelize(
+            nn.Linear(4, 4), Strategy(tp=2, zero=1), AdamW
+        ),
     }
     check_refusals(refused, ranks=2)

@@ -1,4 +1,5 @@
 """The units that ZeRO-3 finds by itself: in plain modules, containers in containers, shared and repeated ones; and those it cannot use."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,8 +65,14 @@ class Language(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.transformer = nn.ModuleDict(dict(wte=nn.Embedding(11, W, dtype=torch.float64), drop=nn.Dropout(0.0),
-                                              h=nn.ModuleList([Block(), Experts()]), ln_f=nn.LayerNorm(W, dtype=torch.float64)))
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(11, W, dtype=torch.float64),
+                drop=nn.Dropout(0.0),
+                h=nn.ModuleList([Block(), Experts()]),
+                ln_f=nn.LayerNorm(W, dtype=torch.float64),
+            )
+        )
         self.head = nn.Linear(W, 11, bias=False, dtype=torch.float64)
         self.head.weight = self.transformer.wte.weight
 
@@ -117,10 +124,16 @@ MODELS = {
     "attributes": (Attributes, "a b c d"),
     "called several times": (Twice, "a b c d"),
     "sequential": (lambda: nn.Sequential(linear(), nn.ReLU(), linear(), nn.ReLU(), linear()), "0 2 4"),
-    "sequential of sequentials": (lambda: nn.Sequential(nn.Sequential(linear(), nn.ReLU()), nn.Sequential(linear(), Block())), "0 1"),
+    "sequential of sequentials": (
+        lambda: nn.Sequential(nn.Sequential(linear(), nn.ReLU()), nn.Sequential(linear(), Block())),
+        "0 1",
+    ),
     "blocks": (lambda: nn.Sequential(*(Block() for _ in range(3))), "0 1 2"),
     "language model": (Language, "transformer.wte transformer.h.0 transformer.h.1 transformer.ln_f head"),
-    "wrapped": (Wrapped, "inner.towers.0.0 inner.towers.0.2 inner.towers.1.0 inner.towers.1.2 inner.more.0 inner.more.2"),
+    "wrapped": (
+        Wrapped,
+        "inner.towers.0.0 inner.towers.0.2 inner.towers.1.0 inner.towers.1.2 inner.more.0 inner.more.2",
+    ),
     "one layer": (linear, ""),
     "one block": (Block, "up down"),
 }
@@ -166,13 +179,18 @@ def train(kind, units=None):
             zero.finish()
     for rank in range(group.size()):
         plain(inputs(rank)).square().sum().backward()
-    apart = max((zero.full_grad(ours) - theirs.grad).abs().max().item() for ours, theirs in zip(model.parameters(), plain.parameters()))
+    apart = max(
+        (zero.full_grad(ours) - theirs.grad).abs().max().item()
+        for ours, theirs in zip(model.parameters(), plain.parameters())
+    )
     return apart, peaks[1], peaks[3], ledger.live_by_kind["buffers"]
 
 
 def both_ways(kind):
     """The default units against the same given by hand."""
-    return train(kind), train(kind, lambda model: [model.get_submodule(name) for name in MODELS[kind][1].split()])
+    return train(kind), train(
+        kind, lambda model: [model.get_submodule(name) for name in MODELS[kind][1].split()]
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -194,7 +212,12 @@ def test_peak_of_attributes_is_the_model_s_own_and_the_largest_child():
 
 def refused(kind):
     group, said = collectives.world(), []
-    for units in (None, lambda model: [model.a, model.c] if kind is Functional else list(model.stages[0]) + list(model.stages[1])[:1]):
+    for units in (
+        None,
+        lambda model: (
+            [model.a, model.c] if kind is Functional else list(model.stages[0]) + list(model.stages[1])[:1]
+        ),
+    ):
         model = made(kind)
         try:
             zero = Zero3(model, group, sgd, units and units(model))
@@ -230,6 +253,7 @@ def test_each_step_is_looked_at_anew():
 
 def test_a_step_without_a_unit_is_no_such_error():
     """Evaluation that leaves a child out, and a call of a child alone."""
+
     def rank():
         model = made("attributes")
         zero = Zero3(model, collectives.world(), sgd)

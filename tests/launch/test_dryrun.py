@@ -1,4 +1,5 @@
 """A dry run equals the real run to the byte, event by event, is cheap at any size, and names the line at fault."""
+
 import functools
 import gc
 import json
@@ -27,8 +28,10 @@ from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.training.optim import AdamW
 from minitrain.training.step import Batch, NoReducer
 
-CONFIG = GPTConfig(vocab_size=29, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=16, tied=True)
-ROWS = 7            # uneven on 2 and on 4 ranks
+CONFIG = GPTConfig(
+    vocab_size=29, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=16, tied=True
+)
+ROWS = 7  # uneven on 2 and on 4 ranks
 
 
 def training(technique, config=CONFIG, rows=ROWS, steps=2):
@@ -37,7 +40,9 @@ def training(technique, config=CONFIG, rows=ROWS, steps=2):
     with Ledger() as ledger:
         model = GPT(config)
         optimizer = AdamW(model.parameters())
-        reducer = GradReducer(model.parameters(), group, bucket_bytes=4000) if technique == "bucketed" else None
+        reducer = (
+            GradReducer(model.parameters(), group, bucket_bytes=4000) if technique == "bucketed" else None
+        )
         for step in range(steps):
             tokens, targets = random_tokens(step, group.rank(), group.size(), rows, 16, config.vocab_size)
             with ledger.phase("forward"):
@@ -56,10 +61,19 @@ def training(technique, config=CONFIG, rows=ROWS, steps=2):
 
 
 def everything(ledger: Ledger) -> dict:
-    return {"events": ledger.events, "flops": ledger.flops, "by operator": ledger.flops_by_operator,
-            "by phase": ledger.flops_by_phase, "sent": ledger.sent_bytes(), "payload": ledger.payload_bytes(),
-            "live": ledger.live_bytes, "peak": ledger.peak_bytes, "live by kind": ledger.live_by_kind,
-            "peak by kind": ledger.peak_by_kind, "timeline": ledger.timeline()}
+    return {
+        "events": ledger.events,
+        "flops": ledger.flops,
+        "by operator": ledger.flops_by_operator,
+        "by phase": ledger.flops_by_phase,
+        "sent": ledger.sent_bytes(),
+        "payload": ledger.payload_bytes(),
+        "live": ledger.live_bytes,
+        "peak": ledger.peak_bytes,
+        "live by kind": ledger.live_by_kind,
+        "peak by kind": ledger.peak_by_kind,
+        "timeline": ledger.timeline(),
+    }
 
 
 @functools.cache
@@ -78,7 +92,7 @@ def test_equals_the_real_run_to_the_byte(technique, ranks):
     for account, control in zip(map(everything, dry), without_communication(ranks)):
         assert account["flops"] == control["flops"] and account["sent"] > control["sent"] == 0
         assert account["events"] != control["events"] and account["timeline"] != control["timeline"]
-    assert dry[0].flops != dry[-1].flops                        # the ranks hold 4 and 3 rows, or 1 and 2
+    assert dry[0].flops != dry[-1].flops  # the ranks hold 4 and 3 rows, or 1 and 2
 
 
 def all_operations():
@@ -130,7 +144,9 @@ def indexing():
     torch.empty(10).resize_(20).zero_()
 
 
-@pytest.mark.parametrize("function", [grouped_convolution, torchs_own_optimizer, recomputation_in_bfloat16, indexing])
+@pytest.mark.parametrize(
+    "function", [grouped_convolution, torchs_own_optimizer, recomputation_in_bfloat16, indexing]
+)
 def test_other_operators_equal_the_real_ones(function):
     def account():
         with Ledger() as ledger:
@@ -141,6 +157,7 @@ def test_other_operators_equal_the_real_ones(function):
 
 
 # ---- size ------------------------------------------------------------------------------------------------------------
+
 
 def test_one_rank_of_131072():
     ranks = 131_072
@@ -190,9 +207,14 @@ def test_a_step_of_gpt3_as_one_rank_of_1024():
     T, D, L, V = config.max_positions, config.d_model, config.num_layers, config.vocab_size
     assert 174e9 < numel < 176e9 and found["rss_bytes"] < 4e9 and found["cpu_s"] < 60
     assert (found["kinds"]["parameters"], found["kinds"]["gradients"], found["kinds"]["optimizer state"]) == (
-        2 * numel, 2 * numel, 12 * numel)
+        2 * numel,
+        2 * numel,
+        12 * numel,
+    )
     assert found["flops"] == L * (3 * 24 * T * D**2 + 3.5 * 4 * (T * (T + 1) // 2) * D) + 3 * 2 * T * D * V
-    assert abs(found["sent"] - 2 * 1023 / 1024 * 2 * numel) <= 2 * 2 * found["calls"]      # uneven chunks, as above
+    assert (
+        abs(found["sent"] - 2 * 1023 / 1024 * 2 * numel) <= 2 * 2 * found["calls"]
+    )  # uneven chunks, as above
 
 
 # ---- what a dry run cannot know, and how it ends ---------------------------------------------------------------------
@@ -240,24 +262,39 @@ class Asks(nn.Module):
 
 
 def asks_in_a_pipeline():
-    group, batch = collectives.world(), Batch(torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long), torch.ones(()))
-    run = Runner({0: Asks()}, one_f_one_b(1, 2), group, lambda y, targets: y.sum(), NoReducer(), width=1, check=False, dtype=torch.float32)
+    group, batch = (
+        collectives.world(),
+        Batch(torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long), torch.ones(())),
+    )
+    run = Runner(
+        {0: Asks()},
+        one_f_one_b(1, 2),
+        group,
+        lambda y, targets: y.sum(),
+        NoReducer(),
+        width=1,
+        check=False,
+        dtype=torch.float32,
+    )
     run(batch)
 
 
 NUMBERS = "asks for the numbers in a tensor, and a dry run has shapes only"
 
 
-@pytest.mark.parametrize("function, line, complaint", [
-    (asks_for_item, "return loss.item()", NUMBERS),
-    (branches, "while loss > 3:", NUMBERS),
-    (selects, "return x[x > 0]", NUMBERS),
-    (prints, 'return f"{loss:.3f}"', NUMBERS),
-    (leaves_torch, "return torch.ones(3).numpy()", NUMBERS),
-    (watched, "return torch.ones(3).tolist()", NUMBERS),
-    (asks_in_a_pipeline, "return x * x.sum().item()", NUMBERS),
-    (reaches_outside, "return torch.ones(3) * OUTSIDE", "uses a tensor from outside the dry run"),
-])
+@pytest.mark.parametrize(
+    "function, line, complaint",
+    [
+        (asks_for_item, "return loss.item()", NUMBERS),
+        (branches, "while loss > 3:", NUMBERS),
+        (selects, "return x[x > 0]", NUMBERS),
+        (prints, 'return f"{loss:.3f}"', NUMBERS),
+        (leaves_torch, "return torch.ones(3).numpy()", NUMBERS),
+        (watched, "return torch.ones(3).tolist()", NUMBERS),
+        (asks_in_a_pipeline, "return x * x.sum().item()", NUMBERS),
+        (reaches_outside, "return torch.ones(3) * OUTSIDE", "uses a tensor from outside the dry run"),
+    ],
+)
 def test_the_line_that_needs_a_number_is_named(function, line, complaint):
     with pytest.raises(ValueError) as caught:
         dryrun.run(function, ranks=1)
@@ -274,7 +311,9 @@ def fails():
         raise KeyError("the reader's own")
 
 
-@pytest.mark.parametrize("function", [asks_for_item, fails, lambda: dryrun.run(asks_for_item), lambda: torch.ones(2)])
+@pytest.mark.parametrize(
+    "function", [asks_for_item, fails, lambda: dryrun.run(asks_for_item), lambda: torch.ones(2)]
+)
 def test_it_always_cleans_up(function):
     on_crash = sys.excepthook
     try:
@@ -285,14 +324,17 @@ def test_it_always_cleans_up(function):
     assert torch.ones(2).sum().item() == 2.0
 
 
-@pytest.mark.parametrize("world, complaint", [
-    (dict(ranks=0), "ranks = 0; a world has 1 rank or more"),
-    (dict(rank=4, ranks=4), "rank = 4 of ranks = 4; use a rank from 0 to 3"),
-    (dict(rank=-1, ranks=4), "rank = -1 of ranks = 4; use a rank from 0 to 3"),
-    (dict(rank=1.5), "rank = 1.5; use a whole number"),
-    (dict(ranks=True), "ranks = True; use a whole number"),
-    (dict(ranks="4"), "ranks = '4'; use a whole number"),
-])
+@pytest.mark.parametrize(
+    "world, complaint",
+    [
+        (dict(ranks=0), "ranks = 0; a world has 1 rank or more"),
+        (dict(rank=4, ranks=4), "rank = 4 of ranks = 4; use a rank from 0 to 3"),
+        (dict(rank=-1, ranks=4), "rank = -1 of ranks = 4; use a rank from 0 to 3"),
+        (dict(rank=1.5), "rank = 1.5; use a whole number"),
+        (dict(ranks=True), "ranks = True; use a whole number"),
+        (dict(ranks="4"), "ranks = '4'; use a whole number"),
+    ],
+)
 def test_worlds_that_do_not_exist(world, complaint):
     with pytest.raises(ValueError, match=complaint):
         dryrun.run(lambda: None, **world)
@@ -301,7 +343,9 @@ def test_worlds_that_do_not_exist(world, complaint):
 
 def test_not_inside_a_process_group():
     def inside():
-        with pytest.raises(ValueError, match=r"rank [01] of 2 calls dryrun.run; .* call it outside of launch.run"):
+        with pytest.raises(
+            ValueError, match=r"rank [01] of 2 calls dryrun.run; .* call it outside of launch.run"
+        ):
             dryrun.run(lambda: None)
         return dist.is_initialized()
 
@@ -311,6 +355,7 @@ def test_not_inside_a_process_group():
 
 
 # ---- what goes in and what comes out ---------------------------------------------------------------------------------
+
 
 def test_arguments_are_passed_without_their_data():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
@@ -328,7 +373,9 @@ def test_arguments_are_passed_without_their_data():
 
 
 def test_results_come_back_as_they_are():
-    assert dryrun.run(lambda: {"place": (dist.get_rank(), dist.get_world_size())}, rank=7, ranks=9) == {"place": (7, 9)}
+    assert dryrun.run(lambda: {"place": (dist.get_rank(), dist.get_world_size())}, rank=7, ranks=9) == {
+        "place": (7, 9)
+    }
     assert dryrun.run(lambda: torch.ones(3, 4) @ torch.ones(4, 5)).shape == (3, 5)
 
 

@@ -1,4 +1,5 @@
 """Launching: any function travels, results and prints come back in rank order, nothing stays behind."""
+
 import glob
 import os
 import random
@@ -31,25 +32,42 @@ def script(text: str, **kwargs) -> subprocess.CompletedProcess:
     path = kwargs.pop("folder") / "script.py"
     path.write_text(textwrap.dedent(text))
     root = os.path.dirname(os.path.dirname(os.path.dirname(launch.__file__)))
-    return subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120,
-                          env=dict(os.environ, PYTHONPATH=root), **kwargs)
+    return subprocess.run(
+        [sys.executable, path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=dict(os.environ, PYTHONPATH=root),
+        **kwargs,
+    )
 
 
 def alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE     # an init that does not reap is not our concern
+        return (
+            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )  # an init that does not reap is not our concern
     except psutil.NoSuchProcess:
         return False
 
 
 # ---- what a rank finds -----------------------------------------------------------------------------------------------
 
+
 def describe():
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    return {"env": [int(os.environ[name]) for name in names], "rank": dist.get_rank(), "size": dist.get_world_size(),
-            "threads": torch.get_num_threads(), "device": str(launch.device()), "folder": os.getcwd(), "path": sys.path,
-            "seeds": (torch.rand(1).item(), random.random(), numpy.random.rand()),
-            "pid": os.getpid(), "pgid": os.getpgrp()}
+    return {
+        "env": [int(os.environ[name]) for name in names],
+        "rank": dist.get_rank(),
+        "size": dist.get_world_size(),
+        "threads": torch.get_num_threads(),
+        "device": str(launch.device()),
+        "folder": os.getcwd(),
+        "path": sys.path,
+        "seeds": (torch.rand(1).item(), random.random(), numpy.random.rand()),
+        "pid": os.getpid(),
+        "pgid": os.getpgrp(),
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -59,7 +77,10 @@ def test_a_rank_finds_what_torchrun_would_give_it(ranks, monkeypatch):
     assert [f["env"] for f in found] == [[rank, rank, ranks, ranks] for rank in range(ranks)]
     assert [(f["rank"], f["size"]) for f in found] == [(rank, ranks) for rank in range(ranks)]
     assert {f["threads"] for f in found} == {1}
-    assert len({f["seeds"] for f in found}) == 1 and found[0]["seeds"] == launch.run(describe, ranks=1)[0]["seeds"]
+    assert (
+        len({f["seeds"] for f in found}) == 1
+        and found[0]["seeds"] == launch.run(describe, ranks=1)[0]["seeds"]
+    )
     assert all(f["folder"] == os.getcwd() and f["path"] == sys.path for f in found)
     assert all(f["pid"] == f["pgid"] != os.getpgrp() for f in found), "a rank has its own process group"
     if not torch.cuda.is_available():
@@ -70,6 +91,7 @@ def test_every_launch_has_fresh_processes_and_the_caller_s_present_environment(m
     def look():
         sys.a_mark = getattr(sys, "a_mark", 0) + 1
         return os.getpid(), sys.a_mark, os.environ.get("CHANGED")
+
     first = launch.run(look)
     monkeypatch.setenv("CHANGED", "yes")
     second = launch.run(look)
@@ -83,18 +105,21 @@ def test_groups_work_and_collectives_are_checked_by_default(monkeypatch):
         group = dist.new_group([0, 2])
         x = torch.tensor([float(dist.get_rank())])
         return collectives.all_reduce(x, group).item() if dist.get_rank() in (0, 2) else None
+
     assert launch.run(total, ranks=3) == [2.0, None, 2.0]
 
     def mismatch():
         x = torch.ones(4, dtype=torch.int32 if dist.get_rank() else torch.float32)
         return collectives.all_reduce(x, dist.group.WORLD)
+
     with pytest.raises(launch.RankError, match="CollectiveMismatch.*rank 0 .*float32.*rank 1 .*int32"):
         launch.run(mismatch)
     monkeypatch.setenv("MINITRAIN_CHECKED", "0")
-    launch.run(mismatch)        # gloo reinterprets the bytes and says nothing
+    launch.run(mismatch)  # gloo reinterprets the bytes and says nothing
 
 
 # ---- functions travel ------------------------------------------------------------------------------------------------
+
 
 def test_lambdas_closures_and_classes_made_on_the_spot():
     class Model(torch.nn.Module):
@@ -104,6 +129,7 @@ def test_lambdas_closures_and_classes_made_on_the_spot():
 
     def helper(x):
         return x * scale
+
     scale = 10
     assert launch.run(lambda x: helper(x) + dist.get_rank(), 4, ranks=3) == [40, 41, 42]
     zero, one = launch.run(lambda: Model())
@@ -125,6 +151,7 @@ def test_an_autograd_function_made_on_the_spot():
         x = torch.ones((), requires_grad=True)
         Double.apply(x).backward()
         return x.grad.item()
+
     assert launch.run(slope, ranks=1) == [2.0]
 
 
@@ -132,12 +159,14 @@ def test_a_helper_module_travels_as_it_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "beside.py").write_text("import os\nmine = os.getpid()\ndef work():\n    return mine")
     monkeypatch.syspath_prepend(tmp_path)
     import beside
+
     (tmp_path / "beside.py").write_text("def work():\n    return 'edited since'")
     assert launch.run(beside.work) == launch.run(lambda: beside.work()) == [os.getpid()] * 2
 
 
 def test_a_plain_script_is_not_run_again(tmp_path):
-    done = script("""
+    done = script(
+        """
         print("once")
         import torch, torch.distributed as dist
         from dataclasses import dataclass
@@ -157,14 +186,22 @@ def test_a_plain_script_is_not_run_again(tmp_path):
         answers = launch.run(train, ranks=2)
         assert answers == [Answer(0), Answer(1)] and type(answers[0]) is Answer
         launch.run(lambda: print("again"), ranks=2)
-    """, folder=tmp_path)
+    """,
+        folder=tmp_path,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        "once", "[rank 0] training", "[rank 1] training", "[rank 0] again", "[rank 1] again"]
+        "once",
+        "[rank 0] training",
+        "[rank 1] training",
+        "[rank 0] again",
+        "[rank 1] again",
+    ]
 
 
 def test_a_process_forked_from_a_caller_gets_a_helper_of_its_own(tmp_path):
-    done = script("""
+    done = script(
+        """
         import os
         from minitrain import launch
         print(launch.run(lambda: "parent"), flush=True)
@@ -173,13 +210,16 @@ def test_a_process_forked_from_a_caller_gets_a_helper_of_its_own(tmp_path):
         else:
             os.wait()
             print(launch.run(lambda: "parent again"), flush=True)
-    """, folder=tmp_path)
+    """,
+        folder=tmp_path,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [str([who, who]) for who in ("parent", "child", "parent again")]
 
 
 def test_a_notebook(tmp_path):
-    cells = ["""
+    cells = [
+        """
         import torch, torch.distributed as dist
         from minitrain import collectives, launch
         class Model(torch.nn.Module):
@@ -188,15 +228,18 @@ def test_a_notebook(tmp_path):
             if dist.get_rank() == rank:
                 raise ValueError("boom")
             collectives.all_reduce(torch.ones(1), dist.group.WORLD)
-        """, """
+        """,
+        """
         def train():
             print("training on", dist.get_world_size())
             return Model(), collectives.last_calls(), broken.__name__
         models = launch.run(train, ranks=3)
         print(type(models[2][0]) is Model)
-        """, """
+        """,
+        """
         launch.run(broken, 1)
-        """]
+        """,
+    ]
     cells = [nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in cells]
     notebook, folder = nbformat.v4.new_notebook(cells=cells), {"metadata": {"path": tmp_path}}
     with pytest.raises(CellExecutionError):
@@ -219,6 +262,7 @@ def test_from_threads_at_the_same_time():
 
     def work(number):
         answers[number] = launch.run(lambda: (number, dist.get_rank()), ranks=2)
+
     threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
@@ -230,13 +274,15 @@ def test_from_threads_at_the_same_time():
 
 # ---- prints ----------------------------------------------------------------------------------------------------------
 
+
 def test_prints_come_in_rank_order_and_warnings_to_stderr(capsys):
     def talk():
-        time.sleep(0.1 * (2 - dist.get_rank()))             # the last rank is first
+        time.sleep(0.1 * (2 - dist.get_rank()))  # the last rank is first
         print("one\ntwo", end="")
         print("careful", file=sys.stderr)
         os.system("echo from a child")
         os.write(2, b"native noise\n")
+
     launch.run(talk, ranks=3)
     shown, texts = capsys.readouterr(), ("one", "twofrom a child")
     assert shown.out.splitlines() == [f"[rank {rank}] {text}" for rank in range(3) for text in texts]
@@ -255,6 +301,7 @@ def test_rank_0_is_heard_while_it_runs(capsys, tmp_path):
         while "[rank 0] here" not in capsys.readouterr().out:
             time.sleep(0.01)
         (tmp_path / "heard").touch()
+
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
     launch.run(talk, ranks=1)
@@ -277,6 +324,7 @@ def test_native_noise_is_shown_after_a_failure():
     def fail():
         os.write(2, b"the driver says no\n")
         raise OSError("device lost")
+
     with pytest.raises(launch.RankError) as caught:
         launch.run(fail)
     assert "the driver says no" in caught.value.traceback
@@ -284,21 +332,30 @@ def test_native_noise_is_shown_after_a_failure():
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("fn, args, given, message", [
-    (dist.get_rank, (), {"ranks": 0}, "ranks = 0; use a whole number, 1 or more"),
-    (dist.get_rank, (), {"ranks": -1}, "ranks = -1; use"),
-    (dist.get_rank, (), {"ranks": "4"}, "ranks = '4'; use"),
-    (dist.get_rank, (), {"ranks": 2.5}, "ranks = 2.5; use"),
-    (dist.get_rank, (), {"ranks": True}, "ranks = True; use"),
-    (dist.get_rank, (), {"timeout_s": 0}, "timeout_s = 0; use a number of seconds above 0"),
-    (dist.get_rank, (), {"timeout_s": "60"}, "timeout_s = '60'; use"),
-    (dist.get_rank, (), {"start_timeout_s": -2}, "start_timeout_s = -2; use"),
-    (None, (), {}, "fn = None is not a function; write run(fn)"),
-    (lambda a, b: a, (1,), {}, "<lambda>(a, b) cannot be called with the 1 arguments given: missing a required"),
-    (lambda: 0, (1,), {}, "<lambda>() cannot be called with the 1 arguments given: too many"),
-    (lambda x: 0, (threading.Lock(),), {}, "argument 0 (a lock) cannot be sent to the ranks"),
-    (lambda x: 0, ((i for i in ()),), {}, "argument 0 (a generator) cannot be sent to the ranks"),
-])
+
+@pytest.mark.parametrize(
+    "fn, args, given, message",
+    [
+        (dist.get_rank, (), {"ranks": 0}, "ranks = 0; use a whole number, 1 or more"),
+        (dist.get_rank, (), {"ranks": -1}, "ranks = -1; use"),
+        (dist.get_rank, (), {"ranks": "4"}, "ranks = '4'; use"),
+        (dist.get_rank, (), {"ranks": 2.5}, "ranks = 2.5; use"),
+        (dist.get_rank, (), {"ranks": True}, "ranks = True; use"),
+        (dist.get_rank, (), {"timeout_s": 0}, "timeout_s = 0; use a number of seconds above 0"),
+        (dist.get_rank, (), {"timeout_s": "60"}, "timeout_s = '60'; use"),
+        (dist.get_rank, (), {"start_timeout_s": -2}, "start_timeout_s = -2; use"),
+        (None, (), {}, "fn = None is not a function; write run(fn)"),
+        (
+            lambda a, b: a,
+            (1,),
+            {},
+            "<lambda>(a, b) cannot be called with the 1 arguments given: missing a required",
+        ),
+        (lambda: 0, (1,), {}, "<lambda>() cannot be called with the 1 arguments given: too many"),
+        (lambda x: 0, (threading.Lock(),), {}, "argument 0 (a lock) cannot be sent to the ranks"),
+        (lambda x: 0, ((i for i in ()),), {}, "argument 0 (a generator) cannot be sent to the ranks"),
+    ],
+)
 def test_bad_input_is_one_line_before_anything_starts(fn, args, given, message, tmp_path, monkeypatch):
     monkeypatch.setattr(local.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ValueError) as caught:
@@ -323,6 +380,7 @@ def test_far_too_many_ranks_warn(monkeypatch):
 
 # ---- nothing is open, nothing stays ----------------------------------------------------------------------------------
 
+
 def open_things() -> dict:
     """Once it no longer changes: the helper closes its ends of a launch just after it has said that all is over."""
     last, now = None, look_around()
@@ -343,10 +401,13 @@ def starved_s() -> float:
 
 def look_around() -> dict:
     helper = local.Helper.find().process
-    return {"processes": {child.pid for child in psutil.Process().children(recursive=True)},
-            "helper's files": len(os.listdir(f"/proc/{helper.pid}/fd")) if LINUX else 0,
-            "files": len(os.listdir("/proc/self/fd")) if LINUX else psutil.Process().num_fds(),
-            "threads": threading.active_count(), "shared memory": set(glob.glob("/dev/shm/*"))}
+    return {
+        "processes": {child.pid for child in psutil.Process().children(recursive=True)},
+        "helper's files": len(os.listdir(f"/proc/{helper.pid}/fd")) if LINUX else 0,
+        "files": len(os.listdir("/proc/self/fd")) if LINUX else psutil.Process().num_fds(),
+        "threads": threading.active_count(),
+        "shared memory": set(glob.glob("/dev/shm/*")),
+    }
 
 
 def test_sockets_listen_on_the_loopback_only_and_the_directory_is_private(tmp_path, monkeypatch):
@@ -354,9 +415,14 @@ def test_sockets_listen_on_the_loopback_only_and_the_directory_is_private(tmp_pa
 
     def look(folder):
         dist.barrier()
-        sockets = [c for process in (psutil.Process(), psutil.Process().parent()) for c in process.net_connections()]
+        sockets = [
+            c for process in (psutil.Process(), psutil.Process().parent()) for c in process.net_connections()
+        ]
         (directory,) = glob.glob(folder + "/minitrain-*")
-        return [c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN], stat.S_IMODE(os.stat(directory).st_mode)
+        return [c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN], stat.S_IMODE(
+            os.stat(directory).st_mode
+        )
+
     for listening, mode in launch.run(look, str(tmp_path), ranks=4):
         assert set(listening) == {"127.0.0.1"}, "gloo listens, and only there"
         assert mode == 0o700
@@ -378,6 +444,7 @@ def test_what_a_rank_imports_slowly_the_helper_has_next_time():
         known = "torch._dynamo" in sys.modules
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])
         return known
+
     launch.run(build)
     assert launch.run(build) == [True, True]
 
@@ -389,6 +456,7 @@ def test_what_a_rank_started_ends_with_it(crash, tmp_path):
         dist.barrier()
         if crash and dist.get_rank() == 0:
             os._exit(1)
+
     with pytest.raises(launch.RankError) if crash else nullcontext():
         launch.run(start)
     deadline = time.monotonic() + 20
@@ -415,23 +483,29 @@ def test_failures_leave_nothing_open():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpus():
     """A GPU per rank: NCCL; more ranks than GPUs: gloo, GPUs shared. Had the helper touched CUDA, ranks could not."""
+
     def look():
         x = torch.full((2,), float(dist.get_rank()), device=launch.device())
         dist.all_reduce(x)
         return dist.get_backend(), str(launch.device()), x.tolist()
+
     gpus = torch.cuda.device_count()
     total = [gpus * (gpus - 1) / 2] * 2
     assert launch.run(look, ranks=gpus) == [("nccl", f"cuda:{rank}", total) for rank in range(gpus)]
     total = [gpus * (gpus + 1) / 2] * 2
-    assert launch.run(look, ranks=gpus + 1) == [("gloo", f"cuda:{rank % gpus}", total) for rank in range(gpus + 1)]
+    assert launch.run(look, ranks=gpus + 1) == [
+        ("gloo", f"cuda:{rank % gpus}", total) for rank in range(gpus + 1)
+    ]
 
 
 def test_two_hundred_launches():
     """No failure, no stall, no file, process or shared memory left. (A TCP store stalls 5 s in one start of five.)"""
+
     def step():
         x = torch.ones(1000)
         dist.all_reduce(x)
         return x[0].item()
+
     launch.run(step, ranks=4)
     before, seconds = open_things(), []
     for _ in range(200):

@@ -1,4 +1,5 @@
 """The same program under torchrun: `run` starts nothing and uses the ranks that exist; here two nodes of two ranks."""
+
 import os
 import socket
 import subprocess
@@ -23,29 +24,54 @@ def free_port() -> int:
 def torchrun(program: str, folder, nodes: int, ranks_per_node: int) -> list[tuple[int, str, str]]:
     """Run `program` with one agent per node; (status, stdout, stderr) of each."""
     (folder / "program.py").write_text(textwrap.dedent(program))
-    env = dict(os.environ, PYTHONPATH=os.path.dirname(report.PACKAGE.rstrip(os.sep)), GLOO_SOCKET_IFNAME="lo",
-               OMP_NUM_THREADS="1", TMPDIR=str(folder / "temporary"))
+    env = dict(
+        os.environ,
+        PYTHONPATH=os.path.dirname(report.PACKAGE.rstrip(os.sep)),
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+        TMPDIR=str(folder / "temporary"),
+    )
     (folder / "temporary").mkdir()
     port, agents, deadline = free_port(), [], time.monotonic() + 200
     for node in range(nodes):
         with open(folder / f"{node}.out", "w") as out, open(folder / f"{node}.err", "w") as err:
-            agents.append(subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node-rank={node}",
-                 f"--nproc-per-node={ranks_per_node}", "--master-addr=127.0.0.1", f"--master-port={port}",
-                 folder / "program.py"], stdout=out, stderr=err, env=env, cwd=folder))
+            agents.append(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "torch.distributed.run",
+                        f"--nnodes={nodes}",
+                        f"--node-rank={node}",
+                        f"--nproc-per-node={ranks_per_node}",
+                        "--master-addr=127.0.0.1",
+                        f"--master-port={port}",
+                        folder / "program.py",
+                    ],
+                    stdout=out,
+                    stderr=err,
+                    env=env,
+                    cwd=folder,
+                )
+            )
     while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
         time.sleep(0.1)
     for agent in agents:
-        for process in [*psutil.Process(agent.pid).children(recursive=True), agent] if agent.poll() is None else ():
+        for process in (
+            [*psutil.Process(agent.pid).children(recursive=True), agent] if agent.poll() is None else ()
+        ):
             process.kill()
     assert not list((folder / "temporary").glob("minitrain*"))
-    return [(agent.wait(), (folder / f"{node}.out").read_text(), (folder / f"{node}.err").read_text())
-            for node, agent in enumerate(agents)]
+    return [
+        (agent.wait(), (folder / f"{node}.out").read_text(), (folder / f"{node}.err").read_text())
+        for node, agent in enumerate(agents)
+    ]
 
 
 def test_two_nodes(tmp_path):
     """Results reach all ranks in rank order; an error that all ranks come to is raised on all, and the job goes on."""
-    (first, second) = torchrun("""
+    (first, second) = torchrun(
+        """
         import os
         import torch, torch.distributed as dist
         from minitrain import collectives, launch
@@ -83,7 +109,11 @@ def test_two_nodes(tmp_path):
         launch.leave()
         tasks = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
         assert not [task for task in tasks if "gloo" in task], "a process that ends with gloo running may abort"
-    """, tmp_path, nodes=2, ranks_per_node=2)
+    """,
+        tmp_path,
+        nodes=2,
+        ranks_per_node=2,
+    )
     assert first[0] == second[0] == 0, f"{first}\n{second}"
     assert first[1].count("this job has 4 ranks: running on all of them instead of ranks=2\n") == 1
     assert (first[1] + second[1]).count("[0, 1, 2, 3] cpu\n") == 4
@@ -92,7 +122,8 @@ def test_two_nodes(tmp_path):
 
 def test_one_rank_that_fails_while_others_wait_ends_the_job(tmp_path):
     start = time.monotonic()
-    ((status, _, errors),) = torchrun("""
+    ((status, _, errors),) = torchrun(
+        """
         import torch, torch.distributed as dist
         from minitrain import collectives, launch
 
@@ -102,13 +133,18 @@ def test_one_rank_that_fails_while_others_wait_ends_the_job(tmp_path):
             collectives.all_reduce(torch.ones(1), dist.group.WORLD)
 
         launch.run(train, ranks=2, timeout_s=1000)
-    """, tmp_path, nodes=1, ranks_per_node=2)
+    """,
+        tmp_path,
+        nodes=1,
+        ranks_per_node=2,
+    )
     assert status != 0 and "RankError: rank 1 raised ValueError: bad batch (program.py:7)\n" in errors, errors
     assert time.monotonic() - start < 200
 
 
 def test_a_hang_ends_the_job_and_says_where_each_rank_was(tmp_path):
-    ((status, _, errors),) = torchrun("""
+    ((status, _, errors),) = torchrun(
+        """
         import time
         import torch, torch.distributed as dist
         from minitrain import collectives, launch
@@ -119,7 +155,14 @@ def test_a_hang_ends_the_job_and_says_where_each_rank_was(tmp_path):
             collectives.all_reduce(torch.ones(1), dist.group.WORLD)
 
         launch.run(train, ranks=2, timeout_s=5)
-    """, tmp_path, nodes=1, ranks_per_node=2)
+    """,
+        tmp_path,
+        nodes=1,
+        ranks_per_node=2,
+    )
     assert status != 0
-    for where in ("rank 1 stands at program.py:8, in no collective", "rank 0 waits in all_reduce #0 (program.py:9)"):
+    for where in (
+        "rank 1 stands at program.py:8, in no collective",
+        "rank 0 waits in all_reduce #0 (program.py:9)",
+    ):
         assert f"LaunchTimeout: this rank has not finished after 5 s: {where}\n" in errors, errors

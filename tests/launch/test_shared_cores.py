@@ -1,4 +1,5 @@
 """What Linux is asked about a rank's threads: a rank on gloo and its event loops are calm, the caller and what torch makes are not."""
+
 import ctypes
 import os
 import platform
@@ -17,13 +18,22 @@ def policies():
     """Of the rank and of its loops, before and after its first collective, and of a loop made after that."""
     found = [(os.sched_getscheduler(0), [os.sched_getscheduler(loop) for loop in shared_cores.event_loops()])]
     collectives.all_reduce(torch.ones(2), dist.group.WORLD)
-    found.append((os.sched_getscheduler(0), [os.sched_getscheduler(loop) for loop in shared_cores.event_loops()]))
+    found.append(
+        (os.sched_getscheduler(0), [os.sched_getscheduler(loop) for loop in shared_cores.event_loops()])
+    )
     shared_cores.leave_rank()
     known = set(shared_cores.event_loops())
     group = dist.new_group()
-    found.append((os.sched_getscheduler(0), [os.sched_getscheduler(loop) for loop in shared_cores.event_loops() if loop not in known]))
+    found.append(
+        (
+            os.sched_getscheduler(0),
+            [os.sched_getscheduler(loop) for loop in shared_cores.event_loops() if loop not in known],
+        )
+    )
     collectives.all_reduce(torch.ones(2), group)
-    found.append((os.sched_getscheduler(0), [os.sched_getscheduler(loop) for loop in shared_cores.event_loops()]))
+    found.append(
+        (os.sched_getscheduler(0), [os.sched_getscheduler(loop) for loop in shared_cores.event_loops()])
+    )
     return found
 
 
@@ -62,7 +72,7 @@ def test_a_calm_rank_has_longer_turns():
 
 def test_a_thread_that_is_gone_is_no_error():
     before = os.sched_getscheduler(0)
-    shared_cores.schedule(2**22 + 1, shared_cores.SCHED_BATCH)          # above the largest process id
+    shared_cores.schedule(2**22 + 1, shared_cores.SCHED_BATCH)  # above the largest process id
     assert os.sched_getscheduler(0) == before
 
 
@@ -71,4 +81,5 @@ def test_the_niceness_stays():
         os.nice(3)
         shared_cores.calm_rank()
         return os.getpriority(os.PRIO_PROCESS, 0)
+
     assert launch.run(nice, ranks=1) == [3]

@@ -1,4 +1,5 @@
 """The kernel's count of bytes beside the ledger's, and the finding that made minitrain write its own collectives."""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def test_the_kernel_counts_what_the_ledger_counts_and_stock_gloo_sends_twice():
     for fn, on_the_wire in zip(ours, counted):
         handed_over = sum(launch.run(by_ledger, fn, ranks=RANKS))
         assert handed_over == (6 if fn is our_all_reduce else 3) * SIZE
-        assert 1 < on_the_wire / handed_over < 1.02, fn.__name__        # above 1: the headers of TCP and IP
+        assert 1 < on_the_wire / handed_over < 1.02, fn.__name__  # above 1: the headers of TCP and IP
     assert 1.9 < stock / counted[0] < 2.1
 
 

@@ -1,4 +1,5 @@
 """The ledger against formulas on paper and torch's own allocator: what it counts, names and leaves behind."""
+
 import ast
 import gc
 import pickle
@@ -39,6 +40,7 @@ def account(function, *args):
 
 # ---- FLOPs -----------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("causal", ["triangle", "square"])
 @pytest.mark.parametrize("core, backward_over_forward", [(naive_attention, 2), (causal_attention, 2.5)])
 def test_flops_of_a_layer_are_24bsh2_and_4bs2h(core, backward_over_forward, causal):
@@ -53,11 +55,21 @@ def test_flops_of_a_layer_are_24bsh2_and_4bs2h(core, backward_over_forward, caus
             y.sum().backward()
     scores = T * (T + 1) // 2 if core is causal_attention and causal == "triangle" else T**2
     matrices, attention = 24 * B * T * D**2, 4 * B * scores * D
-    assert ledger.flops_by_phase == {"forward": matrices + attention,
-                                     "backward": 2 * matrices + backward_over_forward * attention}
-    products = "mm bmm" if core is naive_attention else (
-        "mm _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_for_cpu")
-    assert list(ledger.flops_by_operator) == products.split() and sum(ledger.flops_by_operator.values()) == ledger.flops
+    assert ledger.flops_by_phase == {
+        "forward": matrices + attention,
+        "backward": 2 * matrices + backward_over_forward * attention,
+    }
+    products = (
+        "mm bmm"
+        if core is naive_attention
+        else (
+            "mm _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_for_cpu"
+        )
+    )
+    assert (
+        list(ledger.flops_by_operator) == products.split()
+        and sum(ledger.flops_by_operator.values()) == ledger.flops
+    )
 
 
 def test_flops_of_a_gpt():
@@ -89,27 +101,39 @@ def tensor(*shape):
     return torch.randn(shape, requires_grad=True)
 
 
-@pytest.mark.parametrize("multiply_adds, function", [
-    (3 * 4 * 5, lambda: tensor(3, 4) @ tensor(4, 5)),
-    (2 * 3 * 4 * 5, lambda: tensor(2, 3, 4) @ tensor(2, 4, 5)),
-    (3 * 4 * 5, lambda: torch.addmm(tensor(5), tensor(3, 4), tensor(4, 5))),
-    (2 * 3 * 4 * 5, lambda: torch.baddbmm(tensor(5), tensor(2, 3, 4), tensor(2, 4, 5))),
-    (3 * 4 * 5, lambda: tensor(3, 5).clone().addmm_(tensor(3, 4), tensor(4, 5))),
-    (2 * 3 * 4 * 5, lambda: tensor(2, 3, 5).clone().baddbmm_(tensor(2, 3, 4), tensor(2, 4, 5))),
-    (2 * 3 * 4 * 5, lambda: torch.addbmm(tensor(5), tensor(2, 3, 4), tensor(2, 4, 5))),
-    (3 * 4, lambda: tensor(3, 4) @ tensor(4)),
-    (3 * 4, lambda: torch.addmv(tensor(3), tensor(3, 4), tensor(4))),
-    (4, lambda: tensor(4) @ tensor(4)),
-    (2 * 3 * 4 * 5, lambda: torch.einsum("abc,cd->abd", tensor(2, 3, 4), tensor(4, 5))),
-    (3 * 3 * 4 * 5, lambda: (tensor(3, 4) @ tensor(4, 5)).sum().backward()),
-    # out 6x6, 2 in-channels a group, 3x3 filter, 8 out-channels; the gradients of x and of the weight take as much each
-    (3 * 2 * 36 * 2 * 9 * 8, lambda: F.conv2d(tensor(2, 4, 8, 8), tensor(8, 2, 3, 3), groups=2).sum().backward()),
-    (2 * 2 * 36 * 4 * 9 * 8, lambda: F.conv2d(torch.randn(2, 4, 8, 8), tensor(8, 4, 3, 3)).sum().backward()),
-    (3 * 2 * 64 * 4 * 9 * 8, lambda: F.conv_transpose2d(tensor(2, 4, 8, 8), tensor(4, 8, 3, 3)).sum().backward()),
-    # 4 query heads share 2 key heads; 2 products forward and 5 backward
-    (7 * 2 * 4 * 6 * 6 * 8, lambda: attend(tensor(2, 4, 6, 8), tensor(2, 2, 6, 8), tensor(2, 2, 6, 8))),
-    (0, lambda: tensor(4).exp().sum().backward()),
-])
+@pytest.mark.parametrize(
+    "multiply_adds, function",
+    [
+        (3 * 4 * 5, lambda: tensor(3, 4) @ tensor(4, 5)),
+        (2 * 3 * 4 * 5, lambda: tensor(2, 3, 4) @ tensor(2, 4, 5)),
+        (3 * 4 * 5, lambda: torch.addmm(tensor(5), tensor(3, 4), tensor(4, 5))),
+        (2 * 3 * 4 * 5, lambda: torch.baddbmm(tensor(5), tensor(2, 3, 4), tensor(2, 4, 5))),
+        (3 * 4 * 5, lambda: tensor(3, 5).clone().addmm_(tensor(3, 4), tensor(4, 5))),
+        (2 * 3 * 4 * 5, lambda: tensor(2, 3, 5).clone().baddbmm_(tensor(2, 3, 4), tensor(2, 4, 5))),
+        (2 * 3 * 4 * 5, lambda: torch.addbmm(tensor(5), tensor(2, 3, 4), tensor(2, 4, 5))),
+        (3 * 4, lambda: tensor(3, 4) @ tensor(4)),
+        (3 * 4, lambda: torch.addmv(tensor(3), tensor(3, 4), tensor(4))),
+        (4, lambda: tensor(4) @ tensor(4)),
+        (2 * 3 * 4 * 5, lambda: torch.einsum("abc,cd->abd", tensor(2, 3, 4), tensor(4, 5))),
+        (3 * 3 * 4 * 5, lambda: (tensor(3, 4) @ tensor(4, 5)).sum().backward()),
+        # out 6x6, 2 in-channels a group, 3x3 filter, 8 out-channels; the gradients of x and of the weight take as much each
+        (
+            3 * 2 * 36 * 2 * 9 * 8,
+            lambda: F.conv2d(tensor(2, 4, 8, 8), tensor(8, 2, 3, 3), groups=2).sum().backward(),
+        ),
+        (
+            2 * 2 * 36 * 4 * 9 * 8,
+            lambda: F.conv2d(torch.randn(2, 4, 8, 8), tensor(8, 4, 3, 3)).sum().backward(),
+        ),
+        (
+            3 * 2 * 64 * 4 * 9 * 8,
+            lambda: F.conv_transpose2d(tensor(2, 4, 8, 8), tensor(4, 8, 3, 3)).sum().backward(),
+        ),
+        # 4 query heads share 2 key heads; 2 products forward and 5 backward
+        (7 * 2 * 4 * 6 * 6 * 8, lambda: attend(tensor(2, 4, 6, 8), tensor(2, 2, 6, 8), tensor(2, 2, 6, 8))),
+        (0, lambda: tensor(4).exp().sum().backward()),
+    ],
+)
 def test_flops_of_operators(multiply_adds, function):
     assert account(function).flops == 2 * multiply_adds
 
@@ -121,15 +145,22 @@ def of_kernel(packet, queries, keys, is_causal):
     for argument in packet.default._schema.arguments:
         if argument.name in ("query", "key", "value", "grad_out", "grad_out_", "out"):
             rows = keys if argument.name in ("key", "value") else queries
-            given[argument.name] = torch.empty(1, 2, rows, 8 if argument.name in ("query", "key") else 16, **place)
-    return describe(packet.default, "triangle").flops(**given, is_causal=is_causal), describe(packet.default, "square").flops(**given, is_causal=is_causal)
+            given[argument.name] = torch.empty(
+                1, 2, rows, 8 if argument.name in ("query", "key") else 16, **place
+            )
+    return describe(packet.default, "triangle").flops(**given, is_causal=is_causal), describe(
+        packet.default, "square"
+    ).flops(**given, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("packet", ATTENTION, ids=str)
 def test_a_causal_kernel_counts_what_its_mask_leaves(packet):
     """Top left, as F.scaled_dot_product_attention documents; torch's flash kernel for CUDA aligns a mask that is not square
     to the lower right, and is called with one by torch.nn.attention.bias.causal_lower_right alone."""
-    backward, lower_right = "backward" in str(packet), "flash_attention" in str(packet) and "cpu" not in str(packet)
+    backward, lower_right = (
+        "backward" in str(packet),
+        "flash_attention" in str(packet) and "cpu" not in str(packet),
+    )
     per_score = 2 * 2 * (3 * 8 + 2 * 16 if backward else 8 + 16)
     for queries, keys in ((64, 64), (5, 8), (8, 5), (1, 7), (7, 1)):
         seen = torch.ones(queries, keys).tril(keys - queries if lower_right else 0).sum().item()
@@ -145,7 +176,7 @@ def test_the_mask_that_is_counted_is_the_one_that_is_applied(queries, keys):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     for shift, same in ((0, True), (1, False), (-1, False), (keys - queries, queries == keys)):
         mask = torch.ones(queries, keys, dtype=torch.bool).tril(shift)
-        mask[0, 0] = True                               # a row that sees nothing has no output
+        mask[0, 0] = True  # a row that sees nothing has no output
         assert torch.allclose(out, F.scaled_dot_product_attention(q, k, v, attn_mask=mask)) == same
         assert (ledger.flops == 2 * 2 * 8 * mask.sum()) == same
     assert ledger.flops == 2 * 2 * 8 * visible_scores(queries, keys)
@@ -154,7 +185,9 @@ def test_the_mask_that_is_counted_is_the_one_that_is_applied(queries, keys):
 def test_a_mask_of_numbers_spares_nothing():
     """A bias makes the model hand over a mask as a tensor: the kernel computes all scores, and so says the ledger."""
     q, k, v = (torch.randn(1, 2, 16, 4) for _ in range(3))
-    assert account(lambda: causal_attention(q, k, v, bias=torch.zeros(2, 16, 16))).flops == 4 * 2 * 16 * 16 * 4
+    assert (
+        account(lambda: causal_attention(q, k, v, bias=torch.zeros(2, 16, 16))).flops == 4 * 2 * 16 * 16 * 4
+    )
     assert account(lambda: causal_attention(q, k, v)).flops == 4 * 2 * (16 * 17 // 2) * 4
 
 
@@ -165,24 +198,31 @@ def test_a_convention_that_does_not_exist_is_refused():
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("expected, function", [
-    (3 * 400, lambda x, y: x + y),
-    (3 * 400, lambda x, y: x.add_(y)),
-    (3 * 400, lambda x, y: torch.add(x, x, out=y)),
-    (3 * 400, lambda x, y: torch._foreach_add_([x], [y])),
-    (2 * 400, lambda x, y: x.copy_(y)),
-    (2 * 400, lambda x, y: x.clone()),
-    (400, lambda x, y: x.zero_()),
-    (400, lambda x, y: torch.zeros(100)),
-    (0, lambda x, y: torch.empty(100)),
-    (0, lambda x, y: (x.view(10, 10).t(), x.detach(), x[5:], x.reshape(50, 2), x.expand(7, 100))),
-    (2 * 400, lambda x, y: x.view(10, 10).t().contiguous()),
-    (404, lambda x, y: x.sum()),
-    (8 * 400, lambda x, y: x.expand(7, 100).clone()),                               # reads 1, writes 7
-    (400, lambda x, y: torch.ones_like(x)),
-    (2 * 8 + 2 * 32, lambda x, y: F.embedding(torch.tensor([0, 4]), x.view(25, 4))),    # two indices, two rows of 4
-    (2 * 8 + 3 * 32, lambda x, y: x.view(25, 4).index_add_(0, torch.tensor([0, 4]), y.view(25, 4)[:2])),
-])
+
+@pytest.mark.parametrize(
+    "expected, function",
+    [
+        (3 * 400, lambda x, y: x + y),
+        (3 * 400, lambda x, y: x.add_(y)),
+        (3 * 400, lambda x, y: torch.add(x, x, out=y)),
+        (3 * 400, lambda x, y: torch._foreach_add_([x], [y])),
+        (2 * 400, lambda x, y: x.copy_(y)),
+        (2 * 400, lambda x, y: x.clone()),
+        (400, lambda x, y: x.zero_()),
+        (400, lambda x, y: torch.zeros(100)),
+        (0, lambda x, y: torch.empty(100)),
+        (0, lambda x, y: (x.view(10, 10).t(), x.detach(), x[5:], x.reshape(50, 2), x.expand(7, 100))),
+        (2 * 400, lambda x, y: x.view(10, 10).t().contiguous()),
+        (404, lambda x, y: x.sum()),
+        (8 * 400, lambda x, y: x.expand(7, 100).clone()),  # reads 1, writes 7
+        (400, lambda x, y: torch.ones_like(x)),
+        (
+            2 * 8 + 2 * 32,
+            lambda x, y: F.embedding(torch.tensor([0, 4]), x.view(25, 4)),
+        ),  # two indices, two rows of 4
+        (2 * 8 + 3 * 32, lambda x, y: x.view(25, 4).index_add_(0, torch.tensor([0, 4]), y.view(25, 4)[:2])),
+    ],
+)
 def test_bytes_of_operators(expected, function):
     ledger = account(function, torch.randn(100), torch.randn(100))
     assert sum(event.bytes for event in ledger.events) == expected
@@ -190,6 +230,7 @@ def test_bytes_of_operators(expected, function):
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
+
 
 def allocators_peak(function) -> int:
     """The most that torch's CPU allocator had given out at once beyond what it had at the start, by its own events."""
@@ -212,11 +253,13 @@ def test_peak_is_that_of_the_allocator_and_watching_does_not_change_it():
         optimizer.step()
         optimizer.zero_grad()
 
-    step()                                              # from here on the optimizer has its state
+    step()  # from here on the optimizer has its state
     older = sum(p.nbytes for p in model.parameters()) * 3 + tokens.nbytes
     ledger = account(step)
     assert ledger.live_bytes == older
-    assert ledger.peak_bytes - older == allocators_peak(step) == allocators_peak(lambda: account(step)) > 500_000
+    assert (
+        ledger.peak_bytes - older == allocators_peak(step) == allocators_peak(lambda: account(step)) > 500_000
+    )
 
 
 def test_memory_by_kind():
@@ -228,8 +271,13 @@ def test_memory_by_kind():
         model(x).sum().backward()
         at_backward = ledger.live_by_kind
         optimizer.step()
-    assert at_backward == {"parameters": size, "gradients": size, "optimizer state": 0, "activations": 4000,
-                           "buffers": 0}
+    assert at_backward == {
+        "parameters": size,
+        "gradients": size,
+        "optimizer state": 0,
+        "activations": 4000,
+        "buffers": 0,
+    }
     assert ledger.live_by_kind == at_backward | {"optimizer state": 2 * size}
     # the square root of the second moment is the step's scratch memory, there when everything else is
     assert ledger.peak_by_kind == at_backward | {"optimizer state": 2 * size, "buffers": size}
@@ -244,8 +292,13 @@ def test_kinds_of_what_was_there_before():
     model(torch.ones(1, 10, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     ledger = account(optimizer.step)
-    assert ledger.live_by_kind == {"parameters": 200, "gradients": 200, "optimizer state": 1200, "activations": 0,
-                                   "buffers": 0}
+    assert ledger.live_by_kind == {
+        "parameters": 200,
+        "gradients": 200,
+        "optimizer state": 1200,
+        "activations": 0,
+        "buffers": 0,
+    }
 
 
 def test_a_gradient_is_one_even_if_a_hook_takes_it_away():
@@ -276,7 +329,7 @@ def test_older_memory_counts_from_the_start_views_count_once_and_deaths_count():
         assert ledger.live_bytes == 2000
         del y
         z = x[10:20].view(2, 5)
-        half = x[:500] * 2                      # reads memory that was there all along: the peak has it beside y, too
+        half = x[:500] * 2  # reads memory that was there all along: the peak has it beside y, too
         assert (ledger.live_bytes, ledger.peak_bytes) == (6000, 6000)
         del x, z, half
         assert ledger.live_bytes == 0
@@ -286,7 +339,7 @@ def test_older_memory_counts_from_the_start_views_count_once_and_deaths_count():
 def test_what_is_written_into_is_not_new():
     x, out = torch.ones(1000), torch.empty(1000)
     with Ledger() as ledger:
-        x.sin()                                 # gone before `out` is seen, which was there all the same
+        x.sin()  # gone before `out` is seen, which was there all the same
         torch.cos(x, out=out)
     assert (ledger.live_bytes, ledger.peak_bytes) == (8000, 12_000)
 
@@ -304,18 +357,24 @@ def test_memory_resized_in_place():
 
 def test_timeline():
     with Ledger() as ledger:
-        x = torch.zeros(100)        # event 0
-        y = x + 1                   # event 1
+        x = torch.zeros(100)  # event 0
+        y = x + 1  # event 1
         del x
-        z = y * 2                   # event 2
+        z = y * 2  # event 2
         del y, z
     activations = [(index, live["activations"]) for index, live in ledger.timeline()]
-    assert activations == [(0, 400), (1, 800), (2, 800), (3, 400)]      # after event 2 the fullest moment is half-way
+    assert activations == [
+        (0, 400),
+        (1, 800),
+        (2, 800),
+        (3, 400),
+    ]  # after event 2 the fullest moment is half-way
     assert max(sum(live.values()) for _, live in ledger.timeline()) == ledger.peak_bytes
     assert [event.name for event in ledger.events] == ["zeros", "add", "mul"]
 
 
 # ---- communication ---------------------------------------------------------------------------------------------------
+
 
 def one_of_each():
     mesh = Mesh(dp=2, tp=4)
@@ -329,18 +388,28 @@ def one_of_each():
             handle = collectives.all_gather(x, tp, async_op=True)
             x * 2
             handle.wait()
-            handle.wait()                                       # waiting again is no event
+            handle.wait()  # waiting again is no event
         collectives.exchange(x, 1 - dp.rank(), 1 - dp.rank(), dp)
     return ledger
 
 
 def test_bytes_by_operation_and_axis():
-    ledger = dryrun.run(one_of_each, rank=5, ranks=8)           # row 1 of dp, column 1 of tp
+    ledger = dryrun.run(one_of_each, rank=5, ranks=8)  # row 1 of dp, column 1 of tp
     S = 320
     assert ledger.planned
     assert [ledger.num_calls("all_reduce", axis) for axis in ("dp", "tp", "pp", None)] == [1, 2, 0, 3]
-    assert [ledger.payload_bytes("all_reduce", axis) for axis in ("dp", "tp", "pp", None)] == [S, 2 * S, 0, 3 * S]
-    assert [ledger.sent_bytes("all_reduce", axis) for axis in ("dp", "tp", "pp", None)] == [S, 3 * S, 0, 4 * S]
+    assert [ledger.payload_bytes("all_reduce", axis) for axis in ("dp", "tp", "pp", None)] == [
+        S,
+        2 * S,
+        0,
+        3 * S,
+    ]
+    assert [ledger.sent_bytes("all_reduce", axis) for axis in ("dp", "tp", "pp", None)] == [
+        S,
+        3 * S,
+        0,
+        4 * S,
+    ]
     assert (ledger.payload_bytes("all_gather"), ledger.sent_bytes("all_gather")) == (4 * S, 3 * S)
     assert ledger.sent_bytes(axis="tp") == 6 * S and ledger.sent_bytes() == 8 * S and ledger.num_calls() == 6
 
@@ -350,21 +419,42 @@ def test_order_of_events():
     names = [event.name if isinstance(event, Compute) else event for event in ledger.events]
     issues = {event.id: event for event in names if isinstance(event, Issue)}
     assert [name if isinstance(name, str) else (type(name), name.id) for name in names] == [
-        (Issue, 0), (Wait, 0), (Issue, 1), (Wait, 1), (Issue, 2), (Wait, 2),
-        (Issue, 3), "mul", (Wait, 3), (Issue, 4), (Issue, 5), (Wait, 4), (Wait, 5)]
+        (Issue, 0),
+        (Wait, 0),
+        (Issue, 1),
+        (Wait, 1),
+        (Issue, 2),
+        (Wait, 2),
+        (Issue, 3),
+        "mul",
+        (Wait, 3),
+        (Issue, 4),
+        (Issue, 5),
+        (Wait, 4),
+        (Wait, 5),
+    ]
     assert [(issue.op, issue.axis, issue.seq, issue.members) for issue in issues.values()] == [
-        ("all_reduce", "dp", 0, (1, 5)), ("all_reduce", "tp", 0, (4, 5, 6, 7)), ("all_reduce", "tp", 1, (4, 5, 6, 7)),
-        ("all_gather", "tp", 2, (4, 5, 6, 7)), ("send", "dp", 0, (5, 1)), ("receive", "dp", 0, (1, 5))]
+        ("all_reduce", "dp", 0, (1, 5)),
+        ("all_reduce", "tp", 0, (4, 5, 6, 7)),
+        ("all_reduce", "tp", 1, (4, 5, 6, 7)),
+        ("all_gather", "tp", 2, (4, 5, 6, 7)),
+        ("send", "dp", 0, (5, 1)),
+        ("receive", "dp", 0, (1, 5)),
+    ]
     assert [issue.phase for issue in issues.values()] == ["", "", "", "gather", "", ""]
     line = one_of_each.__code__.co_firstlineno
-    assert [issue.site for issue in issues.values()] == [f"test_ledger.py:{line + n}" for n in (5, 6, 7, 9, 13, 13)]
+    assert [issue.site for issue in issues.values()] == [
+        f"test_ledger.py:{line + n}" for n in (5, 6, 7, 9, 13, 13)
+    ]
 
 
 def from_another_thread():
     """Issued by one thread, waited for by another, while the ledger's own thread computes."""
     handles, x, group = [], torch.zeros(6), collectives.world()
     with Ledger() as ledger:
-        issuer = threading.Thread(target=lambda: handles.append(collectives.all_reduce(x, group, async_op=True)))
+        issuer = threading.Thread(
+            target=lambda: handles.append(collectives.all_reduce(x, group, async_op=True))
+        )
         issuer.start()
         issuer.join()
         x + 1
@@ -390,15 +480,23 @@ def inside_and_outside():
 
 
 def test_a_collective_adds_up_in_buffers_and_its_additions_are_its_own():
-    for kinds, computes in [*launch.run(inside_and_outside, ranks=4), dryrun.run(inside_and_outside, ranks=4)]:
+    for kinds, computes in [
+        *launch.run(inside_and_outside, ranks=4),
+        dryrun.run(inside_and_outside, ranks=4),
+    ]:
         assert kinds["buffers"] == 3 * 1000 and kinds["activations"] == 8000 and computes == []
 
 
 # ---- what is left behind ---------------------------------------------------------------------------------------------
 
+
 def hooks():
-    return (len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks),
-            len(call_log._observers), len(_get_current_dispatch_mode_stack()))
+    return (
+        len(torch_optimizer._global_optimizer_pre_hooks),
+        len(torch_optimizer._global_optimizer_post_hooks),
+        len(call_log._observers),
+        len(_get_current_dispatch_mode_stack()),
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -417,12 +515,16 @@ def test_a_closed_ledger_leaves_nothing_behind(fails):
         pass
     flops, live = ledger.flops, ledger.live_bytes
     assert hooks() == before and not model.weight._post_accumulate_grad_hooks and flops == 2 * 2 * 16
-    torch.ones(10) @ torch.ones(10)                             # not seen any more
+    torch.ones(10) @ torch.ones(10)  # not seen any more
     del model, result
     gc.collect()
     assert weight() is None and (ledger.flops, ledger.live_bytes) == (flops, live)
     copy = pickle.loads(pickle.dumps(ledger))
-    assert copy.events == ledger.events and copy.timeline() == ledger.timeline() and copy.table() == ledger.table()
+    assert (
+        copy.events == ledger.events
+        and copy.timeline() == ledger.timeline()
+        and copy.table() == ledger.table()
+    )
 
 
 def test_a_ledger_is_for_one_run():
@@ -450,7 +552,10 @@ def test_table():
     ]
     linear = nn.Linear(100, 100, bias=False)
     table = account(lambda: linear(torch.ones(10, 100)).sum().backward()).table()
-    assert repr(table) == str(table) == """\
+    assert (
+        repr(table)
+        == str(table)
+        == """\
 communication  calls  payload bytes  sent bytes
 total              0              0           0
 
@@ -465,6 +570,7 @@ optimizer state           0            0
 activations               0        4,008
 buffers                   0            0
 total                80,000       84,008"""
+    )
 
 
 def imported_by(path: Path) -> set[str]:
@@ -482,7 +588,13 @@ def test_instrument_and_formula_share_no_code():
     """What counts imports no formula but the events it writes, and what predicts imports no instrument."""
     package = Path(minitrain.__file__).parent
     for path in (*package.glob("ledger/*.py"), package / "launch" / "dryrun.py"):
-        assert not {name for name in imported_by(path) if name.startswith(("plan.", "simulate.")) and not name.startswith("simulate.events.")}
+        assert not {
+            name
+            for name in imported_by(path)
+            if name.startswith(("plan.", "simulate.")) and not name.startswith("simulate.events.")
+        }
     for path in (*package.rglob("plan/**/*.py"), *package.glob("simulate/*.py")):
-        assert not {name for name in imported_by(path) if name.startswith(("ledger", "launch", "collectives"))}
+        assert not {
+            name for name in imported_by(path) if name.startswith(("ledger", "launch", "collectives"))
+        }
     assert "simulate.events.Compute" in imported_by(package / "ledger" / "ledger.py")

@@ -1,4 +1,5 @@
 """The instrument that lists what autograd keeps, on graphs whose answer is known by hand."""
+
 import pytest
 import torch
 from torch import nn
@@ -22,10 +23,13 @@ def test_each_block_once_under_the_module_that_kept_it():
     module, x = Twice(), torch.randn(3, 8)
     with SavedTensors(module) as saved:
         y = module(x)
-    assert saved.saved == [Saved("left", (3, 8), torch.float32, 96), Saved("", (3, 5), torch.float32, 60),
-                           Saved("", (3, 5), torch.float32, 60)]
+    assert saved.saved == [
+        Saved("left", (3, 8), torch.float32, 96),
+        Saved("", (3, 5), torch.float32, 60),
+        Saved("", (3, 5), torch.float32, 60),
+    ]
     assert saved.bytes == 216 and saved.by_place == {"left": 96, "": 120}
-    assert torch.equal(y, module(x))                                  # watching changes nothing
+    assert torch.equal(y, module(x))  # watching changes nothing
     y.sum().backward()
     assert torch.allclose(module.left.bias.grad, module.right(x).sum(0))
     assert "all" in saved.table(unit=24) and "9.000" in saved.table(unit=24)

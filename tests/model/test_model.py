@@ -1,4 +1,5 @@
 """The model alone: published sizes, layers that equal their definitions, slices that equal the whole, wrong input."""
+
 import itertools
 import json
 import math
@@ -31,11 +32,16 @@ from minitrain.plan.accounting.compute import layer_forward_flops
 from minitrain.plan.accounting.parameters import cached_elements, mlp_parameters, parameters
 
 PUBLISHED = {
-    "gpt2": 124_439_808, "gpt2-xl": 1_557_611_200,
-    "gpt3-175b": 174_604_259_328,              # table D.1 prints 174,600 M
-    "gpt-neox-20b": 20_554_567_680, "bloom-176b": 176_247_271_424,
-    "llama2-7b": 6_738_415_616, "mistral-7b": 7_241_732_096,
-    "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3.1-405b": 405_853_388_800,
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "gpt3-175b": 174_604_259_328,  # table D.1 prints 174,600 M
+    "gpt-neox-20b": 20_554_567_680,
+    "bloom-176b": 176_247_271_424,
+    "llama2-7b": 6_738_415_616,
+    "mistral-7b": 7_241_732_096,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
 }
 SMALL = GPTConfig(vocab_size=50, d_model=32, num_layers=3, num_heads=4, max_positions=32)
 LATENT = replace(SMALL, kv_latent=12, query_latent=20, rope_head_dim=4)
@@ -44,8 +50,12 @@ VARIANTS = {
     "gqa": replace(SMALL, num_kv_heads=2),
     "mqa": replace(SMALL, num_kv_heads=1),
     "gpt2": replace(SMALL, norm="layer", positions="learned", activation="gelu", bias=True, tied=True),
-    "neox": replace(SMALL, norm="layer", residual="parallel", rope_fraction=0.25, activation="gelu_tanh", bias=True),
-    "bloom": replace(SMALL, norm="layer", positions="alibi", embedding_norm=True, bias=True, activation="fastgelu"),
+    "neox": replace(
+        SMALL, norm="layer", residual="parallel", rope_fraction=0.25, activation="gelu_tanh", bias=True
+    ),
+    "bloom": replace(
+        SMALL, norm="layer", positions="alibi", embedding_norm=True, bias=True, activation="fastgelu"
+    ),
     "glm": replace(SMALL, norm="layer", residual="deepnorm", activation="geglu", bias=True),
     "post": replace(SMALL, residual="post", positions="none"),
     "mla": LATENT,
@@ -73,6 +83,7 @@ def close(a, b, tolerance=1e-12):
 
 
 # ---- sizes ---------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", presets)
 def test_context_models(name):
@@ -113,11 +124,12 @@ def test_transformer_layer():
 
 # ---- seeded by name ------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_any_slice_equals_the_whole(name):
     config = VARIANTS[name]
     whole = GPT(config, seed=3).state_dict()
-    torch.manual_seed(99)                                        # nothing may depend on torch's own generator
+    torch.manual_seed(99)  # nothing may depend on torch's own generator
     for layers in (range(2, 4), [3], [0], [config.num_layers + 1], [2, 4, 1]):
         stage = GPT(config, seed=3, layers=layers)
         assert [layer.name for layer in stage.layers] == [f"layers.{number}" for number in layers]
@@ -147,7 +159,9 @@ def test_stages_chained_equal_the_whole():
     first, second = (GPT(config, dtype=torch.float64, layers=layers) for layers in (range(0, 2), range(2, 5)))
     whole = GPT(config, dtype=torch.float64)(tokens)
     assert torch.equal(second(first(tokens)), whole)
-    assert not torch.equal(second.layers[1](first(tokens), torch.arange(16)), whole)      # a stage that lost a block
+    assert not torch.equal(
+        second.layers[1](first(tokens), torch.arange(16)), whole
+    )  # a stage that lost a block
 
 
 def test_values_do_not_depend_on_dtype():
@@ -168,13 +182,17 @@ def test_the_start_is_as_wide_as_published():
     config = replace(presets["tiny"], d_model=128)
     model = GPT(config)
     assert abs(model.layers[1].mlp.up.weight.std().item() - 0.02) < 5e-4
-    assert abs(model.layers[1].attention.out.weight.std().item() - 0.02 / math.sqrt(2 * config.num_layers)) < 5e-4
+    assert (
+        abs(model.layers[1].attention.out.weight.std().item() - 0.02 / math.sqrt(2 * config.num_layers))
+        < 5e-4
+    )
     tokens = tokens_for(config, 4, 64)
     loss = cross_entropy_sum(model(tokens), tokens.roll(-1, 1)) / tokens.numel()
     assert abs(loss.item() - math.log(256)) < 0.1
 
 
 # ---- layers --------------------------------------------------------------------------------------------------------
+
 
 def test_rope():
     """Scores see differences of positions only; a rank with the second half of a sequence needs global positions."""
@@ -192,7 +210,7 @@ def test_rope():
     x, positions = random_input(2, 3, 16, 8), torch.arange(16)
     second_half = rotate(x[:, :, 8:], positions[8:])
     assert torch.equal(second_half, rotate(x, positions)[:, :, 8:])
-    assert not close(rotate(x[:, :, 8:], positions[:8]), second_half, 0.1)                        # local positions
+    assert not close(rotate(x[:, :, 8:], positions[:8]), second_half, 0.1)  # local positions
     each_row = torch.stack((positions, positions + 5))
     assert torch.equal(rotate(x, each_row)[1], rotate(x[1:], positions + 5)[0])
 
@@ -200,10 +218,12 @@ def test_rope():
 def test_deepnorm():
     """64 layers of plain post-norm let the gradient grow and all tokens become one vector; with DeepNorm neither."""
     alpha, beta = deepnorm(70)
-    assert round(alpha, 2) == 11.83 and beta == 1 / alpha                                        # GLM-130B
+    assert round(alpha, 2) == 11.83 and beta == 1 / alpha  # GLM-130B
     grown, alike = {}, {}
     for residual in ("deepnorm", "post"):
-        config = GPTConfig(d_model=64, num_layers=64, norm="layer", bias=True, activation="geglu", residual=residual)
+        config = GPTConfig(
+            d_model=64, num_layers=64, norm="layer", bias=True, activation="geglu", residual=residual
+        )
         model, tokens = GPT(config, dtype=torch.float64), tokens_for(config, 2, 32)
         xs = [model.layers[0](tokens, torch.arange(32))]
         for layer in model.layers[1:]:
@@ -247,14 +267,25 @@ def test_gelu_by_tanh_is_gpt2s():
     for activation, expected in (("gelu_tanh", by_hand), ("gelu", F.gelu(x))):
         config = replace(VARIANTS["gpt2"], activation=activation)
         mlp = excite(Block(config, "layers.1", dtype=torch.float64).mlp)
-        nn.init.eye_(mlp.up.weight), nn.init.zeros_(mlp.up.bias), nn.init.eye_(mlp.down.weight), nn.init.zeros_(mlp.down.bias)
+        (
+            nn.init.eye_(mlp.up.weight),
+            nn.init.zeros_(mlp.up.bias),
+            nn.init.eye_(mlp.down.weight),
+            nn.init.zeros_(mlp.down.bias),
+        )
         y = F.pad(x.unsqueeze(-1), (0, 31)).requires_grad_()
         with SavedTensors(mlp) as saved, Ledger() as ledger:
             out = mlp(y)
         assert (out[:, 0] - expected).abs().max() < 1e-12
         accounts.append((saved.bytes, ledger.flops, parameters(config)))
     assert accounts[0] == accounts[1] and 4.6e-4 < (by_hand - F.gelu(x)).abs().max() < 4.8e-4
-    assert {name for name, config in presets.items() if config.activation == "gelu_tanh"} == {"gpt2", "gpt2-xl", "gpt3-175b", "gpt-neox-20b", "bloom-176b"}
+    assert {name for name, config in presets.items() if config.activation == "gelu_tanh"} == {
+        "gpt2",
+        "gpt2-xl",
+        "gpt3-175b",
+        "gpt-neox-20b",
+        "bloom-176b",
+    }
 
 
 def test_mha_mqa_gqa():
@@ -285,10 +316,17 @@ def test_mha_mqa_gqa():
 
 def test_mla():
     """Absorbed and explicit forms agree; DeepSeek-V2 caches 576 numbers where MHA of its heads would keep 32,768."""
-    deepseek = GPTConfig(d_model=5120, num_layers=60, num_heads=128, head_dim=128, kv_latent=512, query_latent=1536,
-                         rope_head_dim=64)
+    deepseek = GPTConfig(
+        d_model=5120,
+        num_layers=60,
+        num_heads=128,
+        head_dim=128,
+        kv_latent=512,
+        query_latent=1536,
+        rope_head_dim=64,
+    )
     assert cached_elements(deepseek) == 576 == 4.5 * 128
-    assert 2 * 128 * 128 == 32_768 and 576 / (2 * 128) == 2.25                                  # MHA; groups of GQA
+    assert 2 * 128 * 128 == 32_768 and 576 / (2 * 128) == 2.25  # MHA; groups of GQA
     positions, x = torch.arange(12) + 3, random_input(2, 12, 32)
     for config in (LATENT, VARIANTS["mla-without-query-latent"]):
         for core in (naive_attention, causal_attention):
@@ -296,19 +334,25 @@ def test_mla():
             explicit, absorbed = layer(x, positions), layer.absorbed(x, positions)
             assert close(explicit, absorbed, 1e-10) and explicit.norm() > 1
             assert not close(explicit, layer.absorbed(x, positions * 2), 1e-3)  # the rotated part counts
-            grads = [torch.autograd.grad(y.square().sum(), list(layer.parameters())) for y in (explicit, absorbed)]
+            grads = [
+                torch.autograd.grad(y.square().sum(), list(layer.parameters())) for y in (explicit, absorbed)
+            ]
             assert all(close(a, b, 1e-9 * a.abs().max().item()) for a, b in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_token_sees_the_future_and_every_core_agrees(name):
     config, tokens = VARIANTS[name], tokens_for(VARIANTS[name])
-    fused, naive = (excite(GPT(config, dtype=torch.float64, attention=core))
-                    for core in (causal_attention, naive_attention))
+    fused, naive = (
+        excite(GPT(config, dtype=torch.float64, attention=core))
+        for core in (causal_attention, naive_attention)
+    )
     logits = fused(tokens)
     assert close(logits, naive(tokens), 1e-9 * logits.abs().max().item())
     losses = [cross_entropy_sum(model(tokens), tokens.roll(-1, 1)) for model in (fused, naive)]
-    grads = [torch.autograd.grad(loss, list(model.parameters())) for loss, model in zip(losses, (fused, naive))]
+    grads = [
+        torch.autograd.grad(loss, list(model.parameters())) for loss, model in zip(losses, (fused, naive))
+    ]
     scale = max(grad.abs().max().item() for grad in grads[0])
     assert all(close(a, b, 1e-9 * scale) for a, b in zip(*grads, strict=True))
     changed = tokens.clone()
@@ -343,9 +387,13 @@ def test_a_layer_cut_to_half_its_heads_is_still_the_layer(name):
 
 
 def test_alibi():
-    assert alibi_slopes(8) == [2.0 ** -i for i in range(1, 9)]
+    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     slopes = alibi_slopes(112)  # BLOOM: not a power of two
-    assert len(set(slopes)) == 112 and slopes[:64] == alibi_slopes(64) and slopes[64:66] == alibi_slopes(128)[0:3:2]
+    assert (
+        len(set(slopes)) == 112
+        and slopes[:64] == alibi_slopes(64)
+        and slopes[64:66] == alibi_slopes(128)[0:3:2]
+    )
     layer = excite(Attention(VARIANTS["bloom"], dtype=torch.float64))
     x, positions = random_input(1, 6, 32), torch.arange(6)
     assert close(layer(x, positions), layer(x, positions + 40))
@@ -357,8 +405,10 @@ def test_rms_norm_is_torchs_with_less_kept():
     excite(ours), excite(theirs)
     x = random_input(3, 5, 24).requires_grad_()
     y, reference = ours(x), theirs(x)
-    grads, references = (torch.autograd.grad(out.pow(3).sum(), (x, module.weight))
-                         for out, module in ((y, ours), (reference, theirs)))
+    grads, references = (
+        torch.autograd.grad(out.pow(3).sum(), (x, module.weight))
+        for out, module in ((y, ours), (reference, theirs))
+    )
     assert close(y, reference) and all(close(a, b, 1e-11) for a, b in zip(grads, references, strict=True))
     assert torch.autograd.gradcheck(ours, (x,))
     low = random_input(64, 256, dtype=torch.bfloat16)
@@ -377,6 +427,7 @@ def test_dropout_is_off_in_evaluation_and_scales_what_stays():
 
 
 # ---- loss and text -------------------------------------------------------------------------------------------------
+
 
 def test_the_loss_is_a_sum_over_the_targets_that_count():
     logits, targets = random_input(2, 6, 11).requires_grad_(), tokens_for(replace(SMALL, vocab_size=11), 2, 6)
@@ -403,13 +454,14 @@ def test_generate():
 
 # ---- without data, and errors --------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_runs_without_data(name):
     """The same operators on fake tensors: shapes come out, nothing is drawn, nothing looks at a value."""
     for mode, device in ((FakeTensorMode(), None), (nullcontext(), "meta")):
         with mode:
             model = GPT(VARIANTS[name], dtype=torch.bfloat16, device=device)
-            tokens = torch.full((2, 16), 10**6, device=device)                                  # no id is looked at
+            tokens = torch.full((2, 16), 10**6, device=device)  # no id is looked at
             logits = model(tokens)
             cross_entropy_sum(logits, tokens).backward()
         assert logits.shape == (2, 16, 50) and all(p.grad.shape == p.shape for p in model.parameters())
@@ -435,7 +487,10 @@ WRONG_CONFIGS = [
     (dict(num_layers=0), "num_layers = 0; use at least 1"),
     (dict(vocab_size=0), "vocab_size = 0; use at least 1"),
     (dict(d_model=60), "rotated head size 15 is odd; RoPE turns pairs and needs an even one"),
-    (dict(num_heads=8, num_kv_heads=3), "num_heads 8 is not a multiple of num_kv_heads 3; allowed 1, 2, 4, 8"),
+    (
+        dict(num_heads=8, num_kv_heads=3),
+        "num_heads 8 is not a multiple of num_kv_heads 3; allowed 1, 2, 4, 8",
+    ),
     (dict(num_kv_heads=0), "num_kv_heads = 0; use at least 1, or None for 4"),
     (dict(dropout=1.5), "dropout = 1.5; must be in [0, 1)"),
     (dict(activation="swigelu"), "activation = 'swigelu'; did you mean 'swiglu'?"),
@@ -447,8 +502,14 @@ WRONG_CONFIGS = [
     (dict(norm_eps=0.0), "norm_eps = 0.0"),
     (dict(rope_fraction=0.0), "rope_fraction = 0.0; must be in (0, 1]"),
     (dict(kv_latent=8), "rope_head_dim = 0; with kv_latent 8 (MLA) it must be at least 2"),
-    (dict(kv_latent=8, rope_head_dim=4, positions="none"), "positions = 'none'; with kv_latent 8 (MLA) it must be"),
-    (dict(kv_latent=8, rope_head_dim=4, num_kv_heads=2), "num_kv_heads = 2; with kv_latent 8 (MLA) it must be None or"),
+    (
+        dict(kv_latent=8, rope_head_dim=4, positions="none"),
+        "positions = 'none'; with kv_latent 8 (MLA) it must be",
+    ),
+    (
+        dict(kv_latent=8, rope_head_dim=4, num_kv_heads=2),
+        "num_kv_heads = 2; with kv_latent 8 (MLA) it must be None or",
+    ),
     (dict(kv_latent=8, rope_head_dim=3), "rotated head size 3 is odd"),
 ]
 
@@ -466,7 +527,9 @@ def test_replace_keeps_what_was_chosen_and_derives_the_rest_anew():
     wider = replace(presets["llama3-8b"], d_model=2048)
     assert (wider.head_dim, wider.d_ff, wider.num_kv_heads) == (64, 14_336, 8)
     plain = json.loads(json.dumps(asdict(wider)))
-    assert GPTConfig(**plain) == wider == pickle.loads(pickle.dumps(wider)) and hash(wider) == hash(GPTConfig(**plain))
+    assert GPTConfig(**plain) == wider == pickle.loads(pickle.dumps(wider)) and hash(wider) == hash(
+        GPTConfig(**plain)
+    )
     apart = replace(SMALL, head_dim=12)  # heads wider than the model
     assert GPT(apart)(tokens_for(apart)).shape == (2, 16, 50) and parameters(apart) > parameters(SMALL)
 
@@ -487,7 +550,10 @@ def test_wrong_input_is_one_line_that_names_it():
         (lambda: model(wrong), r"token 256 at \[1, 3\]; vocab_size is 256 \(0..255\)"),
         (lambda: model(-wrong), r"token -\d+ at \[0, 0\]; vocab_size is 256"),
         (lambda: learned(wrong[:1], torch.arange(16) + 250), r"position 256 at \[6\]; max_positions is 256"),
-        (lambda: model(torch.zeros(1, 257, dtype=torch.long)), "sequence 257 > max_positions 256; cut the sequence"),
+        (
+            lambda: model(torch.zeros(1, 257, dtype=torch.long)),
+            "sequence 257 > max_positions 256; cut the sequence",
+        ),
         (lambda: model(torch.zeros(1, 4)), r"tokens are torch.float32 \[1, 4\]; expected int64 \[B, T\]"),
         (lambda: model(torch.zeros(4, dtype=torch.long)), r"input is \[4\]; expected tokens \[B, T\]"),
         (lambda: generate(model, wrong, 1, temperature=-1.0), "temperature = -1.0; use 0"),

@@ -1,4 +1,5 @@
 """Pipelines in both directions, Chimera, Hanayo, DualPipe: the published formulas exactly, from the lists; real ranks equal one process."""
+
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -30,7 +31,9 @@ def reference(problem: Problem):
 
 def difference(schedule: Schedule, problem: Problem = PROBLEM, **shape: int) -> float:
     shape = shape or dict(dp=1, pp=len(schedule.ranks))
-    return pipeline_difference(replace(problem, microbatches=schedule.microbatches), shape, schedule, reference(problem))
+    return pipeline_difference(
+        replace(problem, microbatches=schedule.microbatches), shape, schedule, reference(problem)
+    )
 
 
 def peaks(schedule: Schedule) -> list:
@@ -52,19 +55,29 @@ def stages_of(schedule: Schedule) -> list[list[int]]:
 
 # ---- every size ------------------------------------------------------------------------------------------------------
 
-SIZES = [*(chimera(p, m) for p in (2, 4, 6) for m in (2, p, p + 2, 3 * p)), chimera(16, 30), chimera(16, 64),
-         *(hanayo(p, m, waves) for p in (1, 2, 3, 5) for m in (1, p, p + 1, 2 * p) for waves in (1, 2)),
-         hanayo(16, 17, 1), hanayo(4, 64, 2),
-         *(dualpipe(p, m) for p in (2, 4, 6) for m in (2 * p, 2 * p + 2, 20)), dualpipe(16, 64),
-         *(dualpipe_v(p, m) for p in (1, 2, 3, 5) for m in (2 * p, 2 * p + 1, 20)), dualpipe_v(16, 33)]
+SIZES = [
+    *(chimera(p, m) for p in (2, 4, 6) for m in (2, p, p + 2, 3 * p)),
+    chimera(16, 30),
+    chimera(16, 64),
+    *(hanayo(p, m, waves) for p in (1, 2, 3, 5) for m in (1, p, p + 1, 2 * p) for waves in (1, 2)),
+    hanayo(16, 17, 1),
+    hanayo(4, 64, 2),
+    *(dualpipe(p, m) for p in (2, 4, 6) for m in (2 * p, 2 * p + 2, 20)),
+    dualpipe(16, 64),
+    *(dualpipe_v(p, m) for p in (1, 2, 3, 5) for m in (2 * p, 2 * p + 1, 20)),
+    dualpipe_v(16, 33),
+]
 
 
 def test_everything_is_done_once_and_nobody_waits_for_ever():
     for schedule in SIZES:
-        assert [sum(isinstance(step, (Action, Pair)) for step in program) for program in lower(schedule)] == list(map(len, schedule.ranks))
+        assert [
+            sum(isinstance(step, (Action, Pair)) for step in program) for program in lower(schedule)
+        ] == list(map(len, schedule.ranks))
 
 
 # ---- Chimera ---------------------------------------------------------------------------------------------------------
+
 
 def test_chimera():
     for p, units in product((2, 4, 6, 8, 12), (1, 2, 3)):
@@ -74,11 +87,16 @@ def test_chimera():
         assert simulate(schedule, DOUBLE).makespan == 3 * m + (units + 1) * (p - 2)
         if units == 1:
             assert simulate(schedule, DOUBLE).bubble == (p - 2) / (Fraction(3, 2) * m + p - 2)
-        assert stages_of(schedule) == [sorted({rank, p - 1 - rank}) for rank in range(p)]                 # two stages a rank: weights 2x
+        assert stages_of(schedule) == [
+            sorted({rank, p - 1 - rank}) for rank in range(p)
+        ]  # two stages a rank: weights 2x
         assert peaks(schedule) == [p // 2 + 1 + min(rank, p - 1 - rank) for rank in range(p)]
         assert sent(schedule) == 2 * (p - 1) * m
     for p, equal, double in ((4, Fraction(1, 5), Fraction(1, 4)), (8, Fraction(3, 11), Fraction(1, 3))):
-        assert (simulate(chimera(p, p), EQUAL).bubble, simulate(chimera(p, p), DOUBLE).bubble) == (equal, double)
+        assert (simulate(chimera(p, p), EQUAL).bubble, simulate(chimera(p, p), DOUBLE).bubble) == (
+            equal,
+            double,
+        )
     assert simulate(one_f_one_b(4, 4), EQUAL).bubble == Fraction(3, 7)
 
 
@@ -89,6 +107,7 @@ def test_a_last_unit_that_is_not_full(p, whole, rest):
 
 # ---- Hanayo ----------------------------------------------------------------------------------------------------------
 
+
 def test_hanayo():
     for p, waves, groups in product((1, 2, 3, 4, 6), (1, 2, 3), (1, 2)):
         m = groups * p
@@ -97,24 +116,38 @@ def test_hanayo():
         if groups == 1:
             assert simulate(schedule, EQUAL).bubble == Fraction(p - 1, 2 * p * waves + p - 1)
             assert set(idle_times(schedule, DOUBLE)) == {4 * (p - 1)}
-        assert sorted(sum(stages_of(schedule), [])) == list(range(2 * waves * p))                         # every stage once: weights 1x
+        assert sorted(sum(stages_of(schedule), [])) == list(
+            range(2 * waves * p)
+        )  # every stage once: weights 1x
         assert peaks(schedule) == [(2 * waves - 1) * p + rank + 1 for rank in range(p)]
         assert sent(schedule) == 4 * waves * (p - 1) * m
-    assert [simulate(hanayo(4, 4, waves), EQUAL).bubble for waves in (1, 2, 4)] == [Fraction(3, 11), Fraction(3, 19), Fraction(3, 35)]
-    assert [simulate(hanayo(8, 8, waves), EQUAL).bubble for waves in (1, 2)] == [Fraction(7, 23), Fraction(7, 39)]
+    assert [simulate(hanayo(4, 4, waves), EQUAL).bubble for waves in (1, 2, 4)] == [
+        Fraction(3, 11),
+        Fraction(3, 19),
+        Fraction(3, 35),
+    ]
+    assert [simulate(hanayo(8, 8, waves), EQUAL).bubble for waves in (1, 2)] == [
+        Fraction(7, 23),
+        Fraction(7, 39),
+    ]
     assert stages_of(hanayo(3, 3, 2)) == [[0, 5, 6, 11], [1, 4, 7, 10], [2, 3, 8, 9]]
 
 
 def test_more_waves_wait_for_more_messages():
     """With a cost per message the best number of waves is not the largest."""
-    times = [simulate(hanayo(4, 4, waves), Costs(F=Fraction(1, 2 * waves), B=Fraction(1, 2 * waves), send=Fraction(1, 16))).makespan
-             for waves in (1, 2, 4)]
+    times = [
+        simulate(
+            hanayo(4, 4, waves),
+            Costs(F=Fraction(1, 2 * waves), B=Fraction(1, 2 * waves), send=Fraction(1, 16)),
+        ).makespan
+        for waves in (1, 2, 4)
+    ]
     assert times == [12, Fraction(45, 4), 12]
 
 
 # ---- DualPipe --------------------------------------------------------------------------------------------------------
 
-TIMES = [(1, 1, 1), (3, 3, 2), (4, 4, 1), (2, 2, 0)]                        # F = I >= W
+TIMES = [(1, 1, 1), (3, 3, 2), (4, 4, 1), (2, 2, 0)]  # F = I >= W
 
 
 def published(stages: int, costs: Costs):
@@ -150,8 +183,8 @@ def test_dualpipe():
             assert set(idle_times(zb1p(p, m), Costs(F=f, I=i, W=w))) == {(p - 1) * (f + full - 2 * w)}
         assert max(peaks(one_f_one_b(p, m))) == max(peaks(zb1p(p, m))) == p
     for stages, schedule in schedules:
-        assert set(peaks(schedule)) == {stages + 1}                         # PP + 1
-        assert all(len(own) == 2 for own in stages_of(schedule))            # 2 stages a rank: parameters 2x
+        assert set(peaks(schedule)) == {stages + 1}  # PP + 1
+        assert all(len(own) == 2 for own in stages_of(schedule))  # 2 stages a rank: parameters 2x
         microbatches, turns = schedule.microbatches, schedule.stages // len(schedule.ranks) - 1
         assert sent(schedule) == 2 * (stages - 1 - turns) * microbatches
     assert difference(dualpipe(4, 8)) < TOLERANCE
@@ -161,7 +194,9 @@ def test_the_example_of_8_ranks_and_20_microbatches():
     schedule, costs = check(dualpipe(8, 20)), Costs(F=1, I=1, W=1, FB=3)
     run = simulate(schedule, costs)
     assert run.makespan == 20 * 3 + published(8, costs) == 66
-    for rank, mirror in zip(schedule.ranks, reversed(schedule.ranks)):      # the upper half does the same with the other microbatches
+    for rank, mirror in zip(
+        schedule.ranks, reversed(schedule.ranks)
+    ):  # the upper half does the same with the other microbatches
         assert [str(entry) for entry in mirror] == [str(exchanged(entry)) for entry in rank]
     for rank in range(4):
         entering = {action.microbatch for action in parts(schedule.ranks[rank]) if action.stage == rank}
@@ -178,10 +213,15 @@ def exchanged(entry):
 def test_which_part_of_the_bubble_is_what(p):
     """Of the middle ranks each rank outside costs F + (F&B - B) + (I - W): the published term where F = I. Outer ranks lack pairs."""
     schedule, costs = dualpipe(p, 3 * p), Costs(F=10, I=10, W=3, FB=19)
-    run, pairs = simulate(schedule, costs), [sum(isinstance(entry, Pair) for entry in entries) for entries in schedule.ranks]
+    run, pairs = (
+        simulate(schedule, costs),
+        [sum(isinstance(entry, Pair) for entry in entries) for entries in schedule.ranks],
+    )
     middle = p // 2
     assert run.idle(middle) == (p // 2 - 1) * (10 + (19 - 13) + (10 - 3)) == published(p, costs)
-    assert [run.idle(rank) for rank in range(p)] == [run.idle(middle) - (10 + 13 - 19) * (pairs[middle] - pairs[rank]) for rank in range(p)]
+    assert [run.idle(rank) for rank in range(p)] == [
+        run.idle(middle) - (10 + 13 - 19) * (pairs[middle] - pairs[rank]) for rank in range(p)
+    ]
     slow_input = Costs(F=10, I=12, W=3, FB=25)
     assert simulate(schedule, slow_input).idle(middle) < published(p, slow_input)
     slow_forward = Costs(F=12, I=10, W=3, FB=25)
@@ -203,7 +243,12 @@ def folded_entry(entry):
 
 # ---- real ranks ------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("schedule", [chimera(2, 8), chimera(4, 8), hanayo(4, 8, 1), dualpipe_v(4, 8)], ids=lambda schedule: schedule.name)
+
+@pytest.mark.parametrize(
+    "schedule",
+    [chimera(2, 8), chimera(4, 8), hanayo(4, 8, 1), dualpipe_v(4, 8)],
+    ids=lambda schedule: schedule.name,
+)
 def test_equals_one_process(schedule):
     assert difference(schedule) < TOLERANCE
 
@@ -224,18 +269,26 @@ def test_clipping_is_at_work():
 
 def error_when(broken, schedule: Schedule) -> float:
     """How far the gradients on the ranks are from the reference if `broken()` was called there first."""
+
     def rank():
         broken()
-        return train_pipeline(replace(PROBLEM, microbatches=schedule.microbatches), dict(dp=1, pp=len(schedule.ranks)), schedule).grads
+        return train_pipeline(
+            replace(PROBLEM, microbatches=schedule.microbatches), dict(dp=1, pp=len(schedule.ranks)), schedule
+        ).grads
 
     right = dict(reference(PROBLEM).grads)
-    return max((grad - right[name]).abs().max().item() for grads in launch.run(rank, ranks=len(schedule.ranks))
-               for name, grad in grads.items() if name in right)
+    return max(
+        (grad - right[name]).abs().max().item()
+        for grads in launch.run(rank, ranks=len(schedule.ranks))
+        for name, grad in grads.items()
+        if name in right
+    )
 
 
 def test_without_the_sum_over_copies_it_does_not():
     def broken():
         from minitrain import parallelize as module
+
         module.share_stages = lambda *_: None
 
     assert error_when(broken, chimera(2, 8)) > 1e-3
@@ -250,19 +303,44 @@ def test_without_weight_gradients_it_does_not():
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("call, words", [
-    (lambda: chimera(3, 4), "chimera: p=3 ranks; two pipelines meet between two ranks, use an even number, 2 or 4"),
-    (lambda: chimera(4, 5), "chimera: m=5 microbatches; half of them goes each way, use an even number, 4 or 6"),
-    (lambda: chimera(0, 4), "chimera: p=0; use a whole number, 1 or more"),
-    (lambda: hanayo(4, 4, 0), "hanayo: waves=0; use a whole number, 1 or more"),
-    (lambda: hanayo(4, 2.0, 1), "hanayo: m=2.0; use a whole number, 1 or more"),
-    (lambda: dualpipe(5, 20), "dualpipe: p=5 ranks; two directions meet between two ranks, use an even number, 4 or 6"),
-    (lambda: dualpipe(4, 6), "dualpipe: m=6 microbatches on p=4 ranks; m must be even and >= 2p, use 8 or more"),
-    (lambda: dualpipe(4, 11), "dualpipe: m=11 microbatches on p=4 ranks; m must be even and >= 2p, use 12 or more"),
-    (lambda: dualpipe_v(4, 7), "dualpipe_v: m=7 microbatches on p=4 ranks; m must be >= 2p, use 8 or more"),
-    (lambda: check(without(W(0, 3), dualpipe(4, 8))), "DualPipe, p=4, m=8: W0.3 is missing"),
-    (lambda: check(other_way(chimera(4, 4))), "stage 0, microbatch 0 stands on ranks [0, 3]; what a forward keeps stays on its rank"),
-])
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (
+            lambda: chimera(3, 4),
+            "chimera: p=3 ranks; two pipelines meet between two ranks, use an even number, 2 or 4",
+        ),
+        (
+            lambda: chimera(4, 5),
+            "chimera: m=5 microbatches; half of them goes each way, use an even number, 4 or 6",
+        ),
+        (lambda: chimera(0, 4), "chimera: p=0; use a whole number, 1 or more"),
+        (lambda: hanayo(4, 4, 0), "hanayo: waves=0; use a whole number, 1 or more"),
+        (lambda: hanayo(4, 2.0, 1), "hanayo: m=2.0; use a whole number, 1 or more"),
+        (
+            lambda: dualpipe(5, 20),
+            "dualpipe: p=5 ranks; two directions meet between two ranks, use an even number, 4 or 6",
+        ),
+        (
+            lambda: dualpipe(4, 6),
+            "dualpipe: m=6 microbatches on p=4 ranks; m must be even and >= 2p, use 8 or more",
+        ),
+        (
+            lambda: dualpipe(4, 11),
+            "dualpipe: m=11 microbatches on p=4 ranks; m must be even and >= 2p, use 12 or more",
+        ),
+        (
+            lambda: dualpipe_v(4, 7),
+            "dualpipe_v: m=7 microbatches on p=4 ranks; m must be >= 2p, use 8 or more",
+        ),
+        (lambda: check(without(W(0, 3), dualpipe(4, 8))), "DualPipe, p=4, m=8: W0.3 is missing"),
+        (
+            lambda: check(other_way(chimera(4, 4))),
+            "stage 0, microbatch 0 stands on ranks [0, 3]; what a forward keeps stays on its rank",
+        ),
+    ],
+)
 def test_refusals(call, words):
     with pytest.raises(ValueError) as error:
         call()
@@ -270,11 +348,25 @@ def test_refusals(call, words):
 
 
 def without(action, schedule: Schedule) -> Schedule:
-    return Schedule(schedule.name, tuple(tuple(entry for entry in entries if entry != action) for entries in schedule.ranks),
-                    schedule.stages, schedule.microbatches)
+    return Schedule(
+        schedule.name,
+        tuple(tuple(entry for entry in entries if entry != action) for entries in schedule.ranks),
+        schedule.stages,
+        schedule.microbatches,
+    )
 
 
 def other_way(schedule: Schedule) -> Schedule:
     """Backwards of the two directions exchanged."""
-    return Schedule(schedule.name, tuple(tuple(entry._replace(microbatch=entry.microbatch ^ 1) if entry.kind == "B" else entry
-                                               for entry in entries) for entries in schedule.ranks), schedule.stages, schedule.microbatches)
+    return Schedule(
+        schedule.name,
+        tuple(
+            tuple(
+                entry._replace(microbatch=entry.microbatch ^ 1) if entry.kind == "B" else entry
+                for entry in entries
+            )
+            for entries in schedule.ranks
+        ),
+        schedule.stages,
+        schedule.microbatches,
+    )

@@ -1,4 +1,5 @@
 """Pipelines that save memory: recomputation just in time, activations kept by a partner, a loss over all microbatches at once."""
+
 import random
 from collections import Counter
 from contextlib import contextmanager, nullcontext
@@ -29,7 +30,15 @@ from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
 from minitrain.training.step import Batch, NoReducer
 from tests.launch.test_dryrun import everything
-from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, rows_of_problem, small, train_pipeline
+from tests.parallel import (
+    TOLERANCE,
+    Problem,
+    one_process,
+    pipeline_difference,
+    rows_of_problem,
+    small,
+    train_pipeline,
+)
 
 PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(6, 6, 5), microbatches=4)
 GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 7, 16)] + [(16, 16), (4, 64)]
@@ -43,11 +52,14 @@ def reference():
 def on_rank(schedule, problem=PROBLEM):
     """(this rank's run, a batch): what parallelize makes of a model over as many ranks as the schedule has."""
     strategy = Strategy(pp=len(schedule.ranks), microbatches=schedule.microbatches, precision="float64")
-    run = parallelize(problem.config, strategy, lambda params: AdamW(params, lr=problem.lr), seed=3, schedule=schedule)
+    run = parallelize(
+        problem.config, strategy, lambda params: AdamW(params, lr=problem.lr), seed=3, schedule=schedule
+    )
     return run, run.batch(rows_of_problem(problem, 0), 0)
 
 
 # ---- Varuna ----------------------------------------------------------------------------------------------------------
+
 
 def test_varuna():
     """The atlas's row: never longer than GPipe with recomputation, and deviations pay when links are uneven."""
@@ -72,17 +84,28 @@ def uneven(seed, late):
 
 def test_jitter_of_nothing_is_the_simulation():
     for schedule in (varuna(4, 6), recomputed(gpipe(3, 4)), one_f_one_b(4, 6)):
-        assert jitter(schedule, Costs(B=2), lambda action: 0, opportunistic=False) == simulate(schedule, Costs(B=2)).makespan
-        assert jitter(schedule, Costs(B=2), lambda action: 3, opportunistic=False) == simulate(schedule, Costs(B=2, send=3)).makespan
+        assert (
+            jitter(schedule, Costs(B=2), lambda action: 0, opportunistic=False)
+            == simulate(schedule, Costs(B=2)).makespan
+        )
+        assert (
+            jitter(schedule, Costs(B=2), lambda action: 3, opportunistic=False)
+            == simulate(schedule, Costs(B=2, send=3)).makespan
+        )
 
 
 def test_recomputation_holds_one_microbatch():
     for schedule in (varuna(4, 8), recomputed(gpipe(4, 8)), recomputed(one_f_one_b(4, 8))):
         assert [peak(check(schedule), rank) for rank in range(4)] == [1] * 4
-    assert R(2, 3) in recomputed(gpipe(4, 8)).place and recomputed(gpipe(4, 8)).ranks[0][8:10] == (R(0, 0), B(0, 0))
+    assert R(2, 3) in recomputed(gpipe(4, 8)).place and recomputed(gpipe(4, 8)).ranks[0][8:10] == (
+        R(0, 0),
+        B(0, 0),
+    )
 
 
-@pytest.mark.parametrize("ranks, schedule", [(4, varuna(4, 4)), (2, recomputed(gpipe(2, 4)))], ids=["varuna", "gpipe recomputed"])
+@pytest.mark.parametrize(
+    "ranks, schedule", [(4, varuna(4, 4)), (2, recomputed(gpipe(2, 4)))], ids=["varuna", "gpipe recomputed"]
+)
 def test_recomputed_equals_one_process(ranks, schedule):
     assert pipeline_difference(PROBLEM, dict(dp=1, pp=ranks), schedule, reference()) < TOLERANCE
 
@@ -105,6 +128,7 @@ def saved_by_action(schedule):
         if name[0] == "F":
             kept = run.runner.kept[tuple(map(int, name[1:].split(".")))]
             held[name] = kept.x.nbytes, kept.end is None
+
     run.runner.around = watch
     run.forward_backward(batch)
     return saved, held
@@ -114,7 +138,10 @@ def test_between_forward_and_recomputation_only_the_input_is_held():
     first, last = launch.run(saved_by_action, varuna(2, 4), ranks=2)
     for unit, rows in enumerate((2, 2, 1, 1)):
         saved, held = first
-        assert saved[f"F0.{unit}"] == 0 < saved[f"R0.{unit}"] and held[f"F0.{unit}"] == (rows * 8 * 8, True)      # int64 tokens
+        assert saved[f"F0.{unit}"] == 0 < saved[f"R0.{unit}"] and held[f"F0.{unit}"] == (
+            rows * 8 * 8,
+            True,
+        )  # int64 tokens
         saved, held = last
         assert saved[f"F1.{unit}"] > 0 and held[f"F1.{unit}"] == (rows * 8 * 16 * 8, False)
 
@@ -132,6 +159,7 @@ def test_control_recomputation_is_needed():
 
 # ---- random numbers of what is computed again ------------------------------------------------------------------------
 
+
 class Dropped(nn.Module):
     """Half of x·w, doubled: in a backward through other masks than the forward's the gradient of w is not the loss."""
 
@@ -147,8 +175,15 @@ def drawn_by(entries):
     """(loss, gradient, what is drawn next) of a rank alone that sums what is left of ones."""
     units = max(action.microbatch for action in entries) + 1
     stage = Dropped()
-    run = Runner({0: stage}, Schedule("one rank", (entries,), 1, units), collectives.world(), lambda y, targets: y.sum(), NoReducer(), width=1,
-                 check=False)
+    run = Runner(
+        {0: stage},
+        Schedule("one rank", (entries,), 1, units),
+        collectives.world(),
+        lambda y, targets: y.sum(),
+        NoReducer(),
+        width=1,
+        check=False,
+    )
     ones = torch.ones(units, 30, dtype=torch.float64)
     torch.manual_seed(0)
     loss = run(Batch(ones, ones, torch.ones(())))
@@ -163,6 +198,7 @@ def test_recomputation_draws_the_same_masks():
     def without():
         runtime.drawing_from = lambda state, device: nullcontext()
         return drawn_by(again)
+
     expected, found, control = launch.run(lambda: [drawn_by(plain), drawn_by(again), without()], ranks=1)[0]
     assert expected == found and expected[0] == expected[1]
     assert control[0] != control[1] and control[2] != expected[2]
@@ -174,18 +210,27 @@ DROPS = replace(PROBLEM, config=small(num_layers=4, vocab_size=32, dropout=0.2),
 def dropped_gradients(schedule, **axes):
     torch.manual_seed(1000 + collectives.world().rank())
     with Ledger() as ledger:
-        run = parallelize(DROPS.config, Strategy(pp=2, microbatches=4, precision="float64", **axes), seed=3, schedule=schedule)
+        run = parallelize(
+            DROPS.config,
+            Strategy(pp=2, microbatches=4, precision="float64", **axes),
+            seed=3,
+            schedule=schedule,
+        )
         run.forward_backward(run.batch(rows_of_problem(DROPS, 0), 0))
         run.sync.finish()
-    return torch.cat([param.grad.flatten() for param in run.model.parameters() if param.grad is not None]), everything(ledger)
+    return torch.cat(
+        [param.grad.flatten() for param in run.model.parameters() if param.grad is not None]
+    ), everything(ledger)
 
 
 @pytest.mark.parametrize("axes", [{}, dict(tp=2)], ids=["", "tp"])
 def test_recomputed_dropout_equals_the_schedule_without(axes):
     """A whole model, ranks seeded apart: the gradients are those of the plain schedule, to the bit."""
     plain, again = one_f_one_b(2, 4), recomputed(one_f_one_b(2, 4))
-    for (expected, _), (found, _) in launch.run(lambda: [dropped_gradients(schedule, **axes) for schedule in (plain, again)],
-                                                ranks=2 * axes.get("tp", 1)):
+    for (expected, _), (found, _) in launch.run(
+        lambda: [dropped_gradients(schedule, **axes) for schedule in (plain, again)],
+        ranks=2 * axes.get("tp", 1),
+    ):
         assert torch.equal(expected, found)
 
 
@@ -193,7 +238,9 @@ def test_a_dry_run_of_recomputation_equals_the_real_one():
     schedule = recomputed(one_f_one_b(2, 4))
     for rank, (_, account) in enumerate(launch.run(dropped_gradients, schedule, ranks=2)):
         dry = dryrun.run(dropped_gradients, schedule, rank=rank, ranks=2)[1]
-        assert {name for name in dry if dry[name] != account[name]} <= {"timeline"}     # a network lets a message go an event later
+        assert {name for name in dry if dry[name] != account[name]} <= {
+            "timeline"
+        }  # a network lets a message go an event later
 
 
 def test_varuna_refuses():
@@ -204,17 +251,21 @@ def test_varuna_refuses():
 
 # ---- BPipe -----------------------------------------------------------------------------------------------------------
 
+
 def test_bpipe():
     """The atlas's row: at most ceil((p+2)/2) on every rank, no slow-down, and the same training with activations that really move."""
     assert [peak(bpipe(8, 16), rank) for rank in range(8)] == [5, 5, 5, 5, 4, 5, 5, 5]
     for p in (*range(1, 10), 16):
         for m in (1, p // 2 + 1, p, p + 1, 2 * p + 3, 32):
             schedule, plain = bpipe(p, m), one_f_one_b(p, m)
-            assert max(peak(schedule, rank) for rank in range(p)) <= (p + 3) // 2                   # ceil((p+2)/2)
+            assert max(peak(schedule, rank) for rank in range(p)) <= (p + 3) // 2  # ceil((p+2)/2)
             if p % 2 == 0 and m >= p:
                 assert sum(peak(schedule, rank) == (p + 2) // 2 for rank in range(p)) >= p // 2
             for move in (0, 1):
-                assert simulate(schedule, Costs(F=1, B=2, move=move)).makespan == simulate(plain, Costs(F=1, B=2)).makespan
+                assert (
+                    simulate(schedule, Costs(F=1, B=2, move=move)).makespan
+                    == simulate(plain, Costs(F=1, B=2)).makespan
+                )
     assert pipeline_difference(MANY, dict(dp=1, pp=4), bpipe(4, 6), one_process(MANY)) < TOLERANCE
 
 
@@ -238,6 +289,7 @@ def held_at_most(schedule, interpreter):
 
     first, runner.do = [], watched
     with Ledger() as ledger:
+
         @contextmanager
         def watch(name):
             yield
@@ -250,15 +302,28 @@ def held_at_most(schedule, interpreter):
 
 def test_activations_are_held_where_the_lists_say():
     """Bytes in the bags and on the way, in no step of a program more than the limit; and the ledger's account of every tensor."""
-    plain, lists, balanced = (launch.run(held_at_most, schedule, interpreter, ranks=4) for schedule, interpreter in
-                              ((one_f_one_b(4, 6), Runner), (one_f_one_b(4, 6), Balanced), (bpipe(4, 6), Balanced)))
+    plain, lists, balanced = (
+        launch.run(held_at_most, schedule, interpreter, ranks=4)
+        for schedule, interpreter in (
+            (one_f_one_b(4, 6), Runner),
+            (one_f_one_b(4, 6), Balanced),
+            (bpipe(4, 6), Balanced),
+        )
+    )
     unit = [one for _, (one,), _, _ in lists]
     assert [rank[0] for rank in lists] == [4 * unit[0], 3 * unit[1], 2 * unit[2], unit[3]]
     assert [rank[0] for rank in balanced] == [3 * unit[0], 3 * unit[1], 2 * unit[2], unit[3] + 2 * unit[0]]
     assert plain[0][2] == lists[0][2]
     moved = sum(action.kind == "E" for action in bpipe(4, 6).place)
-    assert [with_moves[3] - without[3] for with_moves, without in zip(balanced, plain)] == [moved * unit[0] + 8, 0, 0, moved * unit[0]]
-    assert plain[0][2] - balanced[0][2] == unit[0] - 8 and balanced[3][2] - lists[3][2] == 2 * unit[0]     # 8: the length, told once
+    assert [with_moves[3] - without[3] for with_moves, without in zip(balanced, plain)] == [
+        moved * unit[0] + 8,
+        0,
+        0,
+        moved * unit[0],
+    ]
+    assert (
+        plain[0][2] - balanced[0][2] == unit[0] - 8 and balanced[3][2] - lists[3][2] == 2 * unit[0]
+    )  # 8: the length, told once
 
 
 def events_of(schedule, lent=None):
@@ -274,8 +339,10 @@ def events_of(schedule, lent=None):
 def counted(ledger):
     account = everything(ledger)
     account["kinds of events"] = Counter(map(type, ledger.events))
-    account["by operation"] = {op: (ledger.num_calls(op), ledger.sent_bytes(op)) for op in ("send", "receive")}
-    del account["timeline"]                         # a network lets a message go an event later
+    account["by operation"] = {
+        op: (ledger.num_calls(op), ledger.sent_bytes(op)) for op in ("send", "receive")
+    }
+    del account["timeline"]  # a network lets a message go an event later
     return account
 
 
@@ -286,7 +353,9 @@ def test_a_dry_run_of_bpipe_equals_the_real_one():
         dry, found = dryrun.run(events_of, schedule, lent, rank=rank, ranks=4)
         assert counted(dry) == counted(real) and found.items() >= learned.items()
         lent |= found
-    with pytest.raises(RuntimeError, match="rank 3 hosts what E0.1 lends, and a dry run cannot learn how much; give lent="):
+    with pytest.raises(
+        RuntimeError, match="rank 3 hosts what E0.1 lends, and a dry run cannot learn how much; give lent="
+    ):
         dryrun.run(events_of, schedule, rank=3, ranks=4)
 
 
@@ -304,9 +373,19 @@ def test_moves_run_beside_what_is_computed():
                     seen[event.phase] += 1
             elif isinstance(event, Wait) and event.id in issued:
                 seen = issued.pop(event.id)
-                beside.append([action for action in seen if action[:1] in ("F", "B") and seen[action] == operators[action]])
-        assert not issued and len(beside) == (2 * sum(action.kind == "E" for action in schedule.place) if rank in (0, 3) else 0)
-        assert all(beside[:-1] if rank == 3 else beside)        # the last is given back behind the last backward of that rank
+                beside.append(
+                    [
+                        action
+                        for action in seen
+                        if action[:1] in ("F", "B") and seen[action] == operators[action]
+                    ]
+                )
+        assert not issued and len(beside) == (
+            2 * sum(action.kind == "E" for action in schedule.place) if rank in (0, 3) else 0
+        )
+        assert all(
+            beside[:-1] if rank == 3 else beside
+        )  # the last is given back behind the last backward of that rank
 
 
 def test_what_moves_is_counted_on_both_ends():
@@ -333,6 +412,7 @@ def loads_another_microbatch():
     def give_back(self, action):
         right(self, action)
         self.inbox[action] = first.setdefault(self.unit(action), self.inbox[action])
+
     Balanced.give_back = give_back
     return train_pipeline(MANY, dict(dp=1, pp=4), bpipe(4, 6))
 
@@ -346,17 +426,25 @@ def test_control_what_comes_back_matters():
 @pytest.mark.parametrize("missing", "EHGL")
 def test_moves_come_in_fours(missing):
     schedule = bpipe(4, 6)
-    ranks = tuple(tuple(action for action in entries if action.kind != missing or action.microbatch != 3) for entries in schedule.ranks)
+    ranks = tuple(
+        tuple(action for action in entries if action.kind != missing or action.microbatch != 3)
+        for entries in schedule.ranks
+    )
     with pytest.raises(ValueError, match=f"{missing}0.3 is missing"):
         check(Schedule("BPipe with a hole", ranks, 4, 6))
 
 
 def test_bpipe_refuses():
     """A list is in order, but rank 0 has no room for F0.1 before E0.0 has left, and rank 2 takes it only behind what needs F0.1."""
-    ranks = ([F(0, 0), Action("E", 0, 0), F(0, 1), Action("L", 0, 0), B(0, 0), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)],
-             [F(2, 0), F(2, 1), B(2, 0), B(2, 1), Action("H", 0, 0), Action("G", 0, 0)])
+    ranks = (
+        [F(0, 0), Action("E", 0, 0), F(0, 1), Action("L", 0, 0), B(0, 0), B(0, 1)],
+        [F(1, 0), F(1, 1), B(1, 0), B(1, 1)],
+        [F(2, 0), F(2, 1), B(2, 0), B(2, 1), Action("H", 0, 0), Action("G", 0, 0)],
+    )
     late = check(Schedule("late", tuple(map(tuple, ranks)), 3, 2))
-    with pytest.raises(ValueError, match=r"late is stuck in its moves: rank 0 at Sent.*put H in front of what waits for it"):
+    with pytest.raises(
+        ValueError, match=r"late is stuck in its moves: rank 0 at Sent.*put H in front of what waits for it"
+    ):
         lower(late)
     with pytest.raises(ValueError, match="bpipe: p=0; use a whole number"):
         bpipe(0, 3)
@@ -364,7 +452,9 @@ def test_bpipe_refuses():
 
 # ---- DISTMM ----------------------------------------------------------------------------------------------------------
 
-SAMPLES = torch.randn(2, 11, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))       # images and texts
+SAMPLES = torch.randn(
+    2, 11, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+)  # images and texts
 
 
 class Towers(nn.Module):
@@ -372,7 +462,9 @@ class Towers(nn.Module):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(4)
-            self.image, self.text = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double() for _ in range(2))
+            self.image, self.text = (
+                nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double() for _ in range(2)
+            )
 
     def forward(self, pairs):
         return self.image(pairs[0]), self.text(pairs[1])
@@ -393,12 +485,14 @@ def trained_by_parts(whole):
 def gathered_bytes():
     group, towers = collectives.world(), Towers()
     with Ledger() as ledger:
-        contrastive_step(towers, SAMPLES[:, :10].split((5, 5), dim=1)[group.rank()].tensor_split(3, dim=1), group)
+        contrastive_step(
+            towers, SAMPLES[:, :10].split((5, 5), dim=1)[group.rank()].tensor_split(3, dim=1), group
+        )
     return ledger.sent_bytes()
 
 
 def test_only_embeddings_travel():
-    assert launch.run(gathered_bytes, ranks=2) == [2 * 10 * 5 * 8 // 2 + 8] * 2                        # and the number of rows
+    assert launch.run(gathered_bytes, ranks=2) == [2 * 10 * 5 * 8 // 2 + 8] * 2  # and the number of rows
 
 
 def test_distmm():
@@ -408,20 +502,31 @@ def test_distmm():
     exact.backward()
     for loss, grads in launch.run(trained_by_parts, True, ranks=2):
         assert abs(loss - exact.item()) < TOLERANCE
-        assert max((grad - param.grad).abs().max() for grad, param in zip(grads, towers.parameters())) < TOLERANCE
-    grads = launch.run(trained_by_parts, False, ranks=2)[0][1]                                         # control
+        assert (
+            max((grad - param.grad).abs().max() for grad, param in zip(grads, towers.parameters()))
+            < TOLERANCE
+        )
+    grads = launch.run(trained_by_parts, False, ranks=2)[0][1]  # control
     assert max((grad - param.grad).abs().max() for grad, param in zip(grads, towers.parameters())) > 1e-3
 
     for p in (1, 2, 3, 5, 8, 16):
         for m in (1, 2, 5, 16):
             for costs in (Costs(B=2), Costs(F=3, B=4)):
-                waits = [simulate(schedule, costs).idle(rank) for schedule in (naive(p, m), doubled(p, m)) for rank in (0, p - 1)]
+                waits = [
+                    simulate(schedule, costs).idle(rank)
+                    for schedule in (naive(p, m), doubled(p, m))
+                    for rank in (0, p - 1)
+                ]
                 assert waits == [(p - 1) * (costs.F + costs.B) * times for times in (2, 2, 1, 1)]
-            assert [peak(doubled(p, m), rank) for rank in range(p)] == [min(m + p - rank - 1, 2 * m) for rank in range(p)]
+            assert [peak(doubled(p, m), rank) for rank in range(p)] == [
+                min(m + p - rank - 1, 2 * m) for rank in range(p)
+            ]
             for schedule in (naive(p, m), doubled(p, m)):
-                for batch in range(2):                                  # the barrier: all forwards of a batch before its first backward
+                for batch in range(2):  # the barrier: all forwards of a batch before its first backward
                     last = schedule.ranks[-1]
-                    assert max(last.index(F(p - 1, batch * m + i)) for i in range(m)) < min(last.index(B(p - 1, batch * m + i)) for i in range(m))
+                    assert max(last.index(F(p - 1, batch * m + i)) for i in range(m)) < min(
+                        last.index(B(p - 1, batch * m + i)) for i in range(m)
+                    )
 
 
 def test_contrastive_refuses():

@@ -1,4 +1,5 @@
 """Stages and schedules of the reader's own: plain modules, lists of plain tuples, stages in which nothing is trained or nothing is a number."""
+
 from functools import partial
 
 import pytest
@@ -76,8 +77,12 @@ def loss_fn(y, targets):
     return (y.sum(-1) - targets).square().sum()
 
 
-MODELS = {"plain modules": (Table, block, Turned, block), "no parameters first": (Digits, block, block, block),
-          "none in the middle, none last": (Table, Wave, block, Wave), "no gradient passes": (Table, block, Stopped, block)}
+MODELS = {
+    "plain modules": (Table, block, Turned, block),
+    "no parameters first": (Digits, block, block, block),
+    "none in the middle, none last": (Table, Wave, block, Wave),
+    "no gradient passes": (Table, block, Stopped, block),
+}
 
 
 def model(name, frozen=()):
@@ -110,7 +115,9 @@ def on_ranks(cases):
     group, found = collectives.world(), []
     for name, frozen, schedule in cases:
         stage = model(name, frozen)[group.rank()]
-        run = (Balanced if schedule.evicts else Runner)({group.rank(): stage}, schedule, group, loss_fn, NoReducer(), width=WIDTH, dtype=torch.float64)
+        run = (Balanced if schedule.evicts else Runner)(
+            {group.rank(): stage}, schedule, group, loss_fn, NoReducer(), width=WIDTH, dtype=torch.float64
+        )
         found.append((run(batch()).item(), [param.grad for param in stage.parameters()]))
     return found
 
@@ -122,7 +129,11 @@ def far(cases):
         differences = [abs(sum(part for part, _ in ranks) - loss)]
         for number, ((_, found), expected) in enumerate(zip(ranks, grads)):
             assert [grad is None for grad in found] == [number in case[1]] * len(expected), case
-            differences += [(ours - (0 if theirs is None else theirs)).abs().max().item() for ours, theirs in zip(found, expected) if ours is not None]
+            differences += [
+                (ours - (0 if theirs is None else theirs)).abs().max().item()
+                for ours, theirs in zip(found, expected)
+                if ours is not None
+            ]
         yield case, max(differences)
 
 
@@ -142,16 +153,30 @@ def test_frozen_stages(frozen):
 
 
 def test_a_list_of_plain_tuples_is_a_schedule():
-    mine = Schedule("mine", [[("F", 0, 0), ("F", 0, 1), (("F", 0, 2), ("B", 0, 0)), ("B", 0, 1), ["B", 0, 2]],
-                             [("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("F", 1, 2), ("B", 1, 1), ("B", 1, 2)],
-                             *[[(kind, stage, i) for i in range(3) for kind in "FB"] for stage in (2, 3)]], 4, 3)
-    assert check(mine).ranks[0][2:4] == (Pair(Action("F", 0, 2), Action("B", 0, 0)), Action("B", 0, 1)) and str(mine.ranks[1][0]) == "F1.0"
+    mine = Schedule(
+        "mine",
+        [
+            [("F", 0, 0), ("F", 0, 1), (("F", 0, 2), ("B", 0, 0)), ("B", 0, 1), ["B", 0, 2]],
+            [("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("F", 1, 2), ("B", 1, 1), ("B", 1, 2)],
+            *[[(kind, stage, i) for i in range(3) for kind in "FB"] for stage in (2, 3)],
+        ],
+        4,
+        3,
+    )
+    assert (
+        check(mine).ranks[0][2:4] == (Pair(Action("F", 0, 2), Action("B", 0, 0)), Action("B", 0, 1))
+        and str(mine.ranks[1][0]) == "F1.0"
+    )
     assert lower(mine) and len(set(mine.ranks)) == 4
-    (_, difference), = far([("plain modules", (), mine)])
+    ((_, difference),) = far([("plain modules", (), mine)])
     assert difference < TOLERANCE
 
 
-@pytest.mark.parametrize("entry", [("F", 0), "F0.1", ("F", "0", 1), (0, "F", 1), ("F", 0, 0, 1), None, (("F", 0, 1),), (("F", 0, 1), "B")], ids=str)
+@pytest.mark.parametrize(
+    "entry",
+    [("F", 0), "F0.1", ("F", "0", 1), (0, "F", 1), ("F", 0, 0, 1), None, (("F", 0, 1),), (("F", 0, 1), "B")],
+    ids=str,
+)
 def test_what_is_no_action_is_refused(entry):
     with pytest.raises(ValueError) as error:
         Schedule("mine", ((("F", 0, 0), entry),), 1, 1)
@@ -168,12 +193,26 @@ def test_who_is_given_positions():
         def forward(self, x, positions=None):
             return x
 
-    assert [takes_positions(stage) for stage in (Table(), Wave(), nn.Sequential(), nn.Tanh(), Turned(), Any(), Optional())] == [
-        False, False, False, False, True, True, True]
+    assert [
+        takes_positions(stage)
+        for stage in (Table(), Wave(), nn.Sequential(), nn.Tanh(), Turned(), Any(), Optional())
+    ] == [False, False, False, False, True, True, True]
 
 
 def test_dtype_and_device_without_parameters():
     def made(**settings):
-        run = Runner({0: Digits()}, one_f_one_b(1, 1), collectives.world(), loss_fn, NoReducer(), width=WIDTH, check=False, **settings)
+        run = Runner(
+            {0: Digits()},
+            one_f_one_b(1, 1),
+            collectives.world(),
+            loss_fn,
+            NoReducer(),
+            width=WIDTH,
+            check=False,
+            **settings,
+        )
         return run.dtype, run.device.type
-    assert launch.run(lambda: [made(), made(dtype=torch.float64, device="meta")], ranks=1) == [[(torch.float32, "cpu"), (torch.float64, "meta")]]
+
+    assert launch.run(lambda: [made(), made(dtype=torch.float64, device="meta")], ranks=1) == [
+        [(torch.float32, "cpu"), (torch.float64, "meta")]
+    ]

@@ -1,4 +1,5 @@
 """Planners by time: PipeDream's, DAPPLE's, AutoPipe's. Each plan against every other plan there is, each time against the simulator."""
+
 import random
 from fractions import Fraction
 from itertools import combinations, product
@@ -30,10 +31,13 @@ def numbers(draw, count, low=1, high=20):
 
 def timed(schedule: Schedule, stages) -> Measured:
     """Every stage with a forward and a backward time of its own."""
-    return Measured({action: stages[action.stage][0 if action.kind == "F" else 1] for action in schedule.place})
+    return Measured(
+        {action: stages[action.stage][0 if action.kind == "F" else 1] for action in schedule.place}
+    )
 
 
 # ---- cuts ------------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("seed", range(5))
 def test_balanced_has_the_smallest_largest_stage(seed):
@@ -41,13 +45,20 @@ def test_balanced_has_the_smallest_largest_stage(seed):
     costs = numbers(draw, 9)
     for stages in range(1, 10):
         cut = balanced(costs, stages)
-        assert [layer for layers in cut for layer in layers] == list(range(9)) and len(cut) == stages and all(cut)
+        assert (
+            [layer for layers in cut for layer in layers] == list(range(9))
+            and len(cut) == stages
+            and all(cut)
+        )
         slowest = [max(total(costs, layers) for layers in other) for other in cuts_of(9, stages)]
         assert max(total(costs, layers) for layers in cut) == min(slowest)
 
 
 def test_what_no_other_beats_is_kept():
-    assert undominated([((2, 1), "a"), ((1, 2), "b"), ((2, 2), "c"), ((1, 2), "d")]) == [((1, 2), "b"), ((2, 1), "a")]
+    assert undominated([((2, 1), "a"), ((1, 2), "b"), ((2, 2), "c"), ((1, 2), "d")]) == [
+        ((1, 2), "b"),
+        ((2, 1), "a"),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -58,23 +69,36 @@ def test_pipedream_planner(seed, bandwidth):
     times, weights, activations = numbers(draw, 8), numbers(draw, 8, 0, 9), numbers(draw, 8, 0, 9)
 
     def slowest(cut, replicas):
-        ours = [stage_time(total(times, layers), total(weights, layers), r, bandwidth) for layers, r in zip(cut, replicas)]
-        return max(ours + [Fraction(2 * activations[layers.start], bandwidth) for layers in cut[1:] if bandwidth])
+        ours = [
+            stage_time(total(times, layers), total(weights, layers), r, bandwidth)
+            for layers, r in zip(cut, replicas)
+        ]
+        return max(
+            ours + [Fraction(2 * activations[layers.start], bandwidth) for layers in cut[1:] if bandwidth]
+        )
 
-    everything = {(tuple(cut), replicas): slowest(cut, replicas) for stages in range(1, 5) for cut in cuts_of(8, stages)
-                  for replicas in product(range(1, 5), repeat=stages) if sum(replicas) == 4}
+    everything = {
+        (tuple(cut), replicas): slowest(cut, replicas)
+        for stages in range(1, 5)
+        for cut in cuts_of(8, stages)
+        for replicas in product(range(1, 5), repeat=stages)
+        if sum(replicas) == 4
+    }
     plan = pipedream(times, 4, weights, activations, bandwidth)
     cut, replicas = zip(*plan.stages)
     assert plan.time == min(everything.values()) == everything[cut, replicas]
 
 
 def test_pipedream_replicates_what_is_slow():
-    assert pipedream([2, 2, 16], 4).time == 5 and pipedream([4, 8, 4], 4).stages == ((range(3), 4),)             # 20 / 4, nothing is sent
+    assert pipedream([2, 2, 16], 4).time == 5 and pipedream([4, 8, 4], 4).stages == (
+        (range(3), 4),
+    )  # 20 / 4, nothing is sent
     plan = pipedream([2, 2, 12], 4, weights=[50, 50, 0], activations=[0, 0, 1], bandwidth=1)
-    assert plan == (4, ((range(2), 1), (range(2, 3), 3)))                    # 3 copies of the stage that has no weights to sum
+    assert plan == (4, ((range(2), 1), (range(2, 3), 3)))  # 3 copies of the stage that has no weights to sum
 
 
 # ---- DAPPLE ----------------------------------------------------------------------------------------------------------
+
 
 def random_stages(draw, p):
     return [dapple.Stage(draw.randint(5, 15), draw.randint(5, 15)) for _ in range(p)]
@@ -92,22 +116,34 @@ def test_dapple_latency_is_a_bound_within_4_percent_of_the_simulator(p):
         worst = max(worst, 1 - Fraction(dapple.latency(stages, m), step))
         worst_of_paper = max(worst_of_paper, 1 - Fraction(dapple.paper_latency(stages, m), step))
         if m > 1:
-            shares = [Fraction(stage.F, 10) for stage in stages]             # stage={...}: backward twice forward
+            shares = [Fraction(stage.F, 10) for stage in stages]  # stage={...}: backward twice forward
             costs = Costs(F=10, B=20, stage=dict(enumerate(shares)))
             step = simulate(schedule, costs).makespan
-            assert Fraction(95, 100) * step <= dapple.latency([dapple.Stage(10 * x, 20 * x) for x in shares], m) <= step
+            assert (
+                Fraction(95, 100) * step
+                <= dapple.latency([dapple.Stage(10 * x, 20 * x) for x in shares], m)
+                <= step
+            )
     assert worst <= Fraction(4, 100) and (p > 2 or worst == 0)
-    assert p == 1 or worst_of_paper > Fraction(9, 100)                       # without the pivot's waits
+    assert p == 1 or worst_of_paper > Fraction(9, 100)  # without the pivot's waits
 
 
 def test_dapple_latency_of_equal_stages_is_exact():
     for p, m in product([1, 2, 4, 8], [1, 2, 8, 33]):
-        assert dapple.latency([dapple.Stage(1, 2)] * p, m) == 3 * (m + p - 1) == simulate(one_f_one_b(p, m), Costs(F=1, B=2)).makespan
+        assert (
+            dapple.latency([dapple.Stage(1, 2)] * p, m)
+            == 3 * (m + p - 1)
+            == simulate(one_f_one_b(p, m), Costs(F=1, B=2)).makespan
+        )
 
 
 def small_model(draw, layers):
-    return dapple.Model(forward=numbers(draw, layers, 5, 15), backward=numbers(draw, layers, 10, 30), weights=numbers(draw, layers, 0, 40),
-                        activations=numbers(draw, layers, 0, 30))
+    return dapple.Model(
+        forward=numbers(draw, layers, 5, 15),
+        backward=numbers(draw, layers, 10, 30),
+        weights=numbers(draw, layers, 0, 40),
+        activations=numbers(draw, layers, 0, 30),
+    )
 
 
 def every_plan(layers, cluster):
@@ -126,12 +162,19 @@ def test_dapple_planner():
     for seed in range(6):
         draw = random.Random(seed)
         model, m = small_model(draw, 4), draw.choice([2, 4, 8])
-        cluster = dapple.Cluster(((2, 2), (3, 1), (1, 1, 1, 1))[seed % 3], inside=draw.choice([1, 10, 100]), between=draw.choice([1, 4]))
+        cluster = dapple.Cluster(
+            ((2, 2), (3, 1), (1, 1, 1, 1))[seed % 3],
+            inside=draw.choice([1, 10, 100]),
+            between=draw.choice([1, 4]),
+        )
         plan = dapple.plan(model, cluster, m)
-        times = {stages: dapple.latency(dapple.stages_of(stages, model, cluster), m) for stages in every_plan(4, cluster)}
+        times = {
+            stages: dapple.latency(dapple.stages_of(stages, model, cluster), m)
+            for stages in every_plan(4, cluster)
+        }
         assert plan.time == min(times.values()) == times[plan.stages]
         stages = dapple.stages_of(plan.stages, model, cluster)
-        schedule = one_f_one_b(len(stages), m)                               # links are ranks of their own
+        schedule = one_f_one_b(len(stages), m)  # links are ranks of their own
         simulation = simulate(schedule, timed(schedule, stages))
         step = max(spans[-1].end + stage.sync for spans, stage in zip(simulation.spans, stages))
         assert Fraction(95, 100) * step <= plan.time <= step
@@ -139,10 +182,11 @@ def test_dapple_planner():
         assert tried_by_paper.time >= plan.time
         same += tried_by_paper.time == plan.time
         kinds.add(len(plan.stages))
-    assert same >= 5 and len(kinds) > 1, (same, kinds)                       # the paper's three placements nearly always suffice
+    assert same >= 5 and len(kinds) > 1, (same, kinds)  # the paper's three placements nearly always suffice
 
 
 # ---- AutoPipe --------------------------------------------------------------------------------------------------------
+
 
 def units_of(layers: range, blocks: int) -> range:
     """Whole layers as units: a block is attention and MLP."""
@@ -168,21 +212,27 @@ def test_autopipe():
         work = [f + b for f, b in zip(forward, backward)]
         by_layers = [units_of(layers, blocks) for layers in even(blocks, p)]
         plan = autopipe.plan(forward, backward, p, m)
-        assert [unit for layers in plan.cut for unit in layers] == list(range(2 * blocks + 2)) and len(plan.cut) == p
-        assert max(total(work, layers) for layers in plan.cut) <= max(total(work, layers) for layers in by_layers)
+        assert [unit for layers in plan.cut for unit in layers] == list(range(2 * blocks + 2)) and len(
+            plan.cut
+        ) == p
+        assert max(total(work, layers) for layers in plan.cut) <= max(
+            total(work, layers) for layers in by_layers
+        )
         assert plan.time <= autopipe.step(by_layers, forward, backward, m).makespan
         assert plan.time <= autopipe.step(balanced(work, p), forward, backward, m).makespan
         if p <= 3:
-            shortest = min(autopipe.step(cut, forward, backward, m).makespan for cut in cuts_of(2 * blocks + 2, p))
+            shortest = min(
+                autopipe.step(cut, forward, backward, m).makespan for cut in cuts_of(2 * blocks + 2, p)
+            )
             assert plan.time <= Fraction(102, 100) * shortest
             best += plan.time == shortest
-    assert best >= 5                                                           # moving one unit at a time nearly always finds the shortest
+    assert best >= 5  # moving one unit at a time nearly always finds the shortest
 
     for p, m, k in [(2, 4, 1), (4, 8, 1), (4, 8, 2), (8, 8, 1), (8, 16, 2), (16, 24, 4)]:
         schedule = check(autopipe.sliced(p, m, k))
         simulation = simulate(schedule, autopipe.sliced_times(schedule, k))
         assert simulate(one_f_one_b(p, m), Costs(F=1, B=2)).start(B(p - 1, 0)) == p
-        assert simulation.start(B(p - 1, 0)) == Fraction(p + 1, 2)             # p·F becomes (p+1)·F/2
+        assert simulation.start(B(p - 1, 0)) == Fraction(p + 1, 2)  # p·F becomes (p+1)·F/2
         assert all(simulation.start(F(stage, 0)) == Fraction(stage, 2) for stage in range(p))
 
 
@@ -200,18 +250,31 @@ def test_an_uneven_cut_and_slices_equal_one_process():
     problem = Problem(config=small(num_layers=6), batch_sizes=(8, 7), microbatches=5)
     cuts = balanced([1, 3, 3, 3, 3, 3, 3, 8], 4)
     assert cuts != even(6, 4) and {len(layers) for layers in cuts} == {1, 2, 3}
-    schedule = autopipe.sliced(4, 4, 1)                                        # the interpreter gives every unit as many rows
-    assert pipeline_difference(problem, dict(dp=1, pp=4), schedule, one_process(problem), cuts=cuts) < TOLERANCE
+    schedule = autopipe.sliced(4, 4, 1)  # the interpreter gives every unit as many rows
+    assert (
+        pipeline_difference(problem, dict(dp=1, pp=4), schedule, one_process(problem), cuts=cuts) < TOLERANCE
+    )
 
 
-@pytest.mark.parametrize("words, call", [
-    ("use 1 to 3 stages", lambda: balanced([1, 2, 3], 4)), ("costs[1] = -1", lambda: balanced([1, -1], 1)),
-    ("3 weights of 2 layers", lambda: pipedream([1, 2], 2, weights=[1, 2, 3])), ("use 1 worker or more", lambda: pipedream([1, 2], 0)),
-    ("each layer all four", lambda: dapple.Model([1], [1, 2], [0], [0])), ("must be above 0", lambda: dapple.Cluster((2, 0), 1, 1)),
-    ("use 1 or more", lambda: dapple.plan(dapple.Model([1], [1], [0], [0]), dapple.Cluster((1,), 1, 1), 0)),
-    ("give each unit both", lambda: autopipe.plan([1, 2], [1], 1, 1)), ("use 1 to 2 stages", lambda: autopipe.plan([1, 2], [1, 2], 3, 1)),
-    ("use 0 to 4", lambda: autopipe.sliced(2, 4, 5)), ("use a whole number, 1 or more", lambda: autopipe.slices_needed(0, 2)),
-])
+@pytest.mark.parametrize(
+    "words, call",
+    [
+        ("use 1 to 3 stages", lambda: balanced([1, 2, 3], 4)),
+        ("costs[1] = -1", lambda: balanced([1, -1], 1)),
+        ("3 weights of 2 layers", lambda: pipedream([1, 2], 2, weights=[1, 2, 3])),
+        ("use 1 worker or more", lambda: pipedream([1, 2], 0)),
+        ("each layer all four", lambda: dapple.Model([1], [1, 2], [0], [0])),
+        ("must be above 0", lambda: dapple.Cluster((2, 0), 1, 1)),
+        (
+            "use 1 or more",
+            lambda: dapple.plan(dapple.Model([1], [1], [0], [0]), dapple.Cluster((1,), 1, 1), 0),
+        ),
+        ("give each unit both", lambda: autopipe.plan([1, 2], [1], 1, 1)),
+        ("use 1 to 2 stages", lambda: autopipe.plan([1, 2], [1, 2], 3, 1)),
+        ("use 0 to 4", lambda: autopipe.sliced(2, 4, 5)),
+        ("use a whole number, 1 or more", lambda: autopipe.slices_needed(0, 2)),
+    ],
+)
 def test_what_is_refused(words, call):
     with pytest.raises(ValueError) as error:
         call()

@@ -1,4 +1,5 @@
 """The step that is checked afterwards, inside the pipeline: losses, parameters and norms of clipping with a stop, to 1e-12, on real ranks."""
+
 from dataclasses import replace
 from functools import cache
 
@@ -28,7 +29,7 @@ from tests.parallel import TOLERANCE, Problem, check_refusals, rows_of_problem, 
 from tests.pipeline.test_pipeline_memory import Dropped
 from tests.pipeline.test_pipeline_runtime import split
 
-STEPS, POISONED = 6, 3                                  # in one step of each training the gradient of one parameter is no number
+STEPS, POISONED = 6, 3  # in one step of each training the gradient of one parameter is no number
 PROBLEM = Problem(config=small(num_layers=8, vocab_size=32), batch_sizes=(8, 7, 8, 8, 7, 8), microbatches=4)
 
 
@@ -55,7 +56,7 @@ def reference(clip):
     return losses, norms, {name: param.detach() for name, param in model.named_parameters()}
 
 
-CLIP = sorted(reference(1.0)[1])[STEPS // 2]            # about half of the steps are clipped
+CLIP = sorted(reference(1.0)[1])[STEPS // 2]  # about half of the steps are clipped
 
 
 class Poisoned:
@@ -67,7 +68,9 @@ class Poisoned:
     def finish(self):
         self.sync.finish()
         for kept in self.sync.held:
-            if self.step == POISONED and "layers.5.mlp.up.weight" in [self.sync.names[param] for param in kept.params]:
+            if self.step == POISONED and "layers.5.mlp.up.weight" in [
+                self.sync.names[param] for param in kept.params
+            ]:
                 kept.shard.grad.fill_(float("nan"))
         self.step += 1
 
@@ -75,7 +78,14 @@ class Poisoned:
 def train(schedule, shape, problem, plant=lambda post, run: None, stop=False):
     """(losses, norms, parameters, which steps were run again) of this rank; with `stop`, clipping by an all-reduce."""
     strategy = Strategy(**shape, microbatches=problem.microbatches, precision="float64")
-    run = parallelize(problem.config, strategy, lambda params: AdamW(params, lr=1.0), seed=3, frozen=(problem.frozen,), schedule=schedule)
+    run = parallelize(
+        problem.config,
+        strategy,
+        lambda params: AdamW(params, lr=1.0),
+        seed=3,
+        frozen=(problem.frozen,),
+        schedule=schedule,
+    )
     torch.manual_seed(collectives.world().rank())
     stages, reducer = run.mesh.group("pp"), Poisoned(run.sync)
     trained = [param for group in run.sync.param_groups for param in group["params"]]
@@ -90,12 +100,16 @@ def train(schedule, shape, problem, plant=lambda post, run: None, stop=False):
             total = total + square
         return total
 
-    post, again = PostValidation(run.sync, CLIP, stages, squares if {"tp", "zero"} & shape.keys() else None), []
+    post, again = (
+        PostValidation(run.sync, CLIP, stages, squares if {"tp", "zero"} & shape.keys() else None),
+        [],
+    )
 
     def asked():
         again.append(post.before_backward())
         norms.append(post.norm)
         return again[-1]
+
     losses, norms = [], []
     if not stop:
         run.runner.before_backward = asked
@@ -115,7 +129,9 @@ def train(schedule, shape, problem, plant=lambda post, run: None, stop=False):
         losses.append(run.total(loss).item())
     if not stop:
         norms = [norm.item() for norm in (*norms[1:], post.finish())]
-    assert not any(channel_of(group).unwaited for group in (run.runner.group, run.runner.down))        # every message was waited for
+    assert not any(
+        channel_of(group).unwaited for group in (run.runner.group, run.runner.down)
+    )  # every message was waited for
     return losses, norms, {name: run.sync.full_tensor(param) for param, name in run.sync.names.items()}, again
 
 
@@ -124,14 +140,29 @@ def far(ranks):
     losses, norms, params = reference(CLIP)
     found = {name: param for _, _, part, _ in ranks for name, param in part.items()}
     differences = [abs(ours - theirs) for rank in ranks for ours, theirs in zip(rank[0], losses)]
-    differences += [abs(ours - theirs) for rank in ranks for i, (ours, theirs) in enumerate(zip(rank[1], norms)) if i != POISONED]
+    differences += [
+        abs(ours - theirs)
+        for rank in ranks
+        for i, (ours, theirs) in enumerate(zip(rank[1], norms))
+        if i != POISONED
+    ]
     assert found.keys() == params.keys()
     return max(differences + [(found[name] - params[name]).abs().max().item() for name in params])
 
 
-REAL = {"1f1b of 2": (2, one_f_one_b(2, 4)), "split of 2": (2, split(one_f_one_b(2, 4))), "zb-h1 of 2": (2, zb_h1(2, 4)), "gpipe": (2, gpipe(2, 4)),
-        "1f1b": (4, one_f_one_b(4, 4)), "zb-h1": (4, zb_h1(4, 4)), "interleaved": (2, interleaved(2, 4, 2)), "v-min": (2, v_min(2, 4)),
-        "recomputed": (2, recomputed(one_f_one_b(2, 4))), "bpipe": (4, bpipe(4, 4)), "chimera": (2, chimera(2, 4))}
+REAL = {
+    "1f1b of 2": (2, one_f_one_b(2, 4)),
+    "split of 2": (2, split(one_f_one_b(2, 4))),
+    "zb-h1 of 2": (2, zb_h1(2, 4)),
+    "gpipe": (2, gpipe(2, 4)),
+    "1f1b": (4, one_f_one_b(4, 4)),
+    "zb-h1": (4, zb_h1(4, 4)),
+    "interleaved": (2, interleaved(2, 4, 2)),
+    "v-min": (2, v_min(2, 4)),
+    "recomputed": (2, recomputed(one_f_one_b(2, 4))),
+    "bpipe": (4, bpipe(4, 4)),
+    "chimera": (2, chimera(2, 4)),
+}
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -140,7 +171,9 @@ def test_equals_clipping_with_a_stop(name):
     ranks, schedule = REAL[name]
     found = launch.run(train, schedule, dict(dp=1, pp=ranks), PROBLEM, ranks=ranks)
     assert far(found) < TOLERANCE
-    expected = [False] + [step == POISONED or norm > CLIP - 1e-6 for step, norm in enumerate(reference(CLIP)[1][:-1])]
+    expected = [False] + [
+        step == POISONED or norm > CLIP - 1e-6 for step, norm in enumerate(reference(CLIP)[1][:-1])
+    ]
     assert all(again == expected for *_, again in found) and 2 <= sum(expected) <= STEPS - 2
 
 
@@ -152,14 +185,27 @@ def test_cut_parameters_bring_their_own_squares():
 @pytest.mark.parametrize("zero", [1, 3])
 def test_sharded_states_are_taken_back(zero):
     """What was updated is a slice on each rank, and what the model has is gathered from it."""
-    assert far(launch.run(train, zb_h1(2, 2), dict(dp=2, pp=2, zero=zero), replace(PROBLEM, microbatches=2), ranks=4)) < TOLERANCE
+    assert (
+        far(
+            launch.run(
+                train, zb_h1(2, 2), dict(dp=2, pp=2, zero=zero), replace(PROBLEM, microbatches=2), ranks=4
+            )
+        )
+        < TOLERANCE
+    )
 
 
 def test_a_stage_without_anything_to_train_passes_the_sum_on():
     """The other stage clips by its own norm, step for step, and nobody waits."""
+
     def rank(again):
-        run = parallelize(PROBLEM.config, Strategy(pp=2, microbatches=4, precision="float64"), lambda params: AdamW(params, lr=1e-2), seed=3,
-                          frozen=[f"layers.{layer}.*" for layer in range(5)])
+        run = parallelize(
+            PROBLEM.config,
+            Strategy(pp=2, microbatches=4, precision="float64"),
+            lambda params: AdamW(params, lr=1e-2),
+            seed=3,
+            frozen=[f"layers.{layer}.*" for layer in range(5)],
+        )
         post, norms = PostValidation(run.sync, 0.3, run.mesh.group("pp")), []
         if again:
             run.runner.before_backward = post.before_backward
@@ -171,22 +217,36 @@ def test_a_stage_without_anything_to_train_passes_the_sum_on():
                 train_step(run.forward_backward, batch, post, run.sync)
                 norms.append(post.norm)
         return [norm.item() for norm in (*norms[1:], post.finish())] if again else norms
-    for (stopped, checked) in launch.run(lambda: [rank(False), rank(True)], ranks=2):
-        assert max(abs(a - b) for a, b in zip(stopped, checked)) < TOLERANCE and min(stopped) < 0.3 < max(stopped)
+
+    for stopped, checked in launch.run(lambda: [rank(False), rank(True)], ranks=2):
+        assert max(abs(a - b) for a, b in zip(stopped, checked)) < TOLERANCE and min(stopped) < 0.3 < max(
+            stopped
+        )
 
 
 def test_forwards_run_again_drop_again_what_they_dropped():
     drops = replace(PROBLEM, config=replace(PROBLEM.config, dropout=0.2))
-    with_stop, without = launch.run(lambda: [train(zb_h1(2, 4), dict(dp=1, pp=2), drops, stop=stop) for stop in (True, False)], ranks=2)[0]
+    with_stop, without = launch.run(
+        lambda: [train(zb_h1(2, 4), dict(dp=1, pp=2), drops, stop=stop) for stop in (True, False)], ranks=2
+    )[0]
     assert max(abs(a - b) for a, b in zip(with_stop[0], without[0])) < TOLERANCE and any(without[3])
     assert max((with_stop[2][name] - param).abs().max() for name, param in without[2].items()) < TOLERANCE
 
 
 def test_forwards_run_again_draw_again_what_they_drew():
     """A stage of one's own that draws from torch's random numbers."""
+
     def drawn(again):
         stage, ones = Dropped(), torch.ones(4, 30, dtype=torch.float64)
-        run = Runner({0: stage}, gpipe(1, 4), collectives.world(), lambda y, targets: y.sum(), NoReducer(), width=1, check=False)
+        run = Runner(
+            {0: stage},
+            gpipe(1, 4),
+            collectives.world(),
+            lambda y, targets: y.sum(),
+            NoReducer(),
+            width=1,
+            check=False,
+        )
         run.before_backward = lambda: again
         torch.manual_seed(0)
         loss = run(Batch(ones, ones, torch.ones(())))
@@ -196,11 +256,13 @@ def test_forwards_run_again_draw_again_what_they_drew():
         found = [drawn(False), drawn(True)]
         runtime.set_random_state = lambda state, device: None
         return [*found, drawn(True)]
+
     once, twice, control = launch.run(rank, ranks=1)[0]
     assert once == twice and once[0] == once[1] and control[0] != once[0] and control[2] != once[2]
 
 
 # ---- controls --------------------------------------------------------------------------------------------------------
+
 
 def never_again(post, run):
     right = run.runner.before_backward
@@ -228,16 +290,31 @@ def test_control_forwards_that_saw_other_weights_are_no_use():
 
 # ---- programs in two halves ------------------------------------------------------------------------------------------
 
+
 def test_what_fills_the_pipeline_is_received_before_the_check_and_nothing_else():
-    for schedule in (one_f_one_b(4, 8), zb_h1(4, 8), zb_h2(4, 8), gpipe(3, 4), interleaved(4, 8, 2), zb_v(4, 8), v_half(4, 8), bpipe(8, 16)):
+    for schedule in (
+        one_f_one_b(4, 8),
+        zb_h1(4, 8),
+        zb_h2(4, 8),
+        gpipe(3, 4),
+        interleaved(4, 8, 2),
+        zb_v(4, 8),
+        v_half(4, 8),
+        bpipe(8, 16),
+    ):
         halves = [pause(program, rank, schedule) for rank, program in enumerate(lower(schedule))]
         for (filling, rest), program in zip(halves, lower(schedule)):
             assert sorted(map(str, filling + rest)) == sorted(map(str, program))
         for part in (0, 1):
             for rank, both in enumerate(halves):
                 for other, others in enumerate(halves):
-                    assert [step.what for step in both[part] if isinstance(step, Send) and step.to == other] == [
-                        step.what for step in others[part] if isinstance(step, Receive) and step.source == rank]
+                    assert [
+                        step.what for step in both[part] if isinstance(step, Send) and step.to == other
+                    ] == [
+                        step.what
+                        for step in others[part]
+                        if isinstance(step, Receive) and step.source == rank
+                    ]
 
 
 def test_refusals():
@@ -253,10 +330,29 @@ def test_refusals():
         post = make(1.0)
         post.step()
         post.step()
-    check_refusals({"max_norm=0: must be > 0": lambda: make(0), "give squares=, a function": lambda: make(1.0, shards=cut()),
-                    "the step before has not been checked": twice}, ranks=1)
+
+    check_refusals(
+        {
+            "max_norm=0: must be > 0": lambda: make(0),
+            "give squares=, a function": lambda: make(1.0, shards=cut()),
+            "the step before has not been checked": twice,
+        },
+        ranks=1,
+    )
     assert launch.run(lambda: make(1.0, lambda: torch.ones(()), shards=cut()).max_norm, ranks=1) == [1.0]
-    mine = check(Schedule("both ways", ((F(0, 0), F(1, 1), B(1, 1), F(0, 2), B(0, 0), B(0, 2)), (F(0, 1), F(1, 0), F(1, 2), B(1, 0), B(0, 1), B(1, 2))), 2, 3))
+    mine = check(
+        Schedule(
+            "both ways",
+            (
+                (F(0, 0), F(1, 1), B(1, 1), F(0, 2), B(0, 0), B(0, 2)),
+                (F(0, 1), F(1, 0), F(1, 2), B(1, 0), B(0, 1), B(1, 2)),
+            ),
+            2,
+            3,
+        )
+    )
     pause(lower(mine)[0], 0, mine)
-    with pytest.raises(ValueError, match=r"rank 1 needs F0\.2, which comes behind a first backward, for F1\.2"):
+    with pytest.raises(
+        ValueError, match=r"rank 1 needs F0\.2, which comes behind a first backward, for F1\.2"
+    ):
         pause(lower(mine)[1], 1, mine)

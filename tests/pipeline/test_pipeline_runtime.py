@@ -1,4 +1,5 @@
 """Pipelines on real ranks: loss, every gradient and the trained parameters equal one process to 1e-12, whatever the schedule."""
+
 from collections import defaultdict
 from functools import cache
 
@@ -18,9 +19,19 @@ from minitrain.pipeline.simulate import Measured, simulate
 from minitrain.simulate.machines import Device, Link, Machine
 from minitrain.simulate.replay import replay
 from minitrain.training.step import Batch, NoReducer, valid_tokens
-from tests.parallel import TOLERANCE, Problem, check_refusals, one_process, pipeline_difference, small, train_pipeline
+from tests.parallel import (
+    TOLERANCE,
+    Problem,
+    check_refusals,
+    one_process,
+    pipeline_difference,
+    small,
+    train_pipeline,
+)
 
-PROBLEM = Problem(config=small(num_layers=8), batch_sizes=(8, 8, 7), microbatches=4, frozen="layers.1.norm1.weight")
+PROBLEM = Problem(
+    config=small(num_layers=8), batch_sizes=(8, 8, 7), microbatches=4, frozen="layers.1.norm1.weight"
+)
 
 
 @cache
@@ -30,13 +41,28 @@ def reference():
 
 def split(schedule: Schedule) -> Schedule:
     """The same with each B as I and W in a row."""
-    return Schedule(f"{schedule.name}, split", tuple(tuple(
-        part for action in entries for part in ((action,) if action.kind == "F" else (I(*action[1:]), W(*action[1:])))) for entries in schedule.ranks),
-        schedule.stages, schedule.microbatches)
+    return Schedule(
+        f"{schedule.name}, split",
+        tuple(
+            tuple(
+                part
+                for action in entries
+                for part in ((action,) if action.kind == "F" else (I(*action[1:]), W(*action[1:])))
+            )
+            for entries in schedule.ranks
+        ),
+        schedule.stages,
+        schedule.microbatches,
+    )
 
 
-SCHEDULES = {"gpipe": lambda p: gpipe(p, 4), "1f1b": lambda p: one_f_one_b(p, 4), "interleaved": lambda p: interleaved(p, 4, 2),
-             "breadth-first": lambda p: breadth_first(p, 4, 2), "split": lambda p: split(one_f_one_b(p, 4))}
+SCHEDULES = {
+    "gpipe": lambda p: gpipe(p, 4),
+    "1f1b": lambda p: one_f_one_b(p, 4),
+    "interleaved": lambda p: interleaved(p, 4, 2),
+    "breadth-first": lambda p: breadth_first(p, 4, 2),
+    "split": lambda p: split(one_f_one_b(p, 4)),
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -45,23 +71,43 @@ def test_equals_one_process(name, ranks):
     assert pipeline_difference(PROBLEM, dict(dp=1, pp=ranks), SCHEDULES[name](ranks), reference()) < TOLERANCE
 
 
-@pytest.mark.parametrize("shape, settings", [(dict(dp=2, pp=2), {}), (dict(dp=1, pp=2, tp=2), {}),
-                                             (dict(dp=1, pp=2, tp=2), dict(sequence_parallel=True)), (dict(dp=1, pp=2, cp=2), {})],
-                         ids=["dp", "tp", "tp with sequence parallelism", "cp"])
+@pytest.mark.parametrize(
+    "shape, settings",
+    [
+        (dict(dp=2, pp=2), {}),
+        (dict(dp=1, pp=2, tp=2), {}),
+        (dict(dp=1, pp=2, tp=2), dict(sequence_parallel=True)),
+        (dict(dp=1, pp=2, cp=2), {}),
+    ],
+    ids=["dp", "tp", "tp with sequence parallelism", "cp"],
+)
 def test_pipelines_compose(shape, settings):
     problem = Problem(config=small(num_layers=4, vocab_size=32), batch_sizes=(8, 8, 9), microbatches=4)
-    assert pipeline_difference(problem, shape, split(one_f_one_b(2, 4)), one_process(problem), **settings) < TOLERANCE
+    assert (
+        pipeline_difference(problem, shape, split(one_f_one_b(2, 4)), one_process(problem), **settings)
+        < TOLERANCE
+    )
 
 
 # ---- what is sent, computed and kept ---------------------------------------------------------------------------------
+
 
 def account(schedule, rows=8, layers=8):
     """One step of this rank's part of a pipeline, in the ledger: {action: FLOPs}, bytes sent, events."""
     group = collectives.world()
     config = small(num_layers=layers, tied=False)
-    stages = dict(Stages(config, {s: even(layers, schedule.stages)[s] for s in schedule.stages_of(group.rank())}, dtype=torch.float64).items())
+    stages = dict(
+        Stages(
+            config,
+            {s: even(layers, schedule.stages)[s] for s in schedule.stages_of(group.rank())},
+            dtype=torch.float64,
+        ).items()
+    )
     tokens, targets = random_tokens(0, 0, 1, rows, 8, config.vocab_size, seed=5)
-    run, ledger = Runner(stages, schedule, group, cross_entropy_sum, NoReducer(), width=config.d_model), Ledger()
+    run, ledger = (
+        Runner(stages, schedule, group, cross_entropy_sum, NoReducer(), width=config.d_model),
+        Ledger(),
+    )
     run.around = ledger.phase
     with ledger:
         run(Batch(tokens, targets, valid_tokens(targets)))
@@ -72,7 +118,7 @@ def test_pipeline_parallel():
     """Each boundary carries b·s·h numbers a microbatch forward, as many backward; the loss is that of the whole model."""
     p, m, rows, length, width = 4, 4, 8, 8, 16
     sent = [sent for _, sent, _ in launch.run(account, one_f_one_b(p, m), ranks=p)]
-    boundary = rows * length * width * 8                                    # all microbatches together, float64
+    boundary = rows * length * width * 8  # all microbatches together, float64
     assert sent == [boundary, 2 * boundary, 2 * boundary, boundary]
     assert pipeline_difference(PROBLEM, dict(dp=1, pp=p), one_f_one_b(p, m), reference()) < TOLERANCE
 
@@ -86,7 +132,9 @@ def test_mpmd():
 
 
 def test_both_halves_of_a_backward_cost_what_the_whole_costs():
-    whole, halves = (launch.run(account, schedule, ranks=2) for schedule in (one_f_one_b(2, 4), split(one_f_one_b(2, 4))))
+    whole, halves = (
+        launch.run(account, schedule, ranks=2) for schedule in (one_f_one_b(2, 4), split(one_f_one_b(2, 4)))
+    )
     for (whole_flops, _, _), (flops, _, _) in zip(whole, halves):
         for action, cost in whole_flops.items():
             if action.startswith("B"):
@@ -114,11 +162,14 @@ def test_a_replayed_run_has_the_bubble_that_the_simulator_says():
 
 # ---- controls and refusals -------------------------------------------------------------------------------------------
 
+
 def test_without_the_sum_over_both_ends_a_tied_table_goes_wrong(monkeypatch):
     def train():
         from minitrain import parallelize as module
+
         module.share_stages = lambda *_: None
         return train_pipeline(PROBLEM, dict(dp=1, pp=2), one_f_one_b(2, 4))
+
     outcomes = launch.run(train, ranks=2)
     assert difference_of_table(outcomes) > 1e-6
 
@@ -129,10 +180,14 @@ def difference_of_table(outcomes):
 
 def test_without_the_last_w_the_gradient_is_wrong():
     """A runner that skips one W: nothing hangs and nothing complains, only the equality fails."""
+
     def train():
         weights = Runner.weights
-        Runner.weights = lambda self, action: weights(self, action) if action.microbatch else self.kept.pop(action[1:])
+        Runner.weights = lambda self, action: (
+            weights(self, action) if action.microbatch else self.kept.pop(action[1:])
+        )
         return train_pipeline(PROBLEM, dict(dp=1, pp=2), split(one_f_one_b(2, 4)))
+
     outcomes = launch.run(train, ranks=2)
     name = "layers.2.mlp.up.weight"
     assert (outcomes[0].params[name] - reference().params[name]).abs().max() > 1e-6
@@ -141,13 +196,18 @@ def test_without_the_last_w_the_gradient_is_wrong():
 def test_a_failing_action_is_named_with_its_neighbours():
     def fail():
         forward = Runner.forward
+
         def broken(self, action):
             if str(action) == "F1.2":
                 raise FloatingPointError("planted")
             forward(self, action)
+
         Runner.forward = broken
         account(one_f_one_b(2, 4))
-    with pytest.raises(launch.RankError, match=r"1F1B, p=2, m=4, rank 1: F1\.2 failed, after B1\.1 and before B1\.2: planted"):
+
+    with pytest.raises(
+        launch.RankError, match=r"1F1B, p=2, m=4, rank 1: F1\.2 failed, after B1\.1 and before B1\.2: planted"
+    ):
         launch.run(fail, ranks=2)
 
 
@@ -158,12 +218,22 @@ def test_refusals():
         numbers = schedule.stages_of(group.rank() % len(schedule.ranks)) if numbers is None else numbers
         stages = dict(Stages(config, {s: cuts[s] for s in numbers}).items())
         run = Runner(stages, schedule, group, cross_entropy_sum, NoReducer(), width=width)
-        cut_evenly(Batch(torch.zeros(rows, 8, dtype=torch.int64), torch.zeros(rows, 8, dtype=torch.int64), torch.tensor(1)), run.schedule)
+        cut_evenly(
+            Batch(
+                torch.zeros(rows, 8, dtype=torch.int64),
+                torch.zeros(rows, 8, dtype=torch.int64),
+                torch.tensor(1),
+            ),
+            run.schedule,
+        )
 
-    check_refusals({
-        "is for 3 ranks, the group world has 2": lambda: pipeline(one_f_one_b(3, 4)),
-        "but was given [0, 1]": lambda: pipeline(numbers=[0, 1]),
-        "cut the model where its width is": lambda: pipeline(width=24),
-        "4 microbatches, but this rank has 3 rows": lambda: pipeline(rows=3),
-        "7 stages of a model of 6 layers": lambda: even(4, 7),
-    }, ranks=2)
+    check_refusals(
+        {
+            "is for 3 ranks, the group world has 2": lambda: pipeline(one_f_one_b(3, 4)),
+            "but was given [0, 1]": lambda: pipeline(numbers=[0, 1]),
+            "cut the model where its width is": lambda: pipeline(width=24),
+            "4 microbatches, but this rank has 3 rows": lambda: pipeline(rows=3),
+            "7 stages of a model of 6 layers": lambda: even(4, 7),
+        },
+        ranks=2,
+    )

@@ -1,4 +1,5 @@
 """Schedules as lists: what is refused, that nobody waits in a circle, and the formulas of GPipe, 1F1B, interleaving and breadth-first."""
+
 import random
 import subprocess
 import sys
@@ -36,6 +37,7 @@ TWICE = Costs(F=1, B=2)
 
 def split(schedule: Schedule) -> Schedule:
     """Each B as I, and W when the next backward has been."""
+
     def rank(entries):
         late = []
         for action in entries:
@@ -46,18 +48,35 @@ def split(schedule: Schedule) -> Schedule:
             else:
                 yield action
         yield from late
-    return Schedule(f"{schedule.name}, split", tuple(tuple(rank(entries)) for entries in schedule.ranks), schedule.stages, schedule.microbatches)
+
+    return Schedule(
+        f"{schedule.name}, split",
+        tuple(tuple(rank(entries)) for entries in schedule.ranks),
+        schedule.stages,
+        schedule.microbatches,
+    )
 
 
 def recomputing(schedule: Schedule) -> Schedule:
     """A forward once more in front of each backward."""
-    return Schedule(f"{schedule.name}, recomputing", tuple(tuple(
-        part for action in entries for part in ((R(*action[1:]), action) if action.kind in "BI" else (action,))) for entries in schedule.ranks),
-        schedule.stages, schedule.microbatches)
+    return Schedule(
+        f"{schedule.name}, recomputing",
+        tuple(
+            tuple(
+                part
+                for action in entries
+                for part in ((R(*action[1:]), action) if action.kind in "BI" else (action,))
+            )
+            for entries in schedule.ranks
+        ),
+        schedule.stages,
+        schedule.microbatches,
+    )
 
 
 def paired(schedule: Schedule) -> Schedule:
     """Neighbours F and B of different microbatches as one entry, where that leaves nobody stuck."""
+
     def rank(entries):
         entries = list(entries)
         while entries:
@@ -66,15 +85,31 @@ def paired(schedule: Schedule) -> Schedule:
                 yield Pair(entries.pop(0), first)
             else:
                 yield first
-    return Schedule(f"{schedule.name}, paired", tuple(tuple(rank(entries)) for entries in schedule.ranks), schedule.stages, schedule.microbatches)
+
+    return Schedule(
+        f"{schedule.name}, paired",
+        tuple(tuple(rank(entries)) for entries in schedule.ranks),
+        schedule.stages,
+        schedule.microbatches,
+    )
 
 
 def folded(p: int, m: int) -> Schedule:
     """A V: rank r has the stages r and 2p-1-r; all forwards, then all backwards."""
     ranks = [[F(s, i) for i in range(m) for s in (r, 2 * p - 1 - r)] for r in range(p)]
-    ranks = [tuple(sorted(entries, key=lambda action: (action.stage, action.microbatch))) for entries in ranks]
-    return Schedule(f"V, p={p}, m={m}", tuple(entries + tuple(B(*action[1:]) for action in sorted(entries, key=lambda a: (-a.stage, a.microbatch)))
-                                              for entries in ranks), 2 * p, m)
+    ranks = [
+        tuple(sorted(entries, key=lambda action: (action.stage, action.microbatch))) for entries in ranks
+    ]
+    return Schedule(
+        f"V, p={p}, m={m}",
+        tuple(
+            entries
+            + tuple(B(*action[1:]) for action in sorted(entries, key=lambda a: (-a.stage, a.microbatch)))
+            for entries in ranks
+        ),
+        2 * p,
+        m,
+    )
 
 
 def both_ways(p: int, m: int) -> Schedule:
@@ -91,23 +126,59 @@ def sliced(p: int, m: int, k: int) -> Schedule:
     """GPipe on slices of a sequence."""
     forwards = [i * k + j for i in range(m) for j in range(k)]
     backwards = [i * k + j for i in range(m) for j in reversed(range(k))]
-    return Schedule(f"slices, p={p}, m={m}, k={k}", tuple(tuple([F(r, i) for i in forwards] + [B(r, i) for i in backwards]) for r in range(p)), p, m * k, k)
+    return Schedule(
+        f"slices, p={p}, m={m}, k={k}",
+        tuple(tuple([F(r, i) for i in forwards] + [B(r, i) for i in backwards]) for r in range(p)),
+        p,
+        m * k,
+        k,
+    )
 
 
 @cache
 def everything() -> list[Schedule]:
-    found = [make(p, m) for p, m in GRID[:-1] for make in (gpipe, one_f_one_b, lambda p, m: split(one_f_one_b(p, m)),
-                                                           lambda p, m: recomputing(one_f_one_b(p, m)))] + [split(one_f_one_b(16, 64))]
-    found += [make(p, m, v) for p, m, v in [(2, 4, 3), (4, 8, 2), (4, 12, 4), (8, 16, 2)] for make in (interleaved, breadth_first)]
-    found += [folded(p, m) for p, m in [(1, 2), (2, 3), (4, 8)]] + [both_ways(p, m) for p, m in [(2, 4), (4, 6)]]
+    found = [
+        make(p, m)
+        for p, m in GRID[:-1]
+        for make in (
+            gpipe,
+            one_f_one_b,
+            lambda p, m: split(one_f_one_b(p, m)),
+            lambda p, m: recomputing(one_f_one_b(p, m)),
+        )
+    ] + [split(one_f_one_b(16, 64))]
+    found += [
+        make(p, m, v)
+        for p, m, v in [(2, 4, 3), (4, 8, 2), (4, 12, 4), (8, 16, 2)]
+        for make in (interleaved, breadth_first)
+    ]
+    found += [folded(p, m) for p, m in [(1, 2), (2, 3), (4, 8)]] + [
+        both_ways(p, m) for p, m in [(2, 4), (4, 6)]
+    ]
     found += [sliced(p, m, k) for p, m, k in [(2, 2, 3), (4, 4, 2)]]
-    found += [make(p, m) for p, m in [(2, 4), (4, 8), (6, 13)] for make in (zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, bpipe, varuna)]
+    found += [
+        make(p, m)
+        for p, m in [(2, 4), (4, 8), (6, 13)]
+        for make in (zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, bpipe, varuna)
+    ]
     found += [make(p, 2 * p) for p in (2, 4, 6) for make in (chimera, dualpipe)]
-    found += [hanayo(4, 8, 2), zb_interleaved(4, 8, 2), terapipe(4, 2, 3), seq1f1b(4, 4, 2), recomputed(gpipe(3, 4))]
-    return found + [paired(one_f_one_b(1, 6)), paired(interleaved(2, 8, 2)), split(interleaved(4, 8, 2)), split(folded(4, 4))]
+    found += [
+        hanayo(4, 8, 2),
+        zb_interleaved(4, 8, 2),
+        terapipe(4, 2, 3),
+        seq1f1b(4, 4, 2),
+        recomputed(gpipe(3, 4)),
+    ]
+    return found + [
+        paired(one_f_one_b(1, 6)),
+        paired(interleaved(2, 8, 2)),
+        split(interleaved(4, 8, 2)),
+        split(folded(4, 4)),
+    ]
 
 
 # ---- nobody gets stuck -------------------------------------------------------------------------------------------------
+
 
 def test_every_schedule_passes_and_ends():
     for schedule in everything():
@@ -149,12 +220,16 @@ def test_links_agree_and_nothing_is_lost():
                     assert i < at[user], f"{schedule.name}, rank {rank}: {what} is posted behind {user}"
                     received[what] += 1
             for other in range(len(programs)):
-                assert ([step.what for step in program if isinstance(step, Send) and step.to == other]
-                        == [step.what for step in programs[other] if isinstance(step, Receive) and step.source == rank])
+                assert [step.what for step in program if isinstance(step, Send) and step.to == other] == [
+                    step.what for step in programs[other] if isinstance(step, Receive) and step.source == rank
+                ]
             reduced = [step.stage for step in program if isinstance(step, Reduce)]
             assert sorted(reduced) == schedule.stages_of(rank)
-        crossing = Counter(what for what, rank in schedule.place.items() if (user := used_by(what, schedule)) in schedule.place
-                           and schedule.place[user] != rank)
+        crossing = Counter(
+            what
+            for what, rank in schedule.place.items()
+            if (user := used_by(what, schedule)) in schedule.place and schedule.place[user] != rank
+        )
         assert sent == received == crossing
 
 
@@ -164,7 +239,11 @@ def test_a_receive_is_posted_two_entries_early_for_the_room_of_two_tensors():
             posted, begun, ahead = {}, 0, 0
             for step in program:
                 if isinstance(step, Receive):
-                    posted[F(step.what.stage + 1, step.what.microbatch) if step.what.kind == "F" else B(step.what.stage - 1, step.what.microbatch)] = begun
+                    posted[
+                        F(step.what.stage + 1, step.what.microbatch)
+                        if step.what.kind == "F"
+                        else B(step.what.stage - 1, step.what.microbatch)
+                    ] = begun
                 elif isinstance(step, Action):
                     if step in posted:
                         assert posted.pop(step) == max(begun - EARLY, 0)
@@ -192,7 +271,10 @@ def waits(schedule: Schedule) -> list:
                     case Reduce(_):
                         pass
                     case _:
-                        if not all(before in (done if schedule.place[before] == rank else sent & posted) for before in schedule.needs[step]):
+                        if not all(
+                            before in (done if schedule.place[before] == rank else sent & posted)
+                            for before in schedule.needs[step]
+                        ):
                             break
                         done.update(parts([step]))
                 position[rank] += 1
@@ -202,7 +284,9 @@ def waits(schedule: Schedule) -> list:
 
 def test_programs_end_though_sends_wait_for_their_receives():
     # (what BPipe moves is sent by its own interpreter)
-    assert not any(waits(schedule) for schedule in everything() if len(schedule.place) < 700 and not schedule.evicts)
+    assert not any(
+        waits(schedule) for schedule in everything() if len(schedule.place) < 700 and not schedule.evicts
+    )
 
 
 def circular(schedule: Schedule) -> bool:
@@ -220,7 +304,12 @@ def test_random_deadlocks_are_found():
     draw, stuck = random.Random(7), 0
     for _ in range(300):
         p, m = draw.randint(1, 3), draw.randint(1, 3)
-        ranks = [list(entries) for entries in draw.choice([gpipe, one_f_one_b, lambda p, m: split(one_f_one_b(p, m))])(p, m).ranks]
+        ranks = [
+            list(entries)
+            for entries in draw.choice([gpipe, one_f_one_b, lambda p, m: split(one_f_one_b(p, m))])(
+                p, m
+            ).ranks
+        ]
         for _ in range(draw.randint(1, 4)):
             entries = draw.choice(ranks)
             i, j = draw.randrange(len(entries)), draw.randrange(len(entries))
@@ -246,24 +335,37 @@ REFUSED = {
     "F1.0 is missing": Schedule("", ((F(0, 0), B(0, 0)), ()), 2, 1),
     r"F0.0 stands 2 times \(rank 0\)": Schedule("", ((F(0, 0), F(0, 0), B(0, 0)),), 1, 1),
     "W0.0 stands 2 times": Schedule("", ((F(0, 0), I(0, 0), W(0, 0), W(0, 0)),), 1, 1),
-    "X0.0 is no action of 1 stages and 1 microbatches; the kinds are F, B, I, W, R": Schedule("", ((F(0, 0), B(0, 0), Action("X", 0, 0)),), 1, 1),
+    "X0.0 is no action of 1 stages and 1 microbatches; the kinds are F, B, I, W, R": Schedule(
+        "", ((F(0, 0), B(0, 0), Action("X", 0, 0)),), 1, 1
+    ),
     "F1.0 is no action": Schedule("", ((F(0, 0), B(0, 0), F(1, 0)),), 1, 1),
     "F0.-1 is no action": Schedule("", ((F(0, 0), B(0, 0), F(0, -1)),), 1, 1),
     "F0.1 is no action": Schedule("", ((F(0, 0), B(0, 0), F(0, 1)),), 1, 1),
-    "B0.0 stands beside I0.0; B is I and W together": Schedule("", ((F(0, 0), B(0, 0), I(0, 0), W(0, 0)),), 1, 1),
+    "B0.0 stands beside I0.0; B is I and W together": Schedule(
+        "", ((F(0, 0), B(0, 0), I(0, 0), W(0, 0)),), 1, 1
+    ),
     "B0.0 stands beside W0.0": Schedule("", ((F(0, 0), B(0, 0), W(0, 0)),), 1, 1),
     r"stage 0, microbatch 0 stands on ranks \[0, 1\]": Schedule("", ((F(0, 0),), (B(0, 0),)), 1, 1),
-    r"microbatch 0 stands on ranks \[0, 1\]; what a forward keeps": Schedule("", ((F(0, 0), I(0, 0)), (W(0, 0),)), 1, 1),
+    r"microbatch 0 stands on ranks \[0, 1\]; what a forward keeps": Schedule(
+        "", ((F(0, 0), I(0, 0)), (W(0, 0),)), 1, 1
+    ),
     "is stuck: rank 0 at B0.0 waits for F0.0; move an action": Schedule("", ((B(0, 0), F(0, 0)),), 1, 1),
     "is stuck: rank 0 at W0.0 waits for I0.0": Schedule("", ((F(0, 0), W(0, 0), I(0, 0)),), 1, 1),
     "is stuck: rank 0 at B0.0 waits for R0.0": Schedule("", ((F(0, 0), B(0, 0), R(0, 0)),), 1, 1),
     "is stuck: rank 0 at B0.0 waits for B1.0, rank 1 at F1.1 waits for F0.1": Schedule(
-        "", ((F(0, 0), B(0, 0), F(0, 1), B(0, 1)), (F(1, 0), F(1, 1), B(1, 0), B(1, 1))), 2, 2),
-    "is stuck: rank 0 at F0.1 waits for F0.0": Schedule("", ((F(0, 1), F(0, 0), B(0, 1), B(0, 0)),), 1, 2, slices=2),
-    "is stuck: rank 0 at B0.0 waits for B0.1": Schedule("", ((F(0, 0), F(0, 1), B(0, 0), B(0, 1)),), 1, 2, slices=2),
+        "", ((F(0, 0), B(0, 0), F(0, 1), B(0, 1)), (F(1, 0), F(1, 1), B(1, 0), B(1, 1))), 2, 2
+    ),
+    "is stuck: rank 0 at F0.1 waits for F0.0": Schedule(
+        "", ((F(0, 1), F(0, 0), B(0, 1), B(0, 0)),), 1, 2, slices=2
+    ),
+    "is stuck: rank 0 at B0.0 waits for B0.1": Schedule(
+        "", ((F(0, 0), F(0, 1), B(0, 0), B(0, 1)),), 1, 2, slices=2
+    ),
     r"\(B0.0 F0.1\) is no pair": Schedule("", ((F(0, 0), Pair(B(0, 0), F(0, 1)), B(0, 1)),), 1, 2),
     r"\(F0.0 B0.0\) is no pair": Schedule("", ((Pair(F(0, 0), B(0, 0)),),), 1, 1),
-    "3 units are not a multiple of slices=2": Schedule("", ((F(0, 0), F(0, 1), F(0, 2), B(0, 2), B(0, 1), B(0, 0)),), 1, 3, slices=2),
+    "3 units are not a multiple of slices=2": Schedule(
+        "", ((F(0, 0), F(0, 1), F(0, 2), B(0, 2), B(0, 1), B(0, 0)),), 1, 3, slices=2
+    ),
 }
 
 
@@ -275,11 +377,18 @@ def test_bad_schedules_are_refused(message):
 
 
 def test_bad_sizes_and_costs_are_refused():
-    for call, message in [(lambda: gpipe(0, 4), "gpipe: p=0; use a whole number, 1 or more"), (lambda: one_f_one_b(2, -1), "m=-1"),
-                          (lambda: one_f_one_b(2, 2.0), "m=2.0"), (lambda: breadth_first(2, 4, 0), "v=0"), (lambda: interleaved(True, 1, 1), "p=True"),
-                          (lambda: interleaved(4, 6, 2), "m=6 microbatches are not a multiple of p=4 ranks; use 4 or 8"),
-                          (lambda: interleaved(4, 3, 2), "ranks; use 4"), (lambda: Costs(F=-1), "F=-1; a time is 0 or more"),
-                          (lambda: Costs(W=float("nan")), "W=nan"), (lambda: Costs(send=-Fraction(1, 2)), "send=-1/2")]:
+    for call, message in [
+        (lambda: gpipe(0, 4), "gpipe: p=0; use a whole number, 1 or more"),
+        (lambda: one_f_one_b(2, -1), "m=-1"),
+        (lambda: one_f_one_b(2, 2.0), "m=2.0"),
+        (lambda: breadth_first(2, 4, 0), "v=0"),
+        (lambda: interleaved(True, 1, 1), "p=True"),
+        (lambda: interleaved(4, 6, 2), "m=6 microbatches are not a multiple of p=4 ranks; use 4 or 8"),
+        (lambda: interleaved(4, 3, 2), "ranks; use 4"),
+        (lambda: Costs(F=-1), "F=-1; a time is 0 or more"),
+        (lambda: Costs(W=float("nan")), "W=nan"),
+        (lambda: Costs(send=-Fraction(1, 2)), "send=-1/2"),
+    ]:
         with pytest.raises(ValueError) as refused:
             call()
         assert message in str(refused.value) and "\n" not in str(refused.value)
@@ -288,16 +397,27 @@ def test_bad_sizes_and_costs_are_refused():
 def test_longer_actions_never_end_earlier():
     draw = random.Random(3)
     for _ in range(60):
-        schedule = draw.choice(everything()[:12] + [interleaved(4, 8, 2), folded(3, 4), sliced(3, 2, 2), split(interleaved(2, 4, 2))])
+        schedule = draw.choice(
+            everything()[:12]
+            + [interleaved(4, 8, 2), folded(3, 4), sliced(3, 2, 2), split(interleaved(2, 4, 2))]
+        )
         times = {kind: draw.randint(0, 6) for kind in ("F", "I", "W", "R", "send")}
         longer = times | {(kind := draw.choice(list(times))): times[kind] + draw.randint(1, 3)}
         stages = {draw.randrange(schedule.stages): 2}
-        before, after, uneven = (simulate(schedule, costs) for costs in (Costs(**times), Costs(**longer), Costs(**times, stage=stages)))
+        before, after, uneven = (
+            simulate(schedule, costs)
+            for costs in (Costs(**times), Costs(**longer), Costs(**times, stage=stages))
+        )
         assert before.makespan <= after.makespan and before.makespan <= uneven.makespan
-        assert all(ours.start <= theirs.start for was, now in zip(before.spans, after.spans) for ours, theirs in zip(was, now))
+        assert all(
+            ours.start <= theirs.start
+            for was, now in zip(before.spans, after.spans)
+            for ours, theirs in zip(was, now)
+        )
 
 
 # ---- the systems -------------------------------------------------------------------------------------------------------
+
 
 def in_flight_peaks(schedule: Schedule) -> list[int]:
     return [peak(schedule, rank) for rank in range(len(schedule.ranks))]
@@ -311,9 +431,14 @@ def test_gpipe():
         assert in_flight_peaks(schedule) == [m] * p
     assert simulate(gpipe(4, 8), TWICE).makespan == 33
     again = recomputing(gpipe(4, 8))
-    assert simulate(again, TWICE).makespan == 11 * (1 + 1 + 2) - 3 and in_flight_peaks(again) == [1] * 4   # an R waits for no other rank
+    assert (
+        simulate(again, TWICE).makespan == 11 * (1 + 1 + 2) - 3 and in_flight_peaks(again) == [1] * 4
+    )  # an R waits for no other rank
     problem = Problem(config=small(num_layers=2), batch_sizes=(8, 7), microbatches=4)
-    assert pipeline_difference(problem, dict(dp=1, pp=2), recomputing(gpipe(2, 4)), one_process(problem)) < TOLERANCE
+    assert (
+        pipeline_difference(problem, dict(dp=1, pp=2), recomputing(gpipe(2, 4)), one_process(problem))
+        < TOLERANCE
+    )
 
 
 def test_one_f_one_b():
@@ -327,15 +452,20 @@ def test_one_f_one_b():
 
 def test_dapple():
     """K_i forwards first, then strictly a backward and a forward in turn: the lists of 1F1B."""
+
     def early_backward(p, m):
         for i in range(p):
             K = min(p - i, m)
-            turns = [action for j in range(m) for action in ([B(i, j), F(i, j + K)] if j + K < m else [B(i, j)])]
+            turns = [
+                action for j in range(m) for action in ([B(i, j), F(i, j + K)] if j + K < m else [B(i, j)])
+            ]
             yield tuple([F(i, j) for j in range(K)] + turns)
 
     for p, m in GRID:
         assert tuple(early_backward(p, m)) == one_f_one_b(p, m).ranks
-    assert in_flight_peaks(one_f_one_b(8, 16)) == in_flight_peaks(one_f_one_b(8, 64)) == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert (
+        in_flight_peaks(one_f_one_b(8, 16)) == in_flight_peaks(one_f_one_b(8, 64)) == [8, 7, 6, 5, 4, 3, 2, 1]
+    )
 
 
 def messages(schedule: Schedule) -> int:
@@ -350,10 +480,14 @@ def test_interleaved():
             assert run.overhead == Fraction(p - 1, v * m)
             assert run.makespan == (m + Fraction(p - 1, v)) * sum(times)
         assert Fraction(peak(schedule, 0), v) == p * (1 + Fraction(p - 1, p * v))
-        assert [peak(schedule, rank) for rank in range(p)] == [2 * (p - rank - 1) + (v - 1) * p + 1 for rank in range(p)]
+        assert [peak(schedule, rank) for rank in range(p)] == [
+            2 * (p - rank - 1) + (v - 1) * p + 1 for rank in range(p)
+        ]
         # between ranks: p-1 boundaries of 1F1B, and from the last rank round to the first as well
         assert messages(schedule) == 2 * m * (p * v - 1) and messages(one_f_one_b(p, m)) == 2 * m * (p - 1)
-    overheads = [simulate(interleaved(4, 8, v), Costs(F=Fraction(1, v), B=Fraction(2, v))).overhead for v in (1, 2, 4)]
+    overheads = [
+        simulate(interleaved(4, 8, v), Costs(F=Fraction(1, v), B=Fraction(2, v))).overhead for v in (1, 2, 4)
+    ]
     assert overheads == [Fraction(3, 8), Fraction(3, 16), Fraction(3, 32)]
 
 
@@ -372,7 +506,9 @@ def test_breadth_first():
         for rank in range(p):
             ahead = min(2 * (p - rank - 1) + (v - 1) * p, m * v)
             # the runs of p ahead and at the end, and between them no two neighbours alike: 2m a stage less those
-            assert runs(deep, rank).total() == 2 * (m * v - ahead) + 2 * (-(-ahead // p)) - (2 if ahead % p else 0)
+            assert runs(deep, rank).total() == 2 * (m * v - ahead) + 2 * (-(-ahead // p)) - (
+                2 if ahead % p else 0
+            )
     for m in 8, 64, 512:
         assert runs(interleaved(4, m, 2), 3).total() == 2 * (2 * m - 3)
 
@@ -382,7 +518,11 @@ class Clock(nn.Module):
 
     def __init__(self, now: list[int], forward: int, backward: int):
         super().__init__()
-        self.now, self.times, self.weight = now, (forward, backward), nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.now, self.times, self.weight = (
+            now,
+            (forward, backward),
+            nn.Parameter(torch.zeros((), dtype=torch.float64)),
+        )
 
     def forward(self, x, positions):
         x = x.unsqueeze(-1).double() * 0 if not x.is_floating_point() else x
@@ -408,7 +548,13 @@ def clocks(schedule: Schedule) -> list[int]:
     group, now = collectives.world(), [0]
     stages = {stage: Clock(now, 1, 2) for stage in schedule.stages_of(group.rank())}
     run = Runner(stages, schedule, group, lambda y, targets: (y * 0).sum(), NoReducer(), width=1, check=False)
-    run(Batch(torch.zeros(schedule.microbatches, 2, dtype=torch.int64), torch.zeros(schedule.microbatches, 2), torch.tensor(1)))
+    run(
+        Batch(
+            torch.zeros(schedule.microbatches, 2, dtype=torch.int64),
+            torch.zeros(schedule.microbatches, 2),
+            torch.tensor(1),
+        )
+    )
     return now[0]
 
 
@@ -418,14 +564,19 @@ def test_pipeline_bubble():
         for schedule in gpipe(p, m), one_f_one_b(p, m):
             run = simulate(schedule, TWICE)
             assert (run.bubble, run.overhead) == (Fraction(p - 1, m + p - 1), Fraction(p - 1, m))
-    assert (simulate(gpipe(4, 8), TWICE).bubble, simulate(gpipe(4, 8), TWICE).overhead) == (Fraction(3, 11), Fraction(3, 8))
-    assert simulate(one_f_one_b(8, 4224 // 24)).bubble == Fraction(7, 183)                                          # GLM-130B
+    assert (simulate(gpipe(4, 8), TWICE).bubble, simulate(gpipe(4, 8), TWICE).overhead) == (
+        Fraction(3, 11),
+        Fraction(3, 8),
+    )
+    assert simulate(one_f_one_b(8, 4224 // 24)).bubble == Fraction(7, 183)  # GLM-130B
     shares = [simulate(one_f_one_b(35, m)).bubble for m in (1920 // 8, 1920 // 10, 1920 // 12)]
-    assert [round(float(100 * share), 1) for share in shares] == [12.4, 15.0, 17.5]                                 # MT-NLG
+    assert [round(float(100 * share), 1) for share in shares] == [12.4, 15.0, 17.5]  # MT-NLG
     ended = launch.run(lambda: (clocks(gpipe(4, 8)), clocks(one_f_one_b(4, 8))), ranks=4)
     assert ended[0] == (33, 33)
     for rank in range(4):
-        assert ended[rank] == tuple(simulate(schedule, TWICE).spans[rank][-1].end for schedule in (gpipe(4, 8), one_f_one_b(4, 8)))
+        assert ended[rank] == tuple(
+            simulate(schedule, TWICE).spans[rank][-1].end for schedule in (gpipe(4, 8), one_f_one_b(4, 8))
+        )
 
 
 class Meter:
@@ -459,7 +610,9 @@ class Layer(nn.Module):
         self.linear = nn.Linear(4, 4, bias=False)
 
     def forward(self, x, positions):
-        return torch.tanh(self.linear(x if x.is_floating_point() else torch.zeros(*x.shape, 4, device=x.device)))
+        return torch.tanh(
+            self.linear(x if x.is_floating_point() else torch.zeros(*x.shape, 4, device=x.device))
+        )
 
 
 def kept_at_most(schedule: Schedule) -> tuple[float, int]:
@@ -469,8 +622,16 @@ def kept_at_most(schedule: Schedule) -> tuple[float, int]:
         stage(torch.zeros(1, 2, dtype=torch.int64) if group.rank() == 0 else torch.zeros(1, 2, 4), None)
     meter = Meter(stage.parameters())
     run = Runner({group.rank(): stage}, schedule, group, lambda y, targets: y.sum(), NoReducer(), width=4)
-    with torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda slip: slip.tensor if isinstance(slip, Slip) else slip):
-        run(Batch(torch.zeros(schedule.microbatches, 2, dtype=torch.int64), torch.zeros(schedule.microbatches, 2), torch.tensor(1.0)))
+    with torch.autograd.graph.saved_tensors_hooks(
+        meter.keep, lambda slip: slip.tensor if isinstance(slip, Slip) else slip
+    ):
+        run(
+            Batch(
+                torch.zeros(schedule.microbatches, 2, dtype=torch.int64),
+                torch.zeros(schedule.microbatches, 2),
+                torch.tensor(1.0),
+            )
+        )
     return meter.peak / saved.bytes, meter.live
 
 
@@ -487,6 +648,11 @@ def test_memory_imbalance():
 
 def test_schedules_by_name_need_no_torch():
     """Lists are for planners too: torch is loaded by what runs them, and by nothing that a strategy names."""
-    code = ("import sys; from minitrain.strategy import Strategy; from minitrain.pipeline.named import NAMES; "
-            "made = [Strategy(pp=2, schedule=name, microbatches=4) for name in NAMES]; print('bpipe' in NAMES, 'torch' in sys.modules)")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True False\n"
+    code = (
+        "import sys; from minitrain.strategy import Strategy; from minitrain.pipeline.named import NAMES; "
+        "made = [Strategy(pp=2, schedule=name, microbatches=4) for name in NAMES]; print('bpipe' in NAMES, 'torch' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "True False\n"
+    )

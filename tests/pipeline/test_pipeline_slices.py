@@ -1,4 +1,5 @@
 """Pipelines over slices of a sequence: bubbles exactly as the papers say, lengths by dynamic programming, equal to one process."""
+
 from fractions import Fraction
 from functools import cache
 from itertools import combinations
@@ -11,19 +12,41 @@ from minitrain.parallelize import parallelize
 from minitrain.pipeline.lower import messages
 from minitrain.pipeline.schedule import check, peak
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
-from minitrain.pipeline.schedules.slices import causal_cost, makespan, on_each_rank, seq1f1b, slice_lengths, terapipe
+from minitrain.pipeline.schedules.slices import (
+    causal_cost,
+    makespan,
+    on_each_rank,
+    seq1f1b,
+    slice_lengths,
+    terapipe,
+)
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
 from minitrain.strategy import Strategy
-from tests.parallel import TOLERANCE, Problem, check_refusals, one_process, pipeline_difference, rows_of_problem, small, train_pipeline
+from tests.parallel import (
+    TOLERANCE,
+    Problem,
+    check_refusals,
+    one_process,
+    pipeline_difference,
+    rows_of_problem,
+    small,
+    train_pipeline,
+)
 
 PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(4, 4, 3), microbatches=2)
-GRID = [(p, m, k) for p in (1, 2, 5) for m in (1, 3, 8) for k in (1, 2, 5)] + [(16, 2, 3), (8, 8, 4), (3, 64, 2)]
+GRID = [(p, m, k) for p in (1, 2, 5) for m in (1, 3, 8) for k in (1, 2, 5)] + [
+    (16, 2, 3),
+    (8, 8, 4),
+    (3, 64, 2),
+]
 
 
 @cache
 def reference(**changes):
-    return one_process(Problem(config=small(num_layers=4, **changes), batch_sizes=PROBLEM.batch_sizes, microbatches=2))
+    return one_process(
+        Problem(config=small(num_layers=4, **changes), batch_sizes=PROBLEM.batch_sizes, microbatches=2)
+    )
 
 
 def equal(ranks, schedule, **changes):
@@ -37,8 +60,16 @@ def test_terapipe():
         for costs in (Costs(F=1, B=1), Costs(F=2, B=5)):
             assert simulate(check(terapipe(p, m, k)), costs).bubble == Fraction(p - 1, m * k + p - 1)
     for length, k, p in [(8, 3, 2), (11, 4, 1), (11, 4, 4), (12, 1, 2), (5, 5, 3)]:
-        for cost in (causal_cost(1, 1), causal_cost(9, 1), causal_cost(0, 2), lambda context, new: 4 + (3 * context + new) * new):
-            ways = [tuple(b - a for a, b in zip((0, *cuts), (*cuts, length))) for cuts in combinations(range(1, length), k - 1)]
+        for cost in (
+            causal_cost(1, 1),
+            causal_cost(9, 1),
+            causal_cost(0, 2),
+            lambda context, new: 4 + (3 * context + new) * new,
+        ):
+            ways = [
+                tuple(b - a for a, b in zip((0, *cuts), (*cuts, length)))
+                for cuts in combinations(range(1, length), k - 1)
+            ]
             found = slice_lengths(length, k, cost, p)
             assert makespan(found, cost, p) == min(makespan(way, cost, p) for way in ways)
             assert list(found) == sorted(found, reverse=True) and sum(found) == length
@@ -48,7 +79,9 @@ def test_terapipe():
 def slices_equal_whole(schedule) -> float:
     """How far attention over slices, forward and backward, is from attention over all tokens at once."""
     generator = torch.Generator().manual_seed(1)
-    q, k, v, dy = (torch.randn(2, heads, 8, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4))
+    q, k, v, dy = (
+        torch.randn(2, heads, 8, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)
+    )
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     attend(*whole).backward(dy)
     core = SlicedAttention(schedule.slices)
@@ -61,15 +94,19 @@ def slices_equal_whole(schedule) -> float:
         ends = [(outs[unit], dy.split(schedule.lengths, dim=-2)[unit]), *memory.ends(0, unit)]
         torch.autograd.backward(*map(list, zip(*ends)))
     off = [torch.cat([part[i].grad for part in parts], dim=-2) - whole[i].grad for i in range(3)]
-    return max((torch.cat(outs, dim=-2) - attend(q, k, v)).abs().max().item(), *(x.abs().max().item() for x in off))
+    return max(
+        (torch.cat(outs, dim=-2) - attend(q, k, v)).abs().max().item(), *(x.abs().max().item() for x in off)
+    )
 
 
 def test_seq1f1b():
     """The atlas's row: what a rank holds, a bubble of 1/k of 1F1B's, and gradients on real ranks."""
     for p, m, k in GRID:
         schedule, plain = check(seq1f1b(p, m, k)), one_f_one_b(p, m)
-        assert [peak(schedule, rank) for rank in range(p)] == [min(p - rank + k - 1, m * k) for rank in range(p)]
-        for F, B in ((1, 2), (4, 3)):                                       # of a slice; a microbatch takes k times as long
+        assert [peak(schedule, rank) for rank in range(p)] == [
+            min(p - rank + k - 1, m * k) for rank in range(p)
+        ]
+        for F, B in ((1, 2), (4, 3)):  # of a slice; a microbatch takes k times as long
             ours, theirs = simulate(schedule, Costs(F=F, B=B)), simulate(plain, Costs(F=F * k, B=B * k))
             assert ours.bubble == Fraction(p - 1, m * k + p - 1)
             assert ours.overhead * k == theirs.overhead and ours.makespan == (m * k + p - 1) * (F + B)
@@ -83,7 +120,9 @@ def test_one_slice_is_gpipe_and_1f1b():
 def test_messages_are_k_times_as_many():
     for p, m, k in [(2, 3, 4), (4, 4, 2)]:
         ours, plain = messages(seq1f1b(p, m, k)), messages(one_f_one_b(p, m))
-        assert {link: len(sent) for link, sent in ours.items()} == {link: k * len(sent) for link, sent in plain.items()}
+        assert {link: len(sent) for link, sent in ours.items()} == {
+            link: k * len(sent) for link, sent in plain.items()
+        }
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -93,7 +132,7 @@ def test_keys_are_kept_in_joined_pieces(k):
     memory = SliceMemory({0: [core]})
 
     def pack(x):
-        saved[x.untyped_storage().data_ptr()] = x                       # and alive, so that no address comes twice
+        saved[x.untyped_storage().data_ptr()] = x  # and alive, so that no address comes twice
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
@@ -101,14 +140,17 @@ def test_keys_are_kept_in_joined_pieces(k):
             with memory.during(0, unit):
                 core(*(x.chunk(k, dim=-2)[unit].clone() for x in (q, keys, values)))
     long = [x.numel() for x in saved.values() if x.dim() == 4]
-    assert sum(long) == 2 * q.numel() + (k + 1) * keys.numel()          # q and out; K and V (k+1)/2 times
+    assert sum(long) == 2 * q.numel() + (k + 1) * keys.numel()  # q and out; K and V (k+1)/2 times
     assert sum(x.numel() for x in saved.values() if x.dim() == 2) == 64 * (k + 1) // (2 * k) - (8 // k) ** 2
     for unit in range(1, k):
         assert all(leaf.untyped_storage().data_ptr() not in saved for leaf in core.kept[unit].seen)
 
 
-@pytest.mark.parametrize("ranks, schedule", [(2, terapipe(2, 2, 4)), (4, terapipe(4, 2, 2)), (4, seq1f1b(4, 2, 4, (4, 2, 1, 1)))],
-                         ids=["terapipe 2x4", "terapipe 4x2", "seq1f1b uneven"])
+@pytest.mark.parametrize(
+    "ranks, schedule",
+    [(2, terapipe(2, 2, 4)), (4, terapipe(4, 2, 2)), (4, seq1f1b(4, 2, 4, (4, 2, 1, 1)))],
+    ids=["terapipe 2x4", "terapipe 4x2", "seq1f1b uneven"],
+)
 def test_equals_one_process(ranks, schedule):
     assert equal(ranks, schedule) < TOLERANCE
 
@@ -124,7 +166,12 @@ def test_biases_of_positions():
 
 def test_composes_with_tensor_parallelism():
     problem = Problem(config=small(num_layers=2, vocab_size=32), batch_sizes=(4, 4), microbatches=2)
-    assert pipeline_difference(problem, dict(dp=1, pp=2, tp=2), seq1f1b(2, 2, 2), one_process(problem), sequence_parallel=True) < TOLERANCE
+    assert (
+        pipeline_difference(
+            problem, dict(dp=1, pp=2, tp=2), seq1f1b(2, 2, 2), one_process(problem), sequence_parallel=True
+        )
+        < TOLERANCE
+    )
 
 
 def without_gradients_to_earlier_keys():
@@ -134,15 +181,31 @@ def without_gradients_to_earlier_keys():
 
 def test_control_earlier_keys_need_their_gradients():
     outcomes = launch.run(without_gradients_to_earlier_keys, ranks=2)
-    assert max((outcome.grads[name] - reference().grads[name]).abs().max() for outcome in outcomes for name in outcome.grads
-               if ".k." in name) > 1e-6
+    assert (
+        max(
+            (outcome.grads[name] - reference().grads[name]).abs().max()
+            for outcome in outcomes
+            for name in outcome.grads
+            if ".k." in name
+        )
+        > 1e-6
+    )
 
 
 def test_refusals():
-    refused = {"p=0": lambda: terapipe(0, 1, 1), "k=0": lambda: seq1f1b(2, 2, 0), "lengths=(8,)": lambda: terapipe(2, 2, 2, (8,)),
-               "1 token or more": lambda: seq1f1b(2, 2, 2, (8, 0)), "at most 3": lambda: slice_lengths(3, 4, causal_cost(1, 1), 2),
-               "slices of (5, 3) tokens on 2 ranks that share them": lambda: on_each_rank(seq1f1b(2, 2, 2, (5, 3)), 2),
-               "sliced attention: a bias [1] is about": lambda: SlicedAttention(2)(*[torch.zeros(1, 1, 2, 2)] * 3, bias=torch.zeros(1))}
+    refused = {
+        "p=0": lambda: terapipe(0, 1, 1),
+        "k=0": lambda: seq1f1b(2, 2, 0),
+        "lengths=(8,)": lambda: terapipe(2, 2, 2, (8,)),
+        "1 token or more": lambda: seq1f1b(2, 2, 2, (8, 0)),
+        "at most 3": lambda: slice_lengths(3, 4, causal_cost(1, 1), 2),
+        "slices of (5, 3) tokens on 2 ranks that share them": lambda: on_each_rank(
+            seq1f1b(2, 2, 2, (5, 3)), 2
+        ),
+        "sliced attention: a bias [1] is about": lambda: SlicedAttention(2)(
+            *[torch.zeros(1, 1, 2, 2)] * 3, bias=torch.zeros(1)
+        ),
+    }
     for words, call in refused.items():
         with pytest.raises(ValueError) as error:
             call()
@@ -152,7 +215,9 @@ def test_refusals():
 @pytest.mark.parametrize("lengths", [(), (12, 4)], ids=str)
 def test_slices_of_a_part_of_the_tokens(lengths):
     """Ranks of cp share out every slice."""
-    problem = Problem(config=small(num_layers=4, max_positions=16), length=16, batch_sizes=(4, 3), microbatches=2)
+    problem = Problem(
+        config=small(num_layers=4, max_positions=16), length=16, batch_sizes=(4, 3), microbatches=2
+    )
     schedule = seq1f1b(2, 2, 2, lengths)
     assert pipeline_difference(problem, dict(dp=1, pp=2, cp=2), schedule, one_process(problem)) < TOLERANCE
 
@@ -167,6 +232,15 @@ def test_refusals_on_ranks():
         run = build(seq1f1b(2, 2, 2, (4, 3)))
         run.forward_backward(run.batch(rows_of_problem(PROBLEM, 0), 0))
 
-    check_refusals({"is for pp=2, microbatches=2, slices=4, and the strategy has 2, 2, 2": lambda: build(terapipe(2, 2, 4)),
-                    "balanced: 2 slices of a sequence in the pipeline": lambda: build(None, pp=1, cp=2, core="balanced", layout="contiguous", recompute=True),
-                    "are 7, the batch has 8": wrong_sum}, ranks=2)
+    check_refusals(
+        {
+            "is for pp=2, microbatches=2, slices=4, and the strategy has 2, 2, 2": lambda: build(
+                terapipe(2, 2, 4)
+            ),
+            "balanced: 2 slices of a sequence in the pipeline": lambda: build(
+                None, pp=1, cp=2, core="balanced", layout="contiguous", recompute=True
+            ),
+            "are 7, the batch has 8": wrong_sum,
+        },
+        ranks=2,
+    )

@@ -1,4 +1,5 @@
 """Schedules through PyTorch's files: ours run in its runtime on real ranks, its own are read, checked and simulated here."""
+
 import re
 from fractions import Fraction
 from functools import cache
@@ -13,15 +14,28 @@ from minitrain.pipeline.schedule import B, F, Pair, Schedule, check
 from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.torch_csv import from_csv, to_csv
-from tests.pipeline.test_pipeline_schedule import both_ways, everything, folded, paired, recomputing, sliced, split
+from tests.pipeline.test_pipeline_schedule import (
+    both_ways,
+    everything,
+    folded,
+    paired,
+    recomputing,
+    sliced,
+    split,
+)
 
 WIDTH, ROWS, MICROBATCHES = 6, 16, 8
 
 
 def test_the_text():
     assert to_csv(one_f_one_b(2, 2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-    assert to_csv(gpipe(2, 1), comms=True) == "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
-    pair = Schedule("pair", ((F(0, 0), F(1, 0), Pair(F(0, 1), B(1, 0)), F(1, 1), B(1, 1), B(0, 0), B(0, 1)),), 2, 2)
+    assert (
+        to_csv(gpipe(2, 1), comms=True)
+        == "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
+    )
+    pair = Schedule(
+        "pair", ((F(0, 0), F(1, 0), Pair(F(0, 1), B(1, 0)), F(1, 1), B(1, 1), B(0, 0), B(0, 1)),), 2, 2
+    )
     assert "(0F1;1B0)OVERLAP_F_B" in to_csv(pair)
     assert from_csv("0F0,,0B0\r\n").ranks == ((F(0, 0), B(0, 0)),)
 
@@ -41,14 +55,29 @@ def test_round_trip():
 def test_both_ends_name_their_messages_in_one_order():
     """So that they end though each blocks until both ends are there, in whatever direction, as over one NCCL channel."""
     other = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
-    for schedule in [one_f_one_b(4, 8), split(interleaved(4, 8, 2)), folded(4, 4), paired(interleaved(2, 8, 2))]:
-        messages = [[re.fullmatch(r"(\d+)(SEND_.|RECV_.)(\d+)", cell).groups() for cell in row.split(",") if "SEND" in cell or "RECV" in cell]
-                    for row in to_csv(schedule, comms=True).splitlines()]
+    for schedule in [
+        one_f_one_b(4, 8),
+        split(interleaved(4, 8, 2)),
+        folded(4, 4),
+        paired(interleaved(2, 8, 2)),
+    ]:
+        messages = [
+            [
+                re.fullmatch(r"(\d+)(SEND_.|RECV_.)(\d+)", cell).groups()
+                for cell in row.split(",")
+                if "SEND" in cell or "RECV" in cell
+            ]
+            for row in to_csv(schedule, comms=True).splitlines()
+        ]
         matched = 0
         while any(messages):
             heads = {(int(row[0][0]), *row[0][1:]): row for row in messages if row}
-            met = [(heads[head], heads[partner]) for head in heads if head[1] in other
-                   and (partner := (head[0] + other[head[1]][1], other[head[1]][0], head[2])) in heads]
+            met = [
+                (heads[head], heads[partner])
+                for head in heads
+                if head[1] in other
+                and (partner := (head[0] + other[head[1]][1], other[head[1]][0], head[2])) in heads
+            ]
             assert met, f"{schedule.name}: {list(heads)} wait for one another"
             for rows in met:
                 matched += 1
@@ -81,6 +110,7 @@ def test_refusals(message):
 
 # ---- on real ranks -----------------------------------------------------------------------------------------------------
 
+
 def stage_of(number: int) -> nn.Module:
     torch.manual_seed(number)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
@@ -112,12 +142,26 @@ def runtime(numbers: list[int], num_stages: int):
     def example(with_gradient: bool):
         return (torch.zeros(ROWS // MICROBATCHES, WIDTH, dtype=torch.float64, requires_grad=with_gradient),)
 
-    stages = [PipelineStage(module, number, num_stages, torch.device("cpu"), input_args=example(number > 0), output_args=example(True), group=group)
-              for number, module in modules.items()]
-    return modules, lambda kind=_PipelineScheduleRuntime, **settings: kind(stages, MICROBATCHES, loss_fn=loss_of, **settings)
+    stages = [
+        PipelineStage(
+            module,
+            number,
+            num_stages,
+            torch.device("cpu"),
+            input_args=example(number > 0),
+            output_args=example(True),
+            group=group,
+        )
+        for number, module in modules.items()
+    ]
+    return modules, lambda kind=_PipelineScheduleRuntime, **settings: kind(
+        stages, MICROBATCHES, loss_fn=loss_of, **settings
+    )
 
 
-def theirs_runs_ours(schedule: Schedule, comms: bool, folder: str, scale_grads: bool = False) -> dict[int, list[torch.Tensor]]:
+def theirs_runs_ours(
+    schedule: Schedule, comms: bool, folder: str, scale_grads: bool = False
+) -> dict[int, list[torch.Tensor]]:
     rank = collectives.world().rank()
     modules, make = runtime(schedule.stages_of(rank), schedule.stages)
     run = make(scale_grads=scale_grads)
@@ -134,20 +178,31 @@ def theirs_runs_ours(schedule: Schedule, comms: bool, folder: str, scale_grads: 
 def furthest(per_rank: list[dict[int, list[torch.Tensor]]], num_stages: int) -> float:
     grads = {number: found for rank in per_rank for number, found in rank.items()}
     assert sorted(grads) == list(range(num_stages))
-    return max((ours - reference).abs().max().item() for number, found in grads.items() for ours, reference in zip(found, one_process(num_stages)[number]))
+    return max(
+        (ours - reference).abs().max().item()
+        for number, found in grads.items()
+        for ours, reference in zip(found, one_process(num_stages)[number])
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_theirs_runs_ours(ranks, tmp_path):
     """With their default for the divisor, the control, every gradient is an eighth."""
-    schedules = [(one_f_one_b(ranks, MICROBATCHES), False), (split(interleaved(ranks, MICROBATCHES, 2)), True),
-                 (paired(interleaved(ranks, MICROBATCHES, 2)), True)]
-    if hasattr(PipelineScheduleMulti, "_warmup_p2p"):       # before, a V's turn sent its rank a message to itself, which gloo refuses
+    schedules = [
+        (one_f_one_b(ranks, MICROBATCHES), False),
+        (split(interleaved(ranks, MICROBATCHES, 2)), True),
+        (paired(interleaved(ranks, MICROBATCHES, 2)), True),
+    ]
+    if hasattr(
+        PipelineScheduleMulti, "_warmup_p2p"
+    ):  # before, a V's turn sent its rank a message to itself, which gloo refuses
         schedules.append((folded(ranks, MICROBATCHES), False))
 
     def rank():
         folder = str(tmp_path)
-        return [theirs_runs_ours(*schedule, folder) for schedule in schedules] + [theirs_runs_ours(*schedules[0], folder, scale_grads=True)]
+        return [theirs_runs_ours(*schedule, folder) for schedule in schedules] + [
+            theirs_runs_ours(*schedules[0], folder, scale_grads=True)
+        ]
 
     *outcomes, control = zip(*launch.run(rank, ranks=ranks, checked=False))
     for (schedule, _), grads in zip(schedules, outcomes, strict=True):
@@ -160,9 +215,13 @@ def theirs(ranks: int, folder: str) -> dict[str, tuple[str, str]]:
     from torch.distributed.pipelining import schedules
 
     rank, found = collectives.world().rank(), {}
-    for name, numbers in {"ScheduleInterleaved1F1B": [rank, rank + ranks], "ScheduleInterleavedZeroBubble": [rank, rank + ranks],
-                          "ScheduleLoopedBFS": [rank, rank + ranks], "ScheduleZBVZeroBubble": [rank, 2 * ranks - 1 - rank],
-                          "ScheduleDualPipeV": [rank, 2 * ranks - 1 - rank]}.items():
+    for name, numbers in {
+        "ScheduleInterleaved1F1B": [rank, rank + ranks],
+        "ScheduleInterleavedZeroBubble": [rank, rank + ranks],
+        "ScheduleLoopedBFS": [rank, rank + ranks],
+        "ScheduleZBVZeroBubble": [rank, 2 * ranks - 1 - rank],
+        "ScheduleDualPipeV": [rank, 2 * ranks - 1 - rank],
+    }.items():
         _, make = runtime(numbers, 2 * ranks)
         dumped, path = make(getattr(schedules, name)), f"{folder}/{rank}.csv"
         texts = []
@@ -176,19 +235,40 @@ def theirs(ranks: int, folder: str) -> dict[str, tuple[str, str]]:
 
 def test_ours_reads_theirs(tmp_path):
     ranks, m = 4, MICROBATCHES
-    read = {name: [from_csv(text, name) for text in texts] for name, texts in launch.run(theirs, ranks, str(tmp_path), ranks=ranks)[0].items()}
+    read = {
+        name: [from_csv(text, name) for text in texts]
+        for name, texts in launch.run(theirs, ranks, str(tmp_path), ranks=ranks)[0].items()
+    }
     even = Costs(F=1, I=1, W=1)
     for name, (computation, with_messages) in read.items():
         assert computation.ranks == with_messages.ranks and check(computation)
         assert (computation.stages, computation.microbatches) == (8, m)
         assert simulate(computation, even).bubble < Fraction(1, 2)
     bubbles = {name: simulate(schedule, even).overhead for name, (schedule, _) in read.items()}
-    assert bubbles["ScheduleInterleaved1F1B"] == simulate(interleaved(ranks, m, 2), even).overhead == Fraction(3, 16)
-    assert bubbles == {"ScheduleInterleaved1F1B": Fraction(3, 16), "ScheduleInterleavedZeroBubble": Fraction(1, 16), "ScheduleLoopedBFS": Fraction(3, 16),
-                       "ScheduleZBVZeroBubble": Fraction(1, 16), "ScheduleDualPipeV": Fraction(1, 8)}
-    pairs = [entry for entries in read["ScheduleDualPipeV"][0].ranks for entry in entries if isinstance(entry, Pair)]
+    assert (
+        bubbles["ScheduleInterleaved1F1B"]
+        == simulate(interleaved(ranks, m, 2), even).overhead
+        == Fraction(3, 16)
+    )
+    assert bubbles == {
+        "ScheduleInterleaved1F1B": Fraction(3, 16),
+        "ScheduleInterleavedZeroBubble": Fraction(1, 16),
+        "ScheduleLoopedBFS": Fraction(3, 16),
+        "ScheduleZBVZeroBubble": Fraction(1, 16),
+        "ScheduleDualPipeV": Fraction(1, 8),
+    }
+    pairs = [
+        entry
+        for entries in read["ScheduleDualPipeV"][0].ranks
+        for entry in entries
+        if isinstance(entry, Pair)
+    ]
     assert pairs
     zbv = read["ScheduleZBVZeroBubble"][0]
     assert [zbv.stages_of(rank) for rank in range(ranks)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    run = simulate(zbv, even)                       # 3 of waiting in 48 of work, all of it before a rank's first action or after its last
-    assert [spans[-1].end - spans[0].start - run.busy(rank) for rank, spans in enumerate(run.spans)] == [0] * ranks
+    run = simulate(
+        zbv, even
+    )  # 3 of waiting in 48 of work, all of it before a rank's first action or after its last
+    assert [spans[-1].end - spans[0].start - run.busy(rank) for rank, spans in enumerate(run.spans)] == [
+        0
+    ] * ranks

@@ -1,4 +1,5 @@
 """Backwards in two halves: bubbles and peaks of the papers from the lists, a list scheduler, and gradients of real ranks."""
+
 import random
 from dataclasses import replace
 from fractions import Fraction
@@ -25,7 +26,9 @@ from minitrain.training.optim import AdamW, clip_grad_norm
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
 from tests.pipeline.test_pipeline_runtime import account
 
-PROBLEM = Problem(config=small(num_layers=8), batch_sizes=(8, 8, 7), microbatches=4, frozen="layers.1.norm1.weight")
+PROBLEM = Problem(
+    config=small(num_layers=8), batch_sizes=(8, 8, 7), microbatches=4, frozen="layers.1.norm1.weight"
+)
 GRID = [(1, 3), (2, 1), (2, 5), (3, 7), (4, 2), (4, 12), (8, 15), (16, 4)]
 
 
@@ -48,13 +51,18 @@ def folded(p: int) -> list[int]:
 
 # ---- ZB-H1 and ZB-H2 ---------------------------------------------------------------------------------------------------
 
+
 def test_zero_bubble():
     """Table 2: bubbles and peaks; 9, 3 and 0 at p=4; and a greedy scheduler finds 0 with 2p-1 in flight."""
     assert [waiting(make(4, 8)) for make in (one_f_one_b, zb_h1, zb_h2)] == [9, 3, 0]
     for p in (2, 3, 4, 8, 16):
         for m in (2 * p - 1, 4 * p) if p < 16 else (2 * p,):
             h1, h2 = zb_h1(p, m), zb_h2(p, m)
-            for costs in (Costs(), Costs(F=3, I=4, W=2), Costs(F=Fraction(5, 3), I=Fraction(7, 4), W=Fraction(3, 2))):
+            for costs in (
+                Costs(),
+                Costs(F=3, I=4, W=2),
+                Costs(F=Fraction(5, 3), I=Fraction(7, 4), W=Fraction(3, 2)),
+            ):
                 f, i, w = costs.F, costs.I, costs.W
                 assert waiting(one_f_one_b(p, m), costs) == (p - 1) * (f + i + w)
                 assert waiting(h1, costs) == (p - 1) * (f + i - w)
@@ -85,33 +93,53 @@ def test_steps_in_a_row_wait_only_for_the_bubble():
         for make, wait in ((one_f_one_b, 3 * (p - 1)), (zb_h1, p - 1), (zb_h2, 0)):
             one, rows = make(p, m), []
             for entries in one.ranks:
-                rows.append((*entries, *(type(action)(action.kind, action.stage, action.microbatch + m) for action in entries)))
+                rows.append(
+                    (
+                        *entries,
+                        *(
+                            type(action)(action.kind, action.stage, action.microbatch + m)
+                            for action in entries
+                        ),
+                    )
+                )
             two = check(Schedule("two steps", tuple(rows), p, 2 * m))
             assert simulate(two).makespan - simulate(one).makespan == 3 * m + wait
 
 
 def test_interleaved_zero_bubble():
     """ZB-H1's bubble in the times of a stage, 1/v of a rank's; 1F1B's memory, which is less than interleaved 1F1B's."""
-    assert [entries for entries in zb_interleaved(4, 8, 1).ranks] == [entries for entries in zb_h1(4, 8).ranks]
+    assert [entries for entries in zb_interleaved(4, 8, 1).ranks] == [
+        entries for entries in zb_h1(4, 8).ranks
+    ]
     for p, m, v in [(2, 4, 3), (4, 4, 2), (4, 8, 2), (4, 16, 4), (8, 16, 2)]:
         schedule, plain = zb_interleaved(p, m, v), interleaved(p, m, v)
         costs = Costs(F=Fraction(3, v), I=Fraction(4, v), W=Fraction(2, v))
-        assert waiting(schedule, costs) == Fraction((p - 1) * (3 + 4 - 2), v) < waiting(plain, costs) == Fraction((p - 1) * 9, v)
+        assert (
+            waiting(schedule, costs)
+            == Fraction((p - 1) * (3 + 4 - 2), v)
+            < waiting(plain, costs)
+            == Fraction((p - 1) * 9, v)
+        )
         assert peaks(schedule) == {v * p}
         assert m == p or max(peaks(plain)) == v * p + p - 1
-        assert {link: len(sent) for link, sent in messages(schedule).items()} == {link: len(sent) for link, sent in messages(plain).items()}
+        assert {link: len(sent) for link, sent in messages(schedule).items()} == {
+            link: len(sent) for link, sent in messages(plain).items()
+        }
 
 
 # ---- V shapes --------------------------------------------------------------------------------------------------------
 
+
 def test_v_shape():
     """Memory of 1F1B's p microbatches: a third, a half, all; bubbles 2/3, 1/2 and 0 of 1F1B's; twice the messages."""
     for p in (2, 3, 4, 5, 6, 8, 13):
-        whole = waiting(one_f_one_b(p, 2 * p), Costs(F=2, I=2, W=2))                # a rank's stage takes as long as its two in a V
+        whole = waiting(
+            one_f_one_b(p, 2 * p), Costs(F=2, I=2, W=2)
+        )  # a rank's stage takes as long as its two in a V
         assert whole == 6 * (p - 1)
         for m in (2 * p - 1, 3 * p) if p < 8 else (2 * p - 1,):
             smallest, half, full = v_min(p, m), v_half(p, m), zb_v(p, m)
-            assert max(peaks(smallest)) == 2 * ((p + 4) // 3)                       # activations of a stage, two to a microbatch's
+            assert max(peaks(smallest)) == 2 * ((p + 4) // 3)  # activations of a stage, two to a microbatch's
             assert max(peaks(half)) == 2 * ((p + 2) // 2)
             assert max(peaks(full)) == 2 * p
             assert waiting(smallest) == Fraction(2, 3) * whole + (1 if p % 3 == 0 else -1)
@@ -127,6 +155,7 @@ def test_v_shape():
 
 # ---- the list scheduler ------------------------------------------------------------------------------------------------
 
+
 def test_greedy_keeps_its_limits_and_never_gets_stuck():
     draw = random.Random(11)
     for _ in range(60):
@@ -135,8 +164,15 @@ def test_greedy_keeps_its_limits_and_never_gets_stuck():
         place = [sorted(set(place)).index(rank) for rank in place]
         p, split_it, kept = max(place) + 1, draw.random() < 0.7, draw.choice([1, Fraction(1, 2), 0])
         limit = [place.count(rank) + draw.randint(0, 4) for rank in range(p)]
-        order = {(kind, stage, i): draw.random() for kind in "BFIW" for stage in range(len(place)) for i in range(m)}
-        costs = Costs(F=draw.randint(1, 3), I=draw.randint(1, 3), W=draw.randint(1, 3), send=draw.randint(0, 2))
+        order = {
+            (kind, stage, i): draw.random()
+            for kind in "BFIW"
+            for stage in range(len(place))
+            for i in range(m)
+        }
+        costs = Costs(
+            F=draw.randint(1, 3), I=draw.randint(1, 3), W=draw.randint(1, 3), send=draw.randint(0, 2)
+        )
         priority = draw.choice([{}, {"priority": order.__getitem__}])
         found = greedy(place, len(place), m, costs, limit, split_it, kept=kept, **priority)
         assert check(found) is found and found.splits_backward == split_it
@@ -149,16 +185,28 @@ def test_greedy_keeps_its_limits_and_never_gets_stuck():
 def test_greedy_finds_known_schedules():
     for p, m in [(2, 4), (4, 8), (8, 16)]:
         whole = greedy(range(p), p, m, Costs(F=1, B=1), limit=[p - r for r in range(p)], split=False)
-        assert whole.ranks == one_f_one_b(p, m).ranks                               # the early backward, from priorities and memory alone
+        assert whole.ranks == one_f_one_b(p, m).ranks  # the early backward, from priorities and memory alone
         assert simulate(greedy(folded(p), 2 * p, m, limit=2 * p)).makespan < 6 * m + 6 * (p - 1)
     both = greedy(lambda stage, i: stage if i % 2 else 3 - stage, 4, 4, Costs(F=1, B=1), split=False)
-    assert both.stages_of(0) == [0, 3] and simulate(both, Costs(F=1, B=1)).bubble == Fraction(1, 5)       # Chimera's, p = m = 4
-    assert simulate(greedy([0, 1, 1, 0], 4, 6, limit=2)).makespan > simulate(greedy([0, 1, 1, 0], 4, 6, limit=4)).makespan
+    assert both.stages_of(0) == [0, 3] and simulate(both, Costs(F=1, B=1)).bubble == Fraction(
+        1, 5
+    )  # Chimera's, p = m = 4
+    assert (
+        simulate(greedy([0, 1, 1, 0], 4, 6, limit=2)).makespan
+        > simulate(greedy([0, 1, 1, 0], 4, 6, limit=4)).makespan
+    )
 
 
 def test_every_list_is_valid_and_holds_what_its_module_says():
     for p, m in GRID:
-        made = [zb_h1(p, m), zb_h2(p, m), v_min(p, m), v_half(p, m), zb_v(p, m), greedy(range(p), p, m, limit=p)]
+        made = [
+            zb_h1(p, m),
+            zb_h2(p, m),
+            v_min(p, m),
+            v_half(p, m),
+            zb_v(p, m),
+            greedy(range(p), p, m, limit=p),
+        ]
         for schedule, most in zip(made, (p, 2 * p - 1, 2 * ((p + 4) // 3), 2 * ((p + 2) // 2), 2 * p, p)):
             assert check(schedule) is schedule and schedule.splits_backward and max(peaks(schedule)) <= most
             assert simulate(schedule, Costs(F=2, I=3, W=1, send=Fraction(1, 2))).makespan > 0
@@ -179,7 +227,9 @@ def test_bad_sizes():
         "m=0; use a whole number, 1 or more": lambda: greedy([0, 1], 2, 0),
         "stages stand on the ranks \\[0, 2\\]; ranks count from 0": lambda: greedy([0, 2], 2, 3),
         "1 limits for 2 ranks; give one for each": lambda: greedy([0, 1], 2, 3, limit=[4]),
-        "rank 0 may hold 1 activations, but a microbatch has 2 stages there.*use limit=2": lambda: greedy([0, 1, 1, 0], 4, 3, limit=1),
+        "rank 0 may hold 1 activations, but a microbatch has 2 stages there.*use limit=2": lambda: greedy(
+            [0, 1, 1, 0], 4, 3, limit=1
+        ),
     }.items():
         with pytest.raises(ValueError, match=words) as error:
             call()
@@ -188,8 +238,16 @@ def test_bad_sizes():
 
 # ---- real ranks --------------------------------------------------------------------------------------------------------
 
-REAL = {"zb-h1": (4, zb_h1(4, 4)), "zb-h2 of 2": (2, zb_h2(2, 4)), "zb-h2": (4, zb_h2(4, 7)), "interleaved": (2, zb_interleaved(2, 4, 2)),
-        "v-min": (4, v_min(4, 4)), "v-half": (2, v_half(2, 4)), "zb-v": (4, zb_v(4, 7)), "greedy": (2, greedy([0, 1, 1, 0], 4, 4, limit=3))}
+REAL = {
+    "zb-h1": (4, zb_h1(4, 4)),
+    "zb-h2 of 2": (2, zb_h2(2, 4)),
+    "zb-h2": (4, zb_h2(4, 7)),
+    "interleaved": (2, zb_interleaved(2, 4, 2)),
+    "v-min": (4, v_min(4, 4)),
+    "v-half": (2, v_half(2, 4)),
+    "zb-v": (4, zb_v(4, 7)),
+    "greedy": (2, greedy([0, 1, 1, 0], 4, 4, limit=3)),
+}
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -205,7 +263,9 @@ def test_without_one_w_the_gradient_is_wrong():
 
     def train():
         weights = Runner.weights
-        Runner.weights = lambda self, action: self.kept.pop(action[1:]) if action == W(1, 2) else weights(self, action)
+        Runner.weights = lambda self, action: (
+            self.kept.pop(action[1:]) if action == W(1, 2) else weights(self, action)
+        )
         return train_pipeline(problem, dict(dp=1, pp=2), zb_v(2, 4))
 
     expected, found = one_process(problem).grads, {}
@@ -224,7 +284,11 @@ def test_i_and_w_cost_what_b_costs():
             found |= flops
     for stage in range(4):
         for i in range(4):
-            b, for_input, for_weights = costs[0][str(B(stage, i))], costs[1][str(I(stage, i))], costs[1][str(W(stage, i))]
+            b, for_input, for_weights = (
+                costs[0][str(B(stage, i))],
+                costs[1][str(I(stage, i))],
+                costs[1][str(W(stage, i))],
+            )
             assert for_input + for_weights == b and for_input > 0 and for_weights > 0
             assert costs[0][str(F(stage, i))] == costs[1][str(F(stage, i))]
 
@@ -243,7 +307,11 @@ def test_between_i_and_w_the_operands_of_the_products_stay():
         del end
         x.grad = None
         products = [(weight.shape, kept.numel(), grad.numel()) for weight, _, kept, grad in later.products]
-        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for _, _, *both in later.products for tensor in both}
+        held = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for _, _, *both in later.products
+            for tensor in both
+        }
         for tensor in (x, dy):
             held.pop(tensor.untyped_storage().data_ptr(), None)
         after_i = ledger.live_by_kind["activations"]
@@ -251,15 +319,19 @@ def test_between_i_and_w_the_operands_of_the_products_stay():
         after_w = ledger.live_by_kind["activations"]
     linears = [module for module in stage.modules() if isinstance(module, torch.nn.Linear)]
     assert sorted(shape for shape, _, _ in products) == sorted(linear.weight.shape for linear in linears)
-    assert all(kept == 16 * shape[1] and grad == 16 * shape[0] for shape, kept, grad in products)         # 2 rows of 8 tokens
+    assert all(
+        kept == 16 * shape[1] and grad == 16 * shape[0] for shape, kept, grad in products
+    )  # 2 rows of 8 tokens
     assert after_i - after_w == sum(held.values()) and after_i < after_f
     assert all(linear.weight.grad is not None for linear in linears)
 
 
 # ---- the step that is checked afterwards -----------------------------------------------------------------------------
 
+
 def test_post_validation():
     """Equal to clipping by an all-reduced norm, wherever along the ranks the limit is passed; also when the norm is no number."""
+
     def rank():
         group, results = collectives.world(), []
         for scales in ((0.1, 0.1, 0.1), (5.0, 0.1, 0.1), (0.1, 0.1, 5.0), (0.5, 0.5, 0.5)):
@@ -268,14 +340,19 @@ def test_post_validation():
             post, back = PostValidation(ours, 1.0, group), []
             for step in range(3):
                 for param in pairs:
-                    param.grad = torch.cos(torch.arange(6, dtype=torch.float64) + step + group.rank()) * scales[group.rank()]
+                    param.grad = (
+                        torch.cos(torch.arange(6, dtype=torch.float64) + step + group.rank())
+                        * scales[group.rank()]
+                    )
                 norm = clip_grad_norm([pairs[0]], 1.0, stages=group)
                 plain.step()
                 post.step()
                 found, taken_back = post.validate()
                 back.append(taken_back)
                 assert abs(found - norm) < 1e-12
-            assert (pairs[0] - pairs[1]).abs().max() < 1e-12 and (pairs[0].grad - pairs[1].grad).abs().max() < 1e-12
+            assert (pairs[0] - pairs[1]).abs().max() < 1e-12 and (
+                pairs[0].grad - pairs[1].grad
+            ).abs().max() < 1e-12
             results.append(any(back))
         before = pairs[1].detach().clone()
         pairs[1].grad = torch.full_like(pairs[1], float("nan") if group.rank() == 2 else 0.1)
@@ -283,6 +360,7 @@ def test_post_validation():
         norm, taken_back = post.validate()
         assert torch.equal(before, pairs[1]) and not torch.isfinite(norm)
         return results + [taken_back]
+
     # nothing is clipped; rank 0 sees at once that it is, and so all; only rank 2 does, the others go back; rank 1 does; no number
     expected = [[False, False, True, True, True], [False, False, True, False, True], [False] * 5]
     assert launch.run(rank, ranks=3) == expected

@@ -1,4 +1,5 @@
 """Formulas against measurements of the real model, and against the figures their papers print."""
+
 import io
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,14 @@ from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.gpt import GPT, Block, cross_entropy_sum
 from minitrain.model.layers import LatentAttention, RMSNorm, causal_attention, naive_attention
-from minitrain.plan.accounting.compute import flops_per_token, forward_flops_per_token, hfu, megatron_flops, mfu, training_days
+from minitrain.plan.accounting.compute import (
+    flops_per_token,
+    forward_flops_per_token,
+    hfu,
+    megatron_flops,
+    mfu,
+    training_days,
+)
 from minitrain.plan.accounting.memory import (
     activation_bytes,
     activation_terms,
@@ -41,8 +49,17 @@ from minitrain.plan.accounting.traffic import (
 )
 from minitrain.training.optim import AdamW
 
-DEEPSEEK_V2 = GPTConfig(vocab_size=102_400, d_model=5120, num_layers=60, num_heads=128, head_dim=128, d_ff=12_288,
-                        kv_latent=512, query_latent=1536, rope_head_dim=64)
+DEEPSEEK_V2 = GPTConfig(
+    vocab_size=102_400,
+    d_model=5120,
+    num_layers=60,
+    num_heads=128,
+    head_dim=128,
+    d_ff=12_288,
+    kv_latent=512,
+    query_latent=1536,
+    rope_head_dim=64,
+)
 DEEPSEEK_V3 = replace(DEEPSEEK_V2, vocab_size=129_280, d_model=7168, num_layers=61, d_ff=18_432)
 PAPER_LAYER = dict(norm="layer", positions="none", activation="gelu", bias=True, dropout=0.1)
 
@@ -53,13 +70,18 @@ def near(value, published, part):
 
 # ---- FLOPs and parameters, measured --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("config", [
-    presets["tiny"],
-    replace(presets["tiny"], tied=True, activation="gelu", norm="layer", positions="learned", bias=True),
-    replace(presets["tiny"], num_kv_heads=1, residual="parallel"),
-    replace(presets["tiny"], kv_latent=24, query_latent=40, rope_head_dim=8),
-    replace(presets["tiny"], kv_latent=24, rope_head_dim=8),
-], ids=["llama", "gpt2", "mqa-parallel", "mla", "mla-without-query-latent"])
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        presets["tiny"],
+        replace(presets["tiny"], tied=True, activation="gelu", norm="layer", positions="learned", bias=True),
+        replace(presets["tiny"], num_kv_heads=1, residual="parallel"),
+        replace(presets["tiny"], kv_latent=24, query_latent=40, rope_head_dim=8),
+        replace(presets["tiny"], kv_latent=24, rope_head_dim=8),
+    ],
+    ids=["llama", "gpt2", "mqa-parallel", "mla", "mla-without-query-latent"],
+)
 def test_flops_are_counted_exactly(config):
     """The ledger's sum over operators is the formula's integer, forward and backward; torch's own counter agrees."""
     batch, length = 2, 48
@@ -70,14 +92,22 @@ def test_flops_are_counted_exactly(config):
             loss = cross_entropy_sum(model(tokens), targets)
         with ledger.phase("backward"):
             loss.backward()
-    forward = batch * length * forward_flops_per_token(config, length, causal="square")       # matmul makes the masked scores, too
+    forward = (
+        batch * length * forward_flops_per_token(config, length, causal="square")
+    )  # matmul makes the masked scores, too
     assert ledger.flops_by_phase == {"forward": forward, "backward": 2 * forward}
-    assert ledger.flops == counter.get_total_flops() == batch * length * flops_per_token(config, length, causal="square")
+    assert (
+        ledger.flops
+        == counter.get_total_flops()
+        == batch * length * flops_per_token(config, length, causal="square")
+    )
     assert flops_per_token(config, length, recompute=True) * 3 == 4 * flops_per_token(config, length)
 
 
 @pytest.mark.parametrize("causal, scores", [("triangle", 64 * 65 // 2), ("square", 64 * 64)])
-@pytest.mark.parametrize("config", [presets["tiny"], replace(presets["tiny"], num_kv_heads=1)], ids=["mha", "mqa"])
+@pytest.mark.parametrize(
+    "config", [presets["tiny"], replace(presets["tiny"], num_kv_heads=1)], ids=["mha", "mqa"]
+)
 def test_a_fused_core_counts_as_the_formula_of_the_same_name(config, causal, scores):
     """Forward is the formula's integer; backward has 5 products where the formula has 4: a fused kernel keeps no scores."""
     tokens = torch.zeros(2, 64, dtype=torch.long)
@@ -92,12 +122,21 @@ def test_a_fused_core_counts_as_the_formula_of_the_same_name(config, causal, sco
 
 def test_triangle_and_square():
     """The square charges T - 1 keys in 2T more; the default is what a causal mask leaves."""
-    attention = 6 * 12 * 768                                                     # a key more, for a token of GPT-2
-    triangle, square = (flops_per_token(presets["gpt2"], 1024, causal=causal) for causal in ("triangle", "square"))
+    attention = 6 * 12 * 768  # a key more, for a token of GPT-2
+    triangle, square = (
+        flops_per_token(presets["gpt2"], 1024, causal=causal) for causal in ("triangle", "square")
+    )
     assert square == 6 * matmul_parameters(presets["gpt2"]) + 2 * attention * 1024
     assert flops_per_token(presets["gpt2"], 1024) == triangle == square - attention * 1023
     assert round(square / triangle, 2) == 1.07
-    assert round(flops_per_token(presets["llama3-8b"], 2**17, causal="square") / flops_per_token(presets["llama3-8b"], 2**17), 2) == 1.7
+    assert (
+        round(
+            flops_per_token(presets["llama3-8b"], 2**17, causal="square")
+            / flops_per_token(presets["llama3-8b"], 2**17),
+            2,
+        )
+        == 1.7
+    )
     with pytest.raises(ValueError, match="causal = True; use 'triangle' .* or 'square'"):
         flops_per_token(presets["gpt2"], 1024, causal=True)
 
@@ -105,11 +144,13 @@ def test_triangle_and_square():
 def test_mfu():
     """PaLM: 45.7 % without attention, 46.2 % with it, HFU 57.8 %. And the toy model does the FLOPs that MFU credits."""
     rate, devices, peak = 238.3e3, 6144, 275e12
-    attention = 12 * 118 * 48 * 256 * 2048                       # 12·L·H·Q·T of table 1 and section 2
+    attention = 12 * 118 * 48 * 256 * 2048  # 12·L·H·Q·T of table 1 and section 2
     assert round(100 * mfu(rate, 6 * 540e9, devices, peak), 1) == 45.7
     with_attention = mfu(rate, 6 * 540.35e9 + attention, devices, peak)
     assert round(100 * with_attention, 1) == 46.2
-    assert near(hfu(with_attention, recomputed_forward=0.75), 0.578, 0.002)      # a quarter of 3 forwards ran twice
+    assert near(
+        hfu(with_attention, recomputed_forward=0.75), 0.578, 0.002
+    )  # a quarter of 3 forwards ran twice
 
     config = replace(presets["tiny"], num_layers=6, d_model=128, tied=True)
     length, tokens = 64, torch.zeros(1, 64, dtype=torch.long)
@@ -122,7 +163,11 @@ def test_mfu():
 
 def test_parts_add_up():
     table = parameter_table(presets["gpt2"])
-    assert table["token table"] == 50_257 * 768 and table["output table"] == 0 and table["position table"] == 1024 * 768
+    assert (
+        table["token table"] == 50_257 * 768
+        and table["output table"] == 0
+        and table["position table"] == 1024 * 768
+    )
     assert sum(table.values()) == parameters(presets["gpt2"])
     assert attention_parameters(presets["gpt2"]) == 4 * 768**2 + 4 * 768
     assert matmul_parameters(presets["gpt2"]) == 12 * 12 * 768**2 + 50_257 * 768
@@ -132,11 +177,16 @@ def test_parts_add_up():
 
 # billions, heads, width, layers, GPUs, batch, TFLOP/s per GPU, % of peak, PFLOP/s of Narayanan et al. 2021, table 1
 MEGATRON = [
-    (1.7, 24, 2304, 24, 32, 512, 137, 44, 4.4), (3.6, 32, 3072, 30, 64, 512, 138, 44, 8.8),
-    (7.5, 32, 4096, 36, 128, 512, 142, 46, 18.2), (18.4, 48, 6144, 40, 256, 1024, 135, 43, 34.6),
-    (39.1, 64, 8192, 48, 512, 1536, 138, 44, 70.8), (76.1, 80, 10_240, 60, 1024, 1792, 140, 45, 143.8),
-    (145.6, 96, 12_288, 80, 1536, 2304, 148, 47, 227.1), (310.1, 128, 16_384, 96, 1920, 2160, 155, 50, 297.4),
-    (529.6, 128, 20_480, 105, 2520, 2520, 163, 52, 410.2), (1008.0, 160, 25_600, 128, 3072, 3072, 163, 52, 502.0),
+    (1.7, 24, 2304, 24, 32, 512, 137, 44, 4.4),
+    (3.6, 32, 3072, 30, 64, 512, 138, 44, 8.8),
+    (7.5, 32, 4096, 36, 128, 512, 142, 46, 18.2),
+    (18.4, 48, 6144, 40, 256, 1024, 135, 43, 34.6),
+    (39.1, 64, 8192, 48, 512, 1536, 138, 44, 70.8),
+    (76.1, 80, 10_240, 60, 1024, 1792, 140, 45, 143.8),
+    (145.6, 96, 12_288, 80, 1536, 2304, 148, 47, 227.1),
+    (310.1, 128, 16_384, 96, 1920, 2160, 155, 50, 297.4),
+    (529.6, 128, 20_480, 105, 2520, 2520, 163, 52, 410.2),
+    (1008.0, 160, 25_600, 128, 3072, 3072, 163, 52, 502.0),
 ]
 
 
@@ -146,21 +196,33 @@ def test_narayanan_table_1(row):
     counted = megatron_parameters(layers, width, 51_200, 2048)
     assert abs(counted / 1e9 - billions) < 0.051
     assert round(100 * tflops / 312) == percent and near(tflops * gpus / 1e3, pflops, 0.004)
-    model = GPTConfig(vocab_size=51_200, d_model=width, num_layers=layers, num_heads=heads, max_positions=2048,
-                      norm="layer", positions="learned", activation="gelu", bias=True, tied=True)
-    assert abs(parameters(model) - counted - 2 * width) < 1                  # equation 2 leaves out the last norm
+    model = GPTConfig(
+        vocab_size=51_200,
+        d_model=width,
+        num_layers=layers,
+        num_heads=heads,
+        max_positions=2048,
+        norm="layer",
+        positions="learned",
+        activation="gelu",
+        bias=True,
+        tied=True,
+    )
+    assert abs(parameters(model) - counted - 2 * width) < 1  # equation 2 leaves out the last norm
 
 
 def test_narayanan_flops_are_four_forwards():
     """Equation 3 runs every block's forward twice; it is our count but for the output table, which it runs once."""
-    config = GPTConfig(vocab_size=51_200, d_model=12_288, num_layers=96, num_heads=96, activation="gelu", tied=True)
+    config = GPTConfig(
+        vocab_size=51_200, d_model=12_288, num_layers=96, num_heads=96, activation="gelu", tied=True
+    )
     ours = 2048 * flops_per_token(config, 2048, causal="square", recompute=True)
     assert near(megatron_flops(1, 2048, 96, 12_288, 51_200), ours - 2048 * 2 * 51_200 * 12_288, 1e-12)
 
 
 def test_train_time_equation():
-    assert round(training_days(175e9, 300e9, 1024, 140e12, flops_per_parameter=8), 1) == 33.9                # paper: 34
-    assert round(training_days(1008e9, 450e9, 3072, 163e12, flops_per_parameter=8), 1) == 83.9               # paper: 84
+    assert round(training_days(175e9, 300e9, 1024, 140e12, flops_per_parameter=8), 1) == 33.9  # paper: 34
+    assert round(training_days(1008e9, 450e9, 3072, 163e12, flops_per_parameter=8), 1) == 83.9  # paper: 84
     # OPT-175B: 25 days of 6·N·T, the 33 days of its log book with recomputation; the calendar says 57.
     assert round(training_days(175e9, 300e9, 992, 147e12), 1) == 25.0
     assert round(training_days(175e9, 300e9, 992, 147e12, flops_per_parameter=8), 1) == 33.3
@@ -186,15 +248,18 @@ def test_published_rates():
         work = megatron_flops(1920, 2048, 105, 20_480, 51_200)
         assert abs(work / (280 * replicas * seconds) / 1e12 - tflops) < 0.7
     # Llama 3 table 4; its first version printed a DP of 4 in the third row, where only 8 makes 16,384 GPUs.
-    for (tp, cp, pp, dp), gpus, tflops, percent in (((8, 1, 16, 64), 8192, 430, 43), ((8, 1, 16, 128), 16_384, 400, 41),
-                                                    ((8, 16, 16, 8), 16_384, 380, 38)):
+    for (tp, cp, pp, dp), gpus, tflops, percent in (
+        ((8, 1, 16, 64), 8192, 430, 43),
+        ((8, 1, 16, 128), 16_384, 400, 41),
+        ((8, 16, 16, 8), 16_384, 380, 38),
+    ):
         assert tp * cp * pp * dp == gpus and abs(100 * tflops / 989.5 - percent) < 0.6
     assert [round(100 * tflops / 989.5, 1) for tflops in (430, 400, 380)] == [43.5, 40.4, 38.4]
     # MegaScale table 2: 6·N and half the square of scores; a triangle is that and half its diagonal.
     config = GPTConfig(vocab_size=64_000, d_model=12_288, num_layers=96, num_heads=96, activation="gelu")
     per_token = 6 * 175e9 + flops_per_token(config, 2048, causal="triangle") - 6 * matmul_parameters(config)
     assert near(per_token, 1.0645e12, 1e-4)
-    assert round(6144 * 2048 / 6.34 / 1e3) == 1985                              # printed 1,984K
+    assert round(6144 * 2048 / 6.34 / 1e3) == 1985  # printed 1,984K
     assert abs(mfu(6144 * 2048 / 6.34, per_token, 12_288, 312e12) - 0.552) < 0.001
 
 
@@ -202,12 +267,18 @@ def test_case_mixtral_deepseek2():
     mixtral = mixture_parameters(presets["mistral-7b"], 8, 2)
     assert mixtral == (46_702_792_704, 12_879_925_248)
     assert near(mixtral[0], 46.7e9, 0.01) and near(mixtral[1], 12.9e9, 0.01)
-    total, active = mixture_parameters(DEEPSEEK_V2, 160, 6, expert_d_ff=1536, shared_experts=2, dense_layers=1)
+    total, active = mixture_parameters(
+        DEEPSEEK_V2, 160, 6, expert_d_ff=1536, shared_experts=2, dense_layers=1
+    )
     assert total == 235_741_434_880 and near(total, 236e9, 0.01)
     table = DEEPSEEK_V2.vocab_size * DEEPSEEK_V2.d_model
-    assert near(active - table, 21e9, 0.01)       # Mistral counts the token table as active, DeepSeek does not
-    total, active = mixture_parameters(DEEPSEEK_V3, 256, 8, expert_d_ff=2048, shared_experts=1, dense_layers=3)
-    assert near(total, 671e9, 0.01) and near(active - DEEPSEEK_V3.vocab_size * DEEPSEEK_V3.d_model, 37e9, 0.011)
+    assert near(active - table, 21e9, 0.01)  # Mistral counts the token table as active, DeepSeek does not
+    total, active = mixture_parameters(
+        DEEPSEEK_V3, 256, 8, expert_d_ff=2048, shared_experts=1, dense_layers=3
+    )
+    assert near(total, 671e9, 0.01) and near(
+        active - DEEPSEEK_V3.vocab_size * DEEPSEEK_V3.d_model, 37e9, 0.011
+    )
     dense = mixture_parameters(presets["mistral-7b"], 1, 1)
     assert dense[0] == dense[1] == parameters(presets["mistral-7b"]) + 32 * 4096  # one expert and its router
     with pytest.raises(ValueError, match="top_k 9 of 8 experts; use 1 to 8"):
@@ -215,6 +286,7 @@ def test_case_mixtral_deepseek2():
 
 
 # ---- model states and checkpoints ----------------------------------------------------------------------------------
+
 
 def one_step(config):
     """A bfloat16 model with float32 masters after one step of AdamW, its gradients still there."""
@@ -228,12 +300,15 @@ def one_step(config):
 
 
 def test_model_states_16phi():
-    assert model_state_bytes(1_500_000_000) == 24e9                                            # ZeRO: GPT-2 in 16 bytes
-    assert model_state_bytes(1, gradient=2 + 4) == 20                                           # ZeRO-Infinity
+    assert model_state_bytes(1_500_000_000) == 24e9  # ZeRO: GPT-2 in 16 bytes
+    assert model_state_bytes(1, gradient=2 + 4) == 20  # ZeRO-Infinity
     for config in (presets["tiny"], replace(presets["tiny"], tied=True, num_layers=3)):
         model, optimizer, ledger = one_step(config)
-        held = [*model.parameters(), *(p.grad for p in model.parameters()),
-                *(x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor))]
+        held = [
+            *model.parameters(),
+            *(p.grad for p in model.parameters()),
+            *(x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)),
+        ]
         assert sum(x.nbytes for x in held) == model_state_bytes(parameters(config)) == 16 * parameters(config)
         kinds = ledger.live_by_kind
         for kind, size in (("parameters", 2), ("gradients", 2), ("optimizer state", 12)):
@@ -242,7 +317,12 @@ def test_model_states_16phi():
 
 def test_zero_figure_1():
     """7.5B parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB."""
-    assert [round(zero_bytes(7_500_000_000, 64, stage) / 1e9, 1) for stage in range(4)] == [120.0, 31.4, 16.6, 1.9]
+    assert [round(zero_bytes(7_500_000_000, 64, stage) / 1e9, 1) for stage in range(4)] == [
+        120.0,
+        31.4,
+        16.6,
+        1.9,
+    ]
     with pytest.raises(ValueError, match="stage = 4; ZeRO has stages 1, 2 and 3"):
         zero_bytes(1, 2, 4)
 
@@ -256,13 +336,15 @@ def test_ckpt_size_980gb():
         config = replace(presets["tiny"], num_layers=layers)
         model, optimizer, _ = one_step(config)
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file := io.BytesIO())
-        headers.append((file.tell() - checkpoint_bytes(parameters(config))) / sum(1 for _ in model.parameters()))
-    assert all(0 < header < 2000 for header in headers)           # bytes per parameter tensor, however large it is
+        headers.append(
+            (file.tell() - checkpoint_bytes(parameters(config))) / sum(1 for _ in model.parameters())
+        )
+    assert all(0 < header < 2000 for header in headers)  # bytes per parameter tensor, however large it is
 
 
 def test_training_data_volume():
     """15T tokens in 2 bytes are 30 TB, not the 300 sometimes quoted; Llama 3's vocabulary does not fit 2 bytes."""
-    assert text_bytes(15e12, 2) == 30e12 and text_bytes(1e12, 2) == 2e12                   # the second is WanJuan-CC
+    assert text_bytes(15e12, 2) == 30e12 and text_bytes(1e12, 2) == 2e12  # the second is WanJuan-CC
     assert [token_bytes(vocab) for vocab in (256, 257, 32_000, 65_536, 65_537, 128_256)] == [1, 2, 2, 2, 3, 3]
     assert [text_bytes(15e12, size) for size in (token_bytes(128_256), 4)] == [45e12, 60e12]
     for vocab, dtype in ((256, torch.uint8), (65_536, torch.uint16)):
@@ -271,6 +353,7 @@ def test_training_data_volume():
 
 
 # ---- activations ---------------------------------------------------------------------------------------------------
+
 
 def saved_by_a_layer(length, batch, width, heads, device):
     config = GPTConfig(d_model=width, num_heads=heads, **PAPER_LAYER)
@@ -283,20 +366,28 @@ def saved_by_a_layer(length, batch, width, heads, device):
     return saved
 
 
-@pytest.mark.parametrize("s,b,h,a,device", [
-    (32, 2, 64, 4, "cpu"), (48, 1, 32, 2, "cpu"), (2048, 1, 12_288, 96, "meta")])
+@pytest.mark.parametrize(
+    "s,b,h,a,device", [(32, 2, 64, 4, "cpu"), (48, 1, 32, 2, "cpu"), (2048, 1, 12_288, 96, "meta")]
+)
 def test_activations_memory(s, b, h, a, device):
     """Korthikanti's sbh(34 + 5as/h), tensor by tensor, on a real layer in fp16 and on GPT-3's without data."""
     saved = saved_by_a_layer(s, b, h, a, device)
-    statistics = [item for item in saved.saved if item.shape == (b, s, 1)]       # mean and deviation of two norms
+    statistics = [item for item in saved.saved if item.shape == (b, s, 1)]  # mean and deviation of two norms
     kept = [item for item in saved.saved if item not in statistics]
     assert len(statistics) == 4
-    assert sum(item.bytes for item in kept) == 34 * s * b * h + 5 * a * s * s * b == activation_bytes(s, b, h, a)
+    assert (
+        sum(item.bytes for item in kept) == 34 * s * b * h + 5 * a * s * s * b == activation_bytes(s, b, h, a)
+    )
     assert saved.bytes == activation_bytes(s, b, h, a) + 4 * s * b * statistics[0].dtype.itemsize
     for place in {term.place for term in activation_terms()}:
         measured = sorted(item.bytes for item in kept if item.place == place)
-        assert measured == sorted(term.bytes(s, b, h, a) for term in activation_terms() if term.place == place), place
-    assert (sum(term.sbh for term in activation_terms()), sum(term.ass for term in activation_terms())) == (34, 5)
+        assert measured == sorted(
+            term.bytes(s, b, h, a) for term in activation_terms() if term.place == place
+        ), place
+    assert (sum(term.sbh for term in activation_terms()), sum(term.ass for term in activation_terms())) == (
+        34,
+        5,
+    )
 
 
 def test_activation_table_2():
@@ -304,10 +395,14 @@ def test_activation_table_2():
     gpt3 = partial(activation_bytes, 2048, 1, 12_288, 96)
     sbh = 2048 * 12_288
     eight = dict(tensor_parallel=8)
-    assert [gpt3() / sbh, gpt3(**eight) / sbh, gpt3(**eight, sequence_parallel=True) / sbh,
-            gpt3(**eight, recompute="selective") / sbh,
-            gpt3(**eight, sequence_parallel=True, recompute="selective") / sbh, gpt3(recompute="full") / sbh,
-            ] == [114, 23, 14.25, 13, 4.25, 2]
+    assert [
+        gpt3() / sbh,
+        gpt3(**eight) / sbh,
+        gpt3(**eight, sequence_parallel=True) / sbh,
+        gpt3(**eight, recompute="selective") / sbh,
+        gpt3(**eight, sequence_parallel=True, recompute="selective") / sbh,
+        gpt3(recompute="full") / sbh,
+    ] == [114, 23, 14.25, 13, 4.25, 2]
     least = gpt3(**eight, sequence_parallel=True, recompute="selective")
     assert round(96 * gpt3() / 1e9) == 275 and round(96 * least / 1e9, 1) == 10.3
     with pytest.raises(ValueError, match="recompute = 'some'; use 'none', 'selective' or 'full'"):
@@ -332,14 +427,20 @@ def test_no_tp_memory():
             latents = checkpoint(lambda x: layer.compress(norm(x)), x, use_reentrant=False)
             out = checkpoint(layer.attend, *latents, positions, use_reentrant=False)
             layer.out(out.transpose(1, 2).flatten(-2))
-        kept, kept_little = (latent_attention_bytes_per_token(config, recompute=again) for again in (False, True))
-        angles, scales = 2 * 2 * config.rope_head_dim, 3 * 4                 # of two rotations, of three norms
-        assert everything.bytes / length == kept + angles + scales and near(everything.bytes / length, kept, 0.01)
+        kept, kept_little = (
+            latent_attention_bytes_per_token(config, recompute=again) for again in (False, True)
+        )
+        angles, scales = 2 * 2 * config.rope_head_dim, 3 * 4  # of two rotations, of three norms
+        assert everything.bytes / length == kept + angles + scales and near(
+            everything.bytes / length, kept, 0.01
+        )
         assert little.bytes / length == kept_little + positions.itemsize
         assert near(little.bytes / length, kept_little, 0.01)
         assert kept_little < 0.3 * kept
     # And nothing changes: the same two ways with numbers.
-    config = replace(DEEPSEEK_V2, d_model=32, num_heads=2, head_dim=8, kv_latent=6, query_latent=10, rope_head_dim=4)
+    config = replace(
+        DEEPSEEK_V2, d_model=32, num_heads=2, head_dim=8, kv_latent=6, query_latent=10, rope_head_dim=4
+    )
     layer = GPT(config, dtype=torch.float64, layers=[1]).layers[0].attention
     x = torch.randn(1, 5, 32, dtype=torch.float64)
     latents = checkpoint(layer.compress, x, use_reentrant=False)
@@ -348,6 +449,7 @@ def test_no_tp_memory():
 
 
 # ---- traffic -------------------------------------------------------------------------------------------------------
+
 
 def test_zero3_instead_of_3d():
     """The batch at which gathered weights and reduced activations cost the same: searched for, and solved for."""
@@ -360,11 +462,11 @@ def test_zero3_instead_of_3d():
             return tensor_parallel_bytes_per_step(tokens, h, L, t)
 
         low, high = 1, 1 << 40
-        while high - low > 1:                                     # the first batch whose TP traffic is no smaller
+        while high - low > 1:  # the first batch whose TP traffic is no smaller
             middle = (low + high) // 2
             low, high = (middle, high) if reduced(middle) < gathered else (low, middle)
         solved = crossover_tokens(P, h, L, t, devices)
         assert low <= solved <= high
         # With P = 12·L·h² it is 4.5·h·t/(t-1) tokens per step: independent of depth.
         assert near(solved, 4.5 * h * t / (t - 1), 0.01)
-    assert round(zero3_bytes_per_step(1e9, 4)) == 4.5e9           # 3 · 2 bytes · 3/4
+    assert round(zero3_bytes_per_step(1e9, 4)) == 4.5e9  # 3 · 2 bytes · 3/4

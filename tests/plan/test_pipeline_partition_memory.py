@@ -1,4 +1,5 @@
 """Planners under a limit of memory: mCAP, AdaPipe, MPress. Peaks against a dry run of the real code, plans against all plans there are."""
+
 import random
 from fractions import Fraction
 from functools import cache
@@ -42,7 +43,15 @@ def measured() -> dict:
         for cut in cuts:
             with Ledger() as ledger:
                 stage = {group.rank(): GPT(TOY, layers=cut[group.rank()])}
-                runner = Runner(stage, one_f_one_b(P, M), group, cross_entropy_sum, NoReducer(), width=TOY.d_model, check=False)
+                runner = Runner(
+                    stage,
+                    one_f_one_b(P, M),
+                    group,
+                    cross_entropy_sum,
+                    NoReducer(),
+                    width=TOY.d_model,
+                    check=False,
+                )
                 tokens = torch.zeros(M, LENGTH, dtype=torch.int64)
                 runner(Batch(tokens, tokens, M * LENGTH))
             peaks.append(ledger.peak_bytes)
@@ -52,8 +61,11 @@ def measured() -> dict:
 
 
 def worst_error(peaks) -> float:
-    return max(abs(peaks.of(stage, layers) / found - 1) for cut, found_all in measured().items()
-               for stage, (layers, found) in enumerate(zip(cut, found_all)))
+    return max(
+        abs(peaks.of(stage, layers) / found - 1)
+        for cut, found_all in measured().items()
+        for stage, (layers, found) in enumerate(zip(cut, found_all))
+    )
 
 
 def test_mcap():
@@ -66,14 +78,18 @@ def test_mcap():
     largest = {cut: max(found) for cut, found in measured().items()}
     assert 2 * largest[chosen] == 2 * min(largest.values()) < max(largest.values())
 
-    one_number_a_layer = fit({cut: measured()[cut] for cut in profiled(6, P)}, [1] * P)      # the control: as if all stages kept as many
+    one_number_a_layer = fit(
+        {cut: measured()[cut] for cut in profiled(6, P)}, [1] * P
+    )  # the control: as if all stages kept as many
     assert worst_error(one_number_a_layer) > 0.05
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_smallest_peak_equals_brute_force(seed):
     draw = random.Random(seed)
-    table = {(stage, a, b): draw.randint(1, 100) for stage in range(4) for a in range(8) for b in range(a + 1, 9)}
+    table = {
+        (stage, a, b): draw.randint(1, 100) for stage in range(4) for a in range(8) for b in range(a + 1, 9)
+    }
 
     def of(stage, layers):
         return table[stage, layers.start, layers.stop]
@@ -89,8 +105,15 @@ def test_smallest_peak_equals_brute_force(seed):
 def small_case(seed: int) -> adapipe.Model:
     """6 layers of 2 units each: (seconds, bytes kept) of what may be recomputed."""
     draw = random.Random(seed)
-    layers = [adapipe.Layer(forward=draw.randint(5, 9), backward=draw.randint(10, 18), fixed=draw.randint(0, 5),
-                            units=tuple(adapipe.Unit(draw.randint(1, 4), draw.randint(2, 9)) for _ in range(2))) for _ in range(6)]
+    layers = [
+        adapipe.Layer(
+            forward=draw.randint(5, 9),
+            backward=draw.randint(10, 18),
+            fixed=draw.randint(0, 5),
+            units=tuple(adapipe.Unit(draw.randint(1, 4), draw.randint(2, 9)) for _ in range(2)),
+        )
+        for _ in range(6)
+    ]
     return adapipe.Model(tuple(layers), boundary=draw.randint(1, 2))
 
 
@@ -99,15 +122,26 @@ def every_plan(model, p, m, cap):
     for cut in cuts_of(len(model.layers), p):
         stages = []
         for stage, layers in enumerate(cut):
-            subsets = product(*(list(product((True, False), repeat=len(model.layers[number].units))) for number in layers))
-            kept = [flags for flags in subsets if adapipe.bytes_of(model, layers, flags, min(p - stage, m)) <= cap]
-            stages.append([adapipe.StagePlan(layers, flags, again(model, layers, flags), 0) for flags in kept])
+            subsets = product(
+                *(list(product((True, False), repeat=len(model.layers[number].units))) for number in layers)
+            )
+            kept = [
+                flags for flags in subsets if adapipe.bytes_of(model, layers, flags, min(p - stage, m)) <= cap
+            ]
+            stages.append(
+                [adapipe.StagePlan(layers, flags, again(model, layers, flags), 0) for flags in kept]
+            )
         for plan in product(*stages):
             yield dapple.latency([adapipe.stage_of(model, stage) for stage in plan], m)
 
 
 def again(model, layers, flags):
-    return sum(unit.time for number, keeps in zip(layers, flags) for unit, keep in zip(model.layers[number].units, keeps) if not keep)
+    return sum(
+        unit.time
+        for number, keeps in zip(layers, flags)
+        for unit, keep in zip(model.layers[number].units, keeps)
+        if not keep
+    )
 
 
 def simulated(model, plan, m):
@@ -123,7 +157,7 @@ def test_adapipe(seed, cap):
     model, m = small_case(seed), 6
     plan = adapipe.plan(model, 3, m, cap)
     assert plan.time == min(every_plan(model, 3, m, cap))
-    assert any(stage.recomputed for stage in plan.stages)                         # the cap binds
+    assert any(stage.recomputed for stage in plan.stages)  # the cap binds
     for stage, found in enumerate(plan.stages):
         assert found.bytes == adapipe.bytes_of(model, found.layers, found.kept, 3 - stage) <= cap
         assert found.recomputed == again(model, found.layers, found.kept)
@@ -131,29 +165,40 @@ def test_adapipe(seed, cap):
 
 
 def test_later_stages_recompute_less():
-    layer = adapipe.Layer(forward=10, backward=20, fixed=2, units=(adapipe.Unit(2, 3), adapipe.Unit(3, 4), adapipe.Unit(5, 5)))
+    layer = adapipe.Layer(
+        forward=10, backward=20, fixed=2, units=(adapipe.Unit(2, 3), adapipe.Unit(3, 4), adapipe.Unit(5, 5))
+    )
     model, m = adapipe.Model((layer,) * 8, boundary=1), 8
     plan = adapipe.plan(model, 4, m, cap=70)
     shares = [Fraction(stage.recomputed, 10 * len(stage.layers)) for stage in plan.stages]
     assert shares[0] > shares[-1] == 0 and shares == sorted(shares, reverse=True)
-    uniform = [dapple.Stage(20, 40 + 20)] * 4                                      # recompute everything everywhere
+    uniform = [dapple.Stage(20, 40 + 20)] * 4  # recompute everything everywhere
     assert plan.time < dapple.latency(uniform, m)
-    assert adapipe.plan(model, 4, m, cap=10 ** 6).time == dapple.latency([dapple.Stage(20, 40)] * 4, m)       # no cap, nothing recomputed
+    assert adapipe.plan(model, 4, m, cap=10**6).time == dapple.latency(
+        [dapple.Stage(20, 40)] * 4, m
+    )  # no cap, nothing recomputed
 
 
 # ---- MPress ----------------------------------------------------------------------------------------------------------
+
 
 def test_mpress():
     """All ways of all tensors on small cases: the plan fits the cap, is the best that fits, and never worse than recomputation alone."""
     chosen, better = set(), 0
     for seed in range(12):
         draw = random.Random(seed)
-        tensors = [mpress.Tensor(rank, draw.randint(2, 8), draw.randint(0, 6), draw.randint(1, 6)) for rank in (0, 0, 0, 1, 1, 2)]
+        tensors = [
+            mpress.Tensor(rank, draw.randint(2, 8), draw.randint(0, 6), draw.randint(1, 6))
+            for rank in (0, 0, 0, 1, 1, 2)
+        ]
         fixed, links = (2, 3, 1), mpress.Links(peer=draw.choice([4, 8]), host=draw.choice([1, 2]))
         cap = draw.randint(9, 12)
         plan = mpress.plan(tensors, fixed, cap, links)
-        times = {ways: max(mpress.extra_times(tensors, ways, 3, links)) for ways in product(mpress.WAYS, repeat=6)
-                 if mpress.fits(tensors, ways, fixed, cap)}
+        times = {
+            ways: max(mpress.extra_times(tensors, ways, 3, links))
+            for ways in product(mpress.WAYS, repeat=6)
+            if mpress.fits(tensors, ways, fixed, cap)
+        }
         assert plan.time == min(times.values()) == times[plan.ways]
         alone = mpress.plan(tensors, fixed, cap, links, ways=("keep", "recompute"))
         assert mpress.fits(tensors, alone.ways, fixed, cap) and plan.time <= alone.time
@@ -165,24 +210,50 @@ def test_mpress():
 def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
     """1F1B on 4 ranks, 2 tensors of 4 bytes a microbatch, a cap of 20: ranks 0 and 1 hold 32 and 24, ranks 2 and 3 16 and 8."""
     tensors = mpress.tensors_at_peak(one_f_one_b(4, 8), Costs(F=2, B=4), layers=[4, 4], recompute=[1, 1])
-    assert [sum(tensor.bytes for tensor in tensors if tensor.rank == rank) for rank in range(4)] == [32, 24, 16, 8]
+    assert [sum(tensor.bytes for tensor in tensors if tensor.rank == rank) for rank in range(4)] == [
+        32,
+        24,
+        16,
+        8,
+    ]
     assert [tensor.idle for tensor in tensors if tensor.rank == 3] == [0, 0]
-    assert min(tensor.idle for tensor in tensors if tensor.rank == 0) > min(tensor.idle for tensor in tensors if tensor.rank == 2)
+    assert min(tensor.idle for tensor in tensors if tensor.rank == 0) > min(
+        tensor.idle for tensor in tensors if tensor.rank == 2
+    )
     links = mpress.Links(peer=2, host=Fraction(1, 16))
-    plan, alone = (mpress.plan(tensors, (0,) * 4, 20, links, ways) for ways in (mpress.WAYS, ("keep", "recompute")))
-    assert plan.time == 0 and alone.time == 3 and "peer" in plan.ways and mpress.fits(tensors, plan.ways, (0,) * 4, 20)
-    nothing_free = mpress.plan(tensors, (0, 0, 4, 12), 20, links)             # less room elsewhere
+    plan, alone = (
+        mpress.plan(tensors, (0,) * 4, 20, links, ways) for ways in (mpress.WAYS, ("keep", "recompute"))
+    )
+    assert (
+        plan.time == 0
+        and alone.time == 3
+        and "peer" in plan.ways
+        and mpress.fits(tensors, plan.ways, (0,) * 4, 20)
+    )
+    nothing_free = mpress.plan(tensors, (0, 0, 4, 12), 20, links)  # less room elsewhere
     assert 0 < nothing_free.time <= alone.time
 
 
-@pytest.mark.parametrize("words, call", [
-    ("at least 2·stages - 1 layers", lambda: profiled(4, 3)), ("2 stages or more", lambda: profiled(4, 1)),
-    ("one number a stage", lambda: fit({(range(2), range(2, 4)): [1]}, [2, 1])),
-    ("use 1 to 6 stages", lambda: adapipe.plan(small_case(0), 7, 2, 100)),
-    ("no cut into 3 stages fits 5 bytes", lambda: adapipe.plan(small_case(0), 3, 2, 5)),
-    ("use a larger cap", lambda: mpress.plan([mpress.Tensor(0, 5, 1, None)], [0], 4, mpress.Links(1, 1), ["keep", "recompute"])),
-    ("'drop' is no way", lambda: mpress.plan([mpress.Tensor(0, 5, 1, None)], [0], 4, mpress.Links(1, 1), ["drop"])),
-])
+@pytest.mark.parametrize(
+    "words, call",
+    [
+        ("at least 2·stages - 1 layers", lambda: profiled(4, 3)),
+        ("2 stages or more", lambda: profiled(4, 1)),
+        ("one number a stage", lambda: fit({(range(2), range(2, 4)): [1]}, [2, 1])),
+        ("use 1 to 6 stages", lambda: adapipe.plan(small_case(0), 7, 2, 100)),
+        ("no cut into 3 stages fits 5 bytes", lambda: adapipe.plan(small_case(0), 3, 2, 5)),
+        (
+            "use a larger cap",
+            lambda: mpress.plan(
+                [mpress.Tensor(0, 5, 1, None)], [0], 4, mpress.Links(1, 1), ["keep", "recompute"]
+            ),
+        ),
+        (
+            "'drop' is no way",
+            lambda: mpress.plan([mpress.Tensor(0, 5, 1, None)], [0], 4, mpress.Links(1, 1), ["drop"]),
+        ),
+    ],
+)
 def test_what_is_refused(words, call):
     with pytest.raises(ValueError) as error:
         call()

@@ -1,4 +1,5 @@
 """Cuts of other shapes: DynaPipe's microbatches of unequal size and GraphPipe's graphs of stages, against every other choice there is."""
+
 import random
 from fractions import Fraction
 from itertools import product
@@ -30,10 +31,11 @@ def groupings(things: list):
     for groups in groupings(rest):
         yield [[first], *groups]
         for i in range(len(groups)):
-            yield [*groups[:i], [first, *groups[i]], *groups[i + 1:]]
+            yield [*groups[:i], [first, *groups[i]], *groups[i + 1 :]]
 
 
 # ---- DynaPipe: microbatches ------------------------------------------------------------------------------------------
+
 
 def time(rows: int, length: int) -> int:
     """Products with the weights, attention, and what a launch costs."""
@@ -50,19 +52,37 @@ def test_dynapipe():
     and a plan, run on two ranks, has the loss and the gradients of one process."""
     for seed in range(3):
         draw = random.Random(seed)
-        lengths, stages, cap = [draw.randint(1, 20) for _ in range(8)], draw.choice([2, 4]), draw.choice([None, 40])
+        lengths, stages, cap = (
+            [draw.randint(1, 20) for _ in range(8)],
+            draw.choice([2, 4]),
+            draw.choice([None, 40]),
+        )
         found = dynapipe.microbatches(lengths, time, stages, cap)
-        allowed = [groups for groups in groupings(list(range(8))) if cap is None or
-                   all(len(group) * max(lengths[sample] for sample in group) <= cap for group in groups)]
+        allowed = [
+            groups
+            for groups in groupings(list(range(8)))
+            if cap is None
+            or all(len(group) * max(lengths[sample] for sample in group) <= cap for group in groups)
+        ]
         assert sorted(sample for group in found.groups for sample in group) == list(range(8))
-        assert found.time == step(found.groups, lengths, stages) == min(step(groups, lengths, stages) for groups in allowed)
+        assert (
+            found.time
+            == step(found.groups, lengths, stages)
+            == min(step(groups, lengths, stages) for groups in allowed)
+        )
 
         lengths = [draw.randint(1, 30) for _ in range(10)]
-        found, order = dynapipe.microbatches(lengths, time, stages), sorted(range(10), key=lambda sample: lengths[sample])
-        runs = [[order[a:b] for a, b in zip((0, *ends), (*ends, 10))] for bits in product((0, 1), repeat=9)
-                for ends in [[i + 1 for i, bit in enumerate(bits) if bit]]]
+        found, order = (
+            dynapipe.microbatches(lengths, time, stages),
+            sorted(range(10), key=lambda sample: lengths[sample]),
+        )
+        runs = [
+            [order[a:b] for a, b in zip((0, *ends), (*ends, 10))]
+            for bits in product((0, 1), repeat=9)
+            for ends in [[i + 1 for i, bit in enumerate(bits) if bit]]
+        ]
         assert found.time == min(step(groups, lengths, stages) for groups in runs)
-        rows = -(-10 // len(found.groups))                                    # as many microbatches of a fixed size
+        rows = -(-10 // len(found.groups))  # as many microbatches of a fixed size
         assert rows > 1
         assert dynapipe.padding(lengths, found.groups) < dynapipe.padding(lengths, dynapipe.fixed(10, rows))
 
@@ -75,21 +95,28 @@ def test_dynapipe():
         same_order(programs)
         same_order(lower(schedule))
         for rank, program in enumerate(programs):
-            assert [entry for entry in program if not isinstance(entry, (Send, Receive))] == list(schedule.ranks[rank])
+            assert [entry for entry in program if not isinstance(entry, (Send, Receive))] == list(
+                schedule.ranks[rank]
+            )
 
     plan = dynapipe.microbatches(LENGTHS, time, 2, cap_tokens=16)
     model, (tokens, targets) = GPT(small(), seed=3, dtype=torch.float64), padded()
     loss = cross_entropy_sum(model(tokens), targets) / sum(LENGTHS)
     loss.backward()
     grads = {name: param.grad for name, param in model.named_parameters()}
-    assert len({(len(group), max(LENGTHS[sample] for sample in group)) for group in plan.groups}) > 2      # unequal microbatches
+    assert (
+        len({(len(group), max(LENGTHS[sample] for sample in group)) for group in plan.groups}) > 2
+    )  # unequal microbatches
     ranks = launch.run(planned_step, plan.groups, ranks=2)
     assert abs(sum(part for part, _ in ranks) - loss.item()) < TOLERANCE
     found = {}
-    for _, part in ranks:                                                   # a tied table stands on both
+    for _, part in ranks:  # a tied table stands on both
         for name, grad in part.items():
             found[name] = found.get(name, 0) + grad
-    assert found.keys() == grads.keys() and max((found[name] - grads[name]).abs().max() for name in grads) < TOLERANCE
+    assert (
+        found.keys() == grads.keys()
+        and max((found[name] - grads[name]).abs().max() for name in grads) < TOLERANCE
+    )
 
 
 LENGTHS = [8, 3, 5, 2, 7, 2, 8, 4]
@@ -97,7 +124,12 @@ LENGTHS = [8, 3, 5, 2, 7, 2, 8, 4]
 
 def padded():
     tokens = torch.randint(29, (len(LENGTHS), 8), generator=torch.Generator().manual_seed(1))
-    return tokens, torch.stack([torch.where(torch.arange(8) < length, row, MASKED) for length, row in zip(LENGTHS, tokens.roll(-1, 1))])
+    return tokens, torch.stack(
+        [
+            torch.where(torch.arange(8) < length, row, MASKED)
+            for length, row in zip(LENGTHS, tokens.roll(-1, 1))
+        ]
+    )
 
 
 def planned_step(groups):
@@ -106,9 +138,18 @@ def planned_step(groups):
     times = [[(time(len(rows), max(LENGTHS[sample] for sample in rows)),) * 2 for rows in groups]] * 2
     schedule = dynapipe.adaptive(times, [len(rows) for rows in groups], cap=sum(map(len, groups)))
     stages = Stages(small(), {group.rank(): even(2, 2)[group.rank()]}, seed=3, dtype=torch.float64)
-    run = Runner(dict(stages.items()), schedule, group, cross_entropy_sum, NoReducer(), width=small().d_model,
-                 cut=dynapipe.samples(groups, LENGTHS))
-    run.program = dynapipe.planned(schedule, Measured({action: times[0][action.microbatch][0] for action in schedule.place}))[group.rank()]
+    run = Runner(
+        dict(stages.items()),
+        schedule,
+        group,
+        cross_entropy_sum,
+        NoReducer(),
+        width=small().d_model,
+        cut=dynapipe.samples(groups, LENGTHS),
+    )
+    run.program = dynapipe.planned(
+        schedule, Measured({action: times[0][action.microbatch][0] for action in schedule.place})
+    )[group.rank()]
     loss = run(Batch(*padded(), torch.tensor(sum(LENGTHS))))
     return loss.item(), {name: param.grad for name, param in stages.global_parameters().items()}
 
@@ -118,8 +159,12 @@ def random_schedule(draw, p, m) -> Schedule:
     lists, done = [[] for _ in range(p)], set()
     while len(done) < 2 * p * m:
         could = [F(stage, i) for stage in range(p) for i in range(m) if stage == 0 or F(stage - 1, i) in done]
-        could += [B(stage, i) for stage in range(p) for i in range(m)
-                  if F(stage, i) in done and (stage == p - 1 or B(stage + 1, i) in done)]
+        could += [
+            B(stage, i)
+            for stage in range(p)
+            for i in range(m)
+            if F(stage, i) in done and (stage == p - 1 or B(stage + 1, i) in done)
+        ]
         action = draw.choice([action for action in could if action not in done])
         done.add(action)
         lists[action.stage].append(action)
@@ -130,13 +175,17 @@ def same_order(programs):
     """What a rank sends to another and what that one receives from it."""
     for source, program in enumerate(programs):
         for to in range(len(programs)):
-            assert [step.what for step in program if isinstance(step, Send) and step.to == to] == \
-                [step.what for step in programs[to] if isinstance(step, Receive) and step.source == source]
+            assert [step.what for step in program if isinstance(step, Send) and step.to == to] == [
+                step.what for step in programs[to] if isinstance(step, Receive) and step.source == source
+            ]
 
 
 def test_an_order_that_gets_stuck_is_refused():
-    with pytest.raises(ValueError, match=r"stuck: rank 0 at Send\(F0.1\) with rank 1, rank 1 at Send\(B1.0\) with rank 0; post"):
-        dynapipe.rendezvous(dynapipe.naive(one_f_one_b(2, 2)))                 # receive, compute, send: 1F1B stands still
+    with pytest.raises(
+        ValueError,
+        match=r"stuck: rank 0 at Send\(F0.1\) with rank 1, rank 1 at Send\(B1.0\) with rank 0; post",
+    ):
+        dynapipe.rendezvous(dynapipe.naive(one_f_one_b(2, 2)))  # receive, compute, send: 1F1B stands still
     for p, m in [(3, 3), (4, 8)]:
         with pytest.raises(ValueError, match="stuck: rank 0 at Send"):
             dynapipe.rendezvous(dynapipe.naive(one_f_one_b(p, m)))
@@ -147,10 +196,15 @@ def test_an_order_that_gets_stuck_is_refused():
     with pytest.raises(ValueError, match="rank 0 sends F0.0 where rank 1 receives F0.1"):
         dynapipe.rendezvous(programs)
     with pytest.raises(ValueError, match="is stuck"):
-        check(Schedule("planted", ((F(0, 0), B(0, 0), F(0, 1), B(0, 1)), (F(1, 1), B(1, 1), F(1, 0), B(1, 0))), 2, 2))
+        check(
+            Schedule(
+                "planted", ((F(0, 0), B(0, 0), F(0, 1), B(0, 1)), (F(1, 1), B(1, 1), F(1, 0), B(1, 0))), 2, 2
+            )
+        )
 
 
 # ---- DynaPipe: the adaptive schedule ---------------------------------------------------------------------------------
+
 
 def uneven(draw, p, m):
     sizes = [draw.randint(1, 4) for _ in range(m)]
@@ -175,15 +229,26 @@ def test_adaptive_schedule_stays_under_its_cap():
         for cap in (4, 8, 16):
             schedule = dynapipe.adaptive(times, sizes, cap)
             assert max(most_held(schedule, sizes, rank) for rank in range(p)) <= cap
-            measured = Measured({action: times[action.stage][action.microbatch][action.kind == "B"] for action in schedule.place})
+            measured = Measured(
+                {
+                    action: times[action.stage][action.microbatch][action.kind == "B"]
+                    for action in schedule.place
+                }
+            )
             steps.append(simulate(schedule, measured).makespan)
             dynapipe.rendezvous(dynapipe.planned(schedule, measured))
         plain = one_f_one_b(p, m)
-        measured = Measured({action: times[action.stage][action.microbatch][action.kind == "B"] for action in plain.place})
+        measured = Measured(
+            {action: times[action.stage][action.microbatch][action.kind == "B"] for action in plain.place}
+        )
         shorter += steps[-1] <= simulate(plain, measured).makespan
-    assert shorter >= 15                                                       # with room, unequal microbatches wait less than in 1F1B
+    assert shorter >= 15  # with room, unequal microbatches wait less than in 1F1B
     equal = dynapipe.adaptive([[(1, 2)] * 8] * 4, [1] * 8, cap=4)
-    assert simulate(equal, Costs(F=1, B=2)).makespan == simulate(one_f_one_b(4, 8), Costs(F=1, B=2)).makespan == 33
+    assert (
+        simulate(equal, Costs(F=1, B=2)).makespan
+        == simulate(one_f_one_b(4, 8), Costs(F=1, B=2)).makespan
+        == 33
+    )
 
 
 def test_adaptive_schedule_equals_one_process():
@@ -198,27 +263,34 @@ def test_padding_less_changes_no_gradient():
     """The gradients of planned microbatches, each padded to its own longest sample, are those of one batch padded to the longest of all."""
     lengths, model = [8, 3, 5, 2, 7, 2], GPT(small(), seed=3, dtype=torch.float64)
     tokens = torch.randint(29, (6, 8), generator=torch.Generator().manual_seed(1))
-    targets = torch.stack([torch.where(torch.arange(8) < length, row, MASKED) for length, row in zip(lengths, tokens.roll(-1, 1))])
+    targets = torch.stack(
+        [
+            torch.where(torch.arange(8) < length, row, MASKED)
+            for length, row in zip(lengths, tokens.roll(-1, 1))
+        ]
+    )
 
     def gradients(groups):
         model.zero_grad()
         for group in groups:
             longest = max(lengths[sample] for sample in group)
             rows = list(group)
-            (cross_entropy_sum(model(tokens[rows, :longest]), targets[rows, :longest]) / sum(lengths)).backward()
+            (
+                cross_entropy_sum(model(tokens[rows, :longest]), targets[rows, :longest]) / sum(lengths)
+            ).backward()
         return torch.cat([param.grad.flatten() for param in model.parameters()])
 
     planned = dynapipe.microbatches(lengths, time, stages=2).groups
     assert len(planned) > 1
     whole = gradients([range(6)])
     assert (gradients(planned) - whole).abs().max() < TOLERANCE
-    assert (gradients(planned[1:]) - whole).abs().max() > 1e-6                 # the control: a microbatch is lost
+    assert (gradients(planned[1:]) - whole).abs().max() > 1e-6  # the control: a microbatch is lost
 
 
 # ---- GraphPipe -------------------------------------------------------------------------------------------------------
 
-DIAMOND = ((0, 1), (0, 2), (1, 3), (2, 3))              # a stage, two branches, and where they meet
-MEETING = ((0, 1), (1, 3), (2, 3))                      # branches of 2 stages and of 1, and where they meet
+DIAMOND = ((0, 1), (0, 2), (1, 3), (2, 3))  # a stage, two branches, and where they meet
+MEETING = ((0, 1), (1, 3), (2, 3))  # branches of 2 stages and of 1, and where they meet
 CHAIN = ((0, 1), (1, 2), (2, 3))
 
 
@@ -274,7 +346,11 @@ def random_model(draw, names):
         return [op() for _ in range(draw.randint(1, 2))]
 
     inner = [branch(), [op(), Parallel((branch(), branch()))] if draw.random() < 0.3 else branch()]
-    series = [op() for _ in range(draw.randint(0, 1))] + [Parallel(tuple(inner))] + [op() for _ in range(draw.randint(0, 2))]
+    series = (
+        [op() for _ in range(draw.randint(0, 1))]
+        + [Parallel(tuple(inner))]
+        + [op() for _ in range(draw.randint(0, 2))]
+    )
     return series
 
 
@@ -288,7 +364,9 @@ def test_graphpipe_planner_equals_all_partitions(seed):
         if len(stages) <= devices and all(frozenset(stage) in may_be for stage in stages):
             where = {name: i for i, stage in enumerate(stages) for name in stage}
             edges = tuple({(where[a], where[b]) for a, b in between if where[a] != where[b]})
-            here = (m + graphpipe.depth(len(stages), edges) - 1) * max(sum(times[name] for name in stage) for stage in stages)
+            here = (m + graphpipe.depth(len(stages), edges) - 1) * max(
+                sum(times[name] for name in stage) for stage in stages
+            )
             best = here if best is None else min(best, here)
     plan = graphpipe.plan(model, devices, m)
     assert plan.time == best and sorted(name for stage in plan.stages for name in stage) == sorted(times)
@@ -297,19 +375,28 @@ def test_graphpipe_planner_equals_all_partitions(seed):
     assert {(where[a], where[b]) for a, b in between if where[a] != where[b]} == set(plan.edges)
     schedule = check(graphpipe.one_f_one_b(len(plan.stages), plan.edges, m))
     stage_times = {i: sum(times[name] for name in stage) for i, stage in enumerate(plan.stages)}
-    assert simulate(schedule, Costs(F=Fraction(1, 3), B=Fraction(2, 3), stage=stage_times)).makespan <= plan.time
+    assert (
+        simulate(schedule, Costs(F=Fraction(1, 3), B=Fraction(2, 3), stage=stage_times)).makespan <= plan.time
+    )
 
 
-@pytest.mark.parametrize("words, call", [
-    ("must fit alone", lambda: dynapipe.microbatches([3, 9], time, 2, 8)),
-    ("needs 1 token or more", lambda: dynapipe.microbatches([0], time, 2)),
-    ("has 2 microbatches and the batch 3 rows, the plan 1 and 2", lambda: dynapipe.samples([[0, 1]], [1, 2])(
-        Batch(torch.zeros(3, 4), torch.zeros(3, 4), torch.tensor(1)), one_f_one_b(2, 2))),
-    ("does not fit the cap 2", lambda: dynapipe.adaptive([[(1, 2)]], [3], 2)),
-    ("a branch is empty", lambda: graphpipe.plan([Parallel(([Op("a", 1)], []))], 2, 2)),
-    ("go round in a circle", lambda: graphpipe.one_f_one_b(2, ((0, 1), (1, 0)), 2)),
-    ("devices=0", lambda: graphpipe.plan([Op("a", 1)], 0, 2)),
-])
+@pytest.mark.parametrize(
+    "words, call",
+    [
+        ("must fit alone", lambda: dynapipe.microbatches([3, 9], time, 2, 8)),
+        ("needs 1 token or more", lambda: dynapipe.microbatches([0], time, 2)),
+        (
+            "has 2 microbatches and the batch 3 rows, the plan 1 and 2",
+            lambda: dynapipe.samples([[0, 1]], [1, 2])(
+                Batch(torch.zeros(3, 4), torch.zeros(3, 4), torch.tensor(1)), one_f_one_b(2, 2)
+            ),
+        ),
+        ("does not fit the cap 2", lambda: dynapipe.adaptive([[(1, 2)]], [3], 2)),
+        ("a branch is empty", lambda: graphpipe.plan([Parallel(([Op("a", 1)], []))], 2, 2)),
+        ("go round in a circle", lambda: graphpipe.one_f_one_b(2, ((0, 1), (1, 0)), 2)),
+        ("devices=0", lambda: graphpipe.plan([Op("a", 1)], 0, 2)),
+    ],
+)
 def test_what_is_refused(words, call):
     with pytest.raises(ValueError) as error:
         call()

@@ -1,4 +1,5 @@
 """Searched schedules: the shortest against all there are, optimality of 1F1B and of zero bubble, patterns with the period of the busiest rank."""
+
 from fractions import Fraction
 from itertools import permutations, product
 
@@ -22,16 +23,21 @@ def longest_span(schedule: Schedule, costs: Costs) -> int:
 
 # ---- the shortest --------------------------------------------------------------------------------------------------------
 
+
 def all_there_are(place, m, split):
     """Every schedule, by trying all orders in which a microbatch's own actions come one after the other."""
     ranks = []
     for rank in range(1 + max(place)):
         own = [s for s, at in enumerate(place) if at == rank]
-        way = [F(s, 0) for s in own] + [(I if split else B)(s, 0) for s in reversed(own)] + ([W(s, 0) for s in own] if split else [])
+        way = (
+            [F(s, 0) for s in own]
+            + [(I if split else B)(s, 0) for s in reversed(own)]
+            + ([W(s, 0) for s in own] if split else [])
+        )
         ranks.append([])
         for turns in sorted(set(permutations([i for i in range(m) for _ in way]))):
             if rank == 0 and list(dict.fromkeys(turns)) != list(range(m)):
-                continue                                    # the same with other names for the microbatches
+                continue  # the same with other names for the microbatches
             left = [iter(way) for _ in range(m)]
             ranks[-1].append(tuple(next(left[i])._replace(microbatch=i) for i in turns))
     for lists in product(*ranks):
@@ -41,15 +47,27 @@ def all_there_are(place, m, split):
             pass
 
 
-@pytest.mark.parametrize("place, m, split, limit, costs", [
-    ([0, 1], 2, False, 2, WHOLE), ([0, 1], 2, False, 1, Costs(F=2, B=1)), ([0, 1], 2, True, 2, Costs(F=1, I=2, W=1)), ([0, 1], 2, True, 1, Costs()),
-    ([0, 1], 3, False, 2, Costs(F=1, B=1, stage={1: 2})), ([0, 1, 0], 2, False, 4, Costs(F=Fraction(1, 2), B=1)), ([0, 1, 0], 2, False, 2, WHOLE)])
+@pytest.mark.parametrize(
+    "place, m, split, limit, costs",
+    [
+        ([0, 1], 2, False, 2, WHOLE),
+        ([0, 1], 2, False, 1, Costs(F=2, B=1)),
+        ([0, 1], 2, True, 2, Costs(F=1, I=2, W=1)),
+        ([0, 1], 2, True, 1, Costs()),
+        ([0, 1], 3, False, 2, Costs(F=1, B=1, stage={1: 2})),
+        ([0, 1, 0], 2, False, 4, Costs(F=Fraction(1, 2), B=1)),
+        ([0, 1, 0], 2, False, 2, WHOLE),
+    ],
+)
 def test_the_shortest_of_all(place, m, split, limit, costs):
     every = [schedule for schedule in all_there_are(place, m, split) if max(peaks(schedule)) <= limit]
-    for span, measure in (False, lambda schedule: simulate(schedule, costs).makespan), (True, lambda schedule: longest_span(schedule, costs)):
+    for span, measure in (
+        (False, lambda schedule: simulate(schedule, costs).makespan),
+        (True, lambda schedule: longest_span(schedule, costs)),
+    ):
         found = shortest(place, m, costs, limit, split=split, span=span)
         assert max(peaks(found.schedule)) <= limit
-        if span:                                    # a rank may begin later than it could, which lists alone do not say
+        if span:  # a rank may begin later than it could, which lists alone do not say
             assert found.time <= min(map(measure, every))
         else:
             assert found.time == measure(found.schedule) == min(map(measure, every))
@@ -59,7 +77,12 @@ def test_one_f_one_b_is_optimal():
     """With its memory and with any; and a rank with room for one microbatch fewer takes longer."""
     for p, m in [(2, 2), (2, 4), (3, 2), (3, 3), (3, 4)]:
         found = shortest(range(p), m, WHOLE, [p - s for s in range(p)])
-        assert found.time == simulate(found.schedule, WHOLE).makespan == simulate(one_f_one_b(p, m), WHOLE).makespan == 3 * (m + p - 1)
+        assert (
+            found.time
+            == simulate(found.schedule, WHOLE).makespan
+            == simulate(one_f_one_b(p, m), WHOLE).makespan
+            == 3 * (m + p - 1)
+        )
         assert found.schedule.ranks == one_f_one_b(p, m).ranks
         assert shortest(range(p), m, WHOLE).time == 3 * (m + p - 1)
     assert shortest(range(2), 4, WHOLE, 1).time == 24 > 15
@@ -71,15 +94,22 @@ def test_one_f_one_b_is_optimal():
 def test_zero_bubble_needs_2p_minus_1():
     """With F = I = W = 1 a rank idles (p-1)(F+I-W) = p-1 with the memory of 1F1B, not at all with 2p-1, and a little with one less."""
     for p, m in [(2, 3), (2, 4), (3, 5)]:
-        idle = {limit: shortest(range(p), m, Costs(), limit, split=True, span=True) for limit in (p, 2 * p - 2, 2 * p - 1)}
+        idle = {
+            limit: shortest(range(p), m, Costs(), limit, split=True, span=True)
+            for limit in (p, 2 * p - 2, 2 * p - 1)
+        }
         assert idle[p].time - 3 * m == p - 1
         assert idle[2 * p - 2].time - 3 * m == 1
         assert idle[2 * p - 1].time - 3 * m == 0
-        assert longest_span(idle[2 * p - 1].schedule, Costs()) >= 3 * m and max(peaks(idle[2 * p - 1].schedule)) == 2 * p - 1
+        assert (
+            longest_span(idle[2 * p - 1].schedule, Costs()) >= 3 * m
+            and max(peaks(idle[2 * p - 1].schedule)) == 2 * p - 1
+        )
     assert shortest(range(3), 4, Costs(), 3, split=True).time < shortest(range(3), 4, Costs(F=1, B=2), 3).time
 
 
 # ---- Tessel --------------------------------------------------------------------------------------------------------------
+
 
 def test_tessel():
     """The period is the work of the busiest rank; a line gives 1F1B; a V repeats without waiting; m more microbatches take m periods more."""
@@ -111,12 +141,22 @@ def test_patterns_keep_to_the_limit():
 
 
 def test_refusals():
-    for call, message in [(lambda: shortest([0, 2], 2), "place=[0, 2]: give the rank of each stage"), (lambda: shortest([], 2), "place=[]"),
-                          (lambda: shortest([0, 1], 0), "m=0; use 1 or more"), (lambda: shortest([0, 1, 0], 2, limit=1), "rank 0 has 2 stages"),
-                          (lambda: shortest([0, 1], 2, limit=[1]), "limit=[1]: 2 ranks"), (lambda: repetend([0, 1], Costs(send=1)), "send=0"),
-                          (lambda: repetend([0, 1], Costs(F=0)), "above 0"), (lambda: repetend([0, 1], Costs(F=0.5)), "whole numbers or Fractions"),
-                          (lambda: shortest([0, 1, 2], 4, Costs(), 2, split=True, span=True, most=100), "more than 100 states for 3 ranks"),
-                          (lambda: repetend([0, 1, 2], WHOLE, 2, most=10), "more than 10 patterns"), (lambda: unroll(repetend([0, 1]), 0), "unroll: m=0")]:
+    for call, message in [
+        (lambda: shortest([0, 2], 2), "place=[0, 2]: give the rank of each stage"),
+        (lambda: shortest([], 2), "place=[]"),
+        (lambda: shortest([0, 1], 0), "m=0; use 1 or more"),
+        (lambda: shortest([0, 1, 0], 2, limit=1), "rank 0 has 2 stages"),
+        (lambda: shortest([0, 1], 2, limit=[1]), "limit=[1]: 2 ranks"),
+        (lambda: repetend([0, 1], Costs(send=1)), "send=0"),
+        (lambda: repetend([0, 1], Costs(F=0)), "above 0"),
+        (lambda: repetend([0, 1], Costs(F=0.5)), "whole numbers or Fractions"),
+        (
+            lambda: shortest([0, 1, 2], 4, Costs(), 2, split=True, span=True, most=100),
+            "more than 100 states for 3 ranks",
+        ),
+        (lambda: repetend([0, 1, 2], WHOLE, 2, most=10), "more than 10 patterns"),
+        (lambda: unroll(repetend([0, 1]), 0), "unroll: m=0"),
+    ]:
         with pytest.raises(ValueError) as refused:
             call()
         assert message in str(refused.value) and "\n" not in str(refused.value)

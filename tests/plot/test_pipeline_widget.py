@@ -1,4 +1,5 @@
 """The widget: whatever is dragged, picture and text follow; what cannot be made says so."""
+
 import pytest
 
 from minitrain.pipeline.simulate import Costs
@@ -13,13 +14,22 @@ def test_picture_and_text_follow_every_control():
     box = explore()
     text, image = box.children[3:]
     assert "1F1B: bubble 27.3%, makespan 66" in text.value and "at most 4 micro" in text.value
-    for name, value in (("p", 2), ("m", 12), ("cost F", 5), ("cost I", 3), ("cost W", 4), ("cost send", 1), ("below", "Chimera"), ("above", "GPipe")):
+    for name, value in (
+        ("p", 2),
+        ("m", 12),
+        ("cost F", 5),
+        ("cost I", 3),
+        ("cost W", 4),
+        ("cost send", 1),
+        ("below", "Chimera"),
+        ("above", "GPipe"),
+    ):
         before = text.value, image.value
         controls(box)[name].value = value
         assert text.value != before[0] and image.value != before[1], name
     before = text.value
     controls(box)["v"].value = 3
-    assert text.value == before                                             # neither of the two has a v
+    assert text.value == before  # neither of the two has a v
 
 
 def test_what_cannot_be_made_says_why():

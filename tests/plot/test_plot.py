@@ -32,7 +32,9 @@ def step(num_layers=12, ranks=(0, 1)):
             events.append(Compute("mm", slow * 2 * 10**11, 10**8, "backward", "bfloat16"))
             if layer % 4 == 3:
                 bucket = layer // 4
-                events.append(Issue(bucket, "all_reduce", "dp", tuple(range(64)), 8 * 10**8, 1, bucket, "x.py:1"))
+                events.append(
+                    Issue(bucket, "all_reduce", "dp", tuple(range(64)), 8 * 10**8, 1, bucket, "x.py:1")
+                )
         events += [Wait(i) for i in range(num_layers // 4)]
         timelines[rank] = events + [Compute("add", 0, 10**10, "optimizer", "float32")]
     return replay(timelines, machine("h100"))
@@ -48,30 +50,57 @@ def run_memory():
     return timeline, events
 
 
-PIPELINES = simulate(one_f_one_b(4, 8), Costs(B=2)), simulate(interleaved(4, 8, 2), Costs(F=Fraction(1, 2), B=1))
-CHUNKS = [[[1] * 4 for _ in range(4)], [[4 if rank == chunk else rank for chunk in range(4)] for rank in range(4)]]
+PIPELINES = (
+    simulate(one_f_one_b(4, 8), Costs(B=2)),
+    simulate(interleaved(4, 8, 2), Costs(F=Fraction(1, 2), B=1)),
+)
+CHUNKS = [
+    [[1] * 4 for _ in range(4)],
+    [[4 if rank == chunk else rank for chunk in range(4)] for rank in range(4)],
+]
 PICTURES = {
     "timeline": lambda: plot.timeline(step(), title=LONG),
     "memory": lambda: plot.memory(*run_memory()),
     "bars_by_kind": lambda: plot.bars_by_kind(
-        {"data parallel": {"parameters": 15e9, "optimizer state": 90e9}, "ZeRO-3": {"parameters": 1e9, "buffers": 2e9}},
-        title=LONG, limit=(80e9, "an H100 holds 80 GB"), xlabel="memory of a device"),
+        {
+            "data parallel": {"parameters": 15e9, "optimizer state": 90e9},
+            "ZeRO-3": {"parameters": 1e9, "buffers": 2e9},
+        },
+        title=LONG,
+        limit=(80e9, "an H100 holds 80 GB"),
+        xlabel="memory of a device",
+    ),
     "measured_beside_formula": lambda: plot.measured_beside_formula(
         [("all-reduce, 2(n-1)/n S", 15e5, 15e5), ("broken", 2e6, 7.5e5), ("tiny", 10, 10), ("barrier", 0, 0)],
-        title=LONG),
-    "lines": lambda: plot.lines([1, 2, 4, 8], {"measured": [1, 2, 3.5, 6]}, formulas={"perfect": [1, 2, 4, 8]},
-                                marks={"a node": 8}, xlabel="ranks", ylabel="speed-up", title=LONG, log="xy"),
-    "loss_curves": lambda: plot.loss_curves({f"{n} ranks and a rather long name": [3, 2, 1.5] for n in (1, 2, 4, 8)}),
+        title=LONG,
+    ),
+    "lines": lambda: plot.lines(
+        [1, 2, 4, 8],
+        {"measured": [1, 2, 3.5, 6]},
+        formulas={"perfect": [1, 2, 4, 8]},
+        marks={"a node": 8},
+        xlabel="ranks",
+        ylabel="speed-up",
+        title=LONG,
+        log="xy",
+    ),
+    "loss_curves": lambda: plot.loss_curves(
+        {f"{n} ranks and a rather long name": [3, 2, 1.5] for n in (1, 2, 4, 8)}
+    ),
     "rank_grid": lambda: plot.rank_grid({"dp": 2, "pp": 2, "tp": 4}, devices_per_node=4),
     "rank_grid, large": lambda: plot.rank_grid({"dp": 4, "pp": 4, "tp": 8}, devices_per_node=8, title=LONG),
     "rank_grid, one axis": lambda: plot.rank_grid({"dp": 4}),
     "chunk_matrix": lambda: plot.chunk_matrix(CHUNKS * 4),
     "chunk_matrix, 8 ranks": lambda: plot.chunk_matrix([[[r] * 8 for r in range(1, 9)]] * 15, title=LONG),
-    "message_lanes": lambda: plot.message_lanes([(0, 1, 0, 1, "3"), (1, 0, 0, 1), (1, 2, 2, 4, "activations")], ranks=3,
-                                                title=LONG),
-    "pipeline": lambda: plot_pipeline.schedule(*PIPELINES, title=LONG, peaks=[[4, 3, 2, 1], [5.5, 4.5, 3.5, 2.5]]),
-    "pipeline, in flight": lambda: plot_pipeline.in_flight(PIPELINES[0], [in_flight(PIPELINES[0].schedule, r) for r in range(4)],
-                                                           title=LONG, limit=4),
+    "message_lanes": lambda: plot.message_lanes(
+        [(0, 1, 0, 1, "3"), (1, 0, 0, 1), (1, 2, 2, 4, "activations")], ranks=3, title=LONG
+    ),
+    "pipeline": lambda: plot_pipeline.schedule(
+        *PIPELINES, title=LONG, peaks=[[4, 3, 2, 1], [5.5, 4.5, 3.5, 2.5]]
+    ),
+    "pipeline, in flight": lambda: plot_pipeline.in_flight(
+        PIPELINES[0], [in_flight(PIPELINES[0].schedule, r) for r in range(4)], title=LONG, limit=4
+    ),
 }
 
 
@@ -80,15 +109,19 @@ def test_everything_fits_and_the_file_is_small(name):
     figure = PICTURES[name]()
     data = png(figure)
     assert data.startswith(b"\x89PNG") and len(data) < 60_000, len(data)
-    assert data == PICTURES[name]()._repr_png_()                                # equal data, equal picture
+    assert data == PICTURES[name]()._repr_png_()  # equal data, equal picture
     width, height = figure.get_size_inches() * figure.dpi
     assert width == pytest.approx(720) and height < 900
     renderer = FigureCanvasAgg(figure).get_renderer()
-    box = figure.get_tightbbox(renderer)                                        # of everything drawn, in inches
-    assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < width / 100 + 0.02 and box.y1 < height / 100 + 0.02, box
+    box = figure.get_tightbbox(renderer)  # of everything drawn, in inches
+    assert (
+        box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < width / 100 + 0.02 and box.y1 < height / 100 + 0.02
+    ), box
     for legend in figure.legends:
         for ax in figure.axes:
-            assert not legend.get_window_extent(renderer).overlaps(ax.get_window_extent(renderer)), "it hides data"
+            assert not legend.get_window_extent(renderer).overlaps(ax.get_window_extent(renderer)), (
+                "it hides data"
+            )
 
 
 def test_timeline_draws_the_seconds_of_the_account():
@@ -98,7 +131,7 @@ def test_timeline_draws_the_seconds_of_the_account():
     for bars in ax.collections:
         length = sum(path.get_extents().width for path in bars.get_paths())
         colour = matplotlib.colors.to_hex(bars.get_facecolor()[0]).upper()
-        drawn[colour] = drawn.get(colour, 0) + length / 1e3                     # the axis is in ms
+        drawn[colour] = drawn.get(colour, 0) + length / 1e3  # the axis is in ms
     account = timeline.account(0)
     assert ax.get_xlabel() == "time (ms)"
     assert drawn[COLOURS["exposed communication"]] == pytest.approx(account.exposed_communication_s)
@@ -137,13 +170,15 @@ def test_rank_grid_colours_groups():
     def coloured(ax):
         groups = {}
         for square, text in zip(ax.patches, ax.texts):
-            groups.setdefault(matplotlib.colors.to_hex(square.get_facecolor()).upper(), []).append(int(text.get_text()))
+            groups.setdefault(matplotlib.colors.to_hex(square.get_facecolor()).upper(), []).append(
+                int(text.get_text())
+            )
         return sorted(groups.values())
 
     dp, tp = plot.rank_grid({"dp": 2, "tp": 3}).axes
     assert coloured(dp) == [[0, 3], [1, 4], [2, 5]]
     assert coloured(tp) == [[0, 1, 2], [3, 4, 5]]
-    dp, pp, tp = plot.rank_grid({"dp": 4, "pp": 4, "tp": 8}).axes               # many groups: those of rank 0
+    dp, pp, tp = plot.rank_grid({"dp": 4, "pp": 4, "tp": 8}).axes  # many groups: those of rank 0
     assert [0, 32, 64, 96] in coloured(dp) and [0, 8, 16, 24] in coloured(pp) and [*range(8)] in coloured(tp)
 
 
@@ -166,9 +201,13 @@ def test_the_reader_keeps_their_own_style():
 def test_one_palette():
     okabe_ito = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
     assert set(CYCLE) <= okabe_ito and set(COLOURS.values()) - okabe_ito == {style.GREY, style.PALE}
-    for kinds in (["parameters", "gradients", "optimizer state", "activations", "buffers"],
-                  ["forward", "backward", "optimizer", "compute", "communication", "exposed communication", "wait"]):
-        assert len({COLOURS[kind] for kind in kinds}) == len(kinds)     # in one picture no colour means two things
+    for kinds in (
+        ["parameters", "gradients", "optimizer state", "activations", "buffers"],
+        ["forward", "backward", "optimizer", "compute", "communication", "exposed communication", "wait"],
+    ):
+        assert len({COLOURS[kind] for kind in kinds}) == len(
+            kinds
+        )  # in one picture no colour means two things
     assert ink_on("#F0E442") == "#000000" and ink_on("#0072B2") == "white"
 
 

@@ -12,10 +12,14 @@ from minitrain.simulate.events import Issue, Wait
 from minitrain.simulate.machines import GB, Device, Link, Machine, machine
 from minitrain.simulate.replay import replay
 
-ALPHA, BETA = 2e-6, 1e-10                      # one level: 2 us and 10 GB/s
+ALPHA, BETA = 2e-6, 1e-10  # one level: 2 us and 10 GB/s
 DEVICE = Device("test", {"float32": 1e12}, 1e9, 1e11, "made up")
-FLAT = Machine("flat", DEVICE, 64, Link("in", ALPHA, 1 / BETA, "made up"), Link("out", 1.0, 1.0, "made up"), 64)
-TWO = Machine("two levels", DEVICE, 4, Link("in", 1e-6, 100 * GB, "made up"), Link("out", 5e-6, 10 * GB, "made up"), 2)
+FLAT = Machine(
+    "flat", DEVICE, 64, Link("in", ALPHA, 1 / BETA, "made up"), Link("out", 1.0, 1.0, "made up"), 64
+)
+TWO = Machine(
+    "two levels", DEVICE, 4, Link("in", 1e-6, 100 * GB, "made up"), Link("out", 5e-6, 10 * GB, "made up"), 2
+)
 
 rel = pytest.approx
 
@@ -26,14 +30,18 @@ def test_closed_forms_on_one_level(n, S):
     p = place(range(n), FLAT)
     reduce = by_algorithm("all_reduce", S, p)
     assert reduce["ring"] == rel(2 * (n - 1) * (ALPHA + S / n * BETA))
-    assert seconds("reduce_scatter", S, p, "ring") == seconds("all_gather", S, p, "ring") == rel(reduce["ring"] / 2)
+    assert (
+        seconds("reduce_scatter", S, p, "ring")
+        == seconds("all_gather", S, p, "ring")
+        == rel(reduce["ring"] / 2)
+    )
     assert seconds("all_to_all", S, p, "pairwise") == rel((n - 1) * (ALPHA + S / n * BETA))
     assert seconds("all_to_all", S, p, "bruck") == rel(ceil(log2(n)) * (ALPHA + S / 2 * BETA))
     assert seconds("barrier", 0, p) == rel(ceil(log2(n)) * ALPHA)
     assert ("halving" in reduce) == (n in (2, 4, 8, 16))
     if "halving" in reduce:
         assert reduce["halving"] == rel(2 * log2(n) * ALPHA + 2 * (n - 1) / n * S * BETA)
-    assert "hierarchical" not in reduce and "leader" not in reduce          # there is one node
+    assert "hierarchical" not in reduce and "leader" not in reduce  # there is one node
 
 
 @pytest.mark.parametrize("n, S", [(2, 10**6), (8, 10), (8, 10**7), (100, 10**9)])
@@ -41,7 +49,9 @@ def test_chunks_are_the_best_number_of_chunks(n, S):
     p = place(range(n), replace(FLAT, devices_per_node=128, nics_per_node=128))
     for depth, algorithm in ((ceil(log2(n)), "tree"), (n - 1, "ring")):
         brute = min((depth - 1 + k) * (ALPHA + S / k * BETA) for k in range(1, 20_000))
-        assert seconds("broadcast", S, p, algorithm) == rel(brute, rel=2e-3)        # k need not be whole in the formula
+        assert seconds("broadcast", S, p, algorithm) == rel(
+            brute, rel=2e-3
+        )  # k need not be whole in the formula
         assert seconds("broadcast", S, p, algorithm) <= brute * (1 + 1e-12)
     assert seconds("all_reduce", S, p, "tree") == rel(2 * seconds("broadcast", S, p, "tree"))
 
@@ -56,7 +66,7 @@ def test_two_levels_by_hand():
     assert seconds("all_reduce", S, p, "hierarchical") == rel(rings)
     halving = 2 * (2 * 1e-6 + S * (1 / 2 + 1 / 4) / (100 * GB)) + 2 * (5e-6 + S / 8 / (5 * GB))
     assert seconds("all_reduce", S, p, "halving") == rel(halving)
-    inside = (sqrt(1e-6) + sqrt(S / (100 * GB))) ** 2                          # a tree of depth 2 in each node
+    inside = (sqrt(1e-6) + sqrt(S / (100 * GB))) ** 2  # a tree of depth 2 in each node
     leader = 2 * inside + 2 * (5e-6 + S / 2 / (10 * GB))
     assert seconds("all_reduce", S, p, "leader") == rel(leader)
     # all-to-all: 3/8 of S stays in the node, 4/8 leaves through the rank's share, both at once
@@ -66,16 +76,18 @@ def test_two_levels_by_hand():
 def test_spread_over_the_nodes_or_packed():
     packed, spread = place([0, 1, 2, 3], TWO), place([0, 4, 8, 12], TWO)
     assert (packed.nodes, spread.nodes, spread.most) == (1, 4, 1)
-    assert spread.rate == TWO.inter_bytes_per_s == 5 * GB           # its share, though no neighbour is in the group
+    assert spread.rate == TWO.inter_bytes_per_s == 5 * GB  # its share, though no neighbour is in the group
     assert seconds("all_reduce", 1e9, packed) < seconds("all_reduce", 1e9, spread) / 10
     uneven = place([0, 1, 2, 4], TWO)
     assert (uneven.nodes, uneven.fewest, uneven.most, uneven.rate) == (2, 1, 3, 5 * GB)
-    with pytest.raises(ValueError, match="'hierarchical' with 4 ranks on 2 nodes; choose from auto, ring, tree, lead"):
+    with pytest.raises(
+        ValueError, match="'hierarchical' with 4 ranks on 2 nodes; choose from auto, ring, tree, lead"
+    ):
         seconds("all_reduce", 1e9, uneven, "hierarchical")
 
 
 def test_cut_links_slow_the_all_reduce_in_proportion():
-    group, S = range(8), 1e12                                                   # so large that latency is nothing
+    group, S = range(8), 1e12  # so large that latency is nothing
     h100, h800 = (seconds("all_reduce", S, place(group, machine(name)), "ring") for name in ("h100", "h800"))
     assert h800 / h100 == rel(900 / 400, rel=1e-5)
 
@@ -90,7 +102,7 @@ def test_ring_and_tree_cross_where_the_algebra_says():
     for factor, cheapest in ((0.99, "tree"), (1.01, "ring")):
         costs = {name: seconds("all_reduce", crossing * factor, p, name) for name in ("ring", "tree")}
         assert min(costs, key=costs.get) == cheapest
-    assert 2 * p.tree_hops[0] == 30 and 2 * sum(p.ring_hops) == 49_150          # steps of the two at 24,576 ranks
+    assert 2 * p.tree_hops[0] == 30 and 2 * sum(p.ring_hops) == 49_150  # steps of the two at 24,576 ranks
 
 
 # ---- the same costs, from messages: two texts that share nothing but alpha + S/B ------------------------------------
@@ -157,8 +169,11 @@ def test_more_bytes_never_cost_less(op, members, S, more):
 
 @given(operations, groups, sizes, st.floats(1, 100), st.floats(1, 100), st.floats(1, 100), st.floats(1, 100))
 def test_a_faster_network_never_costs_more(op, members, S, in_rate, out_rate, in_alpha, out_alpha):
-    fast = replace(TWO, intra=Link("in", 1e-6 / in_alpha, 100 * GB * in_rate, ""),
-                   inter=Link("out", 5e-6 / out_alpha, 10 * GB * out_rate, ""))
+    fast = replace(
+        TWO,
+        intra=Link("in", 1e-6 / in_alpha, 100 * GB * in_rate, ""),
+        inter=Link("out", 5e-6 / out_alpha, 10 * GB * out_rate, ""),
+    )
     slow, fast = by_algorithm(op, S, place(members, TWO)), by_algorithm(op, S, place(members, fast))
     assert all(fast[name] <= slow[name] * (1 + 1e-12) for name in slow)
 
@@ -182,5 +197,7 @@ def test_no_all_reduce_beats_the_lower_bounds(n, S):
 def test_errors_say_what_is_allowed():
     with pytest.raises(ValueError, match="'all_sum'; choose from all_reduce, all_gather"):
         seconds("all_sum", 1, place([0, 1], TWO))
-    with pytest.raises(ValueError, match="all_gather cannot run as 'tree' .* choose from auto, ring, halving"):
+    with pytest.raises(
+        ValueError, match="all_gather cannot run as 'tree' .* choose from auto, ring, halving"
+    ):
         seconds("all_gather", 1, place([0, 1], TWO), "tree")

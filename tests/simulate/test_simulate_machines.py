@@ -36,7 +36,9 @@ def test_cut_links_of_the_export_variants():
 def test_nvlink_against_infiniband():
     nvlink, infiniband = machines.NVLINK4, machines.INFINIBAND_HDR
     assert infiniband.bandwidth_bytes_per_s == 200e9 / 8
-    assert total(nvlink) / (infiniband.bandwidth_bytes_per_s / GB) == 36         # as printed: both ways against one way
+    assert (
+        total(nvlink) / (infiniband.bandwidth_bytes_per_s / GB) == 36
+    )  # as printed: both ways against one way
     assert nvlink.bandwidth_bytes_per_s / infiniband.bandwidth_bytes_per_s == 18
 
 
@@ -53,7 +55,10 @@ def test_published_reach_of_h800_nvlink():
 
 
 def test_dense_peaks_by_generation():
-    peaks = {name: machine(name).device.peak("fp16") / 1e12 for name in ("v100", "ascend910", "a100", "h100", "h200")}
+    peaks = {
+        name: machine(name).device.peak("fp16") / 1e12
+        for name in ("v100", "ascend910", "a100", "h100", "h200")
+    }
     assert peaks == {"v100": 125, "ascend910": 256, "a100": 312, "h100": 989.5, "h200": 989.5}
     h100 = machine("h100").device
     assert h100.peak("float8_e4m3fn") == h100.peak("fp8") == 2 * h100.peak("bfloat16")
@@ -69,7 +74,7 @@ def test_every_figure_names_its_source():
 def test_nodes_and_the_share_of_network_cards():
     v100 = machine("v100")
     assert [v100.node_of(rank) for rank in (0, 7, 8, 23)] == [0, 0, 1, 2]
-    assert v100.inter_bytes_per_s == 4 / 8 * 12.5 * GB                           # four cards for eight devices
+    assert v100.inter_bytes_per_s == 4 / 8 * 12.5 * GB  # four cards for eight devices
 
 
 def test_errors_say_what_is_allowed():
@@ -85,8 +90,13 @@ def test_errors_say_what_is_allowed():
         dataclasses.replace(machine("h100"), nics_per_node=0)
 
 
-MEASURED = dict(flops_per_s={"float32": 4e10}, memory_bytes=8e9, memory_bandwidth_bytes_per_s=1e10, link_latency_s=5e-5,
-                link_bandwidth_bytes_per_s=1e9)
+MEASURED = dict(
+    flops_per_s={"float32": 4e10},
+    memory_bytes=8e9,
+    memory_bandwidth_bytes_per_s=1e10,
+    link_latency_s=5e-5,
+    link_bandwidth_bytes_per_s=1e9,
+)
 
 
 def test_this_laptop_holds_what_was_measured():
@@ -105,6 +115,8 @@ def test_the_table_shows_every_machine():
 
 
 def test_no_torch_is_imported():
-    program = ("import sys; import minitrain.simulate.replay, minitrain.simulate.machines; "
-               "print('torch' in sys.modules)")
+    program = (
+        "import sys; import minitrain.simulate.replay, minitrain.simulate.machines; "
+        "print('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

@@ -58,11 +58,19 @@ def test_overlap_by_hand():
     timeline = replay({0: program.events, 1: program.events}, UNIT)
     assert timeline.step_s == close(7)
     assert (timeline.compute_s, timeline.communication_s) == (close(6), close(4))
-    assert (timeline.exposed_communication_s, timeline.waiting_s, timeline.idle_s) == (close(1), close(1), close(0))
+    assert (timeline.exposed_communication_s, timeline.waiting_s, timeline.idle_s) == (
+        close(1),
+        close(1),
+        close(0),
+    )
     assert timeline.account(1).overlap_s == close(3)
     assert [(s.kind, s.start_s, s.end_s) for s in timeline.spans[0]] == [
-        ("compute", 0, close(2)), ("compute", 2, close(5)), ("transfer", 2, close(6)), ("wait", 5, close(6)),
-        ("compute", 6, close(7))]
+        ("compute", 0, close(2)),
+        ("compute", 2, close(5)),
+        ("transfer", 2, close(6)),
+        ("wait", 5, close(6)),
+        ("compute", 6, close(7)),
+    ]
     assert timeline.mfu(3.5e12, "fp32") == close(0.5)
     assert "7.000 s a step" in timeline.table() and "4,000,000,000 bytes sent" in timeline.table()
 
@@ -77,7 +85,10 @@ def test_messages_follow_each_other_on_the_wire(wait_between, seconds):
             program.wait(first)
         second = program.issue(op, "pp", PAIR, 2 * 10**9, seq=1)
         program.wait(first).wait(second)
-    timeline = replay({rank: program.events for rank, program in ranks.items()}, changed(UNIT, intra=Link("in", 1.0, 1e9, "made up")))
+    timeline = replay(
+        {rank: program.events for rank, program in ranks.items()},
+        changed(UNIT, intra=Link("in", 1.0, 1e9, "made up")),
+    )
     assert timeline.step_s == close(seconds)
     one, two = timeline.transfers(0)
     assert one.start_s == close(1) and one.end_s <= two.start_s
@@ -100,31 +111,46 @@ def test_one_group_is_served_in_order_and_two_groups_at_once():
     steps = []
     for second in ("dp", "tp"):
         program = Program()
-        ids = program.issue("all_gather", "dp", PAIR, 4 * 10**9), program.issue("all_gather", second, PAIR, 4 * 10**9)
+        ids = (
+            program.issue("all_gather", "dp", PAIR, 4 * 10**9),
+            program.issue("all_gather", second, PAIR, 4 * 10**9),
+        )
         program.wait(ids[1]).wait(ids[0])
         steps.append(replay({0: program.events, 1: program.events}, UNIT).step_s)
     assert steps == [close(4), close(2)]
 
 
 def test_roofline():
-    bound = [Compute("mm", 10**12, 10**8, "", "float32"), Compute("add", 0, 3 * 10**9),
-             Compute("mm", 10**12, 0, "", "bfloat16")]
+    bound = [
+        Compute("mm", 10**12, 10**8, "", "float32"),
+        Compute("add", 0, 3 * 10**9),
+        Compute("mm", 10**12, 0, "", "bfloat16"),
+    ]
     assert [s.duration_s for s in replay({0: bound}, UNIT).spans[0]] == [close(1), close(3), close(0.25)]
     assert replay({0: bound}, UNIT, dtype="bf16").step_s == close(0.25 + 3 + 0.25)
     assert replay({0: bound}, UNIT, launch_s=0.5).step_s == close(4.25 + 1.5)
     half = changed(UNIT, compute_efficiency=0.5, memory_efficiency=0.5)
     assert replay({0: bound}, half).step_s == close(8.5)
-    with pytest.raises(ValueError, match="test has no published rate for float8; choose from float32, bfloat16"):
+    with pytest.raises(
+        ValueError, match="test has no published rate for float8; choose from float32, bfloat16"
+    ):
         replay({0: [Compute("mm", 1, 0, "", "float8")]}, UNIT)
 
 
 def test_the_algorithm_can_be_fixed():
     program = Program()
     program.wait(program.issue("all_reduce", "dp", tuple(range(64)), 100))
-    times = {name: replay({0: program.events}, machine("h100"), algorithms={"all_reduce": name}).step_s
-             for name in ("ring", "tree", "auto")}
+    times = {
+        name: replay({0: program.events}, machine("h100"), algorithms={"all_reduce": name}).step_s
+        for name in ("ring", "tree", "auto")
+    }
     placement = collectives.place(range(64), machine("h100"))
-    assert times["ring"] == collectives.seconds("all_reduce", 100, placement, "ring") > times["tree"] >= times["auto"]
+    assert (
+        times["ring"]
+        == collectives.seconds("all_reduce", 100, placement, "ring")
+        > times["tree"]
+        >= times["auto"]
+    )
 
 
 # ---- published bubbles (Huang et al. 2019, Narayanan et al. 2021): schedules as messages, F = 1, B = 2, free network
@@ -148,6 +174,7 @@ def one_forward_one_backward(p, m):
         warmup = min(p - 1 - stage, m)
         steady = [action for i in range(m - warmup) for action in (("F", warmup + i), ("B", i))]
         return [("F", i) for i in range(warmup)] + steady + [("B", i) for i in range(m - warmup, m)]
+
     return order
 
 
@@ -159,9 +186,13 @@ def all_forward_all_backward(p, m):
 def test_pipeline_bubble_equals_the_paper(schedule):
     p, m = 4, 8
     timeline = replay(pipeline(schedule(p, m), p, m), UNIT)
-    assert timeline.step_s == close(33)                                         # (m + p - 1)(F + B)
+    assert timeline.step_s == close(33)  # (m + p - 1)(F + B)
     assert all(account.idle_s == close(9) for account in timeline.accounts.values())
-    assert Fraction(round(timeline.idle_s), round(timeline.step_s)) == Fraction(p - 1, m + p - 1) == Fraction(3, 11)
+    assert (
+        Fraction(round(timeline.idle_s), round(timeline.step_s))
+        == Fraction(p - 1, m + p - 1)
+        == Fraction(3, 11)
+    )
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------------------------
@@ -174,9 +205,11 @@ def test_a_member_that_never_arrives_is_named():
     for seq in range(2):
         first.wait(first.issue("all_reduce", "dp", PAIR, 8, seq, "train.py:41"))
     second.wait(second.issue("all_reduce", "dp", PAIR, 8, 0))
-    with pytest.raises(ValueError, match=r"rank 1 never arrives in all_reduce #1 on dp \(train.py:41\), where rank 0"):
+    with pytest.raises(
+        ValueError, match=r"rank 1 never arrives in all_reduce #1 on dp \(train.py:41\), where rank 0"
+    ):
         replay(both(first, second), UNIT)
-    del first.events[-1]                                                        # the same when nobody waits for it
+    del first.events[-1]  # the same when nobody waits for it
     with pytest.raises(ValueError, match="rank 1 never arrives"):
         replay(both(first, second), UNIT)
 
@@ -185,7 +218,9 @@ def test_different_collectives_are_named():
     first, second = Program(), Program()
     first.issue("all_reduce", "dp", PAIR, 8, 3, "a.py:1")
     second.issue("all_gather", "dp", PAIR, 8, 3, "b.py:2")
-    with pytest.raises(ValueError, match=r"rank 1 issues all_gather #3 on dp \(b.py:2\) where rank 0 issues all_red"):
+    with pytest.raises(
+        ValueError, match=r"rank 1 issues all_gather #3 on dp \(b.py:2\) where rank 0 issues all_red"
+    ):
         replay(both(first, second), UNIT)
 
 
@@ -194,7 +229,9 @@ def test_a_deadlock_names_everyone():
     for program, axes in zip(programs, (("a", "b"), ("b", "a"))):
         for axis in axes:
             program.wait(program.issue("all_reduce", axis, PAIR, 8))
-    with pytest.raises(ValueError, match=r"deadlock, .*rank 0 in all_reduce #0 on a .*; rank 1 in all_reduce #0 on b"):
+    with pytest.raises(
+        ValueError, match=r"deadlock, .*rank 0 in all_reduce #0 on a .*; rank 1 in all_reduce #0 on b"
+    ):
         replay(both(*programs), UNIT)
 
 
@@ -212,15 +249,27 @@ def test_other_errors():
 # ---- every program -------------------------------------------------------------------------------------------------
 # Four ranks on two nodes as a 2x2 grid. All run the same calls in the same order, as SPMD programs do, with computation
 # that differs by rank; a call is waited for at once or some steps later.
-GRID = Machine("grid", DEVICE, 2, Link("in", 1e-3, 5 * GB, "made up"), Link("out", 4e-3, 2 * GB, "made up"), 1)
-GROUPS = {"dp": lambda r: (r % 2, r % 2 + 2), "tp": lambda r: (r - r % 2, r - r % 2 + 1), "world": lambda r: range(4)}
+GRID = Machine(
+    "grid", DEVICE, 2, Link("in", 1e-3, 5 * GB, "made up"), Link("out", 4e-3, 2 * GB, "made up"), 1
+)
+GROUPS = {
+    "dp": lambda r: (r % 2, r % 2 + 2),
+    "tp": lambda r: (r - r % 2, r - r % 2 + 1),
+    "world": lambda r: range(4),
+}
 OPERATIONS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
 steps = st.one_of(
     st.tuples(st.just("compute"), st.tuples(*[st.integers(0, 40)] * 4)),
-    st.tuples(st.just("call"), st.sampled_from(OPERATIONS), st.sampled_from(sorted(GROUPS)), st.integers(0, 10**9),
-              st.integers(0, 3)),
-    st.tuples(st.just("shift"), st.integers(1, 3), st.integers(0, 10**9), st.integers(0, 3)))
+    st.tuples(
+        st.just("call"),
+        st.sampled_from(OPERATIONS),
+        st.sampled_from(sorted(GROUPS)),
+        st.integers(0, 10**9),
+        st.integers(0, 3),
+    ),
+    st.tuples(st.just("shift"), st.integers(1, 3), st.integers(0, 10**9), st.integers(0, 3)),
+)
 programs = st.lists(steps, max_size=25)
 
 
@@ -233,7 +282,9 @@ def written(program, blocking=False):
         def issue(op, axis, members, payload_bytes):
             nonlocal issued
             seq = seqs[axis, members] = seqs.get((axis, members), -1) + 1
-            out.append(Issue(issued, op, axis, members, payload_bytes, payload_bytes + rank, seq, "program.py:1"))
+            out.append(
+                Issue(issued, op, axis, members, payload_bytes, payload_bytes + rank, seq, "program.py:1")
+            )
             issued += 1
             return Wait(issued - 1)
 
@@ -248,8 +299,10 @@ def written(program, blocking=False):
                 waits = [issue(step[1], step[2], tuple(GROUPS[step[2]](rank)), step[3])]
             else:
                 shift = step[1]
-                waits = [issue("send", "pp", (rank, (rank + shift) % 4), step[2]),
-                         issue("receive", "pp", ((rank - shift) % 4, rank), step[2])]
+                waits = [
+                    issue("send", "pp", (rank, (rank + shift) % 4), step[2]),
+                    issue("receive", "pp", ((rank - shift) % 4, rank), step[2]),
+                ]
             if blocking:
                 out += waits
             else:
@@ -290,7 +343,9 @@ def longest_path(events, in_order):
             previous = ends.get((axis, members, seq - 1), 0.0) if in_order else 0.0
             event = came[0][1]
             latency = transfer_s(changed(event, payload_bytes=0)) if event.op in ("send", "receive") else 0.0
-            ends[axis, members, seq] = max(previous, *(now + latency for now, _ in came), 0.0) + transfer_s(event) - latency
+            ends[axis, members, seq] = (
+                max(previous, *(now + latency for now, _ in came), 0.0) + transfer_s(event) - latency
+            )
         if ends == before:
             return max([step, *ends.values()])
 
@@ -319,28 +374,35 @@ def test_the_parts_add_up_and_bytes_are_kept(program):
     for rank, account in timeline.accounts.items():
         issued = [event for event in events[rank] if isinstance(event, Issue)]
         assert sorted(s.event.id for s in timeline.transfers(rank)) == [event.id for event in issued]
-        assert sum(s.event.sent_bytes for s in timeline.transfers(rank)) == sum(event.sent_bytes for event in issued)
+        assert sum(s.event.sent_bytes for s in timeline.transfers(rank)) == sum(
+            event.sent_bytes for event in issued
+        )
         assert account.compute_s == close(sum(compute_s(e) for e in events[rank] if isinstance(e, Compute)))
         assert account.compute_s + account.exposed_communication_s + account.idle_s == close(timeline.step_s)
         assert 0 <= account.overlap_s <= account.communication_s + 1e-12
         assert account.communication_s <= sum(s.duration_s for s in timeline.transfers(rank)) + 1e-9
         assert all(s.issued_s <= s.start_s <= s.end_s <= timeline.step_s for s in timeline.spans[rank])
     for spans in zip(*([s for s in timeline.transfers(r, "world")] for r in range(4))):
-        assert len({(s.start_s, s.end_s) for s in spans}) == 1                   # all members start and end together
+        assert len({(s.start_s, s.end_s) for s in spans}) == 1  # all members start and end together
 
 
 @settings(max_examples=60)
 @given(programs)
 def test_overlap_never_makes_a_step_longer(program):
-    assert replay(written(program), GRID).step_s <= replay(written(program, blocking=True), GRID).step_s + 1e-9
+    assert (
+        replay(written(program), GRID).step_s <= replay(written(program, blocking=True), GRID).step_s + 1e-9
+    )
 
 
 @settings(max_examples=60)
 @given(programs, st.floats(1, 50), st.floats(1, 50), st.floats(1, 50))
 def test_a_faster_machine_never_makes_a_step_longer(program, rate, latency, compute):
-    fast = changed(GRID, device=changed(DEVICE, peak_flops={"float32": 1e12 * compute}),
-                   intra=Link("in", 1e-3 / latency, 5 * GB * rate, ""),
-                   inter=Link("out", 4e-3 / latency, 2 * GB * rate, ""))
+    fast = changed(
+        GRID,
+        device=changed(DEVICE, peak_flops={"float32": 1e12 * compute}),
+        intra=Link("in", 1e-3 / latency, 5 * GB * rate, ""),
+        inter=Link("out", 4e-3 / latency, 2 * GB * rate, ""),
+    )
     events = written(program)
     assert replay(events, fast).step_s <= replay(events, GRID).step_s + 1e-9
 
@@ -374,13 +436,21 @@ def test_chrome_trace(tmp_path_factory, program):
     assert trace["displayTimeUnit"] == "ms"
     names, lanes, complete = set(), {}, 0
     for event in trace["traceEvents"]:
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["args"], dict)
+        assert (
+            isinstance(event["pid"], int)
+            and isinstance(event["tid"], int)
+            and isinstance(event["args"], dict)
+        )
         if event["ph"] == "M":
             names.add((event["name"], event["pid"], event["tid"]))
             continue
         assert event["ph"] == "X" and event["cat"] in ("compute", "transfer", "wait") and event["name"]
         assert event["ts"] >= 0 and event["dur"] >= 0
-        assert ("thread_name", event["pid"], event["tid"]) in names and ("process_name", event["pid"], 0) in names
+        assert ("thread_name", event["pid"], event["tid"]) in names and (
+            "process_name",
+            event["pid"],
+            0,
+        ) in names
         # Perfetto draws what overlaps on one thread as nested: nothing may.
         assert event["ts"] >= lanes.get((event["pid"], event["tid"]), 0.0) - 2e-3
         lanes[event["pid"], event["tid"]] = event["ts"] + event["dur"]
@@ -400,8 +470,11 @@ def test_long_runs_are_linear():
     # 240,000 events in one pass: a quadratic replay would never end. A group of 16,384 is hashed once, not per call.
     members, events = tuple(range(16_384)), []
     for id in range(20_000):
-        events += [Compute("mm", 10**9, 10**6, "backward", "bfloat16"), Wait(id - 1) if id else work(0),
-                   Issue(id, "all_reduce", "dp", members, 10**6, 2 * 10**6, id, "train.py:1")]
+        events += [
+            Compute("mm", 10**9, 10**6, "backward", "bfloat16"),
+            Wait(id - 1) if id else work(0),
+            Issue(id, "all_reduce", "dp", members, 10**6, 2 * 10**6, id, "train.py:1"),
+        ]
     timeline = replay({rank: events for rank in range(4)}, machine("h100"), dtype="bf16")
     assert sum(len(timeline.transfers(rank)) for rank in range(4)) == 80_000
 
@@ -410,7 +483,7 @@ def test_long_runs_are_linear():
 def test_intervals_joined_for_a_picture():
     assert join([(4, 5), (0, 1), (1, 2)]) == [(0, 2), (4, 5)]
     assert join([(0, 1), (2, 3)], gap=1) == [(0, 3)]
-    assert join([(0, 1), (1, 2)], keep=0.5) == [(0, 1), (1, 2)]                 # two long ones stay two
+    assert join([(0, 1), (1, 2)], keep=0.5) == [(0, 1), (1, 2)]  # two long ones stay two
 
 
 span = st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda pair: (pair[0], sum(pair)))

@@ -28,7 +28,9 @@ def test_lru_finds_nothing_in_a_single_epoch(capacity):
     assert hits([*read_epoch(range(100), whole), *read_epoch(range(100), whole)]) == 100
 
 
-@pytest.mark.parametrize("read_time, step_time", [(7, 2), (6, 2), (1, 3), (Fraction(10, 3), Fraction(1, 7)), (5, 5)])
+@pytest.mark.parametrize(
+    "read_time, step_time", [(7, 2), (6, 2), (1, 3), (Fraction(10, 3), Fraction(1, 7)), (5, 5)]
+)
 def test_alluxio_juicefs(read_time, step_time):
     """Without reading ahead every read of a single epoch is waited for; from depth ceil(t_io / t_step) on, none is."""
     enough = math.ceil(Fraction(read_time) / step_time)
@@ -99,20 +101,27 @@ def test_fluid(threshold):
         assert 0 < best < 60, "the control: neither no cache nor all of it is the answer"
         list(islice(sizes, 30))  # at most 10 epochs to notice, then log2(60) to search
         settled = list(islice(sizes, 20))
-        assert settled.count(best) == 18 and settled.count(best - 1) == 2  # two trials of one less, both refused
-    assert all(stall_of_epoch(c, 12) >= stall_of_epoch(c + 1, 12) for c in range(60))  # what halving relies on
+        assert (
+            settled.count(best) == 18 and settled.count(best - 1) == 2
+        )  # two trials of one less, both refused
+    assert all(
+        stall_of_epoch(c, 12) >= stall_of_epoch(c + 1, 12) for c in range(60)
+    )  # what halving relies on
 
 
 def test_fluid_stays_at_the_most_when_nothing_is_enough():
     assert list(islice(autoscale(lambda capacity: 5, 60, 1), 20)) == [60] * 20
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda: LRU(-1), "capacity=-1"),
-    (lambda: stalls([1], 1, -1), "depth=-1"),
-    (lambda: stalls([1], 0, 1), "step_time=0"),
-    (lambda: next(autoscale(lambda c: 0, -1, 1)), "most=-1"),
-])
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: LRU(-1), "capacity=-1"),
+        (lambda: stalls([1], 1, -1), "depth=-1"),
+        (lambda: stalls([1], 0, 1), "step_time=0"),
+        (lambda: next(autoscale(lambda c: 0, -1, 1)), "most=-1"),
+    ],
+)
 def test_bad_input_is_one_line(call, words):
     with pytest.raises(ValueError, match=words) as error:
         call()

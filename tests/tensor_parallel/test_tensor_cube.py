@@ -1,4 +1,5 @@
 """A 2·2·2 cube of ranks: equal to one process, every operand cut in eight, bytes as the formulas say, clear refusals."""
+
 import copy
 
 import pytest
@@ -18,8 +19,8 @@ from minitrain.tensor_parallel.grids.cube import Linear3D, activation_shards, cu
 from minitrain.training.optim import AdamW, clip_grad_norm
 from tests.parallel import TOLERANCE
 
-M, K, N = 16, 12, 8                          # sequences, width, output width: multiples of l² = 4, otherwise different
-BYTES = 8                                    # float64
+M, K, N = 16, 12, 8  # sequences, width, output width: multiples of l² = 4, otherwise different
+BYTES = 8  # float64
 
 
 def grid():
@@ -43,7 +44,9 @@ def whole_linear(bias=True):
 
 
 def whole_mlp(activation, d_ff=12):
-    config = GPTConfig(d_model=8, num_heads=2, num_kv_heads=2, d_ff=d_ff, activation=activation, bias=activation == "gelu")
+    config = GPTConfig(
+        d_model=8, num_heads=2, num_kv_heads=2, d_ff=d_ff, activation=activation, bias=activation == "gelu"
+    )
     mlp = MLP(config, dtype=torch.float64)
     for seed, param in enumerate(mlp.parameters()):
         param.data = random(*param.shape, seed=seed) / 3
@@ -51,7 +54,9 @@ def whole_mlp(activation, d_ff=12):
 
 
 def gradients(module):
-    return {name: full_tensor(param.grad, placement(param).shards) for name, param in module.named_parameters()}
+    return {
+        name: full_tensor(param.grad, placement(param).shards) for name, param in module.named_parameters()
+    }
 
 
 def distance(ours, theirs):
@@ -69,16 +74,25 @@ def compare_linear():
     mine = cut_activations(x, *groups).requires_grad_()
     y = ours(mine)
     y.backward(cut_activations(dy, *swapped(groups)))
-    errors = [(full_tensor(y, activation_shards(*swapped(groups))) - expected).abs().max().item(),
-              (full_tensor(mine.grad, activation_shards(*groups)) - reference.grad).abs().max().item(),
-              (full_tensor(ours.weight) - linear.weight).abs().max().item(),
-              distance(gradients(ours), {name: param.grad for name, param in linear.named_parameters()})]
+    errors = [
+        (full_tensor(y, activation_shards(*swapped(groups))) - expected).abs().max().item(),
+        (full_tensor(mine.grad, activation_shards(*groups)) - reference.grad).abs().max().item(),
+        (full_tensor(ours.weight) - linear.weight).abs().max().item(),
+        distance(gradients(ours), {name: param.grad for name, param in linear.named_parameters()}),
+    ]
     replicas = collectives.all_gather(ours.bias.grad[None], groups[2])
     norm = clip_grad_norm(ours.parameters(), 1e9)
     expected_norm = torch.nn.utils.clip_grad_norm_(linear.parameters(), 1e9)
-    return dict(errors=errors, shares=[x.numel() / mine.numel(), expected.numel() / y.numel(),
-                                       linear.weight.numel() / ours.weight.numel()],
-                replicas=bool((replicas == replicas[0]).all()), norm=(norm - expected_norm).abs().item())
+    return dict(
+        errors=errors,
+        shares=[
+            x.numel() / mine.numel(),
+            expected.numel() / y.numel(),
+            linear.weight.numel() / ours.weight.numel(),
+        ],
+        replicas=bool((replicas == replicas[0]).all()),
+        norm=(norm - expected_norm).abs().item(),
+    )
 
 
 def train(activation):
@@ -116,8 +130,10 @@ def test_equals_one_process(ranks):
 
 def impostors():
     """Each collective in turn replaced by something of the right shape that hears nothing of the others."""
-    deaf = dict(all_gather=lambda x, group: torch.cat([x] * group.size()),
-                reduce_scatter=lambda x, group: x.chunk(group.size())[group.rank()].clone())
+    deaf = dict(
+        all_gather=lambda x, group: torch.cat([x] * group.size()),
+        reduce_scatter=lambda x, group: x.chunk(group.size())[group.rank()].clone(),
+    )
     outcomes = []
     for name, function in deaf.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +155,10 @@ def measure():
     mlp, sent = cut_mlp(whole_mlp("gelu"), *groups), {}
     for linear in mlp.children():
         linear.bias = None
-    x, dy = cut_activations(random(M, K, seed=7), *groups), cut_activations(random(M, N, seed=8), *swapped(groups))
+    x, dy = (
+        cut_activations(random(M, K, seed=7), *groups),
+        cut_activations(random(M, N, seed=8), *swapped(groups)),
+    )
     inputs = {"plain": (plain, x, dy), "biased": (biased, x, dy)}
     inputs["mlp"] = mlp, *(cut_activations(random(M, 8, seed=9), *groups) for _ in range(2))
     for name, (module, x, dy) in inputs.items():
@@ -153,7 +172,7 @@ def measure():
     x, dy = (tensor.detach() for tensor in inputs["plain"][1:])
     x.requires_grad_()
     with Ledger() as ledger:
-        _y = plain(x)               # alive while it is counted
+        _y = plain(x)  # alive while it is counted
     sent["kept"], sent["peak"] = (number / BYTES for number in (ledger.live_bytes, ledger.peak_bytes))
     return sent
 
@@ -161,7 +180,10 @@ def measure():
 def one_dimension():
     """The same MLP cut by columns and rows over all ranks: elements sent forward, and by both passes."""
     group, mlp = collectives.world(), whole_mlp("gelu", d_ff=16)
-    up, down = (linear.weight.detach().chunk(group.size(), dim)[group.rank()] for linear, dim in ((mlp.up, 0), (mlp.down, 1)))
+    up, down = (
+        linear.weight.detach().chunk(group.size(), dim)[group.rank()]
+        for linear, dim in ((mlp.up, 0), (mlp.down, 1))
+    )
     x = random(M, 8, seed=9).requires_grad_()
     with Ledger() as forward:
         hidden = torch.nn.functional.gelu(collectives.copy_to(x, group) @ up.T)
@@ -172,20 +194,22 @@ def one_dimension():
 
 
 def test_bytes_and_memory_are_the_formulas():
-    share, bias = 1 / 8, 2 / 8 * N           # (l-1)/l³; (l-1)/l² n is 1/4 n, counted once each way
+    share, bias = 1 / 8, 2 / 8 * N  # (l-1)/l³; (l-1)/l² n is 1/4 n, counted once each way
     mk, kn, mn = M * K, K * N, M * N
     cost = grid_costs.cost(grid_costs.mlp(tokens=M, width=8, inner=12), grid_costs.Grid("3-D", 2))
     for sent in launch.run(measure, ranks=8):
         assert sent["plain"] == (share * (mk + kn + mn), share * (2 * mk + 2 * kn + mn))
         assert sent["biased"] == (sent["plain"][0] + bias, sent["plain"][1] + bias)
         assert sent["mlp"][0] == cost.forward and sum(sent["mlp"]) == cost.both
-        assert sent["kept"] == (mk + kn + mn) / 8                          # x, W and y: what is gathered is gone
-        assert sent["peak"] <= sent["kept"] + (mk + kn + 2 * mn) / 4       # x, W, the product and what the sum receives
+        assert sent["kept"] == (mk + kn + mn) / 8  # x, W and y: what is gathered is gone
+        assert (
+            sent["peak"] <= sent["kept"] + (mk + kn + 2 * mn) / 4
+        )  # x, W, the product and what the sum receives
 
 
 @pytest.mark.parametrize("side", [3, 4])
 def test_larger_cubes_send_what_the_chooser_says(side):
-    tokens, width, inner = 2 * side ** 2, side ** 2, 2 * side ** 2
+    tokens, width, inner = 2 * side**2, side**2, 2 * side**2
 
     def rank():
         mesh = Mesh(x=side, y=side, z=side)
@@ -197,10 +221,12 @@ def test_larger_cubes_send_what_the_chooser_says(side):
             y = second(first(x))
         with Ledger() as ledger:
             y.sum().backward()
-        return [forward.sent_bytes(axis=axis) / 4 for axis in "xyz"], (forward.sent_bytes() + ledger.sent_bytes()) / 4
+        return [forward.sent_bytes(axis=axis) / 4 for axis in "xyz"], (
+            forward.sent_bytes() + ledger.sent_bytes()
+        ) / 4
 
     cost = grid_costs.cost(grid_costs.mlp(tokens, width, inner), grid_costs.Grid("3-D", side))
-    by_axis, both = dryrun.run(rank, rank=side ** 3 - 2, ranks=side ** 3)
+    by_axis, both = dryrun.run(rank, rank=side**3 - 2, ranks=side**3)
     assert by_axis == pytest.approx(cost.forward_sent.elements) and both == pytest.approx(cost.both)
 
 
@@ -215,17 +241,19 @@ def refusals():
     mesh, flat = Mesh(a=1, b=2, c=4), Mesh(d=2, e=4)
     linear = whole_linear()
     small = Linear3D(linear, x, y, z)
-    attempts = [lambda: Linear3D(linear, mesh.group("a"), mesh.group("b"), mesh.group("c")),
-                lambda: Linear3D(linear, x, y, flat.group("e")),
-                lambda: Linear3D(linear, x, y, x),
-                lambda: Linear3D(linear, x, mesh.group("b"), z),
-                lambda: Linear3D(Linear(K, 10, dtype=torch.float64), x, y, z),
-                lambda: Linear3D(Linear(9, N, dtype=torch.float64), x, y, z),
-                lambda: Linear3D(small, x, y, z),
-                lambda: cut_activations(random(6, K, seed=0), x, y, z),
-                lambda: cut_activations(random(M, 9, seed=0), x, y, z),
-                lambda: small(random(4, K, seed=0)),
-                lambda: cut_mlp(whole_mlp("swiglu", d_ff=10), x, y, z)]
+    attempts = [
+        lambda: Linear3D(linear, mesh.group("a"), mesh.group("b"), mesh.group("c")),
+        lambda: Linear3D(linear, x, y, flat.group("e")),
+        lambda: Linear3D(linear, x, y, x),
+        lambda: Linear3D(linear, x, mesh.group("b"), z),
+        lambda: Linear3D(Linear(K, 10, dtype=torch.float64), x, y, z),
+        lambda: Linear3D(Linear(9, N, dtype=torch.float64), x, y, z),
+        lambda: Linear3D(small, x, y, z),
+        lambda: cut_activations(random(6, K, seed=0), x, y, z),
+        lambda: cut_activations(random(M, 9, seed=0), x, y, z),
+        lambda: small(random(4, K, seed=0)),
+        lambda: cut_mlp(whole_mlp("swiglu", d_ff=10), x, y, z),
+    ]
     texts = []
     for attempt in attempts:
         with pytest.raises(ValueError) as error:

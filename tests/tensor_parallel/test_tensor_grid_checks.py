@@ -1,4 +1,5 @@
 """What each grid promises, on the ranks it needs: the product, the bytes of every rank, and what a rank holds."""
+
 import torch
 from torch import nn
 
@@ -20,8 +21,10 @@ M, K, N, DOUBLE = 8, 16, 24, 8
 
 
 def operands(*seeds):
-    return [torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-            for seed, shape in zip(seeds, ((M, K), (K, N)))]
+    return [
+        torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        for seed, shape in zip(seeds, ((M, K), (K, N)))
+    ]
 
 
 def apart(ours, theirs):
@@ -38,11 +41,19 @@ def on_square(product):
     groups = square()
     a, b = block(A, *groups), block(B, *groups)
     messages = []
-    with Ledger() as ledger, collectives.observe(lambda kind, call: messages.append(call) if kind == "issue" else None):
+    with (
+        Ledger() as ledger,
+        collectives.observe(lambda kind, call: messages.append(call) if kind == "issue" else None),
+    ):
         c = product(a, b, *groups)
     shares = [x.numel() / y.numel() for x, y in ((A, a), (B, b), (A @ B, c))]
-    return (apart(whole(c, *groups), A @ B), ledger.sent_bytes() // DOUBLE, shares,
-            [call.peer for call in messages if call.op == "send"], (groups[1].rank(), groups[0].rank()))
+    return (
+        apart(whole(c, *groups), A @ B),
+        ledger.sent_bytes() // DOUBLE,
+        shares,
+        [call.peer for call in messages if call.op == "send"],
+        (groups[1].rank(), groups[0].rank()),
+    )
 
 
 def test_summa():
@@ -60,7 +71,16 @@ def test_cannon():
         assert sent == (M * K * (1 + (i > 0)) + K * N * (1 + (j > 0))) // 4
 
 
-CONFIG = GPTConfig(vocab_size=64, d_model=16, num_heads=4, num_layers=2, d_ff=32, norm="rms", activation="swiglu", positions="rope")
+CONFIG = GPTConfig(
+    vocab_size=64,
+    d_model=16,
+    num_heads=4,
+    num_layers=2,
+    d_ff=32,
+    norm="rms",
+    activation="swiglu",
+    positions="rope",
+)
 POSITIONS = torch.arange(5)
 
 
@@ -74,7 +94,10 @@ def layer():
 
 def beside_one_process(ours, cut, join):
     """Errors of output, input gradient and all parameters' gradients of a layer on a grid."""
-    theirs, x = layer(), torch.randn(8, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    theirs, x = (
+        layer(),
+        torch.randn(8, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3)),
+    )
     whole_x, part = x.clone().requires_grad_(), cut(x).requires_grad_()
     y, y_part = theirs(whole_x, POSITIONS), ours(part, POSITIONS)
     y.square().mean().backward()
@@ -93,13 +116,17 @@ def kept_of(linear, x):
 
 def test_optimus_2d():
     """A Transformer layer on 2×2 equals one process; a linear keeps b·s·h/p elements, where one dimension keeps b·s·h."""
+
     def rank():
         groups, ours = square(), layer()
         optimus.cut_block(ours, *groups)
         error = beside_one_process(ours, lambda x: block(x, *groups), lambda x: whole(x, *groups))
         x, double = torch.zeros(8, 5, 16, dtype=torch.float64), dict(dtype=torch.float64)
-        return error, kept_of(optimus.Linear2D(nn.Linear(16, 32, **double), *groups), block(x, *groups)), kept_of(
-            ColumnLinear(nn.Linear(16, 32, **double), world()), x)
+        return (
+            error,
+            kept_of(optimus.Linear2D(nn.Linear(16, 32, **double), *groups), block(x, *groups)),
+            kept_of(ColumnLinear(nn.Linear(16, 32, **double), world()), x),
+        )
 
     for error, in_two, in_one in launch.run(rank, ranks=4):
         assert error < TOLERANCE and in_one == 8 * 5 * 16 and in_two * 4 == in_one
@@ -107,16 +134,23 @@ def test_optimus_2d():
 
 def test_tesseract_2p5d():
     """2×2×2 on 8 ranks equals one process; each rank broadcasts half of what 2×2 does of the same activations."""
+
     def rank(depth):
         mesh = Mesh(depth=depth, row=2, column=2)
         groups, ours = (mesh.group("column"), mesh.group("row"), mesh.group("depth")), layer()
         tesseract.cut_block(ours, *groups)
-        error = beside_one_process(ours, lambda x: tesseract.batch_block(x, *groups), lambda x: tesseract.whole_batch(x, *groups))
+        error = beside_one_process(
+            ours, lambda x: tesseract.batch_block(x, *groups), lambda x: tesseract.whole_batch(x, *groups)
+        )
         x = tesseract.batch_block(torch.zeros(8, 5, 16, dtype=torch.float64), *groups)
         linear = tesseract.Linear25D(nn.Linear(16, 32, bias=False, dtype=torch.float64), *groups)
         with Ledger() as ledger:
             linear(x)
-        return error, ledger.sent_bytes("broadcast", "column") // DOUBLE, ledger.sent_bytes("broadcast", "row") // DOUBLE
+        return (
+            error,
+            ledger.sent_bytes("broadcast", "column") // DOUBLE,
+            ledger.sent_bytes("broadcast", "row") // DOUBLE,
+        )
 
     for depth, ranks in ((1, 4), (2, 8)):
         for error, activations, weights in launch.run(rank, depth, ranks=ranks):
@@ -125,6 +159,7 @@ def test_tesseract_2p5d():
 
 def test_tp_3d():
     """2×2×2 == A·B; (l-1)/l³ (mk+kn+mn) elements a rank; exactly an eighth of A, B and C."""
+
     def rank():
         mesh = Mesh(x=2, y=2, z=2)
         groups = mesh.group("x"), mesh.group("y"), mesh.group("z")
@@ -135,7 +170,11 @@ def test_tp_3d():
         with Ledger() as ledger:
             c = ours(a)
         error = apart(full_tensor(c.detach(), cube.activation_shards(*groups[::-1])), A @ B)
-        return error, ledger.sent_bytes() // DOUBLE, [A.numel() / a.numel(), B.numel() / ours.weight.numel(), M * N / c.numel()]
+        return (
+            error,
+            ledger.sent_bytes() // DOUBLE,
+            [A.numel() / a.numel(), B.numel() / ours.weight.numel(), M * N / c.numel()],
+        )
 
     for error, sent, shares in launch.run(rank, ranks=8):
         assert error < TOLERANCE and sent == (M * K + K * N + M * N) // 8 and shares == [8, 8, 8]
@@ -143,6 +182,7 @@ def test_tp_3d():
 
 def test_rtp():
     """4 ranks with a batch each: output and gradients as unsplit; 1/n of the weight and one shard in flight; n-1 shards forward."""
+
     def rank():
         group = world()
         A, B = operands(0, 1)
@@ -156,7 +196,11 @@ def test_rtp():
         with Ledger() as ledger:
             out = ours(own)
         out.backward(dy[mine])
-        errors = [apart(out, y[mine]), apart(own.grad, x.grad[mine]), apart(full_tensor(ours.weight.grad, ours.weight.placement.shards), linear.weight.grad)]
+        errors = [
+            apart(out, y[mine]),
+            apart(own.grad, x.grad[mine]),
+            apart(full_tensor(ours.weight.grad, ours.weight.placement.shards), linear.weight.grad),
+        ]
         shard = ours.weight.numel()
         return max(errors), K * N / shard, ledger.sent_bytes() / DOUBLE / shard
 

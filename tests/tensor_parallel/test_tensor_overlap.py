@@ -1,4 +1,5 @@
 """Tensor parallelism that hides its communication: equal to the plain ways, the same bytes, hidden by the order of events."""
+
 from functools import partial
 
 import pytest
@@ -27,7 +28,12 @@ WHOLE_DW = partial(ring_overlap.column, dw_by_slice=False), partial(ring_overlap
 def whole(bias=True, frozen=False):
     """Two column matrices, a third whose one head all ranks share, and a row matrix; float64, alike on all ranks."""
     torch.manual_seed(1)
-    modules = [nn.Linear(D, F, bias=bias), nn.Linear(D, F, bias=bias), nn.Linear(D, 4, bias=bias), nn.Linear(F, D, bias=bias)]
+    modules = [
+        nn.Linear(D, F, bias=bias),
+        nn.Linear(D, F, bias=bias),
+        nn.Linear(D, 4, bias=bias),
+        nn.Linear(F, D, bias=bias),
+    ]
     for module in modules:
         module.double().weight.requires_grad_(not frozen)
     return modules
@@ -42,14 +48,20 @@ def passes(column, row, sequence_parallel, bias=True, frozen=False):
     if sequence_parallel:
         x, weigh = (a.chunk(group.size(), 1)[group.rank()] for a in (x, weigh))
     x = x.clone().requires_grad_()
-    up, gate, key = ColumnLinear(first, group, column), ColumnLinear(second, group, column), SharedHead(shared, group, column, 4)
+    up, gate, key = (
+        ColumnLinear(first, group, column),
+        ColumnLinear(second, group, column),
+        SharedHead(shared, group, column, 4),
+    )
     down = RowLinear(last, group, row)
     with Ledger() as ledger:
         ups, gates, keys = column(x, (up, gate, key), group)
         y = down(ups.tanh() * gates * keys.sum(-1, keepdim=True))
         forward = ledger.sent_bytes()
         (y * weigh).sum().backward()
-    grads = [param.grad for module in (up, gate, key, down) for param in module.parameters() if param.requires_grad]
+    grads = [
+        param.grad for module in (up, gate, key, down) for param in module.parameters() if param.requires_grad
+    ]
     return (y.detach(), x.grad, *grads), (forward, ledger.sent_bytes() - forward)
 
 
@@ -72,7 +84,9 @@ def test_numbers_and_bytes_are_those_of_the_plain_way(kind, ranks):
     for with_bias, without, frozen in launch.run(rank, ranks=ranks):
         for apart, ours, theirs in (with_bias, without):
             assert apart < TOLERANCE and ours == theirs and min(ours) > 0
-        apart, ours, theirs = frozen            # the ring has no use for X where no weight wants a gradient: one round less
+        apart, ours, theirs = (
+            frozen  # the ring has no use for X where no weight wants a gradient: one round less
+        )
         assert apart < TOLERANCE and ours[0] == theirs[0]
         saved = B * T * D * 8 * (ranks - 1) // ranks if kind == "sequence" else 0
         assert ours[1] == theirs[1] - saved
@@ -90,10 +104,12 @@ def test_the_ring_with_whole_weight_gradients():
 
 def test_bytes_equal_the_formulas():
     def rank():
-        return [passes(way.column, way.row, way is ring_overlap, bias=False)[1] for way in (ring_overlap, overlap)]
+        return [
+            passes(way.column, way.row, way is ring_overlap, bias=False)[1] for way in (ring_overlap, overlap)
+        ]
 
-    once = B * T * D * 8 * 3 // 4                                   # (t-1)/t · B·T·D elements
-    shared_head = 2 * 4 * D * 8 * 3 // 4                            # the gradient of a K/V head that all ranks use
+    once = B * T * D * 8 * 3 // 4  # (t-1)/t · B·T·D elements
+    shared_head = 2 * 4 * D * 8 * 3 // 4  # the gradient of a K/V head that all ranks use
     for ring, plain in launch.run(rank, ranks=4):
         assert ring == (2 * once, 3 * once + shared_head)
         assert plain == (2 * once, 2 * once + shared_head)
@@ -101,17 +117,27 @@ def test_bytes_equal_the_formulas():
 
 def test_any_number_of_chunks_and_of_tokens():
     """1 piece, pieces of unequal size, more pieces than tokens, one token, a plain vector, a group of one."""
+
     def rank():
         group, found = collectives.world(), []
         for shape in ((1, 3, D), (7, D), (1, D), (D,)):
             for chunks in (1, 2, 5):
                 results = []
-                for column, row in ((partial(overlap.column, chunks=chunks), partial(overlap.row, chunks=chunks)), (linear.column, linear.row)):
+                for column, row in (
+                    (partial(overlap.column, chunks=chunks), partial(overlap.row, chunks=chunks)),
+                    (linear.column, linear.row),
+                ):
                     up, down = ColumnLinear(whole()[0], group, column), RowLinear(whole()[3], group, row)
-                    x = torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=torch.float64).view(shape).requires_grad_()
+                    x = (
+                        torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=torch.float64)
+                        .view(shape)
+                        .requires_grad_()
+                    )
                     y = down(up(x))
                     y.square().sum().backward()
-                    results.append([y.detach(), x.grad, up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad])
+                    results.append(
+                        [y.detach(), x.grad, up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad]
+                    )
                 found.append(furthest(*results))
         return max(found)
 
@@ -129,10 +155,14 @@ def test_a_ring_of_one_sends_nothing():
 
 def test_bfloat16_stays_near():
     """The ring rounds at each hop; near the exact sum all the same."""
+
     def rank():
         torch.manual_seed(3)
         group = collectives.world()
-        x, weight = torch.randn(1, 64, 32 * 4, dtype=torch.bfloat16), torch.randn(16, 32 * 4, dtype=torch.bfloat16) / 11
+        x, weight = (
+            torch.randn(1, 64, 32 * 4, dtype=torch.bfloat16),
+            torch.randn(16, 32 * 4, dtype=torch.bfloat16) / 11,
+        )
         own = slice(32 * group.rank(), 32 * group.rank() + 32)
         exact = (x.double() @ weight.double().T).chunk(4, 1)[group.rank()]
         return (ring_overlap.row_forward(x[..., own], weight[:, own], group) - exact).abs().max().item()
@@ -144,8 +174,18 @@ def test_bfloat16_stays_near():
 
 PROBLEMS = {
     "grouped queries, tied, frozen": Problem(config=small(vocab_size=32)),
-    "GPT-2 with biases": Problem(config=small(vocab_size=32, tied=False, norm="layer", positions="learned", activation="gelu", bias=True,
-                                              num_kv_heads=4), frozen="layers.1.mlp.up.weight"),
+    "GPT-2 with biases": Problem(
+        config=small(
+            vocab_size=32,
+            tied=False,
+            norm="layer",
+            positions="learned",
+            activation="gelu",
+            bias=True,
+            num_kv_heads=4,
+        ),
+        frozen="layers.1.mlp.up.weight",
+    ),
 }
 
 
@@ -157,8 +197,11 @@ def references():
 @pytest.mark.parametrize("dp, tp", [(1, 2), (1, 4), (2, 2)])
 def test_a_model_trains_as_on_one_process(dp, tp, references):
     def rank():
-        return [(name, train_parallel(problem, Strategy(dp=dp, tp=tp, sequence_parallel=cut, overlap=True))) for name, problem in PROBLEMS.items()
-                for cut in (False, True)]
+        return [
+            (name, train_parallel(problem, Strategy(dp=dp, tp=tp, sequence_parallel=cut, overlap=True)))
+            for name, problem in PROBLEMS.items()
+            for cut in (False, True)
+        ]
 
     for outcomes in launch.run(rank, ranks=dp * tp):
         for name, outcome in outcomes:
@@ -178,6 +221,7 @@ class Stays:
 @pytest.mark.parametrize("kind", PAIRS)
 def test_without_one_hop_it_does_not(kind):
     """Control: every rank leaves out the third transfer of the layers, and only that one."""
+
     def rank():
         ours, theirs = PAIRS[kind]
         op, count = ("rotate" if kind == "sequence" else "all_reduce"), 0
@@ -200,6 +244,7 @@ def test_without_one_hop_it_does_not(kind):
 
 # ---- hidden: by the order of events ------------------------------------------------------------------------------------
 
+
 def words(events):
     """The events as one word each: `issue`, `wait` and `product`; the rest of the computation is left out, repeats are joined."""
     found = []
@@ -220,10 +265,12 @@ def test_every_hop_of_the_ring_is_issued_before_a_product_and_awaited_after_it()
         group = collectives.world()
         x, y, a, b = layer_inputs()
         order = {}
-        for name, work in (("column forward", lambda: ring_overlap.column_forward(x, [a], [None], group)),
-                           ("row forward", lambda: ring_overlap.row_forward(y, b, group)),
-                           ("column backward", lambda: ring_overlap.column_backward([y], x, [a], [True], group)),
-                           ("row backward", lambda: ring_overlap.row_backward(x, y, b, True, group))):
+        for name, work in (
+            ("column forward", lambda: ring_overlap.column_forward(x, [a], [None], group)),
+            ("row forward", lambda: ring_overlap.row_forward(y, b, group)),
+            ("column backward", lambda: ring_overlap.column_backward([y], x, [a], [True], group)),
+            ("row backward", lambda: ring_overlap.row_backward(x, y, b, True, group)),
+        ):
             with Ledger() as ledger:
                 work()
             order[name] = words(ledger.events)
@@ -241,7 +288,10 @@ def test_every_piece_but_the_last_is_summed_behind_a_product():
         group = collectives.world()
         x, y, a, b = torch.zeros(1, T, D), *layer_inputs()[1:]
         order = []
-        for work in (lambda: overlap.row_forward(y, b, group, 4), lambda: overlap.column_backward([y], x, [a], [True], group, 4)):
+        for work in (
+            lambda: overlap.row_forward(y, b, group, 4),
+            lambda: overlap.column_backward([y], x, [a], [True], group, 4),
+        ):
             with Ledger() as ledger:
                 work()
             order.append(words(ledger.events))
@@ -254,11 +304,20 @@ def test_every_piece_but_the_last_is_summed_behind_a_product():
 
 # ---- time and memory on a machine we do not have -----------------------------------------------------------------------
 
+
 def gpt3_layer(column, row, sequences, cut):
     """Forward and backward of one layer of GPT-3, T=2048, as rank 0 of t=8: timeline on H100s, (bytes sent, FLOPs), peak bytes."""
+
     def rank():
         group = collectives.world()
-        config = GPTConfig(vocab_size=50_304, d_model=12_288, num_layers=1, num_heads=96, max_positions=2048, activation="gelu")
+        config = GPTConfig(
+            vocab_size=50_304,
+            d_model=12_288,
+            num_layers=1,
+            num_heads=96,
+            max_positions=2048,
+            activation="gelu",
+        )
         layer = Block(config, "layers.0", dtype=torch.bfloat16)
         cut_attention(layer.attention, 128, group, column, row)
         cut_mlp(layer.mlp, group, column, row)
@@ -274,33 +333,63 @@ def gpt3_layer(column, row, sequences, cut):
 
 def test_less_is_exposed_in_a_layer_of_gpt3():
     """But products of 256 tokens are bound by memory: by slices, the ring wants more tokens than one sequence has."""
-    ways = {"linear": (linear.column, linear.row, 1), "overlap": (overlap.column, overlap.row, 1),
-            "sequence": (sequence.column, sequence.row, 8), "ring": (ring_overlap.column, ring_overlap.row, 8), "ring, whole dW": (*WHOLE_DW, 8)}
+    ways = {
+        "linear": (linear.column, linear.row, 1),
+        "overlap": (overlap.column, overlap.row, 1),
+        "sequence": (sequence.column, sequence.row, 8),
+        "ring": (ring_overlap.column, ring_overlap.row, 8),
+        "ring, whole dW": (*WHOLE_DW, 8),
+    }
     for sequences in (1, 4):
         step, exposed, account, peak = {}, {}, {}, {}
         for name, (column, row, cut) in ways.items():
             timeline, account[name], peak[name] = gpt3_layer(column, row, sequences, cut)
             step[name], exposed[name] = 1e3 * timeline.step_s, 1e3 * timeline.exposed_communication_s
-            print(f"{sequences} x 2048 tokens, {name}: step {step[name]:.2f} ms, exposed {exposed[name]:.3f} ms, peak {peak[name] / 1e9:.2f} GB")
-        assert account["overlap"] == account["linear"] and account["ring"] == account["ring, whole dW"] == account["sequence"]
+            print(
+                f"{sequences} x 2048 tokens, {name}: step {step[name]:.2f} ms, exposed {exposed[name]:.3f} ms, peak {peak[name] / 1e9:.2f} GB"
+            )
+        assert (
+            account["overlap"] == account["linear"]
+            and account["ring"] == account["ring, whole dW"] == account["sequence"]
+        )
         assert exposed["overlap"] < 0.3 * exposed["linear"] and step["overlap"] < 0.89 * step["linear"]
-        assert exposed["ring"] < 0.05 * exposed["sequence"] and exposed["ring, whole dW"] < 0.1 * exposed["sequence"]
+        assert (
+            exposed["ring"] < 0.05 * exposed["sequence"]
+            and exposed["ring, whole dW"] < 0.1 * exposed["sequence"]
+        )
         assert step["ring, whole dW"] < 0.96 * step["sequence"]
-        assert step["ring"] < 0.85 * step["sequence"] if sequences == 4 else step["ring"] > 1.3 * step["sequence"]
-        assert peak["overlap"] == peak["linear"] and peak["ring"] < 0.9 * peak["sequence"] == 0.9 * peak["ring, whole dW"]
+        assert (
+            step["ring"] < 0.85 * step["sequence"]
+            if sequences == 4
+            else step["ring"] > 1.3 * step["sequence"]
+        )
+        assert (
+            peak["overlap"] == peak["linear"]
+            and peak["ring"] < 0.9 * peak["sequence"] == 0.9 * peak["ring, whole dW"]
+        )
 
 
 def test_the_ring_never_holds_the_whole():
     """Peak bytes of the four passes in slices of B·T/t·D, with t = 8; what is F/t wide is small here, less than 1/2 in all."""
+
     def rank():
         group = collectives.world()
-        x, y, a, b = torch.zeros(1, 512, 512), torch.zeros(1, 4096, 8), torch.zeros(8, 512), torch.zeros(512, 8)
+        x, y, a, b = (
+            torch.zeros(1, 512, 512),
+            torch.zeros(1, 4096, 8),
+            torch.zeros(8, 512),
+            torch.zeros(512, 8),
+        )
         peaks = []
-        for work in (lambda: ring_overlap.column_forward(x, [a], [None], group), lambda: sequence.column_forward(x, [a], [None], group),
-                     lambda: ring_overlap.column_backward([y, y], x, [a, a], [True, True], group),
-                     lambda: sequence.column_backward([y, y], x, [a, a], [True, True], group),
-                     lambda: ring_overlap.row_forward(y, b, group), lambda: sequence.scatter_time(y @ b.T, group),
-                     lambda: ring_overlap.row_backward(x, y, b, True, group)):
+        for work in (
+            lambda: ring_overlap.column_forward(x, [a], [None], group),
+            lambda: sequence.column_forward(x, [a], [None], group),
+            lambda: ring_overlap.column_backward([y, y], x, [a, a], [True, True], group),
+            lambda: sequence.column_backward([y, y], x, [a, a], [True, True], group),
+            lambda: ring_overlap.row_forward(y, b, group),
+            lambda: sequence.scatter_time(y @ b.T, group),
+            lambda: ring_overlap.row_backward(x, y, b, True, group),
+        ):
             with Ledger() as ledger:
                 kept = work()
             del kept
@@ -308,24 +397,33 @@ def test_the_ring_never_holds_the_whole():
         return peaks
 
     column, gathered, backward, gathered_backward, row, scattered, row_backward = dryrun.run(rank, ranks=8)
-    assert column == row_backward == 1 + 2                  # the own slice; one at work, one arriving
-    assert row == 3                                         # one sum leaving, one arriving, the term at work
-    assert backward == 1 + 3                                # the own slice of X; three of dX, then dX and two of X
+    assert column == row_backward == 1 + 2  # the own slice; one at work, one arriving
+    assert row == 3  # one sum leaving, one arriving, the term at work
+    assert backward == 1 + 3  # the own slice of X; three of dX, then dX and two of X
     assert gathered >= 8 and gathered_backward >= 16 and scattered >= 8
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------------
 
+
 def test_what_is_refused():
     def rank():
         group, said = collectives.world(), []
         first, _, _, last = whole()
-        up, down = ColumnLinear(first.float(), group, overlap.column), RowLinear(last.float(), group, overlap.row)
+        up, down = (
+            ColumnLinear(first.float(), group, overlap.column),
+            RowLinear(last.float(), group, overlap.row),
+        )
         x, y = torch.zeros(1, T, D), torch.zeros(1, T, F // 2)
-        for call in (lambda: overlap.column(x, (up,), group, chunks=0), lambda: overlap.row(y, down, group, chunks=2.5),
-                     lambda: overlap.column(y[..., :3], (up,), group), lambda: overlap.row(x[..., :3], down, group),
-                     lambda: ring_overlap.column(x[..., :3], (up,), group), lambda: ring_overlap.row(x[..., :3], down, group),
-                     lambda: ring_overlap.row(y[:, :7], down, group)):
+        for call in (
+            lambda: overlap.column(x, (up,), group, chunks=0),
+            lambda: overlap.row(y, down, group, chunks=2.5),
+            lambda: overlap.column(y[..., :3], (up,), group),
+            lambda: overlap.row(x[..., :3], down, group),
+            lambda: ring_overlap.column(x[..., :3], (up,), group),
+            lambda: ring_overlap.row(x[..., :3], down, group),
+            lambda: ring_overlap.row(y[:, :7], down, group),
+        ):
             with pytest.raises(ValueError) as caught:
                 call()
             said.append(str(caught.value))

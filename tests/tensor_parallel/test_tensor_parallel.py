@@ -1,4 +1,5 @@
 """Tensor parallelism in one dimension: equal to one process, bytes and activations as the papers say, dropout, clear refusals."""
+
 from dataclasses import replace
 
 import pytest
@@ -33,13 +34,26 @@ from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_p
 
 CONFIGS = {
     "tied, RoPE, SwiGLU, 2 K/V heads": small(vocab_size=32),
-    "GPT-2: biases, learned positions": small(vocab_size=32, tied=False, norm="layer", positions="learned", activation="gelu",
-                                              bias=True, num_kv_heads=4),
-    "ALiBi, parallel residual, norm behind the table": small(vocab_size=32, positions="alibi", residual="parallel", embedding_norm=True),
+    "GPT-2: biases, learned positions": small(
+        vocab_size=32,
+        tied=False,
+        norm="layer",
+        positions="learned",
+        activation="gelu",
+        bias=True,
+        num_kv_heads=4,
+    ),
+    "ALiBi, parallel residual, norm behind the table": small(
+        vocab_size=32, positions="alibi", residual="parallel", embedding_norm=True
+    ),
 }
 MESHES = [dict(dp=1, tp=2), dict(dp=1, tp=4), dict(dp=2, tp=2)]
-WAYS = {"plain": {}, "sequence": dict(sequence_parallel=True), "plain, overlap": dict(overlap=True),
-        "sequence, overlap": dict(sequence_parallel=True, overlap=True)}
+WAYS = {
+    "plain": {},
+    "sequence": dict(sequence_parallel=True),
+    "plain, overlap": dict(overlap=True),
+    "sequence, overlap": dict(sequence_parallel=True, overlap=True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +63,21 @@ def references():
 
 def problems():
     found = {name: Problem(config=config) for name, config in CONFIGS.items()}
-    return found | {"3 microbatches": Problem(config=small(vocab_size=32), batch_sizes=(6, 6, 7), microbatches=3)}
+    return found | {
+        "3 microbatches": Problem(config=small(vocab_size=32), batch_sizes=(6, 6, 7), microbatches=3)
+    }
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_equals_one_process(shape, references):
     """Loss, every gradient, every parameter after three steps; tied, frozen, masked, clipped, uneven."""
+
     def rank():
-        return {(way, name): train_parallel(problem, Strategy(**shape, **settings))
-                for way, settings in WAYS.items() for name, problem in problems().items()}
+        return {
+            (way, name): train_parallel(problem, Strategy(**shape, **settings))
+            for way, settings in WAYS.items()
+            for name, problem in problems().items()
+        }
 
     for outcomes in launch.run(rank, ranks=shape["dp"] * shape["tp"]):
         for (way, name), outcome in outcomes.items():
@@ -71,8 +91,10 @@ def test_without_its_collective_it_fails(broken, references):
             collectives.copy_to = lambda x, group: x
         elif broken == "g":
             collectives.reduce_from = lambda x, group: x
-        else:                                           # norms that saw half of the tokens are not summed over tp
-            Mesh.group = lambda self, *axes, group=Mesh.group: group(self, *[axis for axis in axes if axis != "tp" or len(axes) == 1])
+        else:  # norms that saw half of the tokens are not summed over tp
+            Mesh.group = lambda self, *axes, group=Mesh.group: group(
+                self, *[axis for axis in axes if axis != "tp" or len(axes) == 1]
+            )
         return train_parallel(problem, Strategy(tp=2, sequence_parallel=broken == "slices"))
 
     name, problem = next(iter(problems().items()))
@@ -97,8 +119,11 @@ def layer_of(config, group, ways, core=naive_attention, dtype=torch.float64):
 def one_layer(way):
     """A layer forward and backward: what it sent by operation, as (calls, bytes); what it gave; how much of its matrices is here."""
     group = world()
-    ways = {"plain": (linear.column, linear.row), "keeping": (sequence.column_keeping, sequence.row),
-            "sequence": (sequence.column, sequence.row)}[way]
+    ways = {
+        "plain": (linear.column, linear.row),
+        "keeping": (sequence.column_keeping, sequence.row),
+        "sequence": (sequence.column, sequence.row),
+    }[way]
     block = layer_of(PLAIN, group, ways)
     x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D)
     x = x if way == "plain" else x.chunk(group.size(), 1)[group.rank()]
@@ -107,9 +132,15 @@ def one_layer(way):
         y = block(x, torch.arange(T))
         y.square().sum().backward()
     calls = [event.op for event in ledger.events if isinstance(event, Issue)]
-    sent = {op: (calls.count(op), ledger.sent_bytes(op)) for op in ("all_reduce", "all_gather", "reduce_scatter")}
+    sent = {
+        op: (calls.count(op), ledger.sent_bytes(op)) for op in ("all_reduce", "all_gather", "reduce_scatter")
+    }
     cut = [param for param in block.parameters() if placement(param).shards]
-    return sent, (y, x.grad, full_tensor(block.mlp.up.weight.grad, block.mlp.up.weight.placement.shards)), sum(param.numel() for param in cut)
+    return (
+        sent,
+        (y, x.grad, full_tensor(block.mlp.up.weight.grad, block.mlp.up.weight.placement.shards)),
+        sum(param.numel() for param in cut),
+    )
 
 
 def whole_layer():
@@ -117,7 +148,9 @@ def whole_layer():
     x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D).requires_grad_()
     y = block(x, torch.arange(T))
     y.square().sum().backward()
-    return (y, x.grad, block.mlp.up.weight.grad), sum(param.numel() for param in block.parameters() if param.dim() == 2)
+    return (y, x.grad, block.mlp.up.weight.grad), sum(
+        param.numel() for param in block.parameters() if param.dim() == 2
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -126,7 +159,11 @@ def test_megatron_tp_1d(ranks):
     expected, numel = whole_layer()
     for sent, found, cut in launch.run(one_layer, "plain", ranks=ranks):
         assert all((ours - theirs).abs().max() < TOLERANCE for ours, theirs in zip(found, expected))
-        assert sent == {"all_reduce": (4, 8 * 8 * (ranks - 1) // ranks * B * T * D), "all_gather": (0, 0), "reduce_scatter": (0, 0)}
+        assert sent == {
+            "all_reduce": (4, 8 * 8 * (ranks - 1) // ranks * B * T * D),
+            "all_gather": (0, 0),
+            "reduce_scatter": (0, 0),
+        }
         assert cut * ranks == numel
 
 
@@ -138,21 +175,31 @@ def test_bytes_of_a_layer_cut_along_the_sequence(ranks):
     for way, gathers in (("keeping", 4), ("sequence", 6)):
         runs = launch.run(one_layer, way, ranks=ranks)
         for sent, found, _ in runs:
-            assert sent == {"all_reduce": (0, 0), "all_gather": (gathers, gathers * unit), "reduce_scatter": (4, 4 * unit)}
+            assert sent == {
+                "all_reduce": (0, 0),
+                "all_gather": (gathers, gathers * unit),
+                "reduce_scatter": (4, 4 * unit),
+            }
             assert (found[2] - expected[2]).abs().max() < TOLERANCE
         for place in (0, 1):
-            assert (torch.cat([found[place] for _, found, _ in runs], 1) - expected[place]).abs().max() < TOLERANCE
+            assert (
+                torch.cat([found[place] for _, found, _ in runs], 1) - expected[place]
+            ).abs().max() < TOLERANCE
         assert dryrun.run(one_layer, way, rank=1, ranks=ranks)[0] == runs[1][0]
 
 
 def test_norms_may_all_be_frozen():
     def rank():
-        run = parallelize(PLAIN, Strategy(tp=2, sequence_parallel=True, precision="float64"), frozen=["*norm*"])
+        run = parallelize(
+            PLAIN, Strategy(tp=2, sequence_parallel=True, precision="float64"), frozen=["*norm*"]
+        )
         tokens = torch.zeros(B, T, dtype=torch.long)
         run.forward_backward(Batch(tokens, tokens, torch.tensor(B * T)))
         run.sync.finish()
         frozen = [name for name, param in run.model.named_parameters() if not param.requires_grad]
-        return len(frozen) == 3 and all((param.grad is not None) == param.requires_grad for param in run.model.parameters())
+        return len(frozen) == 3 and all(
+            (param.grad is not None) == param.requires_grad for param in run.model.parameters()
+        )
 
     assert launch.run(rank, ranks=2) == [True, True]
 
@@ -164,7 +211,13 @@ def whole_step(shape, settings):
     with Ledger() as ledger:
         run.forward_backward(batch)
         run.sync.finish()
-    return ledger.flops, ledger.sent_bytes(), ledger.sent_bytes(axis="tp"), ledger.peak_bytes, dict(ledger.peak_by_kind)
+    return (
+        ledger.flops,
+        ledger.sent_bytes(),
+        ledger.sent_bytes(axis="tp"),
+        ledger.peak_bytes,
+        dict(ledger.peak_by_kind),
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -184,8 +237,12 @@ GPT3 = GPTConfig(vocab_size=64, d_model=12288, num_layers=1, num_heads=96, max_p
 def kept(config, length, batch, sequence_parallel):
     """Bytes that a layer keeps for backward in bfloat16, without mean and deviation of its two norms."""
     group = world()
-    block = layer_of(config, group, (sequence.column, sequence.row) if sequence_parallel else (linear.column, linear.row),
-                     dtype=torch.bfloat16)
+    block = layer_of(
+        config,
+        group,
+        (sequence.column, sequence.row) if sequence_parallel else (linear.column, linear.row),
+        dtype=torch.bfloat16,
+    )
     tokens = length // group.size() if sequence_parallel else length
     x = torch.zeros(batch, tokens, config.d_model, dtype=torch.bfloat16, requires_grad=True)
     with SavedTensors(block) as saved:
@@ -200,7 +257,10 @@ def test_megatron_sp(ranks):
     for sequence_parallel in (False, True):
         expected = activation_bytes(16, 3, 32, 4, tensor_parallel=ranks, sequence_parallel=sequence_parallel)
         assert launch.run(kept, config, 16, 3, sequence_parallel, ranks=ranks) == [expected] * ranks
-    sent = {way: sum(size for _, size in launch.run(one_layer, way, ranks=ranks)[0][0].values()) for way in ("plain", "keeping")}
+    sent = {
+        way: sum(size for _, size in launch.run(one_layer, way, ranks=ranks)[0][0].values())
+        for way in ("plain", "keeping")
+    }
     assert sent["plain"] == sent["keeping"]
 
 
@@ -214,16 +274,18 @@ def test_activations_of_gpt3():
 
 # ---- the vocabulary --------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("words", [40, 37, 9])
 def test_vocab_parallel(words):
     """Equal to the dense loss, gradient included; 3·b·s elements are summed and nothing of size V. Also where words are left over, and
     where the last of 4 ranks has none at all (9 words: 3, 3, 3, 0)."""
+
     def rank():
         torch.manual_seed(0)
         logits = 30 * torch.randn(B, T, words, dtype=torch.float64)
         targets = torch.randint(words, (B, T)).masked_fill(torch.rand(B, T) < 0.3, -100)
         dense, own = logits.clone().requires_grad_(), shard(logits, 2, world(), pad=True)
-        cut, garbage = placement(own).shards, torch.full_like(own, 7.0)         # what padding says must not matter
+        cut, garbage = placement(own).shards, torch.full_like(own, 7.0)  # what padding says must not matter
         here = max(0, min(words - world().rank() * own.size(-1), own.size(-1)))
         own = torch.cat((own[..., :here], garbage[..., here:]), -1).requires_grad_()
         cross_entropy_sum(dense, targets).mul(0.25).backward()
@@ -233,9 +295,16 @@ def test_vocab_parallel(words):
         nothing = vocabulary.cross_entropy_sum(own, torch.full((B, T), -100), world(), words)
         nothing.backward()
         low = vocabulary.cross_entropy_sum(own.detach().bfloat16(), targets, world(), words)
-        return ((loss - cross_entropy_sum(logits, targets)).abs().item(), (full_tensor(own.grad, cut) - dense.grad).abs().max().item(),
-                own.grad[..., here:].abs().sum().item(), nothing.item(), ledger.payload_bytes(), ledger.sent_bytes(), low.dtype,
-                (low - cross_entropy_sum(logits.bfloat16(), targets)).abs().item())
+        return (
+            (loss - cross_entropy_sum(logits, targets)).abs().item(),
+            (full_tensor(own.grad, cut) - dense.grad).abs().max().item(),
+            own.grad[..., here:].abs().sum().item(),
+            nothing.item(),
+            ledger.payload_bytes(),
+            ledger.sent_bytes(),
+            low.dtype,
+            (low - cross_entropy_sum(logits.bfloat16(), targets)).abs().item(),
+        )
 
     for ranks in (2, 4):
         for loss, grad, padding, nothing, payload, sent, dtype, low in launch.run(rank, ranks=ranks):
@@ -246,6 +315,7 @@ def test_vocab_parallel(words):
 
 def test_the_table_finds_its_rows():
     """Of a vocabulary that divides, of one with padding, and of one that leaves the last rank without a word."""
+
     def rank(words):
         table = torch.arange(2 * words, dtype=torch.float64).view(words, 2)
         own = vocabulary.cut_table(nn.Parameter(table), world())
@@ -253,7 +323,11 @@ def test_the_table_finds_its_rows():
         rows = vocabulary.lookup(own, ids, "token", "vocab_size", group=world(), vocab_size=words)
         rows.sum().backward()
         counts = torch.bincount(ids.flatten(), minlength=words).double().unsqueeze(-1).expand(words, 2)
-        return torch.equal(rows, table[ids]), torch.equal(full_tensor(own.grad, own.placement.shards), counts), own.size(0)
+        return (
+            torch.equal(rows, table[ids]),
+            torch.equal(full_tensor(own.grad, own.placement.shards), counts),
+            own.size(0),
+        )
 
     for words, rows in ((12, 3), (11, 3), (9, 3)):
         assert launch.run(rank, words, ranks=4) == [(True, True, rows)] * 4
@@ -266,8 +340,15 @@ def test_a_vocabulary_that_does_not_divide_trains_as_on_one_process(ranks):
     ways = [Problem(config=small(vocab_size=words, tied=tied)) for words in (63, 9) for tied in (True, False)]
 
     def rank():
-        found = [[train_parallel(problem, Strategy(tp=ranks, sequence_parallel=cut)) for cut in (False, True)] for problem in ways]
-        run = parallelize(ways[-1].config, Strategy(tp=ranks, precision="float64"), lambda params: AdamW(params, lr=1e-2, weight_decay=0.1))
+        found = [
+            [train_parallel(problem, Strategy(tp=ranks, sequence_parallel=cut)) for cut in (False, True)]
+            for problem in ways
+        ]
+        run = parallelize(
+            ways[-1].config,
+            Strategy(tp=ranks, precision="float64"),
+            lambda params: AdamW(params, lr=1e-2, weight_decay=0.1),
+        )
         tokens = torch.arange(8).view(1, 8)
         run.step(Batch(tokens, tokens, torch.tensor(8)))
         tables = run.model.layers[0].tokens, run.model.layers[-1].out.weight
@@ -289,7 +370,9 @@ def test_padding_that_takes_part_in_the_softmax_is_found():
 
     def rank():
         right = vocabulary.cross_entropy_forward
-        vocabulary.cross_entropy_forward = lambda logits, targets, group, vocab_size: right(logits, targets, group, 64)
+        vocabulary.cross_entropy_forward = lambda logits, targets, group, vocab_size: right(
+            logits, targets, group, 64
+        )
         return train_parallel(problem, Strategy(tp=2))
 
     reference = one_process(problem)
@@ -329,15 +412,20 @@ def dropped_model(settings):
 def test_dropout_is_that_of_one_process(sequence_parallel):
     """Masks agree where ranks hold the same and differ where they do not: put together as activations are cut, they are those of one
     process, which computes the very same."""
+
     def rank():
         return dropped_model(dict(sequence_parallel=sequence_parallel))
 
     (loss, grad, first), (_, _, second) = launch.run(rank, ranks=2)
     ((expected, expected_grad, masks),) = launch.run(dropped_model, None, ranks=1)
     assert len(first) == len(second) == len(masks) == 1 + 3 * DROPPED.num_layers
-    scores = [number for number in range(len(masks)) if number % 3 == 1]        # table; scores, dropout1, dropout2 of each block
+    scores = [
+        number for number in range(len(masks)) if number % 3 == 1
+    ]  # table; scores, dropout1, dropout2 of each block
     for number, (one, other, whole) in enumerate(zip(first, second, masks)):
-        cut = 1 if number in scores else 2 if sequence_parallel else None       # heads of [B, H, T, T]; tokens of [B, 1, T, D]
+        cut = (
+            1 if number in scores else 2 if sequence_parallel else None
+        )  # heads of [B, H, T, T]; tokens of [B, 1, T, D]
         assert torch.equal(one, other) == (cut is None)
         assert torch.equal(whole, one if cut is None else torch.cat((one, other), cut))
     assert abs(loss - expected) < 1e-9 and (grad - expected_grad).abs().max() < TOLERANCE
@@ -358,7 +446,7 @@ def test_streams_go_on_and_take_one_number_a_call_from_torchs():
 
     runs = [drawn for drawn, untouched in launch.run(rank, ranks=4) if untouched]
     assert len(runs) == 4
-    for place in (0, 2):                                                 # same: within tp, not across dp, and not over time
+    for place in (0, 2):  # same: within tp, not across dp, and not over time
         assert runs[0][place] == runs[1][place] != runs[2][place] == runs[3][place]
     assert runs[0][0] != runs[0][2]
     assert len({tuple(draw) for drawn in runs for draw in (drawn[1], drawn[3])}) == 8
@@ -366,6 +454,7 @@ def test_streams_go_on_and_take_one_number_a_call_from_torchs():
 
 def test_recomputation_draws_the_same_masks():
     """torch's checkpoint around a cut block: its gradients are those without a checkpoint, with streams and with masks by place."""
+
     def rank(by_place):
         grads, group = [], world()
         x = torch.randn(2, 8, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -389,10 +478,11 @@ def test_recomputation_draws_the_same_masks():
 
     for by_place in (False, True):
         (one, first), (other, second) = launch.run(rank, by_place, ranks=2)
-        assert one and other and torch.equal(first, second)             # the ranks, seeded apart, go on holding the same
+        assert one and other and torch.equal(first, second)  # the ranks, seeded apart, go on holding the same
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
+
 
 def cut(strategy=Strategy(tp=2), **settings):
     """A model over tp=2, with settings of its config."""
@@ -422,28 +512,46 @@ def groups_mixed():
 
 
 REFUSED = {
-    "ColumnLinear: out_features = 33 is not a multiple of the 2 ranks of world": lambda: ColumnLinear(nn.Linear(8, 33), world()),
-    "RowLinear: in_features = 33 is not a multiple of the 2 ranks of world": lambda: RowLinear(nn.Linear(33, 8), world()),
+    "ColumnLinear: out_features = 33 is not a multiple of the 2 ranks of world": lambda: ColumnLinear(
+        nn.Linear(8, 33), world()
+    ),
+    "RowLinear: in_features = 33 is not a multiple of the 2 ranks of world": lambda: RowLinear(
+        nn.Linear(33, 8), world()
+    ),
     "query heads = 3 is not a multiple of the 2 ranks of tp; change": lambda: heads(3, 3),
-    "tp=2 does not divide num_heads=3, num_kv_heads=3 (which may also divide tp) and d_ff=128 (gated); use tp 1":
-        lambda: cut(d_model=48, num_heads=3),
+    "tp=2 does not divide num_heads=3, num_kv_heads=3 (which may also divide tp) and d_ff=128 (gated); use tp 1": lambda: (
+        cut(d_model=48, num_heads=3)
+    ),
     "3 K/V heads over 2 ranks of tp: neither divides the other; take 1 or 3": lambda: heads(6, 3),
-    "T=7 tokens are not a multiple of tp=2; pad the sequence":
-        lambda: cut(Strategy(tp=2, sequence_parallel=True)).model(torch.zeros(1, 7, dtype=torch.long)),
-    "weight [16, 8] is cut already, along dim 0 over world": lambda: ColumnLinear(ColumnLinear(nn.Linear(8, 32), world()), world()),
+    "T=7 tokens are not a multiple of tp=2; pad the sequence": lambda: cut(
+        Strategy(tp=2, sequence_parallel=True)
+    ).model(torch.zeros(1, 7, dtype=torch.long)),
+    "weight [16, 8] is cut already, along dim 0 over world": lambda: ColumnLinear(
+        ColumnLinear(nn.Linear(8, 32), world()), world()
+    ),
     "bias [16] is cut already": bias_cut_twice,
     "is cut over a, but the call is over b; use one group": groups_mixed,
-    "is 4 wide, the matrix takes 8: give the whole width": lambda: ColumnLinear(nn.Linear(8, 32), world())(torch.ones(1, 4)),
-    "is 8 wide, this rank's slice of the matrix takes 4 of 8": lambda: RowLinear(nn.Linear(8, 32), world())(torch.ones(1, 8)),
+    "is 4 wide, the matrix takes 8: give the whole width": lambda: ColumnLinear(nn.Linear(8, 32), world())(
+        torch.ones(1, 4)
+    ),
+    "is 8 wide, this rank's slice of the matrix takes 4 of 8": lambda: RowLinear(nn.Linear(8, 32), world())(
+        torch.ones(1, 8)
+    ),
     "token 64; vocab_size is 64 (0..63)": lambda: cut().model(torch.full((1, 4), 64)),
-    "token 63; vocab_size is 63 (0..62)": lambda: cut(vocab_size=63).model(torch.full((1, 4), 63)),      # a row of padding is no word
-    "target 64; the vocabulary is 64 (0..63)":
-        lambda: vocabulary.cross_entropy_sum(torch.zeros(1, 4, 32), torch.full((1, 4), 64), world(), 64),
-    "target 63; the vocabulary is 63 (0..62)":
-        lambda: vocabulary.cross_entropy_sum(torch.zeros(1, 4, 32), torch.full((1, 4), 63), world(), 63),
+    "token 63; vocab_size is 63 (0..62)": lambda: cut(vocab_size=63).model(
+        torch.full((1, 4), 63)
+    ),  # a row of padding is no word
+    "target 64; the vocabulary is 64 (0..63)": lambda: vocabulary.cross_entropy_sum(
+        torch.zeros(1, 4, 32), torch.full((1, 4), 64), world(), 64
+    ),
+    "target 63; the vocabulary is 63 (0..62)": lambda: vocabulary.cross_entropy_sum(
+        torch.zeros(1, 4, 32), torch.full((1, 4), 63), world(), 63
+    ),
     "tensor parallelism does not cut latent attention (kv_latent)": latent_layers,
     "tp=2 does not cut latent attention (kv_latent=8)": lambda: cut(kv_latent=8, rope_head_dim=4),
-    "sequence_parallel=True is about the ranks of tp, and tp=1; use tp > 1": lambda: cut(Strategy(dp=2, sequence_parallel=True)),
+    "sequence_parallel=True is about the ranks of tp, and tp=1; use tp > 1": lambda: cut(
+        Strategy(dp=2, sequence_parallel=True)
+    ),
     "dp=1 · pp=1 · cp=1 · tp=4 · ep=1 are 4 ranks, but the job has 2": lambda: cut(Strategy(tp=4)),
     "seed = 0.5 is float": lambda: RandomStates(0.5, world()),
 }
@@ -455,8 +563,10 @@ def test_refusals_are_one_line_on_every_rank():
 
 # ---- on machines -----------------------------------------------------------------------------------------------------
 
+
 def test_a_cut_nvlink_costs_its_bandwidth():
     """H800 is an H100 whose NVLink has 400 GB/s in place of 900: a large all-reduce takes 9/4 of the time, one of GPT-3 almost."""
+
     def rank(batch):
         with Ledger() as ledger:
             collectives.all_reduce(torch.empty(batch, 2048, 12288, dtype=torch.bfloat16), world())
@@ -472,6 +582,7 @@ def test_a_cut_nvlink_costs_its_bandwidth():
 
 def test_tensor_parallelism_stays_inside_the_node():
     """A layer of GPT-3 on H100: what a rank gets done per second falls with t, and most where the group leaves its node of 8."""
+
     def rank():
         block = layer_of(GPT3, world(), (linear.column, linear.row), dtype=torch.bfloat16)
         x = torch.zeros(1, 2048, 12288, dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,5 @@
 """Weights that travel round the ring: equal to one process on all batches together, hops and memory counted, clear refusals."""
+
 import copy
 
 import pytest
@@ -19,8 +20,8 @@ from minitrain.training.optim import AdamW, clip_grad_norm
 from tests.parallel import TOLERANCE
 
 K, N = 6, 8
-BYTES = 8                                    # float64
-WAYS = [False, True]                         # with prefetch, in place
+BYTES = 8  # float64
+WAYS = [False, True]  # with prefetch, in place
 
 
 def random(*shape, seed):
@@ -42,8 +43,15 @@ class Block(nn.Module):
 
     def __init__(self, activation):
         super().__init__()
-        config = GPTConfig(d_model=8, num_heads=4, num_kv_heads=2, d_ff=12, activation=activation, bias=activation == "gelu",
-                           positions="rope")
+        config = GPTConfig(
+            d_model=8,
+            num_heads=4,
+            num_kv_heads=2,
+            d_ff=12,
+            activation=activation,
+            bias=activation == "gelu",
+            positions="rope",
+        )
         self.attention, self.mlp = Attention(config, dtype=torch.float64), MLP(config, dtype=torch.float64)
 
     def forward(self, x):
@@ -59,9 +67,13 @@ def rows(rank):
 def distance(module, reference):
     """Gradients and parameters, whole."""
     pairs = dict(reference.named_parameters())
-    return max(max((full_tensor(param) - pairs[name]).abs().max().item(),
-                   (full_tensor(param.grad, param.placement.shards) - pairs[name].grad).abs().max().item())
-               for name, param in module.named_parameters())
+    return max(
+        max(
+            (full_tensor(param) - pairs[name]).abs().max().item(),
+            (full_tensor(param.grad, param.placement.shards) - pairs[name].grad).abs().max().item(),
+        )
+        for name, param in module.named_parameters()
+    )
 
 
 def compare_linear(in_place):
@@ -103,7 +115,10 @@ def train(activation, in_place):
 
 
 def everything():
-    return [(compare_linear(in_place), train(activation, in_place)) for in_place, activation in zip(WAYS, ("gelu", "swiglu"))]
+    return [
+        (compare_linear(in_place), train(activation, in_place))
+        for in_place, activation in zip(WAYS, ("gelu", "swiglu"))
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -167,13 +182,13 @@ def test_a_long_ring_sends_what_the_chooser_says():
 def memory():
     """In shards, at the peak of forward and of backward: two rows of activations are small beside a weight of 64 · 64."""
     rotated.PIECE_BYTES = 64 * BYTES
-    return [(forward * 4 / 64 ** 2, backward * 4 / 64 ** 2) for _, forward, backward in measure(64, 64)]
+    return [(forward * 4 / 64**2, backward * 4 / 64**2) for _, forward, backward in measure(64, 64)]
 
 
 def test_memory_is_the_formula():
     for (forward, backward), (forward_in_place, backward_in_place) in launch.run(memory, ranks=4):
-        assert 3 <= forward < 4 and 1 <= forward_in_place < 2              # own, in use, arriving; own
-        assert 6 <= backward < 7 and 2 <= backward_in_place < 3            # and as many gradients
+        assert 3 <= forward < 4 and 1 <= forward_in_place < 2  # own, in use, arriving; own
+        assert 6 <= backward < 7 and 2 <= backward_in_place < 3  # and as many gradients
 
 
 def refusals():
@@ -184,18 +199,20 @@ def refusals():
     odd.mlp.up = whole_linear(k=8, n=13)
     tied.mlp.other = nn.Linear(8, 12, dtype=torch.float64)
     tied.mlp.other.weight = tied.mlp.up.weight
-    attempts = [lambda: RotatedLinear(whole_linear(n=9), mesh.group("ring")),
-                lambda: RotatedLinear(cut, group),
-                lambda: rotate_linears(layer, group),
-                lambda: rotate_linears(odd, group),
-                lambda: rotate_linears(tied, group),
-                lambda: RotatedLinear(linear, group)(random(4, 5, seed=0))]
+    attempts = [
+        lambda: RotatedLinear(whole_linear(n=9), mesh.group("ring")),
+        lambda: RotatedLinear(cut, group),
+        lambda: rotate_linears(layer, group),
+        lambda: rotate_linears(odd, group),
+        lambda: rotate_linears(tied, group),
+        lambda: RotatedLinear(linear, group)(random(4, 5, seed=0)),
+    ]
     texts = []
     for attempt in attempts:
         with pytest.raises(ValueError) as error:
             attempt()
         texts.append(str(error.value))
-    assert isinstance(odd.attention.q, nn.Linear)                          # nothing was cut before all were checked
+    assert isinstance(odd.attention.q, nn.Linear)  # nothing was cut before all were checked
     return texts
 
 

@@ -19,8 +19,10 @@ from minitrain.training.optim import AdamW, clip_grad_norm, warmup_cosine
 
 def parameters(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
-            for shape in ((4, 3), (5,), (2, 3, 2), ())]
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+        for shape in ((4, 3), (5,), (2, 3, 2), ())
+    ]
 
 
 def give_gradients(params, step, skip=()):
@@ -32,8 +34,11 @@ def give_gradients(params, step, skip=()):
 
 def groups(params):
     """Two settings of their own, one of the defaults, and a parameter that now and then gets no gradient."""
-    return [dict(params=params[:1], lr=3e-2, weight_decay=0.3), dict(params=params[1:2], betas=(0.7, 0.8), eps=1e-3),
-            dict(params=params[2:])]
+    return [
+        dict(params=params[:1], lr=3e-2, weight_decay=0.3),
+        dict(params=params[1:2], betas=(0.7, 0.8), eps=1e-3),
+        dict(params=params[2:]),
+    ]
 
 
 def test_equals_torch_over_fifty_steps():
@@ -132,7 +137,11 @@ def test_zero_grad():
     give_gradients(params, 0, skip={1})
     kept = params[0].grad
     optimizer.zero_grad(set_to_none=False)
-    assert params[0].grad is not None and not params[0].grad.any() and params[0].grad.data_ptr() == kept.data_ptr()
+    assert (
+        params[0].grad is not None
+        and not params[0].grad.any()
+        and params[0].grad.data_ptr() == kept.data_ptr()
+    )
     optimizer.zero_grad()
     assert all(param.grad is None for param in params)
 
@@ -144,30 +153,38 @@ def test_steps_and_clips_in_a_dry_run():
         optimizer = AdamW(params, master_dtype=torch.float32)
         assert clip_grad_norm(params, 1.0).dtype == torch.float32
         optimizer.step()
-        assert optimizer.state[params[0]]["step"] == 1 and optimizer.state[params[0]]["master"].dtype == torch.float32
+        assert (
+            optimizer.state[params[0]]["step"] == 1
+            and optimizer.state[params[0]]["master"].dtype == torch.float32
+        )
 
 
 def test_no_compiler_is_imported():
-    code = ("import sys, torch; from minitrain.training.optim import AdamW; o = AdamW([torch.ones(2, requires_grad=True)]); "
-            "o.zero_grad(); o.step(); o.load_state_dict(o.state_dict()); assert 'torch._dynamo' not in sys.modules")
+    code = (
+        "import sys, torch; from minitrain.training.optim import AdamW; o = AdamW([torch.ones(2, requires_grad=True)]); "
+        "o.zero_grad(); o.step(); o.load_state_dict(o.state_dict()); assert 'torch._dynamo' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("settings, words", [
-    (dict(lr=-1.0), r"lr=-1.0: must be in \[0, inf\), finite"),
-    (dict(lr=math.inf), "lr=inf"),
-    (dict(lr=math.nan), "lr=nan"),
-    (dict(lr="1e-3"), "lr='1e-3' is str, not a number"),
-    (dict(betas=(0.9, 1.0)), r"betas\[1\]=1.0: must be in \[0, 1\)"),
-    (dict(eps=-1e-8), "eps=-1e-08"),
-    (dict(weight_decay=-0.1), "weight_decay=-0.1"),
-    (dict(master_dtype=torch.int8), "master_dtype=torch.int8"),
-    (dict(params=[dict(params=[torch.zeros(1)], wd=1)]), "unknown setting 'wd'; AdamW knows lr, betas"),
-    (dict(params=[torch.zeros(1), 3]), "updates leaf tensors, got int"),
-    (dict(params=[torch.zeros(1, requires_grad=True) * 2]), "updates leaf tensors"),
-    (dict(params=[TWICE := torch.zeros(1), TWICE]), "given twice"),
-    (dict(params=[dict(params=TWICE), dict(params=[TWICE])]), "given twice"),
-])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(lr=-1.0), r"lr=-1.0: must be in \[0, inf\), finite"),
+        (dict(lr=math.inf), "lr=inf"),
+        (dict(lr=math.nan), "lr=nan"),
+        (dict(lr="1e-3"), "lr='1e-3' is str, not a number"),
+        (dict(betas=(0.9, 1.0)), r"betas\[1\]=1.0: must be in \[0, 1\)"),
+        (dict(eps=-1e-8), "eps=-1e-08"),
+        (dict(weight_decay=-0.1), "weight_decay=-0.1"),
+        (dict(master_dtype=torch.int8), "master_dtype=torch.int8"),
+        (dict(params=[dict(params=[torch.zeros(1)], wd=1)]), "unknown setting 'wd'; AdamW knows lr, betas"),
+        (dict(params=[torch.zeros(1), 3]), "updates leaf tensors, got int"),
+        (dict(params=[torch.zeros(1, requires_grad=True) * 2]), "updates leaf tensors"),
+        (dict(params=[TWICE := torch.zeros(1), TWICE]), "given twice"),
+        (dict(params=[dict(params=TWICE), dict(params=[TWICE])]), "given twice"),
+    ],
+)
 def test_bad_settings_are_one_line(settings, words):
     with pytest.raises(ValueError, match=words) as error:
         AdamW(**{"params": parameters(), **settings})
@@ -189,7 +206,11 @@ def norm_on_ranks(max_norm, say_it):
     rows = [dist.new_group([r, r + 1]) for r in range(0, size, 2)][rank // 2]
     columns = [dist.new_group([*range(c, size, 2)]) for c in range(2)][rank % 2]
     world = dist.group.WORLD
-    cuts = {"both": (Shard(0, rows), Shard(1, columns)), "rows": (Shard(1, rows),), "world": (Shard(0, world),)}
+    cuts = {
+        "both": (Shard(0, rows), Shard(1, columns)),
+        "rows": (Shard(1, rows),),
+        "world": (Shard(0, world),),
+    }
     params = {}
     for name, grad in whole_gradients().items():
         for cut in cuts.get(name, ()):
@@ -203,7 +224,9 @@ def norm_on_ranks(max_norm, say_it):
         params["idle"].grad = torch.zeros(2, dtype=torch.float64)
     place(params["idle"], shards=(Shard(0, columns),))
     norm = clip_grad_norm(params.values(), max_norm)
-    places = {name: [(cut.dim, cut.group.size(), cut.group.rank()) for cut in cuts.get(name, ())] for name in params}
+    places = {
+        name: [(cut.dim, cut.group.size(), cut.group.rank()) for cut in cuts.get(name, ())] for name in params
+    }
     return norm, {name: (param.grad, places[name]) for name, param in params.items()}
 
 
@@ -222,7 +245,9 @@ def test_the_norm_of_cut_parameters_is_the_norm_of_the_whole(ranks, max_norm):
             for dim, size, rank in cuts:
                 whole = whole.chunk(size, dim)[rank]
             assert (grad - whole).abs().max() < 1e-12
-    for norm, _ in launch.run(norm_on_ranks, max_norm, False, ranks=ranks):  # control: nobody says what is cut
+    for norm, _ in launch.run(
+        norm_on_ranks, max_norm, False, ranks=ranks
+    ):  # control: nobody says what is cut
         assert abs(norm - expected) > 1e-3
 
 
@@ -230,7 +255,11 @@ def norm_of_stages(broken):
     """Two stages of two ranks each, which have cut a matrix; both ends hold a table, as one whole and as one cut over tp."""
     mesh = Mesh(pp=2, tp=2)
     stage, stages, tp = mesh.rank("pp"), mesh.group("pp"), mesh.group("tp")
-    grads = {name: grad for name, grad in whole_gradients().items() if name in ("both", "rows", ("world", "copy")[stage])}
+    grads = {
+        name: grad
+        for name, grad in whole_gradients().items()
+        if name in ("both", "rows", ("world", "copy")[stage])
+    }
     params = []
     for name, grad in grads.items():
         param = nn.Parameter(torch.zeros_like(grad))
@@ -242,8 +271,14 @@ def norm_of_stages(broken):
         param.grad = grad.clone()
         params.append(param)
     norm = clip_grad_norm(params, 1.5, stages=None if broken == "stages" else stages)
-    nothing = clip_grad_norm(params if stage else [], math.inf, stages=stages, like=torch.zeros(1, dtype=torch.float64))
-    return norm, [(name, full_tensor(param.grad, placement(param).shards)) for name, param in zip(grads, params)], nothing
+    nothing = clip_grad_norm(
+        params if stage else [], math.inf, stages=stages, like=torch.zeros(1, dtype=torch.float64)
+    )
+    return (
+        norm,
+        [(name, full_tensor(param.grad, placement(param).shards)) for name, param in zip(grads, params)],
+        nothing,
+    )
 
 
 def test_the_norm_of_stages_counts_copies_once():
@@ -256,7 +291,9 @@ def test_the_norm_of_stages_counts_copies_once():
     for norm, grads, nothing in launch.run(norm_of_stages, None, ranks=4):
         assert abs(norm - expected) < 1e-12 and norm.dtype == torch.float64
         assert all((grad - clipped[name]).abs().max() < 1e-12 for name, grad in grads)
-        assert nothing.dtype == torch.float64 and abs(nothing - clipped["copy"].norm()) < 1e-12        # copies count on the first stage
+        assert (
+            nothing.dtype == torch.float64 and abs(nothing - clipped["copy"].norm()) < 1e-12
+        )  # copies count on the first stage
     for broken in ("stages", "copies"):
         assert all(abs(norm - expected) > 1e-3 for norm, *_ in launch.run(norm_of_stages, broken, ranks=4))
 
@@ -298,12 +335,15 @@ def test_warmup_cosine():
     assert warmup_cosine(0, 1.0, 0, 10) == 1.0 and warmup_cosine(5, 1.0, 5, 5) == 1.0
 
 
-@pytest.mark.parametrize("arguments, words", [
-    ((0, 1.0, 500, 200), "warmup_steps=500 of total_steps=200: the peak is never reached"),
-    ((0, 1.0, -1, 200), "warmup_steps=-1"),
-    ((0, 1.0, 1, 200, 2.0), "min_lr=2.0, peak_lr=1.0"),
-    ((0, math.inf, 1, 200), "peak_lr=inf"),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((0, 1.0, 500, 200), "warmup_steps=500 of total_steps=200: the peak is never reached"),
+        ((0, 1.0, -1, 200), "warmup_steps=-1"),
+        ((0, 1.0, 1, 200, 2.0), "min_lr=2.0, peak_lr=1.0"),
+        ((0, math.inf, 1, 200), "peak_lr=inf"),
+    ],
+)
 def test_a_bad_schedule_is_one_line(arguments, words):
     with pytest.raises(ValueError, match=words):
         warmup_cosine(*arguments)

@@ -1,4 +1,5 @@
 """The training step, and whole runs: equal in any layout, resumed bit for bit or in another layout, stopped with one line on all ranks."""
+
 import json
 import math
 from dataclasses import asdict, replace
@@ -31,13 +32,16 @@ TEXT = Text(b"It is not enough to have a good mind; the main thing is to use it 
 
 # ---- the step --------------------------------------------------------------------------------------------------------
 
+
 class Diary(NoReducer):
     """A reducer that writes down what happens, and when it was enabled."""
 
     def __init__(self, params):
         self.happened = []
         for param in params:
-            param.register_post_accumulate_grad_hook(lambda _: self.happened.append(f"backward {self.enabled}"))
+            param.register_post_accumulate_grad_hook(
+                lambda _: self.happened.append(f"backward {self.enabled}")
+            )
 
     def finish(self):
         self.happened.append("finish")
@@ -93,7 +97,9 @@ def gradient_with_divisor(of_all_ranks):
 
 def test_a_mean_of_means_is_another_gradient():
     """The control of the one divisor: dividing by local counts, then by the ranks, is wrong when the counts differ."""
-    (whole,), right, wrong = (launch.run(gradient_with_divisor, flag, ranks=n) for flag, n in ((1, 1), (1, 4), (0, 4)))
+    (whole,), right, wrong = (
+        launch.run(gradient_with_divisor, flag, ranks=n) for flag, n in ((1, 1), (1, 4), (0, 4))
+    )
     assert (right[0] - whole).abs().max() < TOLERANCE
     assert (wrong[0] - whole).abs().max() > 1e-4
 
@@ -131,10 +137,17 @@ def test_measure_peak_flops():
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
+
 def start(config, strategy, recipe, out=None, text=TEXT, report_every=2, precision="float64"):
     """A Trainer on this rank, which has gone on from the checkpoint in `out` if there is one, and what it said then."""
     train_text, held_out = text.split()
-    run = parallelize(config, replace(strategy, precision=precision), recipe.make_optimizer, seed=recipe.seed, frozen=recipe.frozen)
+    run = parallelize(
+        config,
+        replace(strategy, precision=precision),
+        recipe.make_optimizer,
+        seed=recipe.seed,
+        frozen=recipe.frozen,
+    )
     here = Trainer(run, train_text, recipe, held_out=held_out, out=out, report_every=report_every)
     return here, here.resume()
 
@@ -145,7 +158,11 @@ def train(config, strategy, recipe, out=None, stop_after=None, **settings):
     for _ in islice(here.run(), stop_after):
         pass
     state = here.parallel.state_dict()
-    moments = {f"{key} of {name}": state["optimizer"][name][key] for name in state["optimizer"] for key in ("exp_avg", "exp_avg_sq")}
+    moments = {
+        f"{key} of {name}": state["optimizer"][name][key]
+        for name in state["optimizer"]
+        for key in ("exp_avg", "exp_avg_sq")
+    }
     return here.records, state["parameters"] | moments, here.sample(n=6)
 
 
@@ -157,7 +174,9 @@ def largest(a, b):
 def curves(a, b):
     """How far two logs are apart."""
     assert [record["step"] for record in a] == [record["step"] for record in b]
-    return max(abs(one[name] - other[name]) for one, other in zip(a, b) for name in ("loss", "held_out", "norm"))
+    return max(
+        abs(one[name] - other[name]) for one, other in zip(a, b) for name in ("loss", "held_out", "norm")
+    )
 
 
 def plain_loop(recipe, peaks):
@@ -165,7 +184,10 @@ def plain_loop(recipe, peaks):
     text, held_out = TEXT.split()
     model = GPT(CONFIG, seed=recipe.seed, dtype=torch.float64)
     params = list(model.parameters())
-    groups = [{"params": [p for p in params if p.dim() == 2], "weight_decay": 0.1}, {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in params if p.dim() == 2], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+    ]
     optimizer, records = torch.optim.AdamW(groups, betas=(0.9, 0.95)), []
 
     def loss_of(text, step, seed):
@@ -181,39 +203,72 @@ def plain_loop(recipe, peaks):
         norm = nn.utils.clip_grad_norm_(params, recipe.clip)
         optimizer.step()
         held_out_loss = sum(loss_of(held_out, number, 0).item() for number in range(2)) / 2
-        records.append({"step": step + 1, "loss": loss.item(), "norm": norm.item(), "held_out": held_out_loss})
+        records.append(
+            {"step": step + 1, "loss": loss.item(), "norm": norm.item(), "held_out": held_out_loss}
+        )
     return records, {name: param.detach() for name, param in model.named_parameters()}
 
 
 def test_a_run_is_the_plain_loop():
     recipe = replace(RECIPE, steps=5, seed=2, lr=1e-2, clip=0.7)
-    rates = [0.005, 0.01, *(0.001 + 0.009 * (1 + math.cos(math.pi * done / 3)) / 2 for done in range(3))]       # two up, three down to a tenth
+    rates = [
+        0.005,
+        0.01,
+        *(0.001 + 0.009 * (1 + math.cos(math.pi * done / 3)) / 2 for done in range(3)),
+    ]  # two up, three down to a tenth
     records, reference = plain_loop(recipe, rates)
     ((others, weights, _),) = launch.run(lambda: train(CONFIG, Strategy(), recipe, report_every=1), ranks=1)
-    assert curves(others, records) < TOLERANCE and max((weights[name] - reference[name]).abs().max() for name in reference) < TOLERANCE
+    assert (
+        curves(others, records) < TOLERANCE
+        and max((weights[name] - reference[name]).abs().max() for name in reference) < TOLERANCE
+    )
 
 
 LAYOUTS = {
     1: [Strategy(microbatches=3), Strategy(recompute=True)],
-    2: [Strategy(dp=2), Strategy(dp=2, zero=1), Strategy(dp=2, zero=2, microbatches=2), Strategy(dp=2, zero=3), Strategy(tp=2),
-        Strategy(tp=2, sequence_parallel=True), Strategy(cp=2), Strategy(cp=2, core="ulysses", layout="contiguous"),
-        Strategy(pp=2, microbatches=4), Strategy(pp=2, microbatches=2, schedule="zb_h1")],
-    4: [Strategy(dp=2, tp=2, zero=1), Strategy(pp=2, tp=2, microbatches=2), Strategy(dp=4, zero="IIG", node=2),
-        Strategy(dp=2, cp=2, zero=3)]}
+    2: [
+        Strategy(dp=2),
+        Strategy(dp=2, zero=1),
+        Strategy(dp=2, zero=2, microbatches=2),
+        Strategy(dp=2, zero=3),
+        Strategy(tp=2),
+        Strategy(tp=2, sequence_parallel=True),
+        Strategy(cp=2),
+        Strategy(cp=2, core="ulysses", layout="contiguous"),
+        Strategy(pp=2, microbatches=4),
+        Strategy(pp=2, microbatches=2, schedule="zb_h1"),
+    ],
+    4: [
+        Strategy(dp=2, tp=2, zero=1),
+        Strategy(pp=2, tp=2, microbatches=2),
+        Strategy(dp=4, zero="IIG", node=2),
+        Strategy(dp=2, cp=2, zero=3),
+    ],
+}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_whole_run_is_the_same_in_any_layout(dropout):
     """Losses, held-out losses, norms, weights, moments and what is written; rows do not divide, and some weights are frozen."""
-    config, recipe = replace(CONFIG, dropout=dropout), replace(RECIPE, frozen=("layers.1.norm1.*", "layers.2.attention.k.*"))
+    config, recipe = (
+        replace(CONFIG, dropout=dropout),
+        replace(RECIPE, frozen=("layers.1.norm1.*", "layers.2.attention.k.*")),
+    )
     ((records, reference, sample),) = launch.run(train, config, Strategy(), recipe, ranks=1)
     assert [record["step"] for record in records] == [2, 4, 6]
     for ranks, layouts in LAYOUTS.items():
-        for outcomes in launch.run(lambda: [train(config, strategy, recipe) for strategy in layouts], ranks=ranks):
+        for outcomes in launch.run(
+            lambda: [train(config, strategy, recipe) for strategy in layouts], ranks=ranks
+        ):
             for strategy, (others, weights, written) in zip(layouts, outcomes):
                 assert max(largest(weights, reference), curves(records, others)) < TOLERANCE, strategy
                 assert written == sample, strategy
-    controls = [replace(recipe, batch_size=8), replace(recipe, frozen=()), replace(recipe, seed=1), replace(recipe, weight_decay=0.5)]
+    controls = [
+        replace(recipe, batch_size=8),
+        replace(recipe, frozen=()),
+        replace(recipe, seed=1),
+        replace(recipe, weight_decay=0.5),
+    ]
     (found,) = launch.run(lambda: [train(config, Strategy(), control) for control in controls], ranks=1)
     assert all(curves(others, records) > 1e-6 for others, *_ in found)
     if dropout:
@@ -223,8 +278,15 @@ def test_a_whole_run_is_the_same_in_any_layout(dropout):
 
 def test_a_run_resumed_in_its_own_layout_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     config = replace(CONFIG, dropout=0.2)
-    layouts = [*LAYOUTS[2][:4], Strategy(tp=2, sequence_parallel=True), Strategy(cp=2), Strategy(pp=2, microbatches=4)]
-    kinds = [(strategy, "float32") for strategy in layouts] + [(Strategy(dp=2, zero=zero), "bfloat16") for zero in (0, 3)]
+    layouts = [
+        *LAYOUTS[2][:4],
+        Strategy(tp=2, sequence_parallel=True),
+        Strategy(cp=2),
+        Strategy(pp=2, microbatches=4),
+    ]
+    kinds = [(strategy, "float32") for strategy in layouts] + [
+        (Strategy(dp=2, zero=zero), "bfloat16") for zero in (0, 3)
+    ]
 
     def rank():
         for number, (strategy, precision) in enumerate(kinds):
@@ -236,8 +298,10 @@ def test_a_run_resumed_in_its_own_layout_is_the_uninterrupted_one_bit_for_bit(tm
             records, weights, again = train(config, strategy, RECIPE, out, **settings)
             assert all(torch.equal(weights[name], reference[name]) for name in reference), strategy
             assert curves(records, whole) == 0 and again == sample
-            collectives.barrier(collectives.world())            # rank 0 has written
-            assert [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()] == torch.load(out / "checkpoint.pt")["records"]
+            collectives.barrier(collectives.world())  # rank 0 has written
+            assert [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()] == torch.load(
+                out / "checkpoint.pt"
+            )["records"]
 
     launch.run(rank, ranks=2, timeout_s=120)
 
@@ -256,9 +320,18 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
             collectives.barrier(collectives.world())
         return said
 
-    first = launch.run(rank, [Strategy(dp=2, zero=1), Strategy(pp=2, microbatches=2), Strategy(tp=2)], ranks=2)
-    assert first[0] == first[1] == ["", "resumed at step 2; it was saved by Strategy(dp=2, zero=1, precision='float64')",
-                                    "resumed at step 4; it was saved by Strategy(pp=2, microbatches=2, precision='float64')"]
+    first = launch.run(
+        rank, [Strategy(dp=2, zero=1), Strategy(pp=2, microbatches=2), Strategy(tp=2)], ranks=2
+    )
+    assert (
+        first[0]
+        == first[1]
+        == [
+            "",
+            "resumed at step 2; it was saved by Strategy(dp=2, zero=1, precision='float64')",
+            "resumed at step 4; it was saved by Strategy(pp=2, microbatches=2, precision='float64')",
+        ]
+    )
     launch.run(rank, [Strategy(dp=2, cp=2, zero=3)], ranks=4)
     ((others, weights, _),) = launch.run(train, config, Strategy(), recipe, tmp_path, ranks=1)
     assert max(largest(weights, whole), curves(others, records)) < TOLERANCE
@@ -266,6 +339,7 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
 
 def test_a_checkpoint_that_lacks_something_goes_on_elsewhere(tmp_path):
     """The control of the tests above: each part of the checkpoint matters."""
+
     def rank():
         _, whole, _ = train(CONFIG, Strategy(), RECIPE)
         apart = {}
@@ -292,6 +366,7 @@ def test_a_checkpoint_that_lacks_something_goes_on_elsewhere(tmp_path):
 
 def test_an_interrupt_at_any_moment_of_saving_loses_no_more_than_the_steps_since(tmp_path):
     """Killed in the middle of each file, and between them: what is there is whole, and the run goes on to the same end."""
+
     def rank():
         records, whole, _ = train(CONFIG, Strategy(), RECIPE)
         for moment in range(2 * len(records)):
@@ -302,6 +377,7 @@ def test_an_interrupt_at_any_moment_of_saving_loses_no_more_than_the_steps_since
                     write(file)
                     file.truncate(file.tell() // 2)
                     raise KeyboardInterrupt
+
                 replace_file(path, half if next(calls) == moment else write)
 
             trainer.replace_file = dying
@@ -312,7 +388,11 @@ def test_an_interrupt_at_any_moment_of_saving_loses_no_more_than_the_steps_since
             assert said == (f"resumed at step {moment // 2 * 2}" if moment > 1 else "")
             others, weights, _ = train(CONFIG, Strategy(), RECIPE, out)
             assert largest(weights, whole) == curves(others, records) == 0
-            assert [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()] == [2, 4, 6]
+            assert [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()] == [
+                2,
+                4,
+                6,
+            ]
 
     launch.run(rank, ranks=1)
 
@@ -330,7 +410,14 @@ def test_zero_trains_on_every_rank_and_keeps_a_share():
             logits = here.parallel(torch.arange(12).view(1, 12))
             state = here.parallel.state_dict()["parameters"]
             kept = sum(value["exp_avg"].numel() for value in here.parallel.sync.optimizer.state.values())
-            found.append((losses, logits.sum().item(), {name: weight.sum().item() for name, weight in state.items()}, kept))
+            found.append(
+                (
+                    losses,
+                    logits.sum().item(),
+                    {name: weight.sum().item() for name, weight in state.items()},
+                    kept,
+                )
+            )
         return found
 
     first, second = launch.run(rank, ranks=2)
@@ -349,7 +436,9 @@ def test_the_loss_of_real_text_falls():
     frequencies = -(share * share.log2().nan_to_num(neginf=0)).sum() * math.log(2)
     recipe = Recipe(steps=80, batch_size=8, length=64, warmup=5)
     settings = dict(text=text, report_every=20, precision="float32")
-    ((records, *_),) = launch.run(lambda: train(GPTConfig(num_layers=2), Strategy(), recipe, **settings), ranks=1)
+    ((records, *_),) = launch.run(
+        lambda: train(GPTConfig(num_layers=2), Strategy(), recipe, **settings), ranks=1
+    )
     losses = [record["loss"] for record in records]
     assert losses == sorted(losses, reverse=True)
     assert records[-1]["held_out"] < frequencies < losses[0]
@@ -392,7 +481,9 @@ def test_a_loss_that_is_no_number_stops_every_rank_before_it_is_saved(tmp_path):
     first, second = launch.run(rank, ranks=2)
     assert first == second
     for message in first[:-1]:
-        assert message.startswith("loss nan, gradient norm nan, held-out loss nan between steps 2 and 4: lower lr=0.01"), message
+        assert message.startswith(
+            "loss nan, gradient norm nan, held-out loss nan between steps 2 and 4: lower lr=0.01"
+        ), message
     assert "between steps 0 and 2: lower lr=1e+200" in first[-1]
 
 
@@ -401,10 +492,16 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
     def rank():
         train(CONFIG, Strategy(), RECIPE, tmp_path, 1)
-        said = [said_by(lambda: train(config, Strategy(), recipe, tmp_path, text=text, precision=precision)) for config, recipe, text, precision in (
-            (replace(CONFIG, num_layers=3), RECIPE, TEXT, "float64"), (CONFIG, replace(RECIPE, lr=0.02), TEXT, "float64"),
-            (CONFIG, replace(RECIPE, frozen=("layers.1.*",)), TEXT, "float64"), (CONFIG, RECIPE, TEXT, "float32"),
-            (CONFIG, RECIPE, other_text, "float64"))]
+        said = [
+            said_by(lambda: train(config, Strategy(), recipe, tmp_path, text=text, precision=precision))
+            for config, recipe, text, precision in (
+                (replace(CONFIG, num_layers=3), RECIPE, TEXT, "float64"),
+                (CONFIG, replace(RECIPE, lr=0.02), TEXT, "float64"),
+                (CONFIG, replace(RECIPE, frozen=("layers.1.*",)), TEXT, "float64"),
+                (CONFIG, RECIPE, TEXT, "float32"),
+                (CONFIG, RECIPE, other_text, "float64"),
+            )
+        ]
         whole = (tmp_path / "checkpoint.pt").read_bytes()
         for damaged in (whole[:1000], whole[:-100], b"", b"no checkpoint"):
             (tmp_path / "checkpoint.pt").write_bytes(damaged)
@@ -412,9 +509,18 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         return said
 
     (said,) = launch.run(rank, ranks=1)
-    for message, words in zip(said, ("num_layers=2, this run has num_layers=3", "lr=0.01, this run has lr=0.02",
-                                     "frozen=[], this run has frozen=['layers.1.*']", "precision=float64, this run has precision=float32",
-                                     "the saved position has text=", *["delete it to start anew"] * 4), strict=True):
+    for message, words in zip(
+        said,
+        (
+            "num_layers=2, this run has num_layers=3",
+            "lr=0.01, this run has lr=0.02",
+            "frozen=[], this run has frozen=['layers.1.*']",
+            "precision=float64, this run has precision=float32",
+            "the saved position has text=",
+            *["delete it to start anew"] * 4,
+        ),
+        strict=True,
+    ):
         assert words in message and "\n" not in message
 
 
@@ -422,11 +528,11 @@ def test_ranks_that_do_not_see_one_folder_are_told_alike(tmp_path):
     def rank():
         mine = tmp_path / str(collectives.world().rank())
         here, _ = start(CONFIG, Strategy(dp=2), RECIPE)
-        here.out = tmp_path / "0"                                   # rank 0 writes there
+        here.out = tmp_path / "0"  # rank 0 writes there
         next(here.run())
         collectives.barrier(collectives.world())
         said = [said_by(lambda: start(CONFIG, Strategy(dp=2), RECIPE, mine))]
-        if here.rank == 1:                                          # another checkpoint of the same step
+        if here.rank == 1:  # another checkpoint of the same step
             saved = torch.load(tmp_path / "0" / "checkpoint.pt")
             saved["records"][0]["loss"] += 1e-3
             mine.mkdir()
@@ -434,7 +540,13 @@ def test_ranks_that_do_not_see_one_folder_are_told_alike(tmp_path):
         return [*said, said_by(lambda: start(CONFIG, Strategy(dp=2), RECIPE, mine))]
 
     first, second = launch.run(rank, ranks=2)
-    for said, words in zip(first, ("rank 0 sees one of step 2 and rank 1 no checkpoint", "rank 0 sees one of step 2 and rank 1 another one")):
+    for said, words in zip(
+        first,
+        (
+            "rank 0 sees one of step 2 and rank 1 no checkpoint",
+            "rank 0 sees one of step 2 and rank 1 another one",
+        ),
+    ):
         assert said.startswith(words) and "must be a folder that all ranks see" in said
     assert [said.split(":")[0] for said in first] == [said.split(":")[0] for said in second]
 
@@ -454,17 +566,24 @@ def test_a_module_of_ones_own_is_trained_and_resumed(tmp_path):
     whole = launch.run(rank, 0, None, None, ranks=2)
     launch.run(rank, 3, tmp_path, 1, ranks=2)
     for said, weights in launch.run(rank, 1, tmp_path, None, ranks=2):
-        assert said == "resumed at step 2; it was saved by Strategy(dp=2, zero=3)" and largest(weights, whole[0][1]) < TOLERANCE
+        assert (
+            said == "resumed at step 2; it was saved by Strategy(dp=2, zero=3)"
+            and largest(weights, whole[0][1]) < TOLERANCE
+        )
 
 
 def test_a_trainer_refuses_what_does_not_fit_the_recipe():
     def rank():
         frozen = parallelize(CONFIG, Strategy(), RECIPE.make_optimizer, frozen=["layers.1.*"])
-        return [said_by(lambda: Trainer(frozen, TEXT, RECIPE)),
-                said_by(lambda: Trainer(frozen, TEXT, replace(RECIPE, frozen=("layers.1.*",)), report_every=0))]
+        return [
+            said_by(lambda: Trainer(frozen, TEXT, RECIPE)),
+            said_by(lambda: Trainer(frozen, TEXT, replace(RECIPE, frozen=("layers.1.*",)), report_every=0)),
+        ]
 
     ((frozen, report),) = launch.run(rank, ranks=1)
-    assert frozen.startswith("layers.1.norm1.weight is frozen in this run, and the recipe has frozen=(); give the same to both")
+    assert frozen.startswith(
+        "layers.1.norm1.weight is frozen in this run, and the recipe has frozen=(); give the same to both"
+    )
     assert report == "report_every=0: use at least 1 step"
 
 
@@ -485,29 +604,54 @@ def test_a_file_is_replaced_in_one_piece_or_not_at_all(tmp_path):
 
 # ---- the recipe ------------------------------------------------------------------------------------------------------
 
+
 def test_matrices_decay_and_masters_have_float32_at_least():
     matrix, vector = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))
     decays, does_not = decaying_matrices([vector, matrix], 0.3)
-    assert decays == {"params": [matrix], "weight_decay": 0.3} and does_not == {"params": [vector], "weight_decay": 0.0}
+    assert decays == {"params": [matrix], "weight_decay": 0.3} and does_not == {
+        "params": [vector],
+        "weight_decay": 0.0,
+    }
     assert decaying_matrices(iter([vector]), 0.3) == [does_not]
-    for dtype, master in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
-        optimizer = replace(RECIPE, weight_decay=0.3).make_optimizer([nn.Parameter(torch.ones(2, 3, dtype=dtype))])
-        assert optimizer.defaults["master_dtype"] == master and optimizer.param_groups[0]["weight_decay"] == 0.3
+    for dtype, master in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        optimizer = replace(RECIPE, weight_decay=0.3).make_optimizer(
+            [nn.Parameter(torch.ones(2, 3, dtype=dtype))]
+        )
+        assert (
+            optimizer.defaults["master_dtype"] == master and optimizer.param_groups[0]["weight_decay"] == 0.3
+        )
 
 
 def test_the_rate_of_a_recipe():
     recipe = Recipe(steps=100, lr=1.0)
-    assert [recipe.lr_at(step) for step in (0, 19, 20)] == [0.05, 1.0, 1.0] and recipe.lr_at(100) == pytest.approx(0.1)
-    assert Recipe(steps=4, lr=1.0).lr_at(3) == 1.0 and Recipe(steps=4, warmup=0, min_lr=0, lr=1.0).lr_at(4) == 0
-    assert asdict(recipe)["warmup"] is None                          # what was said, not what follows from it
+    assert [recipe.lr_at(step) for step in (0, 19, 20)] == [0.05, 1.0, 1.0] and recipe.lr_at(
+        100
+    ) == pytest.approx(0.1)
+    assert (
+        Recipe(steps=4, lr=1.0).lr_at(3) == 1.0 and Recipe(steps=4, warmup=0, min_lr=0, lr=1.0).lr_at(4) == 0
+    )
+    assert asdict(recipe)["warmup"] is None  # what was said, not what follows from it
 
 
-@pytest.mark.parametrize("settings, words", [
-    (dict(steps=0), "steps=0: use at least 1"), (dict(batch_size=0), "batch_size=0: use"), (dict(length=-1), "length=-1: use"),
-    (dict(lr=-1), "lr=-1, min_lr=-0.1: need 0 <= min_lr <= lr"), (dict(lr=math.nan), "lr=nan"), (dict(min_lr=1), "lr=0.003, min_lr=1: need"),
-    (dict(steps=5, warmup=6), "warmup=6 of steps=5: lr is never reached; use 0 to 5"), (dict(clip=0), "clip=0: must be > 0"),
-    (dict(clip=math.nan), "clip=nan"), (dict(weight_decay=math.nan), "weight_decay=nan: must be >= 0"),
-])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(steps=0), "steps=0: use at least 1"),
+        (dict(batch_size=0), "batch_size=0: use"),
+        (dict(length=-1), "length=-1: use"),
+        (dict(lr=-1), "lr=-1, min_lr=-0.1: need 0 <= min_lr <= lr"),
+        (dict(lr=math.nan), "lr=nan"),
+        (dict(min_lr=1), "lr=0.003, min_lr=1: need"),
+        (dict(steps=5, warmup=6), "warmup=6 of steps=5: lr is never reached; use 0 to 5"),
+        (dict(clip=0), "clip=0: must be > 0"),
+        (dict(clip=math.nan), "clip=nan"),
+        (dict(weight_decay=math.nan), "weight_decay=nan: must be >= 0"),
+    ],
+)
 def test_bad_recipes_are_one_line(settings, words):
     with pytest.raises(ValueError, match=words):
         Recipe(**settings)

@@ -7,6 +7,7 @@ A rank reads everything it needs from its line (cells, inputs), after it has giv
 one frame: what the answer returned or how it failed. That frame is data. No verdict is made here, so there is none to
 forge, and a rank that ends without its frame (exit, kill, out of memory) has returned nothing.
 """
+
 import contextlib
 import faulthandler
 import gc
@@ -38,10 +39,13 @@ class Forbidden(RuntimeError):
 
 # ---- the server ------------------------------------------------------------------------------------------------------
 
+
 def serve(control: socket.socket, package: str, hidden: str, walls: bool) -> None:
     """Fork ranks when told to, until the judge is gone. A request is {"spawn": ranks, ...} or {"sweep": true}."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = socket.socket(fileno=os.dup(control.detach()))  # a low number, so that ranks can close all they inherit
+    control = socket.socket(
+        fileno=os.dup(control.detach())
+    )  # a low number, so that ranks can close all they inherit
     warm_up()
     proc = confine.open_proc()
     confine.adopt_orphans()
@@ -61,7 +65,9 @@ def serve(control: socket.socket, package: str, hidden: str, walls: bool) -> Non
         request = json.loads(text)
         if "spawn" in request:
             for name in set(request["modules"]) - tried:
-                with contextlib.suppress(ImportError):  # the name of a function, say; if not, a rank will tell
+                with contextlib.suppress(
+                    ImportError
+                ):  # the name of a function, say; if not, a rank will tell
                     importlib.import_module(name)
             tried |= set(request["modules"])
             limits = confine.Limits(**request["limits"])
@@ -120,7 +126,10 @@ def sweep(ranks: list[int]) -> None:
         os.waitpid(rank, 0)
     while os.path.exists("/proc/self"):
         rest = psutil.Process().children(recursive=True)
-        for act in (psutil.Process.suspend, psutil.Process.kill):  # stopped first: none forks while others are killed
+        for act in (
+            psutil.Process.suspend,
+            psutil.Process.kill,
+        ):  # stopped first: none forks while others are killed
             for process in rest:
                 with contextlib.suppress(psutil.Error):
                     act(process)
@@ -132,6 +141,7 @@ def sweep(ranks: list[int]) -> None:
 
 
 # ---- one rank, from fork to freedom from every privilege -------------------------------------------------------------
+
 
 def become_rank(line: int, out: int, memory: confine.OwnMemory, limits: confine.Limits, walls: bool) -> None:
     """Keep the line and a place to print; lose every other descriptor, and every privilege."""
@@ -145,10 +155,13 @@ def become_rank(line: int, out: int, memory: confine.OwnMemory, limits: confine.
         os.closerange(low + 1, high)
     os.setsid()
     confine.confine_rank(limits, memory, walls)
-    sys.stdout = sys.stderr = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stdout = sys.stderr = open(
+        1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
 
 
 # ---- one rank, from the inside ---------------------------------------------------------------------------------------
+
 
 def live(line: Line, memory: confine.OwnMemory) -> None:
     """Read what to run, run it, send what came of it."""
@@ -170,7 +183,9 @@ def live(line: Line, memory: confine.OwnMemory) -> None:
         result = fn(*arguments, *([group] if group is not None else [])) if callable(fn) else fn
         tree, payload = pack(result)
         frame = {"is": "return", "value": tree}
-    except BaseException as error:  # SystemExit too: whatever ends the answer is what its author must hear about
+    except (
+        BaseException
+    ) as error:  # SystemExit too: whatever ends the answer is what its author must hear about
         frame, payload = described(error), b""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
@@ -196,6 +211,7 @@ def remember(filename: str, source: str) -> None:
 def refuse(name: str):
     def refused(*args, **kwargs):
         raise Forbidden(name)
+
     return refused
 
 
@@ -209,11 +225,26 @@ def described(error: BaseException) -> dict:
     where, code = (own[-1].lineno, own[-1].line) if own else (None, "")
     if isinstance(error, SyntaxError) and error.filename == CELL:
         where, code = error.lineno, error.text
-    kind = "not data" if isinstance(error, NotData) else "forbidden" if isinstance(error, Forbidden) else \
-        "stub" if isinstance(error, NotImplementedError) and frames[-1:] == own[-1:] else \
-        "memory" if isinstance(error, MemoryError) or "can't allocate memory" in str(error) else "error"
-    return {"is": "raise", "kind": kind, "type": type(error).__name__, "message": str(error)[:500], "line": where,
-            "code": (code or "").strip()[:200], "traceback": "".join(trace.format())[-8000:]}
+    kind = (
+        "not data"
+        if isinstance(error, NotData)
+        else "forbidden"
+        if isinstance(error, Forbidden)
+        else "stub"
+        if isinstance(error, NotImplementedError) and frames[-1:] == own[-1:]
+        else "memory"
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+        else "error"
+    )
+    return {
+        "is": "raise",
+        "kind": kind,
+        "type": type(error).__name__,
+        "message": str(error)[:500],
+        "line": where,
+        "code": (code or "").strip()[:200],
+        "traceback": "".join(trace.format())[-8000:],
+    }
 
 
 if __name__ == "__main__":

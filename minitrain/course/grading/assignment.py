@@ -6,6 +6,7 @@ source (`compare_with_nbgrader`, against nbgrader 0.9.6: LockCells, ClearSolutio
 ClearHiddenTests; schema version 3). So nbgrader is no dependency, and a teacher who uses it can:
 exercises/nbgrader_config.py says where things are.
 """
+
 import copy
 import hashlib
 import json
@@ -27,16 +28,32 @@ def source_notebook(cells: list[Cell]) -> dict:
         metadata = {}
         if cell.role in ("given", "answer", "check"):
             check, answer = cell.role == "check", cell.role == "answer"
-            metadata["nbgrader"] = {"grade": check, "grade_id": cell.name, "locked": not answer, "schema_version": 3,
-                                    "solution": answer, "task": False}
+            metadata["nbgrader"] = {
+                "grade": check,
+                "grade_id": cell.name,
+                "locked": not answer,
+                "schema_version": 3,
+                "solution": answer,
+                "task": False,
+            }
         if cell.role == "check":
             metadata["nbgrader"]["points"] = int(cell.attributes["points"])
-        one = {"cell_type": "markdown" if cell.role == "text" else "code", "id": cell.name or f"cell-{number:03d}",
-               "metadata": metadata, "source": cell.source}
+        one = {
+            "cell_type": "markdown" if cell.role == "text" else "code",
+            "id": cell.name or f"cell-{number:03d}",
+            "metadata": metadata,
+            "source": cell.source,
+        }
         made.append(one if cell.role == "text" else {**one, "execution_count": None, "outputs": []})
-    return {"cells": made, "nbformat": 4, "nbformat_minor": 5,
-            "metadata": {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-                         "language_info": {"name": "python"}}}
+    return {
+        "cells": made,
+        "nbformat": 4,
+        "nbformat_minor": 5,
+        "metadata": {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        },
+    }
 
 
 def student_notebook(source: dict) -> dict:
@@ -66,7 +83,7 @@ def without(source: str, what: str, instead: list[str]) -> str:
     for line in source.split("\n"):
         if f"BEGIN {what}" in line:
             inside = True
-            kept += [line[:len(line) - len(line.lstrip())] + other for other in instead]
+            kept += [line[: len(line) - len(line.lstrip())] + other for other in instead]
         elif f"END {what}" in line:
             inside = False
         elif not inside:
@@ -85,6 +102,7 @@ def checksum(cell: dict) -> str:
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
+
 
 def notebooks(of: Chapter) -> dict[Path, str]:
     """The files made from a chapter, and their text."""
@@ -116,8 +134,11 @@ def cells_in(path: Path) -> dict[str, dict]:
     cure = "`python -m minitrain.course.exercises build` writes a fresh one"
     try:
         cells = json.loads(path.read_text())["cells"]
-        return {cell["metadata"]["nbgrader"]["grade_id"]: {**cell, "source": "".join(cell["source"])}
-                for cell in cells if "nbgrader" in cell["metadata"]}
+        return {
+            cell["metadata"]["nbgrader"]["grade_id"]: {**cell, "source": "".join(cell["source"])}
+            for cell in cells
+            if "nbgrader" in cell["metadata"]
+        }
     except FileNotFoundError:
         raise ValueError(f"{path} is not there; {cure}") from None
     except (ValueError, KeyError, TypeError):
@@ -126,8 +147,11 @@ def cells_in(path: Path) -> dict[str, dict]:
 
 def has_answers(cells: dict[str, dict]) -> bool:
     """Somebody has written in an answer cell since it was generated."""
-    return any(checksum(cell) != cell["metadata"]["nbgrader"].get("checksum")
-               for cell in cells.values() if cell["metadata"]["nbgrader"].get("solution"))
+    return any(
+        checksum(cell) != cell["metadata"]["nbgrader"].get("checksum")
+        for cell in cells.values()
+        if cell["metadata"]["nbgrader"].get("solution")
+    )
 
 
 def state(of: Chapter, path: Path | None = None) -> str:
@@ -139,7 +163,11 @@ def state(of: Chapter, path: Path | None = None) -> str:
             continue
         cell = found.get(facts["grade_id"])
         locked_differs = cell is not None and not facts["solution"] and cell["source"] != wanted["source"]
-        if cell is None or locked_differs or cell["metadata"]["nbgrader"].get("checksum") != facts["checksum"]:
+        if (
+            cell is None
+            or locked_differs
+            or cell["metadata"]["nbgrader"].get("checksum") != facts["checksum"]
+        ):
             return "outdated"
     return "edited" if has_answers(found) else "stub"
 
@@ -150,14 +178,25 @@ def compare_with_nbgrader(executable: str, folder: Path) -> list[str]:
     shutil.copytree(EXERCISES / "source", course / "source", ignore=shutil.ignore_patterns("*.py"))
     shutil.copy(EXERCISES / "nbgrader_config.py", course)
     program = Path(executable).absolute()
-    environ = {**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}  # it calls alembic by name
-    subprocess.run([program, "generate_assignment", "source", "--force"], cwd=course, env=environ, check=True,
-                   capture_output=True, text=True)
+    environ = {
+        **os.environ,
+        "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
+    }  # it calls alembic by name
+    subprocess.run(
+        [program, "generate_assignment", "source", "--force"],
+        cwd=course,
+        env=environ,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     different = []
     for number in chapters():
         of = chapter(number)
         ours = json.loads(notebooks(of)[of.student])["cells"]
         theirs = json.loads((course / "release" / "source" / of.student.name).read_text())["cells"]
-        different += [f"{of.path.stem}: cell {index}" for index, (a, b) in enumerate(zip(ours, theirs)) if a != b]
+        different += [
+            f"{of.path.stem}: cell {index}" for index, (a, b) in enumerate(zip(ours, theirs)) if a != b
+        ]
         different += [f"{of.path.stem}: {len(ours)} cells and {len(theirs)}"] * (len(ours) != len(theirs))
     return different

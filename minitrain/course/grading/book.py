@@ -15,6 +15,7 @@ A header says what a cell is; its name becomes nbgrader's grade_id:
 
 A task is an answer and the checks after it, up to the next answer; its title is the last heading before.
 """
+
 import ast
 import re
 from collections.abc import Iterator
@@ -116,14 +117,18 @@ def read_cells(path: Path) -> list[Cell]:
         match = HEADER.match(header)
         if match is None:
             raise ValueError(f"{path.name}:{start}: not a cell header: {header}")
-        attributes = {key: value.strip('"') for key, value in re.findall(r'(\w+)=("[^"]*"|\d+)', match["attributes"])}
+        attributes = {
+            key: value.strip('"') for key, value in re.findall(r'(\w+)=("[^"]*"|\d+)', match["attributes"])
+        }
         roles = [role for role in ROLES if role in attributes]
         if match["markdown"]:
             lines = [line.removeprefix("#").removeprefix(" ") for line in lines]
         role = "text" if match["markdown"] else roles[0] if roles else "code"
         name = attributes.pop(role, "")
         if role in ("given", "answer", "check") and (name in names or not re.fullmatch(r"[\w-]+", name)):
-            raise ValueError(f"{path.name}:{start}: {name!r} must be a name of its own of letters, digits, _ and -")
+            raise ValueError(
+                f"{path.name}:{start}: {name!r} must be a name of its own of letters, digits, _ and -"
+            )
         if role == "check" and not attributes.get("points", "").isdigit():
             raise ValueError(f"{path.name}:{start}: a check needs points=1 or more")
         if role == "check" and not any(cell.role == "answer" for cell in cells):
@@ -138,4 +143,4 @@ def split(path: Path) -> Iterator[tuple[int, str, list[str]]]:
     lines = path.read_text().splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith("# %%")]
     for start, end in zip(starts, [*starts[1:], len(lines)]):
-        yield start + 1, lines[start], lines[start + 1:end]
+        yield start + 1, lines[start], lines[start + 1 : end]

@@ -9,6 +9,7 @@ the judge.
 In a notebook `total` is the student's function and travels by value. Before the judge it is an `Answer`: a name, and
 the ranks execute the student's cell themselves, so that nothing of it ever runs where the score is made.
 """
+
 import contextvars
 import functools
 import io
@@ -104,19 +105,32 @@ def expect_equal(actual: Any, expected: Any, property: str, hint: str, atol: flo
     where a bound is known. What differs is named (rank, shape, dtype), the wanted value is not.
     """
     if isinstance(expected, (list, tuple)):
-        expect(isinstance(actual, (list, tuple)) and len(actual) == len(expected), property,
-               f"a list of {len(expected)} is wanted, not {kind_of(actual)}; {hint}")
+        expect(
+            isinstance(actual, (list, tuple)) and len(actual) == len(expected),
+            property,
+            f"a list of {len(expected)} is wanted, not {kind_of(actual)}; {hint}",
+        )
         for rank, pair in enumerate(zip(actual, expected)):
-            expect_equal(*pair, property, hint if "(seen at" in hint else f"{hint} (seen at rank {rank})", atol)
+            expect_equal(
+                *pair, property, hint if "(seen at" in hint else f"{hint} (seen at rank {rank})", atol
+            )
     elif isinstance(expected, torch.Tensor):
-        expect(isinstance(actual, torch.Tensor), property, f"a tensor is wanted, not {kind_of(actual)}; {hint}")
-        expect(actual.shape == expected.shape and actual.dtype == expected.dtype, property,
-               f"{kind_of(expected)} is wanted, not {kind_of(actual)}; {hint}")
+        expect(
+            isinstance(actual, torch.Tensor), property, f"a tensor is wanted, not {kind_of(actual)}; {hint}"
+        )
+        expect(
+            actual.shape == expected.shape and actual.dtype == expected.dtype,
+            property,
+            f"{kind_of(expected)} is wanted, not {kind_of(actual)}; {hint}",
+        )
         near = torch.equal(actual, expected) if atol == 0 else bool(((actual - expected).abs() <= atol).all())
         expect(near, property, hint)
     else:
-        expect(type(actual) is type(expected), property,
-               f"{kind_of(expected)} is wanted, not {kind_of(actual)}; {hint}")
+        expect(
+            type(actual) is type(expected),
+            property,
+            f"{kind_of(expected)} is wanted, not {kind_of(actual)}; {hint}",
+        )
         expect(actual == expected if atol == 0 else abs(actual - expected) <= atol, property, hint)
 
 

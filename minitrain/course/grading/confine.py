@@ -14,6 +14,7 @@ accomplices who signal by timing or file locks, and the memory of files that are
 cgroup counts.
 namespaces(7), user_namespaces(7), pivot_root(2), mount_setattr(2); the construction is that of bubblewrap.
 """
+
 import ctypes
 import os
 import resource
@@ -23,15 +24,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    0x20000,
+    0x4000000,
+    0x8000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MNT_DETACH = 4096, 16384, 1 << 18, 2, 4, 2
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 38, 36
 SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = -100, 0x8000, 1, 2
 NOBODY = 65534
 PRIVATE = "/private"
-SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc/ld.so.cache", "/nix/store",
-          "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+SYSTEM = (
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/lib32",
+    "/bin",
+    "/sbin",
+    "/etc/ld.so.cache",
+    "/nix/store",
+    "/dev/null",
+    "/dev/zero",
+    "/dev/urandom",
+    "/dev/random",
+)
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -48,6 +68,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 # ---- once, in the server ---------------------------------------------------------------------------------------------
+
 
 def separate_mounts() -> None:
     """Leave the caller's user and mount namespaces. Raises OSError where that is forbidden."""
@@ -85,7 +106,9 @@ def build_walls(package: Path, hidden: Path) -> None:
         if hidden.is_relative_to(os.path.realpath(path)):
             raise OSError(f"{hidden} lies inside {path}, which an answer must be able to read")
     try:
-        Path("/proc/sys/user/max_user_namespaces").write_text("0")  # of this namespace: no second way to capabilities
+        Path("/proc/sys/user/max_user_namespaces").write_text(
+            "0"
+        )  # of this namespace: no second way to capabilities
     except OSError:
         pass  # /proc/sys is read-only in many containers; capabilities in a further namespace still open no wall
     new = "/proc"  # a directory that every system has and that must not be seen any more
@@ -102,7 +125,10 @@ def build_walls(package: Path, hidden: Path) -> None:
     call("umount2", b"/.old", MNT_DETACH)
     os.rmdir("/.old")
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
-    if libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes)) != 0:
+    if (
+        libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
+        != 0
+    ):
         raise OSError(ctypes.get_errno(), "mount_setattr")
 
 
@@ -122,6 +148,7 @@ def show(path: str, target: str) -> None:
 
 
 # ---- in the processes of each rank -----------------------------------------------------------------------------------
+
 
 def next_child_alone() -> None:
     """The next process forked from here is the first one of a namespace of its own."""
@@ -180,10 +207,15 @@ def confine_rank(limits: Limits, memory: OwnMemory, walls: bool) -> None:
         mount("tmpfs", PRIVATE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777,size=64m,nr_inodes=4096")
         os.chdir(PRIVATE)
     address_space, data = memory.bytes()
-    for which, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 64 << 20), (resource.RLIMIT_NOFILE, 128),
-                        (resource.RLIMIT_CPU, limits.cpu_s), (resource.RLIMIT_NPROC, limits.processes),
-                        (resource.RLIMIT_DATA, data + limits.memory_bytes),
-                        (resource.RLIMIT_AS, address_space + 2 * limits.memory_bytes)):
+    for which, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 64 << 20),
+        (resource.RLIMIT_NOFILE, 128),
+        (resource.RLIMIT_CPU, limits.cpu_s),
+        (resource.RLIMIT_NPROC, limits.processes),
+        (resource.RLIMIT_DATA, data + limits.memory_bytes),
+        (resource.RLIMIT_AS, address_space + 2 * limits.memory_bytes),
+    ):
         limit(which, most)
     if limits.uid is not None:
         become(limits.uid, must=walls)

@@ -6,6 +6,7 @@
 
 Reading a frame runs no code of the sender. A frame that breaks a rule raises `BadFrame`, and the judge ends the run.
 """
+
 import json
 import math
 import socket
@@ -16,9 +17,23 @@ from typing import Any
 import torch
 
 HEADER_LIMIT_BYTES, PAYLOAD_LIMIT_BYTES = 1 << 20, 1 << 28
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128)}
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
 
 
 class BadFrame(ValueError):
@@ -68,8 +83,8 @@ class Line:
                 raise BadFrame("the header is too long")
             if len(self._buffer) < 4 + length or len(self._buffer) < 4:
                 return None
-            self._header = self._parsed(self._buffer[4:4 + length])
-            del self._buffer[:4 + length]
+            self._header = self._parsed(self._buffer[4 : 4 + length])
+            del self._buffer[: 4 + length]
         size = self._header["bytes"]
         if len(self._buffer) < size:
             return None
@@ -109,8 +124,13 @@ def tensor_from(data: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
 
 def tensor_size(dtype: str, shape: list[int]) -> int:
     """Bytes of a tensor somebody announced. Raises BadFrame if no tensor is like that."""
-    if type(dtype) is not str or dtype not in DTYPES or type(shape) is not list or len(shape) > 16 \
-            or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
+    if (
+        type(dtype) is not str
+        or dtype not in DTYPES
+        or type(shape) is not list
+        or len(shape) > 16
+        or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
+    ):
         raise BadFrame("not a tensor's dtype and shape")
     return math.prod(shape) * DTYPES[dtype].itemsize
 
@@ -146,14 +166,17 @@ def unpack(tree: Any, payload: bytes) -> Any:
         nonlocal position
         if type(node) is not dict or len(node) != 1:
             raise BadFrame("not a packed value")
-        (kind, body), = node.items()
+        ((kind, body),) = node.items()
         if kind == "value" and (body is None or isinstance(body, (bool, int, float, str))):
             return body
         if kind in ("list", "tuple") and type(body) is list:
             items = [walk(item) for item in body]
             return items if kind == "list" else tuple(items)
-        if kind == "dict" and type(body) is list and all(
-                type(pair) is list and len(pair) == 2 and type(pair[0]) is str for pair in body):
+        if (
+            kind == "dict"
+            and type(body) is list
+            and all(type(pair) is list and len(pair) == 2 and type(pair[0]) is str for pair in body)
+        ):
             return {key: walk(item) for key, item in body}
         if kind == "tensor" and type(body) is list and len(body) == 2:
             start, position = position, position + tensor_size(*body)

@@ -10,6 +10,7 @@ that names the rule. Behind walls (confine.py) it is a grade: ranks meet nowhere
 cannot see the checks. Where the system has none, `Judge.missing` says why and it is a self-check. Not covered even
 then: accomplices who signal by timing, file locks or the tags of messages.
 """
+
 import ast
 import json
 import os
@@ -76,17 +77,41 @@ class Judge:
     def _start(self, walls: bool) -> None:
         self.control, theirs = socket.socketpair()
         home = confine.PRIVATE if walls else "/tmp"
-        environ = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "CUDA_VISIBLE_DEVICES": "",
-                   "PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1",
-                   **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}}
-        command = [sys.executable, "-P", "-s", "-m", "minitrain.course.grading.answer", str(theirs.fileno()), str(PACKAGE),
-                   str(EXERCISES), "walls" if walls else "limits"]
+        environ = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": home,
+            "TMPDIR": home,
+            "LANG": "C.UTF-8",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(PACKAGE.parent),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")},
+        }
+        command = [
+            sys.executable,
+            "-P",
+            "-s",
+            "-m",
+            "minitrain.course.grading.answer",
+            str(theirs.fileno()),
+            str(PACKAGE),
+            str(EXERCISES),
+            "walls" if walls else "limits",
+        ]
         self.server = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environ, cwd="/", start_new_session=True,
-            stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            command,
+            pass_fds=[theirs.fileno()],
+            env=environ,
+            cwd="/",
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
         theirs.close()
         root = os.geteuid() == 0
-        stranger = 61184 + os.getpid() % 4000 if root else None  # an id nobody owns, another one for each judge
+        stranger = (
+            61184 + os.getpid() % 4000 if root else None
+        )  # an id nobody owns, another one for each judge
         if walls:
             self._hear("separate")
             give_users(self.server.pid, stranger)
@@ -99,7 +124,9 @@ class Judge:
         """The server's next word. Raises OSError with what it says instead."""
         if self.control.recv(8, socket.MSG_WAITALL).rstrip() != word.encode():
             said = self.server.stderr.read().decode(errors="replace").strip().splitlines()
-            raise OSError(said[-1].partition("] ")[2] or said[-1] if said else "the server of answers has ended")
+            raise OSError(
+                said[-1].partition("] ")[2] or said[-1] if said else "the server of answers has ended"
+            )
 
     def close(self) -> None:
         """The server ends with its control line, after it has ended everything below it."""
@@ -113,20 +140,42 @@ class Judge:
             self.server.stderr.close()
             self.server = None
 
-    def run(self, code: Code, ranks: int, inputs: Sequence[tuple], *, network: bool = True, forbid: Sequence[str] = (),
-            secrets: Sequence[dict] | None = None, time_limit_s: float = 20.0, memory_limit_bytes: int = 1 << 29,
-            budget_bytes: int | None = None) -> Outcome:
+    def run(
+        self,
+        code: Code,
+        ranks: int,
+        inputs: Sequence[tuple],
+        *,
+        network: bool = True,
+        forbid: Sequence[str] = (),
+        secrets: Sequence[dict] | None = None,
+        time_limit_s: float = 20.0,
+        memory_limit_bytes: int = 1 << 29,
+        budget_bytes: int | None = None,
+    ) -> Outcome:
         """Run `code` once on `ranks` processes, rank r with inputs[r]; with `network`, the group is the last argument.
 
         `forbid` names functions of minitrain.collectives that raise; `secrets[r]` are tensors rank r can fetch by name;
         `budget_bytes` is what a rank may allocate beyond its inputs, held by the kernel. Raises Failure.
         """
         if not 1 <= ranks <= MOST_RANKS or len(inputs) != ranks:
-            raise ValueError(f"ranks={ranks} with {len(inputs)} inputs; 1 to {MOST_RANKS} ranks get one tuple each")
-        order = {"is": "start", "cells": list(code.cells), "call": code.call, "sources": code.sources,
-                 "forbid": list(forbid), "ranks": ranks, "network": network, "budget_bytes": budget_bytes,
-                 "time_limit_s": max(0.1, time_limit_s - 0.3)}
-        hidden = [{name: tensor_bytes(x) for name, x in of_rank.items()} for of_rank in secrets or [{}] * ranks]
+            raise ValueError(
+                f"ranks={ranks} with {len(inputs)} inputs; 1 to {MOST_RANKS} ranks get one tuple each"
+            )
+        order = {
+            "is": "start",
+            "cells": list(code.cells),
+            "call": code.call,
+            "sources": code.sources,
+            "forbid": list(forbid),
+            "ranks": ranks,
+            "network": network,
+            "budget_bytes": budget_bytes,
+            "time_limit_s": max(0.1, time_limit_s - 0.3),
+        }
+        hidden = [
+            {name: tensor_bytes(x) for name, x in of_rank.items()} for of_rank in secrets or [{}] * ranks
+        ]
         self.start()
         limits = confine.Limits(memory_limit_bytes, int(time_limit_s) + 2, self.processes, self.uid)
         try:
@@ -172,11 +221,16 @@ def give_users(pid: int, stranger: int | None) -> None:
     for kind, mine in (("uid", os.geteuid()), ("gid", os.getegid())):
         if stranger is None and kind == "gid":
             Path(f"/proc/{pid}/setgroups").write_text("deny")
-        users = f"{confine.NOBODY} {mine} 1" if stranger is None else f"0 {mine} 1\n{confine.NOBODY} {stranger} 1"
+        users = (
+            f"{confine.NOBODY} {mine} 1" if stranger is None else f"0 {mine} 1\n{confine.NOBODY} {stranger} 1"
+        )
         Path(f"/proc/{pid}/{kind}_map").write_text(users)
 
 
 def threads_of(uid: int) -> int:
     """How many threads a user has: where processes are limited per user, those count too."""
-    return sum(process.info["num_threads"] or 0 for process in psutil.process_iter(["uids", "num_threads"])
-               if process.info["uids"] and process.info["uids"].real == uid)
+    return sum(
+        process.info["num_threads"] or 0
+        for process in psutil.process_iter(["uids", "num_threads"])
+        if process.info["uids"] and process.info["uids"].real == uid
+    )

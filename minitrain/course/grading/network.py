@@ -12,6 +12,7 @@ A pure state machine. Each frame of a rank goes in (`post`, `wait`); answers to 
 Not counted: what two accomplices could hide in the tag of a message or in the moment they send it.
 Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978, defines the order that steps count.
 """
+
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
@@ -128,7 +129,11 @@ class Network:
 
     def _meet(self, operation: Operation, frame: dict) -> None:
         members = frame.get("members")
-        if type(members) is not list or not all(type(m) is int for m in members) or operation.rank not in members:
+        if (
+            type(members) is not list
+            or not all(type(m) is int for m in members)
+            or operation.rank not in members
+        ):
             raise BadFrame("a barrier needs its members")
         here = self._barriers[str(frame.get("key")), tuple(members)]
         here.append(operation)
@@ -142,9 +147,18 @@ class Network:
     def _match(self, operation: Operation, frame: dict, data: bytes) -> None:
         peer, key = frame.get("peer"), str(frame.get("key"))
         size = tensor_size(frame.get("dtype"), frame.get("shape"))
-        if type(peer) is not int or not 0 <= peer < self.ranks or (operation.kind == "send" and size != len(data)):
+        if (
+            type(peer) is not int
+            or not 0 <= peer < self.ranks
+            or (operation.kind == "send" and size != len(data))
+        ):
             raise BadFrame("a message needs a peer and its bytes")
-        operation.peer, operation.dtype, operation.shape, operation.data = peer, frame["dtype"], frame["shape"], data
+        operation.peer, operation.dtype, operation.shape, operation.data = (
+            peer,
+            frame["dtype"],
+            frame["shape"],
+            data,
+        )
         sending = operation.kind == "send"
         if sending:
             operation.step = self._known[operation.rank] + 1
@@ -160,9 +174,14 @@ class Network:
         self._deliver(*((operation, others.popleft()) if sending else (others.popleft(), operation)))
 
     def _deliver(self, sent: Operation, wanted: Operation) -> None:
-        if (sent.dtype, tensor_size(sent.dtype, sent.shape)) != (wanted.dtype, tensor_size(wanted.dtype, wanted.shape)):
-            raise Mismatch(f"rank {sent.rank} sends {sent.dtype}{sent.shape} and rank {wanted.rank} receives "
-                           f"{wanted.dtype}{wanted.shape}")
+        if (sent.dtype, tensor_size(sent.dtype, sent.shape)) != (
+            wanted.dtype,
+            tensor_size(wanted.dtype, wanted.shape),
+        ):
+            raise Mismatch(
+                f"rank {sent.rank} sends {sent.dtype}{sent.shape} and rank {wanted.rank} receives "
+                f"{wanted.dtype}{wanted.shape}"
+            )
         self.messages.append(Message(sent.rank, wanted.rank, len(sent.data), sent.step))
         wanted.data, wanted.step = sent.data, sent.step
         sent.data = b""
@@ -188,7 +207,9 @@ class Network:
 
     def waiting(self) -> str:
         """Who waits for whom, in one line."""
-        told = [f"rank {rank} {ops[0] if ops else 'computes'}" for rank, ops in sorted(self._blocked().items())]
+        told = [
+            f"rank {rank} {ops[0] if ops else 'computes'}" for rank, ops in sorted(self._blocked().items())
+        ]
         returned = sorted(set(range(self.ranks)) - self.running)
         told += [f"rank {rank} has returned" for rank in returned]
         return "; ".join(told)
@@ -199,5 +220,7 @@ class Network:
             if operation.kind == "send" and not operation.done:
                 return f"rank {operation.rank} sent to rank {operation.peer}, which never received it"
             if operation.kind == "receive" and not operation.done:
-                return f"rank {operation.rank} asked rank {operation.peer} for a tensor and returned without it"
+                return (
+                    f"rank {operation.rank} asked rank {operation.peer} for a tensor and returned without it"
+                )
         return None

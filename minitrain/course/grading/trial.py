@@ -5,6 +5,7 @@ own). Ranks are not trusted: everything they send is parsed as data (frames.py),
 stripped of control characters and cut, and a rank that sends nothing more, or too much, is ended like one that
 computes for ever.
 """
+
 import contextlib
 import glob
 import os
@@ -85,12 +86,19 @@ class Outcome:
 class Trial:
     """The judge's ends of the ranks' lines and prints. `ends`: those for the ranks, line and prints in turn."""
 
-    def __init__(self, network: Network, server_pid: int, time_limit_s: float, memory_limit_bytes: int) -> None:
+    def __init__(
+        self, network: Network, server_pid: int, time_limit_s: float, memory_limit_bytes: int
+    ) -> None:
         self.network, self.server, self.time_limit_s = network, psutil.Process(server_pid), time_limit_s
         spare_bytes = max(1 << 30, psutil.virtual_memory().available // 2)
         self.memory_limit_bytes = min(network.ranks * memory_limit_bytes, spare_bytes)
         self.results, self.failures, self.moved, self.born = [None] * network.ranks, {}, 0.0, []
-        self.lines, self.prints, self.ends, self.output = [], [], [], [bytearray() for _ in range(network.ranks)]
+        self.lines, self.prints, self.ends, self.output = (
+            [],
+            [],
+            [],
+            [bytearray() for _ in range(network.ranks)],
+        )
         for _ in range(network.ranks):
             ours, theirs = socket.socketpair()
             ours.settimeout(PATIENCE_S)
@@ -123,7 +131,9 @@ class Trial:
             except OSError:
                 ready = False
             if not ready:
-                raise Broken(f"rank {rank} of an exercise could not be started: {self._printed() or 'it said nothing'}")
+                raise Broken(
+                    f"rank {rank} of an exercise could not be started: {self._printed() or 'it said nothing'}"
+                )
 
     def tell(self, rank: int, header: dict, payload: bytes) -> None:
         try:
@@ -216,7 +226,7 @@ class Trial:
             data = os.read(self.prints[rank], 65536)
         except BlockingIOError:
             return True
-        self.output[rank] += data[:OUTPUT_LIMIT_BYTES - len(self.output[rank])]
+        self.output[rank] += data[: OUTPUT_LIMIT_BYTES - len(self.output[rank])]
         return bool(data)
 
     def _printed(self) -> str:
@@ -239,7 +249,9 @@ class Trial:
 
     def _look_at_memory(self) -> None:
         inherited = memory_of(self.server)  # a forked rank shares these pages until it writes to them
-        taken = sum(max(0, memory_of(process) - inherited) for process in self.server.children(recursive=True))
+        taken = sum(
+            max(0, memory_of(process) - inherited) for process in self.server.children(recursive=True)
+        )
         if taken > self.memory_limit_bytes:
             raise Failure("memory limit", "the ranks together took more than they may")
 
@@ -262,7 +274,9 @@ def failure_of(rank: int, header: dict) -> Failure:
         what = f"rank {rank} returned {short(message)}; return tensors, numbers, text, or lists of them"
         return Failure("data", what, detail)
     if kind == "forbidden":
-        return Failure("own work", f"this task asks you to write it yourself: it calls {short(message)}{place}", detail)
+        return Failure(
+            "own work", f"this task asks you to write it yourself: it calls {short(message)}{place}", detail
+        )
     if kind == "memory":
         return Failure("memory limit", f"rank {rank} asked for more memory than it may have{place}", detail)
     return Failure("no error", f"rank {rank} raised {short(name)}: {short(message)}{place}", detail)

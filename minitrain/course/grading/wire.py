@@ -9,6 +9,7 @@ there is no such thing.
     receive   the data arrives when the rank waits for it, not before: what a rank can know at each moment is known
     fetch     a piece of secret input from the judge, named by the caller; the moment stands among the messages
 """
+
 import os
 import threading
 
@@ -17,7 +18,9 @@ import torch.distributed as dist
 
 from minitrain.course.grading.frames import Line, tensor_bytes, tensor_from
 
-BACKEND = "judge_gloo"  # collectives go by the name: driven like gloo, by our own algorithms on send and receive
+BACKEND = (
+    "judge_gloo"  # collectives go by the name: driven like gloo, by our own algorithms on send and receive
+)
 
 
 class Wire:
@@ -92,11 +95,21 @@ class WireGroup(dist.ProcessGroup):
 
     def _post(self, kind: str, tensor: torch.Tensor, peer: int, tag: int, payload: bytes = b"") -> int:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return self.wire.ask({"is": kind, "peer": self.members[peer], "key": f"{self.name}/{tag}", "dtype": dtype,
-                              "shape": list(tensor.shape)}, payload)
+        return self.wire.ask(
+            {
+                "is": kind,
+                "peer": self.members[peer],
+                "key": f"{self.name}/{tag}",
+                "dtype": dtype,
+                "shape": list(tensor.shape),
+            },
+            payload,
+        )
 
     def barrier(self, options=None) -> Operation:
-        return Operation(self.wire, self.wire.ask({"is": "barrier", "key": self.name, "members": self.members}))
+        return Operation(
+            self.wire, self.wire.ask({"is": "barrier", "key": self.name, "members": self.members})
+        )
 
     def fetch(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """The secret input `name` of this rank: the judge keeps it until this call, and notes the moment."""
@@ -105,9 +118,13 @@ class WireGroup(dist.ProcessGroup):
         return received
 
     def _not_here(self, *args, **kwargs):
-        raise RuntimeError("this network only sends and receives; build collectives from these, or use minitrain's")
+        raise RuntimeError(
+            "this network only sends and receives; build collectives from these, or use minitrain's"
+        )
 
-    allreduce = allgather = _allgather_base = broadcast = reduce = reduce_scatter = _reduce_scatter_base = _not_here
+    allreduce = allgather = _allgather_base = broadcast = reduce = reduce_scatter = _reduce_scatter_base = (
+        _not_here
+    )
     alltoall = alltoall_base = gather = scatter = _not_here
 
     # torch keeps these two in its C++ object, which only a C++ backend can fill

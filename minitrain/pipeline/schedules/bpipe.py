@@ -20,6 +20,7 @@ leaving and what is coming: not one more, as the lists keep that room.
 Raises ValueError in one line for sizes below 1; lower.py for lists whose moves wait in a circle.
 Kim et al. 2023 (BPipe), ICML, PMLR 202, section 3. Differs: their bound is for even p; for odd p the last rank has room to spare.
 """
+
 from __future__ import annotations
 
 from minitrain.pipeline.schedule import Action, Entry, Schedule, check
@@ -37,13 +38,13 @@ def bpipe(p: int, m: int) -> Schedule:
         partner = p - 1 - rank
         ranks[rank] = _with_moves(list(plain.ranks[rank]), limit)
         start = {span.entry: span.start for span in spans[rank]}
-        guests: list[tuple[int, int, Action]] = []                      # (in front of which entry of the partner, order, what)
+        guests: list[tuple[int, int, Action]] = []  # (in front of which entry of the partner, order, what)
         for at, action in enumerate(ranks[rank]):
             user = next((other for other in ranks[rank][at:] if other.kind in "FB"), None)
-            if action.kind == "E":                                      # it is there one forward later
+            if action.kind == "E":  # it is there one forward later
                 before = [i for i, span in enumerate(spans[partner]) if span.start >= start[user] + 1]
                 guests.append((min(before, default=2 * m), at, Action("H", *action[1:])))
-            if action.kind == "L":                                      # it leaves one forward earlier
+            if action.kind == "L":  # it leaves one forward earlier
                 before = [i for i, span in enumerate(spans[partner]) if span.end > start[user] - 1]
                 guests.append((min(before, default=2 * m), at, Action("G", *action[1:])))
         for before, _, action in sorted(guests, reverse=True):
@@ -58,12 +59,18 @@ def _with_moves(entries: list[Action], limit: int) -> list[Entry]:
     """
     moves: list[list[Entry]] = [[] for _ in entries]
     here, away = [], set()
-    could_leave: list[int] = []                                         # here when the entry before began, and still
+    could_leave: list[int] = []  # here when the entry before began, and still
     for at, action in enumerate(entries):
         then = entries[at + 1] if at + 1 < len(entries) else None
-        coming = [then.microbatch] if then is not None and then.kind == "B" and then.microbatch in away else []
+        coming = (
+            [then.microbatch] if then is not None and then.kind == "B" and then.microbatch in away else []
+        )
         while len(here) + len(coming) + (action.kind == "F") > limit:
-            newest = max(unit for unit in could_leave if unit in here and (action.kind == "F" or unit != action.microbatch))
+            newest = max(
+                unit
+                for unit in could_leave
+                if unit in here and (action.kind == "F" or unit != action.microbatch)
+            )
             here.remove(newest)
             away.add(newest)
             moves[at - 1].insert(0, Action("E", action.stage, newest))

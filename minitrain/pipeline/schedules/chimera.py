@@ -24,6 +24,7 @@ Li and Hoefler 2021, arXiv:2107.06925, section 3, Table 2. Differs: the paper wr
 the lists have it for one unit, see above. Not here: forward doubling and backward halving, which take out what B = 2F leaves between
 units, for twice the activations or half the microbatch; more than two pipelines.
 """
+
 from __future__ import annotations
 
 from minitrain.pipeline.schedule import Action, B, F, Schedule
@@ -34,9 +35,13 @@ def chimera(p: int, m: int) -> Schedule:
     """Even microbatches start on rank 0, odd ones on rank p-1; each rank does what it has in the order of the slots."""
     check_sizes("chimera", p=p, m=m)
     if p % 2:
-        raise ValueError(f"chimera: p={p} ranks; two pipelines meet between two ranks, use an even number, {p - 1 or 2} or {p + 1}")
+        raise ValueError(
+            f"chimera: p={p} ranks; two pipelines meet between two ranks, use an even number, {p - 1 or 2} or {p + 1}"
+        )
     if m % 2:
-        raise ValueError(f"chimera: m={m} microbatches; half of them goes each way, use an even number, {m - 1 or 2} or {m + 1}")
+        raise ValueError(
+            f"chimera: m={m} microbatches; half of them goes each way, use an even number, {m - 1 or 2} or {m + 1}"
+        )
     slots: list[list[tuple[int, Action]]] = [[] for _ in range(p)]
     for i in range(m):
         unit, k = divmod(i, p)
@@ -44,4 +49,6 @@ def chimera(p: int, m: int) -> Schedule:
         begin = 2 * p * unit + 2 * j
         for s in range(p):
             slots[p - 1 - s if goes_up else s] += [(begin + s, F(s, i)), (begin + 2 * p - 1 - s, B(s, i))]
-    return Schedule(f"Chimera, p={p}, m={m}", tuple(tuple(action for _, action in sorted(own)) for own in slots), p, m)
+    return Schedule(
+        f"Chimera, p={p}, m={m}", tuple(tuple(action for _, action in sorted(own)) for own in slots), p, m
+    )

@@ -31,6 +31,7 @@ Raises ValueError in one line for an odd p or m (DualPipe), and for fewer than 2
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1, Table 2, Figure 5 (8 ranks, 20 microbatches), and the description of
 the published DualPipe, whose 8 steps these are. Differs: lists, no class with counters; runtime.py runs a pair's parts in a row.
 """
+
 from __future__ import annotations
 
 from collections import deque
@@ -44,20 +45,32 @@ def dualpipe(p: int, m: int) -> Schedule:
     """Microbatches 0 … m/2-1 enter on rank 0, the others on rank p-1; the second half of the ranks is the mirror image."""
     check_sizes("dualpipe", p=p, m=m)
     if p % 2:
-        raise ValueError(f"dualpipe: p={p} ranks; two directions meet between two ranks, use an even number, {p - 1 or 2} or {p + 1}")
+        raise ValueError(
+            f"dualpipe: p={p} ranks; two directions meet between two ranks, use an even number, {p - 1 or 2} or {p + 1}"
+        )
     if m % 2 or m < 2 * p:
-        raise ValueError(f"dualpipe: m={m} microbatches on p={p} ranks; m must be even and >= 2p, use {max(2 * p, m + 1)} or more")
+        raise ValueError(
+            f"dualpipe: m={m} microbatches on p={p} ranks; m must be even and >= 2p, use {max(2 * p, m + 1)} or more"
+        )
     down, up = range(m // 2), range(m // 2, m)
-    return Schedule(f"DualPipe, p={p}, m={m}", tuple(
-        steps(p, r, down, up) if r < p // 2 else steps(p, p - 1 - r, up, down) for r in range(p)), p, m)
+    return Schedule(
+        f"DualPipe, p={p}, m={m}",
+        tuple(steps(p, r, down, up) if r < p // 2 else steps(p, p - 1 - r, up, down) for r in range(p)),
+        p,
+        m,
+    )
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
     """DualPipe of 2p ranks folded in the middle: the ranks of the second half are the late stages of those of the first."""
     check_sizes("dualpipe_v", p=p, m=m)
     if m < 2 * p:
-        raise ValueError(f"dualpipe_v: m={m} microbatches on p={p} ranks; m must be >= 2p, use {2 * p} or more")
-    return Schedule(f"DualPipeV, p={p}, m={m}", tuple(steps(2 * p, r, range(m), range(m)) for r in range(p)), 2 * p, m)
+        raise ValueError(
+            f"dualpipe_v: m={m} microbatches on p={p} ranks; m must be >= 2p, use {2 * p} or more"
+        )
+    return Schedule(
+        f"DualPipeV, p={p}, m={m}", tuple(steps(2 * p, r, range(m), range(m)) for r in range(p)), 2 * p, m
+    )
 
 
 def steps(stages: int, h: int, early: Sequence[int], late: Sequence[int]) -> tuple[Entry, ...]:

@@ -19,6 +19,7 @@ Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 3.1, makes such lists by
 place the warm-up forwards and keeps the best; here that is the caller's `priority`. Greedy is not best: not to start something, as
 something more urgent is about to arrive, can pay.
 """
+
 from __future__ import annotations
 
 from bisect import insort
@@ -41,8 +42,17 @@ def urgency(action: Action) -> tuple[int, int, int]:
     return "BIFW".index(kind), microbatch, -stage if kind == "F" else stage
 
 
-def greedy(place: Place, stages: int, m: int, costs: Costs = Costs(), limit: Amount | Sequence[Amount] | None = None, split: bool = True,
-           priority: Callable[[Action], object] = urgency, kept: Amount = 1, name: str | None = None) -> Schedule:
+def greedy(
+    place: Place,
+    stages: int,
+    m: int,
+    costs: Costs = Costs(),
+    limit: Amount | Sequence[Amount] | None = None,
+    split: bool = True,
+    priority: Callable[[Action], object] = urgency,
+    kept: Amount = 1,
+    name: str | None = None,
+) -> Schedule:
     """`place[stage]`, or `place(stage, microbatch)`, is a rank. With `split` each backward is I and W."""
     name = name or f"greedy, stages={stages}, m={m}" + (f", limit={limit}" if limit is not None else "")
     home = placement(place, stages, m, name)
@@ -53,11 +63,15 @@ def greedy(place: Place, stages: int, m: int, costs: Costs = Costs(), limit: Amo
     unmet, users = dependencies(home, stages, split)
 
     ranks: list[list[Action]] = [[] for _ in range(p)]
-    ready: list[list[tuple[object, Action]]] = [[] for _ in range(p)]           # by priority; a forward may have to wait for memory
+    ready: list[list[tuple[object, Action]]] = [
+        [] for _ in range(p)
+    ]  # by priority; a forward may have to wait for memory
     free: list[Time] = [0] * p
     arrival: dict[Action, Time] = defaultdict(int)
-    events = [(0, action) for action in unmet if not unmet[action]]             # (time, action that can start from then on)
-    alarms: list[Time] = [0]                                                    # times at which something changes
+    events = [
+        (0, action) for action in unmet if not unmet[action]
+    ]  # (time, action that can start from then on)
+    alarms: list[Time] = [0]  # times at which something changes
     events.sort()
     while alarms:
         now = heappop(alarms)
@@ -84,7 +98,7 @@ class Memory:
 
     def __init__(self, limit: Amount | None, kept: Amount):
         self.limit, self.kept, self.held = limit, kept, 0
-        self.stages: Counter[int] = Counter()                                   # stages of each microbatch on this rank
+        self.stages: Counter[int] = Counter()  # stages of each microbatch on this rank
         self.forwards: Counter[int] = Counter()
         self.backwards: Counter[int] = Counter()
         self.oldest = 0
@@ -102,7 +116,11 @@ class Memory:
         """One more forward, and then still room for the oldest microbatch to come through; what it has given back stays its own."""
         while self.oldest < max(self.stages) and self.backwards[self.oldest] == self.stages[self.oldest]:
             self.oldest += 1
-        room = 0 if microbatch == self.oldest else max(self.stages.values()) - self.forwards[self.oldest] + self.backwards[self.oldest]
+        room = (
+            0
+            if microbatch == self.oldest
+            else max(self.stages.values()) - self.forwards[self.oldest] + self.backwards[self.oldest]
+        )
         return self.held + 1 + room <= self.limit
 
     def account(self, action: Action) -> None:
@@ -111,7 +129,9 @@ class Memory:
         self.backwards[action.microbatch] += action.kind in "BI"
 
 
-def dependencies(home: dict[tuple[int, int], int], stages: int, split: bool) -> tuple[dict[Action, int], dict[Action, list[Action]]]:
+def dependencies(
+    home: dict[tuple[int, int], int], stages: int, split: bool
+) -> tuple[dict[Action, int], dict[Action, list[Action]]]:
     """How many actions each one waits for, and who waits for it. On each rank microbatches enter the first stage in their order."""
     back = I if split else B
     unmet: dict[Action, int] = {}
@@ -122,7 +142,7 @@ def dependencies(home: dict[tuple[int, int], int], stages: int, split: bool) -> 
         for other in before:
             users[other].append(action)
 
-    entered: dict[int, list[Action]] = defaultdict(list)                        # the newest forward of stage 0 on each rank
+    entered: dict[int, list[Action]] = defaultdict(list)  # the newest forward of stage 0 on each rank
     for (stage, i), rank in sorted(home.items()):
         after(F(stage, i), *([F(stage - 1, i)] if stage else entered[rank]))
         if stage == 0:
@@ -135,26 +155,39 @@ def dependencies(home: dict[tuple[int, int], int], stages: int, split: bool) -> 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
+
 def placement(place: Place, stages: int, m: int, name: str) -> dict[tuple[int, int], int]:
     check_sizes(name, stages=stages, m=m)
     if not callable(place) and len(place) != stages:
         raise ValueError(f"{name}: {len(place)} ranks for stages={stages}; name a rank for each stage")
-    home = {(stage, i): place(stage, i) if callable(place) else place[stage] for stage in range(stages) for i in range(m)}
+    home = {
+        (stage, i): place(stage, i) if callable(place) else place[stage]
+        for stage in range(stages)
+        for i in range(m)
+    }
     found = set(home.values())
     if found != set(range(len(found))):
-        raise ValueError(f"{name}: stages stand on the ranks {sorted(found)}; ranks count from 0, and each needs a stage")
+        raise ValueError(
+            f"{name}: stages stand on the ranks {sorted(found)}; ranks count from 0, and each needs a stage"
+        )
     return home
 
 
-def limits(limit: Amount | Sequence[Amount] | None, home: dict[tuple[int, int], int], p: int, name: str) -> list[Amount | None]:
+def limits(
+    limit: Amount | Sequence[Amount] | None, home: dict[tuple[int, int], int], p: int, name: str
+) -> list[Amount | None]:
     """One for each rank, each enough for one microbatch to come through."""
     each = list(limit) if isinstance(limit, Sequence) else [limit] * p
     if len(each) != p:
-        raise ValueError(f"{name}: {len(each)} limits for {p} ranks; give one for each, or one number for all")
+        raise ValueError(
+            f"{name}: {len(each)} limits for {p} ranks; give one for each, or one number for all"
+        )
     stages = Counter((rank, i) for (_, i), rank in home.items())
     for rank, given in enumerate(each):
         least = max(count for (at, _), count in stages.items() if at == rank)
         if given is not None and given < least:
-            raise ValueError(f"{name}: rank {rank} may hold {given} activations, but a microbatch has {least} stages there and all must "
-                             f"forward before one goes backward: it would wait for ever; use limit={least} or more")
+            raise ValueError(
+                f"{name}: rank {rank} may hold {given} activations, but a microbatch has {least} stages there and all must "
+                f"forward before one goes backward: it would wait for ever; use limit={least} or more"
+            )
     return each

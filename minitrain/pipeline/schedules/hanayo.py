@@ -23,6 +23,7 @@ Raises ValueError in one line for p, m or waves below 1.
 Liu et al. 2023, arXiv:2308.15762, section 3. Differs: the paper's bubble has a term for the time of messages, here simulate.py adds it
 (`Costs(send=…)`), and the rule knows nothing of it: where a message takes long another order can be better.
 """
+
 from __future__ import annotations
 
 from minitrain.pipeline.schedule import Action, B, F, Schedule
@@ -39,6 +40,13 @@ def hanayo(p: int, m: int, waves: int) -> Schedule:
         begin = 2 * stages * group + 2 * j
         for s in range(stages):
             leg, r = divmod(s, p)
-            slots[p - 1 - r if leg % 2 else r] += [(begin + s, F(s, i)), (begin + 2 * stages - 1 - s, B(s, i))]
-    return Schedule(f"Hanayo, p={p}, m={m}, {waves} {'wave' if waves == 1 else 'waves'}",
-                    tuple(tuple(action for _, action in sorted(own)) for own in slots), stages, m)
+            slots[p - 1 - r if leg % 2 else r] += [
+                (begin + s, F(s, i)),
+                (begin + 2 * stages - 1 - s, B(s, i)),
+            ]
+    return Schedule(
+        f"Hanayo, p={p}, m={m}, {waves} {'wave' if waves == 1 else 'waves'}",
+        tuple(tuple(action for _, action in sorted(own)) for own in slots),
+        stages,
+        m,
+    )

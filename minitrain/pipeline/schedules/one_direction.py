@@ -20,6 +20,7 @@ Huang et al. 2019 (GPipe), arXiv:1811.06965, section 2; Narayanan et al. 2021 (P
 sections 2.2.1 and 2.2.2; Fan et al. 2021 (DAPPLE), arXiv:2007.01045, section 3; Lamy-Poirier 2023 (breadth-first), arXiv:2211.05953.
 Differs: GPipe's backwards come in the order of the forwards, not reversed (the sum is the same, the last stage is the same).
 """
+
 from __future__ import annotations
 
 from minitrain.pipeline.schedule import Action, B, F, Schedule
@@ -28,44 +29,78 @@ from minitrain.pipeline.schedule import Action, B, F, Schedule
 def gpipe(p: int, m: int) -> Schedule:
     """All forwards, then all backwards."""
     check_sizes("gpipe", p=p, m=m)
-    return Schedule(f"GPipe, p={p}, m={m}", tuple(tuple([F(r, i) for i in range(m)] + [B(r, i) for i in range(m)]) for r in range(p)), p, m)
+    return Schedule(
+        f"GPipe, p={p}, m={m}",
+        tuple(tuple([F(r, i) for i in range(m)] + [B(r, i) for i in range(m)]) for r in range(p)),
+        p,
+        m,
+    )
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
     """Rank r runs p-r-1 forwards ahead, then one forward and one backward in turn, then what is left of the backwards."""
     check_sizes("one_f_one_b", p=p, m=m)
-    return Schedule(f"1F1B, p={p}, m={m}",
-                    tuple(alternate([F(r, i) for i in range(m)], [B(r, i) for i in range(m)], p - r - 1) for r in range(p)), p, m)
+    return Schedule(
+        f"1F1B, p={p}, m={m}",
+        tuple(
+            alternate([F(r, i) for i in range(m)], [B(r, i) for i in range(m)], p - r - 1) for r in range(p)
+        ),
+        p,
+        m,
+    )
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
     """Interleaved 1F1B: rank r has the stages r, r+p, …, and goes through them depth-first, p microbatches at a time."""
     check_sizes("interleaved", p=p, m=m, v=v)
     if m % p:
-        raise ValueError(f"interleaved: m={m} microbatches are not a multiple of p={p} ranks; use {f'{m // p * p} or ' * (m > p)}{(m // p + 1) * p}")
+        raise ValueError(
+            f"interleaved: m={m} microbatches are not a multiple of p={p} ranks; use {f'{m // p * p} or ' * (m > p)}{(m // p + 1) * p}"
+        )
     # rounds of p microbatches: the k-th forward of a rank is chunk k // p % v, microbatch k % p of round k // (p·v)
     order = [(k // p % v, k // (p * v) * p + k % p) for k in range(m * v)]
-    return Schedule(f"interleaved 1F1B, p={p}, m={m}, v={v}", tuple(
-        alternate([F(c * p + r, i) for c, i in order], [B((v - 1 - c) * p + r, i) for c, i in order],
-                  2 * (p - r - 1) + (v - 1) * p) for r in range(p)), p * v, m)
+    return Schedule(
+        f"interleaved 1F1B, p={p}, m={m}, v={v}",
+        tuple(
+            alternate(
+                [F(c * p + r, i) for c, i in order],
+                [B((v - 1 - c) * p + r, i) for c, i in order],
+                2 * (p - r - 1) + (v - 1) * p,
+            )
+            for r in range(p)
+        ),
+        p * v,
+        m,
+    )
 
 
 def breadth_first(p: int, m: int, v: int) -> Schedule:
     """The stages of `interleaved`, each run for all microbatches before the next."""
     check_sizes("breadth_first", p=p, m=m, v=v)
-    return Schedule(f"breadth-first, p={p}, m={m}, v={v}", tuple(
-        tuple([F(c * p + r, i) for c in range(v) for i in range(m)] + [B(c * p + r, i) for c in reversed(range(v)) for i in range(m)])
-        for r in range(p)), p * v, m)
+    return Schedule(
+        f"breadth-first, p={p}, m={m}, v={v}",
+        tuple(
+            tuple(
+                [F(c * p + r, i) for c in range(v) for i in range(m)]
+                + [B(c * p + r, i) for c in reversed(range(v)) for i in range(m)]
+            )
+            for r in range(p)
+        ),
+        p * v,
+        m,
+    )
 
 
 def alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
     """`ahead` forwards, then one of each in turn, then the backwards that are left."""
     ahead = min(ahead, len(forwards))
     turns = [action for pair in zip(forwards[ahead:], backwards) for action in pair]
-    return tuple(forwards[:ahead] + turns + backwards[len(forwards) - ahead:])
+    return tuple(forwards[:ahead] + turns + backwards[len(forwards) - ahead :])
 
 
 def check_sizes(what: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{what}: {name}={size!r}; use a whole number, 1 or more (p ranks, m microbatches, v stages a rank)")
+            raise ValueError(
+                f"{what}: {name}={size!r}; use a whole number, 1 or more (p ranks, m microbatches, v stages a rank)"
+            )

@@ -21,6 +21,7 @@ Li et al. 2021 (TeraPipe), arXiv:2102.07988, sections 3.2 and 3.3; Sun et al. 20
 Differs: the number of slices is given (TeraPipe's programme finds it too: take the best of several k; with no cost of a slice of its
 own it is the largest); TeraPipe's backwards come microbatch by microbatch in the order of the forwards.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -36,23 +37,45 @@ Cost = Callable[[int, int], int | float | Fraction]
 def terapipe(p: int, m: int, k: int, lengths: tuple[int, ...] = ()) -> Schedule:
     """All slices of all microbatches forward, then all backward. `lengths`: tokens of each slice, if they are not to be equal."""
     _check("terapipe", p, m, k, lengths)
-    return Schedule(f"TeraPipe, p={p}, m={m}, k={k}", tuple(
-        tuple([F(rank, unit) for unit in range(m * k)] + [B(rank, unit) for unit in _backwards(m, k)])
-        for rank in range(p)), p, m * k, k, lengths)
+    return Schedule(
+        f"TeraPipe, p={p}, m={m}, k={k}",
+        tuple(
+            tuple([F(rank, unit) for unit in range(m * k)] + [B(rank, unit) for unit in _backwards(m, k)])
+            for rank in range(p)
+        ),
+        p,
+        m * k,
+        k,
+        lengths,
+    )
 
 
 def seq1f1b(p: int, m: int, k: int, lengths: tuple[int, ...] = ()) -> Schedule:
     """Rank s runs p-s-1 + k-1 slices ahead, then one forward and one backward in turn, then what is left."""
     _check("seq1f1b", p, m, k, lengths)
-    return Schedule(f"Seq1F1B, p={p}, m={m}, k={k}", tuple(
-        alternate([F(rank, unit) for unit in range(m * k)], [B(rank, unit) for unit in _backwards(m, k)], p - rank - 1 + k - 1)
-        for rank in range(p)), p, m * k, k, lengths)
+    return Schedule(
+        f"Seq1F1B, p={p}, m={m}, k={k}",
+        tuple(
+            alternate(
+                [F(rank, unit) for unit in range(m * k)],
+                [B(rank, unit) for unit in _backwards(m, k)],
+                p - rank - 1 + k - 1,
+            )
+            for rank in range(p)
+        ),
+        p,
+        m * k,
+        k,
+        lengths,
+    )
 
 
 def on_each_rank(schedule: Schedule, ranks: int) -> Schedule:
     """The same for ranks that share out every slice's tokens: what Runner cuts there are their own, 1/ranks of each slice."""
     if any(length % ranks for length in schedule.lengths):
-        raise ValueError(f"{schedule.name}: slices of {schedule.lengths} tokens on {ranks} ranks that share them; use multiples of {ranks}")
+        raise ValueError(
+            f"{schedule.name}: slices of {schedule.lengths} tokens on {ranks} ranks that share them; use multiples of {ranks}"
+        )
     return replace(schedule, lengths=tuple(length // ranks for length in schedule.lengths))
 
 
@@ -62,9 +85,12 @@ def _backwards(m: int, k: int) -> list[int]:
 
 # ---- slices of unequal length ----------------------------------------------------------------------------------------
 
+
 def causal_cost(per_token: int | Fraction, per_key: int | Fraction) -> Cost:
     """cost(context, length) of a slice behind `context` tokens: its matrices, and each token meets all keys up to its own."""
-    return lambda context, length: per_token * length + per_key * (length * context + length * (length + 1) // 2)
+    return lambda context, length: (
+        per_token * length + per_key * (length * context + length * (length + 1) // 2)
+    )
 
 
 def makespan(lengths: tuple[int, ...], cost: Cost, p: int) -> int | float | Fraction:
@@ -78,11 +104,15 @@ def slice_lengths(length: int, k: int, cost: Cost, p: int) -> tuple[int, ...]:
     check_sizes("slice_lengths", length=length, k=k, p=p)
     if k > length:
         raise ValueError(f"slice_lengths: {k} slices of {length} tokens; use k of at most {length}")
-    costs = {(start, end): cost(start, end - start) for start in range(length) for end in range(start + 1, length + 1)}
+    costs = {
+        (start, end): cost(start, end - start)
+        for start in range(length)
+        for end in range(start + 1, length + 1)
+    }
     best, best_time = None, None
     least_sum = _cheapest(length, k, costs, max(costs.values()))[0]
     for bound in sorted(set(costs.values())):
-        if best is not None and least_sum + (p - 1) * bound > best_time:                # larger bounds can only cost more
+        if best is not None and least_sum + (p - 1) * bound > best_time:  # larger bounds can only cost more
             break
         found = _cheapest(length, k, costs, bound)
         if found is not None:
@@ -92,9 +122,11 @@ def slice_lengths(length: int, k: int, cost: Cost, p: int) -> tuple[int, ...]:
     return best
 
 
-def _cheapest(length: int, k: int, costs: dict[tuple[int, int], int | float | Fraction], bound: int | float | Fraction) -> tuple | None:
+def _cheapest(
+    length: int, k: int, costs: dict[tuple[int, int], int | float | Fraction], bound: int | float | Fraction
+) -> tuple | None:
     """(sum of costs, lengths) of the cheapest k slices that each cost at most `bound`; the longest in front among equals."""
-    behind = {length: (0, ())}                                          # what the tokens from here on cost in 0, 1, .. k slices
+    behind = {length: (0, ())}  # what the tokens from here on cost in 0, 1, .. k slices
     for _ in range(k):
         longer = {}
         for start in range(length):
@@ -110,4 +142,6 @@ def _cheapest(length: int, k: int, costs: dict[tuple[int, int], int | float | Fr
 def _check(what: str, p: int, m: int, k: int, lengths: tuple[int, ...]) -> None:
     check_sizes(what, p=p, m=m, k=k)
     if lengths and (len(lengths) != k or min(lengths) < 1):
-        raise ValueError(f"{what}: lengths={lengths} for k={k} slices; give k lengths of 1 token or more, or none")
+        raise ValueError(
+            f"{what}: lengths={lengths} for k={k} slices; give k lengths of 1 token or more, or none"
+        )

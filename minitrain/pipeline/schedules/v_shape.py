@@ -29,6 +29,7 @@ section 6. The offsets of v_min and v_half, and the peaks, are those that the au
 of about 2/3 and 1/2 of B and move actions of warm-up and draining forward one by one; here `squeezed` is all, and the remainders above
 are what it has in the simulator, for p from 2 to 16. The offsets of zb_v are ours.
 """
+
 from __future__ import annotations
 
 from collections import deque
@@ -45,23 +46,39 @@ def v_min(p: int, m: int) -> Schedule:
     """A third of 1F1B's memory, two thirds of its bubble."""
     check_sizes("v_min", p=p, m=m)
     later = 2 if p % 3 == 0 else 0
-    return squeezed(f"V-Min, p={p}, m={m}", p, m,
-                    lambda r: (r, 2 * p - 1 - r, 2 * p + r + later, 4 * p - 1 - r + later), 2 * ((p + 4) // 3))
+    return squeezed(
+        f"V-Min, p={p}, m={m}",
+        p,
+        m,
+        lambda r: (r, 2 * p - 1 - r, 2 * p + r + later, 4 * p - 1 - r + later),
+        2 * ((p + 4) // 3),
+    )
 
 
 def v_half(p: int, m: int) -> Schedule:
     """Half of 1F1B's memory, half of its bubble."""
     check_sizes("v_half", p=p, m=m)
     later = 3 if p % 2 == 0 else 0
-    return squeezed(f"V-Half, p={p}, m={m}", p, m,
-                    lambda r: (2 * r, 3 * p - 2 - r, 3 * p - 1 + 2 * r + later, 6 * p - 2 - r + later), 2 * ((p + 2) // 2))
+    return squeezed(
+        f"V-Half, p={p}, m={m}",
+        p,
+        m,
+        lambda r: (2 * r, 3 * p - 2 - r, 3 * p - 1 + 2 * r + later, 6 * p - 2 - r + later),
+        2 * ((p + 2) // 2),
+    )
 
 
 def zb_v(p: int, m: int) -> Schedule:
     """1F1B's memory, no bubble."""
     check_sizes("zb_v", p=p, m=m)
-    return squeezed(f"ZB-V, p={p}, m={m}", p, m,
-                    lambda r: (4 * r, 6 * p - 5 - 2 * r, 6 * p - 4 + 4 * r, 12 * p - 9 - 2 * r), 2 * p, early=True)
+    return squeezed(
+        f"ZB-V, p={p}, m={m}",
+        p,
+        m,
+        lambda r: (4 * r, 6 * p - 5 - 2 * r, 6 * p - 4 + 4 * r, 12 * p - 9 - 2 * r),
+        2 * p,
+        early=True,
+    )
 
 
 def rank_of(stage: int, p: int) -> int:
@@ -84,7 +101,7 @@ def squeezed(name: str, p: int, m: int, block: Block, limit: int, early: bool = 
     ranks = [_Rank(deque(block_order(p, m, block, rank))) for rank in range(p)]
     done: set[Action] = set()
     while any(rank.order or rank.later for rank in ranks):
-        now = [rank.next(done, 2 * p, limit, early) for rank in ranks]              # what each does in this unit of time
+        now = [rank.next(done, 2 * p, limit, early) for rank in ranks]  # what each does in this unit of time
         assert any(now), f"{name}: the block's order is stuck with limit={limit}"
         done.update(action for action in now if action)
     return check(Schedule(name, tuple(tuple(rank.list) for rank in ranks), 2 * p, m))
@@ -107,12 +124,18 @@ class _Rank:
 
     def choose(self, done: set[Action], stages: int, limit: int, early: bool) -> Action | None:
         """What the order has next, or else a W, or else, before the first backward, a forward ahead of its turn."""
-        if self.order and _can(self.order[0], done, stages) and (self.order[0].kind == "I" or self.held < limit):
+        if (
+            self.order
+            and _can(self.order[0], done, stages)
+            and (self.order[0].kind == "I" or self.held < limit)
+        ):
             return self.order[0]
         if self.later:
             return self.later[0]
-        if early and not self.turned and self.held + 2 <= limit:                    # room stays for the one whose turn it is
-            ahead = next((action for action in self.order if action.kind == "F" and action.stage < stages // 2), None)
+        if early and not self.turned and self.held + 2 <= limit:  # room stays for the one whose turn it is
+            ahead = next(
+                (action for action in self.order if action.kind == "F" and action.stage < stages // 2), None
+            )
             return ahead if ahead is not None and _can(ahead, done, stages) else None
         return None
 

@@ -27,6 +27,7 @@ Raises ValueError in one line for sizes below 1 and for times below 0.
 Athlur et al. 2022 (Varuna), arXiv:2111.04007, section 3.2. Differs: their rules are given in prose and played with measured times; the
 order above is how they are read here. Deviations are simulated: the interpreter runs lists.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -41,14 +42,23 @@ Delay = Callable[[Action], Time]
 
 def recomputed(schedule: Schedule) -> Schedule:
     """The same with R in front of each B or I: a forward keeps its input only."""
+
     def again(entries) -> Iterator[Action]:
         for action in parts(entries):
             if action.kind in "BI":
                 yield R(action.stage, action.microbatch)
             yield action
 
-    return check(Schedule(f"{schedule.name}, recomputed", tuple(tuple(again(entries)) for entries in schedule.ranks), schedule.stages,
-                          schedule.microbatches, schedule.slices, schedule.lengths))
+    return check(
+        Schedule(
+            f"{schedule.name}, recomputed",
+            tuple(tuple(again(entries)) for entries in schedule.ranks),
+            schedule.stages,
+            schedule.microbatches,
+            schedule.slices,
+            schedule.lengths,
+        )
+    )
 
 
 def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
@@ -57,11 +67,11 @@ def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
     ranks: list[list[Action]] = [[] for _ in range(p)]
     done = [{kind: 0 for kind in "FRB"} for _ in range(p)]
     free: list[Time] = [0] * p
-    ended: dict[Action, Time] = {}                                      # known as soon as an action starts
+    ended: dict[Action, Time] = {}  # known as soon as an action starts
     clock: list[Time] = [0]
     while clock:
         now = heappop(clock)
-        for rank in reversed(range(p)):                                 # the next rank first: its gradient, begun now, is seen
+        for rank in reversed(range(p)):  # the next rank first: its gradient, begun now, is seen
             if free[rank] > now:
                 continue
             kind = _by_rules(rank, p, m, done[rank], ended, now, costs)
@@ -70,7 +80,11 @@ def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
                 ranks[rank].append(action)
                 done[rank][kind] += 1
                 free[rank] = ended[action] = now + costs.of(action)
-                for when in (free[rank], free[rank] + costs.send, free[rank] + costs.send - costs.of(R(rank, 0))):
+                for when in (
+                    free[rank],
+                    free[rank] + costs.send,
+                    free[rank] + costs.send - costs.of(R(rank, 0)),
+                ):
                     if when > now:
                         heappush(clock, when)
         while clock and clock[0] == now:
@@ -78,12 +92,14 @@ def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
     return check(Schedule(f"Varuna, p={p}, m={m}", tuple(map(tuple, ranks)), p, m))
 
 
-def _by_rules(rank: int, p: int, m: int, done: dict[str, int], ended: dict[Action, Time], now: Time, costs: Costs) -> str:
+def _by_rules(
+    rank: int, p: int, m: int, done: dict[str, int], ended: dict[Action, Time], now: Time, costs: Costs
+) -> str:
     """The kind of what the rank does now: its microbatch is the next of that kind. Nothing: it waits."""
     if rank == p - 1:
         here = now if done["F"] > done["B"] else None
     else:
-        here = ended.get(B(rank + 1, done["B"]))                        # when the gradient will be here; None: nobody knows
+        here = ended.get(B(rank + 1, done["B"]))  # when the gradient will be here; None: nobody knows
         here = None if here is None else here + costs.send
     if done["R"] > done["B"] or rank == p - 1 and here is not None:
         return "B" if here is not None and here <= now else ""
@@ -97,12 +113,13 @@ def _by_rules(rank: int, p: int, m: int, done: dict[str, int], ended: dict[Actio
 
 # ---- messages that are late ------------------------------------------------------------------------------------------
 
+
 def jitter(schedule: Schedule, costs: Costs, delay: Delay, opportunistic: bool) -> Time:
     """The makespan when the message with the result of `action` takes delay(action), drawn once for each."""
     place, needs = schedule.place, schedule.needs
-    late = {action: delay(action) for action in sorted(place)}           # in an order that does not depend on the play
+    late = {action: delay(action) for action in sorted(place)}  # in an order that does not depend on the play
     left = [list(parts(entries)) for entries in schedule.ranks]
-    waits: list[Action | None] = [None] * len(left)                      # the backward whose activations are there again
+    waits: list[Action | None] = [None] * len(left)  # the backward whose activations are there again
     free: list[Time] = [0] * len(left)
     ended: dict[Action, Time] = {}
     clock: list[Time] = [0]
@@ -114,13 +131,18 @@ def jitter(schedule: Schedule, costs: Costs, delay: Delay, opportunistic: bool) 
         return all(here(before, place[action]) for before in needs[action])
 
     def timely(action: Action) -> bool:
-        gradients = [before for before in needs[B(*action[1:])] if before.kind in "BI"] if action.kind == "R" else []
+        gradients = (
+            [before for before in needs[B(*action[1:])] if before.kind in "BI"] if action.kind == "R" else []
+        )
         return ready(action) and all(here(before, place[action]) for before in gradients)
 
     def choose(rank: int) -> Action | None:
         head = waits[rank] or left[rank][0]
         if opportunistic and not waits[rank]:
-            first = [next((action for action in left[rank] if (action.kind == "F") == forward), head) for forward in (True, False)]
+            first = [
+                next((action for action in left[rank] if (action.kind == "F") == forward), head)
+                for forward in (True, False)
+            ]
             head = next((action for action in (head, *first) if timely(action)), head)
         return head if ready(head) else None
 

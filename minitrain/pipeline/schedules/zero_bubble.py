@@ -29,6 +29,7 @@ Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, sections 2 and 3, table 2, with 
 general times hold for TW <= TF, as simulated, and its 2p-1 and p are of all ranks; `zb_interleaved` is torch.distributed.pipelining's
 ScheduleInterleavedZeroBubble, of which there is no formula in print: the one above is simulated.
 """
+
 from __future__ import annotations
 
 from minitrain.pipeline.schedule import Action, F, I, Schedule, W
@@ -39,41 +40,65 @@ from minitrain.pipeline.simulate import Simulation, Time
 def zb_h1(p: int, m: int) -> Schedule:
     """A third of 1F1B's bubble where all times are equal, in 1F1B's memory."""
     check_sizes("zb_h1", p=p, m=m)
-    return Schedule(f"ZB-H1, p={p}, m={m}", tuple(_straight(r, m, ahead=p - r - 1, held_back=r) for r in range(p)), p, m)
+    return Schedule(
+        f"ZB-H1, p={p}, m={m}", tuple(_straight(r, m, ahead=p - r - 1, held_back=r) for r in range(p)), p, m
+    )
 
 
 def zb_h2(p: int, m: int) -> Schedule:
     """No bubble where all times are equal, in twice the memory."""
     check_sizes("zb_h2", p=p, m=m)
-    return Schedule(f"ZB-H2, p={p}, m={m}", tuple(_straight(r, m, ahead=2 * (p - r - 1), held_back=2 * r) for r in range(p)), p, m)
+    return Schedule(
+        f"ZB-H2, p={p}, m={m}",
+        tuple(_straight(r, m, ahead=2 * (p - r - 1), held_back=2 * r) for r in range(p)),
+        p,
+        m,
+    )
 
 
 def zb_interleaved(p: int, m: int, v: int) -> Schedule:
     """ZB-H1 with v stages a rank, every p-th one; p microbatches go through all of them in turn."""
     check_sizes("zb_interleaved", p=p, m=m, v=v)
     if m % p:
-        raise ValueError(f"zb_interleaved: m={m} microbatches are not a multiple of p={p} ranks; "
-                         f"use {m // p * p or p} or {(m // p + 1) * p}")
+        raise ValueError(
+            f"zb_interleaved: m={m} microbatches are not a multiple of p={p} ranks; "
+            f"use {m // p * p or p} or {(m // p + 1) * p}"
+        )
     # the k-th forward of a rank: (which of its stages, microbatch)
     order = [(k // p % v, k // (p * v) * p + k % p) for k in range(m * v)]
-    return Schedule(f"interleaved zero bubble, p={p}, m={m}, v={v}", tuple(
-        delayed([F(c * p + r, i) for c, i in order], [I((v - 1 - c) * p + r, i) for c, i in order], (v - 1) * p + p - r - 1, r)
-        for r in range(p)), p * v, m)
+    return Schedule(
+        f"interleaved zero bubble, p={p}, m={m}, v={v}",
+        tuple(
+            delayed(
+                [F(c * p + r, i) for c, i in order],
+                [I((v - 1 - c) * p + r, i) for c, i in order],
+                (v - 1) * p + p - r - 1,
+                r,
+            )
+            for r in range(p)
+        ),
+        p * v,
+        m,
+    )
 
 
-def delayed(forwards: list[Action], backwards: list[Action], ahead: int, held_back: int) -> tuple[Action, ...]:
+def delayed(
+    forwards: list[Action], backwards: list[Action], ahead: int, held_back: int
+) -> tuple[Action, ...]:
     """`ahead` forwards; then a forward, an I and the W of the I that was `held_back` places earlier, in turn; then the W that are left."""
     entries = forwards[:ahead]
     for k, backward in enumerate(backwards):
-        entries += [*forwards[ahead + k:ahead + k + 1], backward]
+        entries += [*forwards[ahead + k : ahead + k + 1], backward]
         if k >= held_back:
             entries.append(W(*backwards[k - held_back][1:]))
-    return tuple(entries + [W(*backward[1:]) for backward in backwards[max(0, len(backwards) - held_back):]])
+    return tuple(entries + [W(*backward[1:]) for backward in backwards[max(0, len(backwards) - held_back) :]])
 
 
 def bubble(simulation: Simulation) -> Time:
     """The longest that a rank takes from its first action to its last, minus its work."""
-    return max(spans[-1].end - spans[0].start - simulation.busy(rank) for rank, spans in enumerate(simulation.spans))
+    return max(
+        spans[-1].end - spans[0].start - simulation.busy(rank) for rank, spans in enumerate(simulation.spans)
+    )
 
 
 def _straight(r: int, m: int, ahead: int, held_back: int) -> tuple[Action, ...]:

@@ -16,6 +16,7 @@ Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 4.1 and appendix B (squa
 arXiv:2402.15627, table 2 (triangle). Differs: N is every weight that a token is multiplied with
 (`parameters.matmul_parameters`), so the count is exact; PaLM's N is all parameters.
 """
+
 from minitrain.model.config import GPTConfig
 from minitrain.plan.accounting.parameters import matmul_parameters
 
@@ -25,13 +26,20 @@ DAY_S = 86_400
 def forward_flops_per_token(config: GPTConfig, length: int, *, causal: str = "triangle") -> int:
     """2·N + 2·L·H·K·(T+1), or with all keys 2·N + 4·L·H·K·T. With MLA the scores are R wider than the values."""
     if causal not in ("triangle", "square"):
-        raise ValueError(f"causal = {causal!r}; use 'triangle' (the scores a causal mask leaves) or 'square' (all, as in papers)")
+        raise ValueError(
+            f"causal = {causal!r}; use 'triangle' (the scores a causal mask leaves) or 'square' (all, as in papers)"
+        )
     score_width = config.head_dim + (config.rope_head_dim if config.kv_latent else 0)
     twice_the_keys = 2 * length if causal == "square" else length + 1
-    return 2 * matmul_parameters(config) + config.num_layers * config.num_heads * (score_width + config.head_dim) * twice_the_keys
+    return (
+        2 * matmul_parameters(config)
+        + config.num_layers * config.num_heads * (score_width + config.head_dim) * twice_the_keys
+    )
 
 
-def flops_per_token(config: GPTConfig, length: int, *, causal: str = "triangle", recompute: bool = False) -> int:
+def flops_per_token(
+    config: GPTConfig, length: int, *, causal: str = "triangle", recompute: bool = False
+) -> int:
     """Forward and backward: 3 times the forward; 4 times if every layer is run again before its backward."""
     return (4 if recompute else 3) * forward_flops_per_token(config, length, causal=causal)
 
@@ -45,11 +53,19 @@ def layer_forward_flops(batch: int, length: int, width: int) -> int:
 def megatron_flops(batch: int, length: int, num_layers: int, width: int, vocab: int) -> float:
     """F = 96·B·s·l·h²·(1 + s/6h + V/16lh) for one step, with every block run twice and the square of scores.
     Equation 3 of the same."""
-    return 96 * batch * length * num_layers * width**2 * (1 + length / (6 * width) + vocab / (16 * num_layers * width))
+    return (
+        96
+        * batch
+        * length
+        * num_layers
+        * width**2
+        * (1 + length / (6 * width) + vocab / (16 * num_layers * width))
+    )
 
 
-def training_days(parameters: float, tokens: float, devices: int, flops_per_s: float,
-                  flops_per_parameter: int = 6) -> float:
+def training_days(
+    parameters: float, tokens: float, devices: int, flops_per_s: float, flops_per_parameter: int = 6
+) -> float:
     """6·T·P / (n·X); with 8 for the 6 the recomputed forward counts as work. Narayanan et al. 2021, section 5.1.
 
     `flops_per_s` is what one device achieves, not its peak; the attention term is left out, as in the source.

@@ -12,6 +12,7 @@ Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, sections 3.1 and 5; 2021 (ZeRO
 Korthikanti et al. 2022, arXiv:2205.05198, section 4 and table 2; DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437,
 section 3.2.3. Differs: nothing; mean and deviation of the norms (8 or 16 bytes a token) are left out, as in the source.
 """
+
 from dataclasses import dataclass
 
 from minitrain.model.config import GPTConfig
@@ -22,12 +23,15 @@ def model_state_bytes(parameters: int, *, weight: int = 2, gradient: int = 2, op
     return parameters * (weight + gradient + optimizer)
 
 
-def zero_bytes(parameters: int, ranks: int, stage: int, *, weight: int = 2, gradient: int = 2,
-               optimizer: int = 12) -> float:
+def zero_bytes(
+    parameters: int, ranks: int, stage: int, *, weight: int = 2, gradient: int = 2, optimizer: int = 12
+) -> float:
     """Bytes per rank: stage 1 shards the optimizer states, 2 the gradients too, 3 the weights too; 0 nothing."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage = {stage}; ZeRO has stages 1, 2 and 3 (0: nothing is sharded)")
-    sharded = (optimizer if stage >= 1 else 0) + (gradient if stage >= 2 else 0) + (weight if stage >= 3 else 0)
+    sharded = (
+        (optimizer if stage >= 1 else 0) + (gradient if stage >= 2 else 0) + (weight if stage >= 3 else 0)
+    )
     return parameters * (weight + gradient + optimizer - sharded + sharded / ranks)
 
 
@@ -41,11 +45,11 @@ class Term:
     """One tensor kept for backward: `sbh` and `ass` are its bytes in units of s·b·h and a·s²·b."""
 
     tensor: str
-    place: str              # the module of model.Block that keeps it
+    place: str  # the module of model.Block that keeps it
     sbh: int = 0
     ass: int = 0
-    core: bool = False      # inside the core of the attention: gone with selective recomputation
-    cut: bool = True        # cut by tensor parallelism; the others only by its sequence parallelism
+    core: bool = False  # inside the core of the attention: gone with selective recomputation
+    cut: bool = True  # cut by tensor parallelism; the others only by its sequence parallelism
 
     def bytes(self, length: int, batch: int, width: int, heads: int) -> int:
         return self.sbh * length * batch * width + self.ass * heads * length**2 * batch
@@ -72,8 +76,16 @@ def activation_terms() -> list[Term]:
     ]
 
 
-def activation_bytes(length: int, batch: int, width: int, heads: int, *, tensor_parallel: int = 1,
-                     sequence_parallel: bool = False, recompute: str = "none") -> float:
+def activation_bytes(
+    length: int,
+    batch: int,
+    width: int,
+    heads: int,
+    *,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> float:
     """Bytes of one layer on one rank: all five rows of the paper's table 2.
 
     recompute "selective" drops the core of the attention, "full" everything but the layer's input.
@@ -81,11 +93,16 @@ def activation_bytes(length: int, batch: int, width: int, heads: int, *, tensor_
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"recompute = {recompute!r}; use 'none', 'selective' or 'full'")
     terms = activation_terms()[:1] if recompute == "full" else activation_terms()
-    return sum(term.bytes(length, batch, width, heads) / (tensor_parallel if term.cut or sequence_parallel else 1)
-               for term in terms if not (term.core and recompute == "selective"))
+    return sum(
+        term.bytes(length, batch, width, heads) / (tensor_parallel if term.cut or sequence_parallel else 1)
+        for term in terms
+        if not (term.core and recompute == "selective")
+    )
 
 
-def latent_attention_bytes_per_token(config: GPTConfig, *, recompute: bool = False, element_bytes: int = 2) -> int:
+def latent_attention_bytes_per_token(
+    config: GPTConfig, *, recompute: bool = False, element_bytes: int = 2
+) -> int:
     """Kept per token by norm and latent attention of one layer, with a core that keeps its inputs only.
 
     DeepSeek-V3 runs norms and up-projections again in backward: then Q, K, V of 128 heads are not kept, only the
@@ -93,7 +110,7 @@ def latent_attention_bytes_per_token(config: GPTConfig, *, recompute: bool = Fal
     Left out, below 1 %: angles of RoPE, one number per norm; and the log-sum-exp of a fused core, 4 bytes per head.
     """
     D, H, K, R = config.d_model, config.num_heads, config.head_dim, config.rope_head_dim
-    inputs = D + config.query_latent + config.kv_latent + R                # of the first norm and of the latents' norms
-    outputs = D + config.query_latent + config.kv_latent                   # of these norms: inputs of the projections
-    wide = 2 * H * (K + R) + H * K                                         # Q, K and V
+    inputs = D + config.query_latent + config.kv_latent + R  # of the first norm and of the latents' norms
+    outputs = D + config.query_latent + config.kv_latent  # of these norms: inputs of the projections
+    wide = 2 * H * (K + R) + H * K  # Q, K and V
     return element_bytes * (inputs + H * K + (0 if recompute else outputs + wide))

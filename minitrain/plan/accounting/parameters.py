@@ -9,6 +9,7 @@ Narayanan et al. 2021, arXiv:2104.04473, equation 2; DeepSeek-AI 2024 (DeepSeek-
 Jiang et al. 2024 (Mixtral), arXiv:2401.04088, section 2.1. Differs: equation 2 leaves out the last norm, 2·D, and is
 exact else.
 """
+
 from minitrain.model.config import GATED, GPTConfig
 
 
@@ -26,7 +27,8 @@ def parameter_table(config: GPTConfig) -> dict[str, int]:
         "position table": config.max_positions * config.d_model if config.positions == "learned" else 0,
         "attention": config.num_layers * attention_parameters(config),
         "MLP": config.num_layers * mlp_parameters(config),
-        "norms": (2 * config.num_layers + ends_with_norm + config.embedding_norm) * _norm(config, config.d_model),
+        "norms": (2 * config.num_layers + ends_with_norm + config.embedding_norm)
+        * _norm(config, config.d_model),
         "output table": 0 if config.tied else table,
     }
 
@@ -36,7 +38,9 @@ def attention_parameters(config: GPTConfig, matrices_only: bool = False) -> int:
     D, H, K = config.d_model, config.num_heads, config.head_dim
     bias = config.bias and not matrices_only
     if not config.kv_latent:
-        return 2 * (D * H * K + D * config.num_kv_heads * K) + bias * (H * K + 2 * config.num_kv_heads * K + D)
+        return 2 * (D * H * K + D * config.num_kv_heads * K) + bias * (
+            H * K + 2 * config.num_kv_heads * K + D
+        )
     R, latents = config.rope_head_dim, [config.kv_latent] + [config.query_latent] * bool(config.query_latent)
     down = D * (config.kv_latent + R) + D * config.query_latent
     up = (config.query_latent or D) * H * (K + R) + 2 * config.kv_latent * H * K
@@ -57,8 +61,15 @@ def matmul_parameters(config: GPTConfig) -> int:
     return config.num_layers * block + config.vocab_size * config.d_model
 
 
-def mixture_parameters(config: GPTConfig, num_experts: int, top_k: int, *, expert_d_ff: int | None = None,
-                       shared_experts: int = 0, dense_layers: int = 0) -> tuple[int, int]:
+def mixture_parameters(
+    config: GPTConfig,
+    num_experts: int,
+    top_k: int,
+    *,
+    expert_d_ff: int | None = None,
+    shared_experts: int = 0,
+    dense_layers: int = 0,
+) -> tuple[int, int]:
     """(all, active for one token) when all but the first `dense_layers` MLPs become experts behind a linear router.
 
     Active counts all that a token passes: both tables, attention, router, `top_k` and the shared experts. (Mistral's
@@ -70,7 +81,10 @@ def mixture_parameters(config: GPTConfig, num_experts: int, top_k: int, *, exper
     expert = mlp * (expert_d_ff or config.d_ff) // config.d_ff
     layers = config.num_layers - dense_layers
     rest = parameters(config) - layers * mlp + layers * config.d_model * num_experts
-    return (rest + layers * expert * (num_experts + shared_experts), rest + layers * expert * (top_k + shared_experts))
+    return (
+        rest + layers * expert * (num_experts + shared_experts),
+        rest + layers * expert * (top_k + shared_experts),
+    )
 
 
 def cached_elements(config: GPTConfig) -> int:

@@ -17,6 +17,7 @@ Cannon 1969, A cellular computer to implement the Kalman filter algorithm, PhD t
 Differs: the skew is one message to the place where the block belongs, not i shifts by one; C · Bᵀ and Aᵀ · C, which a
 layer needs for its backward, are left to summa.py.
 """
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -30,8 +31,10 @@ def cannon(a: Tensor, b: Tensor, row_group: ProcessGroup, column_group: ProcessG
     """C = A · B. Blocks a `[.., m/q, k/q]` and b `[k/q, n/q]` -> c `[.., m/q, n/q]`; dims in front are rows, too."""
     side = grid_side(row_group, column_group)
     if a.size(-1) != b.size(0):
-        raise ValueError(f"cannon: blocks {list(a.shape)} and {list(b.shape)} do not fit: {a.size(-1)} and {b.size(0)} "
-                         "along the dim that is summed; cut both matrices over the same grid")
+        raise ValueError(
+            f"cannon: blocks {list(a.shape)} and {list(b.shape)} do not fit: {a.size(-1)} and {b.size(0)} "
+            "along the dim that is summed; cut both matrices over the same grid"
+        )
     i, j = column_group.rank(), row_group.rank()
     c = a.new_zeros(a.shape[:-1].numel(), b.size(1))
     a_here, b_here = _shifted(a.flatten(0, -2), row_group, i, b, column_group, j)()

@@ -35,6 +35,7 @@ Bian et al. 2021, arXiv:2105.14450, section 3.1 (products; its algorithms 1 and 
 approach to parallel matrix multiplication, IBM J. Res. Dev. 39(5). Differs: one gather of dC where the paper's two
 gradients gather it twice; a bias with its weight's rows, where the paper keeps vectors on a diagonal plane and broadcasts.
 """
+
 import math
 
 import torch
@@ -47,19 +48,33 @@ from minitrain.sharding import Shard, placement, shard
 
 # ---- the product -----------------------------------------------------------------------------------------------------
 
-def cube_forward(x: Tensor, weight: Tensor, bias: Tensor | None, input_group: ProcessGroup, weight_group: ProcessGroup,
-                 output_group: ProcessGroup) -> Tensor:
+
+def cube_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    input_group: ProcessGroup,
+    weight_group: ProcessGroup,
+    output_group: ProcessGroup,
+) -> Tensor:
     """x `[m/l², k/l]`, weight `[n/l², k/l]`, bias `[n/l²]` or None -> y `[m/l², n/l]`."""
-    x = all_gather(x, input_group)                                          # [m/l, k/l]
-    weight = all_gather(weight, weight_group)                               # [n/l, k/l]
-    y = reduce_scatter(x @ weight.T, output_group)                          # [m/l, n/l] -> [m/l², n/l]
+    x = all_gather(x, input_group)  # [m/l, k/l]
+    weight = all_gather(weight, weight_group)  # [n/l, k/l]
+    y = reduce_scatter(x @ weight.T, output_group)  # [m/l, n/l] -> [m/l², n/l]
     return y if bias is None else y.add_(all_gather(bias, weight_group))
 
 
-def cube_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, input_group: ProcessGroup,
-                  weight_group: ProcessGroup, output_group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor | None]:
+def cube_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    input_group: ProcessGroup,
+    weight_group: ProcessGroup,
+    output_group: ProcessGroup,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """dy `[m/l², n/l]`, the others as above -> dx, dweight and dbias, each cut like what it is the gradient of."""
-    dy = all_gather(dy, output_group)                                       # [m/l, n/l]
+    dy = all_gather(dy, output_group)  # [m/l, n/l]
     dx = reduce_scatter(dy @ all_gather(weight, weight_group), input_group)
     dweight = reduce_scatter(dy.T @ all_gather(x, input_group), weight_group)
     return dx, dweight, None if bias is None else reduce_scatter(dy.sum(0), weight_group)
@@ -84,33 +99,46 @@ class _Cube(torch.autograd.Function):
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
+
 class Linear3D(nn.Module):
     """An nn.Linear cut l³ ways: x `[.., k/l]`, this rank's rows -> y `[.., n/l]`, rows now cut over output_group."""
 
-    def __init__(self, linear: nn.Linear, input_group: ProcessGroup, weight_group: ProcessGroup, output_group: ProcessGroup):
+    def __init__(
+        self,
+        linear: nn.Linear,
+        input_group: ProcessGroup,
+        weight_group: ProcessGroup,
+        output_group: ProcessGroup,
+    ):
         super().__init__()
         side = check_cube(input_group, weight_group, output_group)
         check_linear("Linear3D", linear, side)
         self.groups = input_group, weight_group, output_group
         self.weight = shard(shard(shard(linear.weight, 0, input_group), 0, weight_group), 1, output_group)
-        self.bias = None if linear.bias is None else shard(shard(linear.bias, 0, input_group), 0, weight_group)
+        self.bias = (
+            None if linear.bias is None else shard(shard(linear.bias, 0, input_group), 0, weight_group)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() < 2 or x.size(-1) != self.weight.size(1):
             side = self.groups[0].size()
-            raise ValueError(f"Linear3D: x {list(x.shape)}, but this rank's piece is [.., {self.weight.size(1)}], 1/{side} of "
-                             f"the width; cut it with cut_activations")
+            raise ValueError(
+                f"Linear3D: x {list(x.shape)}, but this rank's piece is [.., {self.weight.size(1)}], 1/{side} of "
+                f"the width; cut it with cut_activations"
+            )
         return _Cube.apply(x, self.weight, self.bias, *self.groups)
 
 
-def cut_mlp(mlp: nn.Module, input_group: ProcessGroup, weight_group: ProcessGroup, output_group: ProcessGroup) -> nn.Module:
+def cut_mlp(
+    mlp: nn.Module, input_group: ProcessGroup, weight_group: ProcessGroup, output_group: ProcessGroup
+) -> nn.Module:
     """The same MLP with up, gate (if it has one) and down cut in place: x `[B/l², T, D/l]` -> y cut exactly as x is.
 
     Its forward and its activation stay as they are. `down` has input_group and output_group swapped.
     """
     side = check_cube(input_group, weight_group, output_group)
     for name, linear in mlp.named_children():
-        check_linear(name, linear, side)                                    # all of them, before the first is cut
+        check_linear(name, linear, side)  # all of them, before the first is cut
     mlp.up = Linear3D(mlp.up, input_group, weight_group, output_group)
     if hasattr(mlp, "gate"):
         mlp.gate = Linear3D(mlp.gate, input_group, weight_group, output_group)
@@ -120,7 +148,10 @@ def cut_mlp(mlp: nn.Module, input_group: ProcessGroup, weight_group: ProcessGrou
 
 # ---- activations -----------------------------------------------------------------------------------------------------
 
-def activation_shards(input_group: ProcessGroup, weight_group: ProcessGroup, output_group: ProcessGroup) -> tuple[Shard, ...]:
+
+def activation_shards(
+    input_group: ProcessGroup, weight_group: ProcessGroup, output_group: ProcessGroup
+) -> tuple[Shard, ...]:
     """How the x of a layer with these groups is cut; of its y, with the first and the last group swapped.
 
     full_tensor(y, activation_shards(output_group, weight_group, input_group)) is the whole y on every rank.
@@ -128,10 +159,12 @@ def activation_shards(input_group: ProcessGroup, weight_group: ProcessGroup, out
     return Shard(0, weight_group), Shard(0, input_group), Shard(-1, output_group)
 
 
-def cut_activations(x: Tensor, input_group: ProcessGroup, weight_group: ProcessGroup, output_group: ProcessGroup) -> Tensor:
+def cut_activations(
+    x: Tensor, input_group: ProcessGroup, weight_group: ProcessGroup, output_group: ProcessGroup
+) -> Tensor:
     """This rank's piece of x `[m, .., k]`, the same on all ranks: `[m/l², .., k/l]`. Outside autograd."""
     side = check_cube(input_group, weight_group, output_group)
-    _check_multiple("the length of x", x.size(0), "l²", side ** 2)
+    _check_multiple("the length of x", x.size(0), "l²", side**2)
     _check_multiple("the width of x", x.size(-1), "l", side)
     for cut in activation_shards(input_group, weight_group, output_group):
         x = shard(x, cut.dim, cut.group)
@@ -140,36 +173,45 @@ def cut_activations(x: Tensor, input_group: ProcessGroup, weight_group: ProcessG
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
+
 def check_cube(input_group: ProcessGroup, weight_group: ProcessGroup, output_group: ProcessGroup) -> int:
     """The side l of the cube."""
     groups = {"input": input_group, "weight": weight_group, "output": output_group}
     sizes = [group.size() for group in groups.values()]
     if len(set(sizes)) > 1:
         ranks = math.prod(sizes)
-        side = int(ranks ** (1 / 3) + 1e-9)                                 # the cube below
-        fits = f"{side ** 3} or {(side + 1) ** 3} ranks" if side ** 3 != ranks else f"l={side}"
-        raise ValueError(f"input, weight and output group have {sizes[0]}, {sizes[1]} and {sizes[2]} ranks, no cube; make a "
-                         f"mesh l·l·l, with {fits}")
+        side = int(ranks ** (1 / 3) + 1e-9)  # the cube below
+        fits = f"{side**3} or {(side + 1) ** 3} ranks" if side**3 != ranks else f"l={side}"
+        raise ValueError(
+            f"input, weight and output group have {sizes[0]}, {sizes[1]} and {sizes[2]} ranks, no cube; make a "
+            f"mesh l·l·l, with {fits}"
+        )
     members = {name: set(collectives.channel_of(group).members) for name, group in groups.items()}
     for one, other in (("input", "weight"), ("weight", "output"), ("output", "input")):
         both = sorted(members[one] & members[other])
         if len(both) != 1:
-            raise ValueError(f"the {one} group {sorted(members[one])} and the {other} group {sorted(members[other])} share ranks "
-                             f"{both}, not this one alone; pass the groups of three axes of one mesh")
+            raise ValueError(
+                f"the {one} group {sorted(members[one])} and the {other} group {sorted(members[other])} share ranks "
+                f"{both}, not this one alone; pass the groups of three axes of one mesh"
+            )
     return sizes[0]
 
 
 def check_linear(what: str, linear: nn.Linear, side: int) -> None:
     """Whole, and of sizes that a cube of this side divides."""
     for cut in placement(linear.weight).shards:
-        raise ValueError(f"{what}: the layer is cut already, along dim {cut.dim} over {collectives.axis_of(cut.group)}; pass the "
-                         f"whole nn.Linear")
+        raise ValueError(
+            f"{what}: the layer is cut already, along dim {cut.dim} over {collectives.axis_of(cut.group)}; pass the "
+            f"whole nn.Linear"
+        )
     n, k = linear.weight.shape
-    _check_multiple(f"{what}: out_features", n, "l²", side ** 2)
+    _check_multiple(f"{what}: out_features", n, "l²", side**2)
     _check_multiple(f"{what}: in_features", k, "l", side)
 
 
 def _check_multiple(what: str, size: int, name: str, divisor: int) -> None:
     if size % divisor:
-        raise ValueError(f"{what} = {size} is not a multiple of {name} = {divisor}; pad to {-(-size // divisor) * divisor}, or "
-                         f"take a smaller cube")
+        raise ValueError(
+            f"{what} = {size} is not a multiple of {name} = {divisor}; pad to {-(-size // divisor) * divisor}, or "
+            f"take a smaller cube"
+        )

@@ -29,6 +29,7 @@ Xu et al. 2021, Optimus, arXiv:2104.05343, section 3. Differs: the paper keeps a
 and broadcasts it at each use; embedding and loss, which it cuts too, stay with the caller; nothing is recomputed and no
 memory is reserved beforehand.
 """
+
 from collections.abc import Callable
 from functools import partial
 
@@ -42,13 +43,15 @@ from minitrain.tensor_parallel.grids.summa import check_whole, grid_side, summa_
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
 
+
 def linear_forward(x: Tensor, weight: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
     """x `[.., m/q, in/q]`, weight `[out/q, in/q]` -> `[.., m/q, out/q]`."""
     return summa_overlapped(x, weight.t(), row_group, column_group)
 
 
-def linear_backward(dy: Tensor, x: Tensor, weight: Tensor, row_group: ProcessGroup,
-                    column_group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, row_group: ProcessGroup, column_group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """dy `[.., m/q, out/q]` -> dx `[.., m/q, in/q]`, dweight `[out/q, in/q]`, summed over all rows."""
     dx = summa_nt(dy, weight.t(), row_group, column_group)
     dweight = summa_tn(x, dy, row_group, column_group).t()
@@ -57,7 +60,9 @@ def linear_backward(dy: Tensor, x: Tensor, weight: Tensor, row_group: ProcessGro
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, row_group: ProcessGroup, column_group: ProcessGroup
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups = row_group, column_group
         return linear_forward(x, weight, row_group, column_group)
@@ -68,11 +73,15 @@ class _Linear(torch.autograd.Function):
         return *linear_backward(dy, *ctx.saved_tensors, *ctx.groups), None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, row_group: ProcessGroup, column_group: ProcessGroup
+) -> Tensor:
     """Differentiable: x `[.., m/q, in/q]`, weight `[out/q, in/q]`, bias `[out/q]` or None -> `[.., m/q, out/q]`."""
     if x.size(-1) != weight.size(1):
-        raise ValueError(f"the input is {x.size(-1)} wide, but this rank's block of the weight takes {weight.size(1)}: "
-                         f"1/{row_group.size()} of the width; cut it with summa.block")
+        raise ValueError(
+            f"the input is {x.size(-1)} wide, but this rank's block of the weight takes {weight.size(1)}: "
+            f"1/{row_group.size()} of the width; cut it with summa.block"
+        )
     y = _Linear.apply(x, weight, row_group, column_group)
     return y if bias is None else y + copy_to(bias, column_group)
 
@@ -93,8 +102,10 @@ class Linear2D(nn.Module):
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
-def norm_forward(x: Tensor, weight: Tensor, eps: float, centred: bool,
-                 row_group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+
+def norm_forward(
+    x: Tensor, weight: Tensor, eps: float, centred: bool, row_group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
     """x `[.., D/q]` -> y = (x - mean) · scale · weight, mean and scale `[.., 1]` in at least float32; `centred` is False
     for RMSNorm, whose mean is taken as 0."""
     width = x.size(-1) * row_group.size()
@@ -107,8 +118,9 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float, centred: bool,
     return (exact * scale * weight).to(x.dtype), mean, scale
 
 
-def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, centred: bool,
-                  row_group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, centred: bool, row_group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """With n = (x - mean) · scale and g = dy · weight:   dx = scale · (g - mean(g) - n · mean(g · n))   and   dweight =
     Σ dy · n over this rank's rows. RMSNorm has no mean(g)."""
     normed = (x - mean) * scale
@@ -134,8 +146,15 @@ class _Norm(torch.autograd.Function):
         return *norm_backward(dy, *ctx.saved_tensors, *ctx.rest), None, None, None
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, row_group: ProcessGroup,
-         column_group: ProcessGroup) -> Tensor:
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    row_group: ProcessGroup,
+    column_group: ProcessGroup,
+) -> Tensor:
     """Differentiable LayerNorm (`centred`) or RMSNorm: x `[.., m/q, D/q]`, weight and bias `[D/q]` -> as x."""
     y = _Norm.apply(x, copy_to(weight, column_group), eps, centred, row_group)
     return y if bias is None else y + copy_to(bias, column_group)
@@ -163,8 +182,10 @@ def _check_cut(what: str, module: nn.Module, row_group: ProcessGroup, column_gro
     _check_whole(module)
     for name, param in module.named_parameters():
         if wrong := [size for size in param.shape if size % q]:
-            raise ValueError(f"{what}: {wrong[0]} of {name} {list(param.shape)} is not a multiple of q={q}; choose widths "
-                             f"that are, or a grid whose side divides {wrong[0]}")
+            raise ValueError(
+                f"{what}: {wrong[0]} of {name} {list(param.shape)} is not a multiple of q={q}; choose widths "
+                f"that are, or a grid whose side divides {wrong[0]}"
+            )
 
 
 def _check_whole(module: nn.Module) -> None:
@@ -173,6 +194,7 @@ def _check_whole(module: nn.Module) -> None:
 
 
 # ---- the layers of a Transformer, in place ---------------------------------------------------------------------------
+
 
 def cut_block(block: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup) -> None:
     """norm1, attention, norm2 and mlp: block(x, positions) takes and gives `[B/q, T, D/q]`, positions are `[T]`."""
@@ -193,7 +215,9 @@ def _makers(row_group: ProcessGroup, column_group: ProcessGroup) -> list[Callabl
     return [partial(kind, row_group=row_group, column_group=column_group) for kind in (Linear2D, Norm2D)]
 
 
-def replace_in_block(block: nn.Module, cut_linear: Callable, cut_norm: Callable, row_group: ProcessGroup) -> None:
+def replace_in_block(
+    block: nn.Module, cut_linear: Callable, cut_norm: Callable, row_group: ProcessGroup
+) -> None:
     """What a cut of a block replaces, whatever kind of linear and norm replaces it."""
     p = max((part.p for part in block.modules() if isinstance(part, nn.Dropout)), default=0)
     if p:
@@ -205,15 +229,19 @@ def replace_in_block(block: nn.Module, cut_linear: Callable, cut_norm: Callable,
 
 def replace_in_attention(attention: nn.Module, cut_linear: Callable, row_group: ProcessGroup) -> None:
     if missing := [name for name in ("q", "k", "v", "out") if not hasattr(attention, name)]:
-        raise ValueError(f"{type(attention).__name__} has no {', '.join(missing)}; only heads of their own can be dealt "
-                         "to the columns of a grid: use plain attention (kv_latent=0)")
+        raise ValueError(
+            f"{type(attention).__name__} has no {', '.join(missing)}; only heads of their own can be dealt "
+            "to the columns of a grid: use plain attention (kv_latent=0)"
+        )
     _check_whole(attention)
     q, head_dim = row_group.size(), attention.config.head_dim
     for name in ("q", "k"):
         heads, left = divmod(getattr(attention, name).out_features // head_dim, q)
         if left:
-            raise ValueError(f"attention.{name}: {heads * q + left} heads are not a multiple of q={q}; choose a number of heads "
-                             "that is, or a grid whose side divides it")
+            raise ValueError(
+                f"attention.{name}: {heads * q + left} heads are not a multiple of q={q}; choose a number of heads "
+                "that is, or a grid whose side divides it"
+            )
     for name in ("q", "k", "v", "out"):
         setattr(attention, name, cut_linear(getattr(attention, name)))
     if hasattr(attention, "slopes"):

@@ -27,6 +27,7 @@ at once, each around the ring of its axis to the rank where it belongs, and ever
 reduce-scatter whose terms come into being on the way. It sends the same bytes, keeps all ranks busy, and never holds
 the q partial products together which a reduce-scatter takes for its input.
 """
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -42,8 +43,8 @@ def summa(a: Tensor, b: Tensor, row_group: ProcessGroup, column_group: ProcessGr
     _check_fit("summa", a, b, a.size(-1), b.size(0))
     c = a.new_zeros(*a.shape[:-1], b.size(1))
     for step in range(steps):
-        a_step = broadcast(a, step, row_group)                                                   # A(i, step)
-        b_step = broadcast(b, step, column_group)                                                # B(step, j)
+        a_step = broadcast(a, step, row_group)  # A(i, step)
+        b_step = broadcast(b, step, column_group)  # B(step, j)
         _rows(c).addmm_(_rows(a_step), b_step)
     return c
 
@@ -76,8 +77,8 @@ def summa_nt(c: Tensor, b: Tensor, row_group: ProcessGroup, column_group: Proces
     for step in range(steps):
         if step > 0:
             a = rotate(a, row_group)
-        row = (me - 1 - step) % steps                           # whose sum is here: it ends at rank `row` of my row
-        b_row = broadcast(b, row, column_group)                                                  # B(row, j)
+        row = (me - 1 - step) % steps  # whose sum is here: it ends at rank `row` of my row
+        b_row = broadcast(b, row, column_group)  # B(row, j)
         _rows(a).addmm_(_rows(c), b_row.t())
     return a
 
@@ -91,8 +92,8 @@ def summa_tn(a: Tensor, c: Tensor, row_group: ProcessGroup, column_group: Proces
     for step in range(steps):
         if step > 0:
             b = rotate(b, column_group)
-        column = (me - 1 - step) % steps                        # whose sum is here: it ends at rank `column` of mine
-        a_column = broadcast(a, column, row_group)                                               # A(i, column)
+        column = (me - 1 - step) % steps  # whose sum is here: it ends at rank `column` of mine
+        a_column = broadcast(a, column, row_group)  # A(i, column)
         b.addmm_(_rows(a_column).t(), _rows(c))
     return b
 
@@ -102,6 +103,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 # ---- a matrix and its blocks -----------------------------------------------------------------------------------------
+
 
 def block(matrix: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
     """Block (i, j) of a whole `[m, .., n]` -> `[m/q, .., n/q]`, a copy. Of activations `[B, T, D]` it cuts B and D."""
@@ -117,16 +119,21 @@ def whole(block: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) ->
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
+
 def grid_side(row_group: ProcessGroup, column_group: ProcessGroup) -> int:
     """q, if the two groups are row and column of a square grid that cross in this rank and nowhere else."""
     row, column = channel_of(row_group).members, channel_of(column_group).members
     if len(row) != len(column):
-        raise ValueError(f"the grid is not square: row group of {len(row)} ranks, column group of {len(column)}; use "
-                         f"q×q ranks, such as Mesh(row={len(row)}, column={len(row)})")
+        raise ValueError(
+            f"the grid is not square: row group of {len(row)} ranks, column group of {len(column)}; use "
+            f"q×q ranks, such as Mesh(row={len(row)}, column={len(row)})"
+        )
     me, shared = row[row_group.rank()], sorted(set(row) & set(column))
     if shared != [me]:
-        raise ValueError(f"row group {list(row)} and column group {list(column)} share ranks {shared}, but must cross "
-                         f"in rank {me} only; on Mesh(row=q, column=q) they are group('column') and group('row')")
+        raise ValueError(
+            f"row group {list(row)} and column group {list(column)} share ranks {shared}, but must cross "
+            f"in rank {me} only; on Mesh(row=q, column=q) they are group('column') and group('row')"
+        )
     return len(row)
 
 
@@ -134,11 +141,15 @@ def check_whole(what: str, tensor: Tensor) -> None:
     """Blocks are cut from whole tensors; a parameter that is cut already has its cuts in `.placement`."""
     if cuts := placement(tensor).shards:
         axes = ", ".join(axis_of(cut.group) for cut in cuts)
-        raise ValueError(f"{what}: the tensor {list(tensor.shape)} is cut already, over {axes}; give the whole, "
-                         "full_tensor(tensor), or cut it once only")
+        raise ValueError(
+            f"{what}: the tensor {list(tensor.shape)} is cut already, over {axes}; give the whole, "
+            "full_tensor(tensor), or cut it once only"
+        )
 
 
 def _check_fit(what: str, left: Tensor, right: Tensor, size: int, other: int) -> None:
     if size != other:
-        raise ValueError(f"{what}: blocks {list(left.shape)} and {list(right.shape)} do not fit: {size} and {other} "
-                         "along the dim that is summed; cut both matrices over the same grid")
+        raise ValueError(
+            f"{what}: blocks {list(left.shape)} and {list(right.shape)} do not fit: {size} and {other} "
+            "along the dim that is summed; cut both matrices over the same grid"
+        )

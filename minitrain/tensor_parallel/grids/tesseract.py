@@ -26,6 +26,7 @@ Wang et al. 2021, Tesseract, arXiv:2105.14500, section 3; Solomonik and Demmel 2
 matrix multiplication, Euro-Par 2011, LNCS 6853, who copy both factors and share the q steps out over the layers.
 Differs: any depth (the paper has d <= q); vectors as in optimus.py.
 """
+
 from collections.abc import Callable
 from functools import partial
 
@@ -34,7 +35,15 @@ from torch.distributed import ProcessGroup
 
 from minitrain.collectives import channel_of, copy_to
 from minitrain.sharding import Shard, full_tensor, shard
-from minitrain.tensor_parallel.grids.optimus import Linear2D, Norm2D, linear, norm, replace_in_attention, replace_in_block, replace_in_mlp
+from minitrain.tensor_parallel.grids.optimus import (
+    Linear2D,
+    Norm2D,
+    linear,
+    norm,
+    replace_in_attention,
+    replace_in_block,
+    replace_in_mlp,
+)
 from minitrain.tensor_parallel.grids.summa import check_whole, grid_side
 
 
@@ -44,7 +53,13 @@ class Linear25D(Linear2D):
     x `[B/(q·d), .., in/q]` -> `[B/(q·d), .., out/q]`.
     """
 
-    def __init__(self, linear: nn.Linear, row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup):
+    def __init__(
+        self,
+        linear: nn.Linear,
+        row_group: ProcessGroup,
+        column_group: ProcessGroup,
+        depth_group: ProcessGroup,
+    ):
         check_grids(row_group, column_group, depth_group)
         super().__init__(linear, row_group, column_group)
         self.depth_group = depth_group
@@ -57,8 +72,13 @@ class Linear25D(Linear2D):
 class Norm25D(Norm2D):
     """An nn.LayerNorm or nn.RMSNorm whose parameters are the same on every depth layer: `[B/(q·d), .., D/q]` -> the same."""
 
-    def __init__(self, norm: nn.LayerNorm | nn.RMSNorm, row_group: ProcessGroup, column_group: ProcessGroup,
-                 depth_group: ProcessGroup):
+    def __init__(
+        self,
+        norm: nn.LayerNorm | nn.RMSNorm,
+        row_group: ProcessGroup,
+        column_group: ProcessGroup,
+        depth_group: ProcessGroup,
+    ):
         check_grids(row_group, column_group, depth_group)
         super().__init__(norm, row_group, column_group)
         self.depth_group = depth_group
@@ -75,18 +95,24 @@ def over_depth(module: nn.Module, depth_group: ProcessGroup) -> list[Tensor | No
 
 # ---- the layers of a Transformer, in place ---------------------------------------------------------------------------
 
-def cut_block(block: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup) -> None:
+
+def cut_block(
+    block: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup
+) -> None:
     """norm1, attention, norm2 and mlp: block(x, positions) takes and gives `[B/(q·d), T, D/q]`, positions are `[T]`."""
     replace_in_block(block, *_makers(row_group, column_group, depth_group), row_group)
 
 
-def cut_attention(attention: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup,
-                  depth_group: ProcessGroup) -> None:
+def cut_attention(
+    attention: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup
+) -> None:
     """q, k, v and out; a rank has 1/q of the heads, and of ALiBi's slopes. `[B/(q·d), T, D/q]` -> the same."""
     replace_in_attention(attention, _makers(row_group, column_group, depth_group)[0], row_group)
 
 
-def cut_mlp(mlp: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup) -> None:
+def cut_mlp(
+    mlp: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup
+) -> None:
     """up, gate (if there is one) and down. `[B/(q·d), T, D/q]` -> the same; between them `[B/(q·d), T, F/q]`."""
     replace_in_mlp(mlp, _makers(row_group, column_group, depth_group)[0])
 
@@ -98,18 +124,27 @@ def _makers(row_group: ProcessGroup, column_group: ProcessGroup, depth_group: Pr
 
 # ---- activations and their blocks ------------------------------------------------------------------------------------
 
-def batch_block(x: Tensor, row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup) -> Tensor:
+
+def batch_block(
+    x: Tensor, row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup
+) -> Tensor:
     """This rank's block of whole activations: `[B, .., D]` -> `[B/(q·d), .., D/q]`, a copy."""
     q, d = check_grids(row_group, column_group, depth_group), depth_group.size()
     check_whole("batch_block", x)
     if x.size(0) % (q * d):
-        raise ValueError(f"batch {x.size(0)} is not a multiple of q·d = {q}·{d} = {q * d}; choose a batch that is")
+        raise ValueError(
+            f"batch {x.size(0)} is not a multiple of q·d = {q}·{d} = {q * d}; choose a batch that is"
+        )
     return shard(shard(shard(x, 0, depth_group), 0, column_group), -1, row_group)
 
 
-def whole_batch(block: Tensor, row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup) -> Tensor:
+def whole_batch(
+    block: Tensor, row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup
+) -> Tensor:
     """The activations `[B, .., D]` on every rank, from blocks `[B/(q·d), .., D/q]`."""
-    return full_tensor(block, (Shard(0, depth_group), Shard(0, column_group), Shard(block.dim() - 1, row_group)))
+    return full_tensor(
+        block, (Shard(0, depth_group), Shard(0, column_group), Shard(block.dim() - 1, row_group))
+    )
 
 
 def check_grids(row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup) -> int:
@@ -120,6 +155,8 @@ def check_grids(row_group: ProcessGroup, column_group: ProcessGroup, depth_group
     for name, group in (("row", row_group), ("column", column_group)):
         shared = sorted(set(depth) & set(channel_of(group).members))
         if shared != [me]:
-            raise ValueError(f"depth group {list(depth)} and {name} group {list(channel_of(group).members)} share ranks {shared}, but "
-                             f"must cross in rank {me} only; on Mesh(depth=d, row=q, column=q) it is group('depth')")
+            raise ValueError(
+                f"depth group {list(depth)} and {name} group {list(channel_of(group).members)} share ranks {shared}, but "
+                f"must cross in rank {me} only; on Mesh(depth=d, row=q, column=q) it is group('depth')"
+            )
     return q
