@@ -25,7 +25,7 @@ from benchmarks.measure import (
     stock_group,
 )
 from minitrain import launch
-from minitrain.attention.blocks import FUSED, merge
+from minitrain.attention.kernel import FUSED, merge
 from minitrain.collectives.transport import renamed
 from minitrain.context.layout import contiguous, join, split, zigzag
 from minitrain.context.ring import ring_attention

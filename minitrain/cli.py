@@ -218,12 +218,12 @@ def _one_step(model: str, batch: int, length: int, bucket_bytes: int):
     from minitrain.model.config import presets
     from minitrain.parallelize import parallelize
     from minitrain.strategy import Strategy
-    from minitrain.training.recipe import Recipe
+    from minitrain.training.hyperparameters import Hyperparameters
 
     config, shape = presets[model], dict(batch_size=batch * world().size(), length=length)
     with Ledger() as ledger:
         strategy = Strategy(dp=world().size(), precision="bfloat16", bucket_bytes=bucket_bytes)
-        run = parallelize(config, strategy, Recipe().make_optimizer)
+        run = parallelize(config, strategy, Hyperparameters().make_optimizer)
         rows = run.batch(Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape), step=0)
         run.forward_backward = ledger.phase("backward")(
             run.forward_backward

@@ -48,7 +48,7 @@ class Strategy:
     slices: int = 1  # of each sequence, for terapipe and seq1f1b
     recompute: bool = False  # a forward keeps its stage's input only
     post_validation: bool = (
-        False  # of a pipeline: update first, clip (and take back) when the norm of all stages has come
+        False  # of a pipeline: update first, clip (and take back) when all norms are known
     )
     core: str = "ring"  # attention over the ranks of cp: ring, ulysses, double_ring, usp, ...
     layout: str = "zigzag"  # of a sequence over the ranks of cp: contiguous, zigzag or striped

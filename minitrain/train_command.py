@@ -1,6 +1,6 @@
 """`minitrain train`: train a GPT on bytes of text in any layout, on local ranks or those of torchrun, and show what it learned.
 
-Flags are the fields of Strategy, Recipe and GPTConfig. So many ranks are started as the strategy has. Whatever is wrong with the input
+Flags are the fields of Strategy, Hyperparameters and GPTConfig. So many ranks are started as the strategy has. Whatever is wrong with the input
 is said in one line before that; so is a checkpoint of another run. Rank 0 prints a bar per report: a line that looks the same in a
 terminal, a notebook and a file. torch is imported when training begins, since other commands share this command line.
 """
@@ -20,7 +20,7 @@ from minitrain.model.config import GPTConfig, presets
 from minitrain.plan.accounting.parameters import parameters
 from minitrain.strategy import Strategy
 from minitrain.training.flags import flags, options, taken
-from minitrain.training.recipe import Recipe
+from minitrain.training.hyperparameters import Hyperparameters
 
 WEEK_S = 7 * 86_400
 BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
@@ -40,7 +40,7 @@ CUT = {
 
 
 @options(
-    flags(Recipe, short=SHORT),
+    flags(Hyperparameters, short=SHORT),
     flags(Strategy),
     flags(GPTConfig, unset=True, leave_out=("vocab_size",), short=SHORT),
 )
@@ -69,13 +69,13 @@ def train(
     from minitrain import launch
     from minitrain.launch.start import TORCHRUN
 
-    config, strategy, recipe = (
+    config, strategy, hyper = (
         configure(preset, values),
         Strategy(**taken(Strategy, values)),
-        Recipe(**taken(Recipe, values)),
+        Hyperparameters(**taken(Hyperparameters, values)),
     )
     job = all(variable in os.environ for variable in TORCHRUN)
-    check(config, strategy, recipe, text, out, ranks=int(os.environ["WORLD_SIZE"]) if job else strategy.ranks)
+    check(config, strategy, hyper, text, out, ranks=int(os.environ["WORLD_SIZE"]) if job else strategy.ranks)
     for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0)):
         if value < least:
             raise ValueError(f"{name}={value}: use at least {least}")
@@ -84,7 +84,7 @@ def train(
             train_on_rank,
             config,
             strategy,
-            recipe,
+            hyper,
             text,
             out,
             report_every,
@@ -114,18 +114,23 @@ def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
 
 
 def check(
-    config: GPTConfig, strategy: Strategy, recipe: Recipe, text: Path | None, out: Path | None, ranks: int
+    config: GPTConfig,
+    strategy: Strategy,
+    hyper: Hyperparameters,
+    text: Path | None,
+    out: Path | None,
+    ranks: int,
 ) -> None:
     from minitrain.trainer import find_checkpoint, identity
 
     strategy.check(config, ranks)
-    strategy.check_batch(config, recipe.batch_size, recipe.length)
-    check_frozen(config, recipe)
-    train_text, _ = open_text(text, recipe.length)
+    strategy.check_batch(config, hyper.batch_size, hyper.length)
+    check_frozen(config, hyper)
+    train_text, _ = open_text(text, hyper.length)
     check_memory(config, strategy, out)
     if out:
         out.mkdir(parents=True, exist_ok=True)
-    find_checkpoint(out, identity(config, recipe, strategy.precision), train_text, recipe, mmap=True)
+    find_checkpoint(out, identity(config, hyper, strategy.precision), train_text, hyper, mmap=True)
 
 
 def open_text(path: Path | None, length: int) -> tuple:
@@ -137,20 +142,20 @@ def open_text(path: Path | None, length: int) -> tuple:
     return train_text, held_out if len(held_out) > length else None
 
 
-def check_frozen(config: GPTConfig, recipe: Recipe) -> None:
+def check_frozen(config: GPTConfig, hyper: Hyperparameters) -> None:
     """Every pattern means something, and something is left to train."""
-    if not recipe.frozen:
+    if not hyper.frozen:
         return
     from minitrain.model.gpt import GPT
 
     names = [name for name, _ in GPT(config, device="meta").named_parameters()]
-    for pattern in recipe.frozen:
-        if not any(replace(recipe, frozen=(pattern,)).freezes(name) for name in names):
+    for pattern in hyper.frozen:
+        if not any(replace(hyper, frozen=(pattern,)).freezes(name) for name in names):
             raise ValueError(
                 f"frozen={pattern!r} is no parameter of this model; there are {names[0]}, {names[1]} and so on to {names[-1]}"
             )
-    if all(recipe.freezes(name) for name in names):
-        raise ValueError(f"frozen={', '.join(recipe.frozen)} leaves nothing to train; freeze fewer")
+    if all(hyper.freezes(name) for name in names):
+        raise ValueError(f"frozen={', '.join(hyper.frozen)} leaves nothing to train; freeze fewer")
 
 
 def check_memory(config: GPTConfig, strategy: Strategy, out: Path | None) -> None:
@@ -182,7 +187,7 @@ def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> i
 def train_on_rank(
     config: GPTConfig,
     strategy: Strategy,
-    recipe: Recipe,
+    hyper: Hyperparameters,
     path: Path | None,
     out: Path | None,
     report_every: int,
@@ -195,19 +200,14 @@ def train_on_rank(
     from minitrain.trainer import Trainer
     from minitrain.training.step import measure_peak_flops
 
-    text, held_out = open_text(path, recipe.length)
+    text, held_out = open_text(path, hyper.length)
     run = parallelize(
-        config,
-        strategy,
-        recipe.make_optimizer,
-        seed=recipe.seed,
-        frozen=recipe.frozen,
-        device=launch.device(),
+        config, strategy, hyper.make_optimizer, seed=hyper.seed, frozen=hyper.frozen, device=launch.device()
     )
     trainer = Trainer(
         run,
         text,
-        recipe,
+        hyper,
         held_out=held_out,
         out=out,
         report_every=report_every,
@@ -225,7 +225,7 @@ def train_on_rank(
         say(
             tqdm.format_meter(
                 record["step"],
-                recipe.steps,
+                hyper.steps,
                 time.perf_counter() - started,
                 initial=first,
                 bar_format=BAR,
@@ -233,7 +233,7 @@ def train_on_rank(
             )
         )
     say(
-        f"{trainer.step} steps of {recipe.batch_size * recipe.length:,} tokens"
+        f"{trainer.step} steps of {hyper.batch_size * hyper.length:,} tokens"
         + (f"; log and checkpoint in {out}" if out else "")
     )
     say(f"It writes:\n{trainer.sample(n=sample)}")

@@ -12,9 +12,9 @@ same error on every rank.
 Sends what the run's steps send and, per report, the loss, the held-out loss and, to save, every parameter and state once
 (`run.state_dict`). Memory: as the step, plus a whole copy of weights and optimizer states on every rank while a checkpoint is written.
 Raises ValueError in one line for a loss, norm or held-out loss that is no number (before it can reach a checkpoint), for a run that is
-frozen in other places than the recipe says, and for a checkpoint that is damaged, of another model, recipe, precision or text, or not
+frozen in other places than the hyperparameters say, and for a checkpoint that is damaged, of other model, hyperparameters, precision or text, or not
 seen by all ranks.
-Differs from nanoGPT's train.py, whose shape it has: a recipe is one object, resuming is exact, the loop is a generator, so it never
+Differs from nanoGPT's train.py, whose shape it has: hyperparameters are one object, resuming is exact, the loop is a generator, so it never
 learns who watches.
 """
 
@@ -38,18 +38,18 @@ from minitrain.model.config import GPTConfig
 from minitrain.plan.accounting.compute import flops_per_token, mfu
 from minitrain.run import Run
 from minitrain.strategy import Strategy
-from minitrain.training.recipe import Recipe
+from minitrain.training.hyperparameters import Hyperparameters
 from minitrain.training.step import StepResult
 
 
 class Trainer:
-    """Trains a run by `recipe`. Reports, and saves if it was given a folder, every `report_every` steps."""
+    """Trains a run by `hyper`. Reports, and saves if it was given a folder, every `report_every` steps."""
 
     def __init__(
         self,
         run: Run,
         text: Text,
-        recipe: Recipe,
+        hyper: Hyperparameters,
         *,
         held_out: Text | None = None,
         out: Path | None = None,
@@ -59,26 +59,26 @@ class Trainer:
         if report_every < 1:
             raise ValueError(f"report_every={report_every}: use at least 1 step")
         for param, name in run.sync.names.items():
-            if recipe.freezes(name) == param.requires_grad:
+            if hyper.freezes(name) == param.requires_grad:
                 raise ValueError(
-                    f"{name} is {'trained' if param.requires_grad else 'frozen'} in this run, and the recipe has "
-                    f"frozen={recipe.frozen}; give the same to both, parallelize(..., frozen=recipe.frozen)"
+                    f"{name} is {'trained' if param.requires_grad else 'frozen'} in this run, and the hyperparameters have "
+                    f"frozen={hyper.frozen}; give the same to both, parallelize(..., frozen=hyper.frozen)"
                 )
-        self.parallel, self.text, self.held_out, self.recipe, self.out = run, text, held_out, recipe, out
+        self.parallel, self.text, self.held_out, self.hyper, self.out = run, text, held_out, hyper, out
         self.report_every, self.peak_flops = report_every, peak_flops
-        self.rows = text.rows(recipe.batch_size, recipe.length, recipe.seed)
+        self.rows = text.rows(hyper.batch_size, hyper.length, hyper.seed)
         self.rank, self.ranks = collectives.world().rank(), collectives.world().size()
         self.step, self.records = 0, []
 
     # ---- training ------------------------------------------------------------------------------------------------------
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Train to the end of the recipe; yields a record per report, to print, plot or stop at."""
+        """Train to the last step; yields a record per report, to print, plot or stop at."""
         losses, started = [], time.perf_counter()
-        while self.step < self.recipe.steps:
+        while self.step < self.hyper.steps:
             result = self.train_one_step()
             losses.append(result.loss)
-            if self.step % self.report_every and self.step < self.recipe.steps:
+            if self.step % self.report_every and self.step < self.hyper.steps:
                 continue
             loss = self.parallel.total(torch.stack(losses).mean()).item()
             record = {
@@ -97,24 +97,24 @@ class Trainer:
     def train_one_step(self) -> StepResult:
         """All that a step does follows from its number."""
         for group in self.parallel.sync.param_groups:
-            group["lr"] = self.recipe.lr_at(self.step)
+            group["lr"] = self.hyper.lr_at(self.step)
         batch = self.parallel.batch(self.rows, self.step)
         self.step += 1
-        return self.parallel.step(batch, self.recipe.clip)
+        return self.parallel.step(batch, self.hyper.clip)
 
     def check(self, record: dict[str, Any], good: int) -> None:
         """Numbers are numbers. They are the same on all ranks, so all stop, or none."""
         if not math.isfinite(record["loss"] + record["norm"] + (record["held_out"] or 0.0)):
             raise ValueError(
                 f"loss {record['loss']}, gradient norm {record['norm']}, held-out loss {record['held_out']} between steps {good} "
-                f"and {self.step}: lower lr={self.recipe.lr} or clip={self.recipe.clip}; all was well at step {good}"
+                f"and {self.step}: lower lr={self.hyper.lr} or clip={self.hyper.clip}; all was well at step {good}"
             )
 
     def speed(self, steps: int, elapsed_s: float) -> dict[str, float]:
-        tokens_per_s = steps * self.recipe.batch_size * self.recipe.length / elapsed_s
+        tokens_per_s = steps * self.hyper.batch_size * self.hyper.length / elapsed_s
         if not (self.peak_flops and self.parallel.config):
             return {"tokens_per_s": tokens_per_s}
-        flops = flops_per_token(self.parallel.config, self.recipe.length)
+        flops = flops_per_token(self.parallel.config, self.hyper.length)
         return {"tokens_per_s": tokens_per_s, "mfu": mfu(tokens_per_s, flops, self.ranks, self.peak_flops)}
 
     # ---- looking at it -------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Trainer:
         """Mean loss per token on text that is not trained on: always the same windows, shared out over the ranks."""
         if self.held_out is None:
             return None
-        rows = self.held_out.rows(self.recipe.batch_size, self.recipe.length)
+        rows = self.held_out.rows(self.hyper.batch_size, self.hyper.length)
         return (
             sum(self.parallel.evaluate(self.parallel.batch(rows, step)).item() for step in range(batches))
             / batches
@@ -144,11 +144,11 @@ class Trainer:
         if self.rank:
             return
         self.out.mkdir(parents=True, exist_ok=True)
-        recipe = self.recipe
+        hyper = self.hyper
         saved = {
             "identity": self.identity(),
             "strategy": asdict(self.parallel.strategy),
-            "position": self.text.position(self.step, recipe.batch_size, recipe.length, recipe.seed),
+            "position": self.text.position(self.step, hyper.batch_size, hyper.length, hyper.seed),
             "records": self.records,
             "state": state,
         }
@@ -158,7 +158,7 @@ class Trainer:
 
     def resume(self) -> str:
         """Go on from the checkpoint in the folder, on every rank, and say from where; "" if there is none."""
-        saved = find_checkpoint(self.out, self.identity(), self.text, self.recipe, self.parallel.device)
+        saved = find_checkpoint(self.out, self.identity(), self.text, self.hyper, self.parallel.device)
         self.agree(saved)
         if not saved:
             return ""
@@ -192,20 +192,20 @@ class Trainer:
 
     def identity(self) -> dict[str, Any]:
         model = self.parallel.config or type(self.parallel.model).__name__
-        return identity(model, self.recipe, str(self.parallel.dtype).removeprefix("torch."))
+        return identity(model, self.hyper, str(self.parallel.dtype).removeprefix("torch."))
 
 
-def identity(model: GPTConfig | str, recipe: Recipe, precision: str) -> dict[str, Any]:
+def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str) -> dict[str, Any]:
     """What must be the same for a run to be the same run, in plain values (through JSON): a loader trusts no class."""
     model = {"model": model} if isinstance(model, str) else asdict(model)
-    return json.loads(json.dumps({**model, **asdict(recipe), "precision": precision}))
+    return json.loads(json.dumps({**model, **asdict(hyper), "precision": precision}))
 
 
 def find_checkpoint(
     out: Path | None,
     wanted: dict[str, Any],
     text: Text,
-    recipe: Recipe,
+    hyper: Hyperparameters,
     device: torch.device | str = "cpu",
     mmap: bool = False,
 ) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def find_checkpoint(
                 f"{path} was made with {name}={was.get(name)}, this run has {name}={now}: resume with the same settings, or write to "
                 "another folder"
             )
-    text.resume(position, recipe.batch_size, recipe.length, recipe.seed)
+    text.resume(position, hyper.batch_size, hyper.length, hyper.seed)
     return saved
 
 

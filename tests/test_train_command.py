@@ -25,7 +25,7 @@ from minitrain.plan.accounting.parameters import parameters
 from minitrain.strategy import Strategy
 from minitrain.trainer import Trainer
 from minitrain.training import flags
-from minitrain.training.recipe import Recipe
+from minitrain.training.hyperparameters import Hyperparameters
 from tests.launch.test_launch_torchrun import free_port
 
 TEXT = b"It is not enough to have a good mind; the main thing is to use it well. " * 40
@@ -205,9 +205,9 @@ def by_hand(folder):
     """What the job below should have come to: one process, one Trainer, settings written out. Not what the command makes of flags."""
     text, held_out = Text((folder / "text.txt").read_bytes()).split()
     config = GPTConfig(d_model=32, num_layers=2, num_heads=4, max_positions=256, dropout=0.1)
-    recipe = Recipe(steps=4, batch_size=4, length=16, lr=0.01, seed=3)
-    run = parallelize(config, Strategy(precision="float64"), recipe.make_optimizer, seed=3)
-    return list(Trainer(run, text, recipe, held_out=held_out, report_every=2).run()), run.state_dict()[
+    hyper = Hyperparameters(steps=4, batch_size=4, length=16, lr=0.01, seed=3)
+    run = parallelize(config, Strategy(precision="float64"), hyper.make_optimizer, seed=3)
+    return list(Trainer(run, text, hyper, held_out=held_out, report_every=2).run()), run.state_dict()[
         "parameters"
     ]
 
@@ -347,7 +347,7 @@ def test_a_checkpoint_of_another_recipe_is_bad_input_and_a_rank_that_fails_is_ex
 
 def test_help_names_every_field():
     printed = CliRunner().invoke(cli.app, ["train", "--help"], env={"COLUMNS": "200"}).output
-    for cls in (Strategy, Recipe, GPTConfig):
+    for cls in (Strategy, Hyperparameters, GPTConfig):
         for field in fields(cls):
             flag = f"--{field.name.replace('_', '-')}"
             assert (f"{flag} " in printed or f"{flag}," in printed) == (field.name != "vocab_size"), flag
@@ -357,7 +357,7 @@ def test_help_names_every_field():
 
 
 def test_every_flag_has_help():
-    for cls in (Strategy, Recipe, GPTConfig):
+    for cls in (Strategy, Hyperparameters, GPTConfig):
         assert flags.comments(cls).keys() >= {field.name for field in fields(cls)}, cls
 
 

@@ -1,6 +1,6 @@
 """Attention on one device: by tiles, by parts that can be put together, with biases and masks that know their places.
 
-First  blocks              attention over some keys, with the log-sum-exp that lets outputs be merged
+First  kernel              attention over some keys, with the log-sum-exp that lets outputs be merged
        lazy, flash         softmax over chunks; FlashAttention's tiles, forward and backward
 then   score_tiles         which scores a causal mask leaves of a tile
        traffic             what moves between slow and fast memory

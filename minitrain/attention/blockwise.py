@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from minitrain.attention.flash import flash_2, flash_attention
 from minitrain.attention.score_tiles import pieces
 
-TILED = partial(flash_attention, blocks=flash_2())
+TILED = partial(flash_attention, kernel=flash_2())
 
 
 def blockwise_layer(

@@ -18,8 +18,8 @@ score are skipped. Loads and stores per head are `traffic.flash_traffic`, exactl
     forward      2Nd + c(2Nd+2N) + 2N       c(Nd+2N) + N          Nd + 2cNd                 Nd + N                          cN       N
     backward     2Nd + c(4Nd+N)             2Nd + cNd             4Nd + c(3Nd+2N)           2Nd + N + cNd                   0        0
 
-`flash_1(..)` and `flash_2(..)` make `Blocks`, with which `flash_attention` is a core for the model and `ring.ring_attention` a ring of
-tiles. Its default, `blocks.FUSED`, is torch's kernel of the same algorithm. Memory beside inputs and results: one tile, flat in T
+`flash_1(..)` and `flash_2(..)` make `Kernel`, with which `flash_attention` is a core for the model and `ring.ring_attention` a ring of
+tiles. Its default, `kernel.FUSED`, is torch's kernel of the same algorithm. Memory beside inputs and results: one tile, flat in T
 (CPU: of all batches and heads at once). Sends nothing. Raises ValueError in one line for a fast memory of no size, an `order` that is
 no order of the row tiles, dropout or ALiBi by tiles, a rate without a seed, heads that do not divide, and causal queries without keys.
 
@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Blocks, recomputed, spread, together
 from minitrain.attention.dropout import DropMask, in_order
+from minitrain.attention.kernel import FUSED, Kernel, recomputed, repeat_kv, sum_kv_copies
 from minitrain.attention.placed import Placed, check_places, placed
 from minitrain.attention.score_tiles import diagonal, largest, pieces, score_tile, visible
 from minitrain.attention.traffic import UNCOUNTED, SlowMemory
@@ -53,30 +53,30 @@ def flash_attention(
     v: Tensor,
     *,
     causal: bool = True,
-    blocks: Blocks = FUSED,
+    kernel: Kernel = FUSED,
     bias: Alibi | None = None,
     dropout: DropMask | float = 0.0,
 ) -> Tensor:
     """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> `[B, H, T, K]`. A core for the model's attention."""
     check_places("flash_attention", q, bias, dropout)
-    blocks = placed(blocks, bias, dropout)
-    if isinstance(blocks, Placed):
-        blocks = blocks.at(in_order(q.size(-2), k.size(-2)))
-    return recomputed(blocks.forward, blocks.backward, q, k, v, causal)
+    kernel = placed(kernel, bias, dropout)
+    if isinstance(kernel, Placed):
+        kernel = kernel.at(in_order(q.size(-2), k.size(-2)))
+    return recomputed(kernel.forward, kernel.backward, q, k, v, causal)
 
 
-def flash_1(fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED) -> Blocks:
+def flash_1(fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED) -> Kernel:
     """The first FlashAttention, for tiles that fit a fast memory of so many numbers."""
     settings = {"fast_elements": fast_elements, "memory": memory}
-    return Blocks(partial(flash_1_forward, **settings), partial(flash_1_backward, **settings))
+    return Kernel(partial(flash_1_forward, **settings), partial(flash_1_backward, **settings))
 
 
 def flash_2(
     fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED, order: Sequence[int] | None = None
-) -> Blocks:
+) -> Kernel:
     """The second. `order`: in which the tiles of rows are computed in forward, e.g. backwards."""
     settings = {"fast_elements": fast_elements, "memory": memory}
-    return Blocks(partial(flash_2_forward, **settings, order=order), partial(flash_2_backward, **settings))
+    return Kernel(partial(flash_2_forward, **settings, order=order), partial(flash_2_backward, **settings))
 
 
 def tile_sizes(fast_elements: int, width: int) -> tuple[int, int]:
@@ -102,7 +102,7 @@ def flash_1_forward(
     memory: SlowMemory = UNCOUNTED,
 ) -> tuple[Tensor, Tensor]:
     """-> O `[B, H, T, K]` and lse `[B, H, T]`."""
-    k, v = spread(q, k, v)
+    k, v = repeat_kv(q, k, v)
     shift = diagonal(q, k, causal)
     outer, inner = tile_sizes(fast_elements, q.size(-1))
     out, row_sum, row_max = nothing_seen(q, v)
@@ -138,7 +138,7 @@ def flash_1_backward(
     memory: SlowMemory = UNCOUNTED,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv in the shapes of q, k, v."""
-    kv_heads, (k, v) = k.size(1), spread(q, k, v)
+    kv_heads, (k, v) = k.size(1), repeat_kv(q, k, v)
     shift, lse = diagonal(q, k, causal), lse.unsqueeze(-1)
     outer, inner = tile_sizes(fast_elements, q.size(-1))
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
@@ -156,7 +156,7 @@ def flash_1_backward(
                 p = (score_tile(q_i, k_j, rows, columns, shift) - lse_i).exp()
                 dq[here] = memory.store(dq_i + tile_backward(p, delta_i, dout_i, q_i, k_j, v_j, dk_j, dv_j))
         dk[there], dv[there] = memory.store(dk_j), memory.store(dv_j)
-    return dq.to(q.dtype), together(dk, kv_heads).to(q.dtype), together(dv, kv_heads).to(q.dtype)
+    return dq.to(q.dtype), sum_kv_copies(dk, kv_heads).to(q.dtype), sum_kv_copies(dv, kv_heads).to(q.dtype)
 
 
 # ---- version 2 -------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def flash_2_forward(
     order: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> O `[B, H, T, K]` and lse `[B, H, T]`."""
-    k, v = spread(q, k, v)
+    k, v = repeat_kv(q, k, v)
     shift = diagonal(q, k, causal)
     outer, inner = tile_sizes(fast_elements, q.size(-1))
     row_tiles = pieces(q.size(-2), outer)
@@ -241,7 +241,7 @@ def flash_2_backward(
     memory: SlowMemory = UNCOUNTED,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv in the shapes of q, k, v."""
-    kv_heads, (k, v) = k.size(1), spread(q, k, v)
+    kv_heads, (k, v) = k.size(1), repeat_kv(q, k, v)
     shift, lse = diagonal(q, k, causal), lse.unsqueeze(-1)
     outer, inner = tile_sizes(fast_elements, q.size(-1))
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
@@ -262,7 +262,7 @@ def flash_2_backward(
                 p = (score_tile(q_i, k_j, rows, columns, shift) - lse_i).exp()
                 dq[here] = memory.store(dq_i + tile_backward(p, delta_i, dout_i, q_i, k_j, v_j, dk_j, dv_j))
         dk[there], dv[there] = memory.store(dk_j), memory.store(dv_j)
-    return dq.to(q.dtype), together(dk, kv_heads).to(q.dtype), together(dv, kv_heads).to(q.dtype)
+    return dq.to(q.dtype), sum_kv_copies(dk, kv_heads).to(q.dtype), sum_kv_copies(dv, kv_heads).to(q.dtype)
 
 
 def tile_backward(

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from minitrain.attention.blocks import spread
+from minitrain.attention.kernel import repeat_kv
 from minitrain.attention.score_tiles import diagonal, largest, pieces, score_tile, visible
 
 
@@ -57,7 +57,7 @@ def lazy_attention(
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: slice, shift: int | None, key_chunk: int) -> Tensor:
     """One chunk of queries `[B, H, c_q, K]`, which are these rows, and all keys -> `[B, H, c_q, K]`."""
-    k, v = spread(q, k, v)
+    k, v = repeat_kv(q, k, v)
     exact = torch.promote_types(q.dtype, torch.float32)
     weighted, total = (
         q.new_zeros(*q.shape[:-1], v.size(-1), dtype=exact),

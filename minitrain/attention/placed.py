@@ -4,7 +4,7 @@
     O = (P ∘ M') V                  M' = M / (1-p)          M[b, h, i, j] = keep(seed; row, head, i, j)      minitrain/attention/dropout.py
 
 Both are functions of the positions i of the queries and j of the keys, and a tile knows its own (layout.Tile). Blocks still merge by
-their lse (blocks.py). A is in all scores, hence in lse, and backward, which makes P of scores and lse, needs no more than to add it
+their lse (kernel.py). A is in all scores, hence in lse, and backward, which makes P of scores and lse, needs no more than to add it
 again: it is constant. The softmax is over *all* scores, dropped or not: lse and P are as without dropout, and
 
     O = Σ_blocks e^(lse_b - lse) O_b          O_b = (P_b ∘ M'_b) V_b          for M' multiplies e^(S - lse_b) and e^(S - lse) alike
@@ -28,40 +28,40 @@ from typing import NamedTuple
 from torch import Tensor
 
 from minitrain.attention.alibi import Alibi, check_bias
-from minitrain.attention.blocks import FUSED, PLAIN, Blocks
 from minitrain.attention.dropout import DropMask, Positions
+from minitrain.attention.kernel import FUSED, PLAIN, Kernel
 
 
 class Placed(NamedTuple):
     """In the place of Blocks: each tile has its own, which know the positions of its queries and keys."""
 
-    blocks: Blocks
+    kernel: Kernel
     bias: Alibi | None
     mask: DropMask | None
 
-    def on(self, tile) -> Blocks:
+    def on(self, tile) -> Kernel:
         """`tile.positions(device)` says where it is (layout.Tile)."""
         return self.at(tile.positions)
 
-    def at(self, positions: Positions) -> Blocks:
+    def at(self, positions: Positions) -> Kernel:
         more = {}
         if self.bias:
             more["bias"] = lambda device: self.bias.between(*positions(device))
         if self.mask:
             more["factors"] = partial(self.mask.factors, positions=positions)
-        return Blocks(*(partial(pass_, **more) for pass_ in (PLAIN if self.mask else self.blocks)))
+        return Kernel(*(partial(pass_, **more) for pass_ in (PLAIN if self.mask else self.kernel)))
 
 
-def placed(blocks: Blocks, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Blocks | Placed:
+def placed(kernel: Kernel, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Kernel | Placed:
     """The blocks as they are; with ALiBi or a mask, those that add the one and multiply by the other."""
     if bias is None and not dropout:
-        return blocks
-    if blocks not in (FUSED, PLAIN):
+        return kernel
+    if kernel not in (FUSED, PLAIN):
         raise ValueError(
-            f"{'dropout' if dropout else 'ALiBi'} needs blocks that make scores, and these keep theirs to themselves; use FUSED or "
-            "PLAIN of blocks.py"
+            f"{'dropout' if dropout else 'ALiBi'} needs a kernel that makes scores, and this one keeps them to itself; use FUSED or "
+            "PLAIN of kernel.py"
         )
-    return Placed(blocks, bias, dropout or None)
+    return Placed(kernel, bias, dropout or None)
 
 
 def check_places(what: str, q: Tensor, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> None:

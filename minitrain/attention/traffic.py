@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minitrain.attention.blocks import spread, together
+from minitrain.attention.kernel import repeat_kv, sum_kv_copies
 from minitrain.attention.score_tiles import diagonal, score_tile
 
 
@@ -87,7 +87,7 @@ def standard_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = True, memory: SlowMemory = UNCOUNTED
 ) -> tuple[Tensor, Tensor]:
     """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> O `[B, H, T, K]` and P `[B, H, T, T]`, which backward wants to have."""
-    k, v = spread(q, k, v)
+    k, v = repeat_kv(q, k, v)
     whole = slice(0, q.size(-2)), slice(0, k.size(-2))
     scores = memory.store(score_tile(*memory.load(q, k), *whole, diagonal(q, k, causal)))
     (scores,) = memory.load(scores)
@@ -101,7 +101,7 @@ def standard_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, memory: SlowMemory = UNCOUNTED
 ) -> tuple[Tensor, ...]:
     """-> dq, dk, dv in the shapes of q, k, v."""
-    kv_heads, (k, v) = k.size(1), spread(q, k, v)
+    kv_heads, (k, v) = k.size(1), repeat_kv(q, k, v)
 
     def product(a: Tensor, b: Tensor, transposed: bool = False) -> Tensor:
         a, b = memory.load(a, b)
@@ -111,7 +111,11 @@ def standard_backward(
     dp = memory.store(_outer(*memory.load(dout, v)))
     weights, dp = memory.load(p, dp)
     ds = memory.store(weights * (dp - (weights * dp).sum(-1, keepdim=True)) / q.size(-1) ** 0.5)
-    return product(ds, k), together(product(ds, q, transposed=True), kv_heads), together(dv, kv_heads)
+    return (
+        product(ds, k),
+        sum_kv_copies(product(ds, q, transposed=True), kv_heads),
+        sum_kv_copies(dv, kv_heads),
+    )
 
 
 def _outer(a: Tensor, b: Tensor) -> Tensor:

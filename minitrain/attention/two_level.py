@@ -23,8 +23,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minitrain.attention.blocks import spread
 from minitrain.attention.flash import nothing_seen, see, tile_sizes
+from minitrain.attention.kernel import repeat_kv
 from minitrain.attention.score_tiles import diagonal, pieces, score_tile, visible
 from minitrain.attention.traffic import UNCOUNTED, SlowMemory
 
@@ -45,7 +45,7 @@ def two_level_forward(
     """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> O `[B, H, T, K]` and lse `[B, H, T]`. `slow` and `group` count what leaves them."""
     if cores < 1:
         raise ValueError(f"a group of {cores} cores; it has 1 or more")
-    k, v = spread(q, k, v)
+    k, v = repeat_kv(q, k, v)
     shift = diagonal(q, k, causal)
     held, coming = tile_sizes(fast_elements, q.size(-1))
     tiles = pieces(q.size(-2), held)

@@ -8,7 +8,7 @@ Contiguous tokens, n = 5, tile (q owner, k owner); rank 0 has one tile of its ow
     round 2   3,0*    4,1*    2,0     3,1     4,2
 
 In round t rank r >= t is sent K, V of rank r - t, and rank r < t is sent Q of rank r - t mod n and gives back a partial (O, lse), which
-the owner merges (blocks.py): log-sum-exps do not care who computed them. n // 2 + 1 rounds instead of n. Nobody is idle for odd n; for
+the owner merges (kernel.py): log-sum-exps do not care who computed them. n // 2 + 1 rounds instead of n. Nobody is idle for odd n; for
 even n half of the ranks are in the last round: 1/(2n) of the n² slots which the ring takes (and uses half of), 1/(n+2) of those here.
 
 A schedule is a list of rounds, each a list over ranks: a tile, or None; `unbalanced` is the ring's. Whatever `run` is given, it sends
@@ -38,8 +38,8 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, recomputed, row_sums, stand_in
 from minitrain.attention.dropout import DropMask
+from minitrain.attention.kernel import FUSED, GradSum, Kernel, OnlineSoftmax, recomputed, row_sums, stand_in
 from minitrain.attention.placed import placed
 from minitrain.collectives import Handle
 from minitrain.context.layout import Tile, contiguous, tiles
@@ -215,7 +215,7 @@ def balanced_attention(
     *,
     group: ProcessGroup,
     schedule: Callable[[int], Schedule] = balanced,
-    blocks: Blocks = FUSED,
+    kernel: Kernel = FUSED,
     bias: Alibi | None = None,
     dropout: DropMask | float = 0.0,
 ) -> Tensor:
@@ -224,26 +224,26 @@ def balanced_attention(
     work = schedule(group.size())
     check(work)
     return recomputed(
-        balanced_forward, balanced_backward, q, k, v, group, work, placed(blocks, bias, dropout)
+        balanced_forward, balanced_backward, q, k, v, group, work, placed(kernel, bias, dropout)
     )
 
 
 def balanced_forward(
-    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, blocks: Blocks
+    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
     found, like_lse = (
-        Attended(q),
+        OnlineSoftmax(q),
         q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32)),
     )
     like_out = q.new_empty(*q.shape[:-1], v.size(-1))
 
     def compute(work: Work, came: str, data: Tensors) -> Tensors:
-        block = blocks.on(tile_of(work, group, q))
+        block = kernel.on(tile_of(work, group, q))
         if came == "queries":
             part, part_lse = block.forward(*data, k, v, False)
             return part.to(q.dtype), part_lse
-        found.take(ALL, *block.forward(q, *(data if came else (k, v)), not came))
+        found.add(ALL, *block.forward(q, *(data if came else (k, v)), not came))
         return ()
 
     run(
@@ -252,7 +252,7 @@ def balanced_forward(
         {"keys": (k, v), "queries": (q,)},
         {"keys": (), "queries": (like_out, like_lse)},
         compute,
-        lambda what, result: found.take(ALL, *result),
+        lambda what, result: found.add(ALL, *result),
     )
     return found.result()
 
@@ -266,17 +266,17 @@ def balanced_backward(
     lse: Tensor,
     group: ProcessGroup,
     schedule: Schedule,
-    blocks: Blocks,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same tiles by the same ranks -> dq, dk, dv of this rank's tokens."""
-    sums = {"queries": (Summed(q),), "keys": (Summed(k), Summed(v))}
+    sums = {"queries": (GradSum(q),), "keys": (GradSum(k), GradSum(v))}
 
     def add(what: str, parts: Tensors) -> None:
         for total, part in zip(sums[what], parts):
             total.add(ALL, part)
 
     def compute(work: Work, came: str, data: Tensors) -> Tensors:
-        block = blocks.on(tile_of(work, group, q))
+        block = kernel.on(tile_of(work, group, q))
         if came == "queries":
             its_q, its_dout, its_lse, delta = data
             part, *own = block.backward(its_dout, its_q, k, v, stand_in(its_dout, delta), its_lse, False)

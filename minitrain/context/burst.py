@@ -5,7 +5,7 @@
 
 A flat ring of N nodes with M devices takes N·M - 1 steps, and in each some link between nodes must carry a block: every step is as
 slow as the network. Here a block crosses nodes N-1 times in all and has a whole turn of the inner ring to do so: M steps' products.
-Each rank sends as much as before, (N-1) blocks of it `across`, N·(M-1) `inside`. `carry` (ring.py) inside `carry` is all of it.
+Each rank sends as much as before, (N-1) blocks of it `across`, N·(M-1) `inside`. `ring_pass` (ring.py) inside `ring_pass` is all of it.
 
 Backward may send one side or the other. "keys" is the ring's: K, V go round, dK, dV behind them. "queries" keeps K, V, dK, dV where
 they are and sends Q, dO with the two numbers a row that backward needs of forward, lse and D = rowsum(dO · O), and dQ behind them:
@@ -28,20 +28,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import (
+from minitrain.attention.dropout import DropMask
+from minitrain.attention.kernel import (
     FUSED,
-    Attended,
-    Blocks,
-    Summed,
-    meet_backward,
+    GradSum,
+    Kernel,
+    OnlineSoftmax,
+    add_tiles_backward,
     recomputed,
     row_sums,
     stand_in,
 )
-from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import placed
 from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
-from minitrain.context.ring import carry_through, check_core
+from minitrain.context.ring import check_core, nested_ring_pass
 
 SIDES = "queries", "keys"
 
@@ -56,7 +56,7 @@ def burst_attention(
     layout: Layout = contiguous,
     causal: bool = True,
     backward_sends: str = "queries",
-    blocks: Blocks = FUSED,
+    kernel: Kernel = FUSED,
     bias: Alibi | None = None,
     dropout: DropMask | float = 0.0,
 ) -> Tensor:
@@ -75,7 +75,7 @@ def burst_attention(
         (across, inside),
         layout,
         causal,
-        placed(blocks, bias, dropout),
+        placed(kernel, bias, dropout),
     )
 
 
@@ -86,11 +86,11 @@ def burst_forward(
     groups: tuple[ProcessGroup, ProcessGroup],
     layout: Layout,
     causal: bool,
-    blocks: Blocks,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
-    plan, found = tiles_by_steps(groups, layout, q, k, causal), Attended(q)
-    carry_through((k, v), groups, lambda steps, k, v: found.meet(plan[steps][0], k, v, blocks))
+    plan, found = tiles_by_steps(groups, layout, q, k, causal), OnlineSoftmax(q)
+    nested_ring_pass((k, v), groups, lambda steps, k, v: found.add_tiles(plan[steps][0], k, v, kernel))
     return found.result()
 
 
@@ -104,31 +104,31 @@ def burst_backward(
     groups: tuple[ProcessGroup, ProcessGroup],
     layout: Layout,
     causal: bool,
-    blocks: Blocks,
+    kernel: Kernel,
     *,
     sends: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
     plan = tiles_by_steps(groups, layout, q, k, causal)
-    own = [Summed(x) for x in (q, k, v)]
+    own = [GradSum(x) for x in (q, k, v)]
 
     def with_keys(steps: tuple[int, int], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        dk, dv = Summed(k), Summed(v)
-        meet_backward(plan[steps][0], dout, q, k, v, out, lse, own[0], dk, dv, blocks)
+        dk, dv = GradSum(k), GradSum(v)
+        add_tiles_backward(plan[steps][0], dout, q, k, v, out, lse, own[0], dk, dv, kernel)
         return dk.by_token, dv.by_token
 
     def with_queries(
         steps: tuple[int, int], q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor]:
-        dq = Summed(q)
-        meet_backward(plan[steps][1], dout, q, k, v, stand_in(dout, delta), lse, dq, *own[1:], blocks)
+        dq = GradSum(q)
+        add_tiles_backward(plan[steps][1], dout, q, k, v, stand_in(dout, delta), lse, dq, *own[1:], kernel)
         return (dq.by_token,)
 
     if sends == "keys":
-        dkv = carry_through((k, v), groups, with_keys)
+        dkv = nested_ring_pass((k, v), groups, with_keys)
         found = own[0].by_token, *dkv
     else:
-        dq = carry_through((q, dout, lse, row_sums(dout, out)), groups, with_queries)
+        dq = nested_ring_pass((q, dout, lse, row_sums(dout, out)), groups, with_queries)
         found = *dq, *(total.by_token for total in own[1:])
     return tuple(dx.to(q.dtype).transpose(1, 2) for dx in found)
 

@@ -25,8 +25,8 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward
 from minitrain.attention.dropout import DropMask
+from minitrain.attention.kernel import FUSED, GradSum, Kernel, OnlineSoftmax, add_tiles_backward
 from minitrain.attention.placed import placed
 from minitrain.context.layout import Documents, Layout, Tile, contiguous, last, positions_of, tiles
 from minitrain.context.ring import check_core
@@ -40,14 +40,14 @@ def gathered_attention(
     group: ProcessGroup,
     layout: Layout = contiguous,
     causal: bool = True,
-    blocks: Blocks = FUSED,
+    kernel: Kernel = FUSED,
     bias: Alibi | None = None,
     dropout: DropMask | float = 0.0,
     keep: bool = True,
 ) -> Tensor:
     """This rank's tokens of attention over all; a core for the model's attention. Fewer queries than keys are the last of each rank's."""
     check_core("gathered_attention", q, k, v, bias, dropout, fewer=True)
-    return _Gathered.apply(q, k, v, group, layout, causal, placed(blocks, bias, dropout), keep)
+    return _Gathered.apply(q, k, v, group, layout, causal, placed(kernel, bias, dropout), keep)
 
 
 class _Gathered(torch.autograd.Function):
@@ -60,24 +60,24 @@ class _Gathered(torch.autograd.Function):
         group: ProcessGroup,
         layout: Layout,
         causal: bool,
-        blocks: Blocks,
+        kernel: Kernel,
         keep: bool,
     ) -> Tensor:
         seen, order = seen_and_order(q, k, group, layout, causal)
-        everyones, found = gather(k, v, group, order), Attended(q)
-        found.meet(seen, *everyones, blocks)
+        everyones, found = gather(k, v, group, order), OnlineSoftmax(q)
+        found.add_tiles(seen, *everyones, kernel)
         out, lse = found.result()
         ctx.save_for_backward(q, *(everyones if keep else (k, v)), out, lse)
-        ctx.way = group, seen, order, blocks, keep
+        ctx.way = group, seen, order, kernel, keep
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor):
-        (q, k, v, out, lse), (group, seen, order, blocks, keep) = ctx.saved_tensors, ctx.way
+        (q, k, v, out, lse), (group, seen, order, kernel, keep) = ctx.saved_tensors, ctx.way
         k, v = (k, v) if keep else gather(k, v, group, order)
-        dq, dk, dv = Summed(q), Summed(k), Summed(v)
-        meet_backward(seen, dout, q, k, v, out, lse, dq, dk, dv, blocks)
+        dq, dk, dv = GradSum(q), GradSum(k), GradSum(v)
+        add_tiles_backward(seen, dout, q, k, v, out, lse, dq, dk, dv, kernel)
         return dq.total.to(q.dtype), *scatter(dk, dv, group, order, k.dtype), *[None] * 5
 
 
@@ -115,7 +115,7 @@ def gather(k: Tensor, v: Tensor, group: ProcessGroup, order: Tensor | None) -> t
 
 
 def scatter(
-    dk: Summed, dv: Summed, group: ProcessGroup, order: Tensor | None, dtype: torch.dtype
+    dk: GradSum, dv: GradSum, group: ProcessGroup, order: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """This rank's tokens of the sums over ranks, `[B, H_kv, T/n, K]`."""
     both = torch.cat((dk.by_token, dv.by_token), -1).to(dtype)

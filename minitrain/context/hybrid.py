@@ -47,11 +47,11 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, recomputed
 from minitrain.attention.dropout import DropMask
+from minitrain.attention.kernel import FUSED, GradSum, Kernel, OnlineSoftmax, add_tiles_backward, recomputed
 from minitrain.attention.placed import placed
 from minitrain.context.layout import Layout, Tile, contiguous, last, part, tiles, zigzag
-from minitrain.context.ring import carry_through, check_core, ring_attention
+from minitrain.context.ring import check_core, nested_ring_pass, ring_attention
 from minitrain.context.sliced import sliced
 from minitrain.context.ulysses import ulysses_attention
 
@@ -66,7 +66,7 @@ def usp_attention(
     layout: Layout = zigzag,
     slices: Sequence[int] = (),
     causal: bool = True,
-    blocks: Blocks = FUSED,
+    kernel: Kernel = FUSED,
     bias: Alibi | None = None,
     dropout: DropMask | float = 0.0,
 ) -> Tensor:
@@ -77,8 +77,8 @@ def usp_attention(
     layout(
         ring.rank(), ring.size(), k.size(2) * ulysses.size() * ring.size()
     )  # refused here, before the all-to-all
-    placed(blocks, bias, dropout)  # and this
-    core = partial(ring_attention, group=ring, layout=layout, causal=causal, blocks=blocks)
+    placed(kernel, bias, dropout)  # and this
+    core = partial(ring_attention, group=ring, layout=layout, causal=causal, kernel=kernel)
     return ulysses_attention(q, k, v, group=ulysses, core=core, layout=through, bias=bias, dropout=dropout)
 
 
@@ -93,7 +93,7 @@ def loongtrain_attention(
     layout: Layout = zigzag,
     slices: Sequence[int] = (),
     causal: bool = True,
-    blocks: Blocks = FUSED,
+    kernel: Kernel = FUSED,
     bias: Alibi | None = None,
     dropout: DropMask | float = 0.0,
 ) -> Tensor:
@@ -102,9 +102,9 @@ def loongtrain_attention(
     ranks = outer.size() * inner.size()
     layout, through = in_slices(layout, slices, ranks)
     layout(number_in((outer, inner), (0, 0)), ranks, k.size(2) * ulysses.size() * ranks)
-    placed(blocks, bias, dropout)
+    placed(kernel, bias, dropout)
     core = partial(
-        double_ring_attention, outer=outer, inner=inner, layout=layout, causal=causal, blocks=blocks
+        double_ring_attention, outer=outer, inner=inner, layout=layout, causal=causal, kernel=kernel
     )
     return ulysses_attention(q, k, v, group=ulysses, core=core, layout=through, bias=bias, dropout=dropout)
 
@@ -149,7 +149,7 @@ def double_ring_attention(
     inner: ProcessGroup,
     layout: Layout = zigzag,
     causal: bool = True,
-    blocks: Blocks = FUSED,
+    kernel: Kernel = FUSED,
     bias: Alibi | None = None,
     dropout: DropMask | float = 0.0,
 ) -> Tensor:
@@ -158,7 +158,7 @@ def double_ring_attention(
     check_crossing(outer=outer, inner=inner)
     seen((outer, inner), (0, 0), layout, q, k, causal)  # refused here, before anything is sent
     return recomputed(
-        rings_forward, rings_backward, q, k, v, (outer, inner), layout, causal, placed(blocks, bias, dropout)
+        rings_forward, rings_backward, q, k, v, (outer, inner), layout, causal, placed(kernel, bias, dropout)
     )
 
 
@@ -169,12 +169,14 @@ def rings_forward(
     rings: Sequence[ProcessGroup],
     layout: Layout,
     causal: bool,
-    blocks: Blocks,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`. The first ring is the outermost."""
-    found = Attended(q)
-    carry_through(
-        (k, v), rings, lambda steps, k, v: found.meet(seen(rings, steps, layout, q, k, causal), k, v, blocks)
+    found = OnlineSoftmax(q)
+    nested_ring_pass(
+        (k, v),
+        rings,
+        lambda steps, k, v: found.add_tiles(seen(rings, steps, layout, q, k, causal), k, v, kernel),
     )
     return found.result()
 
@@ -189,17 +191,19 @@ def rings_backward(
     rings: Sequence[ProcessGroup],
     layout: Layout,
     causal: bool,
-    blocks: Blocks,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
-    dq = Summed(q)
+    dq = GradSum(q)
 
     def visit(steps: tuple[int, ...], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        dk, dv = Summed(k), Summed(v)
-        meet_backward(seen(rings, steps, layout, q, k, causal), dout, q, k, v, out, lse, dq, dk, dv, blocks)
+        dk, dv = GradSum(k), GradSum(v)
+        add_tiles_backward(
+            seen(rings, steps, layout, q, k, causal), dout, q, k, v, out, lse, dq, dk, dv, kernel
+        )
         return dk.by_token, dv.by_token
 
-    dk, dv = carry_through((k, v), rings, visit)
+    dk, dv = nested_ring_pass((k, v), rings, visit)
     return dq.total.to(q.dtype), *(dx.to(k.dtype).transpose(1, 2) for dx in (dk, dv))
 
 

@@ -7,7 +7,7 @@ K and V of a block travel side by side, of the few heads that there are (GQA), a
 Backward goes round again: P is computed anew from the final lse, dQ stays, and dK, dV of a block travel one step behind it, gathering
 every rank's share until they are home; the owner's own share never leaves. That last hop home is the one nothing hides.
 
-`flat_ring` is the idea in 30 lines. `carry` is this ring for any tensors and any work, `carry_through` rings within rings (burst.py, hybrid.py). `layout` (layout.py) says
+`flat_ring` is the idea in 30 lines. `ring_pass` is this ring for any tensors and any work, `nested_ring_pass` rings within rings (burst.py, hybrid.py). `layout` (layout.py) says
 which tokens a rank holds. Under a causal mask contiguous runs leave the first rank idle in all steps but one; zig-zag halves and
 stripes give all ranks the same work in every step (work.py counts it).
 
@@ -18,7 +18,7 @@ is 1.0K tokens for an A100's NVLink and 25K for 100 Gb/s InfiniBand; with an eig
 
 Sums are made in at least float32 (O, lse, dQ, and the shares of dK, dV), and a travelling sum is rounded to k's dtype for each hop.
 Memory beside q, k, v, O, lse: two blocks of K, V (what is here and what arrives); in backward also the gradients of the block before on
-their way out, of this one's on their way in, and of the block at home; in both what `blocks` needs for one tile. None of it grows
+their way out, of this one's on their way in, and of the block at home; in both what `kernel` needs for one tile. None of it grows
 with n: nine tensors of q's size forward, 19 in backward, for H_kv = H in float32.
 Raises ValueError in one line, before any rank waits, for shapes that do not fit each other, ALiBi and dropout that say nothing of other
 ranks' keys (placed.py), and for what the layout refuses.
@@ -37,17 +37,17 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import (
+from minitrain.attention.dropout import DropMask
+from minitrain.attention.kernel import (
     FUSED,
-    Attended,
-    Blocks,
-    Summed,
-    meet_backward,
+    GradSum,
+    Kernel,
+    OnlineSoftmax,
+    add_tiles_backward,
+    empty_result,
     merge,
-    nothing_yet,
     recomputed,
 )
-from minitrain.attention.dropout import DropMask
 from minitrain.attention.placed import check_places, placed
 from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
 
@@ -57,7 +57,7 @@ from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
 def flat_ring(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     """out and lse, as `ring_forward` finds them. Each rank's block of keys comes by once; later ones are hidden from these queries."""
     rank, ranks = group.rank(), group.size()
-    out, lse = nothing_yet(q)
+    out, lse = empty_result(q)
     for step in range(ranks):
         arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
         owner = (rank - step) % ranks
@@ -94,7 +94,7 @@ def ring_attention(
     group: ProcessGroup,
     layout: Layout = contiguous,
     causal: bool = True,
-    blocks: Blocks = FUSED,
+    kernel: Kernel = FUSED,
     bias: Alibi | None = None,
     dropout: DropMask | float = 0.0,
 ) -> Tensor:
@@ -102,16 +102,16 @@ def ring_attention(
     Fewer queries than keys are the last of each rank's (sliced.py)."""
     check_core("ring_attention", q, k, v, bias, dropout, fewer=True)
     return recomputed(
-        ring_forward, ring_backward, q, k, v, group, layout, causal, placed(blocks, bias, dropout)
+        ring_forward, ring_backward, q, k, v, group, layout, causal, placed(kernel, bias, dropout)
     )
 
 
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool, blocks: Blocks
+    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, layout: Layout, causal: bool, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
-    plan, found = tiles_by_step(group, layout, q, k, causal), Attended(q)
-    carry((k, v), group, lambda step, k, v: found.meet(plan[step], k, v, blocks))
+    plan, found = tiles_by_step(group, layout, q, k, causal), OnlineSoftmax(q)
+    ring_pass((k, v), group, lambda step, k, v: found.add_tiles(plan[step], k, v, kernel))
     return found.result()
 
 
@@ -125,17 +125,17 @@ def ring_backward(
     group: ProcessGroup,
     layout: Layout,
     causal: bool,
-    blocks: Blocks,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
-    plan, dq = tiles_by_step(group, layout, q, k, causal), Summed(q)
+    plan, dq = tiles_by_step(group, layout, q, k, causal), GradSum(q)
 
     def visit(step: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        dk, dv = Summed(k), Summed(v)
-        meet_backward(plan[step], dout, q, k, v, out, lse, dq, dk, dv, blocks)
+        dk, dv = GradSum(k), GradSum(v)
+        add_tiles_backward(plan[step], dout, q, k, v, out, lse, dq, dk, dv, kernel)
         return dk.by_token, dv.by_token
 
-    dk, dv = carry((k, v), group, visit)
+    dk, dv = ring_pass((k, v), group, visit)
     return dq.total.to(q.dtype), *(dx.to(k.dtype).transpose(1, 2) for dx in (dk, dv))
 
 
@@ -151,7 +151,7 @@ def tiles_by_step(
 # ---- the ring --------------------------------------------------------------------------------------------------------
 
 
-def carry(
+def ring_pass(
     x: tuple[Tensor, ...], group: ProcessGroup, visit: Callable[..., tuple[Tensor, ...] | None]
 ) -> tuple[Tensor, ...] | None:
     """visit(step, *x of rank - step), step = 0..n-1, while the next x arrives.
@@ -176,17 +176,17 @@ def carry(
     return home if travelling is None else added(home, collectives.rotate(travelling, group))
 
 
-def carry_through(
+def nested_ring_pass(
     x: tuple[Tensor, ...],
     rings: Sequence[ProcessGroup],
     visit: Callable[..., tuple[Tensor, ...] | None],
     steps: tuple[int, ...] = (),
 ) -> tuple[Tensor, ...] | None:
-    """`carry` in rings within rings, the first outermost: visit(the steps x has come in each ring, *x). The next x of an outer ring
+    """`ring_pass` in rings within rings, the first outermost: visit(the steps x has come in each ring, *x). The next x of an outer ring
     arrives behind all that is inside."""
     if not rings:
         return visit(steps, *x)
-    return carry(x, rings[0], lambda step, *x: carry_through(x, rings[1:], visit, (*steps, step)))
+    return ring_pass(x, rings[0], lambda step, *x: nested_ring_pass(x, rings[1:], visit, (*steps, step)))
 
 
 def added(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Sequence[Tensor]:

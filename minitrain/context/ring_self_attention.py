@@ -12,7 +12,7 @@ and backward, which keeps P, in four passes: V and K once more, and the sums of 
 
 No rank ever holds all keys, but each holds all its scores: P is B·H·T²/n elements, kept for backward, with dP as many again there. A
 sequence twice as long on twice the ranks needs twice the memory a rank. ring.py has the same traffic without the scores: what was
-missing was the softmax of a part of a row (blocks.py). A causal mask hides scores here and saves no work.
+missing was the softmax of a part of a row (kernel.py). A causal mask hides scores here and saves no work.
 
 q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]` -> `[B, H, T/n, K]`. Raises ValueError in one line as ring.py does.
 Li et al. 2021 (Sequence Parallelism), arXiv:2105.13120, section 3.2 and figures 2 and 3. Differs: any layout, causal too, fewer K/V
@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import spread, together
 from minitrain.attention.dropout import DropMask
+from minitrain.attention.kernel import repeat_kv, sum_kv_copies
 from minitrain.context.layout import Layout, Tile, contiguous, last
-from minitrain.context.ring import carry, check_core
+from minitrain.context.ring import check_core, ring_pass
 
 
 def ring_self_attention(
@@ -68,20 +68,20 @@ def rows_forward(
     columns, out = scores.chunk(group.size(), -1), v.new_zeros(*q.shape[:-1], v.size(-1), dtype=scores.dtype)
 
     def score(step: int, k: Tensor) -> None:
-        k, _ = spread(q, k, k)
+        k, _ = repeat_kv(q, k, k)
         here = columns[owner(group, step)].copy_(q @ k.transpose(-2, -1)).div_(math.sqrt(q.size(-1)))
         if bias:
             here.add_(bias.between(*block(here, group, layout, step).positions(here.device)))
 
     def average(step: int, v: Tensor) -> None:
-        v, _ = spread(q, v, v)
+        v, _ = repeat_kv(q, v, v)
         out.add_(dropped(p.chunk(group.size(), -1)[owner(group, step)], dropout, group, layout, step) @ v)
 
-    carry((k,), group, score)
+    ring_pass((k,), group, score)
     if causal:
         scores.masked_fill_(hidden, -math.inf)
     p = scores.sub_(scores.logsumexp(-1, keepdim=True)).exp_().to(q.dtype)
-    carry((v,), group, average)
+    ring_pass((v,), group, average)
     return out.to(q.dtype), p
 
 
@@ -100,26 +100,26 @@ def rows_backward(
     dq, ps, parts = torch.zeros_like(q, dtype=ds.dtype), p.chunk(group.size(), -1), ds.chunk(group.size(), -1)
 
     def through_values(step: int, v: Tensor) -> tuple[Tensor]:
-        v, _ = spread(q, v, v)
+        v, _ = repeat_kv(q, v, v)
         parts[owner(group, step)].copy_(dropped(dout @ v.transpose(-2, -1), dropout, group, layout, step))
         return (
-            together(
+            sum_kv_copies(
                 dropped(ps[owner(group, step)], dropout, group, layout, step).transpose(-2, -1) @ dout,
                 kv_heads,
             ).to(ds.dtype),
         )
 
     def through_scores(step: int, k: Tensor) -> tuple[Tensor]:
-        k, _ = spread(q, k, k)
+        k, _ = repeat_kv(q, k, k)
         part = parts[owner(group, step)].to(q.dtype)
         dq.add_(part @ k)
-        return (together(part.transpose(-2, -1) @ q, kv_heads).to(ds.dtype),)
+        return (sum_kv_copies(part.transpose(-2, -1) @ q, kv_heads).to(ds.dtype),)
 
-    (dv,) = carry((v,), group, through_values)
+    (dv,) = ring_pass((v,), group, through_values)
     ds.sub_(torch.einsum("...ij,...ij->...i", ds, p.to(ds.dtype)).unsqueeze(-1)).mul_(p).div_(
         math.sqrt(q.size(-1))
     )
-    (dk,) = carry((k,), group, through_scores)
+    (dk,) = ring_pass((k,), group, through_scores)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

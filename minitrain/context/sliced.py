@@ -23,8 +23,8 @@ from itertools import accumulate
 from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, recomputed
 from minitrain.attention.dropout import DropMask
+from minitrain.attention.kernel import FUSED, GradSum, Kernel, OnlineSoftmax, add_tiles_backward, recomputed
 from minitrain.attention.placed import check_places, placed
 from minitrain.context.layout import Layout, Tile, tiles
 from minitrain.context.names import even_slices
@@ -65,7 +65,7 @@ def last_attention(
     k: Tensor,
     v: Tensor,
     *,
-    blocks: Blocks = FUSED,
+    kernel: Kernel = FUSED,
     bias: Alibi | None = None,
     dropout: DropMask | float = 0.0,
 ) -> Tensor:
@@ -79,19 +79,19 @@ def last_attention(
     before, length = k.size(-2) - q.size(-2), k.size(-2)
     keys = [range(before), range(before, length)] if before else [range(length)]
     return recomputed(
-        _forward, _backward, q, k, v, tiles(keys[-1:], keys, causal=True), placed(blocks, bias, dropout)
+        _forward, _backward, q, k, v, tiles(keys[-1:], keys, causal=True), placed(kernel, bias, dropout)
     )
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, seen: list[Tile], blocks: Blocks) -> tuple[Tensor, Tensor]:
-    found = Attended(q)
-    found.meet(seen, k, v, blocks)
+def _forward(q: Tensor, k: Tensor, v: Tensor, seen: list[Tile], kernel: Kernel) -> tuple[Tensor, Tensor]:
+    found = OnlineSoftmax(q)
+    found.add_tiles(seen, k, v, kernel)
     return found.result()
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: list[Tile], blocks: Blocks
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: list[Tile], kernel: Kernel
 ) -> tuple[Tensor, ...]:
-    dq, dk, dv = sums = [Summed(x) for x in (q, k, v)]
-    meet_backward(seen, dout, q, k, v, out, lse, dq, dk, dv, blocks)
+    dq, dk, dv = sums = [GradSum(x) for x in (q, k, v)]
+    add_tiles_backward(seen, dout, q, k, v, out, lse, dq, dk, dv, kernel)
     return tuple(dx.total.to(q.dtype) for dx in sums)

@@ -6,7 +6,7 @@
 Backward of flash attention computes the scores from Q, K, lse anyway. A checkpoint around the whole layer therefore computes them three
 times, and with long sequences attention is most of the layer; under context parallelism it would also send K and V round once more.
 
-    core = Sparing(partial(ring_forward, ...), partial(ring_backward, ...))           how attention is computed: blocks.py, ring.py, ...
+    core = Sparing(partial(ring_forward, ...), partial(ring_backward, ...))           how attention is computed: kernel.py, ring.py, ...
     y = torch.utils.checkpoint.checkpoint(layer, x, positions, use_reentrant=False, context_fn=core.contexts)
 
 saves, of the 4/3 of a step's FLOPs that recomputation costs, the part that is attention's. Memory: B·T/n·D and the lse more than a
@@ -27,8 +27,8 @@ from functools import partial
 from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, recomputed
 from minitrain.attention.dropout import DropMask
+from minitrain.attention.kernel import FUSED, recomputed
 from minitrain.attention.placed import placed
 from minitrain.context.ring import check_core
 
@@ -46,7 +46,7 @@ class Sparing:
         self, q: Tensor, k: Tensor, v: Tensor, *, bias: Alibi | None = None, dropout: DropMask | float = 0.0
     ) -> Tensor:
         check_core("Sparing", q, k, v, bias, dropout)
-        settings = {} if bias is None and not dropout else {"blocks": placed(FUSED, bias, dropout)}
+        settings = {} if bias is None and not dropout else {"kernel": placed(FUSED, bias, dropout)}
         return recomputed(partial(self.attend, **settings), partial(self.backward, **settings), q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **settings) -> tuple[Tensor, Tensor]:

@@ -37,8 +37,16 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.blocks import FUSED, Attended, Blocks, Summed, meet_backward, recomputed, widened
 from minitrain.attention.dropout import DropMask
+from minitrain.attention.kernel import (
+    FUSED,
+    GradSum,
+    Kernel,
+    OnlineSoftmax,
+    add_tiles_backward,
+    recomputed,
+    widened,
+)
 from minitrain.attention.placed import placed
 from minitrain.context.hybrid import check_crossing
 from minitrain.context.layout import Layout, Tile, tiles, zigzag
@@ -56,7 +64,7 @@ def wallfacer_attention(
     ring: ProcessGroup,
     layout: Layout = zigzag,
     causal: bool = True,
-    blocks: Blocks = FUSED,
+    kernel: Kernel = FUSED,
     bias: Alibi | None = None,
     dropout: DropMask | float = 0.0,
 ) -> Tensor:
@@ -83,7 +91,7 @@ def wallfacer_attention(
         team,
         ring,
         plan,
-        placed(blocks, bias, dropout),
+        placed(kernel, bias, dropout),
     )
     return out if v.size(-1) == q.size(-1) else out[..., : v.size(-1)]
 
@@ -95,16 +103,16 @@ def wallfacer_forward(
     team: ProcessGroup,
     ring: ProcessGroup,
     plan: list[list[Tile]],
-    blocks: Blocks,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/P, K]` in q's dtype, and lse `[B, H, T/P]`."""
     q, k, v = gathered((q, k, v), team)  # [B, ·, C·T/P, K]
-    found = Attended(q)
+    found = OnlineSoftmax(q)
     kv = collectives.rotate((k, v), ring, shift=skipped(team, plan))
     for step, seen in enumerate(plan):
         last = step == len(plan) - 1
         arriving = None if last else collectives.rotate(kv, ring, async_op=True)
-        found.meet(seen, *kv, blocks)
+        found.add_tiles(seen, *kv, kernel)
         kv = kv if last else arriving.wait()
     out, lse = merged_scatter(*found.exact(), team)
     return out.to(q.dtype), lse
@@ -120,12 +128,12 @@ def wallfacer_backward(
     team: ProcessGroup,
     ring: ProcessGroup,
     plan: list[list[Tile]],
-    blocks: Blocks,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv of this rank's tokens."""
     q, k, v, dout, out = gathered((q, k, v, dout, out), team)
     lse = collectives.all_gather(lse, team, TIME)
-    dq = Summed(q)
+    dq = GradSum(q)
     skip = skipped(team, plan)
     kv = collectives.rotate((k, v), ring, shift=skip)
     travelling = None
@@ -135,8 +143,8 @@ def wallfacer_backward(
         shares = (
             None if step == 0 else collectives.rotate(travelling, ring, async_op=True)
         )  # gradients of the block that is here
-        dk, dv = Summed(k), Summed(v)
-        meet_backward(seen, dout, q, *kv, out, lse, dq, dk, dv, blocks)
+        dk, dv = GradSum(k), GradSum(v)
+        add_tiles_backward(seen, dout, q, *kv, out, lse, dq, dk, dv, kernel)
         travelling = tuple(
             share.to(k.dtype)
             for share in added((dk.by_token, dv.by_token), () if shares is None else shares.wait())

@@ -2,5 +2,5 @@
 
 First  step                forward, backward, sum, clip, update, with one seam; gradient accumulation
        optim               AdamW over whatever it is given, one norm over parameters cut in any way, the schedule of the rate
-beside recipe, flags       the numbers of a run as plain values, and as flags of a command
+beside hyperparameters, flags the numbers of a run as plain values, and as flags of a command
 """

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from minitrain.attention import flash, lazy
-from minitrain.attention.blocks import merge, nothing_yet
 from minitrain.attention.blockwise import blockwise_block, blockwise_layer
 from minitrain.attention.flash import flash_1, flash_2, flash_2_forward, flash_attention
+from minitrain.attention.kernel import empty_result, merge
 from minitrain.attention.lazy import lazy_attention
 from minitrain.attention.pipelined import (
     elapsed,
@@ -163,7 +163,7 @@ def test_lazy_backward_holds_the_summaries_of_one_chunk_of_queries():
 @pytest.mark.parametrize("version", [flash_1, flash_2])
 @pytest.mark.parametrize("fast_elements", [1, 48, 10_000])
 def test_tiles_equal_naive(version, fast_elements):
-    equal(partial(flash_attention, blocks=version(fast_elements)))
+    equal(partial(flash_attention, kernel=version(fast_elements)))
 
 
 def test_the_fused_kernel_is_the_same_core():
@@ -182,19 +182,19 @@ def test_without_rescaling_the_result_is_wrong(monkeypatch):
         return summed + (1 - (state[2] - row_max).exp()) * state[0], row_sum, row_max
 
     size = (13, 2, 2, 4)
-    assert difference(partial(flash_attention, blocks=flash_1(48, Forgetful())), size, True) > 1e-3
-    assert difference(partial(flash_attention, blocks=flash_2(48)), size, True) < 1e-12
+    assert difference(partial(flash_attention, kernel=flash_1(48, Forgetful())), size, True) > 1e-3
+    assert difference(partial(flash_attention, kernel=flash_2(48)), size, True) < 1e-12
     monkeypatch.setattr(flash, "see", forgetful)
-    assert difference(partial(flash_attention, blocks=flash_2(48)), size, True) > 1e-3
+    assert difference(partial(flash_attention, kernel=flash_2(48)), size, True) > 1e-3
 
 
 @pytest.mark.parametrize("version", [flash_1, flash_2])
 def test_queries_may_be_the_last_of_a_longer_text(version):
     q, k, v = inputs(13)
-    last = flash_attention(q[..., 8:, :], k, v, blocks=version(48))
+    last = flash_attention(q[..., 8:, :], k, v, kernel=version(48))
     torch.testing.assert_close(last, naive_attention(q, k, v)[..., 8:, :], rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="first ones see nothing"):
-        flash_attention(q, k[..., :5, :], v[..., :5, :], blocks=version(48))
+        flash_attention(q, k[..., :5, :], v[..., :5, :], kernel=version(48))
 
 
 def test_flash_attention_2():
@@ -219,7 +219,7 @@ def test_flash_attention_2():
 def test_extra_memory_is_flat(version):
     """Beside inputs, results and numbers per row (l, m, D) a tile is all there is: naive grows with N²."""
     core, number = (
-        partial(flash_attention, blocks=version(1024)),
+        partial(flash_attention, kernel=version(1024)),
         4 * 2 * (256 - 128),
     )  # of a row: heads · bytes · rows
     for backward in (False, True):
@@ -232,14 +232,14 @@ def test_extra_memory_is_flat(version):
 def test_tiles_are_blocks_that_merge(version):
     """Halves of the keys, each by tiles: merged they are the whole, and backward needs only the whole's O and lse."""
     q, k, v = (x.detach() for x in inputs(13, 4, 2))
-    blocks, halves = version(48), (slice(0, 6), slice(6, 13))
-    whole, whole_lse = blocks.forward(q, k, v, False)
-    out, lse = nothing_yet(q)
+    kernel, halves = version(48), (slice(0, 6), slice(6, 13))
+    whole, whole_lse = kernel.forward(q, k, v, False)
+    out, lse = empty_result(q)
     for keys in halves:
-        merge(out, lse, *blocks.forward(q, k[..., keys, :], v[..., keys, :], False))
+        merge(out, lse, *kernel.forward(q, k[..., keys, :], v[..., keys, :], False))
     torch.testing.assert_close((out, lse), (whole, whole_lse), rtol=0, atol=1e-13)
-    dq, dk, dv = blocks.backward(out, q, k, v, whole, whole_lse, False)
-    parts = [blocks.backward(out, q, k[..., keys, :], v[..., keys, :], out, lse, False) for keys in halves]
+    dq, dk, dv = kernel.backward(out, q, k, v, whole, whole_lse, False)
+    parts = [kernel.backward(out, q, k[..., keys, :], v[..., keys, :], out, lse, False) for keys in halves]
     torch.testing.assert_close(sum(part[0] for part in parts), dq, rtol=0, atol=1e-12)
     for i, whole in ((1, dk), (2, dv)):
         torch.testing.assert_close(torch.cat([part[i] for part in parts], dim=-2), whole, rtol=0, atol=1e-12)
@@ -248,7 +248,7 @@ def test_tiles_are_blocks_that_merge(version):
 def test_saved_is_one_number_a_row():
     q, k, v = inputs(40, 4, 2)
     assert (
-        saved_by(partial(flash_attention, blocks=flash_2(48)), q, k, v).bytes
+        saved_by(partial(flash_attention, kernel=flash_2(48)), q, k, v).bytes
         == 2 * q.nbytes + k.nbytes + v.nbytes + q.nbytes // 4
     )
 
@@ -259,15 +259,15 @@ def test_a_core_of_the_model():
     expected = GPT(config, attention=naive_attention, dtype=torch.float64)(tokens)
     for core in (
         lazy_attention,
-        partial(flash_attention, blocks=flash_1(256)),
-        partial(flash_attention, blocks=flash_2(256)),
+        partial(flash_attention, kernel=flash_1(256)),
+        partial(flash_attention, kernel=flash_2(256)),
     ):
         torch.testing.assert_close(
             GPT(config, attention=core, dtype=torch.float64)(tokens), expected, rtol=0, atol=1e-12
         )
 
 
-@pytest.mark.parametrize("core", [lazy_attention, partial(flash_attention, blocks=flash_2(64))])
+@pytest.mark.parametrize("core", [lazy_attention, partial(flash_attention, kernel=flash_2(64))])
 def test_keys_and_values_may_differ_in_width(core):
     q, k, _ = inputs(9, width=6)
     v = inputs(9, width=4)[2]
@@ -277,11 +277,11 @@ def test_keys_and_values_may_differ_in_width(core):
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        (lambda q, k, v: flash_attention(q, k, v, blocks=flash_1(0)), "fast memory of 0"),
+        (lambda q, k, v: flash_attention(q, k, v, kernel=flash_1(0)), "fast memory of 0"),
         (lambda q, k, v: lazy_attention(q, k, v, query_chunk=2, key_chunk=-1), "tiles of -1 tokens"),
         (lambda q, k, v: lazy_attention(q, k, v, query_chunk=0), "tiles of 0 tokens"),
         (lambda q, k, v: lazy_attention(q, k, v, key_chunk=0), "tiles of 0 tokens"),
-        (lambda q, k, v: flash_attention(q[:, :1], k, v, blocks=flash_2()), "not a multiple"),
+        (lambda q, k, v: flash_attention(q[:, :1], k, v, kernel=flash_2()), "not a multiple"),
         (lambda q, k, v: lazy_attention(q, k[..., :2, :], v[..., :2, :]), "first ones see nothing"),
     ],
 )
@@ -329,7 +329,7 @@ def test_bpt():
     """The widest kept tensor in bytes of 2: 8bsh with attention by tiles alone, 2bsh blockwise; and what the peak makes of it."""
     batch, tokens, width = 1, 256, 32
     bsh = batch * tokens * width
-    tiled = partial(flash_attention, blocks=flash_2(1024))
+    tiled = partial(flash_attention, kernel=flash_2(1024))
     config = GPTConfig(num_layers=1, d_model=width, num_heads=4, activation="gelu")
     block = Block(config, "layers.1", attention=tiled, dtype=torch.bfloat16)
     for param in block.parameters():

@@ -34,7 +34,7 @@ def document_mask(offsets):
 
 
 @pytest.mark.parametrize(
-    "core", [flash_attention, partial(flash_attention, blocks=flash_2(48)), lazy_attention]
+    "core", [flash_attention, partial(flash_attention, kernel=flash_2(48)), lazy_attention]
 )
 def test_varlen_attention(core):
     """A block-diagonal mask and each sequence alone give the same; nothing flows back from one to another."""

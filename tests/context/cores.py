@@ -3,9 +3,9 @@
 from functools import partial
 
 from minitrain import collectives
-from minitrain.attention.blocks import FUSED, PLAIN
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.flash import flash_attention
+from minitrain.attention.kernel import FUSED, PLAIN
 from minitrain.context.balanced import balanced_attention, unbalanced
 from minitrain.context.burst import burst_attention
 from minitrain.context.gathered import gathered_attention
@@ -49,10 +49,10 @@ def in_one_axis(group):
             layout,
         )
     found["Ulysses, torch's"] = partial(ulysses_attention, group=group, core=causal_attention), contiguous
-    found["ring of PLAIN"] = partial(ring_attention, group=group, blocks=PLAIN), contiguous
+    found["ring of PLAIN"] = partial(ring_attention, group=group, kernel=PLAIN), contiguous
     found["balanced"] = partial(balanced_attention, group=group), contiguous
     found["unbalanced"] = partial(balanced_attention, group=group, schedule=unbalanced), contiguous
-    way = dict(group=group, layout=zigzag, causal=True, blocks=FUSED)
+    way = dict(group=group, layout=zigzag, causal=True, kernel=FUSED)
     found["sparing"] = Sparing(partial(ring_forward, **way), partial(ring_backward, **way)), zigzag
     return found
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from minitrain import collectives, launch
-from minitrain.attention.blocks import FUSED, PLAIN
+from minitrain.attention.kernel import FUSED, PLAIN
 from minitrain.context.balanced import balanced_attention
 from minitrain.context.hybrid import double_ring_attention
 from minitrain.context.layout import contiguous, each_document, split, striped, tiles, zigzag
@@ -118,7 +118,7 @@ def other_ways():
         ),
         "balanced": products(partial(balanced_attention, group=world)),
         "double ring": products(partial(double_ring_attention, **rings), zigzag),
-        "plain": products(partial(ring_attention, group=world, layout=zigzag, blocks=PLAIN), zigzag),
+        "plain": products(partial(ring_attention, group=world, layout=zigzag, kernel=PLAIN), zigzag),
     }
 
 
@@ -138,9 +138,9 @@ def test_other_ways_to_cut_attention_do_the_same_work():
 def test_one_block(causal):
     """The pure functions a reader calls by hand."""
     q, k, v = (torch.randn(B, H, T, K, dtype=torch.float64) for _ in range(3))
-    for blocks, scores in ((FUSED, T * (T + 1) // 2 if causal else T * T), (PLAIN, T * T)):
+    for kernel, scores in ((FUSED, T * (T + 1) // 2 if causal else T * T), (PLAIN, T * T)):
         with Ledger() as ledger:
-            out, lse = blocks.forward(q, k, v, causal)
+            out, lse = kernel.forward(q, k, v, causal)
             forward = ledger.flops
-            blocks.backward(out, q, k, v, out, lse, causal)
+            kernel.backward(out, q, k, v, out, lse, causal)
         assert (forward, ledger.flops - forward) == (FORWARD * scores, BACKWARD * scores)

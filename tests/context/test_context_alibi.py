@@ -8,8 +8,8 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.attention.alibi import Alibi, alibi_slopes
-from minitrain.attention.blocks import FUSED, PLAIN, fused_backward
 from minitrain.attention.flash import flash_1, flash_attention
+from minitrain.attention.kernel import FUSED, PLAIN, fused_backward
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
 from minitrain.context.hybrid import dealt, usp_attention
@@ -82,7 +82,7 @@ def test_one_device():
     """Cores of one device take the positions that came with the tokens: also later ones, and others in each row."""
     *qkv, _ = inputs(HEADS)
     expected = in_one_process(bias=BY_HAND)[0]
-    for core in (causal_attention, naive_attention, flash_attention, partial(flash_attention, blocks=PLAIN)):
+    for core in (causal_attention, naive_attention, flash_attention, partial(flash_attention, kernel=PLAIN)):
         for places in (torch.arange(T), torch.arange(T) + 1000):
             assert (core(*qkv, bias=Alibi(SLOPES, places)) - expected).abs().max() < TOLERANCE
     rows = torch.stack((torch.arange(T), 3 * torch.arange(T)))
@@ -238,7 +238,7 @@ def test_refusals_are_one_line_on_every_rank():
             "ulysses_attention: ALiBi has 8 slopes for 4 heads": call(
                 ulysses_attention, core=causal_attention, bias=Alibi(SLOPES, places)
             ),
-            "ALiBi needs blocks that make scores": call(blocks=flash_1(), bias=Alibi(SLOPES[:4], places)),
+            "ALiBi needs blocks that make scores": call(kernel=flash_1(), bias=Alibi(SLOPES[:4], places)),
             "packed_attention: ALiBi with positions [1, 8]": call(
                 packed_attention, cu_seqlens=[0, 8], bias=Alibi(SLOPES[:4], places[None])
             ),

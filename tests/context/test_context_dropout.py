@@ -10,9 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, launch
-from minitrain.attention.blocks import FUSED, plain_backward
 from minitrain.attention.dropout import GAMMA, DropMask, DropRows, Places, drop_scores, keep, mix
 from minitrain.attention.flash import flash_2, flash_attention
+from minitrain.attention.kernel import FUSED, plain_backward
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
 from minitrain.context.burst import burst_attention
@@ -222,7 +222,7 @@ def test_a_layer_that_is_computed_again_drops_the_same():
     def rank():
         group, results = collectives.world(), {}
         torch.manual_seed(50 + group.rank())
-        way = dict(group=group, layout=zigzag, causal=True, blocks=FUSED)
+        way = dict(group=group, layout=zigzag, causal=True, kernel=FUSED)
         spared = Sparing(partial(ring_forward, **way), partial(ring_backward, **way))
         *qkv, dout = (split(x, zigzag, group, 2) for x in inputs(HEADS))
         places = Places(3)
@@ -453,7 +453,7 @@ def test_refusals_are_one_line_on_every_rank():
 
         return run
 
-    tiled = dict(dropout=MASK, blocks=flash_2())
+    tiled = dict(dropout=MASK, kernel=flash_2())
     refused = {
         "ring_attention: dropout=0.1 is a rate without a seed, and each rank would draw its own mask; give a DropMask": call(
             ring_attention, "group", dropout=0.1
@@ -461,8 +461,8 @@ def test_refusals_are_one_line_on_every_rank():
         "ring_attention: dropout p=1.0; must be in [0, 1)": call(
             ring_attention, "group", dropout=DropMask(1.0, 0)
         ),
-        "dropout needs blocks that make scores": call(ring_attention, "group", **tiled),
-        "use FUSED or PLAIN of blocks.py": call(usp_attention, "ring", "ulysses", **tiled),
+        "dropout needs a kernel that makes scores": call(ring_attention, "group", **tiled),
+        "use FUSED or PLAIN of kernel.py": call(usp_attention, "ring", "ulysses", **tiled),
         "ulysses_attention: dropout=0.1": call(
             ulysses_attention, "group", dropout=0.1, core=causal_attention
         ),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitrain import launch
-from minitrain.attention.blocks import PLAIN
+from minitrain.attention.kernel import PLAIN
 from minitrain.collectives import all_reduce, world
 from minitrain.context import wallfacer
 from minitrain.context.hybrid import (

@@ -9,7 +9,7 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.attention.alibi import Alibi, alibi_slopes
-from minitrain.attention.blocks import PLAIN
+from minitrain.attention.kernel import PLAIN
 from minitrain.context.balanced import balanced_attention
 from minitrain.context.choices import core_of_slices, data_layout
 from minitrain.context.hybrid import dealt
@@ -175,7 +175,7 @@ def test_one_device():
             q, k, v = (x.clone().requires_grad_() for x in qkv)
             expected = naive_attention(q, k, v, **more)[..., -count:, :]
             theirs = torch.autograd.grad(expected, (q, k, v), dout[..., -count:, :])
-            for core in (last_attention, partial(last_attention, blocks=PLAIN), attend):
+            for core in (last_attention, partial(last_attention, kernel=PLAIN), attend):
                 out = core(q[..., -count:, :], k, v, **more)
                 assert (
                     furthest(

@@ -7,8 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from minitrain import collectives, launch
-from minitrain.attention import blocks
-from minitrain.attention.blocks import FUSED, PLAIN, merge, nothing_yet, row_sums, stand_in
+from minitrain.attention import kernel
+from minitrain.attention.kernel import FUSED, PLAIN, empty_result, merge, row_sums, stand_in
 from minitrain.attention.packed import packed_attention
 from minitrain.context.layout import contiguous, each_document, join, positions, split, striped, tiles, zigzag
 from minitrain.context.ring import flat_ring, flat_ring_backward, ring_attention, ring_backward, ring_forward
@@ -41,7 +41,7 @@ def everywhere(layouts, all_heads, kinds=(FUSED,)):
             expected = whole(heads, causal)
             for layout in layouts:
                 for kind in kinds:
-                    core = partial(ring_attention, group=group, layout=layout, causal=causal, blocks=kind)
+                    core = partial(ring_attention, group=group, layout=layout, causal=causal, kernel=kind)
                     found, sent[heads] = over(core, group, layout, heads)
                     apart[heads, causal, layout.__name__, kind is PLAIN] = furthest(found, expected)
     return apart, sent
@@ -153,7 +153,7 @@ class Kept:
 
 def broken_run(part, group):
     """How far out, dq, dk, dv are from the truth when one call among many does nothing."""
-    true = dict(rotate=collectives.rotate, merge=blocks.merge)
+    true = dict(rotate=collectives.rotate, merge=kernel.merge)
     count = [0]
 
     def skips(which, name, instead):
@@ -168,9 +168,9 @@ def broken_run(part, group):
     elif part == "home":  # 3 hops forward, 3 + 2 backward, and the last one
         collectives.rotate = skips(9, "rotate", lambda x, group: x)
     else:
-        blocks.merge = skips(2, "merge", lambda *args: None)
+        kernel.merge = skips(2, "merge", lambda *args: None)
     found, _ = over(partial(ring_attention, group=group, causal=False), group)
-    collectives.rotate, blocks.merge = true["rotate"], true["merge"]
+    collectives.rotate, kernel.merge = true["rotate"], true["merge"]
     return [(a - b).abs().max().item() for a, b in zip(found, whole(causal=False))]
 
 
@@ -201,12 +201,12 @@ def test_bfloat16_is_summed_in_float32():
 def test_blocks_in_any_order_with_any_masks():
     """Nothing merged with nothing is nothing; D alone gives the gradients that O gives, for tiny and for no dO too."""
     q, k, v, dout = inputs(MHA, 8)
-    out, lse = nothing_yet(q)
-    merge(out, lse, *nothing_yet(q))
+    out, lse = empty_result(q)
+    merge(out, lse, *empty_result(q))
     assert (out == 0).all() and (lse == -torch.inf).all()
     for tile in reversed([slice(0, 3), slice(3, 4), slice(4, 8)]):
         merge(out, lse, *PLAIN.forward(q, k[..., tile, :], v[..., tile, :], False))
-        merge(out, lse, *nothing_yet(q))
+        merge(out, lse, *empty_result(q))
     assert furthest([out], whole(MHA, False, 8)[:1]) < TOLERANCE
     dout[..., 0, :], dout[..., 1, :] = 0, dout[..., 1, :] * 1e-200
     for kind in (PLAIN, FUSED):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from minitrain import collectives, launch
-from minitrain.attention.blocks import FUSED, PLAIN
+from minitrain.attention.kernel import FUSED, PLAIN
 from minitrain.context import balanced as balanced_module
 from minitrain.context.balanced import (
     Work,
@@ -154,7 +154,7 @@ def test_balanced_equals_full_attention_and_sends_what_it_says(ranks):
             (GQA, unbalanced, FUSED),
         ):
             ours, sent = over(
-                partial(balanced_attention, group=group, schedule=schedule, blocks=blocks),
+                partial(balanced_attention, group=group, schedule=schedule, kernel=blocks),
                 group,
                 contiguous,
                 heads,
@@ -212,7 +212,7 @@ def attention_time(core, n, tokens=1024):
 
 def layer_step(way, group, x, where):
     """A layer forward and backward, its core a ring: as it is, computed again, or computed again but for attention."""
-    settings = dict(group=group, layout=zigzag, causal=True, blocks=FUSED)
+    settings = dict(group=group, layout=zigzag, causal=True, kernel=FUSED)
     core = (
         Sparing(partial(ring_forward, **settings), partial(ring_backward, **settings))
         if way == "spared"

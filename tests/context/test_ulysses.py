@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from minitrain import collectives, launch
-from minitrain.attention.blocks import spread
+from minitrain.attention.kernel import repeat_kv
 from minitrain.collectives import world
 from minitrain.context.dynamic import along, run_stages
 from minitrain.context.layout import contiguous, split, striped, zigzag
@@ -27,7 +27,7 @@ TOLERANCE = 1e-12
 
 
 def whole_attention(q, k, v, causal):
-    k, v = spread(q, k, v)
+    k, v = repeat_kv(q, k, v)
     scores = q @ k.mT / q.size(-1) ** 0.5
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))

@@ -20,13 +20,13 @@ from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.parallelize import parallelize
 from minitrain.strategy import Strategy
 from minitrain.trainer import Trainer, replace_file
+from minitrain.training.hyperparameters import Hyperparameters, decaying_matrices
 from minitrain.training.optim import AdamW
-from minitrain.training.recipe import Recipe, decaying_matrices
 from minitrain.training.step import Batch, NoReducer, accumulate, measure_peak_flops, train_step, valid_tokens
 from tests.parallel import TOLERANCE, Problem, difference, on_ranks, one_process
 
 CONFIG = GPTConfig(d_model=16, num_layers=2, num_heads=2, max_positions=16, tied=True)
-RECIPE = Recipe(steps=6, batch_size=7, length=16, lr=1e-2, warmup=2)
+HYPER = Hyperparameters(steps=6, batch_size=7, length=16, lr=1e-2, warmup=2)
 TEXT = Text(b"It is not enough to have a good mind; the main thing is to use it well. " * 40, "Descartes")
 
 
@@ -138,23 +138,23 @@ def test_measure_peak_flops():
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
 
-def start(config, strategy, recipe, out=None, text=TEXT, report_every=2, precision="float64"):
+def start(config, strategy, hyper, out=None, text=TEXT, report_every=2, precision="float64"):
     """A Trainer on this rank, which has gone on from the checkpoint in `out` if there is one, and what it said then."""
     train_text, held_out = text.split()
     run = parallelize(
         config,
         replace(strategy, precision=precision),
-        recipe.make_optimizer,
-        seed=recipe.seed,
-        frozen=recipe.frozen,
+        hyper.make_optimizer,
+        seed=hyper.seed,
+        frozen=hyper.frozen,
     )
-    here = Trainer(run, train_text, recipe, held_out=held_out, out=out, report_every=report_every)
+    here = Trainer(run, train_text, hyper, held_out=held_out, out=out, report_every=report_every)
     return here, here.resume()
 
 
-def train(config, strategy, recipe, out=None, stop_after=None, **settings):
+def train(config, strategy, hyper, out=None, stop_after=None, **settings):
     """Records, whole weights and moments, and a sample, of a run or of its first reports."""
-    here, _ = start(config, strategy, recipe, out, **settings)
+    here, _ = start(config, strategy, hyper, out, **settings)
     for _ in islice(here.run(), stop_after):
         pass
     state = here.parallel.state_dict()
@@ -179,10 +179,10 @@ def curves(a, b):
     )
 
 
-def plain_loop(recipe, peaks):
+def plain_loop(hyper, peaks):
     """The same run with nothing of the Trainer, the Run or our optimizer in it: torch's AdamW and clipping, rates written out."""
     text, held_out = TEXT.split()
-    model = GPT(CONFIG, seed=recipe.seed, dtype=torch.float64)
+    model = GPT(CONFIG, seed=hyper.seed, dtype=torch.float64)
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.dim() == 2], "weight_decay": 0.1},
@@ -191,16 +191,16 @@ def plain_loop(recipe, peaks):
     optimizer, records = torch.optim.AdamW(groups, betas=(0.9, 0.95)), []
 
     def loss_of(text, step, seed):
-        tokens, targets = text.batch(step, 0, 1, recipe.batch_size, recipe.length, seed)
+        tokens, targets = text.batch(step, 0, 1, hyper.batch_size, hyper.length, seed)
         return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
     for step, lr in enumerate(peaks):
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
-        loss = loss_of(text, step, recipe.seed)
+        loss = loss_of(text, step, hyper.seed)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(params, recipe.clip)
+        norm = nn.utils.clip_grad_norm_(params, hyper.clip)
         optimizer.step()
         held_out_loss = sum(loss_of(held_out, number, 0).item() for number in range(2)) / 2
         records.append(
@@ -210,14 +210,14 @@ def plain_loop(recipe, peaks):
 
 
 def test_a_run_is_the_plain_loop():
-    recipe = replace(RECIPE, steps=5, seed=2, lr=1e-2, clip=0.7)
+    hyper = replace(HYPER, steps=5, seed=2, lr=1e-2, clip=0.7)
     rates = [
         0.005,
         0.01,
         *(0.001 + 0.009 * (1 + math.cos(math.pi * done / 3)) / 2 for done in range(3)),
     ]  # two up, three down to a tenth
-    records, reference = plain_loop(recipe, rates)
-    ((others, weights, _),) = launch.run(lambda: train(CONFIG, Strategy(), recipe, report_every=1), ranks=1)
+    records, reference = plain_loop(hyper, rates)
+    ((others, weights, _),) = launch.run(lambda: train(CONFIG, Strategy(), hyper, report_every=1), ranks=1)
     assert (
         curves(others, records) < TOLERANCE
         and max((weights[name] - reference[name]).abs().max() for name in reference) < TOLERANCE
@@ -250,29 +250,29 @@ LAYOUTS = {
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_whole_run_is_the_same_in_any_layout(dropout):
     """Losses, held-out losses, norms, weights, moments and what is written; rows do not divide, and some weights are frozen."""
-    config, recipe = (
+    config, hyper = (
         replace(CONFIG, dropout=dropout),
-        replace(RECIPE, frozen=("layers.1.norm1.*", "layers.2.attention.k.*")),
+        replace(HYPER, frozen=("layers.1.norm1.*", "layers.2.attention.k.*")),
     )
-    ((records, reference, sample),) = launch.run(train, config, Strategy(), recipe, ranks=1)
+    ((records, reference, sample),) = launch.run(train, config, Strategy(), hyper, ranks=1)
     assert [record["step"] for record in records] == [2, 4, 6]
     for ranks, layouts in LAYOUTS.items():
         for outcomes in launch.run(
-            lambda: [train(config, strategy, recipe) for strategy in layouts], ranks=ranks
+            lambda: [train(config, strategy, hyper) for strategy in layouts], ranks=ranks
         ):
             for strategy, (others, weights, written) in zip(layouts, outcomes):
                 assert max(largest(weights, reference), curves(records, others)) < TOLERANCE, strategy
                 assert written == sample, strategy
     controls = [
-        replace(recipe, batch_size=8),
-        replace(recipe, frozen=()),
-        replace(recipe, seed=1),
-        replace(recipe, weight_decay=0.5),
+        replace(hyper, batch_size=8),
+        replace(hyper, frozen=()),
+        replace(hyper, seed=1),
+        replace(hyper, weight_decay=0.5),
     ]
     (found,) = launch.run(lambda: [train(config, Strategy(), control) for control in controls], ranks=1)
     assert all(curves(others, records) > 1e-6 for others, *_ in found)
     if dropout:
-        ((others, *_),) = launch.run(train, CONFIG, Strategy(), recipe, ranks=1)
+        ((others, *_),) = launch.run(train, CONFIG, Strategy(), hyper, ranks=1)
         assert curves(others, records) > 1e-4
 
 
@@ -291,11 +291,11 @@ def test_a_run_resumed_in_its_own_layout_is_the_uninterrupted_one_bit_for_bit(tm
     def rank():
         for number, (strategy, precision) in enumerate(kinds):
             out, settings = tmp_path / str(number), dict(precision=precision)
-            whole, reference, sample = train(config, strategy, RECIPE, **settings)
-            train(config, strategy, RECIPE, out, 1, **settings)
-            _, said = start(config, strategy, RECIPE, out, **settings)
+            whole, reference, sample = train(config, strategy, HYPER, **settings)
+            train(config, strategy, HYPER, out, 1, **settings)
+            _, said = start(config, strategy, HYPER, out, **settings)
             assert said == "resumed at step 2"
-            records, weights, again = train(config, strategy, RECIPE, out, **settings)
+            records, weights, again = train(config, strategy, HYPER, out, **settings)
             assert all(torch.equal(weights[name], reference[name]) for name in reference), strategy
             assert curves(records, whole) == 0 and again == sample
             collectives.barrier(collectives.world())  # rank 0 has written
@@ -308,13 +308,13 @@ def test_a_run_resumed_in_its_own_layout_is_the_uninterrupted_one_bit_for_bit(tm
 
 def test_a_run_goes_on_in_another_layout(tmp_path):
     """Saved by dp with ZeRO, gone on with as a pipeline, then with matrices cut, then by four ranks, and at last by one."""
-    config, recipe = replace(CONFIG, dropout=0.2), replace(RECIPE, steps=10)
-    ((records, whole, _),) = launch.run(train, config, Strategy(), recipe, ranks=1)
+    config, hyper = replace(CONFIG, dropout=0.2), replace(HYPER, steps=10)
+    ((records, whole, _),) = launch.run(train, config, Strategy(), hyper, ranks=1)
 
     def rank(layouts):
         said = []
         for strategy in layouts:
-            here, line = start(config, strategy, recipe, tmp_path)
+            here, line = start(config, strategy, hyper, tmp_path)
             said.append(line)
             next(here.run())
             collectives.barrier(collectives.world())
@@ -333,7 +333,7 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
         ]
     )
     launch.run(rank, [Strategy(dp=2, cp=2, zero=3)], ranks=4)
-    ((others, weights, _),) = launch.run(train, config, Strategy(), recipe, tmp_path, ranks=1)
+    ((others, weights, _),) = launch.run(train, config, Strategy(), hyper, tmp_path, ranks=1)
     assert max(largest(weights, whole), curves(others, records)) < TOLERANCE
 
 
@@ -341,11 +341,11 @@ def test_a_checkpoint_that_lacks_something_goes_on_elsewhere(tmp_path):
     """The control of the tests above: each part of the checkpoint matters."""
 
     def rank():
-        _, whole, _ = train(CONFIG, Strategy(), RECIPE)
+        _, whole, _ = train(CONFIG, Strategy(), HYPER)
         apart = {}
         for lost in ("optimizer", "step of the optimizer", "parameters", "position"):
             out = tmp_path / lost
-            train(CONFIG, Strategy(), RECIPE, out, 1)
+            train(CONFIG, Strategy(), HYPER, out, 1)
             saved = torch.load(out / "checkpoint.pt", weights_only=True)
             if lost == "optimizer":
                 saved["state"]["optimizer"]["layers.0.tokens"]["exp_avg"].zero_()
@@ -357,7 +357,7 @@ def test_a_checkpoint_that_lacks_something_goes_on_elsewhere(tmp_path):
             else:
                 saved["position"]["step"] -= 1
             torch.save(saved, out / "checkpoint.pt")
-            apart[lost] = largest(train(CONFIG, Strategy(), RECIPE, out)[1], whole)
+            apart[lost] = largest(train(CONFIG, Strategy(), HYPER, out)[1], whole)
         return apart
 
     (apart,) = launch.run(rank, ranks=1)
@@ -368,7 +368,7 @@ def test_an_interrupt_at_any_moment_of_saving_loses_no_more_than_the_steps_since
     """Killed in the middle of each file, and between them: what is there is whole, and the run goes on to the same end."""
 
     def rank():
-        records, whole, _ = train(CONFIG, Strategy(), RECIPE)
+        records, whole, _ = train(CONFIG, Strategy(), HYPER)
         for moment in range(2 * len(records)):
             out, calls = tmp_path / str(moment), iter(range(99))
 
@@ -382,11 +382,11 @@ def test_an_interrupt_at_any_moment_of_saving_loses_no_more_than_the_steps_since
 
             trainer.replace_file = dying
             with pytest.raises(KeyboardInterrupt):
-                train(CONFIG, Strategy(), RECIPE, out)
+                train(CONFIG, Strategy(), HYPER, out)
             trainer.replace_file = replace_file
-            here, said = start(CONFIG, Strategy(), RECIPE, out)
+            here, said = start(CONFIG, Strategy(), HYPER, out)
             assert said == (f"resumed at step {moment // 2 * 2}" if moment > 1 else "")
-            others, weights, _ = train(CONFIG, Strategy(), RECIPE, out)
+            others, weights, _ = train(CONFIG, Strategy(), HYPER, out)
             assert largest(weights, whole) == curves(others, records) == 0
             assert [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()] == [
                 2,
@@ -399,13 +399,13 @@ def test_an_interrupt_at_any_moment_of_saving_loses_no_more_than_the_steps_since
 
 def test_zero_trains_on_every_rank_and_keeps_a_share():
     """After 30 steps ranks agree to the bit, in what they compute and in their weights; of the moments each has its share."""
-    recipe = replace(RECIPE, steps=30, batch_size=8, frozen=("layers.1.norm1.*",))
+    hyper = replace(HYPER, steps=30, batch_size=8, frozen=("layers.1.norm1.*",))
     layouts = [Strategy(dp=2), *(Strategy(dp=2, zero=zero) for zero in (1, 2, 3, "NNG", "GGG"))]
 
     def rank():
         found = []
         for strategy in layouts:
-            here, _ = start(CONFIG, strategy, recipe, report_every=10)
+            here, _ = start(CONFIG, strategy, hyper, report_every=10)
             losses = [record["loss"] for record in here.run()]
             logits = here.parallel(torch.arange(12).view(1, 12))
             state = here.parallel.state_dict()["parameters"]
@@ -434,10 +434,10 @@ def test_the_loss_of_real_text_falls():
     text = Text.found()
     share = torch.bincount(torch.tensor(list(text.data))) / len(text)
     frequencies = -(share * share.log2().nan_to_num(neginf=0)).sum() * math.log(2)
-    recipe = Recipe(steps=80, batch_size=8, length=64, warmup=5)
+    hyper = Hyperparameters(steps=80, batch_size=8, length=64, warmup=5)
     settings = dict(text=text, report_every=20, precision="float32")
     ((records, *_),) = launch.run(
-        lambda: train(GPTConfig(num_layers=2), Strategy(), recipe, **settings), ranks=1
+        lambda: train(GPTConfig(num_layers=2), Strategy(), hyper, **settings), ranks=1
     )
     losses = [record["loss"] for record in records]
     assert losses == sorted(losses, reverse=True)
@@ -466,14 +466,14 @@ def test_a_loss_that_is_no_number_stops_every_rank_before_it_is_saved(tmp_path):
         said = []
         for number, strategy in enumerate(layouts):
             path = tmp_path / str(number) / "checkpoint.pt"
-            train(CONFIG, strategy, RECIPE, path.parent, 1)
+            train(CONFIG, strategy, HYPER, path.parent, 1)
             if collectives.world().rank() == 0:
                 break_weights(path)
             collectives.barrier(collectives.world())
             before = path.read_bytes()
-            said.append(said_by(lambda: train(CONFIG, strategy, RECIPE, path.parent)))
+            said.append(said_by(lambda: train(CONFIG, strategy, HYPER, path.parent)))
             assert path.read_bytes() == before
-        wild = replace(RECIPE, lr=1e200, clip=math.inf)
+        wild = replace(HYPER, lr=1e200, clip=math.inf)
         said.append(said_by(lambda: train(CONFIG, Strategy(dp=2), wild, tmp_path / "wild")))
         assert not (tmp_path / "wild").exists()
         return said
@@ -491,21 +491,21 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     other_text = Text(TEXT.data.upper(), "loud")
 
     def rank():
-        train(CONFIG, Strategy(), RECIPE, tmp_path, 1)
+        train(CONFIG, Strategy(), HYPER, tmp_path, 1)
         said = [
-            said_by(lambda: train(config, Strategy(), recipe, tmp_path, text=text, precision=precision))
-            for config, recipe, text, precision in (
-                (replace(CONFIG, num_layers=3), RECIPE, TEXT, "float64"),
-                (CONFIG, replace(RECIPE, lr=0.02), TEXT, "float64"),
-                (CONFIG, replace(RECIPE, frozen=("layers.1.*",)), TEXT, "float64"),
-                (CONFIG, RECIPE, TEXT, "float32"),
-                (CONFIG, RECIPE, other_text, "float64"),
+            said_by(lambda: train(config, Strategy(), hyper, tmp_path, text=text, precision=precision))
+            for config, hyper, text, precision in (
+                (replace(CONFIG, num_layers=3), HYPER, TEXT, "float64"),
+                (CONFIG, replace(HYPER, lr=0.02), TEXT, "float64"),
+                (CONFIG, replace(HYPER, frozen=("layers.1.*",)), TEXT, "float64"),
+                (CONFIG, HYPER, TEXT, "float32"),
+                (CONFIG, HYPER, other_text, "float64"),
             )
         ]
         whole = (tmp_path / "checkpoint.pt").read_bytes()
         for damaged in (whole[:1000], whole[:-100], b"", b"no checkpoint"):
             (tmp_path / "checkpoint.pt").write_bytes(damaged)
-            said.append(said_by(lambda: train(CONFIG, Strategy(), RECIPE, tmp_path)))
+            said.append(said_by(lambda: train(CONFIG, Strategy(), HYPER, tmp_path)))
         return said
 
     (said,) = launch.run(rank, ranks=1)
@@ -527,17 +527,17 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 def test_ranks_that_do_not_see_one_folder_are_told_alike(tmp_path):
     def rank():
         mine = tmp_path / str(collectives.world().rank())
-        here, _ = start(CONFIG, Strategy(dp=2), RECIPE)
+        here, _ = start(CONFIG, Strategy(dp=2), HYPER)
         here.out = tmp_path / "0"  # rank 0 writes there
         next(here.run())
         collectives.barrier(collectives.world())
-        said = [said_by(lambda: start(CONFIG, Strategy(dp=2), RECIPE, mine))]
+        said = [said_by(lambda: start(CONFIG, Strategy(dp=2), HYPER, mine))]
         if here.rank == 1:  # another checkpoint of the same step
             saved = torch.load(tmp_path / "0" / "checkpoint.pt")
             saved["records"][0]["loss"] += 1e-3
             mine.mkdir()
             torch.save(saved, mine / "checkpoint.pt")
-        return [*said, said_by(lambda: start(CONFIG, Strategy(dp=2), RECIPE, mine))]
+        return [*said, said_by(lambda: start(CONFIG, Strategy(dp=2), HYPER, mine))]
 
     first, second = launch.run(rank, ranks=2)
     for said, words in zip(
@@ -555,8 +555,8 @@ def test_a_module_of_ones_own_is_trained_and_resumed(tmp_path):
     def rank(zero, out, stop_after):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256)).double()
-        run = parallelize(module, Strategy(dp=2, zero=zero), RECIPE.make_optimizer)
-        here = Trainer(run, TEXT, RECIPE, out=out, report_every=2, peak_flops=1e9)
+        run = parallelize(module, Strategy(dp=2, zero=zero), HYPER.make_optimizer)
+        here = Trainer(run, TEXT, HYPER, out=out, report_every=2, peak_flops=1e9)
         said = here.resume()
         for _ in islice(here.run(), stop_after):
             pass
@@ -574,15 +574,15 @@ def test_a_module_of_ones_own_is_trained_and_resumed(tmp_path):
 
 def test_a_trainer_refuses_what_does_not_fit_the_recipe():
     def rank():
-        frozen = parallelize(CONFIG, Strategy(), RECIPE.make_optimizer, frozen=["layers.1.*"])
+        frozen = parallelize(CONFIG, Strategy(), HYPER.make_optimizer, frozen=["layers.1.*"])
         return [
-            said_by(lambda: Trainer(frozen, TEXT, RECIPE)),
-            said_by(lambda: Trainer(frozen, TEXT, replace(RECIPE, frozen=("layers.1.*",)), report_every=0)),
+            said_by(lambda: Trainer(frozen, TEXT, HYPER)),
+            said_by(lambda: Trainer(frozen, TEXT, replace(HYPER, frozen=("layers.1.*",)), report_every=0)),
         ]
 
     ((frozen, report),) = launch.run(rank, ranks=1)
     assert frozen.startswith(
-        "layers.1.norm1.weight is frozen in this run, and the recipe has frozen=(); give the same to both"
+        "layers.1.norm1.weight is frozen in this run, and the hyperparameters have frozen=(); give the same to both"
     )
     assert report == "report_every=0: use at least 1 step"
 
@@ -602,7 +602,7 @@ def test_a_file_is_replaced_in_one_piece_or_not_at_all(tmp_path):
     assert path.read_bytes() == b"new" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-# ---- the recipe ------------------------------------------------------------------------------------------------------
+# ---- hyperparameters -------------------------------------------------------------------------------------------------
 
 
 def test_matrices_decay_and_masters_have_float32_at_least():
@@ -618,7 +618,7 @@ def test_matrices_decay_and_masters_have_float32_at_least():
         (torch.float32, torch.float32),
         (torch.float64, torch.float64),
     ):
-        optimizer = replace(RECIPE, weight_decay=0.3).make_optimizer(
+        optimizer = replace(HYPER, weight_decay=0.3).make_optimizer(
             [nn.Parameter(torch.ones(2, 3, dtype=dtype))]
         )
         assert (
@@ -627,14 +627,15 @@ def test_matrices_decay_and_masters_have_float32_at_least():
 
 
 def test_the_rate_of_a_recipe():
-    recipe = Recipe(steps=100, lr=1.0)
-    assert [recipe.lr_at(step) for step in (0, 19, 20)] == [0.05, 1.0, 1.0] and recipe.lr_at(
+    hyper = Hyperparameters(steps=100, lr=1.0)
+    assert [hyper.lr_at(step) for step in (0, 19, 20)] == [0.05, 1.0, 1.0] and hyper.lr_at(
         100
     ) == pytest.approx(0.1)
     assert (
-        Recipe(steps=4, lr=1.0).lr_at(3) == 1.0 and Recipe(steps=4, warmup=0, min_lr=0, lr=1.0).lr_at(4) == 0
+        Hyperparameters(steps=4, lr=1.0).lr_at(3) == 1.0
+        and Hyperparameters(steps=4, warmup=0, min_lr=0, lr=1.0).lr_at(4) == 0
     )
-    assert asdict(recipe)["warmup"] is None  # what was said, not what follows from it
+    assert asdict(hyper)["warmup"] is None  # what was said, not what follows from it
 
 
 @pytest.mark.parametrize(
@@ -654,4 +655,4 @@ def test_the_rate_of_a_recipe():
 )
 def test_bad_recipes_are_one_line(settings, words):
     with pytest.raises(ValueError, match=words):
-        Recipe(**settings)
+        Hyperparameters(**settings)

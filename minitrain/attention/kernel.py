@@ -10,7 +10,7 @@ and backward of a block needs nothing of the others but the final O and lse: P =
 
     dV = Pᵀ dO          dS = P (dO Vᵀ - D)          dQ = dS K / sqrt(K)          dK = dSᵀ Q / sqrt(K)
 
-so that blocks are done again in backward and their sums are the gradients. `Attended` and `Summed` take blocks in as they come, whatever
+so that blocks are done again in backward and their sums are the gradients. `OnlineSoftmax` and `GradSum` take blocks in as they come, whatever
 brings them (ring.py, balanced.py, wallfacer.py). `plain_*` writes this down and keeps [Tq, Tk] scores while it works; `fused_*` calls
 torch's flash kernels (CPU: any float; CUDA: fp16 and bf16), which do not. Sends nothing. Grouped queries: k, v may have fewer heads;
 they are repeated where they are used and their gradients summed. Values may have another width than keys, as in latent attention.
@@ -33,13 +33,13 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-class Blocks(NamedTuple):
+class Kernel(NamedTuple):
     """How a block is computed: `forward(q, k, v, causal) -> out, lse`, `backward(dout, q, k, v, out, lse, causal) -> dq, dk, dv`."""
 
     forward: Callable
     backward: Callable
 
-    def on(self, tile) -> Blocks:
+    def on(self, tile) -> Kernel:
         """The blocks for one tile (layout.Tile). Where scores are alike everywhere they are the same; placed.py has others."""
         return self
 
@@ -52,7 +52,7 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
     lse.copy_(total)
 
 
-def nothing_yet(q: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
+def empty_result(q: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     """The neutral element for queries q and values of that width (q's): out and lse in at least float32."""
     exact = torch.promote_types(q.dtype, torch.float32)
     return q.new_zeros(*q.shape[:-1], width or q.size(-1), dtype=exact), q.new_full(
@@ -70,7 +70,7 @@ def plain_forward(
 ) -> tuple[Tensor, Tensor]:
     """`bias(device)` `[H, Tq, Tk]`: what is added to the scores. `factors(P)` `[B, H, Tq, Tk]`: what P is multiplied by before it meets V;
     lse does not see it (placed.py)."""
-    k, v = spread(q, k, v)
+    k, v = repeat_kv(q, k, v)
     scores = _scores(q, k, causal, bias)
     lse = scores.logsumexp(-1)
     p = (scores - lse.unsqueeze(-1)).exp()
@@ -90,7 +90,7 @@ def plain_backward(
     bias: Callable | None = None,
     factors: Callable | None = None,
 ) -> tuple[Tensor, ...]:
-    kv_heads, (k, v) = k.size(1), spread(q, k, v)
+    kv_heads, (k, v) = k.size(1), repeat_kv(q, k, v)
     p = (_scores(q, k, causal, bias) - lse.unsqueeze(-1)).exp()
     dp, weights = dout @ v.transpose(-2, -1), p
     if factors:
@@ -99,8 +99,8 @@ def plain_backward(
     ds = (p * (dp - row_sums(dout, out).unsqueeze(-1))).to(q.dtype) / math.sqrt(q.size(-1))
     return (
         ds @ k,
-        together(ds.transpose(-2, -1) @ q, kv_heads),
-        together(weights.transpose(-2, -1).to(dout.dtype) @ dout, kv_heads),
+        sum_kv_copies(ds.transpose(-2, -1) @ q, kv_heads),
+        sum_kv_copies(weights.transpose(-2, -1).to(dout.dtype) @ dout, kv_heads),
     )
 
 
@@ -122,7 +122,7 @@ def fused_forward(
         return plain_forward(q, k, v, causal, bias)
     if causal:
         _check_square(q, k)
-    width, (k, v) = v.size(-1), spread(q, k, v)
+    width, (k, v) = v.size(-1), repeat_kv(q, k, v)
     v = widened(v, q)
     if q.is_cuda:
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
@@ -145,7 +145,7 @@ def fused_backward(
 ) -> tuple[Tensor, ...]:
     if not _fits_kernel(q, v, bias):
         return plain_backward(dout, q, k, v, out, lse, causal, bias)
-    kv_heads, width, (k, v) = k.size(1), v.size(-1), spread(q, k, v)
+    kv_heads, width, (k, v) = k.size(1), v.size(-1), repeat_kv(q, k, v)
     dout, v, out = (widened(x, q) for x in (dout, v, out))
     if q.is_cuda:
         unused = torch.empty(
@@ -158,7 +158,7 @@ def fused_backward(
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(bias, q)
         )
-    return dq, together(dk, kv_heads), together(dv[..., :width], kv_heads)
+    return dq, sum_kv_copies(dk, kv_heads), sum_kv_copies(dv[..., :width], kv_heads)
 
 
 def _fits_kernel(q: Tensor, v: Tensor, bias: Callable | None) -> bool:
@@ -177,7 +177,7 @@ def _mask(bias: Callable | None, q: Tensor) -> Tensor | None:
     return bias(q.device).unsqueeze(0) if bias else None
 
 
-PLAIN, FUSED = Blocks(plain_forward, plain_backward), Blocks(fused_forward, fused_backward)
+PLAIN, FUSED = Kernel(plain_forward, plain_backward), Kernel(fused_forward, fused_backward)
 
 
 def row_sums(dout: Tensor, out: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
     ).to(dout.dtype)
 
 
-def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k and v `[B, H_kv, T, K]` with a copy of each head for every query head that uses it: `[B, H, T, K]`."""
     groups, rest = divmod(q.size(1), k.size(1))
     if rest:
@@ -206,8 +206,8 @@ def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
 
 
-def together(dx: Tensor, kv_heads: int) -> Tensor:
-    """The adjoint of `spread`: sums the copies' gradients `[B, H, T, K]` -> `[B, H_kv, T, K]`."""
+def sum_kv_copies(dx: Tensor, kv_heads: int) -> Tensor:
+    """The adjoint of `repeat_kv`: sums the copies' gradients `[B, H, T, K]` -> `[B, H_kv, T, K]`."""
     return dx if dx.size(1) == kv_heads else dx.unflatten(1, (kv_heads, -1)).sum(2)
 
 
@@ -221,33 +221,33 @@ def _check_square(q: Tensor, k: Tensor) -> None:
 # ---- put together, tile by tile (layout.Tile) ------------------------------------------------------------------------
 
 
-class Attended:
+class OnlineSoftmax:
     """What queries q `[B, H, T, K]` have found among the keys they met so far, in at least float32."""
 
     def __init__(self, q: Tensor):
         self.q, self.out, self.lse = q, None, None
 
-    def meet(self, seen: list, k: Tensor, v: Tensor, blocks: Blocks) -> None:
+    def add_tiles(self, seen: list, k: Tensor, v: Tensor, kernel: Kernel) -> None:
         """Takes in what the tiles `seen` say that q sees of these keys."""
         for tile in seen:
             rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
-            self.take(
-                tile.queries, *blocks.on(tile).forward(self.q[rows], k[columns], v[columns], tile.causal)
+            self.add(
+                tile.queries, *kernel.on(tile).forward(self.q[rows], k[columns], v[columns], tile.causal)
             )
 
-    def take(self, queries: slice, out: Tensor, lse: Tensor) -> None:
+    def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
         """The first block that all queries see is kept as it is, others are merged."""
         if self.out is None and out.shape[:-1] == self.q.shape[:-1]:
             exact = torch.promote_types(out.dtype, torch.float32)
             self.out, self.lse = out.to(exact), lse.to(exact)
             return
         if self.out is None:
-            self.out, self.lse = nothing_yet(self.q, out.size(-1))
+            self.out, self.lse = empty_result(self.q, out.size(-1))
         merge(self.out[..., queries, :], self.lse[..., queries], out, lse)
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """out `[B, H, T, K]` and lse `[B, H, T]`."""
-        return nothing_yet(self.q) if self.out is None else (self.out, self.lse)
+        return empty_result(self.q) if self.out is None else (self.out, self.lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The same, out in q's dtype."""
@@ -255,7 +255,7 @@ class Attended:
         return out.to(self.q.dtype), lse
 
 
-class Summed:
+class GradSum:
     """A sum of gradients of parts of x `[B, H, T, K]`, in at least float32; the first that is of all of it is kept as it is.
 
     In memory it lies as `[B, T, H, K]`, as flash kernels leave gradients. So `by_token` is what is sent: another order would be copied.
@@ -289,7 +289,7 @@ class Summed:
         return self.total.transpose(1, 2)
 
 
-def meet_backward(
+def add_tiles_backward(
     seen: list,
     dout: Tensor,
     q: Tensor,
@@ -297,15 +297,15 @@ def meet_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    dq: Summed,
-    dk: Summed,
-    dv: Summed,
-    blocks: Blocks,
+    dq: GradSum,
+    dk: GradSum,
+    dv: GradSum,
+    kernel: Kernel,
 ) -> None:
     """Adds what these tiles give to the sums for q, k and v; out and lse are those of all keys."""
     for tile in seen:
         rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
-        found = blocks.on(tile).backward(
+        found = kernel.on(tile).backward(
             dout[rows], q[rows], k[columns], v[columns], out[rows], lse[..., tile.queries], tile.causal
         )
         for total, tokens, part in zip((dq, dk, dv), (tile.queries, tile.keys, tile.keys), found):

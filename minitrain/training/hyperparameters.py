@@ -1,7 +1,7 @@
-"""Recipe: all that decides the numbers of a run besides model, text and layout, as plain frozen values. Flags of `minitrain train`.
+"""Hyperparameters: all that decides the numbers of a run besides model, text and layout, as plain frozen values. Flags of `minitrain train`.
 
-    run = parallelize(config, strategy, recipe.make_optimizer, seed=recipe.seed, frozen=recipe.frozen)
-    Trainer(run, text, recipe)
+    run = parallelize(config, strategy, hyper.make_optimizer, seed=hyper.seed, frozen=hyper.frozen)
+    Trainer(run, text, hyper)
 
 The optimizer is AdamW, with masters in at least float32, over matrices that decay and vectors that do not; its rate goes up in a line
 and down half a cosine. torch is needed by a run only, not to read what a run would be.
@@ -19,7 +19,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Hyperparameters:
     steps: int = 1000  # updates of the weights
     batch_size: int = 8  # rows of the global batch
     length: int = 128  # tokens of a row
