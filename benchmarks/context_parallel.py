@@ -26,7 +26,7 @@ from benchmarks.measure import (
 )
 from minitrain import launch
 from minitrain.attention.kernel import FUSED, merge
-from minitrain.collectives.transport import renamed
+from minitrain.collectives.backends import renamed
 from minitrain.context.layout import contiguous, join, split, zigzag
 from minitrain.context.ring import ring_attention
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minitrain.collectives import channel
+from minitrain.collectives import channel_of
 from minitrain.launch import shared_cores
 
 FOLDER = Path(__file__).parent
@@ -94,7 +94,7 @@ def stock_group(*ours: dist.ProcessGroup, ranks: list[int] | None = None) -> dis
     in the end.
     """
     for group in (dist.group.WORLD, *ours):
-        channel.channel_of(group)
+        channel_of(group)
     known = shared_cores.event_loops()
     shared_cores.leave_rank()
     group = dist.new_group(ranks, use_local_synchronization=ranks is not None)

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import torch
 
 from minitrain import collectives
-from minitrain.collectives.channel import channel_of
+from minitrain.collectives import channel_of
 from minitrain.data_parallel import accumulation, bucketed, parameter_server
 from minitrain.course.grading.checks import Draw, Failure, ask, expect, expect_equal, run
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum

@@ -1,15 +1,20 @@
-"""The only door to torch.distributed: what ranks say to each other, counted, logged and, in checked mode, compared across ranks.
+"""The only door to torch.distributed: what ranks say to each other, counted, logged and, in checked mode,
+compared across ranks.
 
-First  functions           the public face: all_reduce, all_gather, ..., and the pairs that gradients flow through
+First  functions           all_reduce, all_gather, ..., and the pairs that gradients flow through
        messages            send, receive, exchange, rotate
-then   transport           the algorithms over gloo's messages; NCCL, and dry runs
+then   backends            what moves the data: gloo, NCCL, or nothing in a dry run
+       transport           our algorithms over gloo's messages, and the chunk plan
        channel             what is known of one process group: numbers of calls, worker threads, handles
+       arguments           what every call checks before any rank waits
 beside call_log            every call: who, what, how many bytes, from which line
        checked             members of a group compare what they are about to call
 
-This folder is one module to its users: `from minitrain import collectives`, `from minitrain.collectives import all_reduce`.
+This folder is one module to its users: `from minitrain import collectives`, `from minitrain.collectives
+import all_reduce`.
 """
 
+from minitrain.collectives.arguments import channel_of
 from minitrain.collectives.call_log import (
     announce_buffer,
     announce_resized,
@@ -19,7 +24,7 @@ from minitrain.collectives.call_log import (
     observe,
     read_log,
 )
-from minitrain.collectives.channel import Handle, channel_of
+from minitrain.collectives.channel import Handle
 from minitrain.collectives.checked import CollectiveMismatch, set_checked
 from minitrain.collectives.functions import (
     all_gather,

@@ -1,13 +1,14 @@
 """Every collective leaves a record before it starts, where others can read it even if the rank never returns.
 
-A `Call` says who calls what from which line, and how many bytes were handed to the network. A process keeps its last
-`SLOTS` calls in memory (`last_calls`) and, after `log_to(path)`, in a memory-mapped file of fixed slots: writing one is
-a copy of 320 bytes and no system call, and a rank that hangs inside the network library still shows its last calls to
-whoever opens the file (`read_log`). `observe(callback)` hands the records to an instrument such as the ledger;
-unobserved, a call costs its record and nothing else.
+A `Call` says who calls what from which line, and how many bytes were handed to the network. A process keeps
+its last `SLOTS` calls in memory (`last_calls`) and, after `log_to(path)`, in a memory-mapped file of fixed
+slots: writing one is a copy of 320 bytes and no system call, and a rank that hangs inside the network library
+still shows its last calls to whoever opens the file (`read_log`). `observe(callback)` hands the records to an
+instrument such as the ledger; unobserved, a call costs its record and nothing else.
 
 A slot: one state byte (b"i" issued, b"d" done), then the fields as text between tabs, padded with zero bytes.
-A recorder of collectives in flight is PyTorch's idea (the NCCL flight recorder). Differs: gloo too, and the call site.
+A recorder of collectives in flight is PyTorch's idea (the NCCL flight recorder). Differs: gloo too, and the
+call site.
 """
 
 import mmap
@@ -53,7 +54,9 @@ class Call:
 
 
 class LoggedCall(NamedTuple):
-    """What `read_log` gives back; `order` counts all calls of the process, `done` is False while it is in flight."""
+    """What `read_log` gives back; `order` counts all calls of the process, `done` is False while it is in
+    flight.
+    """
 
     order: int
     done: bool
@@ -76,38 +79,30 @@ def signature(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 def describe(call: Call) -> str:
     """What all members must agree on, in words: "all_gather(float32[4, 8], dim=1)"."""
     shape = tuple("*" if call.uneven and i == call.dim else size for i, size in enumerate(call.shape))
-    extra = f", dim={call.dim}" * bool(call.dim) + (
-        f", source={call.source}" if call.source is not None else ""
-    )
+    extra = f", dim={call.dim}" * bool(call.dim) + f", source={call.source}" * (call.source is not None)
     extra += f", op={call.reduction}" * (call.reduction != "sum")
     return f"{call.op}({signature(shape, call.dtype)}{extra})"
 
 
 def span(ranks: tuple[int, ...]) -> str:
     """(0, 1, 2, 3) -> "0-3", otherwise the ranks with commas."""
-    if (
-        len(ranks) > 2
-        and ranks[-1] - ranks[0] == len(ranks) - 1
-        and ranks == tuple(range(ranks[0], ranks[-1] + 1))
-    ):
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks[:40]))[:80]
 
 
-# ---- where the caller stands -----------------------------------------------------------------------------------------
+# ---- where the caller stands -----------------------------------------------------------------------------
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-_PLUMBING = {
-    os.path.join(_HERE, f"{module}.py")
-    for module in ("functions", "messages", "channel", "transport", "checked", "call_log")
-}
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _standing = threading.local()
 _labels: dict[str, str | None] = {}  # file name -> how to print it; None for plumbing
 
 
 def name_file(filename: str, label: str) -> None:
-    """From now on call sites in `filename` (the file name of a compiled notebook cell, say) print as `label:line`."""
+    """From now on call sites in `filename` (the file name of a compiled notebook cell, say) print as
+    `label:line`.
+    """
     _labels[filename] = label
 
 
@@ -131,7 +126,7 @@ def call_site() -> str:
         try:
             label = _labels[filename]
         except KeyError:
-            hidden = filename in _PLUMBING or filename.startswith(_TORCH)
+            hidden = filename.startswith((_HERE, _TORCH))
             label = _labels[filename] = None if hidden else os.path.basename(filename)
         if label is not None:
             return f"{label}:{frame.f_lineno}"
@@ -139,7 +134,7 @@ def call_site() -> str:
     return "autograd"  # a backward pass on a thread of torch's own has no Python caller
 
 
-# ---- the log ---------------------------------------------------------------------------------------------------------
+# ---- the log ---------------------------------------------------------------------------------------------
 
 _recent: deque[Call] = deque(maxlen=SLOTS)
 _observers: list[Callable] = []
@@ -153,21 +148,12 @@ def issued(call: Call) -> Call:
     call.order = _order
     _recent.append(call)
     if _file is not None:
+        same = _text_of(
+            call.op, call.axis, call.who, call.shape, call.dtype, call.payload_bytes, call.peer, call.name
+        )
+        text = f"i{_order}\t{call.seq}\t{same}\t{call.site}".encode()[:SLOT_BYTES]
         start = (_order % SLOTS) * SLOT_BYTES
-        what = _text_of(
-            call.op,
-            call.axis,
-            call.who,
-            call.shape,
-            call.dtype,
-            call.payload_bytes,
-            call.peer,
-            call.name,
-            call.site,
-        )
-        _file[start : start + SLOT_BYTES] = f"i{_order}\t{call.seq}{what}".encode()[:SLOT_BYTES].ljust(
-            SLOT_BYTES, b"\0"
-        )
+        _file[start : start + SLOT_BYTES] = text.ljust(SLOT_BYTES, b"\0")
     _order += 1
     if _observers:
         tell("issue", call)
@@ -175,22 +161,11 @@ def issued(call: Call) -> Call:
 
 
 @lru_cache(maxsize=256)
-def _text_of(
-    op: str,
-    axis: str,
-    who: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    payload_bytes: int,
-    peer: int | None,
-    name: str | None,
-    site: str,
-) -> str:
+def _text_of(op, axis, who, shape, dtype, payload_bytes, peer, name) -> str:
     """The fields of a slot that are the same whenever a line makes the same call."""
-    return (
-        f"\t{op}\t{axis}\t{who}\t{', '.join(map(str, shape))}\t{str(dtype)[6:]}\t{payload_bytes}\t{'' if peer is None else peer}\t"
-        f"{name.replace(chr(9), ' ')[:40] if name else ''}\t{site}"
-    )
+    sizes, peer = ", ".join(map(str, shape)), "" if peer is None else peer
+    name = name.replace("\t", " ")[:40] if name else ""
+    return "\t".join(map(str, (op, axis, who, sizes, str(dtype)[6:], payload_bytes, peer, name)))
 
 
 def finished(call: Call) -> None:
@@ -219,7 +194,9 @@ def announce_buffer(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def announce_resized(tensor: torch.Tensor) -> torch.Tensor:
-    """Tell the observers that `tensor`, a gathered copy of parameters, has just been given memory or lost it."""
+    """Tell the observers that `tensor`, a gathered copy of parameters, has just been given memory or lost
+    it.
+    """
     if _observers:
         tell("resized", tensor)
     return tensor
@@ -227,8 +204,9 @@ def announce_resized(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def observe(callback: Callable) -> Iterator[None]:
-    """Call `callback(kind, subject)`: "issue" and "wait" with a `Call`, "buffer" with scratch memory just allocated,
-    "resized" with a gathered tensor whose storage has just grown or shrunk."""
+    """Call `callback(kind, subject)`: "issue" and "wait" with a `Call`, "buffer" with scratch memory just
+    allocated, "resized" with a gathered tensor whose storage has just grown or shrunk.
+    """
     _observers.append(callback)
     try:
         yield
@@ -253,35 +231,20 @@ def log_to(path: str | os.PathLike) -> None:
 
 
 def read_log(path: str | os.PathLike) -> list[LoggedCall]:
-    """The last calls of the process that logs to `path`, oldest first; at any moment, even after its death."""
+    """The last calls of the process that logs to `path`, oldest first; at any moment, even after its
+    death.
+    """
     with open(path, "rb") as file:
         data = file.read()
     calls = []
-    for start in range(0, len(data), SLOT_BYTES):
-        state, text = (
-            data[start : start + 1],
-            data[start + 1 : start + SLOT_BYTES].rstrip(b"\0").decode(errors="replace"),
-        )
-        fields = text.split("\t")
+    for slot in (data[start : start + SLOT_BYTES] for start in range(0, len(data), SLOT_BYTES)):
         try:
-            order, seq, op, axis, members, shape, dtype, payload, peer, name, site = fields
-            done = {b"i": False, b"d": True}[state]
-            calls.append(
-                LoggedCall(
-                    int(order),
-                    done,
-                    int(seq),
-                    op,
-                    axis,
-                    members,
-                    shape,
-                    dtype,
-                    int(payload),
-                    int(peer) if peer else None,
-                    name or None,
-                    site,
-                )
+            done = {b"i": False, b"d": True}[slot[:1]]
+            order, seq, *what, size, peer, name, site = (
+                slot[1:].rstrip(b"\0").decode(errors="replace").split("\t")
             )
-        except (ValueError, KeyError):
+            peer = int(peer) if peer else None
+            calls.append(LoggedCall(int(order), done, int(seq), *what, int(size), peer, name or None, site))
+        except (TypeError, ValueError, KeyError):
             continue  # never written, or being written right now
     return sorted(calls, key=lambda call: call.order)

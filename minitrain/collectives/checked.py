@@ -1,20 +1,21 @@
-"""Checked mode: the ranks of a group swap a header before each collective, and say so in one line if they disagree.
+"""Checked mode: the ranks of a group swap a header before each collective, and say if they disagree.
 
-gloo does not look: it adds float32 to the bits of int32, sums two tensors of one shape in swapped order, and aborts the
-process when sizes differ. A header of 256 bytes carries what is called, where, and under which `name`:
+gloo does not look: it adds float32 to the bits of int32, sums two tensors of one shape in swapped order, and
+aborts the process when sizes differ. A header of 256 bytes says what is called, where and with which `name`:
 
-    collective  The description (operation, dtype, shape, dim, source, sum or max) must be the same on all members, and
-                so must the call site: SPMD code is one program, and two tensors summed in swapped order differ in
-                nothing else.
-                Where branches meet on purpose (`if rank == 0: broadcast(..) else: broadcast(..)`), or where one line
-                issues many tensors (a loop over buckets), pass `name=`: then names must agree, and sites may differ.
+    collective  The description (operation, dtype, shape, dim, source, sum or max) must be the same on all
+                members, and so must the call site: SPMD code is one program, and two tensors summed in
+                swapped order differ in nothing else.
+                Where branches meet on purpose (`if rank == 0: broadcast(..) else: broadcast(..)`), or where
+                one line issues many tensors (a loop over buckets), pass `name=`: then names must agree, and
+                sites may differ.
     all_to_all  With uneven sizes, what each rank sends must be what its receiver expects.
-    message     The header travels ahead, and dtype and shape go into the tag of the data, so that a message which the
-                receiver does not expect is never written into its tensor. Sites of the two ends do not matter.
+    message     The header travels ahead, and dtype and shape go into the tag of the data, so that a message
+                the receiver does not expect is never written into its tensor. Sites may differ.
 
-A rank that calls something else is caught; a rank that calls nothing leaves the others waiting, and the launch reports
-the hang. Costs one more exchange of n-1 small messages per call; headers are not counted as sent bytes. On NCCL and
-in a dry run nothing is compared.
+A rank that calls something else is caught; a rank that calls nothing leaves the others waiting, and the
+launch reports the hang. Costs one more exchange of n-1 small messages per call; headers are not counted as
+sent bytes. On NCCL and in a dry run nothing is compared.
 """
 
 import zlib
@@ -31,7 +32,9 @@ enabled = False
 
 
 def set_checked(on: bool) -> None:
-    """Turn checked mode on or off in this process: the same on all ranks, and not between two halves of a call."""
+    """Turn checked mode on or off in this process: the same on all ranks, and not between two halves of a
+    call.
+    """
     global enabled
     enabled = bool(on)
 
@@ -41,7 +44,9 @@ class CollectiveMismatch(RuntimeError):
 
 
 def pack(*fields: str) -> torch.Tensor:
-    """Text fields as a header; of a field that is too long the tail becomes a checksum, so that it still differs."""
+    """Text fields as a header; of a field that is too long the tail becomes a checksum, so that it still
+    differs.
+    """
     data = [field.encode() for field in fields]
     data = [
         text if len(text) <= room else text[: room - 8] + f"{zlib.crc32(text):08x}".encode()
@@ -55,7 +60,9 @@ def unpack(header: torch.Tensor) -> list[str]:
 
 
 def headers_of(call: Call, sends: list[int] | None) -> list[torch.Tensor]:
-    """The header for each member; it also says how many elements go to that member, where sizes may differ."""
+    """The header for each member; it also says how many elements go to that member, where sizes may
+    differ.
+    """
     identity = call_log.describe(call), call.name or "", call.site
     if sends is None:
         return [pack(*identity, "")] * len(call.members)
@@ -98,7 +105,7 @@ def place(call: Call) -> str:
     return f"collective #{call.seq}" + ("" if call.axis == "world" else f" on {call.axis}")
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
+# ---- messages --------------------------------------------------------------------------------------------
 
 
 def message_header(call: Call) -> torch.Tensor:

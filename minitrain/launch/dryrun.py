@@ -2,17 +2,15 @@
 
     ledger = dryrun.run(train, rank=17, ranks=1024)         as launch.run(train, ranks=1024)[17], without data
 
-torch's FakeTensorMode gives tensors a shape, a dtype and a device but no memory; its "fake" backend gives one process a
-process group of any size. The same operators and the same collectives happen in the same order, so the ledger counts
-what it would count in a real run: FLOPs, bytes sent and peak bytes are equal to the last digit. Nothing is sent or
-stored. (So far as torch's fake kernels give what its real ones do: on a CPU batch norm and LSTM differ in an output.)
+torch's FakeTensorMode gives tensors a shape, a dtype and a device but no memory; its "fake" backend gives one
+process a group of any size. The same operators and collectives happen in the same order, so FLOPs, bytes sent
+and peak bytes equal those of a real run to the last digit. (As far as torch's fake kernels give what its real
+ones do: on a CPU batch norm and LSTM differ in an output.)
 
-What has no number cannot decide: `.item()`, `if loss > 3` and `x[mask]` end the dry run with the line that asked.
-Tensors must come into being inside the function or be its arguments (tensors and modules are passed without data).
-Raises ValueError for a rank outside the world, inside a process group, where a number is asked for, and for a tensor
-from outside. Whatever happens, group and mode are gone afterwards.
-
-Estimating memory with fake tensors is an idea of torch.distributed._tools. Differs: communication is in the account.
+What has no number cannot decide: `.item()`, `if loss > 3` and `x[mask]` end the dry run with the line that
+asked. Tensors must be made inside the function or be its arguments (passed without data). Whatever happens,
+group and mode are gone afterwards.
+Estimating memory with fake tensors is an idea of torch.distributed._tools. Differs: communication is counted.
 """
 
 import copy
@@ -25,12 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensorMode,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
@@ -39,21 +33,18 @@ from minitrain import collectives
 from minitrain.launch.local import notebook_cells
 from minitrain.launch.report import spot
 
-NOT_THE_READERS = (
-    os.path.dirname(torch.__file__),
-    copy.__file__,
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger", "ledger.py"),
-)
+LEDGER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger", "ledger.py")
+NOT_THE_READERS = (os.path.dirname(torch.__file__), copy.__file__, LEDGER)
 # What torch says where it meets a fake tensor and wanted numbers, or a real one among fake ones.
-WANTS_NUMBERS = (
-    "unsupported format string passed to FakeTensor",
-    ".numpy() is not supported for tensor subclasses",
-)
+NUMBERS_WANTED = ("string passed to FakeTensor", ".numpy() is not supported for tensor subclasses")
+NUMBERS_ERRORS = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 FROM_OUTSIDE = "convert all Tensors to FakeTensors"
 
 
 def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
-    """fn(*args) as rank `rank` of `ranks`; returns what fn returns. Tensors in it are fake: shapes without numbers."""
+    """fn(*args) as rank `rank` of `ranks`; returns what fn returns. Tensors in it are fake: shapes without
+    numbers.
+    """
     for name, value in (("rank", rank), ("ranks", ranks)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{name} = {value!r}; use a whole number")
@@ -94,25 +85,22 @@ def _without_data(args: tuple, mode: FakeTensorMode) -> tuple:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it was raised from: who runs the reader's code may say in its own words where it failed."""
+    """The error, and those that it was raised from: who runs the reader's code may say in its own words where
+    it failed.
+    """
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _complaint(error: BaseException) -> str | None:
-    """What a beginner has to know about an error of torch's; None if it is not one that comes from the dry run."""
+    """What a beginner has to know about an error of torch's; None if it is not one that comes from the dry
+    run.
+    """
     if FROM_OUTSIDE in str(error):
-        return (
-            "uses a tensor from outside the dry run, or from torch.frombuffer; make it inside the function with "
-            "torch.tensor, or pass it as an argument"
-        )
-    numbers = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-    if numbers or any(text in str(error) for text in WANTS_NUMBERS):
-        return (
-            "asks for the numbers in a tensor, and a dry run has shapes only; return the tensor, or leave this "
-            "line to real runs"
-        )
+        return "uses a tensor from outside the dry run; make it inside by torch.tensor, or pass it"
+    if isinstance(error, NUMBERS_ERRORS) or any(text in str(error) for text in NUMBERS_WANTED):
+        return "asks for the numbers in a tensor, and a dry run has shapes only; leave this to real runs"
     return None
 
 

@@ -1,9 +1,10 @@
-"""The calling process's side of a launch: start the helper, hand it a request, listen, show prints, name the culprit.
+"""The calling process's side of a launch: start the helper, hand it a request, listen, show prints, name the
+culprit.
 
-What crosses over lies in a private directory (`ranks.py` is the other side): `request` and `call` (the pickled
-function and its arguments) go there, and of rank r come back `r.result` or `r.error`, `r.stdout`, `r.stderr`, `r.noise`
-(what native code wrote), `r.stack` and `r.calls`. Through the pipe come only events of one line, so a rank can die in
-the middle of anything and what it said before is whole.
+What crosses over lies in a private directory (`ranks.py` is the other side): `request` and `call` (the
+pickled function and its arguments) go there, and of rank r come back `r.result` or `r.error`, `r.stdout`,
+`r.stderr`, `r.noise` (what native code wrote), `r.stack` and `r.calls`. Through the pipe come only events of
+one line, so a rank can die in the middle of anything and what it said before is whole.
 """
 
 import atexit
@@ -30,16 +31,19 @@ from minitrain.launch.report import LaunchTimeout, RankError
 GRACE_S = 0.3  # after the first error, for equal ones of other ranks
 ECHO_BYTES = 1_000_000  # of prints shown per rank
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-# Read when numpy and torch are loaded: a process with threads cannot be forked safely, and the ranks share the cores.
+# Read when numpy and torch are loaded: a process with threads cannot be forked safely, and the ranks share
+# the cores.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# Read when a process starts: the kernel gives large tensors pages of 2 MB, 300 times fewer faults for the same memory.
+# Read when a process starts: the kernel gives large tensors pages of 2 MB, 300 times fewer faults for the
+# same memory.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def run(call: bytes, ranks: int, timeout_s: float, start_timeout_s: float, checked: bool, echo: bool) -> list:
     launch = Launch(ranks, echo)
     try:
-        # The ranks' own time-outs are longer than ours: the caller speaks, with the stacks of all ranks in hand.
+        # The ranks' own time-outs are longer than ours: the caller speaks, with the stacks of all ranks in
+        # hand.
         launch.start(call, {"checked": checked, "patience_s": start_timeout_s + timeout_s + 60})
         launch.wait(timeout_s, start_timeout_s)
         return launch.results()
@@ -48,7 +52,9 @@ def run(call: bytes, ranks: int, timeout_s: float, start_timeout_s: float, check
 
 
 class Helper:
-    """The caller's hold on the process that forks ranks: one per calling process, started at the first launch."""
+    """The caller's hold on the process that forks ranks: one per calling process, started at the first
+    launch.
+    """
 
     current: "Helper | None" = None
     guard = threading.Lock()
@@ -57,7 +63,8 @@ class Helper:
     def find(cls) -> "Helper":
         with cls.guard:
             helper = cls.current
-            # a process that was itself forked from a caller holds a copy of its parent's helper, and must not use it
+            # a process that was itself forked from a caller holds a copy of its parent's helper, and must not
+            # use it
             if helper is None or helper.owner != os.getpid() or helper.process.poll() is not None:
                 cls.current = cls()
                 if helper is not None:
@@ -67,11 +74,9 @@ class Helper:
     def __init__(self):
         self.owner, self.lock, self.log = os.getpid(), threading.Lock(), tempfile.TemporaryFile()
         self.heavy: set[str] = set()  # modules that ranks had to import themselves: next time it has them
-        self.door, theirs = socket.socketpair()
-        code = (
-            "import sys; sys.path[:] = sys.argv[3:]; from minitrain.launch import ranks as launch_ranks; "
-            "launch_ranks.serve(int(sys.argv[1]), int(sys.argv[2]))"
-        )
+        self.requests, theirs = socket.socketpair()
+        code = "import sys; sys.path[:] = sys.argv[3:]; from minitrain.launch.ranks import serve; "
+        code += "serve(int(sys.argv[1]), int(sys.argv[2]))"
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         with theirs:
             self.process = subprocess.Popen(
@@ -86,7 +91,7 @@ class Helper:
         atexit.register(self.close)
 
     def close(self) -> None:
-        self.door.close()
+        self.requests.close()
         self.log.close()
         if self.owner == os.getpid():
             try:
@@ -112,52 +117,37 @@ class Launch:
         self.helper, self.reaped, self.unread = Helper.find(), False, b""
         self.directory = tempfile.mkdtemp(prefix="minitrain-")  # for its owner only
         self.events, self.their_events = os.pipe()
-        self.leash, self.their_leash = socket.socketpair()
+        self.lifeline, self.their_lifeline = socket.socketpair()
 
-    # ---- from start to end -------------------------------------------------------------------------------------------
+    # ---- from start to end --------------------------------------------------------------------------------
 
     def start(self, call: bytes, settings: dict) -> None:
-        environ = (
-            os.environ
-            | ONE_THREAD
-            | {
-                "WORLD_SIZE": str(self.ranks),
-                "LOCAL_WORLD_SIZE": str(self.ranks),
-                "MINITRAIN_INSIDE": "1",
-                "GLOO_SOCKET_IFNAME": LOOPBACK,
-                "NCCL_SOCKET_IFNAME": LOOPBACK,
-            }
-        )
+        environ = os.environ | ONE_THREAD | {"MINITRAIN_INSIDE": "1"}
+        environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks))
+        environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)
         # lines of code that no file holds, so that a rank can quote them
         sources = {
             file: entry for file, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
         }
-        request = {
-            "environ": environ,
-            "path": sys.path,
-            "folder": os.getcwd(),
-            "argv": sys.argv,
-            "sources": sources,
-            "cells": self.cells,
-            **settings,
-        }
+        request = dict(environ=environ, path=sys.path, folder=os.getcwd(), argv=sys.argv, **settings)
+        request |= dict(sources=sources, cells=self.cells)
         for name, content in (("request", pickle.dumps(request)), ("call", call)):
             with open(self.path(name), "wb") as file:
                 file.write(content)
         heavy = [name for name in launch_ranks.HEAVY if name in sys.modules or name in self.helper.heavy]
         order = {"directory": self.directory, "ranks": self.ranks, "heavy": heavy}
-        self.leash.sendall(json.dumps(order).encode() + b"\n")
+        self.lifeline.sendall(json.dumps(order).encode() + b"\n")
         with (
             suppress(OSError),
             self.helper.lock,
         ):  # if the helper is dead, the events end, and `listen` says so
-            socket.send_fds(self.helper.door, [b"L"], [self.their_events, self.their_leash.fileno()])
+            socket.send_fds(self.helper.requests, [b"L"], [self.their_events, self.their_lifeline.fileno()])
         self.let_go_of_their_ends()
 
     def let_go_of_their_ends(self) -> None:
         if self.their_events is not None:
             os.close(self.their_events)
-            self.their_leash.close()
+            self.their_lifeline.close()
             self.their_events = None
 
     def wait(self, timeout_s: float, start_timeout_s: float) -> None:
@@ -198,12 +188,8 @@ class Launch:
         else:
             data = b""
         if not data:
-            raise RankError(
-                "the helper process that forks ranks is gone (killed, or out of memory?); "
-                "run again to start another",
-                (),
-                self.helper.last_words(),
-            )
+            gone = "the helper process that forks ranks is gone (killed, or out of memory?)"
+            raise RankError(f"{gone}; run again to start another", (), self.helper.last_words())
         *lines, self.unread = (self.unread + data).split(b"\n")
         for line in lines:
             who, event, *value = line.decode().split()
@@ -218,24 +204,22 @@ class Launch:
                 self.helper.heavy.update(value)
 
     def stop(self) -> None:
-        """Pull the leash: the helper kills and reaps every rank, and nothing of this launch is left."""
+        """Close the lifeline: the helper kills and reaps every rank, and nothing of this launch is left."""
         try:
             # shutdown, not close: it counts even if a process forked meanwhile holds a copy of this socket
-            self.leash.shutdown(socket.SHUT_RDWR)
+            self.lifeline.shutdown(socket.SHUT_RDWR)
             self.let_go_of_their_ends()
             deadline = time.monotonic() + 10
-            while (
-                self.pids and not self.reaped and time.monotonic() < deadline
-            ):  # no pids: it still imports torch
+            while self.pids and not self.reaped and time.monotonic() < deadline:  # no pids: it imports torch
                 self.listen(0.5)
         except RankError:
             pass  # the helper is gone, and the kernel has killed its ranks
         finally:
-            self.leash.close()
+            self.lifeline.close()
             os.close(self.events)
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    # ---- what the ranks left in the directory ------------------------------------------------------------------------
+    # ---- what the ranks left in the directory -------------------------------------------------------------
 
     def path(self, *parts) -> str:
         return os.path.join(self.directory, ".".join(map(str, parts)))
@@ -262,9 +246,8 @@ class Launch:
                 with open(self.path(rank, "result"), "rb") as file:
                     results.append(pickle.load(file))
             except Exception as error:
-                raise RankError(
-                    f"the result of rank {rank} cannot be rebuilt here: {error!r}", (rank,)
-                ) from error
+                message = f"the result of rank {rank} cannot be rebuilt here: {error!r}"
+                raise RankError(message, (rank,)) from error
         return results
 
     def failed(self) -> list[int]:
@@ -281,7 +264,9 @@ class Launch:
         return report.failure(records, self.cells, {rank: self.text(rank, "noise") for rank in records})
 
     def hang(self, timeout_s: float) -> LaunchTimeout:
-        """Ask every rank for its stack (faulthandler answers even inside gloo) and read the log of its collectives."""
+        """Ask every rank for its stack (faulthandler answers even inside gloo) and read the log of its
+        collectives.
+        """
         busy = [rank for rank, state in self.states.items() if state != "done"]
         for rank in busy:
             with suppress(ProcessLookupError):
@@ -302,7 +287,9 @@ class Launch:
                 self.show(rank, kind, stream, ended=True)
 
     def show(self, rank: int, kind: str, stream, ended: bool = False) -> None:
-        """Print the lines that `rank` has completed since the last time, and what is left once it has `ended`."""
+        """Print the lines that `rank` has completed since the last time, and what is left once it has
+        `ended`.
+        """
         if not self.echo:
             return
         before = self.shown.get((rank, kind), 0)
@@ -311,9 +298,8 @@ class Launch:
         self.shown[rank, kind] = before + len(text)
         if text:
             for line in text.decode(errors="replace").removesuffix("\n").split("\n"):
-                print(
-                    f"[rank {rank}] {line.rpartition(chr(13))[2]}", file=stream
-                )  # of a progress bar the last state
+                last_state = line.rpartition("\r")[2]  # of a progress bar
+                print(f"[rank {rank}] {last_state}", file=stream)
         if ended and self.read(rank, kind, ECHO_BYTES, 1):
             print(f"[rank {rank}] ... (only the first {ECHO_BYTES:,} bytes are shown)", file=stream)
 

@@ -1,22 +1,19 @@
 """The far side of a launch: the helper that ranks are forked from, and what a rank does with its life.
 
-`launch.run` starts `serve` once per calling process. The helper imports torch, stays single-threaded, never touches
-CUDA, and forks: a rank costs milliseconds where a fresh interpreter costs the seconds of importing torch. Forking the
-*caller* would be as fast and wrong: a notebook kernel has threads, sockets and perhaps a CUDA context, and none of them
-survives a fork.
+`launch.run` starts `serve` once per calling process. The helper imports torch, stays single-threaded, never
+touches CUDA, and forks. (The *caller* cannot be forked: a notebook kernel has threads, sockets and perhaps a
+CUDA context, and none of them survives a fork.) A launch is three things handed to the helper:
 
-A launch is three things handed to the helper:
-
-    directory   private: the rendezvous file, the request, and per rank its result, error, prints, stacks and calls
-    events      a pipe, many writers and one reader: lines such as "3 ready", "3 done", "3 error", "3 exit -11"
-    leash       a socket whose other end only the caller holds: end of file means "stop now"
+    directory   private: the rendezvous file, the request; of each rank result, error, prints, stacks, calls
+    events      a pipe, many writers and one reader: "3 ready", "3 done", "3 error", "3 exit -11"
+    lifeline    a socket whose other end only the caller holds: end of file means "stop now"
 
 What kills what:
 
-    caller lets go of the leash, or dies    the helper kills every rank's process group, reaps it and answers "- reaped"
+    caller closes the lifeline, or dies     the helper kills and reaps each rank's process group: "- reaped"
     caller dies, a copy of its end lives    the helper looks for its parent twice a second, and does the same
     helper dies                             each rank gets SIGKILL from the kernel (PR_SET_PDEATHSIG, Linux)
-    caller dies, helper stopped or slow     a thread in each rank sleeps on the leash and exits the process
+    caller dies, helper stopped or slow     a thread in each rank sleeps on the lifeline and exits the process
     a rank dies                             nobody else: the caller decides, after it has heard who was first
 """
 
@@ -44,49 +41,51 @@ import torch
 import torch.distributed as dist
 
 from minitrain import collectives
-from minitrain.collectives.channel import ON_OPEN
+from minitrain.collectives.backends import ON_OPEN
 from minitrain.launch import report, shared_cores
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
-# Imported by the helper once the caller or a rank has: building a torch.optim optimizer pulls in the first, which takes
-# as long as torch itself, and four ranks doing so at once on two cores would take 4 s in every launch.
+# Imported by the helper once the caller or a rank has: building a torch.optim optimizer pulls in the first,
+# which takes as long as torch itself, and four ranks doing so at once on two cores would take 4 s in every
+# launch.
 HEAVY = ("torch._dynamo", "pytest", "hypothesis")
-# torch.autograd.function.once_differentiable makes a reader's function refer to this module. It cannot be imported, so
-# cloudpickle would take it to pieces that do not fit together again; listed here, it travels by its name.
+# torch.autograd.function.once_differentiable makes a reader's function refer to this module. It cannot be
+# imported, so cloudpickle would take it to pieces that do not fit together again; listed here, it travels by
+# its name.
 sys.modules.setdefault(torch._C._functions.__name__, torch._C._functions)
 
 
-def serve(door_fd: int, caller_pid: int) -> None:
-    """Fork ranks for every launch that comes through the door (a byte and two descriptors) until the caller is gone."""
+def serve(requests_fd: int, caller_pid: int) -> None:
+    """Fork ranks for every request (a byte and two descriptors) until the caller is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    door = socket.socket(fileno=door_fd)
+    requests = socket.socket(fileno=requests_fd)
     preload([])
-    wake, bell = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(bell, False)
-    signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the bell rings
-    flocks: list[Flock] = []
+    wakeup = os.pipe()  # written to by the kernel when a rank ends
+    for end in wakeup:
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wakeup[1], warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written
+    launches: list[RankGroup] = []
     while os.getppid() == caller_pid:
-        ready, _, _ = select.select([door, wake, *(flock.leash for flock in flocks)], [], [], 0.5)
-        if wake in ready:
-            os.read(wake, 4096)
-        for flock in flocks:
-            flock.reap()
-            if flock.leash in ready:
-                flock.end()
-        flocks = [flock for flock in flocks if not flock.ended]
-        if door in ready:
-            byte, fds, _, _ = socket.recv_fds(door, 1, 2)
+        lifelines = [launch.lifeline for launch in launches]
+        ready, _, _ = select.select([requests, wakeup[0], *lifelines], [], [], 0.5)
+        if wakeup[0] in ready:
+            os.read(wakeup[0], 4096)
+        for launch in launches:
+            launch.reap()
+            if launch.lifeline in ready:
+                launch.end()
+        launches = [launch for launch in launches if not launch.ended]
+        if requests in ready:
+            byte, fds, _, _ = socket.recv_fds(requests, 1, 2)
             if not byte:
                 break
-            flocks.append(
-                Flock(*fds, not_for_ranks=[door, *(flock.leash for flock in flocks)], bell=(wake, bell))
-            )
-    for flock in flocks:
-        flock.end()
+            not_for_ranks = [requests.fileno(), *wakeup, *(launch.lifeline.fileno() for launch in launches)]
+            launches.append(RankGroup(*fds, not_for_ranks))
+    for launch in launches:
+        launch.end()
 
 
 def preload(names: list[str]) -> None:
@@ -97,12 +96,12 @@ def preload(names: list[str]) -> None:
     gc.freeze()  # what is here now stays shared: the collector of a rank will not write into these pages
 
 
-class Flock:
+class RankGroup:
     """The ranks of one launch, as the helper sees them: process ids to reap and to kill."""
 
-    def __init__(self, events: int, leash: int, not_for_ranks: list, bell: tuple):
-        self.events, self.leash, self.ended = events, socket.socket(fileno=leash), False
-        request = json.loads(self.leash.makefile("r").readline())
+    def __init__(self, events: int, lifeline: int, not_for_ranks: list[int]):
+        self.events, self.lifeline, self.ended = events, socket.socket(fileno=lifeline), False
+        request = json.loads(self.lifeline.makefile("r").readline())
         self.directory = request["directory"]
         if missing := [name for name in request["heavy"] if name not in sys.modules]:
             preload(missing)
@@ -113,9 +112,9 @@ class Flock:
                 try:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for end in (*not_for_ranks, *map(os.fdopen, bell)):
-                        end.close()
-                    Rank(rank, request["ranks"], self.directory, self.events, self.leash).live()
+                    for fd in not_for_ranks:
+                        os.close(fd)
+                    Rank(rank, request["ranks"], self.directory, self.events, self.lifeline).live()
                 finally:
                     os._exit(70)  # never fall back into the helper's loop
             self.pids[pid] = rank
@@ -137,7 +136,7 @@ class Flock:
         shutil.rmtree(self.directory, ignore_errors=True)  # here, for the caller may be dead
         say(self.events, "-", "reaped")
         os.close(self.events)
-        self.leash.close()
+        self.lifeline.close()
         self.ended = True
 
 
@@ -149,16 +148,20 @@ def kill(how: Callable, pid: int) -> None:
 
 
 def say(events: int, *words) -> None:
-    """One line on the events pipe. Under 512 bytes, so POSIX promises that lines of different writers never mix."""
+    """One line on the events pipe. Under 512 bytes, so POSIX promises that lines of different writers never
+    mix.
+    """
     try:
         os.write(events, (" ".join(map(str, words)) + "\n").encode())
     except BrokenPipeError:
-        pass  # the caller is gone; the leash says so too
+        pass  # the caller is gone; the lifeline says so too
 
 
 def keep_freed_memory() -> None:
-    """A step frees and allocates the same tensors over and over. glibc would hand large ones back to the kernel each time and
-    pay for clean pages again (1 to 2 % of a small step); a rank keeps them, as torch's allocator for GPUs does."""
+    """A step frees and allocates the same tensors over and over. glibc would hand large ones back to the
+    kernel each time and pay for clean pages again (1 to 2 % of a small step); a rank keeps them, as torch's
+    allocator for GPUs does.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if LINUX else None
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, 2**30)
@@ -168,8 +171,14 @@ def keep_freed_memory() -> None:
 class Rank:
     """One rank from fork to kill. It never leaves by itself: see `wait_for_the_end`."""
 
-    def __init__(self, rank: int, ranks: int, directory: str, events: int, leash: socket.socket):
-        self.rank, self.ranks, self.directory, self.events, self.leash = rank, ranks, directory, events, leash
+    def __init__(self, rank: int, ranks: int, directory: str, events: int, lifeline: socket.socket):
+        self.rank, self.ranks, self.directory, self.events, self.lifeline = (
+            rank,
+            ranks,
+            directory,
+            events,
+            lifeline,
+        )
 
     def in_directory(self, name: str) -> str:
         return os.path.join(self.directory, name)
@@ -189,9 +198,7 @@ class Rank:
             say(self.events, self.rank, "ready")
             result = fn(*args)
             self.keep(result)
-        except (
-            BaseException
-        ) as error:  # SystemExit included: a rank that leaves early is an error of the launch
+        except BaseException as error:  # SystemExit included: who leaves early fails the launch
             with open(self.path("error"), "w", encoding="utf-8") as file:
                 json.dump(report.record(error), file)
             self.wait_for_the_end("error")
@@ -204,14 +211,16 @@ class Rank:
         if os.getppid() != helper:
             os._exit(0)
         os.setpgid(0, 0)
-        threading.Thread(target=self.watch_leash, daemon=True).start()
+        threading.Thread(target=self.watch_lifeline, daemon=True).start()
 
-    def watch_leash(self) -> None:
-        self.leash.recv(1)
+    def watch_lifeline(self) -> None:
+        self.lifeline.recv(1)
         os._exit(0)
 
     def redirect_output(self) -> None:
-        """Prints go to files that the caller shows; what C writes to descriptor 2 is shown only after a failure."""
+        """Prints go to files that the caller shows; what C writes to descriptor 2 is shown only after a
+        failure.
+        """
         for fd, kind in ((1, "stdout"), (2, "noise")):
             file = os.open(self.path(kind), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
             os.dup2(file, fd)
@@ -223,7 +232,9 @@ class Rank:
         faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True)
 
     def settle(self, request: dict) -> tuple:
-        """Become a process like the caller (environment, folder, import path), then read function and arguments."""
+        """Become a process like the caller (environment, folder, import path), then read function and
+        arguments.
+        """
         os.environ.clear()
         os.environ.update(request["environ"], RANK=str(self.rank), LOCAL_RANK=str(self.rank))
         os.chdir(request["folder"])
@@ -233,9 +244,7 @@ class Rank:
             collectives.name_file(file, "cell")
         with open(self.in_directory("call"), "rb") as file:
             fn, args = cloudpickle.load(file)
-        if (
-            getattr(fn, "__module__", None) == "__main__"
-        ):  # so that plain pickle finds a notebook's classes by name
+        if getattr(fn, "__module__", "") == "__main__":  # plain pickle finds a notebook's classes there
             vars(sys.modules["__main__"]).update(getattr(fn, "__globals__", {}))
         return fn, args
 
@@ -255,8 +264,9 @@ class Rank:
             file.write(pickled)
 
     def wait_for_the_end(self, event: str) -> None:
-        """Tell the caller, then keep every socket open until it has decided: a peer that saw ours close would report an
-        error of its own ("Connection closed by peer") and the wrong rank would be blamed."""
+        """Tell the caller, then keep every socket open until it has decided: a peer that saw ours close would
+        report an error of its own ("Connection closed by peer") and the wrong rank would be blamed.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         say(self.events, self.rank, event, *(name for name in HEAVY if name in sys.modules))
@@ -275,8 +285,8 @@ def pickled_result(result) -> bytes:
         return cloudpickle.dumps(result)
     except Exception as error:
         raise TypeError(
-            f"fn returned a {type(result).__name__}, which cannot be sent back ({error}); "
-            "return tensors, numbers, text, or lists and dicts of them"
+            f"fn returned a {type(result).__name__}, which cannot be sent back ({error}); return tensors, "
+            "numbers, text, or lists and dicts of them"
         ) from None
 
 
@@ -285,8 +295,7 @@ def init_group(store: dist.Store, rank: int, size: int, timeout: datetime.timede
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group(
-            "nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device
-        )
+        backend, more = "nccl", {"device_id": device}
     else:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        backend, more = "gloo", {}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, **more)

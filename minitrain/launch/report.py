@@ -2,13 +2,13 @@
 
 Three rules find the culprit.
 
-    A crash is heard twice. The rank that died says nothing, its neighbours say "Connection closed by peer". These are
-        dropped: a rank that merely *raised* keeps its sockets open until the caller has decided, so only a crash
-        can have caused them.
-    A hang is the fault of whoever is behind. Every rank counts its collectives; where the ranks of a group disagree,
-        the lowest number is to blame, and before it a rank that waits in no collective at all.
-    The line is the reader's. The innermost frame outside Python's and torch's libraries and outside minitrain is
-        named, because that is where something can be changed; the traceback shows the rest.
+    A crash is heard twice. The rank that died says nothing, its neighbours say "Connection closed by peer".
+        These are dropped: a rank that merely *raised* keeps its sockets open until the caller has decided, so
+        only a crash can have caused them.
+    A hang is the fault of whoever is behind. Every rank counts its collectives; where the ranks of a group
+        disagree, the lowest number is to blame, and before it a rank that waits in no collective at all.
+    The line is the reader's. The innermost frame outside Python's and torch's libraries and outside minitrain
+        is named, because that is where something can be changed; the traceback shows the rest.
 """
 
 import os
@@ -19,20 +19,14 @@ import traceback
 from typing import NamedTuple
 
 LIBRARIES = tuple(
-    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    {sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-CONNECTION_LOST = re.compile(
-    "Connection closed by peer|Connection reset|Broken pipe|(Read|Write) error|socket.*closed", re.I
-)
+LOST = "Connection closed by peer|Connection reset|Broken pipe|(Read|Write) error|socket.*closed"
+CONNECTION_LOST = re.compile(LOST, re.I)
 STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
-OUR_FRAME = (
-    rf'(  File "{re.escape(PACKAGE)}launch/(?:start|ranks)\.py", line \d+ in (?:live|run)\n)'  # calls fn
-)
-DOORS = [
-    os.path.join("collectives", f"{name}.py")
-    for name in ("functions", "messages", "channel", "transport", "checked")
-]
+CALLS_FN = rf'(  File "{re.escape(PACKAGE)}launch/(?:start|ranks)\.py", line \d+ in (?:live|run)\n)'
+COLLECTIVES = os.path.join(PACKAGE, "collectives", "")
 NOISE_LETTERS = 2000  # of what native code wrote to stderr
 
 
@@ -60,7 +54,7 @@ class Frame(NamedTuple):
     function: str
 
 
-# ---- one rank: a record is {type, message, frames, traceback}, and survives JSON -------------------------------------
+# ---- one rank: a record is {type, message, frames, traceback}, and survives JSON -------------------------
 
 
 def record(error: BaseException) -> dict:
@@ -70,19 +64,15 @@ def record(error: BaseException) -> dict:
         message = str(error)
     except Exception:
         message = "(its message could not be printed)"
-    frames = [
-        Frame(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(traceback.extract_tb(tb))
-    ]
-    return {
-        "type": type(error).__name__,
-        "message": message,
-        "frames": frames,
-        "traceback": "".join(traceback.format_exception(type(error), error, tb)),
-    }
+    frames = [Frame(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_tb(tb))]
+    text = "".join(traceback.format_exception(type(error), error, tb))
+    return {"type": type(error).__name__, "message": message, "frames": frames, "traceback": text}
 
 
 def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> dict:
-    """The record of a rank that ended without a word; `code` as in subprocess: minus the signal, or the exit status."""
+    """The record of a rank that ended without a word; `code` as in subprocess: minus the signal, or the exit
+    status.
+    """
     frames = stack_frames(dump)
     at = f" at {place(frames, cells)}" if frames else ""
     if code >= 0:
@@ -113,7 +103,9 @@ def sentence(record: dict, places: list[str]) -> str:
 
 
 def place(frames: list, cells: dict[str, str]) -> str:
-    """The line to look at, "train.py:41" or "cell:4" (cell numbers change from run to run); innermost frames first."""
+    """The line to look at, "train.py:41" or "cell:4" (cell numbers change from run to run); innermost frames
+    first.
+    """
     for hidden in ((*LIBRARIES, PACKAGE), LIBRARIES, ()):
         for frame in frames:
             if not frame[0].startswith((*hidden, "<frozen", PACKAGE + "launch")):
@@ -128,11 +120,9 @@ def spot(frame: tuple, cells: dict[str, str]) -> str:
 def stack_frames(dump: str) -> list[Frame]:
     """The main thread's frames below fn, innermost first, from what faulthandler wrote about all threads."""
     for thread in re.split(r"\n(?=Thread |Current thread )", dump):
-        fn_and_below, *ours = re.split(OUR_FRAME, thread, maxsplit=1)
+        fn_and_below, *ours = re.split(CALLS_FN, thread, maxsplit=1)
         if ours:
-            return [
-                Frame(file, int(line), function) for file, line, function in STACK_LINE.findall(fn_and_below)
-            ]
+            return [Frame(file, int(line), name) for file, line, name in STACK_LINE.findall(fn_and_below)]
     return []
 
 
@@ -153,17 +143,13 @@ def name(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-# ---- a failure -------------------------------------------------------------------------------------------------------
+# ---- a failure -------------------------------------------------------------------------------------------
 
 
-def failure(
-    records: dict[int, dict], cells: dict[str, str], noise: dict[int, str] | None = None
-) -> RankError:
+def failure(records: dict[int, dict], cells: dict[str, str], noise: dict[int, str] = {}) -> RankError:
     """The error of a launch from the records of the ranks that failed; equal ones are named together."""
     lost = {
-        rank
-        for rank, record in records.items()
-        if record["type"] and CONNECTION_LOST.search(record["message"])
+        rank for rank, said in records.items() if said["type"] and CONNECTION_LOST.search(said["message"])
     }
     blamed = sorted(set(records) - lost or records)
     alike: dict[tuple, list[int]] = {}
@@ -176,12 +162,12 @@ def failure(
     more = f"; and {len(sentences) - 3} other errors" if len(sentences) > 3 else ""
     first = blamed[0]
     text = readable(records[first]["traceback"], cells)
-    if noise and noise.get(first, "").strip():
+    if noise.get(first, "").strip():
         text += f"\nstderr of rank {first}:\n{noise[first].strip()[-NOISE_LETTERS:]}"
     return RankError("; ".join(sentences[:3]) + more, tuple(blamed), f"Rank {first}: {text}" if text else "")
 
 
-# ---- a hang ----------------------------------------------------------------------------------------------------------
+# ---- a hang ----------------------------------------------------------------------------------------------
 
 
 class Stuck(NamedTuple):
@@ -201,14 +187,11 @@ def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
     if not dump:
         return Stuck("give{s} no answer to signals (stopped?)", False)
     frames = stack_frames(dump)
+    in_torch = [frame.function for frame in frames if frame.file.endswith("distributed_c10d.py")]
     in_torch = [
-        frame.function
-        for frame in frames
-        if frame.file.endswith("distributed_c10d.py")
-        and frame.function.islower()
-        and not frame.function.startswith(("_", "get_", "is_", "pg_", "default_"))
+        f for f in in_torch if f.islower() and not f.startswith(("_", "get_", "is_", "pg_", "default_"))
     ]
-    in_ours = any(os.path.join(PACKAGE, file) == frame.file for frame in frames for file in DOORS)
+    in_ours = any(frame.file.startswith(COLLECTIVES) for frame in frames)
     unfinished = [call for call in calls if not call.done]
     if unfinished and (in_ours or in_torch):
         here = {spot(frame, cells) for frame in frames}
@@ -228,9 +211,7 @@ def say(text: str, ranks: list[int]) -> str:
     return f"{name(ranks)} {text.replace('{s}', 's' if len(ranks) == 1 else '')}"
 
 
-def hang(
-    timeout_s: float, stuck: dict[int, Stuck], dumps: dict[int, str], cells: dict[str, str]
-) -> LaunchTimeout:
+def hang(timeout_s: float, stuck: dict[int, Stuck], dumps: dict[int, str], cells: dict) -> LaunchTimeout:
     """The report of a launch that ran out of time: those who are behind come first."""
     blamed = [rank for rank, where in stuck.items() if not where.waits]
     for group in {where.group for where in stuck.values() if where.group} if not blamed else ():
@@ -248,6 +229,4 @@ def hang(
     for rank in order:
         stacks.setdefault(stack_text(dumps.get(rank, ""), cells), []).append(rank)
     text = "\n".join(f"{name(ranks).capitalize()}, {stack}" for stack, ranks in stacks.items() if stack)
-    return LaunchTimeout(
-        f"not finished after {timeout_s:g} s: {told}", tuple(sorted(blamed) or sorted(stuck)), text
-    )
+    return LaunchTimeout(f"not finished after {timeout_s:g} s: {told}", sorted(blamed or stuck), text)

@@ -1,18 +1,22 @@
-"""Ranks that share cores with each other, and with the threads that carry their messages: what Linux's scheduler is asked.
+"""Ranks that share cores with each other, and with the threads that carry their messages: what Linux's
+scheduler is asked.
 
-On a laptop four ranks run on two cores, and each has an event loop of gloo for every group. Left alone, Linux switches between them
-some hundred times in a training step: a message for one rank takes the core from another in the middle of a matrix product, and both
-then find their caches full of somebody else's data. Two requests, which need no privilege and change no result:
+On a laptop four ranks run on two cores, and each has an event loop of gloo for every group. Left alone, Linux
+switches between them some hundred times in a training step: a message for one rank takes the core from
+another in the middle of a matrix product, and both then find their caches full of somebody else's data. Two
+requests, which need no privilege and change no result:
 
-    event loops   are "batch" threads: they run when a core is free or their turn has come, and never take one away
-    ranks         are batch threads too, and compute `SLICE_NS` at a time where Linux's own turn is 1.4 to 2.8 ms
+    event loops   are "batch" threads: they run when a core is free or their turn has come, no sooner
+    ranks         are batch threads too, and compute `SLICE_NS` at a time where Linux's turn is 1.4 to 2.8 ms
 
-Medians, 4 ranks on 2 cores: the first takes an all-reduce of 16 KB from 1 ms of processor time to 0.15, for a loop that finds the lock
-of a connection taken tries again without pause, and if it has just preempted the holder it burns its whole turn. The second makes a
-pipeline's step 5 to 10 % shorter, and changes little where ranks mostly wait for each other. It needs the first: loops as gloo makes
-them interrupt long turns all the more (torch's own 1F1B takes 1.10 times as long with them).
+Medians, 4 ranks on 2 cores: the first takes an all-reduce of 16 KB from 1 ms of processor time to 0.15, for a
+loop that finds the lock of a connection taken tries again without pause, and if it has just preempted the
+holder it burns its whole turn. The second makes a pipeline's step 5 to 10 % shorter, and changes little where
+ranks mostly wait for each other. It needs the first: loops as gloo makes them interrupt long turns all the
+more (torch's own 1F1B takes 1.10 times as long with them).
 
-Linux only; turns of a length of one's own since 6.12 (an older kernel hears only the rest). Nothing is asked of ranks on NCCL.
+Linux only; turns of a length of one's own since 6.12 (an older kernel hears only the rest). Nothing is asked
+of ranks on NCCL.
 """
 
 from __future__ import annotations
@@ -21,29 +25,16 @@ import ctypes
 import glob
 import os
 import platform
+import struct
 import sys
 from contextlib import suppress
 
 SLICE_NS = 8_000_000
 SCHED_OTHER, SCHED_BATCH = 0, 3  # linux/sched.h
-SCHED_SETATTR = (
-    {"x86_64": 314, "aarch64": 274}.get(platform.machine()) if sys.platform == "linux" else None
-)  # a system call's number
-
-
-class SchedAttr(ctypes.Structure):
-    """`struct sched_attr` of linux/sched/types.h, its first version."""
-
-    _fields_ = [
-        ("size", ctypes.c_uint32),
-        ("policy", ctypes.c_uint32),
-        ("flags", ctypes.c_uint64),
-        ("nice", ctypes.c_int32),
-        ("priority", ctypes.c_uint32),
-        ("runtime", ctypes.c_uint64),
-        ("deadline", ctypes.c_uint64),
-        ("period", ctypes.c_uint64),
-    ]
+# The number of a system call.
+SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine()) if sys.platform == "linux" else None
+# `struct sched_attr` of linux/sched/types.h: size, policy, flags, nice, priority, runtime, deadline, period.
+SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 
 
 def calm() -> None:
@@ -64,20 +55,23 @@ def leave_rank() -> None:
 
 
 def schedule(thread: int, policy: int, slice_ns: int = 0) -> None:
-    """How Linux runs a thread: SCHED_OTHER or SCHED_BATCH, and for how long at a time (0: as long as the kernel finds right)."""
+    """How Linux runs a thread: SCHED_OTHER or SCHED_BATCH, and for how long at a time (0: as long as the
+    kernel finds right).
+    """
     if SCHED_SETATTR is None:
         return
     with suppress(ProcessLookupError):  # the thread has ended
-        attr = SchedAttr(
-            ctypes.sizeof(SchedAttr), policy, 0, os.getpriority(os.PRIO_PROCESS, thread), 0, slice_ns, 0, 0
-        )
+        nice = os.getpriority(os.PRIO_PROCESS, thread)
+        attr = SCHED_ATTR.pack(SCHED_ATTR.size, policy, 0, nice, 0, slice_ns, 0, 0)
         ctypes.CDLL(None).syscall(
-            SCHED_SETATTR, thread, ctypes.byref(attr), 0
+            SCHED_SETATTR, thread, attr, 0
         )  # a sandbox may forbid it: slower, not wrong
 
 
 def event_loops() -> list[int]:
-    """The threads of this process that are gloo's event loops, one for each group; none where there is no /proc."""
+    """The threads of this process that are gloo's event loops, one for each group; none where there is no
+    /proc.
+    """
     loops = []
     for thread in glob.glob("/proc/self/task/*/comm"):
         try:

@@ -1,29 +1,29 @@
-"""Run a function on N ranks: fresh processes of this machine or, under torchrun, the ranks that exist already.
+"""Run a function on N ranks: fresh processes of this machine or, under torchrun, the ranks there are.
 
-    results = run(fn, *args, ranks=4)       fn(*args) on every rank, inside one process group; results in rank order
+    results = run(fn, *args, ranks=4)      fn(*args) on every rank, in one process group; results by rank
 
-Ranks are forked from a helper that has torch loaded (`ranks.py`), so the first launch of a process takes about
-2 s and every later one about 0.1 s, where N fresh interpreters would import torch N times. `fn` travels by value
-(cloudpickle): a function of a notebook cell, a lambda or a closure works, and the caller's script is never run again.
-Every launch has new processes, so nothing is left over from the one before, not even after a crash.
+Ranks are forked from a helper that has torch loaded (`ranks.py`): the first launch of a process takes 2 s,
+every later one 0.1 s. `fn` travels by value (cloudpickle): a function of a notebook cell, a lambda or a
+closure works, and the caller's script is not run again. Every launch has new processes.
 
-Ranks find each other through a file (torch's FileStore) in a private directory, and gloo is bound to the loopback. A
-TCP store listens on every interface, needs a free port and looks host names up, which stalled 5 s in one start of five.
+Ranks find each other through a file in a private directory, and gloo is bound to the loopback. (A TCP store
+listens on every interface, needs a free port, and stalled 5 s in one start of five.)
 
-The first rank that fails ends the launch within a second with a `RankError` that names it; if ranks take longer than
-`timeout_s`, a `LaunchTimeout` says where each of them was. Either way, and after an interrupt, every process is killed
-before `run` returns. The calling process itself never waits in gloo, which cannot be interrupted.
+The first rank that fails ends the launch within a second with a `RankError` that names it; a launch that
+takes longer than `timeout_s` ends with a `LaunchTimeout` that says where each rank was. Either way, and after
+an interrupt, every process is killed before `run` returns.
 
-Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) `run` starts nothing and runs `fn` on the ranks
-there are, on however many nodes, and gives all results to all of them. A rank cannot stop its neighbours there, so what
-they cannot settle among themselves (one failed while others wait for it, or time is up) ends the process, and torchrun
-then ends the job.
+Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set) `run` starts nothing, runs `fn` on the
+ranks there are, on however many nodes, and gives all results to all of them. A rank cannot stop its
+neighbours there: if one fails while others wait, or time is up, the process ends, and torchrun ends the job.
 """
 
 import atexit
+import copyreg
 import datetime
 import faulthandler
 import gc
+import importlib
 import inspect
 import json
 import operator
@@ -34,6 +34,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 
 import cloudpickle
 import torch
@@ -60,12 +61,13 @@ def run(
 ) -> list:
     """Call fn(*args) on every rank and return the results in rank order.
 
-    `timeout_s` is for fn, `start_timeout_s` for starting processes and finding each other. `checked` compares every
-    collective across ranks before it runs (None: yes, unless MINITRAIN_CHECKED=0). `echo` shows what ranks print, as
-    "[rank 3] text" in rank order: rank 0 as it runs, the others at the end. A rank has the environment that torchrun
-    gives (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), one torch thread, and all seeds at 0. When fn has returned
-    everywhere the ranks are killed, not asked to leave: what must be closed is closed in fn, with `with`.
-    Raises ValueError before anything starts; RankError and LaunchTimeout after.
+    `timeout_s` is for fn, `start_timeout_s` for starting processes and finding each other. `checked` compares
+    every collective across ranks before it runs (None: yes, unless MINITRAIN_CHECKED=0). `echo` shows what
+    ranks print, as "[rank 3] text" in rank order: rank 0 as it runs, the others at the end. A rank has the
+    environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), one torch thread, and
+    all seeds at 0. When fn has returned everywhere the ranks are killed, not asked to leave: what must be
+    closed is closed in fn, with `with`. Raises ValueError before anything starts; RankError and LaunchTimeout
+    after.
     """
     ranks = _check(fn, args, ranks, timeout_s, start_timeout_s)
     checked = os.environ.get("MINITRAIN_CHECKED", "1") != "0" if checked is None else checked
@@ -73,15 +75,17 @@ def run(
         return Job.find(ranks, start_timeout_s).run(fn, args, timeout_s, checked)
     if ranks > 64 * (os.cpu_count() or 1):
         warnings.warn(
-            f"{ranks} ranks on {os.cpu_count()} cores will mostly wait for each other; minitrain.launch.dryrun runs "
-            "one rank of a world of any size",
+            f"{ranks} ranks on {os.cpu_count()} cores will mostly wait; minitrain.launch.dryrun "
+            "runs one rank of a world of any size",
             stacklevel=2,
         )
     return local.run(pickled_call(fn, args), ranks, timeout_s, start_timeout_s, checked, echo)
 
 
 def device() -> torch.device:
-    """The device of this rank: a GPU of its own if there are enough, a shared one if there are fewer, else the CPU."""
+    """The device of this rank: a GPU of its own if there are enough, a shared one if there are fewer, else
+    the CPU.
+    """
     gpus = torch.cuda.device_count()
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus) if gpus else torch.device("cpu")
 
@@ -112,16 +116,20 @@ def _check(fn, args, ranks, timeout_s, start_timeout_s) -> int:
     try:
         signature.bind(*args)
     except TypeError as error:
-        raise ValueError(
-            f"{getattr(fn, '__name__', fn)}{signature} cannot be called with the {len(args)} arguments "
-            f"given: {error}"
-        ) from None
+        called = f"{getattr(fn, '__name__', fn)}{signature}"
+        raise ValueError(f"{called} cannot be called with the {len(args)} arguments given: {error}") from None
     return count
 
 
-# ---- local ranks: what travels to them -------------------------------------------------------------------------------
+# ---- local ranks: what travels to them -------------------------------------------------------------------
 
 pickling = threading.Lock()  # cloudpickle's list of modules that go by value belongs to the whole process
+# torch.backends and a few more are objects of classes of their own in place of modules; they travel by name
+# as well.
+for kind in {type(module) for module in sys.modules.values() if isinstance(module, ModuleType)} - {
+    ModuleType
+}:
+    copyreg.pickle(kind, lambda module: (importlib.import_module, (module.__name__,)))
 
 
 def pickled_call(fn: Callable, args: tuple) -> bytes:
@@ -148,22 +156,27 @@ def pickled_call(fn: Callable, args: tuple) -> bytes:
 
 
 def single_files() -> list:
-    """The reader's own one-file modules, a test or a helper beside a notebook. Their functions travel by value as those
-    of a notebook do: as they are loaded here, not as the file is by now, and the file is not run once per rank."""
+    """The reader's own one-file modules, a test or a helper beside a notebook. Their functions travel by
+    value as those of a notebook do: as they are loaded here, not as the file is by now, and the file is not
+    run once per rank.
+    """
     known = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
-    files = {
-        name: getattr(module, "__file__", None)
-        for name, module in sys.modules.copy().items()
-        if name == getattr(module, "__name__", "") and "." not in name and not hasattr(module, "__path__")
-    }
-    return [
-        sys.modules[name]
-        for name, file in files.items()
-        if file and name not in known and not file.startswith(report.LIBRARIES)
-    ]
+    found = []
+    for name, module in sys.modules.copy().items():
+        if (
+            "." in name
+            or name in known
+            or name != getattr(module, "__name__", "")
+            or hasattr(module, "__path__")
+        ):
+            continue
+        file = getattr(module, "__file__", None)
+        if file and not file.startswith(report.LIBRARIES):
+            found.append(module)
+    return found
 
 
-# ---- under torchrun --------------------------------------------------------------------------------------------------
+# ---- under torchrun --------------------------------------------------------------------------------------
 
 
 class Job:
@@ -188,9 +201,8 @@ class Job:
             wait = datetime.timedelta(seconds=start_timeout_s)
             self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=wait))
             if not dist.is_initialized():
-                launch_ranks.init_group(
-                    dist.PrefixStore("default", self.store), self.rank, self.size, FOREVER
-                )
+                store = dist.PrefixStore("default", self.store)
+                launch_ranks.init_group(store, self.rank, self.size, FOREVER)
             atexit.register(leave)
             # results travel as bytes in host memory, whatever moves the tensors
             self.talk = dist.group.WORLD
@@ -218,14 +230,14 @@ class Job:
         return [result if rank == self.rank else pickle.loads(data) for rank, data in enumerate(everyone)]
 
     def agree(self, error: dict | None, timeout_s: float) -> None:
-        """Return if no rank failed; raise the same RankError on all if all came to an end; else end the job."""
+        """Return if no rank failed; raise the same RankError on all if all came to an end; else end the
+        job.
+        """
         key = f"launch-{self.launches}"
         self.store.set(f"{key}/{self.rank}", json.dumps(error))
         try:
-            self.store.wait(
-                [f"{key}/{rank}" for rank in range(self.size)],
-                datetime.timedelta(seconds=GRACE_S if error else timeout_s + GRACE_S),
-            )
+            patience = datetime.timedelta(seconds=GRACE_S if error else timeout_s + GRACE_S)
+            self.store.wait([f"{key}/{rank}" for rank in range(self.size)], patience)
         except dist.DistError:
             self.end(
                 report.failure({self.rank: error}, {}) if error else LaunchTimeout("other ranks are late")
@@ -241,7 +253,9 @@ class Job:
 
 
 def leave() -> None:
-    """Let go of every group: gloo joins its threads then, and a process that ends with them running may abort."""
+    """Let go of every group: gloo joins its threads then, and a process that ends with them running may
+    abort.
+    """
     Job.current = None
     if dist.is_initialized():
         dist.destroy_process_group()

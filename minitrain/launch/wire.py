@@ -1,15 +1,16 @@
 """Bytes on the wire by the kernel's own account: the instrument that the ledger is checked with.
 
-    bytes_on_the_wire(f, g, ranks=4)        [what crosses the loopback while every rank runs f() once, the same for g]
+    bytes_on_the_wire(f, g, ranks=4)        [what crosses the loopback while ranks run f() once, g() once]
 
-The ledger counts what is handed to `send`; what a library then does with it only the network knows. Here ranks run in a
-network namespace of their own (`unshare`), whose loopback carries their messages and nothing else, and the count is the
-difference of two readings of the interface between barriers. It holds the headers of TCP and IP too, some 0.1 % of large
-tensors; fn runs once before, because connections are opened at first use.
+The ledger counts what is handed to `send`; what a library then does with it only the network knows. Here
+ranks run in a network namespace of their own (`unshare`), whose loopback carries their messages and nothing
+else, and the count is the difference of two readings of the interface between barriers. It holds the headers
+of TCP and IP too, some 0.1 % of large tensors; fn runs once before, because connections are opened at first
+use.
 
-Where the system gives no namespace the shared loopback is read. Other programs only add to it, so the least of several
-runs is returned: right on a quiet machine, too much on a busy one. Costs a fresh interpreter, 2 to 4 s.
-Raises RuntimeError with the last line of what a failed run said.
+Where the system gives no namespace the shared loopback is read. Other programs only add to it, so the least
+of several runs is returned: right on a quiet machine, too much on a busy one. Costs a fresh interpreter, 2 to
+4 s. Raises RuntimeError with the last line of what a failed run said.
 """
 
 import base64
@@ -35,28 +36,21 @@ RUNS_WHEN_SHARED = 5
 def bytes_on_the_wire(*fns: Callable, ranks: int = 4) -> list[int]:
     """[fn] -> bytes that all ranks together put on the network in one fn(), headers included."""
     private = has_private_network()
-    command = [
-        *(PRIVATE if private else ()),
-        sys.executable,
-        "-m",
-        "minitrain.launch.wire",
-        "private" if private else "shared",
-        str(ranks),
-        *(base64.b64encode(pickled_call(fn, ())).decode() for fn in fns),
-    ]
+    command = [*(PRIVATE if private else ()), sys.executable, "-m", "minitrain.launch.wire"]
+    calls = [base64.b64encode(pickled_call(fn, ())).decode() for fn in fns]
+    command += ["private" if private else "shared", str(ranks), *calls]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(
-            f"the measurement failed: {(done.stderr.strip() or 'without a word').splitlines()[-1]}"
-        )
+        last = (done.stderr.strip() or "without a word").splitlines()[-1]
+        raise RuntimeError(f"the measurement failed: {last}")
     return [int(count) for count in done.stdout.split()]
 
 
 def has_private_network() -> bool:
     """Whether this system lets us have a network namespace."""
     return (
-        shutil.which(PRIVATE[0]) is not None
-        and subprocess.run([*PRIVATE, "true"], capture_output=True).returncode == 0
+        bool(shutil.which(PRIVATE[0]))
+        and not subprocess.run([*PRIVATE, "true"], capture_output=True).returncode
     )
 
 
@@ -89,12 +83,8 @@ def main(network: str, ranks: str, *calls: str) -> None:
     runs = 1 if network == "private" else RUNS_WHEN_SHARED
     for call in calls:
         fn, _ = pickle.loads(base64.b64decode(call))
-        print(
-            min(
-                launch.run(between_readings, fn, ranks=int(ranks), checked=False, echo=False)[0]
-                for _ in range(runs)
-            )
-        )
+        way = dict(ranks=int(ranks), checked=False, echo=False)
+        print(min(launch.run(between_readings, fn, **way)[0] for _ in range(runs)))
 
 
 if __name__ == "__main__":

@@ -3,30 +3,25 @@
     with Ledger() as ledger:
         with ledger.phase("forward"):
             loss = loss_of(model(tokens), targets)
-        ...
     print(ledger.table())
 
-Three instruments write it. A dispatch mode of torch sees every operator, those of backward too (`operators.py`: what
-one costs). The collectives report every call: bytes are counted where a buffer is handed to the network; where the
-backend moves the data itself, the volume is charged from the chunk plan and `planned` is True. Weak references see
-every tensor die (`memory_meter.py`). Nothing is estimated and nothing timed: a real run and a dry run of the same code
-give the same account, event by event.
+A dispatch mode of torch sees every operator, those of backward too (`operators.py`). The collectives report
+every call: bytes are counted where a buffer is handed to the network; where the backend moves the data itself
+they are charged from the chunk plan, and `planned` is True. Weak references see every tensor die
+(`memory_meter.py`). A real run and a dry run of the same code give the same account, event by event.
 
-What is inside a collective belongs to it. Its additions are part of the communication and no Compute events, whichever
-thread carries them out; the memory it holds counts like any other. Operators run by another thread of yours are not
-seen (a mode belongs to its thread; backward takes it along), nor is the inside of a compiled function.
-Costs some ten microseconds per operator while open. A closed ledger holds numbers only and can be sent elsewhere.
+What is inside a collective is communication: its additions are no Compute events, its memory counts.
+Operators of your own threads are not seen, nor is the inside of a compiled function. A closed ledger can be
+sent elsewhere. A causal attention kernel counts the scores its mask leaves; `Ledger(causal="square")` counts
+all T², as the papers' formulas do (`accounting.compute` has both). Costs some ten microseconds per operator
+while open.
 
-A causal attention kernel counts the scores its mask leaves, so that layouts of a sequence can be compared;
-`Ledger(causal="square")` counts all T², as the papers' formulas do (`accounting.compute` has both, by the same names).
-
-Raises ValueError when a ledger is opened a second time, and for another value of `causal`.
-FLOP counting by dispatch mode is the idea of torch.utils.flop_counter, storages held by weak reference that of
+FLOP counting by dispatch mode is the idea of torch.utils.flop_counter, weak references to storages that of
 torch.distributed._tools.mem_tracker. Differs: one account for both and for communication, of a dry run too.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -46,7 +41,7 @@ class Ledger:
     def __init__(self, *, causal: str = "triangle") -> None:
         if causal not in ("triangle", "square"):
             raise ValueError(
-                f"causal = {causal!r}; use 'triangle' (the scores a causal mask leaves) or 'square' (all, as in papers)"
+                f"causal = {causal!r}; use 'triangle' (what a mask leaves) or 'square' (as in papers)"
             )
         self.causal = causal
         self._events: list[Compute | _Issued | Wait] = []
@@ -84,7 +79,7 @@ class Ledger:
         finally:
             self._phase = outer
 
-    # ---- communication ---------------------------------------------------------------------------------------------
+    # ---- communication ------------------------------------------------------------------------------------
 
     def sent_bytes(self, op: str | None = None, axis: str | None = None) -> int:
         """Bytes this rank handed to the network, in all calls or those of one operation and one mesh axis."""
@@ -103,13 +98,10 @@ class Ledger:
         return any(issued.call.planned for issued in self._calls)
 
     def _matching(self, op: str | None, axis: str | None) -> list:
-        return [
-            issued.call
-            for issued in self._calls
-            if op in (None, issued.call.op) and axis in (None, issued.call.axis)
-        ]
+        calls = (issued.call for issued in self._calls)
+        return [call for call in calls if op in (None, call.op) and axis in (None, call.axis)]
 
-    # ---- computation -----------------------------------------------------------------------------------------------
+    # ---- computation --------------------------------------------------------------------------------------
 
     @property
     def flops(self) -> int:
@@ -131,7 +123,7 @@ class Ledger:
                 total[key(event)] += event.flops
         return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
 
-    # ---- memory ----------------------------------------------------------------------------------------------------
+    # ---- memory -------------------------------------------------------------------------------------------
 
     @property
     def live_bytes(self) -> int:
@@ -152,10 +144,12 @@ class Ledger:
         return self._memory.peak_by_kind()
 
     def timeline(self) -> list[tuple[int, dict[str, int]]]:
-        """(index of the event, live bytes by kind at its fullest moment), wherever something was born or died."""
+        """(index of the event, live bytes by kind at its fullest moment), wherever something was born or
+        died.
+        """
         return list(self._memory.timeline())
 
-    # ---- the order of things ---------------------------------------------------------------------------------------
+    # ---- the order of things ------------------------------------------------------------------------------
 
     @property
     def events(self) -> list[Event]:
@@ -169,30 +163,19 @@ class Ledger:
 
         calls = dict.fromkeys((issued.call.op, issued.call.axis) for issued in self._calls)
         live, peak = self.live_by_kind, self.peak_by_kind
-        return _Shown(
-            "\n\n".join(
-                (
-                    _grid(
-                        (
-                            "communication",
-                            "calls",
-                            "payload bytes",
-                            "planned bytes" if self.planned else "sent bytes",
-                        ),
-                        [(f"{op} {axis}", *traffic(op, axis)) for op, axis in calls],
-                        ("total", *traffic()),
-                    ),
-                    _grid(("computation", "FLOPs"), self.flops_by_operator.items(), ("total", self.flops)),
-                    _grid(
-                        ("memory", "live bytes", "at the peak"),
-                        [(kind, live[kind], peak[kind]) for kind in KINDS],
-                        ("total", self.live_bytes, self.peak_bytes),
-                    ),
-                )
-            )
+        head = "communication", "calls", "payload bytes", f"{'planned' if self.planned else 'sent'} bytes"
+        rows = [(f"{op} {axis}", *traffic(op, axis)) for op, axis in calls]
+        kinds = [(kind, live[kind], peak[kind]) for kind in KINDS]
+        tables = (
+            _grid(head, *rows, ("total", *traffic())),
+            _grid(("computation", "FLOPs"), *self.flops_by_operator.items(), ("total", self.flops)),
+            _grid(
+                ("memory", "live bytes", "at the peak"), *kinds, ("total", self.live_bytes, self.peak_bytes)
+            ),
         )
+        return _Shown("\n\n".join(tables))
 
-    # ---- what the instruments report -------------------------------------------------------------------------------
+    # ---- what the instruments report ----------------------------------------------------------------------
 
     def _on_call(self, kind: str, subject) -> None:
         if kind == "buffer":
@@ -200,9 +183,8 @@ class Ledger:
         elif kind == "resized":
             self._memory.resized(subject)
         elif kind == "issue":
-            issued = self._pending[id(subject)] = _Issued(
-                subject, len(self._calls), self._phase, _members(subject)
-            )
+            issued = _Issued(subject, len(self._calls), self._phase, _members(subject))
+            self._pending[id(subject)] = issued
             self._calls.append(issued)
             self._events.append(issued)
         elif id(subject) in self._pending:
@@ -268,7 +250,9 @@ class _Watch(TorchDispatchMode):
 
 @dataclass(slots=True)
 class _Issued:
-    """A call in its place among the events. What it sent is known only when it is complete, hence asked for late."""
+    """A call in its place among the events. What it sent is known only when it is complete, hence asked for
+    late.
+    """
 
     call: Call
     id: int
@@ -277,17 +261,8 @@ class _Issued:
 
     def event(self) -> Issue:
         call = self.call
-        return Issue(
-            self.id,
-            call.op,
-            call.axis,
-            self.members,
-            call.payload_bytes,
-            call.sent_bytes,
-            call.seq,
-            call.site,
-            self.phase,
-        )
+        sizes = call.payload_bytes, call.sent_bytes
+        return Issue(self.id, call.op, call.axis, self.members, *sizes, call.seq, call.site, self.phase)
 
 
 def _members(call: Call) -> tuple[int, ...]:
@@ -305,10 +280,8 @@ class _Shown(str):
         return str(self)
 
 
-def _grid(head: tuple[str, ...], rows: Iterable[tuple], last: tuple) -> str:
+def _grid(*rows: tuple) -> str:
     """Names to the left, numbers to the right with their thousands set apart."""
-    lines = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in (head, *rows, last)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in lines
-    )
+    lines = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in rows]
+    first, *others = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in lines)

@@ -1,25 +1,23 @@
 """Every block of tensor memory from its birth to its death, and what it was for.
 
-A block (torch says storage; any number of tensors and views share one) is born when an operator returns it and dies
-when the last tensor on it is gone: a weak reference tells. Each birth and death is written down, so that
+A block (torch's storage, shared by tensors and views) is born when an operator returns it and dies when the
+last tensor on it is gone: a weak reference tells. All births and deaths are written down, so these are exact:
 
-    live bytes = blocks older than the meter and seen by it + births - deaths          peak = the largest value it had
+    live bytes = blocks older than the meter and seen by it + births - deaths         peak = its largest value
 
-are exact sums, no samples; a test holds them against the events of torch's own CPU allocator. A block that an operator
-reads but nobody was seen to make existed before: it counts from the start. What existed before and was never touched is
-unseen, as are scratch memory inside a kernel and the rounding up of an allocator (CUDA's, to 512 bytes). Memory held by
-a reference cycle lives until Python's collector comes by.
-
-The kind of a block is asked when all is over, for a gradient gets its name only after it was born:
+A test compares them with the events of torch's own CPU allocator. A block that an operator reads and nobody
+was seen to make counts from the start. Unseen: memory never touched, scratch inside a kernel, the rounding of
+an allocator. Of a block that fits several kinds the first of this order holds, but buffers before
+activations:
 
     parameters         some nn.Parameter lies on it, or a tensor that an optimizer updates
-    gradients          it was the .grad of a parameter at some moment
+    gradients          it was the .grad of a parameter at some moment (hence kinds are settled at the end)
     optimizer state    an optimizer keeps it in its `state`
-    buffers            scratch of a collective or of an optimizer's step, gathered parameters
     activations        everything else: what forward and backward make, and the batch
+    buffers            scratch of a collective or of an optimizer's step, gathered parameters
 
-Memory that two kinds share belongs to the first that fits, with buffers before activations; where sharded parameters are
-gathered for a while is a buffer. A block resized in place (`resize_`) is measured anew when it is next used, or announced. Costs about one microsecond per tensor seen.
+A block resized in place (`resize_`) is measured when it is next used, or announced. About 1 us per tensor
+seen.
 """
 
 import weakref
@@ -59,7 +57,7 @@ class MemoryMeter:
         self._hooks: list = []
         self._kind_of_births = "activations"
 
-    # ---- watching --------------------------------------------------------------------------------------------------
+    # ---- watching -----------------------------------------------------------------------------------------
 
     def open(self) -> None:
         self._hooks = [
@@ -76,7 +74,9 @@ class MemoryMeter:
         self._now = None
 
     def read(self, tensor: Tensor) -> int:
-        """An operator reads `tensor`; if its block is unknown, it is older than the meter. -> bytes of its block."""
+        """An operator reads `tensor`; if its block is unknown, it is older than the meter. -> bytes of its
+        block.
+        """
         storage = tensor.untyped_storage()
         block = self._alive.get(storage._cdata)
         if block is None or block.bytes != storage.nbytes():
@@ -86,7 +86,9 @@ class MemoryMeter:
         return block.bytes
 
     def write(self, tensor: Tensor) -> int:
-        """An operator returns `tensor`; if its block is unknown, it was born just now. -> bytes of its block."""
+        """An operator returns `tensor`; if its block is unknown, it was born just now. -> bytes of its
+        block.
+        """
         storage = tensor.untyped_storage()
         block = self._alive.get(storage._cdata)
         if block is None or block.bytes != storage.nbytes():
@@ -100,7 +102,9 @@ class MemoryMeter:
         self._kinds[number] = min(kind, self._kinds[number], key=PRECEDENCE.index)
 
     def resized(self, tensor: Tensor) -> None:
-        """The block of `tensor`, where parameters are gathered for a while, has a new size. It is a buffer for good."""
+        """The block of `tensor`, where parameters are gathered for a while, has a new size. It is a buffer
+        for good.
+        """
         self.write(tensor)
         block = self._alive[tensor.untyped_storage()._cdata]
         block.is_parameter, self._kinds[block.number] = True, "buffers"
@@ -113,12 +117,8 @@ class MemoryMeter:
             block.bytes = size
             return block
         block = self._alive[storage._cdata] = _Block(storage, self._died)
-        block.key, block.number, block.bytes, block.is_parameter = (
-            storage._cdata,
-            len(self._kinds),
-            size,
-            False,
-        )
+        block.key, block.number = storage._cdata, len(self._kinds)
+        block.bytes, block.is_parameter = size, False
         self._kinds.append("activations" if older else self._kind_of_births)
         if older:
             self._older.append((block.number, size))
@@ -132,11 +132,12 @@ class MemoryMeter:
             self._change(block.number, -block.bytes)
 
     def _change(self, number: int, size: int) -> None:
-        # Tensors die in any thread at any moment: one call that cannot be interrupted, and no sums are kept on the way.
-        # An array holds no objects, so that long runs give the garbage collector nothing to look at.
+        # Tensors die in any thread at any moment: one call that cannot be interrupted, and no sums are kept
+        # on the way. An array holds no objects, so that long runs give the garbage collector nothing to look
+        # at.
         self._changes.extend((self._now(), number, size))
 
-    # ---- naming ----------------------------------------------------------------------------------------------------
+    # ---- naming -------------------------------------------------------------------------------------------
 
     def _adopt(self, parameter: Parameter, block: _Block) -> None:
         if not block.is_parameter:
@@ -179,7 +180,7 @@ class MemoryMeter:
                 if isinstance(value, Tensor):
                     self.name(value, "optimizer state")
 
-    # ---- answers ---------------------------------------------------------------------------------------------------
+    # ---- answers ------------------------------------------------------------------------------------------
 
     @property
     def births(self) -> int:
@@ -203,7 +204,9 @@ class MemoryMeter:
         return self._by_kind(after=totals.index(max(totals)))
 
     def timeline(self) -> Iterator[tuple[int, dict[str, int]]]:
-        """(event, live bytes by kind at its fullest moment), for every event in which something was born or died."""
+        """(event, live bytes by kind at its fullest moment), for every event in which something was born or
+        died.
+        """
         live, totals = self._by_kind(after=0), self._totals()
         event, fullest, most = 0, dict(live), totals[0]
         for index, number, size, total in zip(*(self._changes[i::3] for i in range(3)), totals[1:]):
@@ -223,9 +226,7 @@ class MemoryMeter:
         """Live bytes after so many changes."""
         self._name_gradients()
         live = dict.fromkeys(KINDS, 0)
-        for number, size in [
-            *self._older,
-            *zip(self._changes[1 : 3 * after : 3], self._changes[2 : 3 * after : 3]),
-        ]:
+        changes = zip(self._changes[1 : 3 * after : 3], self._changes[2 : 3 * after : 3])
+        for number, size in (*self._older, *changes):
             live[self._kinds[number]] += size
         return live

@@ -1,19 +1,18 @@
 """What one operator of torch costs: FLOPs of its contractions, and the bytes it reads and writes.
 
-    flops    2·m·k·n for a matrix product [m, k]·[k, n], alike for convolution and attention; 0 for everything else
-    bytes    input tensors read + output tensors written; 0 for a view and for an allocation, which move nothing
+    flops    2·m·k·n for a product [m, k]·[k, n], alike for convolution and attention; 0 for everything else
+    bytes    input tensors read + output tensors written; 0 for a view and for an allocation
 
-FLOPs are the hardware's, as executed: a forward pass that runs twice counts twice, and the backward of a fused
-attention kernel counts five products, not four, because it computes the scores anew (2.5 times its forward; attention
-written with matmul counts twice). A fused kernel that is told `is_causal` counts the scores its mask leaves, T(T+1)/2 for
-T tokens: it skips the tiles in the future (and does the few that the diagonal crosses in full, which is not charged).
-`causal="square"` charges all T², the convention of published formulas. A mask made of numbers, added to products or
-handed to a kernel, spares nothing: those scores are computed, and count, whatever `causal` says.
-Bytes are what an operator must move if no cache helps it: a tensor that was expanded counts its memory, a table that
-rows are read from or added to counts those rows.
+FLOPs are the hardware's, as executed: a forward that runs twice counts twice, and the backward of a fused
+attention kernel counts five products, since it computes the scores again. A fused kernel told `is_causal`
+counts the T(T+1)/2 scores its mask leaves (tiles on the diagonal are done in full, which is not charged);
+`causal="square"` charges all T², as published formulas do. A mask of numbers spares nothing: those scores are
+computed and count. Bytes are what must move without a cache: an expanded tensor counts its memory, a table
+that rows are read from or added to counts those rows.
 
-The formulas for products and convolutions are those of torch.utils.flop_counter. Differs: attention and the backward of
-convolutions are ours (torch 2.13 counts nothing for the CPU attention kernel, and too much for grouped convolutions).
+Products and convolutions use the formulas of torch.utils.flop_counter. Differs: attention and the backward of
+convolutions are ours (torch 2.13 counts nothing for the CPU attention kernel, too much for grouped
+convolutions).
 """
 
 from collections.abc import Callable
@@ -28,24 +27,13 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
-ALLOCATES = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "resize_",
-    "set_",
-    "lift_fresh",
-}
-OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"}
+ALLOCATES = set("empty empty_like empty_strided new_empty new_empty_strided resize_ set_ lift_fresh".split())
+BACKENDS = ("CompositeImplicitAutograd", "CPU", "CUDA")
+OVERWRITES = set("copy_ zero_ fill_ normal_ uniform_ random_ bernoulli_ exponential_".split())
 GATHERS = {"embedding", "index_select", "gather", "index"}
 SCATTERS = {"index_add_", "index_put_", "index_copy_", "scatter_", "scatter_add_"}
-FLOATS = {
-    dtype: str(dtype).removeprefix("torch.")
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point
-}
+DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
+FLOATS = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES if dtype.is_floating_point}
 
 
 @dataclass(slots=True)
@@ -67,9 +55,7 @@ class Operator:
 
     def inputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
         if kwargs:
-            return tensors(
-                [*args, *(value for name, value in kwargs.items() if name not in self.written_keywords)]
-            )
+            args = [*args, *(value for name, value in kwargs.items() if name not in self.written_keywords)]
         return tensors(args)
 
     def targets(self, args: tuple, kwargs: dict) -> list[Tensor]:
@@ -81,26 +67,22 @@ class Operator:
 def describe(func: torch._ops.OpOverload, causal: str = "triangle") -> Operator:
     packet, schema = func.overloadpacket, func._schema
     name, bookkeeping = packet.__name__, func.namespace in ("prim", "profiler")
-    written = [_is_written(argument) for argument in schema.arguments]
+    written = [(i, argument) for i, argument in enumerate(schema.arguments) if _is_written(argument)]
+    not_in_place = getattr(aten, name.removesuffix("_"), None)  # addmm_ costs what addmm does
+    kernels = {key for key in BACKENDS if not bookkeeping and has_kernel(func.name(), key)}
+    aliases = [r.alias_info is not None and not _is_written(r) for r in schema.returns]
     return Operator(
         name=name,
-        flops=_formula(packet, causal)
-        or _formula(getattr(aten, name.removesuffix("_"), None), causal),  # addmm_ as addmm
-        written=tuple(i for i, a in enumerate(schema.arguments) if written[i] and not a.kwarg_only),
-        written_keywords=frozenset(
-            a.name for i, a in enumerate(schema.arguments) if written[i] and a.kwarg_only
-        ),
-        mutates=any(written),
+        flops=_formula(packet, causal) or _formula(not_in_place, causal),
+        written=tuple(i for i, a in written if not a.kwarg_only),
+        written_keywords=frozenset(a.name for _, a in written if a.kwarg_only),
+        mutates=bool(written),
         ignores_first=name in OVERWRITES or name.endswith("_like") or name.startswith("new_"),
         gathers=name in GATHERS,
         scatters=name in SCATTERS,
-        views=bool(schema.returns)
-        and all(r.alias_info is not None and not _is_written(r) for r in schema.returns),
+        views=bool(aliases) and all(aliases),
         allocates=name in ALLOCATES,
-        composite=not bookkeeping
-        and has_kernel(func.name(), "CompositeImplicitAutograd")
-        and not has_kernel(func.name(), "CPU")
-        and not has_kernel(func.name(), "CUDA"),
+        composite=kernels == {"CompositeImplicitAutograd"},
         bookkeeping=bookkeeping,
     )
 
@@ -130,14 +112,15 @@ def tensors(values) -> list[Tensor]:
     return found
 
 
-# ---- FLOPs where torch.utils.flop_counter has no formula, or not a right one -----------------------------------------
+# ---- FLOPs where torch.utils.flop_counter has no formula, or not a right one -----------------------------
 
 
 def _attention(
     names: list[str], with_keys: int, with_values: int, aligned: str, causal: str, *args, **kwargs
-) -> int:
-    """So many products of Tq·Tk scores with the width of the keys, and with that of the values. q [B, H, Tq, K], k and
-    v [B, H', Tk, K]: heads that are shared, H' < H, save no work."""
+):
+    """So many products of Tq·Tk scores with the width of the keys, and with that of the values. q [B, H, Tq,
+    K], k and v [B, H', Tk, K]: heads that are shared, H' < H, save no work.
+    """
     given = dict(zip(names, args)) | kwargs
     (B, H, T, K), S = given["query"].shape, given["key"].shape[-2]
     triangle = given.get("is_causal", False) and causal == "triangle"
@@ -146,28 +129,17 @@ def _attention(
 
 
 def visible_scores(queries: int, keys: int, aligned: str = "top left") -> int:
-    """What a causal mask leaves of [Tq, Tk]. Its diagonal starts in the first row or ends in the last ("lower right")."""
+    """What a causal mask leaves of [Tq, Tk]. Its diagonal starts in the first row or ends in the last ("lower
+    right").
+    """
     side = min(queries, keys)
-    return side * (side + 1) // 2 + (
-        (queries - side) * keys if aligned == "top left" else queries * (keys - side)
-    )
+    whole = (queries - side) * keys if aligned == "top left" else queries * (keys - side)
+    return side * (side + 1) // 2 + whole
 
 
-def _convolution_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes,
-    stride,
-    padding,
-    dilation,
-    transposed: bool,
-    output_padding,
-    groups,
-    output_mask: list[bool],
-    **kwargs,
-) -> int:
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *settings, **kwargs) -> int:
     """Each of the two gradients, of x and of the weight, takes the multiplications of the forward."""
+    bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask = settings
     points = prod((x if transposed else grad).shape[2:])
     return 2 * x.shape[0] * points * weight.numel() * (output_mask[0] + output_mask[1])
 
@@ -176,7 +148,8 @@ def _matrix_vector(matrix: Tensor, *args, **kwargs) -> int:
     return 2 * matrix.numel()
 
 
-# Forward: scores = Q·Kᵀ, out = P·V. Backward: scores once more, dP = dO·Vᵀ, dV = Pᵀ·dO, dQ = dS·K, dK = dSᵀ·Q.
+# Forward: scores = Q·Kᵀ, out = P·V. Backward: scores once more, dP = dO·Vᵀ, dV = Pᵀ·dO, dQ = dS·K, dK =
+# dSᵀ·Q.
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: (1, 1, "top left"),
     aten._scaled_dot_product_flash_attention: (1, 1, "lower right"),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from minitrain import collectives, launch
-from minitrain.collectives import transport
+from minitrain.collectives import backends
 from minitrain.mesh import Mesh
 
 WORLD = [1, 2, 3, 4, 8]
@@ -91,10 +91,10 @@ def torchs(op: str, x: torch.Tensor, group) -> torch.Tensor:
         dist.all_reduce(out, group=group)
     elif op == "all_gather":
         out = x.new_empty(n * len(x), *x.shape[1:])
-        transport.renamed("all_gather_single", "all_gather_into_tensor")(out, x, group=group)
+        backends.renamed("all_gather_single", "all_gather_into_tensor")(out, x, group=group)
     elif op == "reduce_scatter":
         out = x.new_empty(len(x) // n, *x.shape[1:])
-        transport.renamed("reduce_scatter_single", "reduce_scatter_tensor")(out, x, group=group)
+        backends.renamed("reduce_scatter_single", "reduce_scatter_tensor")(out, x, group=group)
     elif op == "all_to_all":
         dist.all_to_all_single(out, x, group=group)
     elif op == "all_to_all uneven":

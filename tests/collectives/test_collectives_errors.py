@@ -114,7 +114,7 @@ REFUSED = {
     ),
     "half an exchange": (
         lambda g: collectives.exchange(EYE, 0, 1, g),
-        "to=0 and source=1, and one of them is this rank itself",
+        "to=0 and source=1, one of them this rank itself",
     ),
     "exchange": (
         lambda g: collectives.exchange(EYE, 1, 5, g),

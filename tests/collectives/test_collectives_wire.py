@@ -20,7 +20,7 @@ import fcntl, json, socket, struct, warnings
 import torch
 import torch.distributed as dist
 from minitrain import collectives, launch
-from minitrain.collectives import transport
+from minitrain.collectives import backends
 
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:     # a new namespace has a loopback, but it is down
     fcntl.ioctl(s, 0x8914, struct.pack("16sh14x", b"lo", 0x1 | 0x40))       # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
@@ -31,7 +31,7 @@ def on_the_wire():
 
 def measure():
     group, x = dist.group.WORLD, torch.ones({ELEMENTS})
-    stock = transport.renamed("reduce_scatter_single", "reduce_scatter_tensor")
+    stock = backends.renamed("reduce_scatter_single", "reduce_scatter_tensor")
     shard = x[:{ELEMENTS} // group.size()].clone()
     calls = {{
         "reduce_scatter": lambda: collectives.reduce_scatter(x, group),

@@ -155,6 +155,17 @@ def test_an_autograd_function_made_on_the_spot():
     assert launch.run(slope, ranks=1) == [2.0]
 
 
+def test_a_function_may_set_torch_backends():
+    """torch.backends and its parts are objects of classes of their own, which pickle refuses."""
+
+    def deterministic():
+        torch.backends.cudnn.deterministic = True
+        return torch.backends.cudnn.deterministic
+
+    assert launch.run(deterministic) == [True, True]
+    assert not torch.backends.cudnn.deterministic
+
+
 def test_a_helper_module_travels_as_it_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "beside.py").write_text("import os\nmine = os.getpid()\ndef work():\n    return mine")
     monkeypatch.syspath_prepend(tmp_path)

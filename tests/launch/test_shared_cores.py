@@ -50,10 +50,11 @@ def test_ranks_and_loops_are_calm_from_the_first_use_of_a_group():
 
 def slice_ns() -> int:
     """Of the calling thread, as sched_getattr says (since Linux 6.12)."""
-    attr = shared_cores.SchedAttr()
+    size = shared_cores.SCHED_ATTR.size
+    attr = ctypes.create_string_buffer(size)
     number = {"x86_64": 315, "aarch64": 275}[platform.machine()]
-    assert ctypes.CDLL(None).syscall(number, 0, ctypes.byref(attr), ctypes.sizeof(attr), 0) == 0
-    return attr.runtime
+    assert ctypes.CDLL(None).syscall(number, 0, attr, size, 0) == 0
+    return shared_cores.SCHED_ATTR.unpack(attr.raw)[5]
 
 
 def turns():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.collectives.channel import channel_of
+from minitrain.collectives import channel_of
 from minitrain.model.gpt import cross_entropy_sum
 from minitrain.parallelize import parallelize
 from minitrain.pipeline import runtime
