@@ -1,26 +1,20 @@
-"""GraphPipe: a model with branches stays a graph of stages, and branches run at the same time. No torch.
+r"""GraphPipe: a model with branches stays a graph of stages, and branches run at the same time. No torch.
 
-        a chain of 4 stages                    a graph of 4 stages                   text and pictures, say, that meet in the last layers
-        S0 - S1 - S2 - S3                      S0 - S1 \\
-                                                        S3          depth 3
-                                               S2 ----- /
+    a chain of 4 stages     S0 - S1 - S2 - S3         a graph of 4 stages     S0 - S1 \
+                                                      depth 3                          S3
+                                                                              S2 ----- /
 
-A stage waits for all before it and none beside it. What counts is the depth, the stages on the longest path: with equal stages
+A stage waits for all before it and none beside it. What counts is the depth, the stages on the longest path.
+With equal stages a step is (m + depth - 1)·(F + B), the overhead (depth - 1)/m, and a stage has as many
+microbatches in flight as there are stages on its longest path to the end: 3 + 2 + 2 + 1 = 8 for a diamond, 4
++ 3 + 2 + 1 = 10 for a chain. `GraphSchedule` is a schedule whose `needs` follow edges; check, simulate and
+peak take it (lower.py and the runtime send along chains only). Messages: one along each edge, forward and
+back.
 
-    step = (m + depth - 1)·(F + B)      overhead (depth - 1)/m      in flight on a stage: the stages on the longest path from it to the end
-
-so a graph fills faster than the chain of the same stages and keeps less: 3 + 2 + 2 + 1 = 8 for a diamond, 4 + 3 + 2 + 1 = 10 for a chain.
-`GraphSchedule` is a schedule whose `needs` follow edges; check, simulate and peak take it as it is (lower.py
-and the runtime send along chains only). `one_f_one_b` gives each stage as many forwards ahead as its longest way to the end has edges.
-
-`plan` cuts a series-parallel model: operators in series, some of which are `Parallel(branches)`, each a series again. A stage is a
-run of a series, with all branches in it; or a parallel part is cut inside its branches, which share the devices out. For each number of
-operators and devices all unbeaten (depth, slowest stage) are kept, and (m + depth - 1)·slowest decides.
-
-Sends a message along each edge, forward and back. Memory above.
-Raises ValueError for an empty branch, for no device, for edges in a circle.
-Jeon et al. 2024 (GraphPipe), arXiv:2406.17145. Differs: one device a stage and one size of microbatch; theirs replicates stages and
-gives them microbatches of their own size.
+`plan_graphpipe` cuts operators in series, some of which are `Parallel(branches)`, each a series again. A
+stage is a run of a series, with all branches in it; or a parallel part is cut inside its branches, which
+share the devices. Jeon et al. 2024 (GraphPipe), arXiv:2406.17145. Differs: one device a stage and one size of
+microbatch; theirs replicates stages and gives them microbatches of their own size.
 """
 
 from __future__ import annotations
@@ -49,8 +43,8 @@ class GraphSchedule(Schedule):
     def needs(self) -> dict[Action, tuple[Action, ...]]:
         found = {}
         for action in self.place:
-            _, stage, unit = action
-            if action.kind == "F":
+            kind, stage, unit = action
+            if kind == "F":
                 found[action] = tuple(F(i, unit) for i, j in self.edges if j == stage)
             else:
                 found[action] = (F(stage, unit), *(B(j, unit) for i, j in self.edges if i == stage))
@@ -61,12 +55,12 @@ def heights(stages: int, edges: Edges) -> list[int]:
     """The stages on the longest path from each stage to the end, itself included."""
     found = [1] * stages
     for _ in range(stages):
-        longer = [max([1] + [1 + found[j] for i, j in edges if i == stage]) for stage in range(stages)]
-        if longer == found:
+        before = found
+        found = [max([1] + [1 + before[j] for i, j in edges if i == stage]) for stage in range(stages)]
+        if found == before:
             return found
-        found = longer
     raise ValueError(
-        f"the edges {edges} of {stages} stages go round in a circle; a stage cannot wait for itself"
+        f"the edges {edges} of {stages} stages go round in a circle; no stage can wait for itself"
     )
 
 
@@ -84,7 +78,7 @@ def one_f_one_b(stages: int, edges: Edges, m: int) -> GraphSchedule:
     return GraphSchedule(f"graph 1F1B, {stages} stages, m={m}", lists, stages, m, edges=edges)
 
 
-# ---- the planner -----------------------------------------------------------------------------------------------------
+# ---- the planner ------------------------------
 
 
 class Op(NamedTuple):
@@ -101,7 +95,7 @@ class Parallel(NamedTuple):
 Series = Sequence[Op | Parallel]
 
 
-class Plan(NamedTuple):
+class GraphPipePlan(NamedTuple):
     """`stages[i]`: the operators of stage i, by name."""
 
     time: Number
@@ -120,71 +114,56 @@ def ops(series: Series) -> Iterator[Op]:
             yield element
 
 
-def plan(model: Series, devices: int, m: int) -> Plan:
+def plan_graphpipe(model: Series, devices: int, m: int) -> GraphPipePlan:
     """The graph of at most `devices` stages with the shortest (m + depth - 1)·slowest."""
-    check_sizes("plan", devices=devices, m=m)
-    unbeaten = undominated(
-        (costs, parts) for n in range(1, devices + 1) for costs, parts in cuts(model, devices)[n]
-    )
-    (deep, slowest), parts = min(unbeaten, key=lambda found: (m + found[0][0] - 1) * found[0][1])
-    stages: list[tuple[str, ...]] = []
-    edges: list[tuple[int, int]] = []
+    check_sizes("plan_graphpipe", devices=devices, m=m)
+    found = undominated(pair for of_count in cuts(model, devices)[1:] for pair in of_count)
+    (deep, slowest), parts = min(found, key=lambda pair: (m + pair[0][0] - 1) * pair[0][1])
+    stages, edges = [], []
     _connect(parts, (), stages, edges)
-    return Plan((m + deep - 1) * slowest, deep, slowest, tuple(stages), tuple(edges))
+    return GraphPipePlan((m + deep - 1) * slowest, deep, slowest, tuple(stages), tuple(edges))
 
 
 def cuts(series: Series, devices: int) -> list[list]:
-    """For each number of stages all unbeaten ((depth, slowest), parts); a part is a stage's names, or a list of each branch's parts."""
+    """For each number of stages all ((depth, slowest), parts) that no other beats in both.
+
+    A part is the names of a stage, or a list of each branch's parts.
+    """
     if not series:
-        raise ValueError(
-            "a branch is empty; give every branch an operator (a skip connection needs no stage: leave it out)"
-        )
+        raise ValueError("a branch is empty; give every branch an operator (leave a skip connection out)")
     best = [[[((0, 0), ())]] + [[] for _ in range(devices)]]  # best[elements][stages]
     for end in range(1, len(series) + 1):
-        best.append([[] for _ in range(devices + 1)])
+        # the last part: (elements before it, its stages, its ((depth, slowest), part)s)
+        last = []
         for start in range(end):
             run = list(ops(series[start:end]))
-            whole = (1, sum(op.time for op in run))
-            for n in range(1, devices + 1):
-                best[end][n] += [
-                    _behind(costs, whole, (*parts, tuple(op.name for op in run)))
-                    for costs, parts in best[start][n - 1]
-                ]
+            last.append((start, 1, [((1, sum(op.time for op in run)), tuple(op.name for op in run))]))
         if isinstance(series[end - 1], Parallel):
-            for used, inside in _branches(series[end - 1], devices):
-                for n in range(used, devices + 1):
-                    best[end][n] += [
-                        _behind(costs, more, (*parts, [*branches]))
-                        for costs, parts in best[end - 1][n - used]
-                        for more, branches in inside
-                    ]
-        best[end] = [undominated(found) for found in best[end]]
+            last += [(end - 1, used, inside) for used, inside in _branches(series[end - 1], devices)]
+        found = [[] for _ in range(devices + 1)]
+        for start, used, choices in last:
+            for n in range(used, devices + 1):
+                for (deep, slowest), parts in best[start][n - used]:
+                    found[n] += [((deep + d, max(slowest, s)), (*parts, part)) for (d, s), part in choices]
+        best.append([undominated(of_count) for of_count in found])
     return best[-1]
 
 
-def _behind(front: tuple, behind: tuple, parts: tuple) -> tuple:
-    """Depths add up in series, the slowest stage is the slower one's."""
-    return (front[0] + behind[0], max(front[1], behind[1])), parts
-
-
 def _branches(element: Parallel, devices: int) -> Iterator[tuple[int, list]]:
-    """(stages in all, unbeaten plans) with every branch cut on its own."""
+    """(stages in all, what no other beats) with every branch cut on its own."""
     most = devices - len(element.branches) + 1  # every branch needs one
     of_branch = [cuts(branch, max(most, 0)) for branch in element.branches]
     for counts in product(*(range(1, len(found)) for found in of_branch)):
         if sum(counts) <= devices:
-            together = product(*(found[n] for found, n in zip(of_branch, counts)))
+            chosen = [zip(*pick) for pick in product(*(found[n] for found, n in zip(of_branch, counts)))]
             yield (
                 sum(counts),
-                undominated(
-                    (tuple(map(max, zip(*(costs for costs, _ in chosen)))), [parts for _, parts in chosen])
-                    for chosen in together
-                ),
+                undominated((tuple(map(max, zip(*costs))), list(parts)) for costs, parts in chosen),
             )
 
 
 def _connect(parts: Sequence, before: tuple[int, ...], stages: list, edges: list) -> tuple[int, ...]:
-    """Numbers the stages and ties them together; returns those at the end."""
+    """Numbers the stages and adds their edges; returns the stages at the end."""
     for part in parts:
         if isinstance(part, list):
             before = tuple(last for branch in part for last in _connect(branch, before, stages, edges))
