@@ -1,11 +1,9 @@
 """AdaPipe: recompute a different share in each stage, and cut the model for the times that result. No torch.
 
-    1F1B, 3 stages, a cap for all: stage 0 keeps 3 microbatches and recomputes most (and has the fewest layers),
-    stage 1 keeps 2 and recomputes less, stage 2 keeps 1 and recomputes little or nothing
-
-A layer is made of units (attention, MLP, a norm, …). A unit is kept, which costs bytes for every microbatch
-in flight, or recomputed: its forward runs once more in the backward, while its bytes live again. Two levels
-of search:
+In 1F1B with 3 stages stage 0 keeps 3 microbatches, stage 1 keeps 2 and stage 2 keeps 1. So under one cap for
+all stage 0 recomputes most (and has the fewest layers), stage 2 little or nothing. A layer is made of units
+(attention, MLP, a norm, …). A unit is kept, which costs bytes for every microbatch in flight, or recomputed,
+which costs its forward once more in the backward, while its bytes live again. Two levels of search:
 
     in a stage     a knapsack: the least recomputation so that, with n = min(p - s, m) in flight,
                    fixed + n·(boundary + kept units) + largest layer's recomputed units  <=  cap
@@ -13,10 +11,8 @@ of search:
 
 A shorter backward never makes a step longer, so the two levels equal trying all subsets in all cuts. The step
 is `dapple.latency`, which simulated 1F1B exceeds by at most 4% for like stages. Sun et al. 2024 (AdaPipe),
-ASPLOS 2024. Differs: that bound is the step; all that no other beats is kept, not one best.
+ASPLOS 2024. Differs: that bound is the step; all unbeaten suffixes are kept, not one.
 """
-
-from __future__ import annotations
 
 from itertools import product
 from typing import NamedTuple
@@ -35,8 +31,7 @@ class Unit(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Forward and backward times with everything kept, bytes of weights and optimizer state, and its
-    units."""
+    """Forward and backward times with everything kept, bytes of weights and optimizer state, units."""
 
     forward: Number
     backward: Number
@@ -59,8 +54,7 @@ class Model(NamedTuple):
 
 
 class StagePlan(NamedTuple):
-    """`kept[i][u]`: is unit u of the i-th layer kept? `recomputed` is the time that this costs a
-    microbatch."""
+    """`kept[i][u]`: is unit u of the i-th layer kept? `recomputed`: the time that costs a microbatch."""
 
     layers: range
     kept: tuple[Flags, ...]

@@ -1,25 +1,19 @@
-"""AutoPipe: cut between attention and MLP where the simulator says it helps, and halve the first
-microbatches. No torch.
+"""AutoPipe: cut between attention and MLP where the simulator says so, and halve the first microbatches. No torch.
 
     units    embedding | attention 1 | MLP 1 | attention 2 | … | head    with forward and backward times
     plan     from the cut with the smallest slowest stage on, move a unit out of the master stage, which
              waits least, over one of its ends, as long as the simulated step gets shorter
 
-Between whole layers the embedding and the head come on top of as many layers as others have; half layers even
-that out.
-
-    1F1B, p=3     A0 A1 A2 .. .. .. B0 B0           sliced(3, m, 1)     a b A1 A2 .. .. a a b b
-                  .. A0 A1 .. B0 B0                                     . a b A1 .. a a b b      microbatch 0
-                  .. .. A0 B0 B0 A1                                     . . a b a a b b A1       in halves a and b
+    1F1B, p=3     A0 A1 A2 .. .. .. B0 B0         sliced(3, m, 1)    a b A1 A2 .. .. a a b b
+                  .. A0 A1 .. B0 B0                                  . a b A1 .. a a b b     microbatch 0
+                  .. .. A0 B0 B0 A1                                  . . a b a a b b A1      in halves a and b
 
 Halves are halves of the rows: the loss is a sum, so no gradient changes. The last stage's first backward
 starts at (p+1)·F/2 in place of p·F, half a forward earlier for each of p-1 links. The whole step is that much
-shorter if enough microbatches are sliced; `slices_needed` finds how many. Messages of a sliced microbatch:
-two of half the size. Liu et al. 2022 (AutoPipe), IEEE Cluster 2022. Differs: backwards come in halves too;
-the simulator is their recurrences.
+shorter if enough microbatches are sliced. Messages of a sliced microbatch: two of half the size. Liu et al.
+2022 (AutoPipe), IEEE Cluster 2022. Differs: backwards come in halves too; the simulator stands for their
+recurrences.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -37,8 +31,7 @@ class AutoPipePlan(NamedTuple):
 
 
 def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int, m: int) -> AutoPipePlan:
-    """The cut of units into p stages that the search ends at, and its simulated 1F1B step of m
-    microbatches."""
+    """The cut of units into p stages that the search ends at, and its simulated 1F1B step."""
     check_costs("plan_autopipe", forward=forward, backward=backward)
     check_sizes("plan_autopipe", p=p, m=m)
     if len(forward) != len(backward):
@@ -77,9 +70,6 @@ def without_one_unit(cut: Sequence[range], stage: int) -> list[tuple[range, ...]
     return found
 
 
-# ---- the slicer ------------------------------
-
-
 def sliced(p: int, m: int, k: int = 1) -> Schedule:
     """1F1B with the first k of m microbatches in halves: units 2i and 2i+1 if i < k, else unit i + k."""
     check_sizes("sliced", p=p, m=m)
@@ -103,8 +93,7 @@ def sliced_times(schedule: Schedule, k: int, F: Number = 1, B: Number = 2) -> Me
 
 
 def slices_needed(p: int, m: int, F: Number = 1, B: Number = 2) -> int:
-    """The fewest microbatches in halves that make the whole step (p-1)·F/2 shorter; all m in halves always
-    do."""
+    """The fewest halved microbatches that make the whole step (p-1)·F/2 shorter; all m always do."""
 
     def time(k: int) -> Number:
         schedule = sliced(p, m, k)

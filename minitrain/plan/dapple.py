@@ -1,13 +1,12 @@
-"""DAPPLE's planner: the time of a step from a few sums, and the cut, replicas and placement that make it
-smallest. No torch.
+"""DAPPLE's planner: the time of a step from a few sums, and the cut and replicas that make it smallest. No torch.
 
     step  =  warm-up  +  steady  +  ending        the pivot Q is the stage that never waits in between
              F_0+…+F_Q   (m-1)(F_Q+B_Q)   B_Q+…+B_0, then the sum of gradients over the replicas
 
 Links count as stages of their own (F an activation, B a gradient), one behind every stage but the last; so
-1F1B lets rank r run ahead by 2(p-r)-1 microbatches, which hides messages. `paper_latency` is this sum with
-the paper's pivot. It leaves out that a pivot waits twice: after its K forwards of warm-up for the first
-backward, and at the end for the last one. With `rest` the F+B of the stages behind it
+1F1B lets rank r run ahead by 2(p-r)-1 microbatches, which hides messages. `paper_latency` is this sum. It
+leaves out that a pivot waits twice: after its K forwards of warm-up for the first backward, and at the end
+for the last one. With `rest` the F+B of the stages behind it
 
     latency  =  max over Q of  sum over s <= Q of (F_s+B_s)  +  (m-1)(F_Q+B_Q)  +  w(F_Q)  +  w(B_Q)
                 w(t) = max(0, rest - (K-1)·t); for m <= K the larger of the two waits alone
@@ -16,8 +15,6 @@ Each is the length of a path through the schedule, so a step is never faster. Si
 up to a factor of 3 apart is at most 4% slower; the paper's sum is up to a third too short at m = p. Fan et
 al. 2021, arXiv:2007.01045, section 4. Differs: `plan_dapple` minimises `latency`, and tries all placements.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,8 +45,7 @@ def paper_latency(stages: Sequence[Stage], m: int) -> Number:
 
 
 class Ahead(NamedTuple):
-    """What a stage needs to know of those behind it; times from the start of the first one's first
-    forward."""
+    """What a stage needs to know of those behind it, from the start of their first forward on."""
 
     rest: Number = 0  # sum of F+B
     first: Number = 0  # end of the first one's last backward
@@ -70,9 +66,6 @@ def latency(stages: Sequence[Stage], m: int) -> Number:
     for number, stage in enumerate(reversed(stages)):
         behind = in_front(stage, behind, number, m)
     return behind.all
-
-
-# ---- the planner ------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,8 +136,7 @@ def all_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
 
 
 def paper_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
-    """For each number of devices: fresh machines first, machines in use first, or spread as evenly as it
-    goes."""
+    """For each number of devices: fresh machines first, machines in use first, or spread evenly."""
     in_use = [left < count for left, count in zip(free, machines)]
     fresh = [not used for used in in_use]
     for n in range(1, sum(free) + 1):

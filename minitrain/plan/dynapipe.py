@@ -1,5 +1,4 @@
 """DynaPipe: unequal samples in unequal microbatches, ordered by memory, with messages that cannot get stuck.
-No torch.
 
     lengths, sorted   9 8 8 | 3 3 2 2 2 1    a run is a microbatch [rows, longest], padded to its own longest
 
@@ -13,12 +12,10 @@ planned        programs with messages. A rank that receives just before it needs
 rendezvous     plays programs where every send waits for its receive and both block their rank.
 
 For Runner: `cut=samples(groups, lengths)`; `run.program = planned(schedule)[rank]` runs too, and as it has no
-`Reduce`, a reducer works in its `finish()`. A rank never holds more than the cap. Jiang et al. 2024
-(DynaPipe), arXiv:2311.10418, sections 4 to 6. Differs: theirs tries a set of limits for the longest time, an
-approximation; here all (sum, longest) that no other beats are kept. It balances replicas too.
+`Reduce`, a reducer works in its `finish()`. A rank never holds more than the cap. No torch.
+Jiang et al. 2024 (DynaPipe), arXiv:2311.10418, sections 4 to 6. Differs: theirs tries a set of limits for the
+longest time, an approximation, and balances replicas too.
 """
-
-from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence

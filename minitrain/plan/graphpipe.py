@@ -1,15 +1,13 @@
 r"""GraphPipe: a model with branches stays a graph of stages, and branches run at the same time. No torch.
 
-    a chain of 4 stages     S0 - S1 - S2 - S3         a graph of 4 stages     S0 - S1 \
-                                                      depth 3                          S3
-                                                                              S2 ----- /
+    a chain of 4 stages     S0 - S1 - S2 - S3        a graph of 4 stages     S0 - S1 \
+                                                     of depth 3                       S3
+                                                                             S2 ----- /
 
 A stage waits for all before it and none beside it. What counts is the depth, the stages on the longest path.
 With equal stages a step is (m + depth - 1)·(F + B), the overhead (depth - 1)/m, and a stage has as many
-microbatches in flight as there are stages on its longest path to the end: 3 + 2 + 2 + 1 = 8 for a diamond, 4
-+ 3 + 2 + 1 = 10 for a chain. `GraphSchedule` is a schedule whose `needs` follow edges; check, simulate and
-peak take it (lower.py and the runtime send along chains only). Messages: one along each edge, forward and
-back.
+microbatches in flight as stages are on its longest path to the end: 3 + 2 + 2 + 1 = 8 for a diamond, 10 for a
+chain. Messages: one along each edge, forward and back. lower.py and the runtime send along chains only.
 
 `plan_graphpipe` cuts operators in series, some of which are `Parallel(branches)`, each a series again. A
 stage is a run of a series, with all branches in it; or a parallel part is cut inside its branches, which
@@ -76,9 +74,6 @@ def one_f_one_b(stages: int, edges: Edges, m: int) -> GraphSchedule:
         for stage, height in enumerate(heights(stages, edges))
     )
     return GraphSchedule(f"graph 1F1B, {stages} stages, m={m}", lists, stages, m, edges=edges)
-
-
-# ---- the planner ------------------------------
 
 
 class Op(NamedTuple):

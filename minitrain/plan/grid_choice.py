@@ -1,15 +1,12 @@
-"""The fastest grid for the matrices of a layer that fits into memory, by the elements of grid_costs.py and
-the links.
+"""The fastest grid for the matrices of a layer that fits into memory, from their elements and the links.
 
 A collective flows in chunks: a ring takes the elements it sends, a broadcast its block, however deep the
 tree. Inside a node it runs at the link there. If it leaves nodes and has r ranks in each, these feed r rings,
 one for each rank's share of the network cards: min(inside, r · outside), the rule of simulate/collectives.py.
-A hop (2-D's sums, RTP's weights) is one message: all wait for the one in the group that leaves its node, at a
-single share.
-
-No latency: with large matrices on 64 ranks within 15 % of a replay of the modules, on 64·64 far below it. No
-overlap, though SUMMA forward and RTP hide some of it behind their products, which take the same time on every
-grid.
+A hop (2-D's sums, RTP's weights) is one message: all wait for the one that leaves its node, at a single
+share. No latency: with large matrices on 64 ranks within 15 % of a replay of the modules, on 64·64 far below
+it. No overlap, though SUMMA forward and RTP hide some behind their products, which take the same time on
+every grid.
 """
 
 import math
@@ -23,8 +20,7 @@ from minitrain.plan.grid_costs import Cost, Grid, Layer, cost, grids
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second and direction of a rank: inside a node of `per_node` ranks, and its share of the
-    cards."""
+    """Bytes per second and direction: of a rank inside its node, and of its share of the network cards."""
 
     per_node: int
     intra_bytes_per_s: float
@@ -49,8 +45,7 @@ class Row:
 
 
 def seconds(cost: Cost, links: Links, element_bytes: int = 2) -> float:
-    """Forward and backward, one axis after the other, in the best order of axes from the innermost
-    outwards."""
+    """Forward and backward, axis after axis, in the best order from the innermost outwards."""
     sent = cost.forward_sent + cost.backward_sent
     axes = zip(cost.grid.axes, sent.streamed, sent.hopped)
     return min(_in_order(order, cost.grid.ranks, links) for order in permutations(axes)) * element_bytes
@@ -71,8 +66,7 @@ def _in_order(axes: tuple[tuple[int, float, float], ...], ranks: int, links: Lin
 
 @cache
 def _ranks_inside(ranks: int, size: int, stride: int, per_node: int) -> int:
-    """Ranks of a group of `size` that share a node: the fewest in any of its nodes, in the axis' worst
-    group."""
+    """Ranks of a group of `size` in one node: the fewest in any node, in the axis' worst group."""
     places = ((rank // (stride * size), rank % stride, rank // per_node) for rank in range(ranks))
     return min(Counter(places).values())
 

@@ -8,14 +8,13 @@ A layer is a chain of products y[m, n] = x[m, k] · W[k, n] with m tokens. For o
     3-D    l·l·l    (l-1)/l³ · (mk + kn + mn)       (l-1)/l³ · (2mk + 2kn + mn)
     RTP    p        (p-1)/p · kn                    (p-1)/p · 2kn
 
-More ranks do not lower that in 1-D and RTP; 2-D falls with 1/√p, 3-D with p^(-2/3). RTP sends no activations
-(good with many tokens), 1-D no weights (good with few). Left out: dropout, norms, biases. 1-D: Shoeybi et al.
-2019, arXiv:1909.08053, section 3. 2-D: Xu et al. 2021 (Optimus), arXiv:2104.05343, table 1. 2.5-D: Wang et
-al. 2021 (Tesseract), arXiv:2105.14500, section 3. 3-D: Bian et al. 2021, arXiv:2105.14450, section 3.1. RTP:
-Luo et al. 2023, arXiv:2311.01635. How they count: Optimus compares the time of trees, log(p)/(2√p) · (7mh +
-12h²), our `path`, with the elements of 1-D, 4(p-1)/p · mh, and sums in trees backward, ours in rings.
-Tesseract compares 2p^(2/3) broadcasts with the 2p^(3/2) - 2√p transfers of Cannon, but each broadcast goes to
-q-1 ranks, with blocks of W d times as large.
+With p, 2-D falls as 1/√p, 3-D as p^(-2/3). RTP sends no activations (for many tokens), 1-D no weights (for
+few). Shoeybi et al. 2019 (1-D), arXiv:1909.08053, section 3; Xu et al. 2021 (Optimus, 2-D), arXiv:2104.05343,
+table 1; Wang et al. 2021 (Tesseract, 2.5-D), arXiv:2105.14500, section 3; Bian et al. 2021 (3-D),
+arXiv:2105.14450, section 3.1; Luo et al. 2023 (RTP), arXiv:2311.01635. How they count: Optimus compares the
+time of trees, log(p)/(2√p) · (7mh + 12h²), our `path`, with the elements of 1-D, 4(p-1)/p · mh; it sums in
+trees backward, ours in rings. Tesseract compares 2p^(2/3) broadcasts with Cannon's 2p^(3/2) - 2√p transfers,
+though a broadcast goes to q-1 ranks.
 """
 
 import math
@@ -43,8 +42,7 @@ def mlp(tokens: int, width: int, inner: int) -> Layer:
 
 
 def transformer_layer(tokens: int, width: int) -> Layer:
-    """Q, K and V in one, the projection after them, and an MLP of 4 · width; scores and softmax send
-    nothing."""
+    """Q, K and V in one, the projection after them, and an MLP of 4 · width."""
     return Layer(tokens, ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)))
 
 
@@ -157,8 +155,7 @@ def _product_1d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
 
 
 def _product_25d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
-    """SUMMA on each of d layers of 1/d of the tokens: in q steps blocks of x pass along rows, of W along
-    columns.
+    """SUMMA on d layers, 1/d of the tokens each: in q steps blocks of x pass along rows, of W along columns.
 
     Backward each gradient needs q broadcasts of one operand, and its sums go round a ring in q-1 hops.
     """
@@ -173,8 +170,7 @@ def _product_25d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
 
 
 def _product_3d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
-    """cube.py: x, W and y have an axis each; x and y change places in every second product; dy is gathered
-    once."""
+    """cube.py: x, W and y have an axis each, x and y swapped in every second product."""
     l = grid.side
     share, turn = (l - 1) / l**3, -1 if index % 2 else 1
     x, w, y = m * k, k * n, m * n
@@ -199,15 +195,13 @@ def _hops(*elements: float) -> Sent:
 
 
 def _broadcasts(q: int, *blocks: float) -> Sent:
-    """The q ranks of an axis broadcast their blocks in turn: q-1 blocks sent, but a path as deep as q
-    trees."""
+    """The q ranks of an axis broadcast their blocks in turn, down trees."""
     factors = q - 1, q * math.ceil(math.log2(q)), q if q > 1 else 0, 0
     return Sent(*(tuple(factor * block for block in blocks) for factor in factors))
 
 
 def crossover(layer: Layer, *, path: bool = False, most: int = 2**20) -> int | None:
-    """The smallest square 1 < p <= most at which 2-D forward sends less than 1-D, or has the shorter
-    `path`."""
+    """The smallest square 1 < p <= most at which 2-D forward sends less than 1-D (has the shorter `path`)."""
     for side in range(2, math.isqrt(most) + 1):
         flat, square = cost(layer, Grid("1-D", side**2)), cost(layer, Grid("2-D", side))
         if (square.forward_path < flat.forward_path) if path else (square.forward < flat.forward):

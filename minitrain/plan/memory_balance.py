@@ -1,5 +1,4 @@
-"""Memory-balanced cuts (mCAP): measure the peak memory of a few cuts, predict that of all, choose the best.
-No torch.
+"""Memory-balanced cuts (mCAP): measure the peaks of a few cuts, predict those of all, choose the best. No torch.
 
     profiled(5, 3)   0 | 1 | 2 3 4     one layer at a time moves over from the last stage to the first:
                      0 1 | 2 | 3 4     L - p + 1 cuts of the (L-1 over p-1) that there are,
@@ -10,15 +9,12 @@ last:
 
     peak(s, layers) = base_s + sum over its layers of (fixed_l + n_s · kept_l)
 
-with `fixed` for weights, gradients and optimizer state, `kept` for activations of a microbatch. Least squares
-solves for base, fixed and kept; the cuts above have every layer in a stage of the front and in one of the
-back, which tells fixed from kept. `smallest_peak` is dynamic programming over (layers, stages).
-`measure(cut)` gives the peak of every stage: by a real run, or a dry run that needs no memory and no devices.
-Dreuning, Bal and van Nieuwpoort 2022 (mCAP), Euro-Par 2022. Differs: for 1F1B, in which stages keep unequal
-numbers of microbatches, so that a layer has two numbers; the model is solved by least squares.
+with `fixed` for weights, gradients and optimizer state, `kept` for activations of a microbatch, all by least
+squares. These cuts have every layer in a stage of the front and in one of the back, which tells fixed from
+kept. `measure(cut)` gives the peak of every stage: by a real run, or a dry run that needs no memory and no
+devices. Dreuning, Bal and van Nieuwpoort 2022 (mCAP), Euro-Par 2022. Differs: for 1F1B, in which stages keep
+unequal numbers of microbatches, so that a layer has two numbers; the model is solved by least squares.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
@@ -39,8 +35,7 @@ def profiled(layers: int, stages: int) -> list[Cut]:
 
 
 class Peaks(NamedTuple):
-    """What the measurements say, in bytes per stage, layer, layer and microbatch; microbatches a stage
-    keeps."""
+    """Bytes per stage, per layer, per layer and microbatch; and the microbatches that a stage keeps."""
 
     base: tuple[float, ...]
     fixed: tuple[float, ...]

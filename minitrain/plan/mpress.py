@@ -1,22 +1,18 @@
 """MPress: for every tensor the cheapest way to be elsewhere while nobody needs it. No torch.
 
-    1F1B, p=4: rank 0 keeps 4 microbatches, rank 3 keeps 1: one cap is too small here and half empty there
-
     keep         0                                        held here
     recompute    its forward once more                    held nowhere
     peer         what 2·bytes / fast link exceeds idle    held by ranks with room, over NVLink, there and back
     host         what 2·bytes / slow link exceeds idle    held in the CPU's memory
 
-`idle` is the time from the end of a tensor's forward to the start of its backward. The first ranks' first
-microbatches idle longest, and these ranks lack memory most: their swaps hide behind other microbatches' work.
+In 1F1B with p=4 rank 0 keeps 4 microbatches, rank 3 keeps 1: one cap is too small here and half empty there.
+`idle` is the time from the end of a tensor's forward to the start of its backward: longest for the first
+microbatches of the first ranks, which lack memory most, so their swaps hide behind other microbatches' work.
 A swapped tensor is cut in stripes over all ranks with room, so a plan fits if no rank holds more than the cap
-and all together, what they lend included, no more than all caps. `plan_mpress` makes the largest extra time
-of a rank smallest. Exact, as trying everything; `ways=("keep", "recompute")` is recomputation alone. Zhou et
-al. 2023 (MPress), HPCA 2023. Differs: an exact search over a model in which each swap has its link to itself
-and only its own idle time to hide in; theirs profiles a run.
+and all together, what they lend included, no more than all caps. Zhou et al. 2023 (MPress), HPCA 2023.
+Differs: an exact search over a model in which each swap has its link to itself and only its own idle time to
+hide in; theirs profiles a run.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import add
@@ -67,10 +63,10 @@ def extra_time(tensor: Tensor, way: str, links: Links) -> Number | None:
 def plan_mpress(
     tensors: Sequence[Tensor], fixed: Sequence[Number], cap: Number, links: Links, ways: Iterable[str] = WAYS
 ) -> MPressPlan:
-    """The way of each tensor. `fixed[r]`: bytes that rank r holds anyway; `cap`: what each may hold.
+    """The way of each tensor, with the smallest largest extra time of a rank: exact, as trying everything.
 
-    Per rank what no other beats in (held + lent bytes, extra time); over ranks in (sum of bytes, largest
-    time).
+    `fixed[r]`: bytes that rank r holds anyway; `cap`: what each may hold. Kept is what no other beats: per
+    rank in (held + lent bytes, extra time), over ranks in (sum of bytes, largest time).
     """
     ways, everything = tuple(ways), [((0, 0), ())]
     for rank, size in enumerate(fixed):
@@ -121,8 +117,7 @@ def extra_times(tensors: Sequence[Tensor], ways: Sequence[str], ranks: int, link
 def tensors_at_peak(
     schedule: Schedule, costs: Costs, layers: Sequence[Number], recompute: Sequence[Number]
 ) -> list[Tensor]:
-    """What each rank keeps when it keeps most: a tensor for each layer (bytes) and each microbatch in
-    flight."""
+    """What each rank keeps when it keeps most: per microbatch in flight a tensor for each layer (bytes)."""
     simulation, tensors = simulate(schedule, costs), []
     for rank, entries in enumerate(schedule.ranks):
         counts, idle = in_flight(schedule, rank), {}

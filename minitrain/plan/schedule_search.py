@@ -1,21 +1,17 @@
-"""The shortest schedule there is, found by search, with its proof. tessel.py searches for a pattern that
-repeats. No torch.
+"""The shortest schedule there is, found by search, with its proof. No torch.
 
     shortest(place=[0, 1, 2], m=4, costs, limit=[3, 2, 1])    no list does it in less time with that memory
 
 `place[s]` is the rank of stage s: [0, 1, 2] is a line, [0, 1, 1, 0] a V. `limit` is how many activations of a
-stage a rank may hold, one number for all ranks or one each. `split=True` has I and W for B.
-
-The search asks for ever longer times T, from a bound that no schedule beats, whether a schedule ends by T;
-the first yes is the optimum. It goes from one moment at which something ends to the next; there every free
-rank starts one of its next actions or waits. Each stage takes the microbatches, which are alike, in order.
-States grow fast: p=3, m=4 is what it is for. With `span=True` the longest time from a rank's first action to
-its last counts: zero-bubble schedules let ranks begin and end late (`time` is that of ranks that begin as
-late as they may; lists alone begin early). That zero bubble takes the memory of 2p-1 microbatches: Qi et al.
-2023, arXiv:2401.10241, section 2.
+stage a rank may hold, one number for all ranks or one each. `split=True` has I and W for B. The search asks
+for ever longer times T, from a bound that no schedule beats, whether a schedule ends by T; the first yes is
+the optimum. It goes from one moment at which something ends to the next; there every free rank starts one of
+its next actions or waits. Each stage takes the microbatches, which are alike, in order. States grow fast:
+p=3, m=4 is what it is for. With `span=True` the longest time from a rank's first action to its last counts:
+zero-bubble schedules let ranks begin and end late (`time` is that of ranks that begin as late as they may;
+lists alone begin early). That zero bubble takes the memory of 2p-1 microbatches: Qi et al. 2023,
+arXiv:2401.10241, section 2.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,8 +37,7 @@ class Kind(NamedTuple):
 
 
 def prepared(place: Sequence[int], m: int, costs: Costs, limit: Limit, split: bool) -> tuple[list, list]:
-    """The kinds of actions in a microbatch's order (F up, B or I down, then all W), and the limit of every
-    rank.
+    """The kinds of actions in a microbatch's order (F up, B or I down, then all W), and every rank's limit.
 
     By default that is the number of stages; at least it is the number of the rank's own.
     """
@@ -125,8 +120,7 @@ class Search:
         return max(map(sum, zip(to, work, after)))
 
     def within(self, time: Time) -> list[tuple[int, int, int]] | None:
-        """(rank, kind, microbatch) by their starts, of a schedule that ends by `time`; None if there is
-        none."""
+        """(rank, kind, microbatch) by their starts, of a schedule that ends by `time`; None: there is none."""
         self.time, self.failed = time, set()
         deadlines = (None if self.span else time,) * self.p
         return self.go_on(0, (0,) * len(self.kinds), (None,) * self.p, deadlines)

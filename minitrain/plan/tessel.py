@@ -4,14 +4,12 @@
     unroll(pattern, m)                                        a Schedule
 
 Microbatch n does action a at start[a] + n·period. On each rank the actions, taken modulo the period, must not
-overlap; then nothing else is to be checked, for any number of microbatches. Periods are tried from the work
-of the busiest rank on. It finds 1F1B for a line. `unroll` reads each rank's order off the times: what fills
-and drains it comes out by itself. Lin et al. 2024 (Tessel), arXiv:2311.15269, sections 3 and 4. Differs: a
-depth-first search, theirs asks a solver and searches warm-up and cool-down too; patterns of one microbatch
-(under a tight limit one of several could be shorter).
+overlap; nothing else is to be checked, for any number of microbatches. Periods are tried from the work of the
+busiest rank on. It finds 1F1B for a line. What fills and drains a rank follows from the times. Lin et al.
+2024 (Tessel), arXiv:2311.15269, sections 3 and 4. Differs: a depth-first search, theirs asks a solver and
+searches warm-up and cool-down too; patterns of one microbatch (under a tight limit one of several could be
+shorter).
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple

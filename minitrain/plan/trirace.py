@@ -19,8 +19,6 @@ arXiv:2407.20018, section 7.2.3, describes it. Differs: a model with equal stage
 which they are made, theirs by critical path.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from fractions import Fraction
 from typing import NamedTuple
@@ -138,8 +136,7 @@ class Delayed(NamedTuple):
 
 
 def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
-    """Steps of `compute`, their gradients summed in turn; step t waits until all but the last `bound` have
-    come."""
+    """Step t waits until the sums of all but the last `bound` gradients have come; sums go in turn."""
     check_least(1, steps=steps)
     check_least(0, compute=compute, reduce=reduce, bound=bound)
     now, summed, applied, latest, begun = 0, [], 0, 0, []

@@ -1,10 +1,9 @@
-"""What a collective costs: alpha per hop, bytes over bandwidth, for a group on a machine of one or two
-levels.
+"""What a collective costs: alpha per hop, bytes over bandwidth, for a group on a machine of two levels.
 
-S bytes over a link cost alpha + S/B (Hockney 1994). n ranks touch N nodes, m ranks on each; a hop inside a
-node costs alpha_in and runs at B_in; between nodes it costs alpha_out, and each rank brings its share B_out
-of the network cards. A pipeline across both levels runs at B = min(B_in, m B_out): the m ranks of a node feed
-m rings (NCCL's channels).
+S bytes over a link cost alpha + S/B (Hockney 1994). n ranks, m on each of N nodes; a hop inside a node costs
+alpha_in and runs at B_in; between nodes alpha_out and, as each rank's share of the network cards, B_out. A
+pipeline across both levels runs at B = min(B_in, m B_out): the m ranks of a node feed m rings (NCCL's
+channels).
 
     all_reduce   ring          2 (n-1) (alpha + S/(nB))        N of the n-1 hops leave a node, at alpha_out
                  tree          2 chunked(ceil(log2 n))         double binary tree: up, then down
@@ -17,8 +16,7 @@ m rings (NCCL's channels).
                  bruck         ceil(log2 n) (alpha + S/2B)
     send, receive, barrier     alpha + S/B of the link between the two; ceil(log2 n) alpha (dissemination)
 
-S is the ledger's `payload_bytes`: the tensor of an all-reduce, else the whole output or input. Not modelled:
-congestion, other groups on the same cards, the start-up of a kernel, switches that add.
+S is the ledger's `payload_bytes`: the whole tensor, input or output. Not modelled: congestion, other groups.
 """
 
 from collections import Counter
@@ -31,8 +29,7 @@ from minitrain.simulate.machines import Machine
 
 @dataclass(frozen=True)
 class Placement:
-    """A group on a machine: n ranks on `nodes` nodes, between `fewest` and `most` on each, and the wires they
-    see."""
+    """n ranks on `nodes` nodes of a machine, between `fewest` and `most` on each, and the wires they see."""
 
     n: int
     nodes: int
@@ -107,8 +104,7 @@ def _chain(S: float, p: Placement) -> float:
 
 
 def _halving(S: float, p: Placement) -> float | None:
-    """Partners double their distance: 1/2 of S to the neighbour, 1/4 to the next; what leaves the node is
-    small."""
+    """1/2 of S to the neighbour, 1/4 to the next, twice as far: what leaves the node is small."""
     m, N = p.most, p.nodes
     if p.fewest != m or m & (m - 1) or N & (N - 1):
         return None
@@ -159,8 +155,8 @@ def _twice(one_way: Callable) -> Callable:
     return both
 
 
-# ring, halving, Bruck: Thakur, Rabenseifner, Gropp 2005; double tree: Sanders, Speck, Traeff 2009 and NCCL 2.4;
-# leader: Jia et al. 2018, section 3.3; hierarchical: Mikami et al. 2018 and Cho et al. 2019
+# Ring, halving, Bruck: Thakur, Rabenseifner, Gropp 2005; double tree: Sanders, Speck, Traeff 2009, NCCL 2.4;
+# leader: Jia et al. 2018, section 3.3; hierarchical: Mikami et al. 2018, Cho et al. 2019.
 _SHARDED = {"ring": _ring, "halving": _halving, "hierarchical": _hierarchical}
 _REDUCED = {name: _twice(one_way) for name, one_way in (_SHARDED | {"tree": _tree}).items()}
 ALGORITHMS: dict[str, dict[str, Callable]] = {
@@ -186,8 +182,7 @@ def by_algorithm(op: str, payload_bytes: float, placement: Placement) -> dict[st
 
 
 def seconds(op: str, payload_bytes: float, placement: Placement, algorithm: str = "auto") -> float:
-    """From the arrival of the last member until every member has its result; "auto" is the cheapest, as
-    NCCL's."""
+    """From the last arrival until every member has its result; "auto" is the cheapest, as in NCCL."""
     costs = by_algorithm(op, payload_bytes, placement)
     if algorithm == "auto":
         return min(costs.values())

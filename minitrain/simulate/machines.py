@@ -1,15 +1,11 @@
-"""Described machines: what a device computes and its links carry, from datasheets, for the replay and the
-planner.
+"""Described machines, from datasheets: what a device computes and its links carry, for replay and planners.
 
-A machine has two levels: nodes of `devices_per_node` devices joined by a fast link, and a slower network
-between nodes. Three rates decide: FLOP/s, bytes/s of memory, bytes/s of each link.
-
-Every bandwidth is *per direction*. Vendors print NVLink as the total of both (H100: "900 GB/s" = 450 each
-way) and InfiniBand per direction in bits ("200 Gb/s" = 25 each way): 900 against 25 looks like 36x and is
-18x. Every FLOP rate is *dense*: half of a figure printed "with sparsity". FP64 is the matrix-unit rate where
-there is one. Latencies are not in datasheets: they are the per-hop constants of NCCL's cost model for a ring
-with the LL128 protocol (NCCL src/graph/tuning.cc): 1.9 us over NVLink, 2.5 us over PCIe, 4.0 us over a
-network.
+A machine has two levels: nodes of `devices_per_node` devices joined by a fast link, and a network between
+nodes. Every bandwidth is *per direction*. Vendors print NVLink as the total of both (H100: "900 GB/s" = 450
+each way) and InfiniBand per direction in bits ("200 Gb/s" = 25 each way): 900 against 25 looks like 36x and
+is 18x. Every FLOP rate is *dense*: half of a figure "with sparsity". FP64 is the matrix-unit rate where there
+is one. Latencies are not in datasheets: they are the per-hop constants of NCCL's cost model for a ring with
+the LL128 protocol (NCCL src/graph/tuning.cc): 1.9 us over NVLink, 2.5 us over PCIe, 4.0 us over a network.
 
 Datasheet rates are a bound which no real machine reaches. `dataclasses.replace(m, compute_efficiency=0.7)`
 asks for less. Published: NCCL counts on 20.6 of the 25 GB/s of an H100 NVLink (src/graph/topo.h), the
