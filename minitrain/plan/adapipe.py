@@ -1,17 +1,17 @@
 """AdaPipe: recompute a different share in each stage, and cut the model for the times that result. No torch.
 
-In 1F1B with 3 stages stage 0 keeps 3 microbatches, stage 1 keeps 2 and stage 2 keeps 1. So under one cap for
-all stage 0 recomputes most (and has the fewest layers), stage 2 little or nothing. A layer is made of units
-(attention, MLP, a norm, …). A unit is kept, which costs bytes for every microbatch in flight, or recomputed,
-which costs its forward once more in the backward, while its bytes live again. Two levels of search:
+In 1F1B stage s keeps n = min(p - s, m) microbatches, so under one cap for all the first stages recompute most
+and the last little or nothing. A unit of a layer (attention, MLP, …) is kept, which costs bytes for every
+microbatch in flight, or recomputed: one more forward in the backward, while its bytes live again. Two levels
+of search:
 
-    in a stage     a knapsack: the least recomputation so that, with n = min(p - s, m) in flight,
+    in a stage     a knapsack: the least recomputation so that
                    fixed + n·(boundary + kept units) + largest layer's recomputed units  <=  cap
     over stages    from the last to the first, as in dapple.py: where to cut
 
-A shorter backward never makes a step longer, so the two levels equal trying all subsets in all cuts. The step
-is `dapple.latency`, which simulated 1F1B exceeds by at most 4% for like stages. Sun et al. 2024 (AdaPipe),
-ASPLOS 2024. Differs: that bound is the step; all unbeaten suffixes are kept, not one.
+A shorter backward never makes a step longer, so this equals trying all subsets in all cuts. The step is
+`dapple.latency`, which simulated 1F1B exceeds by at most 4% for like stages.
+Sun et al. 2024 (AdaPipe), ASPLOS 2024. Differs: that bound is the step; all unbeaten suffixes are kept.
 """
 
 from itertools import product
@@ -20,22 +20,18 @@ from typing import NamedTuple
 from minitrain.pipeline.partition import Number, undominated
 from minitrain.plan.dapple import Ahead, Stage, in_front
 
-Flags = tuple[bool, ...]
+Flags = tuple[bool, ...]  # is each unit of a layer kept?
 
 
 class Unit(NamedTuple):
-    """What may be recomputed: its forward time, and the bytes it keeps for backward in one microbatch."""
-
-    time: Number
-    bytes: Number
+    time: Number  # of its forward
+    bytes: Number  # kept for backward in one microbatch
 
 
 class Layer(NamedTuple):
-    """Forward and backward times with everything kept, bytes of weights and optimizer state, units."""
-
     forward: Number
-    backward: Number
-    fixed: Number
+    backward: Number  # with everything kept
+    fixed: Number  # bytes of weights and optimizer state
     units: tuple[Unit, ...]
 
     def costs(self, kept: Flags, boundary: Number, in_flight: int) -> tuple[Number, Number, Number]:
@@ -47,18 +43,14 @@ class Layer(NamedTuple):
 
 
 class Model(NamedTuple):
-    """`boundary`: bytes of a layer's input; a stage keeps one a layer, whatever it recomputes."""
-
     layers: tuple[Layer, ...]
-    boundary: Number
+    boundary: Number  # bytes of a layer's input, which is kept whatever is recomputed
 
 
 class StagePlan(NamedTuple):
-    """`kept[i][u]`: is unit u of the i-th layer kept? `recomputed`: the time that costs a microbatch."""
-
     layers: range
-    kept: tuple[Flags, ...]
-    recomputed: Number
+    kept: tuple[Flags, ...]  # for each layer
+    recomputed: Number  # the time that this costs a microbatch
     bytes: Number
 
 
@@ -102,8 +94,7 @@ def plan_adapipe(model: Model, p: int, m: int, cap: Number) -> AdaPipePlan:
     """The cut into p stages and the units each keeps, with the shortest step of m microbatches."""
     count = len(model.layers)
     if not 1 <= p <= count or m < 1:
-        given = f"{p} stages of {count} layers, {m} microbatches"
-        raise ValueError(f"AdaPipe: {given}; use 1 to {count} stages and 1 microbatch or more")
+        raise ValueError(f"AdaPipe: p={p}, m={m}; use 1 to {count} stages and 1 microbatch or more")
     suffixes: dict[int, list] = {count: [(Ahead(), ())]}  # layers left -> unbeaten stages behind
     for behind in range(p):
         stage, longer = p - 1 - behind, {}
@@ -112,12 +103,10 @@ def plan_adapipe(model: Model, p: int, m: int, cap: Number) -> AdaPipePlan:
                 best = knapsack(model, range(start, end), min(p - stage, m), cap)
                 if best is not None:
                     times = stage_of(model, best)
-                    longer.setdefault(start, []).extend(
-                        (in_front(times, ahead, behind, m), (best, *stages)) for ahead, stages in unbeaten
-                    )
+                    found = [(in_front(times, ahead, behind, m), (best, *rest)) for ahead, rest in unbeaten]
+                    longer.setdefault(start, []).extend(found)
         suffixes = {start: undominated(found) for start, found in longer.items()}
     if not suffixes.get(0):
-        reason = f"no cut into {p} stages fits {cap} bytes even if all is recomputed"
-        raise ValueError(f"AdaPipe: {reason}; use more stages or a larger cap")
+        raise ValueError(f"AdaPipe: no cut into {p} stages fits {cap} bytes; use more stages or a larger cap")
     ahead, stages = min(suffixes[0], key=lambda found: found[0].all)
     return AdaPipePlan(ahead.all, stages)

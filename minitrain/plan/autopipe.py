@@ -1,4 +1,4 @@
-"""AutoPipe: cut between attention and MLP where the simulator says so, and halve the first microbatches. No torch.
+"""AutoPipe: cut between attention and MLP by simulation, and halve the first microbatches. No torch.
 
     units    embedding | attention 1 | MLP 1 | attention 2 | … | head    with forward and backward times
     plan     from the cut with the smallest slowest stage on, move a unit out of the master stage, which
@@ -8,11 +8,9 @@
                   .. A0 A1 .. B0 B0                                  . a b A1 .. a a b b     microbatch 0
                   .. .. A0 B0 B0 A1                                  . . a b a a b b A1      in halves a and b
 
-Halves are halves of the rows: the loss is a sum, so no gradient changes. The last stage's first backward
-starts at (p+1)·F/2 in place of p·F, half a forward earlier for each of p-1 links. The whole step is that much
-shorter if enough microbatches are sliced. Messages of a sliced microbatch: two of half the size. Liu et al.
-2022 (AutoPipe), IEEE Cluster 2022. Differs: backwards come in halves too; the simulator stands for their
-recurrences.
+Halves are of the rows, so no gradient changes. The last stage's first backward starts at (p+1)·F/2 in place
+of p·F, and so much shorter is the step if enough microbatches are sliced. A message becomes two halves.
+Liu et al. 2022 (AutoPipe), IEEE Cluster 2022. Differs: backwards in halves too; a simulator, not recurrences.
 """
 
 from collections.abc import Sequence
@@ -35,8 +33,7 @@ def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int,
     check_costs("plan_autopipe", forward=forward, backward=backward)
     check_sizes("plan_autopipe", p=p, m=m)
     if len(forward) != len(backward):
-        given = f"{len(forward)} forward times and {len(backward)} backward times"
-        raise ValueError(f"plan_autopipe: {given}; give each unit both")
+        raise ValueError(f"{len(forward)} forward times and {len(backward)} backward; give each unit both")
     cut = tuple(balanced([f + b for f, b in zip(forward, backward)], p))
     best = step(cut, forward, backward, m)
     while True:
@@ -75,9 +72,8 @@ def sliced(p: int, m: int, k: int = 1) -> Schedule:
     check_sizes("sliced", p=p, m=m)
     if not 0 <= k <= m:
         raise ValueError(f"sliced: k={k} of m={m} microbatches in halves; use 0 to {m}")
-    ranks = tuple(
-        tuple(u for action in entries for u in units(action, k)) for entries in one_f_one_b(p, m).ranks
-    )
+    whole = one_f_one_b(p, m).ranks
+    ranks = tuple(tuple(unit for action in entries for unit in units(action, k)) for entries in whole)
     return Schedule(f"1F1B, p={p}, m={m}, {k} in halves", ranks, p, m + k)
 
 

@@ -1,19 +1,18 @@
-"""DAPPLE's planner: the time of a step from a few sums, and the cut and replicas that make it smallest. No torch.
+"""DAPPLE's planner: the time of a step from a few sums, and the fastest cut and replicas. No torch.
 
     step  =  warm-up  +  steady  +  ending        the pivot Q is the stage that never waits in between
              F_0+…+F_Q   (m-1)(F_Q+B_Q)   B_Q+…+B_0, then the sum of gradients over the replicas
 
-Links count as stages of their own (F an activation, B a gradient), one behind every stage but the last; so
-1F1B lets rank r run ahead by 2(p-r)-1 microbatches, which hides messages. `paper_latency` is this sum. It
-leaves out that a pivot waits twice: after its K forwards of warm-up for the first backward, and at the end
-for the last one. With `rest` the F+B of the stages behind it
+Links count as stages of their own, one behind every stage but the last; so 1F1B lets rank r run ahead by
+2(p-r)-1 microbatches, which hides messages. `paper_latency` is this sum. It leaves out that a pivot waits
+twice: after its K forwards of warm-up, and for the last backward. With `rest` the F+B of the stages behind it
 
     latency  =  max over Q of  sum over s <= Q of (F_s+B_s)  +  (m-1)(F_Q+B_Q)  +  w(F_Q)  +  w(B_Q)
                 w(t) = max(0, rest - (K-1)·t); for m <= K the larger of the two waits alone
 
-Each is the length of a path through the schedule, so a step is never faster. Simulated 1F1B with stage times
-up to a factor of 3 apart is at most 4% slower; the paper's sum is up to a third too short at m = p. Fan et
-al. 2021, arXiv:2007.01045, section 4. Differs: `plan_dapple` minimises `latency`, and tries all placements.
+A step is never faster. Simulated 1F1B with stage times up to a factor of 3 apart is at most 4% slower; the
+paper's sum is up to a third too short at m = p.
+Fan et al. 2021, arXiv:2007.01045, section 4. Differs: `plan_dapple` minimises `latency`, over all placements.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -157,9 +156,9 @@ def paper_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
 def plan_dapple(model: Model, cluster: Cluster, m: int, placements: Callable = all_placements) -> DapplePlan:
     """The cut, replication and placement with the smallest `latency`, on all devices or fewer.
 
-    Stages go in front of stages, from the last to the first. All that no other beats in every number of
-    `Ahead` are kept: the latency never falls if one of these rises, so this equals trying everything.
-    `paper_placements` tries the paper's three choices alone, for clusters where all are too many.
+    Stages go in front of stages, keeping all that no other beats in every number of `Ahead`: the latency
+    never falls if one rises, so this equals trying everything. `paper_placements` tries fewer, for clusters
+    where all are too many.
     """
     if m < 1:
         raise ValueError(f"plan_dapple: {m} microbatches; use 1 or more")

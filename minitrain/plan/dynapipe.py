@@ -6,13 +6,12 @@ microbatches   step = sum of their times + (stages - 1)·longest, smallest over 
                the time of one grows with rows and length, no grouping of the samples is better.
 adaptive       each rank does its next backward if it can, else its next forward if that fits under the cap;
                whoever can start first. Equal times and a cap of p microbatches: as long as 1F1B.
-planned        programs with messages. A rank that receives just before it needs and sends just after it has
-               (`naive`) may face a neighbour that waits the other way round. Here both sides post a message
-               when, by one simulated clock, its result is there: the earliest can always go.
-rendezvous     plays programs where every send waits for its receive and both block their rank.
+planned        programs with messages, which both sides post when, by a simulated clock, the result is there:
+               the earliest can always go. A rank that receives just before it needs and sends just after it
+               has (`naive`) may face a neighbour that waits the other way round.
 
-For Runner: `cut=samples(groups, lengths)`; `run.program = planned(schedule)[rank]` runs too, and as it has no
-`Reduce`, a reducer works in its `finish()`. A rank never holds more than the cap. No torch.
+In Runner: `cut=samples(groups, lengths)`, `run.program = planned(schedule)[rank]` (without `Reduce`: a
+reducer works in its `finish()`). A rank never holds more than the cap. No torch.
 Jiang et al. 2024 (DynaPipe), arXiv:2311.10418, sections 4 to 6. Differs: theirs tries a set of limits for the
 longest time, an approximation, and balances replicas too.
 """
@@ -30,10 +29,8 @@ Programs = tuple[tuple[Step, ...], ...]
 
 
 class DynaPipePlan(NamedTuple):
-    """`groups`: the samples of each microbatch, by their number."""
-
     time: Number
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # the samples of each microbatch, by their number
 
 
 def microbatches(lengths: Sequence[int], time: Callable, stages: int, cap_tokens=None) -> DynaPipePlan:
@@ -42,8 +39,8 @@ def microbatches(lengths: Sequence[int], time: Callable, stages: int, cap_tokens
     `time(rows, length)` is that of a microbatch on a stage.
     """
     if not lengths or min(lengths) < 1 or (cap_tokens is not None and max(lengths) > cap_tokens):
-        given = f"lengths {list(lengths)[:8]} under {cap_tokens} tokens"
-        raise ValueError(f"microbatches: {given}; each sample needs 1 token or more and must fit alone")
+        found = f"found {min(lengths, default=None)} to {max(lengths, default=None)} under {cap_tokens}"
+        raise ValueError(f"microbatches: {found}; each sample needs 1 token or more and must fit alone")
     order = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
     best: list[list] = [[((0, 0), ())]]  # for each number of samples ((sum, longest), groups)
     for end in range(1, len(order) + 1):
@@ -93,9 +90,7 @@ def adaptive(times: Sequence[Sequence[tuple]], sizes: Sequence[Number], cap: Num
     """`times[stage][microbatch]` = (forward, backward); `sizes[microbatch]` of its activations on a rank."""
     p, m = len(times), len(sizes)
     if max(sizes) > cap:
-        raise ValueError(
-            f"adaptive: a microbatch of {max(sizes)} does not fit the cap {cap}; use smaller ones"
-        )
+        raise ValueError(f"adaptive: a microbatch of {max(sizes)} does not fit the cap {cap}; cut it")
     lists: list[list[Action]] = [[] for _ in range(p)]
     free, held, ended = [0] * p, [0] * p, {}
     forwards, backwards = [0] * p, [0] * p  # the next of each rank
@@ -119,9 +114,6 @@ def adaptive(times: Sequence[Sequence[tuple]], sizes: Sequence[Number], cap: Num
         backwards[rank] += not forward
         lists[rank].append(action)
     return check(Schedule(f"DynaPipe, p={p}, m={m}", tuple(map(tuple, lists)), p, m))
-
-
-# ---- the order of messages ------------------------------
 
 
 def planned(schedule: Schedule, costs: Costs | Measured = Costs()) -> Programs:
@@ -155,7 +147,7 @@ def _programs(schedule: Schedule, order: Sequence, receive_late: bool) -> Progra
 
 
 def rendezvous(programs: Sequence[Sequence[Step]]) -> None:
-    """Nothing, if all programs come to their end; else ValueError with the steps at which ranks wait."""
+    """Plays programs where every send waits for its receive and both block; ValueError if they get stuck."""
     left, moved = [deque(program) for program in programs], True
     while moved:
         moved = False

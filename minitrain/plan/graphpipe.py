@@ -4,15 +4,12 @@ r"""GraphPipe: a model with branches stays a graph of stages, and branches run a
                                                      of depth 3                       S3
                                                                              S2 ----- /
 
-A stage waits for all before it and none beside it. What counts is the depth, the stages on the longest path.
-With equal stages a step is (m + depth - 1)·(F + B), the overhead (depth - 1)/m, and a stage has as many
-microbatches in flight as stages are on its longest path to the end: 3 + 2 + 2 + 1 = 8 for a diamond, 10 for a
-chain. Messages: one along each edge, forward and back. lower.py and the runtime send along chains only.
-
-`plan_graphpipe` cuts operators in series, some of which are `Parallel(branches)`, each a series again. A
-stage is a run of a series, with all branches in it; or a parallel part is cut inside its branches, which
-share the devices. Jeon et al. 2024 (GraphPipe), arXiv:2406.17145. Differs: one device a stage and one size of
-microbatch; theirs replicates stages and gives them microbatches of their own size.
+What counts is the depth, the stages on the longest path. With equal stages a step is (m + depth - 1)·(F + B),
+the overhead (depth - 1)/m, and a stage has as many microbatches in flight as stages are on its longest path
+to the end: 3 + 2 + 2 + 1 = 8 for a diamond, 10 for a chain. Messages: one along each edge, forward and back;
+lower.py and the runtime send along chains only. A stage is a run of operators, with all branches in it; or
+branches are cut on their own and share the devices.
+Jeon et al. 2024 (GraphPipe), arXiv:2406.17145. Differs: one device a stage and one size of microbatch.
 """
 
 from __future__ import annotations
@@ -57,9 +54,7 @@ def heights(stages: int, edges: Edges) -> list[int]:
         found = [max([1] + [1 + before[j] for i, j in edges if i == stage]) for stage in range(stages)]
         if found == before:
             return found
-    raise ValueError(
-        f"the edges {edges} of {stages} stages go round in a circle; no stage can wait for itself"
-    )
+    raise ValueError(f"the edges {edges} of {stages} stages go round in a circle: a stage waits for itself")
 
 
 def depth(stages: int, edges: Edges) -> int:
@@ -69,18 +64,15 @@ def depth(stages: int, edges: Edges) -> int:
 def one_f_one_b(stages: int, edges: Edges, m: int) -> GraphSchedule:
     """Stage i on rank i: its height less one forwards ahead, then one forward and one backward in turn."""
     check_sizes("one_f_one_b", stages=stages, m=m)
-    lists = tuple(
-        alternate([F(stage, i) for i in range(m)], [B(stage, i) for i in range(m)], height - 1)
-        for stage, height in enumerate(heights(stages, edges))
-    )
-    return GraphSchedule(f"graph 1F1B, {stages} stages, m={m}", lists, stages, m, edges=edges)
+    lists = []
+    for stage, height in enumerate(heights(stages, edges)):
+        lists.append(alternate([F(stage, i) for i in range(m)], [B(stage, i) for i in range(m)], height - 1))
+    return GraphSchedule(f"graph 1F1B, {stages} stages, m={m}", tuple(lists), stages, m, edges=edges)
 
 
 class Op(NamedTuple):
-    """`time`: forward and backward of a microbatch."""
-
     name: str
-    time: Number
+    time: Number  # forward and backward of a microbatch
 
 
 class Parallel(NamedTuple):
@@ -91,12 +83,10 @@ Series = Sequence[Op | Parallel]
 
 
 class GraphPipePlan(NamedTuple):
-    """`stages[i]`: the operators of stage i, by name."""
-
     time: Number
     depth: int
     slowest: Number
-    stages: tuple[tuple[str, ...], ...]
+    stages: tuple[tuple[str, ...], ...]  # the operators of each stage, by name
     edges: Edges
 
 
@@ -112,49 +102,45 @@ def ops(series: Series) -> Iterator[Op]:
 def plan_graphpipe(model: Series, devices: int, m: int) -> GraphPipePlan:
     """The graph of at most `devices` stages with the shortest (m + depth - 1)·slowest."""
     check_sizes("plan_graphpipe", devices=devices, m=m)
-    found = undominated(pair for of_count in cuts(model, devices)[1:] for pair in of_count)
-    (deep, slowest), parts = min(found, key=lambda pair: (m + pair[0][0] - 1) * pair[0][1])
+    found = [((m + deep - 1) * slow, deep, slow, parts) for (_, deep, slow), parts in cuts(model, devices)]
+    *costs, parts = min(found, key=lambda plan: plan[:2])
     stages, edges = [], []
     _connect(parts, (), stages, edges)
-    return GraphPipePlan((m + deep - 1) * slowest, deep, slowest, tuple(stages), tuple(edges))
+    return GraphPipePlan(*costs, tuple(stages), tuple(edges))
 
 
-def cuts(series: Series, devices: int) -> list[list]:
-    """For each number of stages all ((depth, slowest), parts) that no other beats in both.
+def cuts(series: Series, devices: int) -> list[tuple]:
+    """All ((stages, depth, slowest), parts) of at most `devices` stages that no other beats in every number.
 
     A part is the names of a stage, or a list of each branch's parts.
     """
     if not series:
         raise ValueError("a branch is empty; give every branch an operator (leave a skip connection out)")
-    best = [[[((0, 0), ())]] + [[] for _ in range(devices)]]  # best[elements][stages]
+    best = [[((0, 0, 0), ())]]  # for each number of elements
     for end in range(1, len(series) + 1):
-        # the last part: (elements before it, its stages, its ((depth, slowest), part)s)
-        last = []
-        for start in range(end):
-            run = list(ops(series[start:end]))
-            last.append((start, 1, [((1, sum(op.time for op in run)), tuple(op.name for op in run))]))
+        runs = [list(ops(series[start:end])) for start in range(end)]
+        last = [[((1, 1, sum(op.time for op in run)), tuple(op.name for op in run))] for run in runs]
         if isinstance(series[end - 1], Parallel):
-            last += [(end - 1, used, inside) for used, inside in _branches(series[end - 1], devices)]
-        found = [[] for _ in range(devices + 1)]
-        for start, used, choices in last:
-            for n in range(used, devices + 1):
-                for (deep, slowest), parts in best[start][n - used]:
-                    found[n] += [((deep + d, max(slowest, s)), (*parts, part)) for (d, s), part in choices]
-        best.append([undominated(of_count) for of_count in found])
+            last[-1] = last[-1] + _branches(series[end - 1], devices)
+        found = (
+            ((used + n, deep + d, max(slow, s)), (*parts, part))
+            for in_front, choices in zip(best, last)
+            for (used, deep, slow), parts in in_front
+            for (n, d, s), part in choices
+        )
+        best.append(undominated(plan for plan in found if plan[0][0] <= devices))
     return best[-1]
 
 
-def _branches(element: Parallel, devices: int) -> Iterator[tuple[int, list]]:
-    """(stages in all, what no other beats) with every branch cut on its own."""
-    most = devices - len(element.branches) + 1  # every branch needs one
-    of_branch = [cuts(branch, max(most, 0)) for branch in element.branches]
-    for counts in product(*(range(1, len(found)) for found in of_branch)):
-        if sum(counts) <= devices:
-            chosen = [zip(*pick) for pick in product(*(found[n] for found, n in zip(of_branch, counts)))]
-            yield (
-                sum(counts),
-                undominated((tuple(map(max, zip(*costs))), list(parts)) for costs, parts in chosen),
-            )
+def _branches(element: Parallel, devices: int) -> list[tuple]:
+    """The same of one part with every branch, which needs a stage at least, cut on its own."""
+    most, found = devices - len(element.branches) + 1, []
+    for pick in product(*(cuts(branch, most) for branch in element.branches)):
+        costs, parts = zip(*pick)
+        used, deep, slow = zip(*costs)
+        if sum(used) <= devices:
+            found.append(((sum(used), max(deep), max(slow)), list(parts)))
+    return undominated(found)
 
 
 def _connect(parts: Sequence, before: tuple[int, ...], stages: list, edges: list) -> tuple[int, ...]:

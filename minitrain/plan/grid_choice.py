@@ -1,12 +1,10 @@
 """The fastest grid for the matrices of a layer that fits into memory, from their elements and the links.
 
 A collective flows in chunks: a ring takes the elements it sends, a broadcast its block, however deep the
-tree. Inside a node it runs at the link there. If it leaves nodes and has r ranks in each, these feed r rings,
-one for each rank's share of the network cards: min(inside, r · outside), the rule of simulate/collectives.py.
-A hop (2-D's sums, RTP's weights) is one message: all wait for the one that leaves its node, at a single
-share. No latency: with large matrices on 64 ranks within 15 % of a replay of the modules, on 64·64 far below
-it. No overlap, though SUMMA forward and RTP hide some behind their products, which take the same time on
-every grid.
+tree. If it leaves nodes and has r ranks in each, these feed r rings: min(inside, r · outside), the rule of
+simulate/collectives.py. A hop (2-D's sums, RTP's weights) is one message: all wait for the one that leaves
+its node, at a single share. No latency: with large matrices on 64 ranks within 15 % of a replay of the
+modules, on 64·64 far below it. No overlap, though SUMMA forward and RTP hide some behind their products.
 """
 
 import math
@@ -14,6 +12,7 @@ from collections import Counter
 from dataclasses import astuple, dataclass
 from functools import cache
 from itertools import permutations
+from typing import NamedTuple
 
 from minitrain.plan.grid_costs import Cost, Grid, Layer, cost, grids
 
@@ -31,17 +30,11 @@ class Links:
             raise ValueError(f"{self}: all three must be positive")
 
 
-@dataclass(frozen=True)
-class Row:
-    """What a grid costs, the bytes a rank holds and the seconds it communicates in forward and backward."""
-
+class Row(NamedTuple):
+    grid: Grid
     cost: Cost
-    memory_bytes: float
-    seconds: float
-
-    @property
-    def grid(self) -> Grid:
-        return self.cost.grid
+    memory_bytes: float  # of a rank
+    seconds: float  # of its communication in forward and backward
 
 
 def seconds(cost: Cost, links: Links, element_bytes: int = 2) -> float:
@@ -71,9 +64,7 @@ def _ranks_inside(ranks: int, size: int, stride: int, per_node: int) -> int:
     return min(Counter(places).values())
 
 
-def table(
-    layer: Layer, ranks: int, links: Links, weight_bytes: int = 16, element_bytes: int = 2
-) -> list[Row]:
+def table(layer: Layer, ranks: int, links: Links, weight_bytes=16, element_bytes=2) -> list[Row]:
     """A row for every grid of so many ranks, the fastest first.
 
     A weight has 16 bytes with its gradient and AdamW's state; an element kept, worked on or sent has
@@ -84,13 +75,11 @@ def table(
         if grid.kind != "1-D" or len(layer.products) % 2 == 0:
             price = cost(layer, grid)
             memory = weight_bytes * price.weights + element_bytes * (price.activations + price.working)
-            rows.append(Row(price, memory, seconds(price, links, element_bytes)))
+            rows.append(Row(grid, price, memory, seconds(price, links, element_bytes)))
     return sorted(rows, key=lambda row: (row.seconds, row.memory_bytes))
 
 
-def cheapest(
-    layer: Layer, ranks: int, links: Links, memory_bytes: float = math.inf, **bytes_each: int
-) -> Row:
+def cheapest(layer: Layer, ranks: int, links: Links, memory_bytes=math.inf, **bytes_each: int) -> Row:
     """The fastest grid that fits into `memory_bytes` a rank; ValueError if there is none."""
     if memory_bytes <= 0:
         raise ValueError(f"memory_bytes = {memory_bytes}; a limit is positive")

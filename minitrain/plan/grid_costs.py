@@ -9,12 +9,13 @@ A layer is a chain of products y[m, n] = x[m, k] · W[k, n] with m tokens. For o
     RTP    p        (p-1)/p · kn                    (p-1)/p · 2kn
 
 With p, 2-D falls as 1/√p, 3-D as p^(-2/3). RTP sends no activations (for many tokens), 1-D no weights (for
-few). Shoeybi et al. 2019 (1-D), arXiv:1909.08053, section 3; Xu et al. 2021 (Optimus, 2-D), arXiv:2104.05343,
-table 1; Wang et al. 2021 (Tesseract, 2.5-D), arXiv:2105.14500, section 3; Bian et al. 2021 (3-D),
-arXiv:2105.14450, section 3.1; Luo et al. 2023 (RTP), arXiv:2311.01635. How they count: Optimus compares the
+few). Norms, dropout and biases are left out.
+1-D: Shoeybi et al. 2019, arXiv:1909.08053, section 3. 2-D: Xu et al. 2021 (Optimus), arXiv:2104.05343,
+table 1. 2.5-D: Wang et al. 2021 (Tesseract), arXiv:2105.14500, section 3. 3-D: Bian et al. 2021,
+arXiv:2105.14450, section 3.1. RTP: Luo et al. 2023, arXiv:2311.01635. How they count: Optimus compares the
 time of trees, log(p)/(2√p) · (7mh + 12h²), our `path`, with the elements of 1-D, 4(p-1)/p · mh; it sums in
-trees backward, ours in rings. Tesseract compares 2p^(2/3) broadcasts with Cannon's 2p^(3/2) - 2√p transfers,
-though a broadcast goes to q-1 ranks.
+trees backward, ours in rings. Tesseract compares 2p^(2/3) broadcasts, each to q-1 ranks, with Cannon's
+2p^(3/2) - 2√p messages.
 """
 
 import math
@@ -42,7 +43,7 @@ def mlp(tokens: int, width: int, inner: int) -> Layer:
 
 
 def transformer_layer(tokens: int, width: int) -> Layer:
-    """Q, K and V in one, the projection after them, and an MLP of 4 · width."""
+    """Q, K and V in one, the projection, an MLP of 4 · width; scores and softmax send nothing."""
     return Layer(tokens, ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)))
 
 
@@ -98,6 +99,14 @@ class Sent:
         return Sent(*(tuple(map(add, *pair)) for pair in zip(astuple(self), astuple(other))))
 
 
+def _sent(factors: tuple[float, ...], *blocks: float) -> Sent:
+    """The four numbers of Sent as multiples of a block on each axis."""
+    return Sent(*(tuple(factor * block for block in blocks) for factor in factors))
+
+
+_RING, _HOPS = (1, 1, 1, 0), (1, 1, 0, 1)  # elements, path, streamed, hopped
+
+
 @dataclass(frozen=True)
 class Cost:
     """One rank's part in a layer, in elements; `both` is forward and backward together.
@@ -136,9 +145,7 @@ class Cost:
 def cost(layer: Layer, grid: Grid) -> Cost:
     """What a layer costs on a grid, per rank."""
     if grid.kind == "1-D" and len(layer.products) % 2:
-        raise ValueError(
-            f"1-D cuts products in pairs, by columns and by rows, not {len(layer.products)}: add one"
-        )
+        raise ValueError(f"1-D cuts products in pairs, by columns and by rows; not {len(layer.products)}")
     product = {"1-D": _product_1d, "3-D": _product_3d, "RTP": _product_rotated}.get(grid.kind, _product_25d)
     parts = [product(layer.tokens, k, n, grid, index) for index, (k, n) in enumerate(layer.products)]
     forward, backward, weights, activations, working = zip(*parts)
@@ -150,8 +157,8 @@ def _product_1d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
     """By columns, then by rows: one all-reduce after such a pair forward, one before it backward."""
     p, share = grid.side, 2 * (grid.side - 1) / grid.side
     if index % 2:
-        return _ring(share * m * n), _ring(0), k * n / p, m * k / p, m * n
-    return _ring(0), _ring(share * m * k), k * n / p, m * k, 0
+        return _sent(_RING, share * m * n), _sent(_RING, 0), k * n / p, m * k / p, m * n
+    return _sent(_RING, 0), _sent(_RING, share * m * k), k * n / p, m * k, 0
 
 
 def _product_25d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
@@ -162,10 +169,11 @@ def _product_25d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
     q, d = grid.side, grid.depth
     x, w = m * k / (d * q * q), k * n / (q * q)  # a block
     none = (0,) * len(grid.axes[2:])
-    forward = _broadcasts(q, x, w, *none)
-    backward = forward + _hops((q - 1) * x, (q - 1) * w, *none)
+    in_turn = q - 1, q * math.ceil(math.log2(q)), q if q > 1 else 0, 0  # q broadcasts, each down a tree
+    forward = _sent(in_turn, x, w, *none)
+    backward = forward + _sent(_HOPS, (q - 1) * x, (q - 1) * w, *none)
     if none:  # the layers' weight gradients are added up
-        backward += _ring(0, 0, 2 * (d - 1) / d * w)
+        backward += _sent(_RING, 0, 0, 2 * (d - 1) / d * w)
     return forward, backward, w, x, min(2, q) * (x + w)
 
 
@@ -174,30 +182,16 @@ def _product_3d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
     l = grid.side
     share, turn = (l - 1) / l**3, -1 if index % 2 else 1
     x, w, y = m * k, k * n, m * n
-    forward = (share * x, share * w, share * y)
-    backward = (share * 2 * x, share * 2 * w, share * y)
-    return _ring(*forward[::turn]), _ring(*backward[::turn]), w / l**3, x / l**3, (x + w + y) / l**2
+    forward, backward = (share * x, share * w, share * y), (share * 2 * x, share * 2 * w, share * y)
+    sent = (_sent(_RING, *elements[::turn]) for elements in (forward, backward))
+    return *sent, w / l**3, x / l**3, (x + w + y) / l**2
 
 
 def _product_rotated(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
     """rotated.py: the weights pass by, forward and backward, and their gradients once."""
     p, w = grid.side, k * n
     once = (p - 1) / p * w
-    return _hops(once), _hops(2 * once), w / p, m * k / p, min(2, p - 1) * w / p
-
-
-def _ring(*elements: float) -> Sent:
-    return Sent(elements, elements, elements, (0,) * len(elements))
-
-
-def _hops(*elements: float) -> Sent:
-    return Sent(elements, elements, (0,) * len(elements), elements)
-
-
-def _broadcasts(q: int, *blocks: float) -> Sent:
-    """The q ranks of an axis broadcast their blocks in turn, down trees."""
-    factors = q - 1, q * math.ceil(math.log2(q)), q if q > 1 else 0, 0
-    return Sent(*(tuple(factor * block for block in blocks) for factor in factors))
+    return _sent(_HOPS, once), _sent(_HOPS, 2 * once), w / p, m * k / p, min(2, p - 1) * w / p
 
 
 def crossover(layer: Layer, *, path: bool = False, most: int = 2**20) -> int | None:

@@ -1,19 +1,17 @@
-"""Memory-balanced cuts (mCAP): measure the peaks of a few cuts, predict those of all, choose the best. No torch.
+"""Memory-balanced cuts (mCAP): measure the peaks of a few cuts, predict all, choose the best. No torch.
 
     profiled(5, 3)   0 | 1 | 2 3 4     one layer at a time moves over from the last stage to the first:
                      0 1 | 2 | 3 4     L - p + 1 cuts of the (L-1 over p-1) that there are,
                      0 1 2 | 3 | 4     7 of 84 for L = 10 layers on p = 4 stages
 
-In 1F1B stage s keeps n_s = min(p - s, m) microbatches, so a layer weighs more in the first stages than in the
-last:
+In 1F1B stage s keeps n_s = min(p - s, m) microbatches: a layer weighs more in front. By least squares
 
     peak(s, layers) = base_s + sum over its layers of (fixed_l + n_s · kept_l)
 
-with `fixed` for weights, gradients and optimizer state, `kept` for activations of a microbatch, all by least
-squares. These cuts have every layer in a stage of the front and in one of the back, which tells fixed from
-kept. `measure(cut)` gives the peak of every stage: by a real run, or a dry run that needs no memory and no
-devices. Dreuning, Bal and van Nieuwpoort 2022 (mCAP), Euro-Par 2022. Differs: for 1F1B, in which stages keep
-unequal numbers of microbatches, so that a layer has two numbers; the model is solved by least squares.
+These cuts have every layer in a stage of the front and in one of the back, which tells fixed (weights,
+gradients, optimizer state) from kept (activations of a microbatch). `measure(cut)` gives the peak of every
+stage: by a real run, or a dry run that needs no memory and no devices.
+Dreuning, Bal and van Nieuwpoort 2022 (mCAP), Euro-Par 2022. Differs: for 1F1B, so a layer has two numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,19 +26,16 @@ Cut = tuple[range, ...]
 def profiled(layers: int, stages: int) -> list[Cut]:
     """The cuts to measure: single layers in the middle, the rest in front and behind."""
     if stages < 2 or layers < 2 * stages - 1:
-        given = f"{layers} layers in {stages} stages"
-        raise ValueError(f"mCAP: {given}; use 2 stages or more and at least 2·stages - 1 layers")
+        raise ValueError(f"mCAP: {layers=}, {stages=}; use 2 stages or more and at least 2·stages - 1 layers")
     ends = [[0, *range(first, first + stages - 1), layers] for first in range(1, layers - stages + 2)]
     return [tuple(range(a, b) for a, b in zip(cut, cut[1:])) for cut in ends]
 
 
 class Peaks(NamedTuple):
-    """Bytes per stage, per layer, per layer and microbatch; and the microbatches that a stage keeps."""
-
-    base: tuple[float, ...]
-    fixed: tuple[float, ...]
-    kept: tuple[float, ...]
-    in_flight: tuple[int, ...]
+    base: tuple[float, ...]  # bytes of each stage
+    fixed: tuple[float, ...]  # of each layer
+    kept: tuple[float, ...]  # of each layer and microbatch
+    in_flight: tuple[int, ...]  # microbatches that each stage keeps
 
     def of(self, stage: int, layers: range) -> float:
         count = self.in_flight[stage]
@@ -53,8 +48,7 @@ def fit(measured: Mapping[Cut, Sequence[int]], in_flight: Sequence[int]) -> Peak
     rows, peaks = [], []
     for cut, found in measured.items():
         if len(found) != stages:
-            given = f"measure({cut}) gave {len(found)} peaks of {stages} stages"
-            raise ValueError(f"mCAP: {given}; give one number a stage")
+            raise ValueError(f"mCAP: {len(found)} peaks of {stages} stages; give one number a stage")
         for stage, run in enumerate(cut):
             base, fixed = numpy.zeros(stages), numpy.zeros(layers)
             base[stage], fixed[run.start : run.stop] = 1, 1

@@ -2,19 +2,17 @@
 
     keep         0                                        held here
     recompute    its forward once more                    held nowhere
-    peer         what 2·bytes / fast link exceeds idle    held by ranks with room, over NVLink, there and back
-    host         what 2·bytes / slow link exceeds idle    held in the CPU's memory
+    peer         what 2·bytes / fast link exceeds idle    in stripes on ranks with room, there and back
+    host         what 2·bytes / slow link exceeds idle    in the CPU's memory
 
-In 1F1B with p=4 rank 0 keeps 4 microbatches, rank 3 keeps 1: one cap is too small here and half empty there.
-`idle` is the time from the end of a tensor's forward to the start of its backward: longest for the first
-microbatches of the first ranks, which lack memory most, so their swaps hide behind other microbatches' work.
-A swapped tensor is cut in stripes over all ranks with room, so a plan fits if no rank holds more than the cap
-and all together, what they lend included, no more than all caps. Zhou et al. 2023 (MPress), HPCA 2023.
-Differs: an exact search over a model in which each swap has its link to itself and only its own idle time to
-hide in; theirs profiles a run.
+`idle` is the time from a tensor's forward to its backward. In 1F1B the first ranks hold most microbatches,
+and these idle longest, while the last ranks have room. A plan fits if no rank holds more than the cap and all
+together, what they lend included, no more than all caps.
+Zhou et al. 2023 (MPress), HPCA 2023. Differs: an exact search over a model in which each swap has its link to
+itself and only its own idle time to hide in; theirs profiles a run.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import add
 from typing import NamedTuple
 
@@ -26,26 +24,20 @@ WAYS = ("keep", "recompute", "peer", "host")
 
 
 class Tensor(NamedTuple):
-    """`recompute` None: it cannot be (optimizer state); `idle`: the time in which nobody needs it."""
-
     rank: int
     bytes: Number
-    idle: Number
-    recompute: Number | None
+    idle: Number  # the time in which nobody needs it
+    recompute: Number | None  # None: it cannot be (optimizer state)
 
 
 class Links(NamedTuple):
-    """Bytes per time to another rank and to the host."""
-
-    peer: Number
-    host: Number
+    peer: Number  # bytes per time to another rank
+    host: Number  # and to the host
 
 
 class MPressPlan(NamedTuple):
-    """`ways[i]` is what happens to tensor i; `time` the largest extra time of a rank."""
-
-    time: Number
-    ways: tuple[str, ...]
+    time: Number  # the largest extra time of a rank
+    ways: tuple[str, ...]  # of each tensor
 
 
 def extra_time(tensor: Tensor, way: str, links: Links) -> Number | None:
@@ -60,9 +52,7 @@ def extra_time(tensor: Tensor, way: str, links: Links) -> Number | None:
     raise ValueError(f"MPress: {way!r} is no way to make room; use {', '.join(WAYS)}")
 
 
-def plan_mpress(
-    tensors: Sequence[Tensor], fixed: Sequence[Number], cap: Number, links: Links, ways: Iterable[str] = WAYS
-) -> MPressPlan:
+def plan_mpress(tensors: Sequence[Tensor], fixed: Sequence, cap, links: Links, ways=WAYS) -> MPressPlan:
     """The way of each tensor, with the smallest largest extra time of a rank: exact, as trying everything.
 
     `fixed[r]`: bytes that rank r holds anyway; `cap`: what each may hold. Kept is what no other beats: per
@@ -91,8 +81,7 @@ def plan_mpress(
         )
     everything = [(time, chosen) for (total, time), chosen in everything if total <= cap * len(fixed)]
     if not everything:
-        case = f"{len(tensors)} tensors do not fit {cap} bytes a rank by {', '.join(ways)}"
-        raise ValueError(f"MPress: {case}; use a larger cap or more ways")
+        raise ValueError(f"MPress: {cap} bytes a rank do not do; use a larger cap or more ways than {ways}")
     time, chosen = min(everything, key=lambda found: found[0])
     return MPressPlan(time, tuple(way for _, way in sorted(chosen)))
 
@@ -114,9 +103,7 @@ def extra_times(tensors: Sequence[Tensor], ways: Sequence[str], ranks: int, link
     return times
 
 
-def tensors_at_peak(
-    schedule: Schedule, costs: Costs, layers: Sequence[Number], recompute: Sequence[Number]
-) -> list[Tensor]:
+def tensors_at_peak(schedule: Schedule, costs: Costs, layers: Sequence, recompute: Sequence) -> list[Tensor]:
     """What each rank keeps when it keeps most: per microbatch in flight a tensor for each layer (bytes)."""
     simulation, tensors = simulate(schedule, costs), []
     for rank, entries in enumerate(schedule.ranks):
@@ -127,6 +114,6 @@ def tensors_at_peak(
                 idle[action] = back - simulation.start(action) - costs.of(action)
             elif action.kind in "BW":
                 del idle[action._replace(kind="F")]
-        kinds = list(zip(layers, recompute))
-        tensors += [Tensor(rank, size, time, again) for time in idle.values() for size, again in kinds]
+        for time in idle.values():
+            tensors += [Tensor(rank, size, time, again) for size, again in zip(layers, recompute)]
     return tensors

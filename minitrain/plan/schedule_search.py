@@ -3,14 +3,14 @@
     shortest(place=[0, 1, 2], m=4, costs, limit=[3, 2, 1])    no list does it in less time with that memory
 
 `place[s]` is the rank of stage s: [0, 1, 2] is a line, [0, 1, 1, 0] a V. `limit` is how many activations of a
-stage a rank may hold, one number for all ranks or one each. `split=True` has I and W for B. The search asks
-for ever longer times T, from a bound that no schedule beats, whether a schedule ends by T; the first yes is
-the optimum. It goes from one moment at which something ends to the next; there every free rank starts one of
-its next actions or waits. Each stage takes the microbatches, which are alike, in order. States grow fast:
-p=3, m=4 is what it is for. With `span=True` the longest time from a rank's first action to its last counts:
-zero-bubble schedules let ranks begin and end late (`time` is that of ranks that begin as late as they may;
-lists alone begin early). That zero bubble takes the memory of 2p-1 microbatches: Qi et al. 2023,
-arXiv:2401.10241, section 2.
+stage a rank may hold, one number for all ranks or one each. `split=True` has I and W for B.
+
+The search asks for ever longer times T, from a bound that no schedule beats, whether a schedule ends by T. It
+goes from one moment at which something ends to the next; there every free rank starts one of its next actions
+or waits. Each stage takes the microbatches in order. States grow fast: p=3, m=4 is what it is for.
+With `span=True` the longest time from a rank's first action to its last counts, as zero-bubble schedules let
+ranks begin and end late (lists alone begin early): `time` is that of ranks that begin as late as they may.
+That zero bubble takes the memory of 2p-1 microbatches: Qi et al. 2023, arXiv:2401.10241, section 2.
 """
 
 from collections.abc import Sequence
@@ -58,8 +58,7 @@ def prepared(place: Sequence[int], m: int, costs: Costs, limit: Limit, split: bo
     for rank in range(p):
         own = list(place).count(rank)
         if len(limits) != p or limits[rank] < own:
-            needs = f"rank {rank} has {own} stages, all of which a microbatch needs"
-            raise ValueError(f"limit={limit}: {p} ranks, and {needs}; give each rank as many")
+            raise ValueError(f"limit={limit}: {p} ranks, and rank {rank} has {own} stages; give as many")
     kinds = zip(order, times, before)
     return [Kind(letter, s, place[s], time, needed) for (letter, s), time, needed in kinds], limits
 
@@ -120,7 +119,7 @@ class Search:
         return max(map(sum, zip(to, work, after)))
 
     def within(self, time: Time) -> list[tuple[int, int, int]] | None:
-        """(rank, kind, microbatch) by their starts, of a schedule that ends by `time`; None: there is none."""
+        """(rank, kind, microbatch) by their starts, of a schedule that ends by `time`, if there is one."""
         self.time, self.failed = time, set()
         deadlines = (None if self.span else time,) * self.p
         return self.go_on(0, (0,) * len(self.kinds), (None,) * self.p, deadlines)
@@ -139,15 +138,15 @@ class Search:
             return None
         self.states += 1
         if self.states > self.most:
-            case = f"more than {self.most} states for {self.p} ranks and {self.m} microbatches"
+            case = f"more than {self.most} states for {self.p} ranks, {self.m} microbatches"
             raise ValueError(f"shortest: {case}; use fewer, or a larger `most`")
         done = list(started)
         for k, _ in filter(None, running):
             done[k] -= 1
-        options = [  # gradients first; None: it waits
-            [*(k for k in reversed(own) if not job and self.may_start(k, done, started)), None]
-            for own, job in zip(self.of_rank, running)
-        ]
+        options = []  # of every rank: gradients first; None: it waits
+        for own, job in zip(self.of_rank, running):
+            ready = [k for k in reversed(own) if not job and self.may_start(k, done, started)]
+            options.append([*ready, None])
         for choice in product(*options):
             begun = [(rank, k, started[k]) for rank, k in enumerate(choice) if k is not None]
             if not begun and not any(running):

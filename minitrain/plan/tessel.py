@@ -5,10 +5,9 @@
 
 Microbatch n does action a at start[a] + n·period. On each rank the actions, taken modulo the period, must not
 overlap; nothing else is to be checked, for any number of microbatches. Periods are tried from the work of the
-busiest rank on. It finds 1F1B for a line. What fills and drains a rank follows from the times. Lin et al.
-2024 (Tessel), arXiv:2311.15269, sections 3 and 4. Differs: a depth-first search, theirs asks a solver and
-searches warm-up and cool-down too; patterns of one microbatch (under a tight limit one of several could be
-shorter).
+busiest rank on. It finds 1F1B for a line. What fills and drains a rank follows from the times.
+Lin et al. 2024 (Tessel), arXiv:2311.15269, sections 3 and 4. Differs: a depth-first search, not a solver that
+searches warm-up and cool-down too; patterns of one microbatch (one of several could be shorter).
 """
 
 from collections.abc import Sequence
@@ -39,8 +38,7 @@ def repetend(place: Sequence[int], costs=Costs(), limit: Limit = None, *, split=
         nonlocal tried
         tried += 1
         if tried > most:
-            case = f"more than {most} patterns for {len(place)} stages"
-            raise ValueError(f"repetend: {case}; use fewer, or a larger `most`")
+            raise ValueError(f"repetend: more than {most} patterns; use fewer stages, or a larger `most`")
         if len(starts) == len(kinds):
             return starts
         before = kinds[len(starts)].before

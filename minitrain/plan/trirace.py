@@ -7,16 +7,12 @@ need neither:
     paired     F3 [up 3 | down 1] B1 [down 1 | up 4] F4 ..   a period of F + B + 2c for messages that take c
     one-way    F3 B1 F4 ..   each message leaves as soon as it is made; a rank waits for what it uses alone
 
-`period` plays 1F1B on links that carry one message at a time in each direction. Paired: F + B + 2c (with two
-ranks F + B + c). One-way: F + B + 2c(p-1)/p, for a microbatch goes down the ranks and back while p others
-pass; with twice as many forwards ahead, which an asynchronous pipeline may afford, F + B. Paired, as many
-make ranks take turns.
-
-**Late updates.** An asynchronous update need not wait for the sum of gradients over data-parallel ranks:
-`delayed` uses the gradient of step t when it has come, at most `bound` steps later. A step takes compute +
-reduce with bound 0, else max(compute, reduce). Guo et al. (TriRace), as the survey of Duan et al. 2024,
-arXiv:2407.20018, section 7.2.3, describes it. Differs: a model with equal stages; messages go in the order in
-which they are made, theirs by critical path.
+One-way: F + B + 2c(p-1)/p, for a microbatch goes down the ranks and back while p others pass; with twice as
+many forwards ahead, which an asynchronous pipeline may afford, F + B. Paired, as many make ranks take turns.
+**Late updates.** The gradient of step t, summed over data-parallel ranks, is used when it has come, at most
+`bound` steps later. A step takes compute + reduce with bound 0, else max(compute, reduce).
+Guo et al. (TriRace), as the survey of Duan et al. 2024, arXiv:2407.20018, section 7.2.3, describes it.
+Differs: a model with equal stages; messages go in the order in which they are made, theirs by critical path.
 """
 
 from collections import deque
@@ -29,10 +25,7 @@ from minitrain.pipeline.simulate import Time
 
 
 class Call(NamedTuple):
-    """What a rank does next: `work`, or a call that ends when all its messages have gone and come.
-
-    A message is the action whose result it is.
-    """
+    """What a rank does next: `work`, or a call that ends when its messages (by their action) have passed."""
 
     work: Action | None = None
     sends: tuple[Action, ...] = ()
@@ -73,10 +66,9 @@ def end_times(schedule: Schedule, forward: Time, backward: Time, message: Time, 
     free: dict[tuple[int, str], Time] = {}  # link (source, direction) -> end of its last message
     done: list[dict[Action, Time]] = [{} for _ in schedule.ranks]
     now: list[Time] = [0] * len(schedule.ranks)
-    todo = [
-        deque(paired_calls(schedule, rank) if paired else map(Call, entries))
-        for rank, entries in enumerate(schedule.ranks)
-    ]
+    todo = [deque(map(Call, entries)) for entries in schedule.ranks]
+    if paired:
+        todo = [deque(paired_calls(schedule, rank)) for rank in range(len(todo))]
 
     def transmit(what: Action, start: Time) -> None:
         link = what.stage, what.kind

@@ -1,9 +1,8 @@
 """What a collective costs: alpha per hop, bytes over bandwidth, for a group on a machine of two levels.
 
-S bytes over a link cost alpha + S/B (Hockney 1994). n ranks, m on each of N nodes; a hop inside a node costs
-alpha_in and runs at B_in; between nodes alpha_out and, as each rank's share of the network cards, B_out. A
-pipeline across both levels runs at B = min(B_in, m B_out): the m ranks of a node feed m rings (NCCL's
-channels).
+S bytes over a link cost alpha + S/B (Hockney 1994). n ranks, m on each of N nodes: a hop has alpha_in and
+B_in inside a node; between nodes alpha_out and B_out, a rank's share of the network cards. A pipeline across
+both runs at B = min(B_in, m B_out): the m ranks of a node feed m rings (NCCL's channels).
 
     all_reduce   ring          2 (n-1) (alpha + S/(nB))        N of the n-1 hops leave a node, at alpha_out
                  tree          2 chunked(ceil(log2 n))         double binary tree: up, then down
@@ -16,7 +15,8 @@ channels).
                  bruck         ceil(log2 n) (alpha + S/2B)
     send, receive, barrier     alpha + S/B of the link between the two; ceil(log2 n) alpha (dissemination)
 
-S is the ledger's `payload_bytes`: the whole tensor, input or output. Not modelled: congestion, other groups.
+S is the ledger's `payload_bytes`: the tensor, or the whole output (all-gather), or the whole input. Not
+modelled: congestion, other groups on the same cards, the start-up of a kernel, switches that add.
 """
 
 from collections import Counter
@@ -95,14 +95,6 @@ def _chunked(S: float, p: Placement, hops: tuple[int, int], rate: float) -> floa
     return p.latency(hops) + (chunks - 1) * alpha + (1 + behind / chunks) * S / rate
 
 
-def _tree(S: float, p: Placement) -> float:
-    return _chunked(S, p, p.tree_hops, p.rate)
-
-
-def _chain(S: float, p: Placement) -> float:
-    return _chunked(S, p, p.ring_hops, p.rate)
-
-
 def _halving(S: float, p: Placement) -> float | None:
     """1/2 of S to the neighbour, 1/4 to the next, twice as far: what leaves the node is small."""
     m, N = p.most, p.nodes
@@ -141,22 +133,15 @@ def _direct(S: float, p: Placement) -> float:
     return alpha + S / rate
 
 
-def _dissemination(S: float, p: Placement) -> float:
-    return _ceil_log2(p.n) * p.slowest_hop[0]
-
-
 def _twice(one_way: Callable) -> Callable:
     """All-reduce = reduce-scatter + all-gather."""
-
-    def both(S: float, p: Placement) -> float | None:
-        seconds = one_way(S, p)
-        return None if seconds is None else 2 * seconds
-
-    return both
+    return lambda S, p: None if one_way(S, p) is None else 2 * one_way(S, p)
 
 
 # Ring, halving, Bruck: Thakur, Rabenseifner, Gropp 2005; double tree: Sanders, Speck, Traeff 2009, NCCL 2.4;
 # leader: Jia et al. 2018, section 3.3; hierarchical: Mikami et al. 2018, Cho et al. 2019.
+_tree = lambda S, p: _chunked(S, p, p.tree_hops, p.rate)
+_chain = lambda S, p: _chunked(S, p, p.ring_hops, p.rate)
 _SHARDED = {"ring": _ring, "halving": _halving, "hierarchical": _hierarchical}
 _REDUCED = {name: _twice(one_way) for name, one_way in (_SHARDED | {"tree": _tree}).items()}
 ALGORITHMS: dict[str, dict[str, Callable]] = {
@@ -167,7 +152,7 @@ ALGORITHMS: dict[str, dict[str, Callable]] = {
     "all_to_all": {"pairwise": _pairwise, "bruck": _bruck},
     "send": {"direct": _direct},
     "receive": {"direct": _direct},
-    "barrier": {"dissemination": _dissemination},
+    "barrier": {"dissemination": lambda S, p: _ceil_log2(p.n) * p.slowest_hop[0]},
 }
 
 

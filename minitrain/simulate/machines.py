@@ -1,15 +1,14 @@
 """Described machines, from datasheets: what a device computes and its links carry, for replay and planners.
 
-A machine has two levels: nodes of `devices_per_node` devices joined by a fast link, and a network between
-nodes. Every bandwidth is *per direction*. Vendors print NVLink as the total of both (H100: "900 GB/s" = 450
-each way) and InfiniBand per direction in bits ("200 Gb/s" = 25 each way): 900 against 25 looks like 36x and
-is 18x. Every FLOP rate is *dense*: half of a figure "with sparsity". FP64 is the matrix-unit rate where there
-is one. Latencies are not in datasheets: they are the per-hop constants of NCCL's cost model for a ring with
-the LL128 protocol (NCCL src/graph/tuning.cc): 1.9 us over NVLink, 2.5 us over PCIe, 4.0 us over a network.
+Every bandwidth is *per direction*. Vendors print NVLink as the total of both (H100: "900 GB/s" = 450 each
+way) and InfiniBand per direction in bits ("200 Gb/s" = 25 each way): 900 against 25 looks like 36x and is
+18x. Every FLOP rate is *dense*: half of a figure "with sparsity". FP64 is the matrix-unit rate where there is
+one. Latencies are the per-hop constants of NCCL's cost model for a ring with LL128 (src/graph/tuning.cc): 1.9
+us over NVLink, 2.5 us over PCIe, 4.0 us over a network.
 
-Datasheet rates are a bound which no real machine reaches. `dataclasses.replace(m, compute_efficiency=0.7)`
-asks for less. Published: NCCL counts on 20.6 of the 25 GB/s of an H100 NVLink (src/graph/topo.h), the
-DeepSeek-V3 report (section 3.2.2) on 160 of the 200 GB/s of an H800, a `network_efficiency` of 0.8.
+No real machine reaches its datasheet; `dataclasses.replace(m, compute_efficiency=0.7)` asks for less.
+Published: NCCL counts on 20.6 of the 25 GB/s of an H100 NVLink (src/graph/topo.h), the DeepSeek-V3 report
+(section 3.2.2) on 160 of the 200 GB/s of an H800, a `network_efficiency` of 0.8.
 """
 
 from dataclasses import dataclass
@@ -190,9 +189,7 @@ def this_laptop(
     }
     for name, rate in {**rates, **flops_per_s}.items():
         if not rate > 0:
-            raise ValueError(
-                f"{name}={rate} of this laptop is not a rate; give the positive number you measured"
-            )
+            raise ValueError(f"{name}={rate} of this laptop: give the positive number you measured")
     memory = memory_bytes, memory_bandwidth_bytes_per_s
     device = Device("this laptop", dict(flops_per_s), *memory, "measured here")
     link = Link("loopback", link_latency_s, link_bandwidth_bytes_per_s, "measured here")
@@ -212,8 +209,5 @@ def describe() -> str:
         cells = f"{rates[0]:g}", f"{rates[1]:g}", f"{rates[2]:.2f}", f"{m.devices_per_node}", *links
         rows.append((m.name, m.device.name, *cells, f"{inside / outside:.1f}x"))
     widths = [max(map(len, column)) for column in zip(*rows)]
-    sides = "<<>>>><><>>"
-    lines = (
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)) for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    formats = [f"{side}{width}" for side, width in zip("<<>>>><><>>", widths)]
+    return "\n".join("  ".join(map(format, row, formats)).rstrip() for row in rows)

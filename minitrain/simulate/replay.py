@@ -4,17 +4,14 @@ Each rank runs its events in order. Compute takes the larger of two costs (roofl
 
     max(flops / (peak x efficiency), bytes / (memory bandwidth x efficiency)) + launch_s
 
-Issue hands a transfer to the stream of its group and costs the rank nothing. The transfer starts when its
-last member has issued it and the group's previous one has ended, takes what collectives.py says and ends on
-all members together. Wait stops the rank until then. So, as with NCCL, a rank has a stream of computation and
-one per group. Messages have one per (source, destination), and are on it a latency after both sides are
-there: one issued while another is under way follows it without a pause.
+Issue hands a transfer to the stream of its group. The transfer starts when its last member has issued it and
+the group's previous one has ended, takes what collectives.py says and ends on all members together. Wait
+stops the rank until then. Messages have a stream per (source, destination), and are on it a latency after
+both sides are there: one issued while another is under way follows it without a pause.
 
-Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024.
-Every start is the longest path through a fixed graph: no step beats its critical path, and a faster device or
-network never makes it slower (a scheduler that reorders work gives no such guarantee: Graham 1969). Not
-modelled: streams slowing each other down (two groups on one card); a message waits for its receiver, however
-small it is.
+Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024. A
+faster device or network never makes a step slower (a scheduler that reorders work gives no such guarantee:
+Graham 1969). Not modelled: streams slowing each other down; small messages that do not wait for a receiver.
 """
 
 from collections import deque
@@ -29,12 +26,7 @@ _MESSAGE = {"send", "receive"}
 
 
 def replay(
-    events_by_rank: Mapping[int, Iterable[Event]],
-    machine: Machine,
-    *,
-    dtype: str | None = None,
-    algorithms: Mapping[str, str] | None = None,
-    launch_s: float = 0.0,
+    events_by_rank: Mapping[int, Iterable[Event]], machine, *, dtype=None, algorithms=None, launch_s=0.0
 ) -> Timeline:
     """The timeline of `events_by_rank` (global rank -> its events in order) on `machine`.
 
@@ -139,9 +131,7 @@ class _Player:
             first, other, _ = transfer.arrived[0]
             if event.op not in (_MESSAGE - {other.op} if other.op in _MESSAGE else {other.op}):
                 clash = f"rank {rank} issues {_call(event)} where rank {first} issues {_call(other)}"
-                raise ValueError(
-                    f"{clash}: all members of a group must issue the same collectives in the same order"
-                )
+                raise ValueError(f"{clash}: a group's members issue the same collectives in the same order")
         transfer.arrived.append((rank, event, now_s))
         if len(transfer.arrived) == len(stream.expected):
             self.settle(stream, transfer)
@@ -164,9 +154,7 @@ class _Player:
     def wait(self, rank: int, state: _Rank, event: Wait) -> bool:
         """Whether the rank can go on."""
         if event.id not in state.issued:
-            raise ValueError(
-                f"rank {rank} waits for transfer {event.id}, which it has not issued: events are missing"
-            )
+            raise ValueError(f"rank {rank} waits for transfer {event.id}, which it has not issued")
         issue, transfer = state.issued[event.id]
         if transfer.end_s is None:
             transfer.waiting.append(rank)

@@ -1,19 +1,16 @@
 """Feeding accelerators from slow storage: what a cache can do for training, and what it cannot. No clock.
 
-Training reads every sample once an epoch, in a new order. Within an epoch nothing is read twice, so only
-reading ahead helps; across epochs a least-recently-used cache throws out what the next order would have
-found. With N samples, a cache of C = c·N, a step of t_step and a read of t_io:
+Training reads every sample once an epoch, in a new order. With N samples, a cache of C = c·N, a step of
+t_step and a read of t_io:
 
     a single epoch, LRU             hit rate 0
     read ahead by d samples         no stall after the first if and only if d >= ceil(t_io / t_step)
     shuffled epochs, LRU            hit rate c + (1 - c)·ln(1 - c) < c      (N -> infinity; 0.15 at c = 0.5)
     the same, with substitution     hit rate c, every epoch still a permutation
 
-The third line: read at x of one epoch (0 to 1) and y of the next, a sample is found if the 1 - x·(1 - y) of
-the others read in between are less than c. Times may be fractions: results are exact. Read-ahead caches
-before object stores (Alluxio, JuiceFS); substitution: Kumar and Sivathanu 2020 (Quiver), FAST, section 4;
-scaling: Gu et al. 2022 (Fluid), ICDE. Differs: all samples have one size; Quiver shares chunks of the data
-among jobs by what each gains; Fluid acts through Kubernetes.
+Times may be fractions: results are exact.
+Read-ahead caches: Alluxio, JuiceFS; substitution: Kumar and Sivathanu 2020 (Quiver), FAST, section 4;
+scaling: Gu et al. 2022 (Fluid), ICDE. Differs: all samples have one size; Quiver shares chunks among jobs.
 """
 
 import heapq

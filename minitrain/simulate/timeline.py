@@ -1,14 +1,13 @@
 """When everything of a step happened, and where the time went.
 
 Each rank has a stream of computation and one for each group it talks to (for messages: each peer and
-direction). On every rank a step divides into three parts that add up:
+direction).
 
-    step = compute + exposed communication + idle
+    step = compute + exposed communication + idle      on every rank
 
 Exposed is the time in which a transfer of this rank is on the wire and nothing computes: what overlap could
-still hide. Idle is the rest: waiting for members that are late (a pipeline's bubble, a straggler), or done
-before the others. MFU = model FLOPs of a rank / (step x peak FLOP/s) (Chowdhery et al. 2022, PaLM, appendix
-B).
+hide. Idle is the rest: waiting for members that are late (a pipeline's bubble, a straggler), or done before
+the others. MFU = model FLOPs of a rank / (step x peak FLOP/s) (Chowdhery et al. 2022, PaLM, appendix B).
 """
 
 from collections.abc import Iterable

@@ -35,26 +35,18 @@ def _of_rank(rank: int, spans: list) -> list[dict]:
 
 
 def _names(what: str, process: int, thread: int, name: str, order: int) -> list[dict]:
+    event = {"ph": "M", "pid": process, "tid": thread}
     arguments = {f"{what}_name": {"name": name}, f"{what}_sort_index": {"sort_index": order}}
-    return [
-        {"ph": "M", "name": key, "pid": process, "tid": thread, "args": args}
-        for key, args in arguments.items()
-    ]
+    return [{**event, "name": key, "args": args} for key, args in arguments.items()]
 
 
 def _complete(span, process: int, thread: int) -> dict:
-    event = span.event
+    event, names = span.event, ("seq", "axis", "payload_bytes", "sent_bytes")
     if isinstance(event, Compute):
-        arguments = {"flops": event.flops, "bytes": event.bytes, "dtype": event.dtype}
-    else:
-        arguments = {
-            "seq": event.seq,
-            "axis": event.axis,
-            "payload_bytes": event.payload_bytes,
-            "sent_bytes": event.sent_bytes,
-            "call": event.site,
-            "issued_us": _microseconds(span.issued_s),
-        }
+        names = "flops", "bytes", "dtype"
+    arguments = {name: getattr(event, name) for name in ("phase", *names)}
+    if not isinstance(event, Compute):
+        arguments |= {"call": event.site, "issued_us": _microseconds(span.issued_s)}
     return {
         "ph": "X",
         "name": f"wait for {span.name}" if span.kind == "wait" else span.name,
@@ -63,7 +55,7 @@ def _complete(span, process: int, thread: int) -> dict:
         "tid": thread,
         "ts": _microseconds(span.start_s),
         "dur": _microseconds(span.duration_s),
-        "args": {"phase": event.phase, **arguments},
+        "args": arguments,
     }
 
 

@@ -21,19 +21,13 @@ DAY_S = 86_400
 def forward_flops_per_token(config: GPTConfig, length: int, *, causal: str = "triangle") -> int:
     """2·N + 2·L·H·K·(T+1), with all keys 2·N + 4·L·H·K·T. With MLA the scores are R wider than the values."""
     if causal not in ("triangle", "square"):
-        raise ValueError(
-            f"causal = {causal!r}; use 'triangle' (what a causal mask leaves) or 'square' (all scores)"
-        )
-    widths = 2 * config.head_dim + (
-        config.rope_head_dim if config.kv_latent else 0
-    )  # of scores and of values
+        raise ValueError(f"causal = {causal!r}; use 'triangle' (masked scores left out) or 'square' (all)")
+    widths = 2 * config.head_dim + bool(config.kv_latent) * config.rope_head_dim  # of scores and of values
     twice_the_keys = 2 * length if causal == "square" else length + 1
     return 2 * matmul_parameters(config) + config.num_layers * config.num_heads * widths * twice_the_keys
 
 
-def flops_per_token(
-    config: GPTConfig, length: int, *, causal: str = "triangle", recompute: bool = False
-) -> int:
+def flops_per_token(config: GPTConfig, length: int, *, causal="triangle", recompute=False) -> int:
     """Forward and backward: 3 times the forward; 4 times if every layer is run again before its backward."""
     return (4 if recompute else 3) * forward_flops_per_token(config, length, causal=causal)
 
@@ -49,10 +43,8 @@ def megatron_flops(batch: int, length: int, num_layers: int, width: int, vocab: 
     return 96 * batch * length * num_layers * width**2 * factor
 
 
-def training_days(
-    parameters: float, tokens: float, devices: int, flops_per_s: float, flops_per_parameter: int = 6
-) -> float:
-    """6·T·P / (n·X); with 8 for the 6 the recomputed forward counts as work. Narayanan et al. 2021, section 5.1.
+def training_days(parameters, tokens, devices: int, flops_per_s: float, flops_per_parameter=6) -> float:
+    """6·T·P / (n·X); with 8 for 6 the recomputed forward counts too. Narayanan et al. 2021, section 5.1.
 
     `flops_per_s` is what one device achieves, not its peak; the attention term is left out, as in the source.
     """

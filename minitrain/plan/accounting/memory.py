@@ -71,14 +71,7 @@ def activation_terms() -> list[Term]:
 
 
 def activation_bytes(
-    length: int,
-    batch: int,
-    width: int,
-    heads: int,
-    *,
-    tensor_parallel=1,
-    sequence_parallel=False,
-    recompute="none",
+    length, batch, width, heads, *, tensor_parallel=1, sequence_parallel=False, recompute="none"
 ) -> float:
     """Bytes of one layer on one rank: all five rows of the paper's table 2.
 

@@ -33,7 +33,7 @@ def parameter_table(config: GPTConfig) -> dict[str, int]:
 
 
 def attention_parameters(config: GPTConfig, matrices_only: bool = False) -> int:
-    """One layer's projections, with their biases and (MLA) the norms of the latents unless `matrices_only`."""
+    """One layer's projections; unless `matrices_only`, with biases and (MLA) the norms of the latents."""
     D, H, K, H_kv = config.d_model, config.num_heads, config.head_dim, config.num_kv_heads
     bias = config.bias and not matrices_only
     if not config.kv_latent:
@@ -63,8 +63,8 @@ def mixture_parameters(
 ) -> tuple[int, int]:
     """(all, active for one token) when all MLPs but the first `dense_layers` become experts with a router.
 
-    Active counts all that a token passes: both tables, attention, router, `top_k` and the shared experts.
-    (Mistral's 12.9B for Mixtral does so; DeepSeek's 21B and 37B leave the token table out.)
+    Active counts both tables, attention, router, `top_k` and the shared experts, as Mistral's 12.9B for
+    Mixtral does; DeepSeek's 21B and 37B leave the token table out.
     """
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k {top_k} of {num_experts} experts; use 1 to {num_experts}")
@@ -76,7 +76,7 @@ def mixture_parameters(
 
 
 def cached_elements(config: GPTConfig) -> int:
-    """Numbers kept per token and layer while generating: 2·H_kv·K; with MLA one latent and one rotated key."""
+    """Numbers kept per token and layer while generating: 2·H_kv·K; with MLA a latent and a rotated key."""
     if config.kv_latent:
         return config.kv_latent + config.rope_head_dim
     return 2 * config.num_kv_heads * config.head_dim

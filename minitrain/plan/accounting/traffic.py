@@ -25,16 +25,12 @@ def zero3_bytes_per_step(parameters: float, devices: int, element_bytes: int = 2
     return 3 * element_bytes * parameters * (devices - 1) / devices
 
 
-def tensor_parallel_bytes_per_step(
-    tokens: float, width: int, num_layers: int, tensor_parallel: int, element_bytes: int = 2
-) -> float:
+def tensor_parallel_bytes_per_step(tokens, width, num_layers, tensor_parallel, element_bytes=2) -> float:
     """Bytes each device sends: 4 all-reduces of tokens·h a layer, each 2·(t-1)/t of that."""
     return 8 * (tensor_parallel - 1) / tensor_parallel * tokens * width * element_bytes * num_layers
 
 
-def crossover_tokens(
-    parameters: float, width: int, num_layers: int, tensor_parallel: int, devices: int
-) -> float:
+def crossover_tokens(parameters, width: int, num_layers: int, tensor_parallel: int, devices: int) -> float:
     """Tokens per step at which both send the same: 3·P·(n-1)/n / (8·(t-1)/t · h · L)."""
     per_token = 8 * (tensor_parallel - 1) / tensor_parallel * width * num_layers
     return 3 * parameters * (devices - 1) / devices / per_token
