@@ -136,13 +136,11 @@ def all_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
 
 def paper_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
     """For each number of devices: fresh machines first, machines in use first, or spread evenly."""
-    in_use = [left < count for left, count in zip(free, machines)]
-    fresh = [not used for used in in_use]
     for n in range(1, sum(free) + 1):
         found = set()
-        for last in (in_use, fresh):
+        for used_first in (False, True):
             left, devices = n, [0] * len(free)
-            for i in sorted(range(len(free)), key=last.__getitem__):
+            for i in sorted(range(len(free)), key=lambda i: (free[i] < machines[i]) != used_first):
                 devices[i] = min(free[i], left)
                 left -= devices[i]
             found.add(tuple(devices))

@@ -1,1 +1,1 @@
-"""What training costs, as formulas: plain numbers, no torch: parameters, compute, memory, traffic."""
+"""What training costs, as formulas: plain numbers, no torch: parameters, compute, memory, traffic (bytes)."""
