@@ -2,8 +2,8 @@
 
 First  accounting/         formulas: parameters, FLOPs, memory, bytes
 then   dapple, autopipe    where to cut a pipeline
-       memory_balance, adapipe, mpress          by memory: mCAP; what to recompute; where each tensor waits
-       dynapipe, graphpipe, trirace             samples of unequal length; models with branches; where weights may be old
-       schedule_search     the shortest schedule there is, and Tessel's pattern
-       grid_costs          on which grid to cut the matrices of a layer
+       memory_balance, adapipe, mpress   by memory: mCAP; what to recompute; where each tensor waits
+       dynapipe, graphpipe, trirace      unequal samples; models with branches; old weights
+       schedule_search, tessel           the shortest schedule there is; a pattern that repeats
+       grid_costs, grid_choice           what the matrices of a layer cost on a grid; the fastest that fits
 """

@@ -1,30 +1,22 @@
-"""DynaPipe: samples of unequal length in microbatches of unequal size, their order by memory, and messages that cannot get stuck. No torch.
+"""DynaPipe: unequal samples in unequal microbatches, ordered by memory, with messages that cannot get stuck.
 
-    lengths, sorted   9 8 8 | 3 3 2 2 2 1        a run is a microbatch [rows, longest]: padding only up to the longest of the run
+    lengths, sorted   9 8 8 | 3 3 2 2 2 1    a run is a microbatch [rows, longest], padded to its own longest
 
-microbatches    step = sum of their times + (stages - 1)·longest, smallest over all runs of the sorted lengths: for each number of samples
-                all unbeaten (sum, longest) are kept. If the time of a microbatch grows with rows and with length, no grouping of the
-                samples, sorted or not, is better: sorting makes each group's longest sample shorter or leaves it.
-adaptive        a list for each rank, from the start on: the next backward if it is there, else the next forward if its activations fit
-                under the cap; whoever can start first. With equal times and a cap of p
-                microbatches a step takes as long as one of 1F1B.
-planned         programs with messages. When microbatches differ, a rank that receives just before it needs and sends just after it has
-                (`naive`) meets a neighbour that waits the other way round: both stand still. Here all posts follow one clock: at the
-                simulated moment at which a result is there, its sender and its receiver both post the message, so that every program is a
-                part of one order of everything, and the message that comes first in it can always go.
-samples         the microbatches themselves, for Runner: `cut=samples(groups, lengths)`. A planned program runs there too, `run.program =
-                planned(schedule)[rank]`; it lacks `Reduce`, so that a reducer works in its `finish()`.
-rendezvous      plays programs where every send waits for its receive and both block their rank, the hardest network there is; it says who
-                waits for whom. lower.py's programs post receives early and never block on a send: they need one group a direction.
+microbatches   step = sum of their times + (stages - 1)·longest, smallest over all runs of sorted samples. If
+               the time of one grows with rows and length, no grouping of the samples is better.
+adaptive       each rank does its next backward if it can, else its next forward if that fits under the cap;
+               whoever can start first. Equal times and a cap of p microbatches: as long as 1F1B.
+planned        programs with messages, which both sides post when, by a simulated clock, the result is there:
+               the earliest can always go. A rank that receives just before it needs and sends just after it
+               has (`naive`) may face a neighbour that waits the other way round.
 
-Messages and memory: as the schedule says. A rank never holds more than the cap.
-Raises ValueError for a sample that does not fit the cap, for a message that meets another, for programs that get stuck.
-Jiang et al. 2024 (DynaPipe), arXiv:2311.10418, sections 4 (microbatches), 5 (schedule) and 6 (communication). Differs: theirs tries a
-set of limits for the longest time, which is an approximation, and balances replicas too.
+In Runner: `cut=samples(groups, lengths)`, `run.program = planned(schedule)[rank]` (without `Reduce`: a
+reducer works in its `finish()`). A rank never holds more than the cap. No torch.
+Jiang et al. 2024 (DynaPipe), arXiv:2311.10418, sections 4 to 6. Differs: theirs tries a set of limits for the
+longest time, an approximation, and balances replicas too.
 """
 
-from __future__ import annotations
-
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -33,38 +25,34 @@ from minitrain.pipeline.partition import Number, undominated
 from minitrain.pipeline.schedule import Action, B, F, Schedule, check, in_order, parts
 from minitrain.pipeline.simulate import Costs, Measured, simulate
 
+Programs = tuple[tuple[Step, ...], ...]
 
-class Plan(NamedTuple):
-    """`groups`: the samples of each microbatch, by their number."""
 
+class DynaPipePlan(NamedTuple):
     time: Number
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # the samples of each microbatch, by their number
 
 
-def microbatches(
-    lengths: Sequence[int], time: Callable[[int, int], Number], stages: int, cap_tokens: int | None = None
-) -> Plan:
-    """Runs of the sorted samples with the shortest step; `time(rows, length)` of a microbatch on a stage, rows·length <= cap_tokens."""
+def microbatches(lengths: Sequence[int], time: Callable, stages: int, cap_tokens=None) -> DynaPipePlan:
+    """Runs of the sorted samples with the shortest step, none of more than `cap_tokens` = rows·length.
+
+    `time(rows, length)` is that of a microbatch on a stage.
+    """
     if not lengths or min(lengths) < 1 or (cap_tokens is not None and max(lengths) > cap_tokens):
-        raise ValueError(
-            f"microbatches: lengths {list(lengths)[:8]} under {cap_tokens} tokens; each sample needs 1 token or more and must "
-            "fit alone"
-        )
+        found = f"found {min(lengths, default=None)} to {max(lengths, default=None)} under {cap_tokens}"
+        raise ValueError(f"microbatches: {found}; each sample needs 1 token or more and must fit alone")
     order = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
-    best: list[list] = [[((0, 0), ())]]
+    best: list[list] = [[((0, 0), ())]]  # for each number of samples ((sum, longest), groups)
     for end in range(1, len(order) + 1):
         found = []
         for start in range(end):
             rows, length = end - start, lengths[order[start]]
             if cap_tokens is None or rows * length <= cap_tokens:
-                here = time(rows, length)
-                found += [
-                    ((total + here, max(longest, here)), (*groups, tuple(order[start:end])))
-                    for (total, longest), groups in best[start]
-                ]
+                here, group = time(rows, length), tuple(order[start:end])
+                found += [((a + here, max(b, here)), (*groups, group)) for (a, b), groups in best[start]]
         best.append(undominated(found))
-    (total, longest), groups = min(best[-1], key=lambda plan: plan[0][0] + (stages - 1) * plan[0][1])
-    return Plan(total + (stages - 1) * longest, groups)
+    steps = [(total + (stages - 1) * longest, groups) for (total, longest), groups in best[-1]]
+    return DynaPipePlan(*min(steps, key=lambda step: step[0]))
 
 
 def fixed(samples: int, rows: int) -> tuple[tuple[int, ...], ...]:
@@ -74,10 +62,8 @@ def fixed(samples: int, rows: int) -> tuple[tuple[int, ...], ...]:
 
 def padding(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
     """Tokens computed in vain."""
-    return sum(
-        len(group) * max(lengths[sample] for sample in group) - sum(lengths[sample] for sample in group)
-        for group in groups
-    )
+    by_group = [[lengths[sample] for sample in group] for group in groups]
+    return sum(len(group) * max(group) - sum(group) for group in by_group)
 
 
 def samples(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> Callable:
@@ -85,36 +71,26 @@ def samples(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> Callable
 
     def cut(batch, schedule: Schedule) -> list[tuple]:
         if len(groups) != schedule.microbatches or len(lengths) != len(batch.tokens):
-            raise ValueError(
-                f"{schedule.name} has {schedule.microbatches} microbatches and the batch {len(batch.tokens)} rows, the plan "
-                f"{len(groups)} and {len(lengths)}; plan for this batch"
-            )
+            there = f"{schedule.microbatches} microbatches and the batch {len(batch.tokens)} rows"
+            planned = f"the plan {len(groups)} and {len(lengths)}"
+            raise ValueError(f"{schedule.name} has {there}, {planned}; plan for this batch")
         found = []
         for group in groups:
             rows, longest = list(group), max(lengths[sample] for sample in group)
-            positions = (
-                batch.tokens.new_ones(longest).cumsum(0) - 1
-                if batch.positions is None
-                else batch.positions[:longest]
-            )
-            found.append((batch.tokens[rows, :longest], batch.targets[rows, :longest], positions))
+            positions = batch.positions
+            if positions is None:
+                positions = batch.tokens.new_ones(longest).cumsum(0) - 1
+            found.append((batch.tokens[rows, :longest], batch.targets[rows, :longest], positions[:longest]))
         return found
 
     return cut
 
 
-# ---- the order of a rank ---------------------------------------------------------------------------------------------
-
-
-def adaptive(
-    times: Sequence[Sequence[tuple[Number, Number]]], sizes: Sequence[Number], cap: Number
-) -> Schedule:
+def adaptive(times: Sequence[Sequence[tuple]], sizes: Sequence[Number], cap: Number) -> Schedule:
     """`times[stage][microbatch]` = (forward, backward); `sizes[microbatch]` of its activations on a rank."""
     p, m = len(times), len(sizes)
     if max(sizes) > cap:
-        raise ValueError(
-            f"adaptive: a microbatch of {max(sizes)} does not fit the cap {cap}; use smaller microbatches"
-        )
+        raise ValueError(f"adaptive: a microbatch of {max(sizes)} does not fit the cap {cap}; cut it")
     lists: list[list[Action]] = [[] for _ in range(p)]
     free, held, ended = [0] * p, [0] * p, {}
     forwards, backwards = [0] * p, [0] * p  # the next of each rank
@@ -140,71 +116,55 @@ def adaptive(
     return check(Schedule(f"DynaPipe, p={p}, m={m}", tuple(map(tuple, lists)), p, m))
 
 
-# ---- the order of messages -------------------------------------------------------------------------------------------
-
-
-def planned(schedule: Schedule, costs: Costs | Measured = Costs()) -> tuple[tuple[Step, ...], ...]:
-    """Every rank's part of one order: actions by their simulated end, each message behind the action it comes from, on both sides."""
-    spans = {span.entry: span for spans in simulate(schedule, costs).spans for span in spans}
+def planned(schedule: Schedule, costs: Costs | Measured = Costs()) -> Programs:
+    """Actions by their simulated end, each message behind the action it comes from, on both sides."""
+    ends = {span.entry: span.end for spans in simulate(schedule, costs).spans for span in spans}
     order = [entry for _, entry in in_order(schedule, set())]
-    order.sort(key=lambda entry: spans[entry].end)  # keeps the order of needs where ends are equal
-    return _programs(schedule, order, lambda user: None)
+    order.sort(key=ends.__getitem__)  # keeps the order of needs where ends are equal
+    return _programs(schedule, order, receive_late=False)
 
 
-def naive(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+def naive(schedule: Schedule) -> Programs:
     """Receive just before the action that needs it, send right behind the action that gives it."""
-    return _programs(schedule, [entry for _, entry in in_order(schedule, set())], lambda user: user)
+    return _programs(schedule, [entry for _, entry in in_order(schedule, set())], receive_late=True)
 
 
-def _programs(schedule: Schedule, order: Sequence, before: Callable) -> tuple[tuple[Step, ...], ...]:
+def _programs(schedule: Schedule, order: Sequence, receive_late: bool) -> Programs:
     programs: list[list[Step]] = [[] for _ in schedule.ranks]
-    late: dict[Action, list[Receive]] = {}
+    late: dict[Action, list[Receive]] = {}  # by the action that uses them
     for entry in order:
-        for action in parts([entry]):
-            programs[schedule.place[action]] += late.pop(action, [])
-        own = schedule.place[next(parts([entry]))]
+        actions = list(parts([entry]))
+        own = schedule.place[actions[0]]
+        programs[own] += [receive for action in actions for receive in late.pop(action, [])]
         programs[own].append(entry)
-        for action in parts([entry]):
+        for action in actions:
             user = user_of(action, schedule)
-            if user is not None and schedule.place[user] != own:
-                programs[own].append(Send(action, schedule.place[user]))
-                if before(user) is None:
-                    programs[schedule.place[user]].append(Receive(action, own))
-                else:
-                    late.setdefault(user, []).append(Receive(action, own))
+            if user is not None and (to := schedule.place[user]) != own:
+                programs[own].append(Send(action, to))
+                receives = late.setdefault(user, []) if receive_late else programs[to]
+                receives.append(Receive(action, own))
     return tuple(map(tuple, programs))
 
 
 def rendezvous(programs: Sequence[Sequence[Step]]) -> None:
-    """Nothing, if all programs come to their end; else ValueError with the heads of those that wait."""
-    at = [0] * len(programs)
-
-    def head(rank: int) -> Step | None:
-        return programs[rank][at[rank]] if at[rank] < len(programs[rank]) else None
-
-    moved = True
+    """Plays programs where every send waits for its receive and both block; ValueError if they get stuck."""
+    left, moved = [deque(program) for program in programs], True
     while moved:
         moved = False
-        for rank in range(len(programs)):
-            step = head(rank)
+        for rank, steps in enumerate(left):
+            step = steps[0] if steps else None
             if isinstance(step, Send):
-                there = head(step.to)
-                if isinstance(there, Receive) and there.source == rank:
-                    if there.what != step.what:
-                        raise ValueError(
-                            f"rank {rank} sends {step.what} where rank {step.to} receives {there.what}; give both the same "
-                            "order"
-                        )
-                    at[rank] += 1
-                    at[step.to] += 1
-                    moved = True
-            elif step is not None and not isinstance(step, Receive):
-                at[rank] += 1
+                there = left[step.to][0] if left[step.to] else None
+                if not isinstance(there, Receive) or there.source != rank:
+                    continue
+                if there.what != step.what:
+                    clash = f"rank {rank} sends {step.what} where rank {step.to} receives {there.what}"
+                    raise ValueError(f"{clash}; give both the same order")
+                left[step.to].popleft()
+            if step is not None and not isinstance(step, Receive):
+                steps.popleft()
                 moved = True
-    stuck = [
-        f"rank {rank} at {type(step).__name__}({step[0]}) with rank {step[1]}"
-        for rank in range(len(programs))
-        if (step := head(rank))
-    ]
-    if stuck:
-        raise ValueError(f"stuck: {', '.join(stuck[:4])}; post messages in one order on all ranks")
+    heads = [(rank, steps[0]) for rank, steps in enumerate(left) if steps]
+    if heads:
+        stuck = [f"rank {rank} at {type(s).__name__}({s[0]}) with rank {s[1]}" for rank, s in heads[:4]]
+        raise ValueError(f"stuck: {', '.join(stuck)}; post messages in one order on all ranks")

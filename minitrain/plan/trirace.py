@@ -1,28 +1,21 @@
 """TriRace: where weights may be old, communication gets out of the way. Two small simulations, no torch.
 
-**One-way messages.** Between two stages activations go up and gradients down. Sent and received as one call (Megatron-LM's
-send_forward_recv_backward), a rank waits in it until both have come, though the next thing it does may need neither:
+**One-way messages.** Activations go up the stages and gradients down. Sent and received in one call
+(Megatron-LM's send_forward_recv_backward), a rank waits until both have come, though what it does next may
+need neither:
 
-    together  F3 [up 3 | down 1] B1 [down 1 | up 4] F4 ..          a period of F + B + 2c for messages that take c
-    one-way   F3 B1 F4 ..  and each message leaves as soon as it is made; a rank waits for what it uses, and for nothing else
+    paired     F3 [up 3 | down 1] B1 [down 1 | up 4] F4 ..   a period of F + B + 2c for messages that take c
+    one-way    F3 B1 F4 ..   each message leaves as soon as it is made; a rank waits for what it uses alone
 
-`period(p, F, B, c, paired, ahead)` plays 1F1B on links that carry one message at a time in each direction and says how long the steady
-state takes for a microbatch. Together it is F + B + 2c (p > 2; with two ranks each has one neighbour, and it is F + B + c). One-way, with
-1F1B's p-r-1 forwards ahead, it is F + B + 2c(p-1)/p: a microbatch goes down the ranks and back while p others pass. With twice as many
-ahead, which an asynchronous pipeline may afford, it is F + B, as if messages took no time. Together that is no way out: the calls of
-neighbours no longer bring what the other's next call takes, so that ranks work one after the other, p·(F + B) and more.
-
-**Late updates.** The sum of gradients over data-parallel ranks takes a while too. An asynchronous update need not wait for it: the
-gradient of step t is used when it has come, at most `bound` steps later. `delayed(steps, compute, reduce, bound)` counts: with 0 a step
-takes compute + reduce, with 1 or more max(compute, reduce), and no update is ever more than `bound` steps late.
-
-Raises ValueError in one line for times below 0, for no ranks or steps, and for a bound below 0.
-Guo et al. (TriRace), as the survey of Duan et al. 2024, arXiv:2407.20018, section 7.2.3, describes it: delayed updates, split messages.
-Differs: a model of its two ideas with equal stages; its order by critical path is here the order in which messages are made.
+One-way: F + B + 2c(p-1)/p, for a microbatch goes down the ranks and back while p others pass; with twice as
+many forwards ahead, which an asynchronous pipeline may afford, F + B. Paired, as many make ranks take turns.
+**Late updates.** The gradient of step t, summed over data-parallel ranks, is used when it has come, at most
+`bound` steps later. A step takes compute + reduce with bound 0, else max(compute, reduce).
+Guo et al. (TriRace), as the survey of Duan et al. 2024, arXiv:2407.20018, section 7.2.3, describes it.
+Differs: a model with equal stages; messages go in the order in which they are made, theirs by critical path.
 """
 
-from __future__ import annotations
-
+from collections import deque
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -32,118 +25,99 @@ from minitrain.pipeline.simulate import Time
 
 
 class Call(NamedTuple):
-    """What a rank does next: `work`, or a call that ends when all its messages have gone and come. A message is the action it is from."""
+    """What a rank does next: `work`, or a call that ends when its messages (by their action) have passed."""
 
     work: Action | None = None
     sends: tuple[Action, ...] = ()
     receives: tuple[Action, ...] = ()
 
 
-def racing(p: int, m: int, ahead: int) -> Schedule:
+def one_f_one_b_ahead(p: int, m: int, ahead: int) -> Schedule:
     """1F1B with `ahead`·(p-r-1) forwards ahead on rank r; 1 is the usual."""
-    return check(
-        Schedule(
-            f"1F1B, p={p}, m={m}, {ahead} times ahead",
-            tuple(
-                alternate([F(r, i) for i in range(m)], [B(r, i) for i in range(m)], ahead * (p - r - 1))
-                for r in range(p)
-            ),
-            p,
-            m,
-        )
-    )
+    forwards, backwards = ([[make(r, i) for i in range(m)] for r in range(p)] for make in (F, B))
+    lists = tuple(alternate(forwards[r], backwards[r], ahead * (p - r - 1)) for r in range(p))
+    return check(Schedule(f"1F1B, p={p}, m={m}, {ahead} times ahead", lists, p, m))
 
 
-def together(schedule: Schedule, rank: int) -> list[Call]:
-    """Calls as Megatron-LM makes them: what goes to a neighbour and what is to come from it next are one call."""
-    entries, last, calls = schedule.ranks[rank], schedule.stages - 1, []
+def needed_messages(schedule: Schedule, action: Action) -> tuple[Action, ...]:
+    return tuple(before for before in schedule.needs[action] if before.stage != action.stage)
 
-    def arrives(action: Action) -> tuple[Action, ...]:
-        if action.kind == "F":
-            return (F(rank - 1, action.microbatch),) if rank else ()
-        return (B(rank + 1, action.microbatch),) if rank < last else ()
 
-    calls.append(Call(receives=arrives(entries[0])))
+def paired_calls(schedule: Schedule, rank: int) -> list[Call]:
+    """As Megatron-LM calls: what goes to a neighbour and what comes from it next are in one call."""
+    entries, last = schedule.ranks[rank], schedule.stages - 1
+    calls = [Call(receives=needed_messages(schedule, entries[0]))]
     for here, after in zip(entries, (*entries[1:], None)):
-        leaves = (here,) if (rank < last if here.kind == "F" else rank > 0) else ()
-        needed = arrives(after) if after else ()
+        sends = (here,) if (rank < last if here.kind == "F" else rank > 0) else ()
+        receives = needed_messages(schedule, after) if after else ()
         calls.append(Call(work=here))
         if after and here.kind != after.kind:
-            calls.append(Call(sends=leaves, receives=needed))  # both with the same neighbour
+            calls.append(Call(sends=sends, receives=receives))  # both with the same neighbour
         else:
-            calls += [Call(sends=leaves), Call(receives=needed)]
+            calls += [Call(sends=sends), Call(receives=receives)]
     return [call for call in calls if call != Call()]
 
 
-def ends(
-    schedule: Schedule, forward: Time, backward: Time, message: Time, paired: bool
-) -> list[dict[Action, Time]]:
+def end_times(schedule: Schedule, forward: Time, backward: Time, message: Time, paired: bool) -> list[dict]:
     """When each rank has done each action."""
-    ready: dict[Action, Time] = {}  # message -> when the sender has it and waits, or when it has left
+    ready: dict[Action, Time] = {}  # message -> when the sender has it and waits
     wanted: dict[Action, Time] = {}  # message -> when the receiver waits for it
-    come: dict[Action, Time] = {}
+    arrived: dict[Action, Time] = {}
     free: dict[tuple[int, str], Time] = {}  # link (source, direction) -> end of its last message
     done: list[dict[Action, Time]] = [{} for _ in schedule.ranks]
     now: list[Time] = [0] * len(schedule.ranks)
-    position = [0] * len(schedule.ranks)
-    calls = [
-        together(schedule, rank) if paired else [Call(work=action) for action in entries]
-        for rank, entries in enumerate(schedule.ranks)
-    ]
+    todo = [deque(map(Call, entries)) for entries in schedule.ranks]
+    if paired:
+        todo = [deque(paired_calls(schedule, rank)) for rank in range(len(todo))]
 
-    def carry(what: Action, start: Time) -> None:
+    def transmit(what: Action, start: Time) -> None:
         link = what.stage, what.kind
-        come[what] = free[link] = max(start, free.get(link, 0)) + message
+        arrived[what] = free[link] = max(start, free.get(link, 0)) + message
 
-    def meet(call: Call, rank: int) -> bool:
+    def exchange(call: Call, rank: int) -> bool:
         """The call ends when both sides of each message have come to it, and the messages have passed."""
-        for what in call.sends:
-            ready.setdefault(what, now[rank])
-        for what in call.receives:
-            wanted.setdefault(what, now[rank])
-        for what in (*call.sends, *call.receives):
-            if what in ready and what in wanted and what not in come:
-                carry(what, max(ready[what], wanted[what]))
-        if all(what in come for what in (*call.sends, *call.receives)):
-            now[rank] = max([now[rank], *(come[what] for what in (*call.sends, *call.receives))])
-            return True
-        return False
-
-    def work(action: Action, rank: int) -> bool:
-        needed = [before for before in schedule.needs[action] if before.stage != rank]
-        if not paired and not all(before in come for before in needed):
+        messages = *call.sends, *call.receives
+        ready.update((what, now[rank]) for what in call.sends if what not in ready)
+        wanted.update((what, now[rank]) for what in call.receives if what not in wanted)
+        for what in messages:
+            if what in ready and what in wanted and what not in arrived:
+                transmit(what, max(ready[what], wanted[what]))
+        if not all(what in arrived for what in messages):
             return False
-        start = now[rank] if paired else max([now[rank], *(come[before] for before in needed)])
-        now[rank] = done[rank][action] = start + (forward if action.kind == "F" else backward)
+        now[rank] = max([now[rank], *(arrived[what] for what in messages)])
+        return True
+
+    def work(call: Call, rank: int) -> bool:
         if not paired:
-            carry(action, now[rank])
+            needed = needed_messages(schedule, call.work)
+            if not all(what in arrived for what in needed):
+                return False
+            now[rank] = max([now[rank], *(arrived[what] for what in needed)])
+        now[rank] += forward if call.work.kind == "F" else backward
+        done[rank][call.work] = now[rank]
+        if not paired:
+            transmit(call.work, now[rank])
         return True
 
     moved = True
     while moved:
         moved = False
-        for rank, todo in enumerate(calls):
-            while position[rank] < len(todo):
-                call = todo[position[rank]]
-                if not (work(call.work, rank) if call.work else meet(call, rank)):
-                    break
-                position[rank] += 1
+        for rank, calls in enumerate(todo):
+            while calls and (work if calls[0].work else exchange)(calls[0], rank):
+                calls.popleft()
                 moved = True
-    stuck = [rank for rank, todo in enumerate(calls) if position[rank] < len(todo)]
+    stuck = [rank for rank, calls in enumerate(todo) if calls]
     if stuck:
-        raise ValueError(
-            f"{schedule.name}: ranks {stuck} wait in calls for one another; send and receive one-way"
-        )
+        raise ValueError(f"{schedule.name}: ranks {stuck} wait in calls for one another; send one-way")
     return done
 
 
 def period(p: int, forward: Time, backward: Time, message: Time, paired: bool, ahead: int = 1) -> Time:
     """Time from a microbatch to the next in the steady state, exact if the times are."""
-    check_numbers(
-        p=(p, 1), forward=(forward, 0), backward=(backward, 0), message=(message, 0), ahead=(ahead, 1)
-    )
+    check_least(1, p=p, ahead=ahead)
+    check_least(0, forward=forward, backward=backward, message=message)
     m = 12 * p * ahead
-    done = ends(racing(p, m, ahead), forward, backward, message, paired)[0]
+    done = end_times(one_f_one_b_ahead(p, m, ahead), forward, backward, message, paired)[0]
     first, last = m // 3, m // 3 + 2 * p * ahead  # whole rounds: a round may be uneven inside
     return Fraction(done[B(0, last)] - done[B(0, first)]) / (last - first)
 
@@ -154,8 +128,9 @@ class Delayed(NamedTuple):
 
 
 def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
-    """Steps of `compute`; their gradients are summed one after the other; step t waits until all but the last `bound` have come."""
-    check_numbers(steps=(steps, 1), compute=(compute, 0), reduce=(reduce, 0), bound=(bound, 0))
+    """Step t waits until the sums of all but the last `bound` gradients have come; sums go in turn."""
+    check_least(1, steps=steps)
+    check_least(0, compute=compute, reduce=reduce, bound=bound)
     now, summed, applied, latest, begun = 0, [], 0, 0, []
     for t in range(steps):
         if t - applied > bound:
@@ -171,7 +146,7 @@ def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
     return Delayed(Fraction(begun[-1] - begun[half]) / max(steps - 1 - half, 1), latest)
 
 
-def check_numbers(**numbers: tuple[Time, int]) -> None:
-    for name, (number, least) in numbers.items():
+def check_least(least: int, **numbers: Time) -> None:
+    for name, number in numbers.items():
         if not number >= least:
             raise ValueError(f"{name}={number}; use {least} or more")

@@ -1,32 +1,22 @@
-"""What a collective costs: alpha per hop, bytes over bandwidth, for a group laid on a machine of one or two levels.
+"""What a collective costs: alpha per hop, bytes over bandwidth, for a group on a machine of two levels.
 
-A message of S bytes over a link costs alpha + S/B (Hockney 1994). A group of n ranks touches N nodes, m ranks on each;
-a hop inside a node costs alpha_in and runs at B_in, a hop between nodes costs alpha_out, and each rank brings its share
-B_out of its node's network cards. A pipeline that crosses both levels runs at the slower of its two stages,
-B = min(B_in, m B_out): the m ranks of a node feed m rings, one per share of the cards (NCCL's channels).
+S bytes over a link cost alpha + S/B (Hockney 1994). n ranks, m on each of N nodes: a hop has alpha_in and
+B_in inside a node; between nodes alpha_out and B_out, a rank's share of the network cards. A pipeline across
+both runs at B = min(B_in, m B_out): the m ranks of a node feed m rings (NCCL's channels).
 
-    all_reduce    ring          2 (n-1) (alpha + S/(nB))        N of the n-1 hops leave a node, and pay alpha_out
-                  tree          2 chunked(ceil(log2 n))         double binary tree: up, then down
-                  halving       2 log2 n alpha + 2 (n-1)/n S/B  halving and doubling, near partners first; n = 2^k
-                  hierarchical  2 (m-1) (alpha_in + S/(m B_in)) + 2 (N-1) (alpha_out + S/(m N B_out))
-                  leader        chunked tree to one rank a node, ring of the leaders over one card each, tree back
-    all_gather, reduce_scatter  half of ring, halving or hierarchical
-    broadcast     tree, ring    chunked(ceil(log2 n)), chunked(n-1)
-    all_to_all    pairwise      n-1 messages of S/n: those that stay and those that leave use different wires
-                  bruck         ceil(log2 n) (alpha + S/2B)
-    send, receive direct        alpha + S/B of the link between the two
-    barrier       dissemination ceil(log2 n) alpha
+    all_reduce   ring          2 (n-1) (alpha + S/(nB))        N of the n-1 hops leave a node, at alpha_out
+                 tree          2 chunked(ceil(log2 n))         double binary tree: up, then down
+                 halving       2 log2 n alpha + 2 (n-1)/n S/B  halving and doubling, near first; n = 2^k
+                 hierarchical  2 (m-1) (alpha_in + S/(m B_in)) + 2 (N-1) (alpha_out + S/(m N B_out))
+                 leader        tree to one rank a node, ring of the leaders over one card each, tree back
+    all_gather, reduce_scatter: half of ring, halving or hierarchical
+    broadcast    tree, ring    chunked(ceil(log2 n)), chunked(n-1)
+    all_to_all   pairwise      n-1 messages of S/n: those that stay and those that leave use different wires
+                 bruck         ceil(log2 n) (alpha + S/2B)
+    send, receive, barrier     alpha + S/B of the link between the two; ceil(log2 n) alpha (dissemination)
 
-    chunked(d) = min over k >= 1 of (d-1+k) (alpha + S/(kB)), which is (sqrt((d-1) alpha) + sqrt(S/B))^2 for large S:
-    k chunks follow each other down d hops; more chunks fill the pipe sooner and pay more alphas.
-
-S is `payload_bytes` of the ledger: the tensor of an all-reduce, the whole output of an all-gather, the whole input of a
-reduce-scatter or all-to-all. "auto" takes the cheapest, as NCCL's tuner does. Every cost grows with S and alpha and
-falls with B. Raises ValueError for an unknown operation, and for an algorithm which the placement does not allow.
-
-Sources: Thakur, Rabenseifner, Gropp 2005 (ring, halving, Bruck); Sanders, Speck, Traeff 2009 and NCCL 2.4 (double
-tree); Jia et al. 2018 section 3.3 (leader); Mikami et al. 2018 and Cho et al. 2019 (hierarchical). Not modelled:
-congestion in the network, traffic of other groups on the same cards, the start-up of a kernel, switches that add.
+S is the ledger's `payload_bytes`: the tensor, or the whole output (all-gather), or the whole input. Not
+modelled: congestion, other groups on the same cards, the start-up of a kernel, switches that add.
 """
 
 from collections import Counter
@@ -39,7 +29,7 @@ from minitrain.simulate.machines import Machine
 
 @dataclass(frozen=True)
 class Placement:
-    """A group on a machine: n ranks on `nodes` nodes, between `fewest` and `most` on each, and the wires they see."""
+    """n ranks on `nodes` nodes of a machine, between `fewest` and `most` on each, and the wires they see."""
 
     n: int
     nodes: int
@@ -81,44 +71,32 @@ class Placement:
 
 def place(members: Sequence[int], machine: Machine) -> Placement:
     """Where the global ranks `members` sit: rank r on node r // devices_per_node."""
-    on_node = Counter(machine.node_of(rank) for rank in members)
-    return Placement(
-        len(members),
-        len(on_node),
-        min(on_node.values()),
-        max(on_node.values()),
-        machine.intra.latency_s,
-        machine.inter.latency_s,
-        machine.intra_bytes_per_s,
-        machine.inter_bytes_per_s,
-        machine.nic_bytes_per_s,
-    )
+    on_node = Counter(machine.node_of(rank) for rank in members).values()
+    alphas = machine.intra.latency_s, machine.inter.latency_s
+    rates = machine.intra_bytes_per_s, machine.inter_bytes_per_s, machine.nic_bytes_per_s
+    return Placement(len(members), len(on_node), min(on_node), max(on_node), *alphas, *rates)
 
 
-# ---- one function per algorithm: seconds for S bytes; None where the placement does not allow it -------------------
+# ---- one function per algorithm: seconds for S bytes; None where the placement does not allow it ----
 def _ring(S: float, p: Placement) -> float:
     """Once round: the ring of an all-gather or a reduce-scatter."""
     return p.latency(p.ring_hops) + (p.n - 1) / p.n * S / p.rate
 
 
 def _chunked(S: float, p: Placement, hops: tuple[int, int], rate: float) -> float:
-    """S bytes down a chain of hops, cut into the best number of chunks, which follow each other."""
+    """S bytes down d hops in k chunks that follow each other: min over k >= 1 of (d-1+k) (alpha + S/(kB)).
+
+    That is (sqrt((d-1) alpha) + sqrt(S/B))^2 for large S: more chunks fill the pipe sooner and pay more
+    alphas.
+    """
     alpha = p.alpha_out if hops[1] else p.alpha_in
     behind = sum(hops) - 1
     chunks = max(1.0, sqrt(behind * S / (alpha * rate)) if alpha else inf)
     return p.latency(hops) + (chunks - 1) * alpha + (1 + behind / chunks) * S / rate
 
 
-def _tree(S: float, p: Placement) -> float:
-    return _chunked(S, p, p.tree_hops, p.rate)
-
-
-def _chain(S: float, p: Placement) -> float:
-    return _chunked(S, p, p.ring_hops, p.rate)
-
-
 def _halving(S: float, p: Placement) -> float | None:
-    """Partners double their distance: 1/2 of S to the neighbour, 1/4 to the next, so what leaves the node is small."""
+    """1/2 of S to the neighbour, 1/4 to the next, twice as far: what leaves the node is small."""
     m, N = p.most, p.nodes
     if p.fewest != m or m & (m - 1) or N & (N - 1):
         return None
@@ -147,8 +125,7 @@ def _pairwise(S: float, p: Placement) -> float:
 
 
 def _bruck(S: float, p: Placement) -> float:
-    alpha, rate = p.slowest_hop
-    return _ceil_log2(p.n) * (alpha + S / 2 / rate)
+    return _ceil_log2(p.n) * _direct(S / 2, p)
 
 
 def _direct(S: float, p: Placement) -> float:
@@ -158,28 +135,23 @@ def _direct(S: float, p: Placement) -> float:
 
 def _twice(one_way: Callable) -> Callable:
     """All-reduce = reduce-scatter + all-gather."""
-
-    def both(S: float, p: Placement) -> float | None:
-        seconds = one_way(S, p)
-        return None if seconds is None else 2 * seconds
-
-    return both
+    return lambda S, p: None if one_way(S, p) is None else 2 * one_way(S, p)
 
 
+# Ring, halving, Bruck: Thakur, Rabenseifner, Gropp 2005; double tree: Sanders, Speck, Traeff 2009, NCCL 2.4;
+# leader: Jia et al. 2018, section 3.3; hierarchical: Mikami et al. 2018, Cho et al. 2019.
+_tree = lambda S, p: _chunked(S, p, p.tree_hops, p.rate)
+_chain = lambda S, p: _chunked(S, p, p.ring_hops, p.rate)
 _SHARDED = {"ring": _ring, "halving": _halving, "hierarchical": _hierarchical}
-_MESSAGE = {"direct": _direct}
+_REDUCED = {name: _twice(one_way) for name, one_way in (_SHARDED | {"tree": _tree}).items()}
 ALGORITHMS: dict[str, dict[str, Callable]] = {
-    "all_reduce": {
-        **{name: _twice(one_way) for name, one_way in _SHARDED.items()},
-        "tree": _twice(_tree),
-        "leader": _leader,
-    },
+    "all_reduce": {**_REDUCED, "leader": _leader},
     "all_gather": _SHARDED,
     "reduce_scatter": _SHARDED,
     "broadcast": {"tree": _tree, "ring": _chain},
     "all_to_all": {"pairwise": _pairwise, "bruck": _bruck},
-    "send": _MESSAGE,
-    "receive": _MESSAGE,
+    "send": {"direct": _direct},
+    "receive": {"direct": _direct},
     "barrier": {"dissemination": lambda S, p: _ceil_log2(p.n) * p.slowest_hop[0]},
 }
 
@@ -195,15 +167,13 @@ def by_algorithm(op: str, payload_bytes: float, placement: Placement) -> dict[st
 
 
 def seconds(op: str, payload_bytes: float, placement: Placement, algorithm: str = "auto") -> float:
-    """Seconds from the moment the last member arrives until every member has its result."""
+    """From the last arrival until every member has its result; "auto" is the cheapest, as in NCCL."""
     costs = by_algorithm(op, payload_bytes, placement)
     if algorithm == "auto":
         return min(costs.values())
     if algorithm not in costs:
-        raise ValueError(
-            f"{op} cannot run as {algorithm!r} with {placement.n} ranks on {placement.nodes} nodes; "
-            f"choose from auto, {', '.join(costs)}"
-        )
+        case = f"{op} cannot run as {algorithm!r} with {placement.n} ranks on {placement.nodes} nodes"
+        raise ValueError(f"{case}; choose from auto, {', '.join(costs)}")
     return costs[algorithm]
 
 

@@ -1,9 +1,9 @@
 """What one rank did, in order: the three events which the ledger writes and the replay and the pictures read.
 
-One rank runs one stream of computation. A collective is handed to the network (`Issue`) and later waited for (`Wait`);
-what stands between the two can overlap with it. A blocking call is an `Issue` directly followed by its `Wait`.
-Events hold counts, never times: equal in a real run and in a dry run, so that two lists can be compared with ==.
-This module imports nothing of torch.
+One rank runs one stream of computation. A collective is handed to the network (`Issue`) and later waited for
+(`Wait`); what stands between the two can overlap with it. A blocking call is an `Issue` directly followed by
+its `Wait`. Events hold counts, never times: equal in a real run and in a dry run, so that two lists can be
+compared with ==.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,7 @@ class Compute:
     flops: int  # 2 per multiply-add of a contraction (matrix product, convolution, attention), else 0
     bytes: int  # bytes of the input tensors read plus the output tensors written, each tensor once
     phase: str = ""  # the text given to `ledger.phase(...)`
-    dtype: str = (
-        ""  # of the first floating-point output ("bfloat16"): decides which peak rate of a device applies
-    )
+    dtype: str = ""  # of the first floating-point output ("bfloat16"): decides the peak rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Intervals of time, as (start, end) pairs in order of start: joining them, and what of some lies outside others."""
+"""Intervals of time: (start, end) pairs in order of start."""
 
 from collections.abc import Iterable
 from math import inf
@@ -11,7 +11,7 @@ def length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def join(intervals: Iterable[tuple[float, float]], gap: float = 0.0, keep: float = inf) -> Intervals:
-    """Fewer intervals: what overlaps or is at most `gap` apart becomes one, unless both are longer than `keep`."""
+    """Fewer: what overlaps or is at most `gap` apart becomes one, unless both are longer than `keep`."""
     joined: Intervals = []
     for start, end in sorted(intervals):
         if joined and start - joined[-1][1] <= gap and min(end - start, joined[-1][1] - joined[-1][0]) < keep:
@@ -22,7 +22,7 @@ def join(intervals: Iterable[tuple[float, float]], gap: float = 0.0, keep: float
 
 
 def outside(intervals: Iterable[tuple[float, float]], covers: Intervals) -> Intervals:
-    """The parts of `intervals` that no cover overlaps; covers do not overlap each other. One pass over both."""
+    """The parts of `intervals` that no cover overlaps; covers do not overlap each other. One pass."""
     free, first = [], 0
     for start, end in sorted(intervals):
         while first < len(covers) and covers[first][1] <= start:

@@ -4,20 +4,14 @@ Each rank runs its events in order. Compute takes the larger of two costs (roofl
 
     max(flops / (peak x efficiency), bytes / (memory bandwidth x efficiency)) + launch_s
 
-Issue hands a transfer to the stream of its group and costs the rank nothing. The transfer starts when its last member
-has issued it and the group's previous transfer has ended; it takes what `simulate.collectives` says and ends on all
-members together. Wait stops the rank until that end. So: one stream of computation and one per group, as with NCCL;
-messages have one per (source, destination), and are on it a latency after both sides are there: one that is issued while
-another is under way follows it without a pause.
+Issue hands a transfer to the stream of its group. The transfer starts when its last member has issued it and
+the group's previous one has ended, takes what collectives.py says and ends on all members together. Wait
+stops the rank until then. Messages have a stream per (source, destination), and are on it a latency after
+both sides are there: one issued while another is under way follows it without a pause.
 
-Ranks that take part in a transfer but have no events here are taken to be in step with those that do: the events of
-one rank of a dry run stand for 1,024. The start of everything is the longest path through a fixed graph. Hence equal
-input gives equal output, no step beats its critical path or exceeds the sum of all its parts, and a faster device or
-network never makes a step slower. (A scheduler which reorders work has no such guarantee: Graham 1969.)
-
-Not modelled: streams slowing each other down (two groups on one network card, a collective that takes cores from a
-product); a message waits for its receiver, however small it is.
-Raises ValueError, naming rank, collective and line, when the ranks do not issue the same collectives in the same order.
+Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024. A
+faster device or network never makes a step slower (a scheduler that reorders work gives no such guarantee:
+Graham 1969). Not modelled: streams slowing each other down; small messages that do not wait for a receiver.
 """
 
 from collections import deque
@@ -32,37 +26,31 @@ _MESSAGE = {"send", "receive"}
 
 
 def replay(
-    events_by_rank: Mapping[int, Iterable[Event]],
-    machine: Machine,
-    *,
-    dtype: str | None = None,
-    algorithms: Mapping[str, str] | None = None,
-    launch_s: float = 0.0,
+    events_by_rank: Mapping[int, Iterable[Event]], machine, *, dtype=None, algorithms=None, launch_s=0.0
 ) -> Timeline:
     """The timeline of `events_by_rank` (global rank -> its events in order) on `machine`.
 
     `dtype` ("bf16") takes every product at that rate instead of at its own dtype's; bytes stay as counted.
-    `algorithms` ({"all_reduce": "ring"}) fixes what is otherwise the cheapest; `launch_s` is the dead time before each
-    operator.
+    `algorithms` ({"all_reduce": "ring"}) fixes what is otherwise the cheapest; `launch_s` is the dead time
+    before each operator. Ranks that do not issue the same collectives in the same order: ValueError, naming
+    rank, collective, line.
     """
     return _Player(events_by_rank, machine, dtype, algorithms or {}, launch_s).play()
 
 
 class _Transfer:
-    """One collective or message on its way; `arrived` holds (rank, its Issue, when)."""
+    """One collective or message on its way."""
 
-    __slots__ = ("arrived", "ready_s", "payload_bytes", "end_s", "waiting")
+    __slots__ = ("arrived", "end_s", "waiting")
 
     def __init__(self):
-        self.arrived: list[tuple[int, Issue, float]] = []
-        self.ready_s = 0.0
-        self.payload_bytes = 0
+        self.arrived: list[tuple[int, Issue, float]] = []  # (rank, its Issue, when)
         self.end_s: float | None = None
         self.waiting: list[int] = []
 
 
 class _Stream:
-    """The transfers of one group in order. Members issue in order, so the last arrival finds all earlier ones timed."""
+    """The transfers of one group, which all members issue in the same order."""
 
     def __init__(self, members: Sequence[int], machine: Machine, given: set[int]):
         self.expected = sorted(given.intersection(members))
@@ -91,9 +79,7 @@ class _Rank:
 class _Player:
     def __init__(self, events_by_rank, machine, dtype, algorithms, launch_s):
         if not events_by_rank:
-            raise ValueError(
-                "there is nothing to replay: give the events of at least one rank, {rank: events}"
-            )
+            raise ValueError("nothing to replay: give the events of at least one rank, {rank: events}")
         self.machine, self.dtype, self.algorithms, self.launch_s = machine, dtype, algorithms, launch_s
         self.ranks = {rank: _Rank(events) for rank, events in sorted(events_by_rank.items())}
         self.streams: dict[tuple, _Stream] = {}
@@ -105,7 +91,7 @@ class _Player:
     def play(self) -> Timeline:
         while self.runnable:
             self.advance(self.runnable.popleft())
-        self.complain_if_stuck()
+        self.refuse_if_stuck()
         for state in self.ranks.values():
             state.spans.sort(key=lambda span: (span.start_s, span.end_s))
         return Timeline(self.machine, {rank: state.spans for rank, state in self.ranks.items()})
@@ -134,7 +120,7 @@ class _Player:
         return seconds + self.launch_s
 
     def issue(self, rank: int, event: Issue, now_s: float) -> _Transfer:
-        """This rank arrives at its next transfer of that group; the last to arrive settles when it starts and ends."""
+        """This rank arrives at its next transfer of that group; the last to arrive settles it."""
         stream = self.stream_of(rank, event)
         index = stream.count[rank]
         stream.count[rank] += 1
@@ -142,36 +128,33 @@ class _Player:
             stream.transfers.append(_Transfer())
         transfer = stream.transfers[index]
         if transfer.arrived:
-            self.check_same(transfer.arrived[0], rank, event)
+            first, other, _ = transfer.arrived[0]
+            if event.op not in (_MESSAGE - {other.op} if other.op in _MESSAGE else {other.op}):
+                clash = f"rank {rank} issues {_call(event)} where rank {first} issues {_call(other)}"
+                raise ValueError(f"{clash}: a group's members issue the same collectives in the same order")
         transfer.arrived.append((rank, event, now_s))
-        transfer.ready_s = max(transfer.ready_s, now_s)
-        transfer.payload_bytes = max(transfer.payload_bytes, event.payload_bytes)
         if len(transfer.arrived) == len(stream.expected):
             self.settle(stream, transfer)
         return transfer
 
     def settle(self, stream: _Stream, transfer: _Transfer) -> None:
         op = transfer.arrived[0][1].op
-        key = op, transfer.payload_bytes
+        key = op, max(event.payload_bytes for _, event, _ in transfer.arrived)
         if key not in stream.cost:
             stream.cost[key] = collectives.seconds(*key, stream.placement, self.algorithms.get(op, "auto"))
-        latency = (
-            stream.placement.slowest_hop[0] if op in _MESSAGE else 0.0
-        )  # passes beside the message before, not after it
-        start = max(transfer.ready_s + latency, stream.free_s)
+        # a message's latency passes beside the message before, not after it
+        latency = stream.placement.slowest_hop[0] if op in _MESSAGE else 0.0
+        start = max(max(now_s for _, _, now_s in transfer.arrived) + latency, stream.free_s)
         transfer.end_s = stream.free_s = start + stream.cost[key] - latency
         for rank, event, issued_s in transfer.arrived:
-            self.ranks[rank].spans.append(
-                Span(_stream_name(event), "transfer", start, transfer.end_s, event, issued_s)
-            )
+            span = Span(_stream_name(event), "transfer", start, transfer.end_s, event, issued_s)
+            self.ranks[rank].spans.append(span)
         self.runnable.extend(transfer.waiting)
 
     def wait(self, rank: int, state: _Rank, event: Wait) -> bool:
         """Whether the rank can go on."""
         if event.id not in state.issued:
-            raise ValueError(
-                f"rank {rank} waits for transfer {event.id}, which it has not issued: events are missing"
-            )
+            raise ValueError(f"rank {rank} waits for transfer {event.id}, which it has not issued")
         issue, transfer = state.issued[event.id]
         if transfer.end_s is None:
             transfer.waiting.append(rank)
@@ -182,7 +165,7 @@ class _Player:
         return True
 
     def stream_of(self, rank: int, event: Issue) -> _Stream:
-        # Groups of 100,000 ranks are common and hashing one takes a millisecond, but the events share the tuple object.
+        # Hashing a group of 100,000 ranks takes a millisecond, but events share the tuple object.
         message = event.op in _MESSAGE
         identity = event.axis, message, id(event.members)
         stream = self.by_identity.get(identity)
@@ -192,41 +175,28 @@ class _Player:
                 self.streams[key] = _Stream(event.members, self.machine, set(self.ranks))
             stream = self.by_identity[identity] = self.streams[key]
         if rank not in stream.count:
-            raise ValueError(f"rank {rank} issues {_call(event)}, whose members are {_some(event.members)}")
+            members = ", ".join(map(str, event.members[:6])) + ", ..." * (len(event.members) > 6)
+            raise ValueError(f"rank {rank} issues {_call(event)}, whose members are {members}")
         return stream
 
-    def check_same(self, first: tuple[int, Issue, float], rank: int, event: Issue) -> None:
-        other_rank, other, _ = first
-        wanted = _MESSAGE - {other.op} if other.op in _MESSAGE else {other.op}
-        if event.op not in wanted:
-            raise ValueError(
-                f"rank {rank} issues {_call(event)} where rank {other_rank} issues {_call(other)}: "
-                "all members of a group must issue the same collectives in the same order"
-            )
-
-    def complain_if_stuck(self) -> None:
+    def refuse_if_stuck(self) -> None:
         missing = []  # (seq, rank that never comes, where another one is)
         for stream in self.streams.values():
             for transfer in stream.transfers:
                 if transfer.end_s is None:
                     here = {rank for rank, _, _ in transfer.arrived}
                     rank, event, _ = transfer.arrived[0]
-                    missing += [
-                        (event.seq, absent, rank, event)
-                        for absent in stream.expected
-                        if absent not in here and self.ranks[absent].finished
-                    ]
+                    gone = (r for r in stream.expected if r not in here and self.ranks[r].finished)
+                    missing += [(event.seq, absent, rank, event) for absent in gone]
         if missing:
             _, absent, rank, event = min(missing, key=lambda entry: entry[:3])
-            raise ValueError(
-                f"rank {absent} never arrives in {_call(event)}, where rank {rank} is: "
-                f"the events of rank {absent} end before it"
-            )
+            end = f"the events of rank {absent} end before it"
+            raise ValueError(f"rank {absent} never arrives in {_call(event)}, where rank {rank} is: {end}")
         stuck = [(rank, state) for rank, state in self.ranks.items() if not state.finished]
         if stuck:
-            waits = ((rank, state.events[state.position].id) for rank, state in stuck[:4])
-            heads = (f"rank {rank} in {_call(self.ranks[rank].issued[id][0])}" for rank, id in waits)
-            raise ValueError("deadlock, each waits for another: " + "; ".join(heads))
+            waits = [(rank, state.issued[state.events[state.position].id][0]) for rank, state in stuck[:4]]
+            heads = "; ".join(f"rank {rank} in {_call(issue)}" for rank, issue in waits)
+            raise ValueError(f"deadlock, each waits for another: {heads}")
 
 
 def _stream_name(event: Issue) -> str:
@@ -237,7 +207,3 @@ def _stream_name(event: Issue) -> str:
 
 def _call(event: Issue) -> str:
     return f"{event.op} #{event.seq} on {event.axis} ({event.site})"
-
-
-def _some(members: Sequence[int]) -> str:
-    return ", ".join(map(str, members[:6])) + (", ..." if len(members) > 6 else "")

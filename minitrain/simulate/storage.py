@@ -1,23 +1,16 @@
-"""Feeding accelerators from slow storage: what a cache can do for training, and what it cannot.
+"""Feeding accelerators from slow storage: what a cache can do for training, and what it cannot. No clock.
 
-Training reads every sample once an epoch, in an order shuffled anew. That breaks the habits caches live on: within an
-epoch nothing is read twice, so only reading ahead helps; and across epochs a least-recently-used cache throws out
-what the next order would have found. With N samples, a cache of C = c·N, a step of t_step and a read of t_io:
+Training reads every sample once an epoch, in a new order. With N samples, a cache of C = c·N, a step of
+t_step and a read of t_io:
 
-    a single epoch, LRU                        hit rate 0
-    read ahead by d samples                    no stall after the first if and only if d >= ceil(t_io / t_step)
-    shuffled epochs, LRU                       hit rate c + (1 - c)·ln(1 - c) < c      (N -> infinity; 0.15 at c = 0.5)
-    the same, with substitution                hit rate c, every epoch still a permutation
-    smallest cache whose stall is tolerable    found from observed stalls alone, and again when the storage changes
+    a single epoch, LRU             hit rate 0
+    read ahead by d samples         no stall after the first if and only if d >= ceil(t_io / t_step)
+    shuffled epochs, LRU            hit rate c + (1 - c)·ln(1 - c) < c      (N -> infinity; 0.15 at c = 0.5)
+    the same, with substitution     hit rate c, every epoch still a permutation
 
-The third line: between its reads at x of one epoch (0 to 1) and y of the next, a sample sees 1 - x·(1 - y) of the
-others go by, and is found if that is less than c; integrate over x and y.
-Times may be fractions: then every result is exact. No clock here.
-
-Sources: read-ahead caches in front of object stores (Alluxio, JuiceFS); substitution: Kumar and Sivathanu 2020,
-"Quiver", FAST, section 4; scaling: Gu et al. 2022, "Fluid", ICDE. Differs: Quiver manages the cache in chunks of a
-sharded dataset and shares it out among jobs by what each gains; Fluid acts through Kubernetes. Here all samples have
-one size.
+Times may be fractions: results are exact.
+Read-ahead caches: Alluxio, JuiceFS; substitution: Kumar and Sivathanu 2020 (Quiver), FAST, section 4;
+scaling: Gu et al. 2022 (Fluid), ICDE. Differs: all samples have one size; Quiver shares chunks among jobs.
 """
 
 import heapq
@@ -59,8 +52,8 @@ def read_epoch(order: Iterable[int], cache: LRU) -> Iterator[tuple[int, bool]]:
 def read_epoch_substituting(order: Iterable[int], cache: LRU) -> Iterator[tuple[int, bool]]:
     """In place of a sample that is not in the cache read the next one that is; those passed over come last.
 
-    One random order is as good as another, and each sample is still read once. The cache is read before misses change
-    it, so all of it is found; so is what another job fetches meanwhile. The price: misses come in one block.
+    Each sample is still read once. The cache is read before misses change it, so all of it is found; so is
+    what another job fetches meanwhile. The price: misses come in one block.
     """
     passed_over = []
     for sample in order:
@@ -72,17 +65,15 @@ def read_epoch_substituting(order: Iterable[int], cache: LRU) -> Iterator[tuple[
 
 
 def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int | None = None) -> list[Time]:
-    """How long each step waits for its sample when reads run `depth` samples ahead (0: a read begins when wanted).
+    """How long each step waits for its sample when reads run `depth` samples ahead (0: read when wanted).
 
-    The read of sample i + depth begins as step i begins, or when one of `streams` of the storage is free: reading ahead
-    hides how long a read takes, never a lack of bandwidth. A hit has read time 0. The first entry is the time to fill,
-    which no depth can hide.
+    The read of sample i + depth begins as step i begins, or when one of `streams` of the storage is free:
+    reading ahead hides how long a read takes, never a lack of bandwidth. A hit has read time 0. The first
+    entry is the time to fill, which no depth can hide.
     """
     if depth < 0 or step_time <= 0 or (streams is not None and streams < 1):
-        raise ValueError(
-            f"depth={depth}, step_time={step_time}, streams={streams}: need depth >= 0, step_time > 0, "
-            "streams >= 1 or None for no limit"
-        )
+        given = f"depth={depth}, step_time={step_time}, streams={streams}"
+        raise ValueError(f"{given}: need depth >= 0, step_time > 0, streams >= 1 or None for no limit")
     free_at: list[Time] = [0] * (len(read_times) if streams is None else streams)  # a heap
     starts: list[Time] = []
     waits: list[Time] = []
@@ -98,19 +89,16 @@ def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int
     return waits
 
 
-def autoscale(
-    stall_with: Callable[[int], Time], most: int, threshold: Time, trial_every: int = 10
-) -> Iterator[int]:
-    """Yield the cache size in use, epoch after epoch, steered by nothing but the stall observed with it.
+def autoscale(stall_with: Callable, most: int, threshold: Time, trial_every: int = 10) -> Iterator[int]:
+    """The cache size in use, epoch after epoch, steered by the observed stall, `stall_with(size)`, alone.
 
-    Halves the range of sizes until the smallest whose stall is below `threshold` is left, and stays there. When the
-    stall comes back, or one sample less turns out to do (tried now and then), the storage has changed: search again.
-    Stays at `most` as long as even that is not enough.
+    Halves the range of sizes until the smallest whose stall is below `threshold` is left, and stays there.
+    When the stall comes back, or one sample less turns out to do (tried now and then), the storage has
+    changed: search again. Stays at `most` as long as even that is not enough.
     """
     if most < 0 or trial_every < 2:
-        raise ValueError(
-            f"most={most}, trial_every={trial_every}: need most >= 0 samples and trial_every >= 2 epochs"
-        )
+        given = f"most={most}, trial_every={trial_every}"
+        raise ValueError(f"{given}: need most >= 0 samples and trial_every >= 2 epochs")
     while True:
         yield most
         if stall_with(most) >= threshold:

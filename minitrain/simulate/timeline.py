@@ -1,13 +1,13 @@
 """When everything of a step happened, and where the time went.
 
-Each rank has a stream of computation and one stream for each group it talks to (for messages: each peer and direction).
-A step divides, on every rank, into three parts that add up:
+Each rank has a stream of computation and one for each group it talks to (for messages: each peer and
+direction).
 
-    step = compute + exposed communication + idle
+    step = compute + exposed communication + idle      on every rank
 
-Exposed is the time in which a transfer of this rank is on the wire and nothing computes: what overlap could still hide.
-Idle is the rest: waiting for members that are late (a pipeline's bubble, a straggler), or done before the others.
-MFU = model FLOPs of a rank / (step x peak FLOP/s) (Chowdhery et al. 2022, PaLM, appendix B).
+Exposed is the time in which a transfer of this rank is on the wire and nothing computes: what overlap could
+hide. Idle is the rest: waiting for members that are late (a pipeline's bubble, a straggler), or done before
+the others. MFU = model FLOPs of a rank / (step x peak FLOP/s) (Chowdhery et al. 2022, PaLM, appendix B).
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ from minitrain.simulate.machines import Machine
 
 
 class Span(NamedTuple):
-    """Something that took time on one stream of one rank. A transfer starts and ends together on all its members."""
+    """Something that took time on a stream of a rank. A transfer starts and ends together on all members."""
 
     stream: str  # "compute", an axis ("dp"), or an axis and a peer ("pp to 3", "pp from 1")
     kind: str  # "compute", "wait" (on the compute stream) or "transfer"
@@ -56,12 +56,22 @@ class Account:
         return self.communication_s - self.exposed_communication_s
 
 
+def _mean(name: str) -> property:
+    return property(lambda timeline: getattr(timeline.mean, name))
+
+
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """`spans[rank]` in order of start. The five times below are means over the ranks; `account(rank)` is one rank's."""
+    """`spans[rank]` in order of start. The five times below are means over the ranks."""
 
     machine: Machine
     spans: dict[int, list[Span]]
+
+    compute_s = _mean("compute_s")
+    communication_s = _mean("communication_s")
+    exposed_communication_s = _mean("exposed_communication_s")
+    waiting_s = _mean("waiting_s")
+    idle_s = _mean("idle_s")
 
     @cached_property
     def step_s(self) -> float:
@@ -79,63 +89,36 @@ class Timeline:
 
     @cached_property
     def mean(self) -> Account:
-        accounts = list(self.accounts.values())
-        return Account(
-            *(sum(getattr(a, part.name) for a in accounts) / len(accounts) for part in fields(Account))
-        )
-
-    @property
-    def compute_s(self) -> float:
-        return self.mean.compute_s
-
-    @property
-    def communication_s(self) -> float:
-        return self.mean.communication_s
-
-    @property
-    def exposed_communication_s(self) -> float:
-        return self.mean.exposed_communication_s
-
-    @property
-    def waiting_s(self) -> float:
-        return self.mean.waiting_s
-
-    @property
-    def idle_s(self) -> float:
-        return self.mean.idle_s
+        each = self.accounts.values()
+        names = [part.name for part in fields(Account)]
+        return Account(*(sum(getattr(account, name) for account in each) / len(each) for name in names))
 
     def mfu(self, model_flops: float, dtype: str = "bfloat16") -> float:
-        """Share of a device's peak that the model needs: `model_flops` of one rank in one step, nothing recomputed."""
+        """The share of a device's peak that a rank's `model_flops` of a step, nothing recomputed, need."""
         return model_flops / (self.step_s * self.machine.device.peak(dtype))
 
     def transfers(self, rank: int, axis: str | None = None) -> list[Span]:
-        return [
-            span for span in self.spans[rank] if span.kind == "transfer" and axis in (None, span.event.axis)
-        ]
+        transfers = [span for span in self.spans[rank] if span.kind == "transfer"]
+        return [span for span in transfers if axis in (None, span.event.axis)]
 
     def exposed(self, rank: int, axis: str | None = None) -> Intervals:
         """When transfers of this rank (on one axis) were on the wire and nothing computed."""
-        compute = join((span.start_s, span.end_s) for span in self.spans[rank] if span.kind == "compute")
-        return outside(((span.start_s, span.end_s) for span in self.transfers(rank, axis)), compute)
+        return outside(_intervals(self.transfers(rank, axis)), join(_intervals(self.spans[rank], "compute")))
 
     def table(self) -> str:
         """A line per rank, then a line per axis of the first rank."""
-        lines = [
-            f"{_duration(self.step_s)} a step on {self.machine.name}",
-            f"{'rank':>6}  {'compute':>15}  {'exposed comm.':>15}  {'idle':>15}  {'hidden comm.':>15}",
-        ]
+        titles = "".join(f"  {title:>15}" for title in ("compute", "exposed comm.", "idle", "hidden comm."))
+        lines = [f"{_duration(self.step_s)} a step on {self.machine.name}", f"{'rank':>6}{titles}"]
         for rank, account in self.accounts.items():
-            parts = (account.compute_s, account.exposed_communication_s, account.idle_s, account.overlap_s)
+            parts = account.compute_s, account.exposed_communication_s, account.idle_s, account.overlap_s
             cells = (f"{_duration(part)} {part / self.step_s if self.step_s else 0:>5.0%}" for part in parts)
-            lines.append(f"{rank:>6}  " + "  ".join(f"{cell:>15}" for cell in cells))
+            lines.append(f"{rank:>6}" + "".join(f"  {cell:>15}" for cell in cells))
         rank = min(self.spans)
         for axis in sorted({span.event.axis for span in self.transfers(rank)}):
             spans = self.transfers(rank, axis)
-            sent_bytes = sum(span.event.sent_bytes for span in spans)
-            lines.append(
-                f"rank {rank} on {axis}: {len(spans)} transfers, {sent_bytes:,} bytes sent, "
-                f"{_duration(sum(span.duration_s for span in spans))} on the wire"
-            )
+            sent = f"{len(spans)} transfers, {sum(span.event.sent_bytes for span in spans):,} bytes sent"
+            wire = _duration(sum(span.duration_s for span in spans))
+            lines.append(f"rank {rank} on {axis}: {sent}, {wire} on the wire")
         return "\n".join(lines)
 
     __repr__ = table  # a notebook shows what the last line of a cell returns
@@ -145,11 +128,14 @@ class Timeline:
         return trace.write(self.spans, path, ranks)
 
 
+def _intervals(spans: Iterable[Span], kind: str | None = None) -> Intervals:
+    return [(span.start_s, span.end_s) for span in spans if kind in (None, span.kind)]
+
+
 def _account(spans: list[Span], step_s: float) -> Account:
-    compute = join((s.start_s, s.end_s) for s in spans if s.kind == "compute")
-    transfers = join((s.start_s, s.end_s) for s in spans if s.kind == "transfer")
+    compute, transfers = join(_intervals(spans, "compute")), join(_intervals(spans, "transfer"))
     compute_s, exposed_s = length(compute), length(outside(transfers, compute))
-    waiting_s = sum(s.duration_s for s in spans if s.kind == "wait")
+    waiting_s = sum(span.duration_s for span in spans if span.kind == "wait")
     idle_s = max(0.0, step_s - compute_s - exposed_s)  # rounding must not make it negative
     return Account(compute_s, length(transfers), exposed_s, waiting_s, idle_s)
 

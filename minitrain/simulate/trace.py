@@ -1,7 +1,7 @@
 """A timeline as a file for chrome://tracing and ui.perfetto.dev.
 
-The format is the Trace Event Format of the Chromium project: a process per rank, a thread per stream, a "complete"
-event ("X", microseconds) per span, and names for both as metadata ("M"). Equal timelines give equal files.
+The Trace Event Format of the Chromium project: a process per rank, a thread per stream, a "complete" event
+("X", microseconds) per span, and names for both as metadata ("M"). Equal timelines give equal files.
 """
 
 import json
@@ -12,13 +12,12 @@ from minitrain.simulate.events import Compute
 
 
 def write(spans_by_rank: Mapping[int, list], path: str | Path, ranks: Iterable[int] | None = None) -> Path:
-    """Write the spans of `ranks` (default: all) to `path`; returns it. Raises ValueError for a rank without spans."""
+    """Write the spans of `ranks` (default: all) to `path`; returns it."""
     events = []
     for rank in spans_by_rank if ranks is None else ranks:
         if rank not in spans_by_rank:
-            raise ValueError(
-                f"rank {rank} is not in this timeline; choose from {', '.join(map(str, spans_by_rank))}"
-            )
+            known = ", ".join(map(str, spans_by_rank))
+            raise ValueError(f"rank {rank} is not in this timeline; choose from {known}")
         events += _of_rank(rank, spans_by_rank[rank])
     path = Path(path)
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
@@ -26,38 +25,28 @@ def write(spans_by_rank: Mapping[int, list], path: str | Path, ranks: Iterable[i
 
 
 def _of_rank(rank: int, spans: list) -> list[dict]:
-    streams = {"compute": 0}  # the stream of computation comes first, then the others in order of use
+    threads = {"compute": 0}  # the stream of computation comes first, then the others in order of use
     for span in spans:
-        streams.setdefault(span.stream, len(streams))
-    names = [
-        _metadata("process_name", rank, 0, name=f"rank {rank}"),
-        _metadata("process_sort_index", rank, 0, sort_index=rank),
-    ]
-    for stream, thread in streams.items():
-        names += [
-            _metadata("thread_name", rank, thread, name=stream),
-            _metadata("thread_sort_index", rank, thread, sort_index=thread),
-        ]
-    return names + [_complete(span, rank, streams[span.stream]) for span in spans]
+        threads.setdefault(span.stream, len(threads))
+    names = _names("process", rank, 0, f"rank {rank}", rank)
+    for stream, thread in threads.items():
+        names += _names("thread", rank, thread, stream, thread)
+    return names + [_complete(span, rank, threads[span.stream]) for span in spans]
 
 
-def _metadata(what: str, process: int, thread: int, **arguments) -> dict:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": arguments}
+def _names(what: str, process: int, thread: int, name: str, order: int) -> list[dict]:
+    event = {"ph": "M", "pid": process, "tid": thread}
+    arguments = {f"{what}_name": {"name": name}, f"{what}_sort_index": {"sort_index": order}}
+    return [{**event, "name": key, "args": args} for key, args in arguments.items()]
 
 
 def _complete(span, process: int, thread: int) -> dict:
-    event = span.event
+    event, names = span.event, ("seq", "axis", "payload_bytes", "sent_bytes")
     if isinstance(event, Compute):
-        arguments = {"flops": event.flops, "bytes": event.bytes, "dtype": event.dtype}
-    else:
-        arguments = {
-            "seq": event.seq,
-            "axis": event.axis,
-            "payload_bytes": event.payload_bytes,
-            "sent_bytes": event.sent_bytes,
-            "call": event.site,
-            "issued_us": _microseconds(span.issued_s),
-        }
+        names = "flops", "bytes", "dtype"
+    arguments = {name: getattr(event, name) for name in ("phase", *names)}
+    if not isinstance(event, Compute):
+        arguments |= {"call": event.site, "issued_us": _microseconds(span.issued_s)}
     return {
         "ph": "X",
         "name": f"wait for {span.name}" if span.kind == "wait" else span.name,
@@ -66,7 +55,7 @@ def _complete(span, process: int, thread: int) -> dict:
         "tid": thread,
         "ts": _microseconds(span.start_s),
         "dur": _microseconds(span.duration_s),
-        "args": {"phase": event.phase, **arguments},
+        "args": arguments,
     }
 
 

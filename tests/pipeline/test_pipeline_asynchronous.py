@@ -16,7 +16,7 @@ from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import B, F, I, R, Schedule, W
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.plan.trirace import delayed, ends, period, racing, together
+from minitrain.plan.trirace import delayed, end_times, one_f_one_b_ahead, paired_calls, period
 from minitrain.training.step import Batch
 from tests.parallel import TOLERANCE, check_refusals, small
 
@@ -261,14 +261,19 @@ def test_trirace():
 def test_one_way_messages_are_those_of_simulate():
     for p, m, c in [(2, 6, 1), (4, 12, 2), (4, 12, 0)]:
         run = simulate(one_f_one_b(p, m), Costs(F=4, B=8, send=c))
-        for rank, done in enumerate(ends(racing(p, m, 1), 4, 8, c, paired=False)):
+        for rank, done in enumerate(end_times(one_f_one_b_ahead(p, m, 1), 4, 8, c, paired=False)):
             assert {span.entry: span.end for span in run.spans[rank]} == done
     schedule = one_f_one_b(4, 8)
     for rank in range(3):  # every message of a link is in one call at each of its ends
-        up = [what for call in together(schedule, rank) for what in call.sends if what.kind == "F"]
+        up = [what for call in paired_calls(schedule, rank) for what in call.sends if what.kind == "F"]
         assert (
             up
-            == [what for call in together(schedule, rank + 1) for what in call.receives if what.kind == "F"]
+            == [
+                what
+                for call in paired_calls(schedule, rank + 1)
+                for what in call.receives
+                if what.kind == "F"
+            ]
             == [F(rank, i) for i in range(8)]
         )
 

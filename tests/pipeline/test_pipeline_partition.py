@@ -167,7 +167,7 @@ def test_dapple_planner():
             inside=draw.choice([1, 10, 100]),
             between=draw.choice([1, 4]),
         )
-        plan = dapple.plan(model, cluster, m)
+        plan = dapple.plan_dapple(model, cluster, m)
         times = {
             stages: dapple.latency(dapple.stages_of(stages, model, cluster), m)
             for stages in every_plan(4, cluster)
@@ -178,7 +178,7 @@ def test_dapple_planner():
         simulation = simulate(schedule, timed(schedule, stages))
         step = max(spans[-1].end + stage.sync for spans, stage in zip(simulation.spans, stages))
         assert Fraction(95, 100) * step <= plan.time <= step
-        tried_by_paper = dapple.plan(model, cluster, m, dapple.paper_placements)
+        tried_by_paper = dapple.plan_dapple(model, cluster, m, dapple.paper_placements)
         assert tried_by_paper.time >= plan.time
         same += tried_by_paper.time == plan.time
         kinds.add(len(plan.stages))
@@ -211,7 +211,7 @@ def test_autopipe():
         forward, backward = gpt_units(draw, blocks)
         work = [f + b for f, b in zip(forward, backward)]
         by_layers = [units_of(layers, blocks) for layers in even(blocks, p)]
-        plan = autopipe.plan(forward, backward, p, m)
+        plan = autopipe.plan_autopipe(forward, backward, p, m)
         assert [unit for layers in plan.cut for unit in layers] == list(range(2 * blocks + 2)) and len(
             plan.cut
         ) == p
@@ -267,10 +267,10 @@ def test_an_uneven_cut_and_slices_equal_one_process():
         ("must be above 0", lambda: dapple.Cluster((2, 0), 1, 1)),
         (
             "use 1 or more",
-            lambda: dapple.plan(dapple.Model([1], [1], [0], [0]), dapple.Cluster((1,), 1, 1), 0),
+            lambda: dapple.plan_dapple(dapple.Model([1], [1], [0], [0]), dapple.Cluster((1,), 1, 1), 0),
         ),
-        ("give each unit both", lambda: autopipe.plan([1, 2], [1], 1, 1)),
-        ("use 1 to 2 stages", lambda: autopipe.plan([1, 2], [1, 2], 3, 1)),
+        ("give each unit both", lambda: autopipe.plan_autopipe([1, 2], [1], 1, 1)),
+        ("use 1 to 2 stages", lambda: autopipe.plan_autopipe([1, 2], [1, 2], 3, 1)),
         ("use 0 to 4", lambda: autopipe.sliced(2, 4, 5)),
         ("use a whole number, 1 or more", lambda: autopipe.slices_needed(0, 2)),
     ],

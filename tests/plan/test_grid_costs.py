@@ -10,19 +10,8 @@ from torch import nn
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
-from minitrain.plan.grid_costs import (
-    Grid,
-    Layer,
-    Links,
-    cheapest,
-    cost,
-    crossover,
-    grids,
-    mlp,
-    seconds,
-    table,
-    transformer_layer,
-)
+from minitrain.plan.grid_choice import Links, cheapest, seconds, table
+from minitrain.plan.grid_costs import Grid, Layer, cost, crossover, grids, mlp, transformer_layer
 from minitrain.simulate.machines import Machine, machine
 from minitrain.simulate.replay import replay
 from minitrain.tensor_parallel.grids.cube import Linear3D

@@ -155,7 +155,7 @@ def simulated(model, plan, m):
 def test_adapipe(seed, cap):
     """6 layers, 3 stages: the two levels of dynamic programming equal all subsets of units in all cuts."""
     model, m = small_case(seed), 6
-    plan = adapipe.plan(model, 3, m, cap)
+    plan = adapipe.plan_adapipe(model, 3, m, cap)
     assert plan.time == min(every_plan(model, 3, m, cap))
     assert any(stage.recomputed for stage in plan.stages)  # the cap binds
     for stage, found in enumerate(plan.stages):
@@ -169,12 +169,12 @@ def test_later_stages_recompute_less():
         forward=10, backward=20, fixed=2, units=(adapipe.Unit(2, 3), adapipe.Unit(3, 4), adapipe.Unit(5, 5))
     )
     model, m = adapipe.Model((layer,) * 8, boundary=1), 8
-    plan = adapipe.plan(model, 4, m, cap=70)
+    plan = adapipe.plan_adapipe(model, 4, m, cap=70)
     shares = [Fraction(stage.recomputed, 10 * len(stage.layers)) for stage in plan.stages]
     assert shares[0] > shares[-1] == 0 and shares == sorted(shares, reverse=True)
     uniform = [dapple.Stage(20, 40 + 20)] * 4  # recompute everything everywhere
     assert plan.time < dapple.latency(uniform, m)
-    assert adapipe.plan(model, 4, m, cap=10**6).time == dapple.latency(
+    assert adapipe.plan_adapipe(model, 4, m, cap=10**6).time == dapple.latency(
         [dapple.Stage(20, 40)] * 4, m
     )  # no cap, nothing recomputed
 
@@ -193,14 +193,14 @@ def test_mpress():
         ]
         fixed, links = (2, 3, 1), mpress.Links(peer=draw.choice([4, 8]), host=draw.choice([1, 2]))
         cap = draw.randint(9, 12)
-        plan = mpress.plan(tensors, fixed, cap, links)
+        plan = mpress.plan_mpress(tensors, fixed, cap, links)
         times = {
             ways: max(mpress.extra_times(tensors, ways, 3, links))
             for ways in product(mpress.WAYS, repeat=6)
             if mpress.fits(tensors, ways, fixed, cap)
         }
         assert plan.time == min(times.values()) == times[plan.ways]
-        alone = mpress.plan(tensors, fixed, cap, links, ways=("keep", "recompute"))
+        alone = mpress.plan_mpress(tensors, fixed, cap, links, ways=("keep", "recompute"))
         assert mpress.fits(tensors, alone.ways, fixed, cap) and plan.time <= alone.time
         chosen |= set(plan.ways)
         better += plan.time < alone.time
@@ -222,7 +222,8 @@ def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
     )
     links = mpress.Links(peer=2, host=Fraction(1, 16))
     plan, alone = (
-        mpress.plan(tensors, (0,) * 4, 20, links, ways) for ways in (mpress.WAYS, ("keep", "recompute"))
+        mpress.plan_mpress(tensors, (0,) * 4, 20, links, ways)
+        for ways in (mpress.WAYS, ("keep", "recompute"))
     )
     assert (
         plan.time == 0
@@ -230,7 +231,7 @@ def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
         and "peer" in plan.ways
         and mpress.fits(tensors, plan.ways, (0,) * 4, 20)
     )
-    nothing_free = mpress.plan(tensors, (0, 0, 4, 12), 20, links)  # less room elsewhere
+    nothing_free = mpress.plan_mpress(tensors, (0, 0, 4, 12), 20, links)  # less room elsewhere
     assert 0 < nothing_free.time <= alone.time
 
 
@@ -240,17 +241,17 @@ def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
         ("at least 2·stages - 1 layers", lambda: profiled(4, 3)),
         ("2 stages or more", lambda: profiled(4, 1)),
         ("one number a stage", lambda: fit({(range(2), range(2, 4)): [1]}, [2, 1])),
-        ("use 1 to 6 stages", lambda: adapipe.plan(small_case(0), 7, 2, 100)),
-        ("no cut into 3 stages fits 5 bytes", lambda: adapipe.plan(small_case(0), 3, 2, 5)),
+        ("use 1 to 6 stages", lambda: adapipe.plan_adapipe(small_case(0), 7, 2, 100)),
+        ("no cut into 3 stages fits 5 bytes", lambda: adapipe.plan_adapipe(small_case(0), 3, 2, 5)),
         (
             "use a larger cap",
-            lambda: mpress.plan(
+            lambda: mpress.plan_mpress(
                 [mpress.Tensor(0, 5, 1, None)], [0], 4, mpress.Links(1, 1), ["keep", "recompute"]
             ),
         ),
         (
             "'drop' is no way",
-            lambda: mpress.plan([mpress.Tensor(0, 5, 1, None)], [0], 4, mpress.Links(1, 1), ["drop"]),
+            lambda: mpress.plan_mpress([mpress.Tensor(0, 5, 1, None)], [0], 4, mpress.Links(1, 1), ["drop"]),
         ),
     ],
 )

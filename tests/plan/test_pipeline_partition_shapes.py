@@ -309,7 +309,7 @@ def test_graphpipe(m):
     assert all(set(chain.needs[action]) == set(plain.needs[action]) for action in plain.needs)
 
     model = [Op("in", 3), Parallel(([Op("a", 3)], [Op("b", 3)])), Op("out", 3)]
-    plan = graphpipe.plan(model, 4, m)
+    plan = graphpipe.plan_graphpipe(model, 4, m)
     assert plan == (3 * (m + 2), 3, 3, (("in",), ("a",), ("b",), ("out",)), DIAMOND)
 
 
@@ -368,7 +368,7 @@ def test_graphpipe_planner_equals_all_partitions(seed):
                 sum(times[name] for name in stage) for stage in stages
             )
             best = here if best is None else min(best, here)
-    plan = graphpipe.plan(model, devices, m)
+    plan = graphpipe.plan_graphpipe(model, devices, m)
     assert plan.time == best and sorted(name for stage in plan.stages for name in stage) == sorted(times)
     assert plan.depth == graphpipe.depth(len(plan.stages), plan.edges)
     where = {name: i for i, stage in enumerate(plan.stages) for name in stage}
@@ -392,9 +392,9 @@ def test_graphpipe_planner_equals_all_partitions(seed):
             ),
         ),
         ("does not fit the cap 2", lambda: dynapipe.adaptive([[(1, 2)]], [3], 2)),
-        ("a branch is empty", lambda: graphpipe.plan([Parallel(([Op("a", 1)], []))], 2, 2)),
+        ("a branch is empty", lambda: graphpipe.plan_graphpipe([Parallel(([Op("a", 1)], []))], 2, 2)),
         ("go round in a circle", lambda: graphpipe.one_f_one_b(2, ((0, 1), (1, 0)), 2)),
-        ("devices=0", lambda: graphpipe.plan([Op("a", 1)], 0, 2)),
+        ("devices=0", lambda: graphpipe.plan_graphpipe([Op("a", 1)], 0, 2)),
     ],
 )
 def test_what_is_refused(words, call):

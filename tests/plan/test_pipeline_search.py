@@ -8,7 +8,8 @@ import pytest
 from minitrain.pipeline.schedule import B, F, I, Schedule, W, check, peak
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.plan.schedule_search import repetend, shortest, unroll
+from minitrain.plan.schedule_search import shortest
+from minitrain.plan.tessel import repetend, unroll
 
 WHOLE = Costs(F=1, B=2)
 

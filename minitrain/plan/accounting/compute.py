@@ -1,19 +1,14 @@
 """How much arithmetic training takes, how long, and which part of the machine's rate it uses.
 
-    FLOPs of a token      6·N + 6·L·H·K·(T+1)     2 per weight forward, 4 backward; likewise Q·Kᵀ and P·V with (T+1)/2 keys
-                          6·N + 12·L·H·K·T        `causal="square"`: with all T keys
-    training time         tokens · FLOPs per token / (devices · rate of one)
-    MFU                   tokens per second · FLOPs per token / (devices · peak of one)
+    FLOPs of a token   6·N + 6·L·H·K·(T+1)     2 per weight forward, 4 backward; likewise Q·Kᵀ and P·V
+                       6·N + 12·L·H·K·T        `causal="square"`: with all T keys
 
-A multiply-add is two FLOPs. Under a causal mask token i has i keys, on average (T+1)/2: this "triangle" is what the model
-needs and what the ledger counts of a fused kernel, hence the default. The "square" is what attention written with matmul
-executes and what most papers credit; published figures are reproduced, and an MFU compared with them, by the square. It
-is 7 % more for GPT-2 at 1K tokens and 70 % more for Llama 3 8B at 128K, so say which. MFU counts the model's FLOPs only,
-HFU also those done twice.
-
-Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Narayanan et al. 2021, arXiv:2104.04473, sections 3.6 and 5.1 (square);
-Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 4.1 and appendix B (square); Jiang et al. 2024 (MegaScale),
-arXiv:2402.15627, table 2 (triangle). Differs: N is every weight that a token is multiplied with
+A multiply-add is two FLOPs. Under a causal mask token i has i keys, on average (T+1)/2: this "triangle" is
+what the model needs and what the ledger counts of a fused kernel. The "square" is what matmul executes and
+most papers credit: 7 % more for GPT-2 at 1K tokens, 70 % more for Llama 3 8B at 128K, so say which. Kaplan et
+al. 2020, arXiv:2001.08361, section 2.1; Narayanan et al. 2021, arXiv:2104.04473, sections 3.6 and 5.1
+(square); Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 4.1, appendix B (square); Jiang et al. 2024
+(MegaScale), arXiv:2402.15627, table 2 (triangle). Differs: N is every weight that a token is multiplied with
 (`parameters.matmul_parameters`), so the count is exact; PaLM's N is all parameters.
 """
 
@@ -24,49 +19,32 @@ DAY_S = 86_400
 
 
 def forward_flops_per_token(config: GPTConfig, length: int, *, causal: str = "triangle") -> int:
-    """2·N + 2·L·H·K·(T+1), or with all keys 2·N + 4·L·H·K·T. With MLA the scores are R wider than the values."""
+    """2·N + 2·L·H·K·(T+1), with all keys 2·N + 4·L·H·K·T. With MLA the scores are R wider than the values."""
     if causal not in ("triangle", "square"):
-        raise ValueError(
-            f"causal = {causal!r}; use 'triangle' (the scores a causal mask leaves) or 'square' (all, as in papers)"
-        )
-    score_width = config.head_dim + (config.rope_head_dim if config.kv_latent else 0)
+        raise ValueError(f"causal = {causal!r}; use 'triangle' (masked scores left out) or 'square' (all)")
+    widths = 2 * config.head_dim + bool(config.kv_latent) * config.rope_head_dim  # of scores and of values
     twice_the_keys = 2 * length if causal == "square" else length + 1
-    return (
-        2 * matmul_parameters(config)
-        + config.num_layers * config.num_heads * (score_width + config.head_dim) * twice_the_keys
-    )
+    return 2 * matmul_parameters(config) + config.num_layers * config.num_heads * widths * twice_the_keys
 
 
-def flops_per_token(
-    config: GPTConfig, length: int, *, causal: str = "triangle", recompute: bool = False
-) -> int:
+def flops_per_token(config: GPTConfig, length: int, *, causal="triangle", recompute=False) -> int:
     """Forward and backward: 3 times the forward; 4 times if every layer is run again before its backward."""
     return (4 if recompute else 3) * forward_flops_per_token(config, length, causal=causal)
 
 
 def layer_forward_flops(batch: int, length: int, width: int) -> int:
-    """24·B·s·h² + 4·B·s²·h, a block with F = 4h and the square of scores; backward takes twice that. Narayanan et al. 2021,
-    section 3.6."""
+    """24·B·s·h² + 4·B·s²·h: F = 4h, the square of scores. Narayanan et al. 2021, section 3.6."""
     return 24 * batch * length * width**2 + 4 * batch * length**2 * width
 
 
 def megatron_flops(batch: int, length: int, num_layers: int, width: int, vocab: int) -> float:
-    """F = 96·B·s·l·h²·(1 + s/6h + V/16lh) for one step, with every block run twice and the square of scores.
-    Equation 3 of the same."""
-    return (
-        96
-        * batch
-        * length
-        * num_layers
-        * width**2
-        * (1 + length / (6 * width) + vocab / (16 * num_layers * width))
-    )
+    """F = 96·B·s·l·h²·(1 + s/6h + V/16lh): a step with every block run twice. Equation 3 of the same."""
+    factor = 1 + length / (6 * width) + vocab / (16 * num_layers * width)
+    return 96 * batch * length * num_layers * width**2 * factor
 
 
-def training_days(
-    parameters: float, tokens: float, devices: int, flops_per_s: float, flops_per_parameter: int = 6
-) -> float:
-    """6·T·P / (n·X); with 8 for the 6 the recomputed forward counts as work. Narayanan et al. 2021, section 5.1.
+def training_days(parameters, tokens, devices: int, flops_per_s: float, flops_per_parameter=6) -> float:
+    """6·T·P / (n·X); with 8 for 6 the recomputed forward counts too. Narayanan et al. 2021, section 5.1.
 
     `flops_per_s` is what one device achieves, not its peak; the attention term is left out, as in the source.
     """
@@ -74,10 +52,10 @@ def training_days(
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, devices: int, peak_flops_per_s: float) -> float:
-    """Model FLOPs utilisation: the model's FLOPs per second over the machine's best. PaLM, section 4.1."""
+    """Model FLOPs utilisation: the model's FLOPs per second over the peak. PaLM, section 4.1."""
     return tokens_per_s * flops_per_token / (devices * peak_flops_per_s)
 
 
 def hfu(model_utilisation: float, recomputed_forward: float) -> float:
-    """Hardware FLOPs utilisation: MFU, and the part of the forward (a third of the model's FLOPs) that ran twice."""
+    """Hardware FLOPs utilisation: MFU, and the part of the forward (a third) that ran twice."""
     return model_utilisation * (1 + recomputed_forward / 3)

@@ -1,16 +1,14 @@
 """What a training step keeps in memory: model states and activations; and the checkpoint on disk.
 
-    model states      2 + 2 + 12 = 16 bytes per parameter     fp16 weight and gradient; fp32 master, momentum, variance
-    ZeRO, n ranks     stage 1: 4 + 12/n       2: 2 + 14/n       3: 16/n
-    checkpoint        14 bytes per parameter                   all but the gradient
-    activations       s·b·h·(34 + 5·a·s/h) bytes per layer     fp16 values, one byte per element of a dropout mask
+    model states     2 + 2 + 12 = 16 bytes per parameter   fp16 weight, gradient; fp32 master, two moments
+    ZeRO, n ranks    stage 1: 4 + 12/n       2: 2 + 14/n       3: 16/n
+    checkpoint       14 bytes per parameter                 all but the gradient
+    activations      s·b·h·(34 + 5·a·s/h) bytes per layer   sequence s, microbatch b, width h, heads a
 
-s sequence length, b microbatch, h width, a heads: the source's letters. `activation_terms` says which tensor each byte
-is.
-
-Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, sections 3.1 and 5; 2021 (ZeRO-Infinity), arXiv:2104.07857, section 3;
-Korthikanti et al. 2022, arXiv:2205.05198, section 4 and table 2; DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437,
-section 3.2.3. Differs: nothing; mean and deviation of the norms (8 or 16 bytes a token) are left out, as in the source.
+Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, sections 3.1 and 5; 2021 (ZeRO-Infinity), arXiv:2104.07857,
+section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4 and table 2; DeepSeek-AI 2024 (DeepSeek-V3),
+arXiv:2412.19437, section 3.2.3. As there, mean and deviation of the norms (8 or 16 bytes a token) are left
+out.
 """
 
 from dataclasses import dataclass
@@ -19,19 +17,15 @@ from minitrain.model.config import GPTConfig
 
 
 def model_state_bytes(parameters: int, *, weight: int = 2, gradient: int = 2, optimizer: int = 12) -> int:
-    """Bytes per rank without sharding. ZeRO-Infinity counts an fp32 gradient besides: `gradient=6`, 20 in all."""
+    """Bytes per rank without sharding. ZeRO-Infinity counts an fp32 gradient too: `gradient=6`, 20 in all."""
     return parameters * (weight + gradient + optimizer)
 
 
-def zero_bytes(
-    parameters: int, ranks: int, stage: int, *, weight: int = 2, gradient: int = 2, optimizer: int = 12
-) -> float:
-    """Bytes per rank: stage 1 shards the optimizer states, 2 the gradients too, 3 the weights too; 0 nothing."""
+def zero_bytes(parameters: int, ranks: int, stage: int, *, weight=2, gradient=2, optimizer=12) -> float:
+    """Bytes per rank: stage 1 shards the optimizer states, 2 gradients too, 3 weights too; 0 nothing."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage = {stage}; ZeRO has stages 1, 2 and 3 (0: nothing is sharded)")
-    sharded = (
-        (optimizer if stage >= 1 else 0) + (gradient if stage >= 2 else 0) + (weight if stage >= 3 else 0)
-    )
+    sharded = sum((optimizer, gradient, weight)[:stage])
     return parameters * (weight + gradient + optimizer - sharded + sharded / ranks)
 
 
@@ -56,7 +50,7 @@ class Term:
 
 
 def activation_terms() -> list[Term]:
-    """The layer of Korthikanti et al. 2022: LayerNorm, GELU, dropout after softmax, projection and MLP, in fp16."""
+    """The layer of Korthikanti et al. 2022: LayerNorm, GELU, dropout in three places, fp16."""
     return [
         Term("input of the first norm", "norm1", sbh=2, cut=False),
         Term("input of the Q, K, V projections", "attention.q", sbh=2, cut=False),
@@ -77,14 +71,7 @@ def activation_terms() -> list[Term]:
 
 
 def activation_bytes(
-    length: int,
-    batch: int,
-    width: int,
-    heads: int,
-    *,
-    tensor_parallel: int = 1,
-    sequence_parallel: bool = False,
-    recompute: str = "none",
+    length, batch, width, heads, *, tensor_parallel=1, sequence_parallel=False, recompute="none"
 ) -> float:
     """Bytes of one layer on one rank: all five rows of the paper's table 2.
 
@@ -92,7 +79,7 @@ def activation_bytes(
     """
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"recompute = {recompute!r}; use 'none', 'selective' or 'full'")
-    terms = activation_terms()[:1] if recompute == "full" else activation_terms()
+    terms = activation_terms()[: 1 if recompute == "full" else None]
     return sum(
         term.bytes(length, batch, width, heads) / (tensor_parallel if term.cut or sequence_parallel else 1)
         for term in terms
@@ -100,17 +87,16 @@ def activation_bytes(
     )
 
 
-def latent_attention_bytes_per_token(
-    config: GPTConfig, *, recompute: bool = False, element_bytes: int = 2
-) -> int:
+def latent_attention_bytes_per_token(config: GPTConfig, *, recompute=False, element_bytes=2) -> int:
     """Kept per token by norm and latent attention of one layer, with a core that keeps its inputs only.
 
-    DeepSeek-V3 runs norms and up-projections again in backward: then Q, K, V of 128 heads are not kept, only the
-    latents they are made of, a quarter of the bytes. This is part of what lets it train without tensor parallelism.
-    Left out, below 1 %: angles of RoPE, one number per norm; and the log-sum-exp of a fused core, 4 bytes per head.
+    DeepSeek-V3 runs norms and up-projections again in backward: not Q, K, V of 128 heads are kept but the
+    latents they are made of, a quarter of the bytes. This helps it to train without tensor parallelism. Left
+    out, below 1 %: angles of RoPE, one number per norm; and the log-sum-exp of a fused core, 4 bytes per
+    head.
     """
     D, H, K, R = config.d_model, config.num_heads, config.head_dim, config.rope_head_dim
-    inputs = D + config.query_latent + config.kv_latent + R  # of the first norm and of the latents' norms
-    outputs = D + config.query_latent + config.kv_latent  # of these norms: inputs of the projections
+    outputs = D + config.query_latent + config.kv_latent  # of three norms: inputs of the projections
+    inputs = outputs + R  # of the first norm and of the latents' norms
     wide = 2 * H * (K + R) + H * K  # Q, K and V
     return element_bytes * (inputs + H * K + (0 if recompute else outputs + wide))

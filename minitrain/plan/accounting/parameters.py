@@ -1,13 +1,13 @@
 """How many parameters a model has, where they are, and how many of them work on each token.
 
-    dense          V·D + L·(attention + MLP + norms) + norm + V·D        the last V·D only if the head is not tied
-    a block        12·D² + 13·D        MHA, biases, LayerNorm, F = 4D
-    GQA            2·D·H·K + 2·D·H_kv·K        MLA: see `attention_parameters`
-    mixture        E experts in the place of one MLP, of which a token meets top_k
+    dense      V·D + L·(attention + MLP + norms) + norm + V·D      the last V·D only if the head is not tied
+    a block    12·D² + 13·D      MHA, biases, LayerNorm, F = 4D
+    GQA        2·D·H·K + 2·D·H_kv·K
+    mixture    E experts in the place of one MLP, of which a token is sent to top_k
 
-Narayanan et al. 2021, arXiv:2104.04473, equation 2; DeepSeek-AI 2024 (DeepSeek-V2), arXiv:2405.04434, section 2.1;
-Jiang et al. 2024 (Mixtral), arXiv:2401.04088, section 2.1. Differs: equation 2 leaves out the last norm, 2·D, and is
-exact else.
+Narayanan et al. 2021, arXiv:2104.04473, equation 2 (without the last norm, 2·D); DeepSeek-AI 2024
+(DeepSeek-V2), arXiv:2405.04434, section 2.1 (MLA); Jiang et al. 2024 (Mixtral), arXiv:2401.04088, section
+2.1.
 """
 
 from minitrain.model.config import GATED, GPTConfig
@@ -20,32 +20,29 @@ def parameters(config: GPTConfig) -> int:
 
 def parameter_table(config: GPTConfig) -> dict[str, int]:
     """The same number by place; the parts add up to `parameters(config)`."""
-    table = config.vocab_size * config.d_model
-    ends_with_norm = config.residual in ("pre", "parallel")
+    table, layers = config.vocab_size * config.d_model, config.num_layers
+    norms = 2 * layers + (config.residual in ("pre", "parallel")) + config.embedding_norm
     return {
         "token table": table,
         "position table": config.max_positions * config.d_model if config.positions == "learned" else 0,
-        "attention": config.num_layers * attention_parameters(config),
-        "MLP": config.num_layers * mlp_parameters(config),
-        "norms": (2 * config.num_layers + ends_with_norm + config.embedding_norm)
-        * _norm(config, config.d_model),
+        "attention": layers * attention_parameters(config),
+        "MLP": layers * mlp_parameters(config),
+        "norms": norms * _norm(config, config.d_model),
         "output table": 0 if config.tied else table,
     }
 
 
 def attention_parameters(config: GPTConfig, matrices_only: bool = False) -> int:
-    """One layer's projections, with their biases and (MLA) the norms of the latents unless `matrices_only`."""
-    D, H, K = config.d_model, config.num_heads, config.head_dim
+    """One layer's projections; unless `matrices_only`, with biases and (MLA) the norms of the latents."""
+    D, H, K, H_kv = config.d_model, config.num_heads, config.head_dim, config.num_kv_heads
     bias = config.bias and not matrices_only
     if not config.kv_latent:
-        return 2 * (D * H * K + D * config.num_kv_heads * K) + bias * (
-            H * K + 2 * config.num_kv_heads * K + D
-        )
+        return 2 * (D * H * K + D * H_kv * K) + bias * (H * K + 2 * H_kv * K + D)
     R, latents = config.rope_head_dim, [config.kv_latent] + [config.query_latent] * bool(config.query_latent)
     down = D * (config.kv_latent + R) + D * config.query_latent
     up = (config.query_latent or D) * H * (K + R) + 2 * config.kv_latent * H * K
-    extra = 0 if matrices_only else sum(_norm(config, width) for width in latents)
-    return down + up + H * K * D + extra + bias * (config.kv_latent + R + config.query_latent + D)
+    norms = 0 if matrices_only else sum(_norm(config, width) for width in latents)
+    return down + up + H * K * D + norms + bias * (config.kv_latent + R + config.query_latent + D)
 
 
 def mlp_parameters(config: GPTConfig, matrices_only: bool = False) -> int:
@@ -56,39 +53,30 @@ def mlp_parameters(config: GPTConfig, matrices_only: bool = False) -> int:
 
 
 def matmul_parameters(config: GPTConfig) -> int:
-    """The N of 6·N: weights that multiply a token. The output table counts, tied or not; lookups, norms, biases not."""
+    """The N of 6·N: weights that multiply a token. The output table counts, tied or not."""
     block = attention_parameters(config, matrices_only=True) + mlp_parameters(config, matrices_only=True)
     return config.num_layers * block + config.vocab_size * config.d_model
 
 
 def mixture_parameters(
-    config: GPTConfig,
-    num_experts: int,
-    top_k: int,
-    *,
-    expert_d_ff: int | None = None,
-    shared_experts: int = 0,
-    dense_layers: int = 0,
+    config: GPTConfig, num_experts: int, top_k: int, *, expert_d_ff=None, shared_experts=0, dense_layers=0
 ) -> tuple[int, int]:
-    """(all, active for one token) when all but the first `dense_layers` MLPs become experts behind a linear router.
+    """(all, active for one token) when all MLPs but the first `dense_layers` become experts with a router.
 
-    Active counts all that a token passes: both tables, attention, router, `top_k` and the shared experts. (Mistral's
-    12.9B for Mixtral does so; DeepSeek's 21B and 37B leave the token table out.)
+    Active counts both tables, attention, router, `top_k` and the shared experts, as Mistral's 12.9B for
+    Mixtral does; DeepSeek's 21B and 37B leave the token table out.
     """
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k {top_k} of {num_experts} experts; use 1 to {num_experts}")
-    mlp = mlp_parameters(config)
+    mlp, layers = mlp_parameters(config), config.num_layers - dense_layers
     expert = mlp * (expert_d_ff or config.d_ff) // config.d_ff
-    layers = config.num_layers - dense_layers
     rest = parameters(config) - layers * mlp + layers * config.d_model * num_experts
-    return (
-        rest + layers * expert * (num_experts + shared_experts),
-        rest + layers * expert * (top_k + shared_experts),
-    )
+    everything, active = (rest + layers * expert * (n + shared_experts) for n in (num_experts, top_k))
+    return everything, active
 
 
 def cached_elements(config: GPTConfig) -> int:
-    """Numbers kept per token and layer while generating: 2·H_kv·K; with MLA one latent and one rotated key."""
+    """Numbers kept per token and layer while generating: 2·H_kv·K; with MLA a latent and a rotated key."""
     if config.kv_latent:
         return config.kv_latent + config.rope_head_dim
     return 2 * config.num_kv_heads * config.head_dim

@@ -1,14 +1,12 @@
-"""How many bytes: of training text; and on the wire, when layers are gathered (ZeRO-3) or cut (tensor parallelism).
+"""How many bytes: of text; and on the wire, when layers are gathered (ZeRO-3) or cut (tensor parallelism).
 
-    ZeRO-3     3 · 2·P · (n-1)/n               per device and step: gather forward, gather backward, reduce-scatter
-    TP         8·(t-1)/t · tokens·h · 2 · L    per device and step: four all-reduces a layer of the group's tokens
+    ZeRO-3    3 · 2·P · (n-1)/n              per device and step: gather twice, reduce-scatter once
+    TP        8·(t-1)/t · tokens·h · 2 · L   per device and step: four all-reduces a layer
 
-ZeRO-3's bytes do not depend on the batch, TP's do: beyond `crossover_tokens` a step, gathering the weights sends less
-than reducing the activations. (It then needs that batch on every device, and overlap, or a link fast enough for all of
-it.)
-
-Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, section 7.2; Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053,
-section 3. Differs: ring volumes with their (n-1)/n, which ZeRO's 3·P drops.
+ZeRO-3's bytes do not depend on the batch, TP's do: beyond `crossover_tokens` a step, ZeRO-3 sends less. (It
+then needs that batch on every device, and overlap, or a link fast enough for all of it.) Rajbhandari et al.
+2020 (ZeRO), arXiv:1910.02054, section 7.2; Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3.
+Differs: ring volumes with their (n-1)/n, which ZeRO's 3·P drops.
 """
 
 
@@ -27,16 +25,12 @@ def zero3_bytes_per_step(parameters: float, devices: int, element_bytes: int = 2
     return 3 * element_bytes * parameters * (devices - 1) / devices
 
 
-def tensor_parallel_bytes_per_step(
-    tokens: float, width: int, num_layers: int, tensor_parallel: int, element_bytes: int = 2
-) -> float:
-    """Bytes each device sends: 4 all-reduces of tokens·h a layer, 2 forward and 2 backward, each 2·(t-1)/t of that."""
+def tensor_parallel_bytes_per_step(tokens, width, num_layers, tensor_parallel, element_bytes=2) -> float:
+    """Bytes each device sends: 4 all-reduces of tokens·h a layer, each 2·(t-1)/t of that."""
     return 8 * (tensor_parallel - 1) / tensor_parallel * tokens * width * element_bytes * num_layers
 
 
-def crossover_tokens(
-    parameters: float, width: int, num_layers: int, tensor_parallel: int, devices: int
-) -> float:
+def crossover_tokens(parameters, width: int, num_layers: int, tensor_parallel: int, devices: int) -> float:
     """Tokens per step at which both send the same: 3·P·(n-1)/n / (8·(t-1)/t · h · L)."""
     per_token = 8 * (tensor_parallel - 1) / tensor_parallel * width * num_layers
     return 3 * parameters * (devices - 1) / devices / per_token
