@@ -1,13 +1,13 @@
 """The proof of a schedule, without a process: follow whose contributions are inside every chunk of every rank.
 
-A rank's copy of a chunk is described by the set of ranks that have been added into it. An all-reduce is right when in
-the end every chunk of every rank contains every rank exactly once. `check` raises ValueError, naming step and rank,
-for a contribution that would be added twice, a chunk sent before its sender holds it, two transfers of one step whose
-order would decide the result, and a chunk left incomplete. On the way the sizes of the sets are the picture of the
-algorithm: `history` returns them, `draw` prints them, `plot.chunk_matrix` colours them.
-
-A set is an integer with one bit a rank: union is `|`, "already inside" is `&`. Cost: one operation for each chunk
-moved, and n·C integers held. What is proved is the plan; that the interpreter carries it out is tested on real ranks.
+A rank's copy of a chunk is described by the set of ranks that have been added into it: an integer with one
+bit a rank, union is `|`, "already inside" is `&`. An all-reduce is right when in the end every chunk of every
+rank contains every rank exactly once. `check` raises ValueError, naming step and rank, for a contribution
+that would be added twice, a chunk sent before its sender holds it, two transfers of one step whose order
+would decide the result, and a chunk left incomplete. `history` returns the sizes of the sets, `draw` prints
+them, `plot.chunk_matrix` colours them.
+Cost: one operation for each chunk moved, and n·C integers held. Tests on real ranks show that the interpreter
+does it.
 """
 
 from collections.abc import Iterator
@@ -89,14 +89,14 @@ def draw(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> s
     frames = history(schedule, collective, root)
     titles = ["start"] + [f"step {index}" for index in range(1, len(frames))]
     width = max(schedule.chunks, *map(len, titles))
-    lines = [("rank     " + "  ".join(title.ljust(width) for title in titles)).rstrip()]
-    for rank in range(schedule.ranks):
-        cells = (
-            "".join(_glyph(count, schedule.ranks) for count in frame[rank]).ljust(width) for frame in frames
-        )
-        lines.append((f"{rank:<9}" + "  ".join(cells)).rstrip())
-    return "\n".join(lines)
 
+    def glyph(count: int) -> str:
+        return "#" if count == schedule.ranks else ".123456789"[count] if count < 10 else "+"
 
-def _glyph(count: int, ranks: int) -> str:
-    return "#" if count == ranks else ".123456789"[count] if count < 10 else "+"
+    table = [("rank", titles)]
+    table += [
+        (rank, ["".join(map(glyph, frame[rank])) for frame in frames]) for rank in range(schedule.ranks)
+    ]
+    return "\n".join(
+        f"{name:<9}{'  '.join(cell.ljust(width) for cell in row)}".rstrip() for name, row in table
+    )

@@ -5,23 +5,20 @@
     two_level, with leaders                        2(N-1)/N S     one card: the leader's
     within_and_across: torus2d, accl, blueconnect  2(N-1)/N S     all g cards, a g-th each
 
-A leader collects whole tensors inside its node, moves S between the nodes, and hands the result down; the others
-wait. In the second family a reduce-scatter inside the node leaves every rank with one shard, the holders of a shard
-all-reduce it across the nodes, and an all-gather inside ends it. The shards together are the same bytes, over g cards
-at once. One function says so, and its argument is the algorithm between the nodes:
+A leader collects whole tensors inside its node, moves S between the nodes, and sends the result down; the
+others wait. In the second family a reduce-scatter inside the node leaves every rank one shard, the holders of
+a shard all-reduce it across the nodes, and an all-gather inside ends it. Its argument is the algorithm
+between the nodes:
 
     torus2d(X, Y)         within_and_across(X, ring(Y))                        2(X-1) + 2(Y-1) steps; columns move S/X
     accl(n, g)            within_and_across(g, halving_doubling(n/g))          2(g-1) + 2 log2(n/g) steps
     blueconnect((p,q,r))  within_and_across(p, within_and_across(q, ring(r)))  2(p-1) + 2(q-1) + 2(r-1) steps
 
-    blueconnect, sent by a rank:  sum_i 2(p_i - 1)/p_i / (p_1 ... p_{i-1}) S  =  2(n-1)/n S   for all factors p_i of n
-
-so levels cost BlueConnect no byte: factors follow the fabric, and its slowest level carries the least. Ranks are
-numbered node by node: rank = node · g + place in the node. Raises ValueError where sizes do not multiply to n.
-
-Jia et al. 2018, arXiv:1807.11205 (two-level); Mikami et al. 2018, arXiv:1811.05233 (2D-torus); Dong et al. 2021
-(ACCL); Cho et al. 2019, MLSys (BlueConnect). Differs: two_level reduces inside a node over a binomial tree, without
-cutting the tensor into pieces that follow each other; the logarithmic algorithm of accl between the nodes is
+BlueConnect's levels cost no byte: a rank sends 2(n-1)/n S for all factors of n. Ranks are numbered node by
+node.
+Jia et al. 2018, arXiv:1807.11205 (two-level); Mikami et al. 2018, arXiv:1811.05233 (2D-torus); Dong et al.
+2021 (ACCL); Cho et al. 2019, MLSys (BlueConnect). Differs: two_level reduces inside a node over a binomial
+tree, without cutting the tensor into pieces that follow each other; the logarithmic algorithm of accl is
 `halving`'s.
 """
 
@@ -35,7 +32,7 @@ from minitrain.communication.algorithms import (
     ring_reduce_scatter,
 )
 from minitrain.communication.halving import halving_doubling_all_reduce
-from minitrain.communication.schedule import Schedule, mirror, place, then, together
+from minitrain.communication.schedule import Schedule, in_parallel, mirror, place, then
 
 
 def nodes_of(n: int, per_node: int) -> list[range]:
@@ -49,11 +46,11 @@ def nodes_of(n: int, per_node: int) -> list[range]:
 
 def ranks_in(nodes: Sequence[Sequence[int]]) -> int:
     """n, when the nodes hold every rank of 0..n-1 exactly once."""
-    n = sum(map(len, nodes))
+    n, listed = sum(map(len, nodes)), list(map(list, nodes))
     if not nodes or not all(map(len, nodes)):
-        raise ValueError(f"every node of {list(map(list, nodes))} needs a rank; leave empty nodes out")
+        raise ValueError(f"every node of {listed} needs a rank; leave empty nodes out")
     if sorted(rank for node in nodes for rank in node) != list(range(n)):
-        raise ValueError(f"nodes {list(map(list, nodes))} must hold every rank of 0..{n - 1} exactly once")
+        raise ValueError(f"nodes {listed} must hold every rank of 0..{n - 1} exactly once")
     return n
 
 
@@ -61,7 +58,7 @@ def two_level(nodes: Sequence[Sequence[int]]) -> Schedule:
     """Reduce to the first rank of each node, ring all-reduce among these leaders, broadcast. Nodes of any sizes."""
     size = (ranks_in(nodes), len(nodes))
     everything = range(len(nodes))
-    inside = together(place(binomial_reduce(len(node)), node, everything, of=size) for node in nodes)
+    inside = in_parallel(place(binomial_reduce(len(node)), node, everything, of=size) for node in nodes)
     leaders = place(ring_all_reduce(len(nodes)), [node[0] for node in nodes], everything, of=size)
     return then(inside, leaders, mirror(inside))
 
@@ -72,12 +69,11 @@ def within_and_across(per_node: int, across: Schedule) -> Schedule:
     size = (per_node * across.ranks, per_node * across.chunks)
     everything = range(per_node * across.chunks)
     shards = [range(i * across.chunks, (i + 1) * across.chunks) for i in range(per_node)]
+    columns = [[node[i] for node in nodes] for i in range(per_node)]
     return then(
-        together(place(ring_reduce_scatter(per_node), node, everything, of=size) for node in nodes),
-        together(
-            place(across, [node[i] for node in nodes], shard, of=size) for i, shard in enumerate(shards)
-        ),
-        together(place(ring_all_gather(per_node), node, everything, of=size) for node in nodes),
+        in_parallel(place(ring_reduce_scatter(per_node), node, everything, of=size) for node in nodes),
+        in_parallel(place(across, column, shard, of=size) for column, shard in zip(columns, shards)),
+        in_parallel(place(ring_all_gather(per_node), node, everything, of=size) for node in nodes),
     )
 
 
@@ -95,7 +91,7 @@ def blueconnect_all_reduce(n: int, factors: Sequence[int]) -> Schedule:
     """One factor of n for each level of the fabric, the innermost (fastest) first."""
     if not factors or prod(factors) != n or min(factors) < 1:
         raise ValueError(
-            f"factors {tuple(factors)} do not multiply to n={n}; give one positive factor for each level of the fabric"
+            f"factors {tuple(factors)} do not multiply to n={n}; give one positive factor for each level"
         )
     *levels, outermost = factors
     schedule = ring_all_reduce(outermost)

@@ -1,24 +1,22 @@
 """A collective algorithm is data: in every step, who sends which chunks to whom, and if the receiver adds or replaces.
 
-A tensor of S bytes is cut into C equal chunks. A `Schedule` is a tuple of steps, a step a tuple of `Transfer`s; all
-transfers of a step read what the ranks held before it, so they may travel at the same time. From this one text
-`interpreter.run` moves real tensors, `check` proves the result without a process, `cost` predicts the time on a
-described network, and `plot.chunk_matrix` draws it. Small schedules combine into large ones; most published
-algorithms come so:
+A tensor of S bytes is cut into C equal chunks. A `Schedule` is a tuple of steps, a step a tuple of
+`Transfer`s; all transfers of a step read what the ranks held before it, so they may travel at the same time.
+`interpreter.run_schedule` moves real tensors by it, `check` proves it without a process, `cost` predicts its
+time, `plot.chunk_matrix` draws it. Small schedules combine into large ones; most published algorithms come
+so:
 
     then(a, b)                    first a, then b                     all_reduce = then(reduce_scatter, all_gather)
     mirror(a)                     a backwards, arrows turned round    all_gather = mirror(reduce_scatter)
     place(a, ranks, chunks, of=)  a, by these ranks, on these chunks  a ring in one node; a tree on half of the tensor
-    together([a, b, ...])         step i of all at the same time      all nodes; both trees
+    in_parallel([a, b, ...])      step i of all at the same time      all nodes; both trees
 
-Bytes: rank r sends `sent_shares(schedule)[r]` · S, an exact fraction; `sent_elements` is exact for sizes that do not
-divide. Memory: one `Transfer` a message. A ring of n ranks has 2n(n-1) of them, 8,064 for 64 ranks and 1.2e9 for
-24,576: write out schedules of the size you run or draw, and take the closed forms that the tests hold them to
-(`selector`, `tree`) beyond. Raises ValueError when ranks or chunks do not fit together.
-
-SCCL (Cai et al. 2021) also treats an algorithm as a list of (chunk, source, destination, step), to search for the
-best one. Differs: there chunks are only placed, here they are added as well, and large schedules are composed and not
-searched.
+Bytes: rank r sends `sent_shares(schedule)[r]` · S, an exact fraction; `sent_elements` is exact for sizes that
+do not divide. Memory: one `Transfer` a message. A ring of n ranks has 2n(n-1) of them, 8,064 for 64 ranks and
+1.2e9 for 24,576: beyond what you run or draw take the closed forms that the tests compare them with
+(`selector`, `tree`). SCCL (Cai et al. 2021) also treats an algorithm as a list of (chunk, source,
+destination, step), to search for the best one. Differs: there chunks are only placed, here they are added as
+well; schedules are composed and not searched.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +45,7 @@ class Schedule:
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
+        check_ranks(self.ranks)
         for index, step in enumerate(self.steps):
             for source, to, chunks, _ in step:
                 ranks_fit = 0 <= source < self.ranks and 0 <= to < self.ranks and source != to
@@ -57,22 +56,25 @@ class Schedule:
                     )
 
 
+def check_ranks(n: int) -> None:
+    if n < 1:
+        raise ValueError(f"n={n} ranks; an algorithm needs at least 1")
+
+
 def then(*schedules: Schedule) -> Schedule:
     """One after the other."""
-    ranks, chunks = _common_size(schedules)
-    return Schedule(ranks, chunks, sum((each.steps for each in schedules), ()))
+    return Schedule(*_common_size(schedules), sum((each.steps for each in schedules), ()))
 
 
-def together(schedules: Iterable[Schedule]) -> Schedule:
+def in_parallel(schedules: Iterable[Schedule]) -> Schedule:
     """Step i of every schedule in one step; the short ones end early."""
     schedules = list(schedules)
-    ranks, chunks = _common_size(schedules)
     steps = zip_longest(*(each.steps for each in schedules), fillvalue=())
-    return Schedule(ranks, chunks, tuple(sum(parallel, ()) for parallel in steps))
+    return Schedule(*_common_size(schedules), tuple(sum(parallel, ()) for parallel in steps))
 
 
 def mirror(schedule: Schedule) -> Schedule:
-    """The dual: what was gathered by adding is handed back by copying, last step first, every arrow turned round."""
+    """The dual: what was gathered by adding is returned by copying, last step first, every arrow turned round."""
     if not all(transfer.reduce for step in schedule.steps for transfer in step):
         raise ValueError(
             "only a schedule that reduces in every transfer has a mirror; mirror its reducing half alone"
@@ -120,18 +122,14 @@ def sent_shares(
 ) -> list[Fraction]:
     """[rank] -> what it sends, as a fraction of S. `counts` picks transfers: those that leave a node, for instance."""
     sent = [0] * schedule.ranks
-    for step in schedule.steps:
-        for transfer in step:
-            if counts(transfer):
-                sent[transfer.source] += len(transfer.chunks)
+    for transfer in (transfer for step in schedule.steps for transfer in step if counts(transfer)):
+        sent[transfer.source] += len(transfer.chunks)
     return [Fraction(each, schedule.chunks) for each in sent]
 
 
 def _common_size(schedules: Sequence[Schedule]) -> tuple[int, int]:
     sizes = sorted({(each.ranks, each.chunks) for each in schedules})
     if len(sizes) != 1:
-        found = (
-            " and ".join(f"{ranks} ranks with {chunks} chunks" for ranks, chunks in sizes) or "no schedule"
-        )
-        raise ValueError(f"cannot join {found}; bring all to one size with place()")
+        found = " and ".join(f"{ranks} ranks with {chunks} chunks" for ranks, chunks in sizes)
+        raise ValueError(f"cannot join {found or 'no schedule'}; bring all to one size with place()")
     return sizes[0]

@@ -1,39 +1,25 @@
 """The collectives of ZeRO++: weights are gathered in 8 bits, gradients reduced in 4, with one hop between the nodes.
 
-A rank's slice has d numbers, the flat buffer n·d. A node has L ranks (`intra`), there are N nodes (`inter`), n = L·N.
-A piece of d numbers travels as m bytes, codes and scales in one message; sent by a rank:
-
-    m = ceil(d·bits/8) of codes + 4·ceil(d/block) of scales              bits=None: d numbers as they are
+A rank's slice has d numbers, the flat buffer n·d. A node has L ranks (`intra`), there are N nodes (`inter`),
+n = L·N. A slice travels as m = ceil(d·bits/8) + 4·ceil(d/block) bytes, codes and scales in one message
+(bits=None: as it is). A rank sends
 
                                                within the node   to other nodes
     quantized_all_gather    [d] -> [n·d]       (n-1) m over its group, wherever that goes            qwZ
     one_hop_reduce_scatter  [n·d] -> [d]       (L-1) m           (n-L) m
     two_hop_reduce_scatter  [n·d] -> [d]       N(L-1) m          (N-1) m                             qgZ
-        of these, codes                        N(L-1) ceil(d·bits/8)      (N-1) ceil(d·bits/8)
-        and scales                             N(L-1) 4·ceil(d/block)     (N-1) 4·ceil(d/block)
 
-Both reduce-scatters send (n-1) m, but two hops put only 1/L of what one hop does between the nodes. Why no ring: codes
-of different scales cannot be added, so that every step would dequantise, add and quantise again, n-1 errors on top of
-each other. In an all-to-all a number is quantised once, in two hops twice, and all sums are taken in full precision.
+No ring: codes of different scales cannot be added, so every step would quantise again, n-1 errors on top of
+each other. In an all-to-all a number is quantised once, in two hops twice, and all sums are taken in full
+precision: an error of at most half a step of its block on each of the n ranks and, in two hops, of each of
+the N partial sums.
 
-Tensor-slice reordering: place i of node j, rank j·L+i, shall end up with slice j·L+i. So the first hop hands to place i
-what the places i of all nodes need, slices i, L+i, 2L+i, .., which do not lie side by side:
-
-    flat [N, L, d]  -- transpose ->  [L, N, d]  -- hop over intra, add ->  [N, d]  -- hop over inter, add ->  [d]
-
-Cut as it lies into L parts, it would leave slice i·N+j there. Blocks lie within a slice, hence quantising commutes
-with the reordering, and it is the codes that are moved. Error of a number: at most half a step (quantized.py) of its
-block on each of the n ranks and, in two hops, of each of the N partial sums. A group of one quantises like any other.
-
-Memory of a reduce-scatter besides flat, in bytes for each of its n·d numbers, float32 in whole blocks: 5 + 4/block to
-quantise, 5 + m/d + 4/block to dequantise 4 bits (8 bits: 1 less), 4 + 4/L to add up the first hop; the largest is the
-peak. The gather holds the same, to dequantise, for what it returns, and with `out` that once more.
-Raises ValueError, before any rank waits for another, for a buffer that is not flat, not floating or not divisible by
-the ranks; bits and blocks that quantized.py refuses; a block larger than a slice, which would quietly be a smaller one;
-an `out` that does not fit.
-
-Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 (qwZ) and 3.3 (qgZ). Differs: codes and scales are one message;
-sums, not means; the hops of consecutive buffers do not overlap; no fused kernels.
+Memory of a reduce-scatter besides flat, in bytes for each of its n·d numbers, float32 in whole blocks: 5 +
+4/block to quantise, 5 + m/d + 4/block to dequantise 4 bits (8 bits: 1 less), 4 + 4/L to add up the first hop;
+the largest is the peak. The gather holds the same, to dequantise, for what it returns, and with `out` that
+once more.
+Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 (qwZ) and 3.3 (qgZ). Differs: codes and scales are
+one message; sums, not means; the hops of consecutive buffers do not overlap; no fused kernels.
 """
 
 import torch
@@ -52,16 +38,17 @@ def quantized_all_gather(
 
     The own shard comes back quantised too: ranks that compute with different weights would drift apart.
     """
-    what, shape = "quantized_all_gather", (group.size() * shard.numel(),)
+    what, n, d = "quantized_all_gather", group.size(), shard.numel()
     check_blocks(what, bits, block)
     _slice_length(what, shard, 1, bits, block)
-    if out is not None and (out.shape != shape or out.dtype != shard.dtype or out.device != shard.device):
+    wanted = ((n * d,), shard.dtype, shard.device)
+    if out is not None and (out.shape, out.dtype, out.device) != wanted:
         raise ValueError(
-            f"{what}: out is {out.dtype} {list(out.shape)} on {out.device}; it must be {shard.dtype} "
-            f"{list(shape)} on {shard.device}, {group.size()} shards long"
+            f"{what}: out is {out.dtype} {list(out.shape)} on {out.device}; it must be {shard.dtype} {[n * d]} on "
+            f"{shard.device}, {n} shards long"
         )
-    messages = all_gather(to_bytes(quantize(shard, bits, block)), group).view(group.size(), -1)
-    whole = dequantize(from_bytes(messages, shard.numel(), bits, block), shard.dtype).view(shape)
+    messages = all_gather(to_bytes(quantize(shard, bits, block)), group).view(n, -1)
+    whole = dequantize(from_bytes(messages, d, bits, block), shard.dtype).view(-1)
     if out is None:
         return whole
     out.detach().copy_(whole)
@@ -80,16 +67,18 @@ def one_hop_reduce_scatter(
 def two_hop_reduce_scatter(
     flat: Tensor, intra: ProcessGroup, inter: ProcessGroup, bits: int | None = 4, block: int = 256
 ) -> Tensor:
-    """Slice inter.rank()·intra.size() + intra.rank() of the sum over both groups of everyone's flat [n·d]: [d].
+    """Slice inter.rank()·L + intra.rank() of the sum over both groups of everyone's flat [n·d]: [d].
 
-    `intra` are the ranks of this node, `inter` those with this rank's place in the other nodes, in the order of nodes.
+    `intra` are the ranks of this node, `inter` those with this rank's place in the other nodes, in the order of nodes. The
+    first hop gives place i what the places i of all nodes need, slices i, L+i, 2L+i, .., which do not lie side by side:
+
+        flat [N, L, d]  -- reorder -> [L, N, d]  -- hop over intra, add -> [N, d]  -- hop over inter, add -> [d]
     """
     places, nodes = intra.size(), inter.size()
     what = f"two_hop_reduce_scatter over {axis_of(intra)} and {axis_of(inter)}"
     slices = flat.detach().view(nodes, places, _slice_length(what, flat, places * nodes, bits, block))
-    of_node = _exchange_and_add(
-        rearrange(slices, "node place x -> place node x"), intra, bits, block, flat.dtype
-    )
+    by_place = rearrange(slices, "node place x -> place node x")
+    of_node = _exchange_and_add(by_place, intra, bits, block, flat.dtype)
     return _exchange_and_add(of_node, inter, bits, block, flat.dtype).to(flat.dtype)
 
 
@@ -100,40 +89,33 @@ def _exchange_and_add(
 
     What is not quantised travels as `dtype`.
     """
+    wide = torch.promote_types(dtype, torch.float32)
     if bits is None:
         received = all_to_all(pieces.to(dtype), group)
     else:
-        received = dequantize(
-            from_bytes(
-                all_to_all(to_bytes(quantize(pieces, bits, block)), group), pieces.shape[-1], bits, block
-            ),
-            _wide(dtype),
-        )
-    return received.sum(0, dtype=_wide(dtype))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+        messages = all_to_all(to_bytes(quantize(pieces, bits, block)), group)
+        received = dequantize(from_bytes(messages, pieces.shape[-1], bits, block), wide)
+        del messages
+    return received.sum(0, dtype=wide)
 
 
 def _slice_length(what: str, flat: Tensor, ranks: int, bits: int | None, block: int) -> int:
     """Numbers for each rank, of a flat buffer that can be cut into one slice per rank and these into blocks."""
     if flat.dim() != 1 or flat.dtype not in FLOATS:
         raise ValueError(
-            f"{what}: the buffer is {flat.dtype} {list(flat.shape)}; it must be floating, with one dim: "
-            "use reshape(-1), float()"
+            f"{what}: the buffer is {flat.dtype} {list(flat.shape)}; it must be floating, with one dim: use reshape(-1), "
+            "float()"
         )
     length, rest = divmod(flat.numel(), ranks)
     if rest:
         raise ValueError(
-            f"{what}: {flat.numel()} numbers are not a multiple of the {ranks} ranks; pad them with "
-            f"{ranks - rest} zeros"
+            f"{what}: {flat.numel()} numbers are not a multiple of the {ranks} ranks; pad them with {ranks - rest} zeros"
         )
     if bits is not None:
         check_blocks(what, bits, block)
         if block > length:
             raise ValueError(
-                f"{what}: quantisation block larger than a shard: block={block}, but a shard has {length} "
-                f"numbers; use a smaller block, or pad the shards to {block}"
+                f"{what}: quantisation block larger than a shard: block={block}, but a shard has {length} numbers; use a "
+                f"smaller block, or pad the shards to {block}"
             )
     return length

@@ -33,7 +33,7 @@ from minitrain.communication.schedule import (
     sent_elements,
     sent_shares,
     then,
-    together,
+    in_parallel,
 )
 from minitrain.communication.tree import double_tree_all_reduce
 
@@ -211,7 +211,7 @@ def test_two_rings_in_both_directions_share_the_work():
     n, size = 6, (6, 12)
     right = place(ring_all_reduce(n), range(n), range(0, n), of=size)
     left = place(ring_all_reduce(n), range(n - 1, -1, -1), range(n, 2 * n), of=size)
-    both = together([right, left])
+    both = in_parallel([right, left])
     check(both)
     assert len(both.steps) == 2 * (n - 1)
     assert set(sent_shares(both, lambda t: (t.to - t.source) % n == 1)) == {Fraction(n - 1, n)}
