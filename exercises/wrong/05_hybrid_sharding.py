@@ -471,7 +471,9 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
             total += times * 2 * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
-    word = min((word for word in PARO_SHARDINGS if price(word)[2] <= limit_bytes), key=price, default="GGG")
+    word = min(
+        (word for word in PARO_SHARDINGS if price(word)[2] <= limit_bytes), key=price, default="GGG"
+    )
     return word, price(word)[0]
 
 

@@ -1,16 +1,13 @@
 """Seconds of a schedule on a described network: the alpha-beta model with shared links. No torch, no clock.
 
-    time of a step = max over its messages of alpha  +  max over links of (bytes crossing it) / (its bytes a second)
+    time of a step = max over its messages of alpha  +  max over links of (bytes crossing it) / bandwidth
 
-A message crosses every link of its path: the sender's port, the receiver's port, and when their racks differ
-the uplink of the one and the downlink of the other. All ranks advance step by step. On equal links this gives
-the textbook figures; on shared links what these hide: a ring whose order jumps from rack to rack, a halving
-that sends S/2 through an uplink.
-
-Not modelled: what a message costs apart from its latency (direct exchange looks better than it is), the time
-of additions, ranks out of step. Hockney 1994 (alpha-beta). Differs from `simulate`, which has a closed form
-for each algorithm on machines with datasheets: here any schedule, message by message, on any fabric you can
-write down.
+A message crosses the sender's port, the receiver's port, and when their racks differ the uplink of the one
+and the downlink of the other. All ranks advance step by step. On equal links this gives the textbook figures;
+on shared links what these hide: a ring whose order jumps from rack to rack, a halving that sends S/2 through
+an uplink. Not modelled: what a message costs apart from its latency (direct exchange looks better than it
+is), the time of additions, ranks out of step. Hockney 1994 (alpha-beta). `simulate` has closed forms on
+machines with datasheets; here any schedule runs on any fabric you can write down.
 """
 
 from collections import Counter, defaultdict
@@ -35,13 +32,11 @@ def flat(alpha_s: float, bytes_per_s: float) -> Fabric:
     return lambda source, to: Path(alpha_s, {("out", source): bytes_per_s, ("in", to): bytes_per_s})
 
 
-def racks(
-    rack_of: Sequence[int], near: tuple[float, float], far: tuple[float, float], oversubscription: float = 1.0
-) -> Fabric:
-    """[rank] -> rack or node, and (alpha_s, bytes_per_s) of a rank's ports inside (near) and to the outside (far).
+def racks(rack_of: Sequence[int], near: tuple, far: tuple, oversubscription: float = 1.0) -> Fabric:
+    """[rank] -> rack or node, and (alpha_s, bytes_per_s) of a rank's ports inside (near) and outside (far).
 
-    The uplink of a rack carries what the far ports of its ranks carry in all, divided by `oversubscription`. Nodes of
-    g ranks with a network card each: oversubscription 1; with one card for all, as fast as a far port: g.
+    The uplink of a rack carries what the far ports of its ranks carry, divided by `oversubscription`: for
+    nodes of g ranks 1 with a network card each, g with one card for all, as fast as a far port.
     """
     ranks_in_rack = Counter(rack_of)
 

@@ -1,18 +1,14 @@
-"""PLink: find out by probing which machines are neighbours, then aggregate in two levels along what was found.
-
-A cloud does not say in which rack a machine stands, but messages inside a rack are faster:
+"""PLink: find by probing which machines are neighbours, then aggregate in two levels along what was found.
 
     probe       [n][n] round-trip times; noise only adds, so the least of a few samples comes near the truth
-    clusters    join the two groups with the least mean time between them, again and again; the largest relative jump
-                from one join to the next is where racks end: keep the groups from before it
-    aggregate   every member of a rack sums one column of the tensor; the owners of a column all-reduce it across the
-                racks, in a ring, and send it back
+    clusters    join the two groups with the least mean time between them, again and again; racks end at the
+                largest relative jump from one join to the next: keep the groups from before it
+    aggregate   every member of a rack sums one column of the tensor; the owners of a column all-reduce it
+                across the racks, in a ring, and send it back
 
-A flat ring in rank order crosses uplinks in nearly every hop. In two levels each of R racks sends 2(R-1)/R S
-upwards, and all its members share in it. A ring in the order of the racks would send hardly more, in 2(n-1)
-latencies against 2R.
-Cost: n(n-1)/2 times `samples` probes; about n^3 sums to cluster. A job without structure comes back as one
-group.
+A cloud does not say in which rack a machine stands. A flat ring in rank order crosses uplinks in nearly every
+hop; in two levels each of R racks sends 2(R-1)/R S upwards, and all its members share in it. Cost: n(n-1)/2
+times `samples` probes; about n^3 sums to cluster. A job without structure comes back as one group.
 Luo et al. 2020, MLSys, "PLink". Differs: the probe is simulated, groups come from average linkage cut at the
 largest jump, racks may differ in size, and the plan does not adapt while training runs.
 """
@@ -24,17 +20,13 @@ from minitrain.communication.algorithms import ring_all_reduce
 from minitrain.communication.hierarchical import ranks_in
 from minitrain.communication.schedule import Schedule, Transfer, in_parallel, mirror, place, then
 
-NOISE_RATIO = (
-    1.5  # inside one level of the network the time grows by less than this from one join to the next
-)
+NOISE_RATIO = 1.5  # inside one level of network the time grows by less than this from join to join
 
 Matrix = Sequence[Sequence[float]]
 
 
-def probe(
-    rack_of: Sequence[int], near_s: float, far_s: float, *, noise: float, samples: int, seed: int
-) -> list[list[float]]:
-    """Simulated round trips [n][n]: the least of `samples`, each longer by an exponential share of mean `noise`."""
+def probe(rack_of: Sequence[int], near_s: float, far_s: float, *, noise: float, samples: int, seed: int):
+    """Simulated round trips [n][n]: the least of `samples`, each longer by a share of mean `noise`."""
     random, n = Random(seed), len(rack_of)
     rtt = [[0.0] * n for _ in range(n)]
     for a in range(n):

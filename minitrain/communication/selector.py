@@ -1,4 +1,4 @@
-"""Which algorithm for how many bytes: the choice that a library such as NCCL makes at every call, by alpha-beta.
+"""Which algorithm for how many bytes: the choice that NCCL makes at every call, by alpha-beta.
 
 n ranks, h = ceil(log2 n); a message costs alpha seconds, a port carries B bytes a second, a tree attains the
 share e:
@@ -8,17 +8,15 @@ share e:
     halving and doubling   2h alpha + 2(n-1)/n S/B         n a power of two, all links equal
     recursive doubling     h (alpha + S/B)                 n a power of two
 
-The tree wins below a crossover S*, the ring above. The best k is one of the two integers beside sqrt((h-1) S
-/ (alpha e B)). For a given k both times are straight lines in S, and the tree with its best k is faster
-exactly below the largest of their meeting points:
+The best k is an integer beside sqrt((h-1) S / (alpha e B)). For a given k both times are straight lines in S,
+and the tree with its best k is faster than the ring exactly below the largest of their meeting points:
 
     S* = alpha B · max over k of  k (n-h-k) / (p + q k)      p = (h-1)/e,  q = 1/e - (n-1)/n
 
-with k beside (sqrt(p^2 + p q (n-h)) - p) / q. S* is proportional to alpha·B and larger in larger worlds (save
-where h jumps). On equal links halving and doubling beats both at every S; real links are not equal
-(`halving`, `cost`), so NCCL does without it, and so does `choose` unless asked. Jeaugey 2019, NVIDIA's blog
-on NCCL 2.4; NCCL's src/graph/tuning.cc, where e = 0.92; Thakur, Rabenseifner and Gropp 2005, section 4.
-Differs: NCCL has measured constants for each protocol.
+with k beside (sqrt(p^2 + p q (n-h)) - p) / q. On equal links halving and doubling beats both at every S; NCCL
+does without it, as real links are not equal (`cost`), and so does `choose` unless asked. Jeaugey 2019,
+NVIDIA's blog on NCCL 2.4; NCCL's src/graph/tuning.cc, where e = 0.92; Thakur, Rabenseifner and Gropp 2005,
+section 4.
 """
 
 from math import ceil, floor, sqrt
@@ -45,34 +43,35 @@ class Choice(NamedTuple):
     pieces: int = 1  # of each half of the tensor, for the double tree
 
 
-def steps(algorithm: str, n: int, pieces: int = 1) -> int:
-    """Messages that follow one another, at any n."""
-    _check(algorithm, n)
+def _costs(n: int, pieces: int = 1, tree_efficiency: float = 1.0) -> dict[str, tuple[int, float]]:
+    """{algorithm: messages that follow one another, bytes through a port as a multiple of S}, at any n."""
     height = _height(n)
+    tree = 2 * (height - 1 + pieces) if n > 1 else 0
     return {
-        "ring": 2 * (n - 1),
-        "double tree": 2 * (height - 1 + pieces) if n > 1 else 0,
-        "halving and doubling": 2 * height,
-        "recursive doubling": height,
-    }[algorithm]
+        "ring": (2 * (n - 1), 2 * (n - 1) / n),
+        "double tree": (tree, tree / pieces / tree_efficiency),
+        "halving and doubling": (2 * height, 2 * (n - 1) / n),
+        "recursive doubling": (height, height),
+    }
+
+
+def steps(algorithm: str, n: int, pieces: int = 1) -> int:
+    """Messages that follow one another, at any n; `pieces` concerns the double tree."""
+    _check(algorithm, n)
+    return _costs(n, pieces)[algorithm][0]
 
 
 def time_s(algorithm: str, n: int, size_bytes: float, network: Network, pieces: int = 1) -> float:
-    """Seconds of an all-reduce; `pieces` concerns the double tree."""
-    latency_s = steps(algorithm, n, pieces) * network.alpha_s
+    """Seconds of an all-reduce."""
+    _check(algorithm, n)
     if size_bytes < 0:
         raise ValueError(f"size_bytes={size_bytes} is negative")
-    at_port = {
-        "ring": 2 * (n - 1) / n,
-        "double tree": steps("double tree", n, pieces) / pieces / network.tree_efficiency,
-        "halving and doubling": 2 * (n - 1) / n,
-        "recursive doubling": _height(n),
-    }[algorithm]
-    return latency_s + at_port * size_bytes / network.bytes_per_s
+    messages, at_port = _costs(n, pieces, network.tree_efficiency)[algorithm]
+    return messages * network.alpha_s + at_port * size_bytes / network.bytes_per_s
 
 
 def best_pieces(n: int, size_bytes: float, network: Network) -> int:
-    """The integer k with the least time for the double tree: one of the two beside the root of the derivative."""
+    """The k with the least time for the double tree: an integer beside the root of the derivative."""
     bytes_in_a_latency = network.alpha_s * network.tree_efficiency * network.bytes_per_s
     ideal = sqrt(max(0, _height(n) - 1) * size_bytes / bytes_in_a_latency)
     return min(_beside(ideal), key=lambda pieces: time_s("double tree", n, size_bytes, network, pieces))

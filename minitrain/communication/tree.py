@@ -1,23 +1,18 @@
-"""The double binary tree: two trees over the same ranks, half of the tensor each; an inner rank of one is a leaf of the other.
+"""The double binary tree: two trees over the same ranks, half of the tensor each; leaves here work there.
 
-In one binary tree half of the ranks are leaves, which send S up and get S back, while an inner rank receives
-2S and sends S, and again on the way down. The second tree makes the leaves of the first its inner ranks. Then
-no rank moves more than S in either direction on the way up, nor on the way down: the bytes of a ring, in
-steps that grow with log2 n.
+In one binary tree a leaf sends S up and gets S back, while an inner rank receives 2S and sends S, and again
+on the way down. The second tree makes the leaves of the first its inner ranks: then no rank moves more than S
+in either direction on the way up, nor on the way down: the bytes of a ring, in steps that grow with log2 n.
 
     tree 1   rank r at position r; to find a parent move the lowest set bit up by one: 5 -> 6 -> 4 -> 8 -> 0
-    tree 2   n even: mirrored, rank r at position n-1-r, so even and odd change places; n odd: shifted, at position r-1
-
-    steps    2(h-1 + pieces), h = ceil(log2 n): pieces follow each other, a level apart
-             24,576 ranks, one piece: 30 (a ring: 49,150)
+    tree 2   n even: mirrored, rank r at position n-1-r; n odd: shifted, at position r-1
+    steps    2(h-1 + pieces), h = ceil(log2 n), pieces a level apart; n = 24,576: 30 (a ring: 49,150)
     bytes    a rank sends at most 2S, all ranks 2(n-1) S
 
-A tree is n integers, so the depth at 24,576 ranks is measured on the tree itself and no schedule is written
-out.
-Sanders, Speck and Träff 2009 (two trees, n even and odd); Jeaugey 2019, NVIDIA's blog on NCCL 2.4 (up to 180
-times lower latency than rings). Differs: in NCCL pieces go down while others still come up, which hides one
-of the two fillings of the pipe; here the tensor is reduced first, so that the broadcast is the mirror of the
-reduce.
+A tree is n integers, so the depth at 24,576 ranks is measured on the tree itself. Sanders, Speck and Träff
+2009; Jeaugey 2019, NVIDIA's blog on NCCL 2.4. Differs: in NCCL pieces go down while others still come up,
+which hides one of the two fillings of the pipe; here the tensor is reduced first, so the broadcast mirrors
+the reduce.
 """
 
 from minitrain.communication.schedule import Schedule, Transfer, check_ranks, in_parallel, mirror, place, then
@@ -26,16 +21,14 @@ Tree = list[int | None]  # [rank] -> parent; the root has none
 
 
 def binary_tree(n: int) -> Tree:
-    """Positions 0..n-1 from left to right, as in a sorted tree: odd ones are leaves; 0 is the root, with one child."""
+    """Positions 0..n-1 from left to right: odd ones are leaves; 0 is the root, with one child."""
     check_ranks(n)
     tree: Tree = [None]
     for position in range(1, n):
         lowest = position & -position
         without = position - lowest
         up = without | 2 * lowest
-        tree.append(
-            up if up < n else without
-        )  # beyond the end of n, no power of two: one branch further down
+        tree.append(up if up < n else without)  # beyond the end of n: one branch further down
     return tree
 
 
@@ -66,7 +59,7 @@ def depths(tree: Tree) -> list[int]:
 
 
 def tree_reduce(tree: Tree, pieces: int = 1) -> Schedule:
-    """Towards the root, a piece a step: a rank starts when the first piece of its slowest child has arrived."""
+    """Towards the root, a piece a step: a rank starts when its slowest child's first piece has arrived."""
     if pieces < 1:
         raise ValueError(f"pieces={pieces}; a tensor is at least one piece")
     level, n = depths(tree), len(tree)

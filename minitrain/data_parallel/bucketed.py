@@ -1,16 +1,14 @@
-"""Data parallelism with overlap: gradients travel in buckets while backward still computes the earlier layers.
+"""Data parallelism with overlap: gradients travel in buckets while backward goes on with earlier layers.
 
-    bucket[i] full  ->  all_reduce(bucket[i]) starts          backward goes on; finish() waits for what is left
+    bucket[i] full  ->  all_reduce(bucket[i]) starts      backward goes on; finish() waits for what is left
 
-Backward finishes the last layer's gradients first, so buckets are filled from the last parameter to the
-first.
-`finish()` is a visible line of the training step: its duration *is* the communication that was not hidden.
-Sends 2(n-1)/n of the gradients' bytes a step, as the naive way, in as many all-reduces as there are buckets.
-Memory: the buckets are the gradients; beside them live one incoming gradient and the receive buffers.
+Backward finishes the last layer first, so buckets are filled from the last parameter to the first. `finish()`
+is a visible line of the training step: its duration *is* the communication that was not hidden.
+Sends 2(n-1)/n of the gradients' bytes a step, in as many all-reduces as there are buckets. Memory: the
+buckets are the gradients; beside them live one incoming gradient and the receive buffers.
 Accumulation: with `enabled = False` for all but the last microbatch gradients add up locally and travel once.
-Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, sections 3.2.2 and 3.2.3 (25 MB buckets). Differs: an
-explicit finish() instead of a callback at the end of backward, SUM instead of mean, no search for unused
-parameters.
+Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, sections 3.2.2 and 3.2.3. Differs: an explicit
+finish(), no callback at the end of backward; SUM, no mean; no search for unused parameters.
 """
 
 from collections.abc import Iterable
@@ -30,9 +28,8 @@ class GradReducer:
         self.group, self.enabled = group, True
         self.buckets = [GradBucket(packed) for packed in pack(trainable_once(params)[::-1], bucket_bytes)]
         self._in_order, self._handles = InOrder(self.buckets, self._start), []
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(self._on_ready) for param in self._in_order.bucket_of
-        ]
+        params = self._in_order.bucket_of
+        self._hooks = [param.register_post_accumulate_grad_hook(self._on_ready) for param in params]
 
     def _on_ready(self, param: nn.Parameter) -> None:
         """A backward has finished this gradient: put it into its bucket, start the buckets that are full."""
@@ -44,7 +41,7 @@ class GradReducer:
         self._handles.append(all_reduce(bucket.grads, self.group, out=bucket.grads, async_op=True))
 
     def ready(self, params: Iterable[nn.Parameter]) -> None:
-        """The gradients of these are complete: for a caller that sets `enabled = False` and knows when (a pipeline)."""
+        """These gradients are complete: for a pipeline, which sets `enabled = False` and knows when."""
         for param in params:
             if param in self._in_order.bucket_of and param.grad is not None:
                 self._in_order.bucket_of[param].put(param)
@@ -63,8 +60,9 @@ class GradReducer:
             places = [pair for bucket in waiting for pair in bucket.place.items()]
             empty = [tuple(param.shape) for param, place in places if param.grad is not place]
             raise ValueError(
-                f"{len(empty)} parameters got no gradient (shapes {empty[:3]}); use every parameter in the loss on "
-                "every rank, freeze it with requires_grad_(False), or set enabled=True before the last backward"
+                f"{len(empty)} parameters got no gradient (shapes {empty[:3]}); use every parameter in the "
+                "loss on every rank, freeze it with requires_grad_(False), or set enabled=True before the last "
+                "backward"
             )
         for handle in self._handles:
             handle.wait()

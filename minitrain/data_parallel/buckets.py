@@ -1,6 +1,6 @@
-"""Buckets: parameters packed into flat buffers of about `bucket_bytes`, and full buckets started in one order on every rank.
+"""Buckets: parameters packed into flat buffers of about `bucket_bytes`, started in one order when full.
 
-    pack        [p9, p8, p7, ...]  ->  [p9, p8] [p7] ...       same key (dtype, device, ...) and at most bucket_bytes each
+    pack        [p9, p8, p7, ...]    ->  [p9, p8] [p7] ...    same dtype and device, at most bucket_bytes each
     InOrder     p7 complete, p9, p8  ->  start([p9, p8]), start([p7])
 
 The network matches calls by order, not by name, so buckets start in list order even if a later one is full
@@ -30,11 +30,9 @@ def grouped(items: Iterable, key: Callable = kind) -> dict:
 
 
 def pack(params: Iterable[nn.Parameter], bucket_bytes: int, key: Callable = kind) -> list[list[nn.Parameter]]:
-    """Parameters in buckets of at most `bucket_bytes`, in order; a larger parameter has a bucket of its own."""
+    """Parameters of equal key in buckets of at most `bucket_bytes`; a larger one has a bucket of its own."""
     if bucket_bytes <= 0:
-        raise ValueError(
-            f"bucket_bytes={bucket_bytes}; a bucket needs at least one byte, 25_000_000 is usual"
-        )
+        raise ValueError(f"bucket_bytes={bucket_bytes}; a bucket needs at least one byte, say 25_000_000")
     buckets: list[list[nn.Parameter]] = []
     for same in grouped(params, key).values():
         held = None
@@ -63,10 +61,9 @@ class GradBucket:
     """Parameters whose gradients live in one flat buffer."""
 
     def __init__(self, params: list[nn.Parameter], padding: int = 0):
-        self.params = params
         numel = sum(param.numel() for param in params) + padding
         self.grads = torch.zeros(numel, dtype=params[0].dtype, device=params[0].device)
-        self.place = dict(zip(params, views(self.grads, params)))
+        self.params, self.place = params, dict(zip(params, views(self.grads, params)))
 
     def put(self, param: nn.Parameter) -> None:
         """Move `param.grad` to its place, where autograd adds those of later microbatches."""
@@ -76,7 +73,7 @@ class GradBucket:
 
 
 class InOrder:
-    """Counts complete gradients, and calls `start(bucket)` for each bucket that is full, in the order of the list."""
+    """Counts complete gradients, and calls `start(bucket)` for each full bucket, in the order of the list."""
 
     def __init__(self, buckets: list, start: Callable):
         self.buckets, self.start = buckets, start
@@ -84,8 +81,7 @@ class InOrder:
         self.reset()
 
     def reset(self) -> None:
-        self.arrived = dict.fromkeys(self.buckets, 0)
-        self.waiting = deque(self.buckets)  # not started
+        self.arrived, self.waiting = dict.fromkeys(self.buckets, 0), deque(self.buckets)
 
     def complete(self, param: nn.Parameter) -> None:
         self.arrived[self.bucket_of[param]] += 1

@@ -1,23 +1,19 @@
 """Over which ranks is each model state cut? Memory, bytes on the wire, and the fastest choice that fits.
 
-    k ranks a node, n nodes, W = k·n      a state is   N  not cut    I  cut over the k of a node    G  over all W
+    k ranks a node, n nodes, W = k·n      N  not cut    I  cut over the k of a node    G  cut over all W
     factors F_p, F_g, F_o                 parameters, gradients, optimizer state are cut into so many pieces
-    rule   F_p | F_g | F_o | W            needed twice a microbatch, once a microbatch, once a step: what is needed
-                                          less often is cut as finely as what is needed more often, or finer
+    rule   F_p | F_g | F_o | W            what is needed less often is cut as finely, or finer
 
 Of PaRO's 27 shardings the rule leaves 10; of AMSP's factors all chains of divisors. A factor up to k divides
 k, a larger one is a multiple of k. For Ψ parameters a rank holds 2Ψ/F_p + 2Ψ/F_g + 12Ψ/F_o: 16Ψ, (4 + 12/N)Ψ,
 (2 + 14/N)Ψ, 16Ψ/N for DDP and ZeRO-1, 2, 3 on N ranks. It sends the five terms of `_terms`. Each takes M = 2Ψ
-bytes from f to h pieces, or back: inside the node first, then across. With c = max(f, min(h, k)) pieces in
-between a rank sends M (1/f - 1/c) inside and M (1/c - 1/h) across. So hybrid sharding (III, m = 1) sends
-across 2M (W-k)/(kW); FSDP's paper has 2M (W-1)/(kW), a host's share of one ring through all W ranks. Where W
-does not divide Ψ, bytes are fractions: pad.
-
-Time is bytes by bandwidth, inside and across in turn: no overlap, no latency.
-Wu et al. 2023 (PaRO), arXiv:2310.06003, abstract; Chen et al. 2023 (AMSP), arXiv:2311.00257, abstract; Zhang
-et al. 2022 (MiCS), arXiv:2205.00119, section 3; Zhao et al. 2023 (FSDP), arXiv:2304.11277, section 3.2.2;
-ZeRO, arXiv:1910.02054, section 5. Differs: one rule for both searches, collectives in two levels, volumes
-with (f-1)/f, every chain is tried.
+bytes from f to h pieces, or back, with c = max(f, min(h, k)) in between: M (1/f - 1/c) inside nodes and M
+(1/c - 1/h) across. Hybrid sharding (III, m = 1) sends across 2M (W-k)/(kW); FSDP's paper has 2M (W-1)/(kW), a
+host's share of one ring through all W ranks. Where W does not divide Ψ bytes are fractions: pad. Time is
+bytes by bandwidth, without overlap or latency.
+Wu et al. 2023 (PaRO), arXiv:2310.06003; Chen et al. 2023 (AMSP), arXiv:2311.00257; Zhang et al. 2022 (MiCS),
+arXiv:2205.00119, section 3; Zhao et al. 2023 (FSDP), arXiv:2304.11277, section 3.2.2; ZeRO, arXiv:1910.02054,
+section 5. Differs: one rule for both searches, collectives in two levels, every chain is tried.
 """
 
 from collections.abc import Iterable
@@ -28,8 +24,7 @@ from itertools import combinations_with_replacement
 # Letters of parameters, gradients and optimizer state, none cut finer than the next.
 PARO_SHARDINGS = tuple("".join(letters) for letters in combinations_with_replacement("NIG", 3))
 NAMED = {"DDP": "NNN", "ZeRO-1": "NNG", "ZeRO-2": "NGG", "ZeRO-3": "GGG", "MiCS": "III"}
-# bf16, bf16; fp32 master, momentum, variance
-STATE_BYTES = {"parameters": 2, "gradients": 2, "optimizer state": 12}
+STATE_BYTES = {"parameters": 2, "gradients": 2, "optimizer state": 12}  # bf16; fp32 master, Adam's two
 WIRE_BYTES = 2  # a parameter or a gradient, bf16
 
 
@@ -42,9 +37,7 @@ class Cluster:
 
     def __post_init__(self):
         if min(self.ranks, self.per_node) < 1 or self.ranks % self.per_node:
-            raise ValueError(
-                f"{self.ranks} ranks do not fill nodes of {self.per_node}; use a positive multiple"
-            )
+            raise ValueError(f"{self.ranks} ranks do not fill nodes of {self.per_node}; use a multiple")
 
     def fits(self, factor: int) -> bool:
         """Whether groups of `factor` neighbours lie inside nodes, or are made of whole ones."""
@@ -68,10 +61,8 @@ class Choice:
     def __post_init__(self):
         p, g, o = self.factors
         if min(p, g, o) < 1 or g % p or o % g:
-            raise ValueError(
-                f"factors {p}, {g}, {o} of parameters, gradients and optimizer state: each must be positive and divide "
-                "the next"
-            )
+            kinds = "parameters, gradients and optimizer state"
+            raise ValueError(f"factors {p}, {g}, {o} of {kinds}: each must be positive and divide the next")
 
     @property
     def factors(self) -> tuple[int, int, int]:
@@ -103,9 +94,7 @@ class ShardingPlan:
 def paro(sharding: str, cluster: Cluster) -> Choice:
     """The choice that three letters mean here: "NIG" keeps parameters, cuts gradients in the node, ..."""
     if len(sharding) != 3 or not set(sharding) <= set("NIG"):
-        raise ValueError(
-            f"{sharding!r} is no choice; write N, I or G for parameters, gradients and optimizer state"
-        )
+        raise ValueError(f"{sharding!r} is no choice; write N, I or G for each of the three states")
     factor = {"N": 1, "I": cluster.per_node, "G": cluster.ranks}
     return Choice(*(factor[letter] for letter in sharding))
 
@@ -121,11 +110,11 @@ def amsp_choices(cluster: Cluster) -> list[Choice]:
     return [Choice(p, g, o) for p, g, o in triples if g % p == 0 and o % g == 0]
 
 
-# ---- what a choice costs: in fractions, rounded once at the end, so that equal bytes give equal times ------------
+# ---- what a choice costs: in fractions, rounded once at the end, so that equal bytes give equal times
 
 
 def memory_bytes(choice: Choice, parameters: int) -> dict[str, float]:
-    """Model states of one rank by kind, in bf16 mixed precision with Adam. Gathered copies are buffers: not in here."""
+    """Model states of one rank by kind, in bf16 with Adam. Gathered copies are buffers: not in here."""
     return {kind: float(held) for kind, held in _held(choice, parameters).items()}
 
 
@@ -134,9 +123,7 @@ def traffic(choice: Choice, parameters: int, cluster: Cluster, microbatches: int
     return Traffic(*map(float, _sent(choice, parameters, cluster, microbatches)))
 
 
-def traffic_by_term(
-    choice: Choice, parameters: int, cluster: Cluster, microbatches: int = 1
-) -> dict[str, Traffic]:
+def traffic_by_term(choice: Choice, parameters: int, cluster: Cluster, microbatches=1) -> dict[str, Traffic]:
     """The same, term by term."""
     terms = _terms(choice, parameters, cluster, microbatches)
     return {name: Traffic(float(inside), float(across)) for name, (inside, across) in terms.items()}
@@ -147,20 +134,17 @@ def _held(choice: Choice, parameters: int) -> dict[str, Fraction]:
     return {kind: Fraction(size * parameters, factor) for (kind, size), factor in sizes}
 
 
-def _terms(
-    choice: Choice, parameters: int, cluster: Cluster, microbatches: int
-) -> dict[str, tuple[Fraction, Fraction]]:
-    """{name: sent inside, across}"""
+def _terms(choice: Choice, parameters: int, cluster: Cluster, microbatches: int) -> dict[str, tuple]:
+    """{name: fractions of bytes sent inside, across}"""
+    W, k, m = cluster.ranks, cluster.per_node, microbatches
     for factor in choice.factors:
         if not cluster.fits(factor):
-            raise ValueError(
-                f"{factor} pieces do not fit {cluster.ranks} ranks on nodes of {cluster.per_node}; choose from "
-                f"{', '.join(map(str, cluster.factors()))}"
-            )
+            fitting = ", ".join(map(str, cluster.factors()))
+            raise ValueError(f"{factor} pieces do not fit {W} ranks on nodes of {k}; choose from {fitting}")
     for name, count in (("parameters", parameters), ("microbatches", microbatches)):
         if count < 1:
             raise ValueError(f"{name}={count}; a step has at least one")
-    (F_p, F_g, F_o), W, m = choice.factors, cluster.ranks, microbatches
+    F_p, F_g, F_o = choice.factors
     lines = {  # name: how often, from pieces, to pieces
         "gather for forward and backward": (2 * m, 1, F_p),  # every microbatch: what is cut is not kept whole
         "reduce-scatter the gradients": (m, 1, F_g),  # every microbatch: a slice cannot accumulate the rest
@@ -170,7 +154,7 @@ def _terms(
     }
     terms = {}
     for name, (times, coarse, fine) in lines.items():
-        between = max(coarse, min(fine, cluster.per_node))
+        between = max(coarse, min(fine, k))
         first, then, last = (Fraction(times * WIRE_BYTES * parameters, f) for f in (coarse, between, fine))
         terms[name] = first - then, then - last
     return terms
@@ -181,19 +165,13 @@ def _sent(choice: Choice, parameters: int, cluster: Cluster, microbatches: int) 
     return [sum(level) for level in zip(*_terms(choice, parameters, cluster, microbatches).values())]
 
 
-# ---- the search -----------------------------------------------------------------------------------------------
+# ---- the search
 
 
 def plans(
-    choices: Iterable[Choice],
-    parameters: int,
-    cluster: Cluster,
-    *,
-    intra_bytes_per_s: float,
-    inter_bytes_per_s: float,
-    microbatches: int = 1,
+    choices, parameters: int, cluster: Cluster, *, intra_bytes_per_s, inter_bytes_per_s, microbatches=1
 ) -> list[ShardingPlan]:
-    """Every choice with its price. The bandwidths are one rank's, per direction: as of `simulate.machines`."""
+    """Every choice with its price. The bandwidths are one rank's, per direction."""
     for name, rate in (("intra_bytes_per_s", intra_bytes_per_s), ("inter_bytes_per_s", inter_bytes_per_s)):
         if not rate > 0:
             raise ValueError(f"{name}={rate} is not a bandwidth; give a positive number")
@@ -213,9 +191,6 @@ def cheapest(limit_bytes: float, candidates: Iterable[ShardingPlan]) -> Sharding
         raise ValueError("no choice to search in; give at least one, paro_choices(cluster).values() say")
     fitting = [plan for plan in candidates if plan.memory_bytes <= limit_bytes]
     if not fitting:
-        least = min(plan.memory_bytes for plan in candidates)
-        raise ValueError(
-            f"no choice holds at most {limit_bytes / 1e9:g} GB a rank; the smallest holds {least / 1e9:g} GB: take more "
-            "ranks or a smaller model"
-        )
+        least = f"the smallest holds {min(plan.memory_bytes for plan in candidates) / 1e9:g} GB: add ranks"
+        raise ValueError(f"no choice holds at most {limit_bytes / 1e9:g} GB a rank; {least}")
     return min(fitting, key=lambda plan: (plan.seconds, plan.memory_bytes, plan.choice))

@@ -3,17 +3,13 @@
     W1[F, D]  b1[F]  W2[D, F]   ->   whole[P] = W1 | b1 | W2 | padding            P = the next multiple of n
                                      shard[P/n] = whole[rank P/n : (rank+1) P/n]
 
-A shard is cut wherever n says, in the middle of a matrix if it must: an optimizer that works on elements does
-not mind. A buffer holds parameters with one `sync.BufferKey`, in the order given, so every rank has the same
-layout. A shard is an ordinary nn.Parameter with a placement: clipping and `full_tensor` know what to do.
-
-`Shards` adds to Sync this rank's own state, for the same stage, cut and world size, without any
-communication; `WholeParameters` is what stages 1 and 2 share: every rank keeps the parameters whole and
-updates a slice.
+A shard is cut wherever n says, in the middle of a matrix if it must: an optimizer works on elements. A buffer
+holds parameters with one `sync.BufferKey`, in the order given. A shard is an ordinary nn.Parameter with a
+placement. `Shards` adds to Sync this rank's own state, for the same stage, cut and world size, without any
+communication.
 Sends nothing, but for `publish`: (n-1)/n of the parameters. Padding costs at most n-1 elements a buffer.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277,
-section 3.2.3 (FlatParameter). Differs from FSDP2, which cuts every parameter along its dim 0 and so keeps its
-shape, at the price of a copy into and out of the buffer at each collective.
+section 3.2.3. FSDP2 cuts every parameter along its dim 0 instead, and copies into and out of the buffer.
 """
 
 import math
@@ -30,7 +26,7 @@ from minitrain.sharding import Placement, Shard, full_tensor, placement
 
 
 class Flat:
-    """The layout of some parameters in one padded buffer, cut over one group or over several, one inside the other."""
+    """The layout of parameters in one padded buffer, cut over groups, one inside the other."""
 
     def __init__(self, params: list[nn.Parameter], *groups: ProcessGroup):
         self.params, self.groups = params, groups
@@ -92,16 +88,13 @@ class Shards(Sync):
         """Take what `state_dict` gave on the same rank."""
         for what, mine in self._layout().items():
             if state.get(what) != mine:
-                raise ValueError(
-                    f"the state is of {what} {state.get(what)}, this is {what} {mine}: save with full_state_dict(), "
-                    "which any stage and any number of ranks can load"
-                )
+                theirs = f"the state is of {what} {state.get(what)}"
+                raise ValueError(f"{theirs}, this is {what} {mine}: save with full_state_dict()")
         sizes = [flat.shard.numel() for flat in self.flats]
         saved = [shard.numel() for shard in state["shards"]]
         if sizes != saved:
             raise ValueError(
-                f"the state has shards of {saved[:3]} elements, this model of {sizes[:3]}: it is of another model or "
-                "was cut into other buffers; use full_state_dict()"
+                f"the state has shards of {saved[:3]} elements, not {sizes[:3]}; use full_state_dict()"
             )
         with torch.no_grad():
             for flat, shard in zip(self.flats, state["shards"]):
@@ -119,14 +112,11 @@ class Shards(Sync):
 
 
 class WholeParameters(Shards):
-    """Stages 1 and 2: parameters live whole in flat buffers, and the slices of these that a rank updates are its shards."""
+    """Stages 1 and 2: parameters live whole in flat buffers; a rank updates a slice of each, its shard."""
 
-    def __init__(
-        self, model: nn.Module, group: ProcessGroup, make_optimizer: MakeOptimizer, bucket_bytes: int, start
-    ):
-        """`start(flat)`: send a bucket of gradients; buckets are in the order in which backward fills them."""
+    def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer, bucket_bytes=25_000_000):
         super().__init__(model, (group,), make_optimizer)
-        packed = pack(reversed(self.trainable), bucket_bytes, self.key_of.get)
+        packed = pack(reversed(self.trainable), bucket_bytes, self.key_of.get)  # as backward fills them
         flats = [Flat(params, *self.key_of[params[0]].groups) for params in packed]
         self.weights: dict[Flat, Tensor] = {}  # the whole parameters
         for flat in flats:
@@ -136,13 +126,12 @@ class WholeParameters(Shards):
                 param.register_post_accumulate_grad_hook(self._on_grad)
             flat.cut(flat.own(self.weights[flat]))
         self.hold(flats)
-        self.in_order = InOrder(flats, start)
+        self.in_order = InOrder(flats, self._send)
 
     def publish(self) -> None:
         """Gather the updated parameters."""
-        started = [
-            all_gather(flat.shard.detach(), flat.groups[0], out=self.weights[flat], async_op=True)
-            for flat in self.flats
-        ]
-        for handle in started:
+        handles = []
+        for flat, whole in self.weights.items():
+            handles.append(all_gather(flat.shard.detach(), flat.groups[0], out=whole, async_op=True))
+        for handle in handles:
             handle.wait()

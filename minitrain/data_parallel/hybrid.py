@@ -1,41 +1,35 @@
-"""Hybrid sharding: each model state is cut as finely as its memory asks and no finer, in a cluster of two levels.
+"""Hybrid sharding: each model state is cut as finely as its memory asks and no finer, on two levels.
 
-                    N: not cut          I: cut inside the node, over `intra`       G: over all ranks, intra then inter
-    parameters      whole, as in DDP    gathered inside the node                   across nodes, then inside
-    gradients       add up locally      reduce-scattered inside, every microbatch  inside, then across, every microbatch
-    optimizer       same on all ranks   same on all nodes                          once in the world
+                  N: not cut         I: cut inside the node (`intra`)   G: over all ranks, intra then inter
+    parameters    whole, as in DDP   gathered inside the node            across nodes, then inside
+    gradients     add up locally     reduce-scattered inside             inside, then across, each microbatch
+    optimizer     same on all ranks  same on all nodes                   once in the world
 
-Three letters name a sharding, "NNG" say; parameters are cut no finer than gradients, gradients no finer than
-the optimizer state, which leaves ten. NNN is plain data parallelism, NNG and NGG are ZeRO 1 and 2, GGG is
-ZeRO 3, III is MiCS and FSDP's HYBRID_SHARD. What has not been added up by then is added up once a step:
-MiCS's second hop is an all-reduce of shards over `inter`, however many microbatches there were.
-
-Cutting first inside the node makes every collective hierarchical: what crosses nodes is a shard of the node's
-1/k. In GGG the hop across nodes, the slow one, runs ahead of the layer that needs it; the hop inside follows
-when it is needed.
+Three letters name a sharding, none cut finer than the next, which leaves ten: NNN is DDP, NNG and NGG ZeRO 1
+and 2, GGG ZeRO 3, III MiCS and FSDP's HYBRID_SHARD. What is left is added up once a step: MiCS's second hop
+is an all-reduce of shards over `inter`, however many microbatches there were. What crosses nodes is a shard
+of the node's 1/k. In GGG the hop across nodes, the slow one, runs ahead of the layer that needs it.
 Bytes sent and memory are the formulas of choices.py, which finds the cheapest sharding under a limit.
-Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section 3.2.2; Zhang et al. 2022, MiCS, arXiv:2205.00119,
-sections 3.2 to 3.4; Wu et al. 2023, PaRO, arXiv:2310.06003; Chen et al. 2023, AMSP, arXiv:2311.00257.
-Differs: two levels and factors 1, k and W, where AMSP allows any; gradients of all shardings are counted and
-sent per unit of zero3.py.
+Zhao et al. 2023, FSDP, arXiv:2304.11277, section 3.2.2; Zhang et al. 2022, MiCS, arXiv:2205.00119, sections
+3.2 to 3.4; Wu et al. 2023, PaRO, arXiv:2310.06003; Chen et al. 2023, AMSP, arXiv:2311.00257. Differs: factors
+1, k and W, where AMSP allows any; gradients of all shardings are sent per unit of zero3.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import Handle, all_gather, all_reduce, reduce_scatter
 from minitrain.data_parallel.choices import PARO_SHARDINGS
-from minitrain.data_parallel.sync import MakeOptimizer
 from minitrain.data_parallel.units import UnitBuffer
 from minitrain.data_parallel.zero3 import Zero3
 
 
 class HybridBuffer(UnitBuffer):
-    """A flat buffer of which this rank holds what `kept` cuts leave, and updates what `updated` cuts leave."""
+    """A flat buffer of which this rank holds what `kept` cuts leave and updates what `updated` cuts leave."""
 
-    def __init__(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...], kept: int, updated: int):
+    def __init__(self, params: list[nn.Parameter], groups: tuple, kept: int, updated: int):
         self.kept, self.updated = kept, updated
         super().__init__(params, *groups)
 
@@ -51,7 +45,7 @@ class HybridBuffer(UnitBuffer):
 
 
 class Chain:
-    """A handle: `wait()` waits for the first step (or takes a tensor that is there), then takes the others, once."""
+    """A handle: `wait()` waits for the first step (or has its tensor), then takes the others, once."""
 
     def __init__(self, first: Handle | Tensor, *steps: Callable[[Tensor], Tensor]):
         self.first, self.steps = first, steps
@@ -68,22 +62,10 @@ class Hybrid(Zero3):
     """Reducer and optimizer of a training step: train_step(forward_backward, batch, hybrid, hybrid)."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        intra: ProcessGroup,
-        inter: ProcessGroup,
-        make_optimizer: MakeOptimizer,
-        sharding: str = "III",
-        units: Iterable[nn.Module] | None = None,
-        *,
-        reshard: bool = True,
-        prefetch: bool = True,
+        self, model, intra, inter, make_optimizer, sharding="III", units=None, *, reshard=True, prefetch=True
     ):
         if sharding not in PARO_SHARDINGS:
-            raise ValueError(
-                f"sharding={sharding!r}; parameters, gradients and optimizer state are each N, I or G, none cut finer "
-                f"than the next: use {', '.join(PARO_SHARDINGS)}"
-            )
+            raise ValueError(f"sharding={sharding!r} is none of {', '.join(PARO_SHARDINGS)}")
         self.groups, self.stage = (intra, inter), sharding
         self.kept, self.summed, self.updated = ("NIG".index(letter) for letter in sharding)  # numbers of cuts
         super().__init__(model, intra, make_optimizer, units, reshard=reshard, prefetch=prefetch)
@@ -111,7 +93,7 @@ class Hybrid(Zero3):
         return inside if self.summed == 1 else Chain(inside, lambda piece: reduce_scatter(piece, inter))
 
     def complete(self, flat: HybridBuffer) -> Tensor:
-        """Once a step: cut the gradient as finely as the optimizer state, and add up over the replicas of that."""
+        """Once a step: cut the gradient as finely as the optimizer state, and add up over replicas."""
         for group in flat.groups[self.summed : self.updated]:
             flat.sum = reduce_scatter(flat.sum, group)
         intra, inter = flat.groups

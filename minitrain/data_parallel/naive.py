@@ -1,14 +1,13 @@
 """Data parallelism, the plain way: after backward, add up every gradient over the ranks.
 
-    loss = sum over all tokens of the batch / number of valid tokens in the batch      one divisor, known before backward
-    grad = sum over ranks of grad_rank                                                 so the reduction is a SUM, no mean
+    loss = sum over all tokens of the batch / number of valid tokens in it  one divisor, known before backward
+    grad = sum over ranks of grad_rank                                      so the reduction is a SUM, no mean
 
 Every rank holds the whole model and its own rows of the batch. Nothing overlaps; `bucketed.py` does.
 Sends 2(n-1)/n of the gradients' bytes a step (one all-reduce a parameter, or one in all if `fused`).
 Memory: `fused` holds one more copy of all gradients (6 GB in fp32 for 1.5 billion parameters: ZeRO, section
 3.2).
-Raises ValueError if a parameter got no gradient on this rank: another rank may have one, and they would not
-agree.
+Raises ValueError if a parameter got no gradient on this rank: another may have one, and they would not agree.
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.1. Differs: SUM instead of a mean of means.
 """
 
@@ -22,7 +21,7 @@ from minitrain.data_parallel.buckets import flatten, grouped, views
 
 
 def all_reduce_gradients(params: Iterable[nn.Parameter], group: ProcessGroup, *, fused: bool = False) -> None:
-    """Replace every gradient by its sum over `group`; with `fused`, through one flat buffer per dtype and device."""
+    """Replace every gradient by its sum over `group`; with `fused`, through one buffer per dtype."""
     params = with_gradients(params)
     if not fused:
         for param in params:
@@ -33,7 +32,6 @@ def all_reduce_gradients(params: Iterable[nn.Parameter], group: ProcessGroup, *,
 
 
 def all_reduce_fused(params: list[nn.Parameter], group: ProcessGroup) -> None:
-    """Through one flat buffer."""
     flat = flatten(param.grad for param in params)
     all_reduce(flat, group, out=flat)
     for param, part in zip(params, views(flat, params)):
@@ -43,13 +41,11 @@ def all_reduce_fused(params: list[nn.Parameter], group: ProcessGroup) -> None:
 def with_gradients(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The trainable parameters, each once (tied weights are one parameter); all must have a gradient."""
     trainable = trainable_once(params)
-    missing = [position for position, param in enumerate(trainable) if param.grad is None]
+    missing = [number for number, param in enumerate(trainable) if param.grad is None]
     if missing:
-        shapes = ", ".join(str(tuple(trainable[position].shape)) for position in missing[:3])
-        raise ValueError(
-            f"{len(missing)} of {len(trainable)} parameters got no gradient (the first: number {missing[0]}, shape "
-            f"{shapes}); use every parameter in the loss on every rank, or freeze it with requires_grad_(False)"
-        )
+        first = f"the first: number {missing[0]}, shape {tuple(trainable[missing[0]].shape)}"
+        some = f"{len(missing)} of {len(trainable)} parameters got no gradient"
+        raise ValueError(f"{some} ({first}); use all in the loss on every rank, or freeze them")
     return trainable
 
 
@@ -57,7 +53,5 @@ def trainable_once(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Parameters that ask for a gradient, in order, without repetition; there must be one."""
     trainable = list(dict.fromkeys(param for param in params if param.requires_grad))
     if not trainable:
-        raise ValueError(
-            "no parameter asks for a gradient; set requires_grad=True on some of model.parameters()"
-        )
+        raise ValueError("no parameter asks for a gradient; set requires_grad=True on some of them")
     return trainable

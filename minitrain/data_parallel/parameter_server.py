@@ -1,23 +1,20 @@
 """A parameter server: servers own the weights in slices, workers push gradients and pull weights.
 
-    push: worker -> server k:   grad[slice k]           server:  w[slice k] <- step(w[slice k], sum over workers)
-    pull: server k -> worker:   w[slice k]              staleness d: the worker computes step t with the weights of step t - d
+    push: worker -> server k:   grad[slice k]     server:  w[slice k] <- step(w[slice k], sum over workers)
+    pull: server k -> worker:   w[slice k]        staleness d: step t is computed with the weights of t - d
 
-The first `servers` ranks of the group serve, the others work. Synchronous (staleness 0) it equals data
-parallelism with the same optimizer. With staleness d a worker never waits for the answer to its last d
-pushes, so network and computation overlap, and w[t+1] = w[t] - lr · g(w[t-d]): repeatable, and another
-training run than the synchronous one.
+The first `servers` ranks serve, the others work. With staleness 0 it equals data parallelism. With staleness
+d a worker never waits for the answer to its last d pushes, so network and computation overlap, and w[t+1] =
+w[t] - lr · g(w[t-d]): repeatable, and another training run.
 Sends, with n workers, s servers and S bytes of weights: a worker S a step; a server n·S/s, and it receives as
-much, so one server carries 2nS where an all-reduce costs every rank 2(n-1)/n · S each way: the bottleneck
-that ring all-reduce removed.
-Memory: weights and optimizer state once, on the servers; a worker holds weights and gradients.
+much: 2nS for one server, where an all-reduce costs every rank 2(n-1)/n · S each way. Memory: weights and
+optimizer state once, on the servers; a worker holds weights and gradients.
 Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI, sections 3.1 and 3.3.
-Differs: slices of one flat vector instead of hashed keys; staleness fixed instead of bounded, so that a test
-can compare.
+Differs: slices of one vector, not hashed keys; staleness fixed, not bounded, so that a test can compare.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -35,23 +32,14 @@ def slices(numel: int, servers: int) -> list[slice]:
 
 
 def check(group: ProcessGroup, servers: int, staleness: int) -> None:
-    if not 1 <= servers < group.size():
-        raise ValueError(
-            f"servers={servers} of {group.size()} ranks leaves nobody to work; choose 1 to {group.size() - 1}"
-        )
+    n = group.size()
+    if not 1 <= servers < n:
+        raise ValueError(f"servers={servers} of {n} ranks leaves nobody to work; choose 1 to {n - 1}")
     if staleness < 0:
         raise ValueError(f"staleness={staleness}; 0 waits for every answer, 1 lets one push be under way")
 
 
-def serve(
-    params: Iterable[nn.Parameter],
-    make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
-    steps: int,
-    group: ProcessGroup,
-    *,
-    servers: int = 1,
-    staleness: int = 0,
-) -> Tensor:
+def serve(params, make_optimizer, steps: int, group: ProcessGroup, *, servers=1, staleness=0) -> Tensor:
     """Run a server rank for `steps` steps; returns its slice of the final weights [numel/servers]."""
     check(group, servers, staleness)
     flat = flatten(trainable_once(params))
@@ -67,11 +55,9 @@ def serve(
 
 
 class Worker:
-    """A working rank: `push_pull()` after each backward, in place of reducer.finish() and optimizer.step()."""
+    """A working rank: `push_pull()` after each backward, in place of finish() and optimizer.step()."""
 
-    def __init__(
-        self, params: Iterable[nn.Parameter], group: ProcessGroup, *, servers: int = 1, staleness: int = 0
-    ):
+    def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup, *, servers=1, staleness=0):
         check(group, servers, staleness)
         self.params, self.group = trainable_once(params), group
         self.servers, self.staleness = servers, staleness

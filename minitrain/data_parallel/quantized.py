@@ -7,19 +7,15 @@
     quantize   x [.., d]  ->  codes [.., d] int8, or [.., ceil(d/2)] uint8 with two codes a byte (4 bits)
                               scales [.., ceil(d/block)] float32
 
-Blocks are cut along the last dim, so that every row can be sent by itself; the last one may be short. With
-one scale for the whole tensor a single outlier would take the resolution of all numbers; now it takes that of
-its block. In float32 the error is at most 2^-15 of a step more (and 2^-149); the rounding to `dtype` comes on
-top. A zero and the largest number of a block come back to the bit (of a float64, its float32). A block with
-NaN or infinity (or a float64 beyond float32) comes back as NaN from end to end, the others as if nothing had
-happened.
-
-Bytes of a row: codes ceil(d·bits/8), scales 4·ceil(d/block). Sends nothing. Memory while it works, besides
-the result: one float32 copy of x to quantise (two of a half-precision x), one to dequantise, and the codes as
-int8.
+Blocks are cut along the last dim, so that every row can be sent by itself; the last one may be short. An
+outlier takes the resolution of its block only. In float32 the error is at most 2^-15 of a step more (and
+2^-149). A zero and the largest number of a block come back to the bit (of a float64, its float32). A block
+with NaN or infinity (or a float64 beyond float32) comes back as NaN from end to end, the others as if nothing
+had happened.
+Bytes of a row: codes ceil(d·bits/8), scales 4·ceil(d/block). Memory while it works, besides the result: one
+float32 copy of x to quantise (two of a half-precision x), one to dequantise, and the codes as int8.
 Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Wang et al. 2023, ZeRO++, arXiv:2306.10209, section 3.1.
-Differs: evenly spaced levels about zero (Dettmers: a tree of exponents), plain PyTorch operators in place of
-one fused kernel.
+Differs: evenly spaced levels (Dettmers: a tree of exponents), plain operators in place of one fused kernel.
 """
 
 from dataclasses import dataclass
@@ -47,7 +43,7 @@ class Quantized:
 
     @property
     def steps(self) -> Tensor:
-        """The distance of two neighbouring values in each block, like scales; no number is wrong by more than half."""
+        """The distance of two neighbouring values in each block; no number is wrong by more than half."""
         return self.scales / levels(self.bits)
 
 
@@ -60,10 +56,8 @@ def quantize(x: Tensor, bits: int, block: int) -> Quantized:
     """x [.., d] in blocks of `block` along the last dim, outside autograd."""
     check_blocks("quantize", bits, block)
     if x.dtype not in FLOATS or x.dim() == 0:
-        raise ValueError(
-            f"quantize: x is {x.dtype} {list(x.shape)}; it must be float16, bfloat16, float32 or float64 with 1 dim or "
-            "more: convert with x.float(), x.reshape(1)"
-        )
+        found = f"{x.dtype} {list(x.shape)}"
+        raise ValueError(f"quantize: x is {found}; it must be floating, with dims: x.float(), x.reshape(1)")
     length = x.shape[-1]
     blocks = _in_blocks(x.detach().to(torch.promote_types(x.dtype, torch.float32)), block)
     scales = blocks.abs().amax(-1).float()
@@ -107,19 +101,15 @@ def from_bytes(message: Tensor, length: int, bits: int, block: int) -> Quantized
 def check_blocks(what: str, bits: int, block: int) -> None:
     """Refuse what no tensor can be quantised with."""
     if bits not in (4, 8):
-        raise ValueError(
-            f"{what}: bits={bits!r}; use 8 (codes to 127, for weights) or 4 (codes to 7, for gradients)"
-        )
+        raise ValueError(f"{what}: bits={bits!r}; use 8 (codes to 127) or 4 (codes to 7)")
     if not isinstance(block, int) or block < 1:
         raise ValueError(f"{what}: block={block!r}; use a whole number, 1 or more, 256 say")
     if bits == 4 and block % 2:
-        raise ValueError(
-            f"{what}: block={block} is odd, but 4-bit codes share a byte in pairs; use {block + 1}"
-        )
+        raise ValueError(f"{what}: block={block} is odd, but two 4-bit codes share a byte; use {block + 1}")
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
-    """[.., d] -> [.., ceil(d/block), block], a view unless the last block is short and has to be filled up with zeros."""
+    """[.., d] -> [.., ceil(d/block), block], a view unless a short last block is filled up with zeros."""
     blocks = -(-x.shape[-1] // block)
     missing = blocks * block - x.shape[-1]
     return (pad(x, (0, missing)) if missing else x).unflatten(-1, (blocks, block))

@@ -1,16 +1,14 @@
-"""Sync: what sums gradients over ranks and owns the optimizer. Every stage of sharding is one of these to a training step.
+"""Sync: what sums gradients over ranks and owns the optimizer; every stage of sharding is one of these.
 
-    forward_backward   ->   finish()         ->   clip           ->   step()                    ->   the next forward
-    hooks see gradients     all are sums          over the shards     optimizer, then publish()      sees new parameters
+    forward_backward   ->   finish()       ->   clip           ->   step()                   ->   forward
+    hooks see gradients     all are sums        over the shards     optimizer, then publish()     new weights
 
 A gradient is complete when autograd's hook says so while `enabled`; a pipeline, which runs backwards in an
 order of its own, sets `driven` and calls `arrived(params)` after each microbatch and `ready(params)` after
 the last.
-
 `make_optimizer(params)` is called once with a stand-in for every trainable parameter: its `.global_name`, the
 shape of the whole, no memory. So groups by name or shape (`p.dim() >= 2`) mean the same whatever is cut. Then
-what this rank keeps takes the stand-ins' places in the optimizer; nothing that is kept mixes two groups.
-
+what this rank keeps takes the stand-ins' places; nothing that is kept mixes two groups.
 `full_state_dict()` has whole parameters and optimizer states by global name, the same on all ranks that hold
 them; `load_full_state_dict` takes them into any stage, number of ranks and cut.
 Sends nothing but for `full_*`, which gathers (n-1)/n of what it returns, cut by cut.
@@ -29,7 +27,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class BufferKey(NamedTuple):
-    """Parameters with equal keys may share a buffer: complete together, summed alike, cut alike, updated alike."""
+    """Parameters with equal keys may share a buffer: complete, summed, cut and updated alike."""
 
     part: int  # of a pipeline: the stage
     groups: tuple  # over whose ranks the gradient is a sum
@@ -40,7 +38,7 @@ class BufferKey(NamedTuple):
 
 
 class WholeParameter:
-    """A parameter that this rank updates as it is: the interface of Flat (flat.py), which keeps a slice of many."""
+    """A parameter that this rank updates as it is; flat.Flat has the same interface for a slice of many."""
 
     def __init__(self, param: nn.Parameter):
         self.shard, self.params = param, [param]
@@ -55,7 +53,7 @@ class WholeParameter:
 
 
 class Sync:
-    """A stage adds how gradients and parameters travel: `finish`, `publish`, and its answers to hooks and pipelines."""
+    """A stage adds how gradients and parameters travel: `finish`, `publish`, and what hooks call."""
 
     enabled = True  # hooks count: this backward is the last of the step
     driven = False  # hooks do not count: `arrived` and `ready` are called
@@ -69,13 +67,12 @@ class Sync:
         self.key_of: dict[nn.Parameter, BufferKey] = {}
         for number, part in enumerate(self.parts):
             for param in part:
-                at, settings = placement(param), group_of.get(param)
-                summed_over = at.summed_over or groups
-                key = BufferKey(number, summed_over, at.copies, at.cut_over, param.dtype, settings)
+                at, over = placement(param), placement(param).summed_over or groups
+                key = BufferKey(number, over, at.copies, at.cut_over, param.dtype, group_of.get(param))
                 self.key_of[param] = key
 
     def hold(self, held: Iterable) -> None:
-        """What this rank keeps of the parameters, WholeParameter or Flat: that is what the optimizer updates."""
+        """What this rank keeps of the parameters (WholeParameter, Flat) is what the optimizer updates."""
         self.held, first_states, self._first_states = list(held), self._first_states, {}
         for kept in self.held:
             if self.optimizer and kept.shard.requires_grad:
@@ -84,7 +81,7 @@ class Sync:
                 if kept.params[0] in first_states:
                     self._take_state(kept, [first_states[param] for param in kept.params])
 
-    # ---- a training step ------------------------------------------------------------------------------------
+    # ---- a training step
 
     @property
     def param_groups(self) -> list[dict]:
@@ -126,12 +123,10 @@ class Sync:
 
     def no_gradient(self, params: Iterable[nn.Parameter]) -> ValueError:
         names = ", ".join([self.names[param] for param in params][:3])
-        return ValueError(
-            f"no gradient for {names}; use every parameter in the loss on every rank, freeze it with "
-            "requires_grad_(False), or set enabled=True before the last backward"
-        )
+        ways_out = "use all in the loss on every rank, freeze them, or set enabled=True in time"
+        return ValueError(f"no gradient for {names}; {ways_out}")
 
-    # ---- the whole of a parameter ---------------------------------------------------------------------------
+    # ---- the whole of a parameter
 
     def full_tensor(self, param: nn.Parameter) -> Tensor:
         """The whole of a parameter of the model, on every rank (all that hold it must ask)."""
@@ -148,16 +143,14 @@ class Sync:
             for position, known in enumerate(kept.params):
                 if known is param:
                     return full_tensor(kept.unfold(shard_of(kept))[position].clone(), placement(param).shards)
-        raise ValueError(
-            f"this parameter {list(param.shape)} is not sharded here; give one of the model's own"
-        )
+        raise ValueError(f"this parameter {list(param.shape)} is not sharded here; give one of the model")
 
     def frozen(self) -> list[nn.Parameter]:
         """Parameters that are not kept for updates."""
         kept = {param for held in self.held for param in held.params}
         return [param for param in self.names if param not in kept]
 
-    # ---- states ---------------------------------------------------------------------------------------------
+    # ---- states
 
     def full_state_dict(self) -> dict[str, Any]:
         """Copies of whole parameters and optimizer states by name."""
@@ -165,22 +158,15 @@ class Sync:
         states: dict[str, dict] = {}
         for kept in self.held:
             state = self.optimizer.state.get(kept.shard, {}) if self.optimizer else {}
-            weights = kept.unfold(kept.shard)
-            per_element = {  # what the optimizer keeps for every element of the shard
-                key: kept.unfold(value)
-                for key, value in state.items()
-                if isinstance(value, Tensor) and value.shape == kept.shard.shape
-            }
+            weights, shape = kept.unfold(kept.shard), kept.shard.shape
+            cut = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
+            whole = {key: kept.unfold(state[key]) for key in state if key in cut}
             for position, param in enumerate(kept.params):
                 name, shards = self.names[param], placement(param).shards
                 parameters[name] = full_tensor(weights[position], shards).clone()
-                if state:
-                    states[name] = {
-                        key: full_tensor(per_element[key][position], shards).clone()
-                        if key in per_element
-                        else copied(value)
-                        for key, value in state.items()
-                    }
+                for key, value in state.items():
+                    full = full_tensor(whole[key][position], shards).clone() if key in cut else copied(value)
+                    states.setdefault(name, {})[key] = full
         return {"parameters": parameters, "optimizer": states}
 
     def load_full_state_dict(self, full: dict[str, Any]) -> None:
@@ -188,10 +174,8 @@ class Sync:
         parameters, states = full["parameters"], full["optimizer"]
         ours, theirs = set(self.names.values()), set(parameters)
         if ours != theirs:
-            raise ValueError(
-                f"the state lacks {sorted(ours - theirs)[:3]} and has {sorted(theirs - ours)[:3]} too many: it is of "
-                "another model"
-            )
+            less, more = sorted(ours - theirs)[:3], sorted(theirs - ours)[:3]
+            raise ValueError(f"the state lacks {less} and has {more} too many: it is of another model")
         with torch.no_grad():
             for param in self.frozen():
                 param.copy_(own_slice(parameters[self.names[param]], param))
@@ -216,13 +200,11 @@ class Sync:
 
 
 def build_optimizer(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Parameter, str]) -> tuple:
-    """(the optimizer with its groups emptied, states it made already, the group of each trainable parameter)."""
+    """(the optimizer, its groups emptied; states it made already; the group of each trainable parameter)."""
     if isinstance(make_optimizer, torch.optim.Optimizer):
         kind = type(make_optimizer).__name__
-        raise ValueError(
-            f"{kind} was built before sharding, over whole parameters; give a function that builds it: "
-            f"lambda params: {kind}(params, lr=...)"
-        )
+        way_out = f"give a function that builds it: lambda params: {kind}(params, lr=...)"
+        raise ValueError(f"{kind} was built before sharding, over whole parameters; {way_out}")
     trainable = {param: name for param, name in names.items() if param.requires_grad}
     if make_optimizer is None or not trainable:
         return None, {}, {}
@@ -235,31 +217,22 @@ def build_optimizer(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Para
     group_of = {}
     for number, group in enumerate(optimizer.param_groups):
         if any(param not in stand_ins for param in group["params"]):
-            raise ValueError(
-                "make_optimizer built its optimizer over other tensors than those it was given; use its argument, "
-                "lambda params: AdamW(params, lr=...)"
-            )
+            raise ValueError("make_optimizer built its optimizer over other tensors; use those it is given")
         group_of |= {stand_ins[param]: number for param in group["params"]}
         group["params"] = []
     if left := [name for param, name in trainable.items() if param not in group_of]:
-        raise ValueError(
-            f"make_optimizer left out {', '.join(left[:3])}; give it every parameter, or freeze those, "
-            "requires_grad_(False)"
-        )
+        raise ValueError(f"make_optimizer left out {', '.join(left[:3])}; give it all, or freeze those")
     first_states = {stand_ins[param]: state for param, state in optimizer.state.items()}
     optimizer.state.clear()
     return optimizer, first_states, group_of
 
 
 def parts_of(model: nn.Module) -> list[dict[nn.Parameter, str]]:
-    """Parameters that become complete together, each once by its first name: a model, or its `parts()` (stages)."""
+    """Parameters that become complete at one time, with names: all of a model, or its `parts()` (stages)."""
     parts = model.parts() if hasattr(model, "parts") else [{p: name for name, p in model.named_parameters()}]
     devices = sorted({str(param.device) for part in parts for param in part})
     if len(devices) > 1:
-        raise ValueError(
-            f"parameters are on {', '.join(devices)}; move the model to one device before it is sharded, "
-            "model.to(device)"
-        )
+        raise ValueError(f"parameters are on {', '.join(devices)}; move the model to one device first")
     return parts
 
 

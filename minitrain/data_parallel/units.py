@@ -1,11 +1,11 @@
-"""Units: the modules whose parameters are gathered together and freed together (zero3.py), and the buffers for them.
+"""Units: the modules whose parameters are gathered together and freed together (zero3.py), and their buffers.
 
     elements(model)     the default units
     assign(..)          each parameter belongs to the innermost unit around it, and to a buffer of that unit
 
-What several units use (a tied table) has a buffer of its own, which each of them gathers. Sends nothing. A
-gathered buffer keeps its address: freeing it shrinks its storage to nothing, gathering grows it again. So the
-views of a weight that autograd saved in forward find the data again in backward.
+What several units use (a tied table) has a buffer of its own, which each of them gathers. A gathered buffer
+keeps its address: freeing it shrinks its storage to nothing, gathering grows it again. So the views of a
+weight that autograd saved in forward find the data again in backward. Sends nothing.
 Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section 3.2.1 (FSDP units).
 """
 
@@ -21,7 +21,7 @@ from minitrain.data_parallel.flat import Flat
 
 
 class UnitBuffer(Flat):
-    """A flat buffer whose whole exists between `start` and `free` only; between times its parameters read as NaN."""
+    """A flat buffer that is whole between `start` and `free` only; otherwise its parameters read as NaN."""
 
     def __init__(self, params: list[nn.Parameter], *groups: ProcessGroup):
         super().__init__(params, *groups)
@@ -43,7 +43,7 @@ class UnitBuffer(Flat):
         return self.whole.untyped_storage().nbytes() > 0
 
     def start(self, gather: Callable) -> None:
-        """Set the gather in motion, unless the whole is there or on its way."""
+        """Start the gather, unless the whole is there or on its way."""
         if not self.is_whole:
             self._resize(self.numel)
             self.handle = gather(self)
@@ -71,7 +71,7 @@ class UnitBuffer(Flat):
 
 
 class Unit:
-    """A module, its buffers, and the pass through the model (through a stage, in a pipeline) that it belongs to."""
+    """A module, its buffers, and the order of units in its pass (through a stage, in a pipeline)."""
 
     def __init__(self, module: nn.Module):
         self.module, self.flats, self.turns = module, [], None
@@ -99,10 +99,9 @@ class Turns:
 
 
 def elements(module: nn.Module) -> list[nn.Module]:
-    """The default units: each member of the lists inside (ModuleList, ModuleDict, Sequential), and each child beside these.
+    """The default units: members of lists inside (ModuleList, ModuleDict, Sequential), and children beside.
 
-    A module with a list inside is opened; within a list only what cannot be called is: a block may hold lists of its own
-    (experts, heads), and is one unit."""
+    Within a list only what cannot be called is opened: a block may hold lists (experts), and is one unit."""
     lists, found = (nn.ModuleList, nn.ModuleDict, nn.Sequential), []
     for child in module.children():
         can_be_called = type(child).forward is not nn.Module.forward
@@ -114,10 +113,8 @@ def elements(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def assign(
-    model: nn.Module, modules: list[nn.Module], make_flat: Callable, key_of: Mapping[nn.Parameter, tuple]
-) -> list[Unit]:
-    """Units, the model itself first, with their buffers: for parameters that the same units use, with equal keys."""
+def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable, key_of: Mapping) -> list[Unit]:
+    """Units, the model first, with a buffer for parameters that the same units use, of equal keys."""
     units = {module: Unit(module) for module in [model, *modules]}
     users: dict[nn.Parameter, dict[Unit, None]] = {}  # the units that use a parameter, by whatever name
 
@@ -130,14 +127,12 @@ def assign(
 
     visit(model, units[model])
     alike = grouped(users, lambda param: (tuple(users[param]), param.requires_grad, key_of[param]))
-    for (units_of_buffer, _, key), params in alike.items():
+    for (users_of_all, _, key), params in alike.items():
         flat = make_flat(params, key.groups)
-        for unit in units_of_buffer:
+        for unit in users_of_all:
             unit.flats.append(flat)
-    empty = [module for module in modules if not units[module].flats]
-    if empty:
-        raise ValueError(
-            f"unit {type(empty[0]).__name__} has no parameters of its own; leave it out of units, or give modules of "
-            "the model that was passed"
-        )
+    for module in modules:
+        if not units[module].flats:
+            kind = type(module).__name__
+            raise ValueError(f"unit {kind} has no parameters of its own; leave it out")
     return [unit for unit in units.values() if unit.flats]

@@ -4,19 +4,15 @@
     optimizer.step()           on  weight shard[P/n]            1/n of the state, 1/n of its FLOPs
     all_gather(weight shard)   ->  parameters[P] on every rank
 
-An all-reduce is a reduce-scatter and an all-gather. Data parallelism updates all parameters after both, n
-times the same; here each rank updates what it owns between them, and the new parameters are gathered instead
-of the gradients. The bytes are data parallelism's. With Adam in mixed precision (bf16 parameters and
-gradients, float32 master, momentum and variance) a rank keeps 2 + 2 + 12/n bytes a parameter instead of 16.
-
-Sends (n-1)/n of the gradients and (n-1)/n of the parameters a step, however many microbatches: gradients add
-up locally.
+An all-reduce is a reduce-scatter and an all-gather: here each rank updates what it owns between the two. The
+bytes are data parallelism's. With Adam in mixed precision a rank keeps 2 + 2 + 12/n bytes a parameter instead
+of 16.
+Sends (n-1)/n of the gradients and (n-1)/n of the parameters a step: gradients of microbatches add up locally.
 Memory: parameters and gradients live in flat buffers, the shards are slices of them; sums come back in place.
 In a pipeline a bucket is of one stage and travels when the stage's last microbatch is done.
-Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (P_os); the ancestor is Xu et al. 2020,
-weight-update sharding, arXiv:2004.13336, section 3, for which a compiler rewrites the all-reduce. Differs:
-buckets and overlap, SUM instead of mean, the master copy belongs to the optimizer (`AdamW(...,
-master_dtype=torch.float32)`).
+Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (P_os); before it Xu et al. 2020, weight-update
+sharding, arXiv:2004.13336, section 3, by a compiler. Differs: buckets and overlap, SUM instead of mean, the
+master copy belongs to the optimizer (`AdamW(..., master_dtype=torch.float32)`).
 """
 
 from collections.abc import Iterable
@@ -27,7 +23,6 @@ from torch.distributed import ProcessGroup
 from minitrain.collectives import Handle, reduce_scatter
 from minitrain.data_parallel.buckets import GradBucket
 from minitrain.data_parallel.flat import Flat, WholeParameters
-from minitrain.data_parallel.sync import MakeOptimizer
 
 
 class Zero1(WholeParameters):
@@ -35,16 +30,10 @@ class Zero1(WholeParameters):
 
     stage = 1
 
-    def __init__(
-        self,
-        model: nn.Module,
-        group: ProcessGroup,
-        make_optimizer: MakeOptimizer,
-        bucket_bytes: int = 25_000_000,
-    ):
-        super().__init__(model, group, make_optimizer, bucket_bytes, self._start)
+    def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer, bucket_bytes=25_000_000):
+        super().__init__(model, group, make_optimizer, bucket_bytes)
         self.grads = {flat: GradBucket(flat.params, flat.padding) for flat in self.flats}
-        self._started: list[Handle] = []
+        self._sent: list[Handle] = []
 
     def _on_grad(self, param: nn.Parameter) -> None:
         """After a backward: the gradient goes to its place, where those of other microbatches add up."""
@@ -59,16 +48,16 @@ class Zero1(WholeParameters):
                 self.grads[self.in_order.bucket_of[param]].put(param)
                 self.in_order.complete(param)
 
-    def _start(self, flat: Flat) -> None:
+    def _send(self, flat: Flat) -> None:
         """A bucket is full: its sum comes back in place, in this rank's slice."""
         grads = self.grads[flat].grads
-        self._started.append(reduce_scatter(grads, flat.groups[0], out=flat.own(grads), async_op=True))
+        self._sent.append(reduce_scatter(grads, flat.groups[0], out=flat.own(grads), async_op=True))
 
     def finish(self) -> None:
         if self.in_order.waiting:
             raise self.no_gradient(self.in_order.missing())
-        for flat, handle in zip(self.flats, self._started):
+        for flat, handle in zip(self.flats, self._sent):
             flat.shard.grad = handle.wait()
             self.add_copies(flat)
-        self._started = []
+        self._sent = []
         self.in_order.reset()

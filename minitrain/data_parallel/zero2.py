@@ -3,31 +3,25 @@
     bucket full  ->  reduce_scatter(bucket)  ->  grad shard[P/n]        and the rest of the bucket is freed
     optimizer.step() on the weight shard, all_gather, as in stage 1
 
-Freed as soon as they are sent, gradients take P/n and a bucket or two in flight: with Adam in mixed precision
-2 + 14/n bytes a parameter. The price comes with accumulation; m microbatches can be added up in two ways:
+2 + 14/n bytes a parameter with Adam in mixed precision. m microbatches add up in two ways:
 
-    accumulate="scatter"   every microbatch is reduce-scattered, shards add up     sends m (n-1)/n of the gradients, holds P/n
-    accumulate="keep"      the whole gradient adds up, the last microbatch sends   sends   (n-1)/n of the gradients, holds P
+    accumulate="scatter"   every microbatch is reduce-scattered    sends m (n-1)/n of the gradients, holds P/n
+    accumulate="keep"      the whole gradient adds up first        sends   (n-1)/n of the gradients, holds P
 
-A pipeline has many microbatches and little gradient memory a stage: there stage 1 is the better trade. It
-runs all the same: a stage's buckets are sent after each of its backwards (after W, if that is apart), m times
-(n-1)/n.
-
+A pipeline has many microbatches and little gradient memory a stage: there stage 1 is the better trade. Here a
+stage's buckets are sent after each of its backwards (after W, if that is apart), m times (n-1)/n.
 Sends that and (n-1)/n of the parameters a step. Memory beside the shards: one bucket being filled, one being
 sent.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2 (P_os+g). Differs: buckets of equal bytes rather
-than one parameter after another, SUM instead of mean; shards of several microbatches add up in the dtype of
-the gradients.
+than one parameter after another, SUM instead of mean; shards add up in the dtype of the gradients.
 """
 
 from collections.abc import Iterable
 
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from minitrain.collectives import Handle, reduce_scatter
 from minitrain.data_parallel.flat import Flat, WholeParameters
-from minitrain.data_parallel.sync import MakeOptimizer
 
 
 class Zero2(WholeParameters):
@@ -35,16 +29,9 @@ class Zero2(WholeParameters):
 
     stage = 2
 
-    def __init__(
-        self,
-        model: nn.Module,
-        group: ProcessGroup,
-        make_optimizer: MakeOptimizer,
-        bucket_bytes: int = 25_000_000,
-        accumulate: str = "scatter",
-    ):
+    def __init__(self, model, group, make_optimizer, bucket_bytes=25_000_000, accumulate="scatter"):
         self.keep = keeps_gradients(accumulate)
-        super().__init__(model, group, make_optimizer, bucket_bytes, self._send)
+        super().__init__(model, group, make_optimizer, bucket_bytes)
         self._in_flight: tuple[Flat, Handle] | None = None
 
     def _on_grad(self, param: nn.Parameter) -> None:
@@ -92,8 +79,5 @@ class Zero2(WholeParameters):
 
 def keeps_gradients(accumulate: str) -> bool:
     if accumulate not in ("scatter", "keep"):
-        raise ValueError(
-            f"accumulate={accumulate!r}; use 'scatter' (send every microbatch) or 'keep' (hold the whole gradient, "
-            "send once)"
-        )
+        raise ValueError(f"accumulate={accumulate!r}; use 'scatter' (send each microbatch) or 'keep' (once)")
     return accumulate == "keep"

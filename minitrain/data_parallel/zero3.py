@@ -1,22 +1,19 @@
-"""ZeRO stage 3, fully sharded data parallelism: a rank keeps slices, and parameters are whole only while a layer needs them.
+"""ZeRO stage 3, fully sharded data parallelism: parameters are whole only while a layer needs them.
 
-    forward    all_gather(W shard) -> W    y = layer(x)    free W                      the next layer's W is on its way
+    forward    all_gather(W shard) -> W    y = layer(x)    free W             the next layer's W is on its way
     backward   all_gather(W shard) -> W    dx, dW          free W    reduce_scatter(dW) -> grad shard[P/n]
     step       optimizer.step() on the shards, and nothing to gather: the next forward does
 
 What is gathered at once is a unit (units.py). A rank holds its shards, 16/n bytes a parameter with Adam in
-mixed precision, and beside them one unit whole, two with prefetch. What several units share (a tied table) is
-gathered for each in forward and stays whole in backward until its last use. A unit must be called as a
-module; nobody else may read its parameters.
-
-Sends 3 (n-1)/n of the parameters a step (two gathers, one reduce-scatter); with `reshard=False` parameters
-stay whole from forward to backward, and it is 2 (n-1)/n. Recomputation in backward gathers nothing more.
-Accumulation: as in zero2.py, and every microbatch gathers anew, unless `reshard=False`. In a pipeline units
-are gathered and freed in each action of their stage, whose gradients are scattered when its backward (or W)
-is done.
+mixed precision, and one unit whole, two with prefetch. What several units share (a tied table) is gathered
+for each in forward and stays whole in backward until its last use. A unit must be called as a module.
+Sends 3 (n-1)/n of the parameters a step (two gathers, one reduce-scatter), with `reshard=False` 2 (n-1)/n:
+parameters stay whole from forward to backward. Recomputation gathers nothing more. Accumulation: as in
+zero2.py, and every microbatch gathers anew, unless `reshard=False`. In a pipeline units are gathered and
+freed in each action of their stage, whose gradients are scattered when its backward (or W) is done.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3 and 7.2.2 (P_os+g+p); Zhao et al. 2023, PyTorch
-FSDP, arXiv:2304.11277, section 3.2.1 and 3.3 (units, prefetch). Differs: SUM instead of mean; the last unit
-is freed after forward like all others; the order of prefetch is the order of the last forward.
+FSDP, arXiv:2304.11277, section 3.2.1 and 3.3. Differs: SUM instead of mean; the last unit is freed after
+forward like all others; the order of prefetch is the order of the last forward.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,32 +28,26 @@ from torch.utils._pytree import tree_leaves
 from minitrain import collectives
 from minitrain.collectives import Handle
 from minitrain.data_parallel.flat import Shards
-from minitrain.data_parallel.sync import MakeOptimizer
 from minitrain.data_parallel.units import Turns, Unit, UnitBuffer, assign, elements
 from minitrain.data_parallel.zero2 import keeps_gradients
 
-# The states of a buffer of parameters, and the hooks that move it:
-#
+# The states of a buffer's parameters, and what moves it from one to the next:
 #   sharded      a slice on each rank; parameters read as NaN
-#      | _before_forward, _before_backward: of its unit, or of the unit before it in this pass (prefetch)
+#      _before_forward, _before_backward of its unit, or of the unit before it in this pass (prefetch)
 #   gathering    all_gather under way
-#      | _before_forward, _before_backward of its unit: wait
+#      _before_forward, _before_backward of its unit wait
 #   whole        parameters are views of the gathered buffer
-#      | _after_forward (unless reshard=False); in backward _on_grad of its last parameter; where that does not say
-#      | it (frozen parameters, a pipeline's W): _after_backward, when the unit's inputs have their gradients
-#   sharded
-#
+#      _after_forward (unless reshard=False); in backward _on_grad of the buffer's last parameter, or, where
+#      that hook tells nothing (frozen parameters, a pipeline's W), _after_backward: its inputs have gradients
+#   resharded    as sharded
 # and of its gradients:
-#
 #   none
-#      | _on_grad of its first parameter: a whole buffer of zeros
-#   accumulating, over parameters, and with accumulate="keep" over microbatches
-#      | _on_grad of its last parameter (in a pipeline arrived or ready): _send
+#      _on_grad of its first parameter makes a whole buffer of zeros
+#   accumulated  over parameters, and with accumulate="keep" over microbatches
+#      _on_grad of its last parameter (in a pipeline `arrived` or `ready`): _send
 #   scattering   reduce_scatter under way, one buffer at a time
-#      | the next _send, or finish: _settle
-#   summed       this rank's slice, over ranks and microbatches
-#      | finish
-#   shard.grad   for the optimizer
+#      the next _send, or finish: _settle
+#   summed       this rank's slice, over ranks and microbatches; finish makes it shard.grad
 
 
 class Zero3(Shards):
@@ -65,15 +56,7 @@ class Zero3(Shards):
     stage = 3
 
     def __init__(
-        self,
-        model: nn.Module,
-        group: ProcessGroup,
-        make_optimizer: MakeOptimizer,
-        units: Iterable[nn.Module] | None = None,
-        *,
-        reshard: bool = True,
-        prefetch: bool = True,
-        accumulate: str = "scatter",
+        self, model, group, make_optimizer, units=None, *, reshard=True, prefetch=True, accumulate="scatter"
     ):
         self.keep, self.reshard, self.prefetch = keeps_gradients(accumulate), reshard, prefetch
         self.group = group
@@ -96,10 +79,10 @@ class Zero3(Shards):
         for param in self.trainable:
             param.register_post_accumulate_grad_hook(partial(self._on_grad, self.flat_of[param]))
 
-    # ---- how parameters are cut and bytes travel: what hybrid sharding and ZeRO++ replace -------------------
+    # ---- how parameters are cut and bytes travel: what hybrid sharding and ZeRO++ replace
 
     def levels(self) -> tuple[ProcessGroup, ...]:
-        """The groups, one inside the other, over whose ranks a gradient is a sum; a placement may name others."""
+        """The groups over whose ranks a gradient is a sum, if its placement names no others."""
         return (self.group,)
 
     def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> UnitBuffer:
@@ -117,7 +100,7 @@ class Zero3(Shards):
         """The shard's gradient from the sum of what came back: here it is that."""
         return flat.sum
 
-    # ---- hooks: parameters ----------------------------------------------------------------------------------
+    # ---- parameters
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple) -> None:
         if not in_backward():  # else a recomputation: what it needs is whole
@@ -134,9 +117,7 @@ class Zero3(Shards):
         if in_backward():
             return
         results = differentiable(output)
-        for result in (
-            results
-        ):  # a node's hooks come after its tensor's: the unit behind is freed before the next is gathered
+        for result in results:  # a node's hooks run after its tensor's: free one unit, then gather the next
             hook = result.register_hook if result.is_leaf else result.grad_fn.register_prehook
             hook(lambda grads: self._before_backward(unit))
         if self.reshard or not results:
@@ -166,10 +147,10 @@ class Zero3(Shards):
             if self.driven or not flat.shard.requires_grad:
                 flat.free()
 
-    # ---- hooks: gradients -----------------------------------------------------------------------------------
+    # ---- gradients
 
     def _on_grad(self, flat: UnitBuffer, param: nn.Parameter) -> None:
-        """A parameter's gradient is complete for this backward. With the last of a buffer, its part of the step is over."""
+        """A parameter's gradient is complete for this backward; with the last of a buffer it can be sent."""
         if param.grad is None:  # a pipeline's W makes it
             return
         if flat.grads is None:
@@ -220,14 +201,11 @@ class Zero3(Shards):
     def _check_called(self, flat: UnitBuffer) -> None:
         users = [unit for unit in self.units if flat in unit.flats]
         if not self.called.intersection(users):
-            raise ValueError(
-                f"unit {type(users[0].module).__name__} of {self.names[flat.params[0]]} never ran forward, yet its "
-                "parameters were used, which read as NaN; call it as a module, or give units=[...] without it, so that "
-                "the module around it gathers them"
-            )
+            unit = f"{type(users[0].module).__name__} of {self.names[flat.params[0]]}"
+            raise ValueError(f"unit {unit} never ran forward: call it as a module, or leave it out of units")
 
     def finish(self) -> None:
-        """Every shard has its gradient, summed over the group and over the microbatches; nothing is whole any more."""
+        """Every shard has its gradient, summed over ranks and microbatches; nothing is whole any more."""
         self._settle()
         self.called.clear()
         for flat in self.flats:

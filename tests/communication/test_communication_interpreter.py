@@ -194,6 +194,6 @@ def test_bad_calls_are_refused_before_anyone_waits():
     for messages in launch.run(bad_calls, ranks=2):
         assert messages == [
             "schedule of 3 ranks, group of 2; build it for 2",
-            "x has 5 rows, not one block for each of n=2 ranks; pad to a multiple of 2",
-            "x has no rows, not one block for each of n=2 ranks; pad to a multiple of 2",
+            "x has 5 rows, not a block for each of n=2 ranks; pad to a multiple of 2",
+            "x has no rows, not a block for each of n=2 ranks; pad to a multiple of 2",
         ]
