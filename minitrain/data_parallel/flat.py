@@ -93,9 +93,8 @@ class Shards(Sync):
         sizes = [flat.shard.numel() for flat in self.flats]
         saved = [shard.numel() for shard in state["shards"]]
         if sizes != saved:
-            raise ValueError(
-                f"the state has shards of {saved[:3]} elements, not {sizes[:3]}; use full_state_dict()"
-            )
+            found = f"the state has shards of {saved[:3]} elements, this model of {sizes[:3]}"
+            raise ValueError(f"{found}: another model or other buffers; use full_state_dict()")
         with torch.no_grad():
             for flat, shard in zip(self.flats, state["shards"]):
                 flat.shard.copy_(shard)
