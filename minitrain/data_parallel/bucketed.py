@@ -61,8 +61,8 @@ class GradReducer:
             empty = [tuple(param.shape) for param, place in places if param.grad is not place]
             raise ValueError(
                 f"{len(empty)} parameters got no gradient (shapes {empty[:3]}); use every parameter in the "
-                "loss on every rank, freeze it with requires_grad_(False), or set enabled=True before the last "
-                "backward"
+                "loss on every rank, freeze it with requires_grad_(False), or set enabled=True before the "
+                "last backward"
             )
         for handle in self._handles:
             handle.wait()

@@ -123,7 +123,9 @@ class Sync:
 
     def no_gradient(self, params: Iterable[nn.Parameter]) -> ValueError:
         names = ", ".join([self.names[param] for param in params][:3])
-        ways_out = "use all in the loss on every rank, freeze them, or set enabled=True in time"
+        ways_out = (
+            "use all in the loss on every rank, freeze them, or set enabled=True before the last backward"
+        )
         return ValueError(f"no gradient for {names}; {ways_out}")
 
     # ---- the whole of a parameter
