@@ -28,7 +28,7 @@ from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.context.choices import core_for, core_of_slices, data_layout
 from minitrain.data_parallel.hybrid import Hybrid
 from minitrain.data_parallel.replicated import Replicated
-from minitrain.data_parallel.sync import MakeOptimizer, Sync, parts_of, together
+from minitrain.data_parallel.sync import MakeOptimizer, Sync, all_names, parts_of
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
@@ -170,7 +170,7 @@ def build(
 def freeze(module: nn.Module, patterns: Iterable[str], config: GPTConfig | None) -> None:
     """A parameter is frozen under any of its names, a tied table so on both ends; a pattern may be about layers of other ranks."""
     tied = {"layers.0.tokens": f"layers.{config.num_layers + 1}.out.weight"} if config and config.tied else {}
-    for param, name in together(parts_of(module)).items():
+    for param, name in all_names(parts_of(module)).items():
         if any(fnmatchcase(one, pattern) for pattern in patterns for one in (name, tied.get(name, name))):
             param.requires_grad_(False)
 

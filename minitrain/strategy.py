@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, fields
 
 from minitrain.context import names as cores
-from minitrain.data_parallel.choices import WORDS
+from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.model.config import GATED, GPTConfig
 from minitrain.pipeline.lower import lower, pause
 from minitrain.pipeline.named import named
@@ -63,13 +63,13 @@ class Strategy:
                 raise ValueError(f"{name}={size!r}; use a whole number, 1 or more")
         if isinstance(self.zero, str) and self.zero.isdigit():
             object.__setattr__(self, "zero", int(self.zero))  # as flags say it
-        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3, *WORDS):
+        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3, *PARO_SHARDINGS):
             raise ValueError(
-                f"zero={self.zero!r}; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: {', '.join(WORDS)}"
+                f"zero={self.zero!r}; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: {', '.join(PARO_SHARDINGS)}"
             )
         if self.node > 1 and not self.word:
             raise ValueError(
-                f"node={self.node} with zero={self.zero}: nodes matter to hybrid sharding; use node=1, or one of {', '.join(WORDS)}"
+                f"node={self.node} with zero={self.zero}: nodes matter to hybrid sharding; use node=1, or one of {', '.join(PARO_SHARDINGS)}"
             )
         if self.dp % self.node:
             raise ValueError(

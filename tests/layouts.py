@@ -37,7 +37,7 @@ from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.named import CHUNKED, NAMES, SLICED
 from minitrain.run import Run
-from minitrain.strategy import WORDS, Strategy
+from minitrain.strategy import PARO_SHARDINGS, Strategy
 from minitrain.training.optim import AdamW
 
 TOLERANCE, STEPS, SEED = 1e-12, 3, 3
@@ -151,7 +151,7 @@ def draw_config(chance: random.Random) -> GPTConfig:
 
 def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
     values = dict(axes, precision="float64", bucket_bytes=chance.choice((1_000, 3_000, 25_000_000)))
-    values["zero"] = chance.choice((0, 0, 1, 2, 3, chance.choice(WORDS)))
+    values["zero"] = chance.choice((0, 0, 1, 2, 3, chance.choice(PARO_SHARDINGS)))
     if isinstance(values["zero"], str):
         values["node"] = chance.choice([n for n in range(1, axes["dp"] + 1) if axes["dp"] % n == 0])
     values["microbatches"] = chance.choice((1, 2, 3)) if axes["pp"] == 1 else chance.choice((1, 2, 3, 4, 6))

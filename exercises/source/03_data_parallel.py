@@ -22,7 +22,7 @@ import torch
 
 from minitrain import collectives
 from minitrain.collectives import channel_of
-from minitrain.data_parallel import accumulation, bucketed, parameter_server
+from minitrain.data_parallel import accumulation, bucketed, buckets, parameter_server
 from minitrain.course.grading.checks import Draw, Failure, ask, expect, expect_equal, run
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 
@@ -190,7 +190,7 @@ expect(
 # %% given="buckets"
 def buckets_of(params, bucket_bytes):
     """Lists of parameters, the last ones first; parameters that ask for no gradient are left out."""
-    return bucketed.cut([param for param in params if param.requires_grad][::-1], bucket_bytes)
+    return buckets.pack([param for param in params if param.requires_grad][::-1], bucket_bytes)
 
 
 # %% [markdown]

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from minitrain import collectives
 from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
 
-WORDS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
+PARO_SHARDINGS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
 
 draw = Draw()  # hidden checks draw sizes, clusters and values
 
@@ -183,7 +183,7 @@ for per_node, nodes in (
     (1, draw.integer(2, 5)),
     (draw.integer(5, 7), draw.integer(2, 4)),
 ):
-    expect_slices(per_node, nodes, WORDS, per_node * nodes * draw.integer(1, 50))
+    expect_slices(per_node, nodes, PARO_SHARDINGS, per_node * nodes * draw.integer(1, 50))
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -583,7 +583,7 @@ expect_small(*sizes, (2 * draw.integer(30, 60) + 1, 4, draw.choice([16, 32])))
 #      once     F_p → F_o      gather what was updated
 #
 # Of the words whose states fit into `limit_bytes`, choose the one that sends the fewest bytes between nodes; of equals the one that sends the
-# fewest bytes in all; then the one that holds the fewest; then the first in `WORDS`. Return the word and the bytes it sends between nodes, an
+# fewest bytes in all; then the one that holds the fewest; then the first in `PARO_SHARDINGS`. Return the word and the bytes it sends between nodes, an
 # int. If none fits, raise a ValueError that says so in one line. Ψ is a multiple of W, so that all bytes are whole numbers; only exact
 # numbers tell equals.
 #
@@ -594,7 +594,7 @@ expect_small(*sizes, (2 * draw.integer(30, 60) + 1, 4, draw.choice([16, 32])))
 
 # %% answer="cheapest_word"
 def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
-    """(one of WORDS, the bytes a rank sends between nodes with it). Raises ValueError if the states fit with none of them."""
+    """(one of PARO_SHARDINGS, the bytes a rank sends between nodes with it). Raises ValueError if the states fit with none of them."""
 
     ### BEGIN SOLUTION
     def price(word):
@@ -612,7 +612,7 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
             total += times * 2 * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
-    fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
+    fitting = [word for word in PARO_SHARDINGS if price(word)[2] <= limit_bytes]
     if not fitting:
         raise ValueError(
             f"no word holds at most {limit_bytes} bytes on each of {ranks} ranks; take more ranks"
@@ -646,10 +646,10 @@ def choose(cases, refused=()):
         expect(
             isinstance(pair, (list, tuple))
             and len(pair) == 2
-            and pair[0] in WORDS
+            and pair[0] in PARO_SHARDINGS
             and type(pair[1]) is int,
             "a word and its bytes",
-            "return two things: one of WORDS, and a whole number of bytes",
+            "return two things: one of PARO_SHARDINGS, and a whole number of bytes",
         )
     for pair, message in said[len(cases) :]:
         expect(
@@ -677,7 +677,7 @@ pairs = choose(
 )
 words = [word for word, _ in pairs]
 expect(
-    words[0] not in WORDS[:7] and words[1] not in WORDS[:8],
+    words[0] not in PARO_SHARDINGS[:7] and words[1] not in PARO_SHARDINGS[:8],
     "fits",
     "which bytes does a rank hold of each state?",
 )
@@ -703,7 +703,7 @@ for per_node, nodes in ((2, 2), *drawn, (6, 1)):
     )
     held = {
         word: sum(choices.memory_bytes(choices.paro(word, cluster), numel).values())
-        for word in WORDS
+        for word in PARO_SHARDINGS
     }
     limits = sorted(
         {int(size) + more for size in held.values() for more in (0, draw.integer(1, 9))}
@@ -723,10 +723,10 @@ for per_node, nodes in ((2, 2), *drawn, (6, 1)):
         )
         across = {
             word: choices.traffic(choices.paro(word, cluster), numel, cluster, m).inter_bytes
-            for word in WORDS
+            for word in PARO_SHARDINGS
         }
         expect(
-            across[word] == min(across[other] for other in WORDS if held[other] <= limit),
+            across[word] == min(across[other] for other in PARO_SHARDINGS if held[other] <= limit),
             "bytes between nodes",
             "another word that fits sends less between nodes; which passages are needed in every microbatch, and what stays inside the node?",
         )
@@ -764,7 +764,7 @@ for per_node, nodes in ((3, 2), (6, 2), (7, 3), *drawn, (6, 1)):
     )
     held = {
         word: sum(choices.memory_bytes(choices.paro(word, cluster), numel).values())
-        for word in WORDS
+        for word in PARO_SHARDINGS
     }
     limits = sorted(
         {int(size) + more for size in held.values() for more in (0, draw.integer(1, 9))}
@@ -777,7 +777,7 @@ for per_node, nodes in ((3, 2), (6, 2), (7, 3), *drawn, (6, 1)):
     for (word, _), (*_, limit, m) in zip(choose(cases), cases):
         sent = {
             word: choices.traffic(choices.paro(word, cluster), numel, cluster, m)
-            for word in WORDS
+            for word in PARO_SHARDINGS
             if held[word] <= limit
         }
         expect(word in sent, "fits", "a word was chosen whose states do not fit")
@@ -787,7 +787,7 @@ for per_node, nodes in ((3, 2), (6, 2), (7, 3), *drawn, (6, 1)):
                 sent[word].inter_bytes,
                 sent[word].total_bytes,
                 held[word],
-                WORDS.index(word),
+                PARO_SHARDINGS.index(word),
             ),
         )
         expect(

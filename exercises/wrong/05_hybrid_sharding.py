@@ -365,7 +365,7 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
             total += times * 2 * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
-    fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
+    fitting = [word for word in PARO_SHARDINGS if price(word)[2] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
     word = min(fitting, key=price)
@@ -388,7 +388,7 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
             total += times * 2 * (parameters // f - parameters // h)
         return total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o, across
 
-    fitting = [word for word in WORDS if price(word)[1] <= limit_bytes]
+    fitting = [word for word in PARO_SHARDINGS if price(word)[1] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
     word = min(fitting, key=price)
@@ -425,7 +425,7 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
             total += times * 2 * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 8 * parameters // o
 
-    fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
+    fitting = [word for word in PARO_SHARDINGS if price(word)[2] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
     word = min(fitting, key=price)
@@ -448,7 +448,7 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
             total += times * 2 * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
-    fitting = [word for word in WORDS if price(word)[2] < limit_bytes]
+    fitting = [word for word in PARO_SHARDINGS if price(word)[2] < limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
     word = min(fitting, key=price)
@@ -471,7 +471,9 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
             total += times * 2 * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
-    word = min((word for word in WORDS if price(word)[2] <= limit_bytes), key=price, default="GGG")
+    word = min(
+        (word for word in PARO_SHARDINGS if price(word)[2] <= limit_bytes), key=price, default="GGG"
+    )
     return word, price(word)[0]
 
 
@@ -490,7 +492,7 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
             across += times * 2 * (parameters // max(f, min(h, per_node)) - parameters // h)
         return across, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
-    fitting = [word for word in WORDS if price(word)[1] <= limit_bytes]
+    fitting = [word for word in PARO_SHARDINGS if price(word)[1] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
     word = min(fitting, key=price)
@@ -515,7 +517,7 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
 
     fitting = [
         word
-        for word in WORDS
+        for word in PARO_SHARDINGS
         if sum(
             each * parameters // {"N": 1, "I": per_node, "G": ranks}[letter]
             for each, letter in zip((2, 2, 12), word)
@@ -544,7 +546,7 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
             total += times * (1 / f - 1 / h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
-    fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
+    fitting = [word for word in PARO_SHARDINGS if price(word)[2] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
     word = min(fitting, key=price)
@@ -566,7 +568,7 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
             total += times * 2 * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
-    fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
+    fitting = [word for word in PARO_SHARDINGS if price(word)[2] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
     word = min(fitting, key=price)
@@ -589,7 +591,7 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
             total += times * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
-    fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
+    fitting = [word for word in PARO_SHARDINGS if price(word)[2] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
     word = min(fitting, key=price)
@@ -612,7 +614,7 @@ def cheapest_word(parameters, ranks, per_node, limit_bytes, microbatches):
             total += times * 2 * (parameters // f - parameters // h)
         return across, total, 2 * parameters // p + 2 * parameters // g + 12 * parameters // o
 
-    fitting = [word for word in WORDS if price(word)[2] <= limit_bytes]
+    fitting = [word for word in PARO_SHARDINGS if price(word)[2] <= limit_bytes]
     if not fitting:
         raise ValueError("no word fits")
     word = min(fitting, key=price)

@@ -1,40 +1,28 @@
 """The flat algorithms as schedules: ring, direct exchange, binomial tree. Every link is taken to be equal.
 
     all-reduce        steps           a rank sends                    good for
-    ring              2(n-1)          2(n-1)/n S                      large tensors, and only its neighbours are reached
-    direct exchange   2               2(n-1)/n S                      one switch: the same bytes, to everyone at once
-    binomial tree     2 ceil(log2 n)  root ceil(log2 n) S, leaves S   small tensors; reduce and broadcast by themselves
+    ring              2(n-1)          2(n-1)/n S                      large tensors; only neighbours
+    direct exchange   2               2(n-1)/n S                      one switch: all at once
+    binomial tree     2 ceil(log2 n)  root ceil(log2 n) S, leaves S   small tensors
 
-All ranks together cannot send less than 2(n-1) S, for every element must meet n-1 others and then reach n-1 ranks.
-Ring and direct exchange send exactly that, evenly; they differ in steps, in messages (n-1 a step for direct) and in
-how far bytes go. Raises ValueError for n < 1; n = 1 gives a schedule without steps.
-
+No algorithm sends less than 2(n-1) S from all ranks: ring and direct exchange send that, evenly.
 Patarasuk and Yuan 2009 (the ring, and the lower bound); Gibiansky 2017, Baidu (the ring in training); Thakur,
-Rabenseifner and Gropp 2005, section 4 (binomial tree). `ring.py` is the same ring as a plain loop on real ranks;
-`halving`, `tree` and `hierarchical` hold the algorithms that need a page of their own.
+Rabenseifner and Gropp 2005, section 4 (binomial tree). `ring.py` is the same ring as a plain loop.
 """
 
 from minitrain.communication.schedule import Schedule, Transfer, mirror, then
 
 
 def ring_reduce_scatter(n: int) -> Schedule:
-    """Rank r passes chunk r-1-s on to r+1 in step s: a chunk visits everyone and ends, complete, at its owner."""
-    _at_least_one(n)
-    steps = (
-        tuple(Transfer(r, (r + 1) % n, _one((r - 1 - s) % n), reduce=True) for r in range(n))
-        for s in range(n - 1)
-    )
-    return Schedule(n, n, tuple(steps))
+    """Rank r passes chunk r-1-s on to r+1 in step s: a chunk visits everyone and ends at its owner."""
+    step = lambda s: tuple(Transfer(r, (r + 1) % n, _one((r - 1 - s) % n), reduce=True) for r in range(n))
+    return Schedule(n, n, tuple(map(step, range(n - 1))))
 
 
 def ring_all_gather(n: int) -> Schedule:
-    """Rank r passes chunk r-s on to r+1 in step s. (The mirror of the reduce-scatter does the same, turning left.)"""
-    _at_least_one(n)
-    steps = (
-        tuple(Transfer(r, (r + 1) % n, _one((r - s) % n), reduce=False) for r in range(n))
-        for s in range(n - 1)
-    )
-    return Schedule(n, n, tuple(steps))
+    """Rank r passes chunk r-s on to r+1 in step s. (The mirror of the reduce-scatter turns left.)"""
+    step = lambda s: tuple(Transfer(r, (r + 1) % n, _one((r - s) % n), reduce=False) for r in range(n))
+    return Schedule(n, n, tuple(map(step, range(n - 1))))
 
 
 def ring_all_reduce(n: int) -> Schedule:
@@ -43,10 +31,8 @@ def ring_all_reduce(n: int) -> Schedule:
 
 def direct_reduce_scatter(n: int) -> Schedule:
     """Everyone sends chunk c straight to its owner c, in one step."""
-    _at_least_one(n)
-    step = tuple(
-        Transfer(r, (r + d) % n, _one((r + d) % n), reduce=True) for d in range(1, n) for r in range(n)
-    )
+    pairs = ((r, (r + d) % n) for d in range(1, n) for r in range(n))
+    step = tuple(Transfer(r, owner, _one(owner), reduce=True) for r, owner in pairs)
     return Schedule(n, n, (step,) if step else ())
 
 
@@ -55,13 +41,10 @@ def direct_all_reduce(n: int) -> Schedule:
 
 
 def binomial_reduce(n: int) -> Schedule:
-    """To rank 0: in step s the ranks whose lowest set bit is 2^s hand all they have to the rank without that bit."""
-    _at_least_one(n)
+    """To rank 0: in step s the ranks whose lowest set bit is 2^s send all to the rank without that bit."""
     bits = [1 << s for s in range((n - 1).bit_length())]
-    steps = (
-        tuple(Transfer(r, r - bit, _one(0), reduce=True) for r in range(bit, n, 2 * bit)) for bit in bits
-    )
-    return Schedule(n, 1, tuple(steps))
+    step = lambda bit: tuple(Transfer(r, r - bit, _one(0), reduce=True) for r in range(bit, n, 2 * bit))
+    return Schedule(n, 1, tuple(map(step, bits)))
 
 
 def binomial_broadcast(n: int) -> Schedule:
@@ -74,8 +57,3 @@ def binomial_all_reduce(n: int) -> Schedule:
 
 def _one(chunk: int) -> range:
     return range(chunk, chunk + 1)
-
-
-def _at_least_one(n: int) -> None:
-    if n < 1:
-        raise ValueError(f"n={n} ranks; an algorithm needs at least 1")

@@ -1,14 +1,13 @@
-"""All-to-all by hand: everyone has a block for everyone. Nothing is added, so no byte can be saved, but steps can.
+"""All-to-all by hand: everyone has a block for everyone. No byte can be saved, but steps can.
 
-    pairwise   in step s send to rank r+s, receive from rank r-s    n-1 steps           (n-1)/n S sent, the least
-    bruck      hops of 1, 2, 4, ... ranks, many blocks in each      ceil(log2 n) steps  log2(n)/2 S sent (n = 2^k)
+    pairwise   in step s send to rank r+s, receive from rank r-s   n-1 steps         (n-1)/n S sent
+    bruck      hops of 1, 2, 4, ... ranks, many blocks in each     log2(n) steps     log2(n)/2 S sent
 
-x [n·d, ..] is a block of d rows for each rank, S its size; the result [n·d, ..] holds the blocks received, in rank
-order. Pairwise suits large blocks; Bruck small ones, where the latency of a step costs more than its bytes: a block
-travels one hop for every set bit of its distance, together with all others that have this bit. Memory: the result and
-one message. Raises ValueError if the rows are not a multiple of n.
-
-Bruck et al. 1997 (radix 2); Thakur, Rabenseifner and Gropp 2005, section 4.3 (pairwise). Differs: all blocks are equal.
+x [n·d, ..] is a block of d rows for each rank, S its size; the result [n·d, ..] holds the blocks received, in
+rank order. Bruck suits small blocks: one travels a hop for every set bit of its distance, with all others
+that have this bit. Memory: the result and one message.
+Bruck et al. 1997 (radix 2); Thakur, Rabenseifner and Gropp 2005, section 4.3 (pairwise). Differs: equal
+blocks.
 """
 
 import torch
@@ -39,7 +38,5 @@ def _blocks(x: torch.Tensor, n: int) -> torch.Tensor:
     """[n·d, ..] -> [n, d, ..]"""
     if x.ndim == 0 or x.shape[0] % n:
         rows = x.shape[0] if x.ndim else "no"
-        raise ValueError(
-            f"x has {rows} rows, not one block for each of n={n} ranks; pad to a multiple of {n}"
-        )
+        raise ValueError(f"x has {rows} rows, not a block for each of n={n} ranks; pad to a multiple of {n}")
     return x.detach().unflatten(0, (n, -1))

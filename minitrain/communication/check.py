@@ -1,13 +1,11 @@
-"""The proof of a schedule, without a process: follow whose contributions are inside every chunk of every rank.
+"""The proof of a schedule, without a process: follow whose contributions are in every chunk of every rank.
 
-A rank's copy of a chunk is described by the set of ranks that have been added into it. An all-reduce is right when in
-the end every chunk of every rank contains every rank exactly once. `check` raises ValueError, naming step and rank,
-for a contribution that would be added twice, a chunk sent before its sender holds it, two transfers of one step whose
-order would decide the result, and a chunk left incomplete. On the way the sizes of the sets are the picture of the
-algorithm: `history` returns them, `draw` prints them, `plot.chunk_matrix` colours them.
-
-A set is an integer with one bit a rank: union is `|`, "already inside" is `&`. Cost: one operation for each chunk
-moved, and n·C integers held. What is proved is the plan; that the interpreter carries it out is tested on real ranks.
+A rank's copy of a chunk is the set of ranks that have been added into it: an integer with one bit a rank,
+union is `|`, "already inside" is `&`. An all-reduce is right when in the end every chunk of every rank
+contains every rank exactly once. `check` raises ValueError, naming step and rank, for a contribution that
+would be added twice, a chunk sent before its sender holds it, two transfers of one step whose order would
+decide the result, and a chunk left incomplete. `history` returns the sizes of the sets, `draw` prints them,
+`plot.chunk_matrix` colours them. Cost: one operation for each chunk moved, and n·C integers held.
 """
 
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcas
 
 
 def check(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> None:
-    """Raise ValueError unless the schedule carries out the collective. Chunk c of C is owned by rank c·n // C."""
+    """Raise ValueError unless the schedule carries out the collective. Rank c·n // C owns chunk c of C."""
     everyone = (1 << schedule.ranks) - 1
     *_, end = replay(schedule, start_of(schedule, collective, root))
     for rank, row in enumerate(end):
@@ -29,13 +27,12 @@ def check(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> 
             needed = {"reduce_scatter": owned, "reduce": rank == root}.get(collective, True)
             if needed and held != everyone:
                 missing = [other for other in range(schedule.ranks) if not held >> other & 1]
-                raise ValueError(
-                    f"{collective}: in the end rank {rank} lacks ranks {missing} in chunk {chunk}"
-                )
+                end = f"in the end rank {rank} lacks ranks {missing} in chunk {chunk}"
+                raise ValueError(f"{collective}: {end}")
 
 
 def start_of(schedule: Schedule, collective: str, root: int = 0) -> Holdings:
-    """Before the first step: everyone's own contribution or, where a finished sum is to be spread, its holder's."""
+    """Before the first step: everyone's own contribution or, to spread a finished sum, its holder's."""
     if collective not in COLLECTIVES:
         raise ValueError(f"unknown collective {collective!r}; choose one of {', '.join(COLLECTIVES)}")
     everyone = (1 << schedule.ranks) - 1
@@ -54,7 +51,7 @@ def _owner(schedule: Schedule, chunk: int) -> int:
 
 
 def replay(schedule: Schedule, start: Holdings) -> Iterator[Holdings]:
-    """The holdings before the first step and after each; every transfer of a step reads those before the step."""
+    """The holdings before the first step and after each; transfers read those before their step."""
     before = start
     yield before
     for index, step in enumerate(schedule.steps):
@@ -67,9 +64,7 @@ def replay(schedule: Schedule, start: Holdings) -> Iterator[Holdings]:
                 if not sent:
                     raise ValueError(f"{where}, but holds nothing of it yet")
                 if (to, chunk) in added and not (reduce and added[to, chunk]):
-                    raise ValueError(
-                        f"{where}, where another transfer of this step writes: the order would decide"
-                    )
+                    raise ValueError(f"{where}, where another transfer of this step writes: in which order?")
                 if reduce and (not held or held & sent):
                     raise ValueError(f"{where} to be added " + ("twice" if held else "to nothing"))
                 after[to][chunk] = held | sent if reduce else sent
@@ -79,24 +74,22 @@ def replay(schedule: Schedule, start: Holdings) -> Iterator[Holdings]:
 
 
 def history(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> list[list[list[int]]]:
-    """[step][rank][chunk] -> number of contributions inside: the chunk matrix of the textbooks, one per step."""
+    """[step][rank][chunk] -> number of contributions inside: the chunk matrix of the textbooks."""
     steps = replay(schedule, start_of(schedule, collective, root))
     return [[[held.bit_count() for held in row] for row in holdings] for holdings in steps]
 
 
 def draw(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> str:
-    """The same as text: a line a rank, a block a step; `.` is nothing, `2` the sum of two ranks, `#` the sum of all."""
+    """As text: a line a rank, a block a step; `.` is nothing, `2` the sum of two ranks, `#` of all."""
     frames = history(schedule, collective, root)
-    titles = ["start"] + [f"step {index}" for index in range(1, len(frames))]
+    titles = ["start", *(f"step {index}" for index in range(1, len(frames)))]
     width = max(schedule.chunks, *map(len, titles))
-    lines = [("rank     " + "  ".join(title.ljust(width) for title in titles)).rstrip()]
-    for rank in range(schedule.ranks):
-        cells = (
-            "".join(_glyph(count, schedule.ranks) for count in frame[rank]).ljust(width) for frame in frames
-        )
-        lines.append((f"{rank:<9}" + "  ".join(cells)).rstrip())
-    return "\n".join(lines)
 
+    def glyph(count: int) -> str:
+        return "#" if count == schedule.ranks else ".123456789"[count] if count < 10 else "+"
 
-def _glyph(count: int, ranks: int) -> str:
-    return "#" if count == ranks else ".123456789"[count] if count < 10 else "+"
+    cells = [["".join(map(glyph, row)) for row in frame] for frame in frames]  # [step][rank]
+    lines = [("rank", *titles), *((f"{rank}", *row) for rank, row in enumerate(zip(*cells)))]
+    return "\n".join(
+        "  ".join([f"{name:<7}", *(c.ljust(width) for c in row)]).rstrip() for name, *row in lines
+    )

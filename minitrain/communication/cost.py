@@ -1,17 +1,13 @@
 """Seconds of a schedule on a described network: the alpha-beta model with shared links. No torch, no clock.
 
-    time of a step = max over its messages of alpha  +  max over links of (bytes crossing it) / (its bytes a second)
+    time of a step = max over its messages of alpha  +  max over links of (bytes crossing it) / bandwidth
 
-A message crosses every link of its path: the sender's port, the receiver's port, and when their racks differ the
-uplink of the one and the downlink of the other. All ranks advance step by step together. On equal links this gives
-the textbook figures, such as the ring's 2(n-1) (alpha + S/(n B)). On shared links it shows what these hide: a ring
-whose order jumps from rack to rack, a halving that sends S/2 through an uplink, one network card for all GPUs of a
-node.
-
-Not modelled: what a message costs apart from its latency (direct exchange looks better than it is), the time of
-additions, ranks out of step. Hockney 1994 (alpha-beta). Differs from `simulate`: there a closed form for each
-algorithm, on machines with datasheets, for replaying a training step; here any schedule, message by message, on any
-fabric you can write down.
+A message crosses the sender's port, the receiver's port, and when their racks differ the uplink of the one
+and the downlink of the other. All ranks advance step by step. On equal links this gives the textbook figures;
+on shared links what these hide: a ring whose order jumps from rack to rack, a halving that sends S/2 through
+an uplink. Not modelled: what a message costs apart from its latency (direct exchange looks better than it
+is), the time of additions, ranks out of step. Hockney 1994 (alpha-beta). `simulate` has closed forms on
+machines with datasheets; here any schedule runs on any fabric you can write down.
 """
 
 from collections import Counter, defaultdict
@@ -22,7 +18,7 @@ from minitrain.communication.schedule import Schedule
 
 
 class Path(NamedTuple):
-    """What one message meets: its latency, and the links it crosses with their bytes per second."""
+    """One message's latency, and the links it crosses with their bytes per second."""
 
     alpha_s: float
     links: dict[Hashable, float]
@@ -36,13 +32,11 @@ def flat(alpha_s: float, bytes_per_s: float) -> Fabric:
     return lambda source, to: Path(alpha_s, {("out", source): bytes_per_s, ("in", to): bytes_per_s})
 
 
-def racks(
-    rack_of: Sequence[int], near: tuple[float, float], far: tuple[float, float], oversubscription: float = 1.0
-) -> Fabric:
-    """[rank] -> rack or node, and (alpha_s, bytes_per_s) of a rank's ports inside (near) and to the outside (far).
+def racks(rack_of: Sequence[int], near: tuple, far: tuple, oversubscription: float = 1.0) -> Fabric:
+    """[rank] -> rack or node, and (alpha_s, bytes_per_s) of a rank's ports inside (near) and outside (far).
 
-    The uplink of a rack carries what the far ports of its ranks carry together, divided by `oversubscription`. Nodes of
-    g ranks with a network card each: oversubscription 1; with one card for all, as fast as a far port: g.
+    The uplink of a rack carries what the far ports of its ranks carry, divided by `oversubscription`: for
+    nodes of g ranks 1 with a network card each, g with one card for all, as fast as a far port.
     """
     ranks_in_rack = Counter(rack_of)
 
@@ -50,16 +44,10 @@ def racks(
         here, there = rack_of[source], rack_of[to]
         if here == there:
             return flat(*near)(source, to)
-        alpha_s, bytes_per_s = far
-        uplinks = {("up", here): ranks_in_rack[here], ("down", there): ranks_in_rack[there]}
-        return Path(
-            alpha_s,
-            {
-                ("far out", source): bytes_per_s,
-                ("far in", to): bytes_per_s,
-                **{link: ports * bytes_per_s / oversubscription for link, ports in uplinks.items()},
-            },
-        )
+        alpha_s, port = far
+        up, down = (ranks_in_rack[rack] * port / oversubscription for rack in (here, there))
+        links = {("far out", source): port, ("far in", to): port, ("up", here): up, ("down", there): down}
+        return Path(alpha_s, links)
 
     return path
 

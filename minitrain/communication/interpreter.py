@@ -1,36 +1,29 @@
 """One interpreter for every schedule: real tensors do on real ranks what a list of transfers says.
 
-In each step a rank posts its sends and receives without waiting, in the order in which the step lists them, then
-waits for all of them, and only then adds or copies what has arrived. Hence:
-
-- No deadlock, by construction. All ranks post along one list, so the first transfer that is not done is the next one
-  for both of its ends, even on a backend where a send blocks until its receiver is there.
-- No race. A step sends what was there before it; nothing that arrives is written while a send may still read.
-- Equal bits on all ranks, for the all-reduces of this folder: a chunk has one complete sum, which is copied, or two
-  ranks add the same two numbers. Two schedules add in different orders and may differ in the last bit.
-
-Bytes: `schedule.sent_elements(schedule, rank, numel)` elements. Chunks that are empty, when there are more of them than
-elements, are no messages. Memory: the result (S) and what arrives in one step.
-Raises ValueError, before anything is sent, when the group has another size than the schedule.
+In each step a rank posts its sends and receives without waiting, in the order of the list, then waits for all
+of them, and only then adds or copies what has arrived. Hence there is no deadlock: the first transfer of the
+list that is not done is the next one for both of its ends, even where a send blocks until its receiver is
+there. There is no race: nothing that arrives is written while a send may still read. And all ranks get equal
+bits from the all-reduces of this folder: a chunk has one complete sum, which is copied, or two ranks add the
+same two numbers (two schedules may differ in the last bit).
+Sends `schedule.sent_elements(schedule, rank, numel)` elements. Memory: the result and what arrives in one
+step.
 """
 
 import torch
 
-from minitrain import collectives
+from minitrain.collectives import receive, send
 from minitrain.communication.schedule import Schedule, span
 
 
-def run(schedule: Schedule, x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
-    """A new tensor like x [any shape] with what the schedule leaves on this rank; chunks are parts of the flattened x.
+def run_schedule(schedule: Schedule, x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """A new tensor like x [any shape] with what the schedule leaves on this rank; chunks are of flat x.
 
-    After an all-reduce it is the sum. After a reduce-scatter only this rank's chunk is; before an all-gather or a
-    broadcast only what this rank owns of x matters.
+    After a reduce-scatter only this rank's chunk is the sum; before an all-gather only what it owns matters.
     """
-    if group.size() != schedule.ranks:
-        raise ValueError(
-            f"schedule of {schedule.ranks} ranks, group of {group.size()}; build it for {group.size()}"
-        )
-    rank = group.rank()
+    n, rank = group.size(), group.rank()
+    if n != schedule.ranks:
+        raise ValueError(f"schedule of {schedule.ranks} ranks, group of {n}; build it for {n}")
     result = x.detach().clone(memory_format=torch.contiguous_format)
     flat = result.view(-1)
     for step in schedule.steps:
@@ -41,9 +34,9 @@ def run(schedule: Schedule, x: torch.Tensor, group: torch.distributed.ProcessGro
                 continue
             part = flat[start:stop]
             if rank == source:
-                departures.append(collectives.send(part, to, group, async_op=True))
+                departures.append(send(part, to, group, async_op=True))
             else:
-                arrivals.append((part, reduce, collectives.receive(part, source, group, async_op=True)))
+                arrivals.append((part, reduce, receive(part, source, group, async_op=True)))
         for departure in departures:
             departure.wait()
         received = [(part, reduce, arrival.wait()) for part, reduce, arrival in arrivals]

@@ -1,22 +1,16 @@
-"""PLink: find out by probing which machines are neighbours, then aggregate in two levels along what was found.
-
-A cloud does not say in which rack a machine stands, and ranks are numbered by chance. But messages inside a rack are
-faster:
+"""PLink: find by probing which machines are neighbours, then aggregate in two levels along what was found.
 
     probe       [n][n] round-trip times; noise only adds, so the least of a few samples comes near the truth
-    clusters    join the two groups with the least mean time between them, again and again; the largest relative jump
-                from one join to the next is where racks end: keep the groups from before it
-    aggregate   every member of a rack sums one column of the tensor; the owners of a column all-reduce it across the
-                racks, in a ring, and hand it back
+    clusters    join the two groups with the least mean time between them, again and again; racks end at the
+                largest relative jump from one join to the next: keep the groups from before it
+    aggregate   every member of a rack sums one column of the tensor; the owners of a column all-reduce it
+                across the racks, in a ring, and send it back
 
-A flat ring in rank order crosses uplinks in nearly every hop, and at 4:1 oversubscription these carry a quarter of
-what the ports could send. In two levels each of R racks sends 2(R-1)/R S upwards, and all its members share in it. A
-ring in the order of the racks would send hardly more; what it cannot save is its 2(n-1) latencies, against 2R here.
-Cost: n(n-1)/2 times `samples` probes; about n^3 sums to cluster. A job without structure comes back as one group.
-Raises ValueError for a matrix that is not square, and for racks that do not hold every rank once.
-
-Luo et al. 2020, MLSys, "PLink". Differs: the probe is simulated, groups come from average linkage cut at the largest
-jump, racks may differ in size, and the plan does not adapt while training runs.
+A cloud does not say in which rack a machine stands. A flat ring in rank order crosses uplinks in nearly every
+hop; in two levels each of R racks sends 2(R-1)/R S upwards, and all its members share in it. Cost: n(n-1)/2
+times `samples` probes; about n^3 sums to cluster. A job without structure comes back as one group.
+Luo et al. 2020, MLSys, "PLink". Differs: the probe is simulated, groups come from average linkage cut at the
+largest jump, racks may differ in size, and the plan does not adapt while training runs.
 """
 
 from collections.abc import Sequence
@@ -24,19 +18,15 @@ from random import Random
 
 from minitrain.communication.algorithms import ring_all_reduce
 from minitrain.communication.hierarchical import ranks_in
-from minitrain.communication.schedule import Schedule, Transfer, mirror, place, then, together
+from minitrain.communication.schedule import Schedule, Transfer, in_parallel, mirror, place, then
 
-NOISE_RATIO = (
-    1.5  # from one join to the next the time grows by less than this inside one level of the network
-)
+NOISE_RATIO = 1.5  # inside one level of network the time grows by less than this from join to join
 
 Matrix = Sequence[Sequence[float]]
 
 
-def probe(
-    rack_of: Sequence[int], near_s: float, far_s: float, *, noise: float, samples: int, seed: int
-) -> list[list[float]]:
-    """Simulated round trips [n][n]: the least of `samples`, each longer by an exponential share of mean `noise`."""
+def probe(rack_of: Sequence[int], near_s: float, far_s: float, *, noise: float, samples: int, seed: int):
+    """Simulated round trips [n][n]: the least of `samples`, each longer by a share of mean `noise`."""
     random, n = Random(seed), len(rack_of)
     rtt = [[0.0] * n for _ in range(n)]
     for a in range(n):
@@ -70,12 +60,10 @@ def _mean_time(rtt: Matrix, group: list[int], other: list[int]) -> float:
 
 def aggregate(racks: Sequence[Sequence[int]]) -> Schedule:
     """Two-level all-reduce: column c of the tensor belongs to member c, modulo its size, of every rack."""
-    n = ranks_in(racks)
-    across = ring_all_reduce(len(racks))
-    num_columns = max(map(len, racks))
+    n, across, num_columns = ranks_in(racks), ring_all_reduce(len(racks)), max(map(len, racks))
     columns = [range(c * across.chunks, (c + 1) * across.chunks) for c in range(num_columns)]
-    size = (n, num_columns * across.chunks)
     owners = [[rack[c % len(rack)] for rack in racks] for c in range(num_columns)]
+    size = (n, num_columns * across.chunks)
     gather = tuple(
         Transfer(member, owner, column, reduce=True)
         for column, owners_of_column in zip(columns, owners)
@@ -84,5 +72,5 @@ def aggregate(racks: Sequence[Sequence[int]]) -> Schedule:
         if member != owner
     )
     inside = Schedule(*size, (gather,) if gather else ())
-    middle = together(place(across, ranks, column, of=size) for ranks, column in zip(owners, columns))
+    middle = in_parallel(place(across, ranks, column, of=size) for ranks, column in zip(owners, columns))
     return then(inside, middle, mirror(inside))

@@ -1,17 +1,12 @@
 """The ring by hand: reduce-scatter, all-gather and all-reduce as the plain loops that a schedule hides.
 
-n ranks stand in a circle; each sends to its right and receives from its left. A tensor of S bytes is cut into n chunks.
+    reduce-scatter   a chunk starts right of its owner and goes round; everyone adds its part   n-1 steps
+    all-gather       the finished chunks go round once more; everyone keeps a copy              n-1 steps
+    all-reduce       the one, then the other                                      2(n-1)/n S by each rank
 
-    reduce-scatter   a chunk starts right of its owner and goes round; everyone adds its part   n-1 steps of S/n
-    all-gather       the finished chunks go round once more; everyone keeps a copy              n-1 steps of S/n
-    all-reduce       the one, then the other                                                    2(n-1)/n S by each rank
-
-A rank receives while it sends, so both directions of its links are busy, and it only ever talks to its neighbours: time
-2(n-1) (alpha + S/(n B)). Memory: the result, one chunk on its way in and one out. When n does not divide the size, the
-first chunks are one element longer; chunks may be empty. A group of one sends nothing.
-
-Patarasuk and Yuan 2009; Gibiansky 2017 (Baidu). `algorithms.ring_all_reduce` is the same as data and sends the same
-messages.
+Each of n ranks sends to its right while it receives from its left: time 2(n-1) (alpha + S/(n B)). Memory: the
+result, one chunk in and one out. When n does not divide the size, the first chunks are one element longer.
+Patarasuk and Yuan 2009; Gibiansky 2017 (Baidu). `algorithms.ring_all_reduce` sends the same messages.
 """
 
 import torch
@@ -23,9 +18,7 @@ def reduce_scatter(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> to
     """This rank's chunk of the sum over the group: x [any shape] -> [numel / n], flat."""
     n, rank = group.size(), group.rank()
     chunks = x.detach().reshape(-1).tensor_split(n)
-    partial = chunks[
-        rank - 1
-    ].clone()  # our left neighbour's own chunk has the longest way to go: it leaves first
+    partial = chunks[rank - 1].clone()  # our left neighbour's chunk has the longest way: it leaves first
     for step in range(n - 1):
         own_part = chunks[(rank - 2 - step) % n]
         partial = exchange(partial, (rank + 1) % n, (rank - 1) % n, group, like=own_part) + own_part

@@ -1,24 +1,20 @@
-"""A collective algorithm is data: in every step, who sends which chunks to whom, and if the receiver adds or replaces.
+"""A collective algorithm is data: in every step, who sends which chunks to whom, to be added or to replace.
 
-A tensor of S bytes is cut into C equal chunks. A `Schedule` is a tuple of steps, a step a tuple of `Transfer`s; all
-transfers of a step read what the ranks held before it, so they may travel at the same time. From this one text
-`interpreter.run` moves real tensors, `check` proves the result without a process, `cost` predicts the time on a
-described network, and `plot.chunk_matrix` draws it. Small schedules combine into large ones; most published
-algorithms come so:
+A tensor of S bytes is cut into C equal chunks. A `Schedule` is a tuple of steps, a step a tuple of
+`Transfer`s, all of which read what the ranks held before it. `interpreter.run_schedule` moves real tensors by
+it, `check` proves it without a process, `cost` predicts its time. Small schedules combine into large ones:
 
-    then(a, b)                    first a, then b                     all_reduce = then(reduce_scatter, all_gather)
-    mirror(a)                     a backwards, arrows turned round    all_gather = mirror(reduce_scatter)
-    place(a, ranks, chunks, of=)  a, by these ranks, on these chunks  a ring in one node; a tree on half of the tensor
-    together([a, b, ...])         step i of all at the same time      all nodes; both trees
+    then(a, b)                    first a, then b                 reduce-scatter, then all-gather
+    mirror(a)                     a backwards, arrows reversed    all_gather = mirror(reduce_scatter)
+    place(a, ranks, chunks, of=)  a, by these ranks and chunks    a ring in one node; a tree on half of S
+    in_parallel([a, b, ...])      step i of all at the same time  all nodes; both trees
 
-Bytes: rank r sends `sent_shares(schedule)[r]` · S, an exact fraction; `sent_elements` is exact for sizes that do not
-divide. Memory: one `Transfer` a message. A ring of n ranks has 2n(n-1) of them, 8,064 for 64 ranks and 1.2e9 for
-24,576: write out schedules of the size you run or draw, and take the closed forms that the tests hold them to
-(`selector`, `tree`) beyond. Raises ValueError when ranks or chunks do not fit together.
-
-SCCL (Cai et al. 2021) also treats an algorithm as a list of (chunk, source, destination, step), to search for the
-best one. Differs: there chunks are only placed, here they are added as well, and large schedules are composed and not
-searched.
+Bytes: rank r sends `sent_shares(schedule)[r]` · S; `sent_elements` is exact for sizes that do not divide.
+Memory: one `Transfer` a message, 2n(n-1) for a ring: 8,064 for 64 ranks and 1.2e9 for 24,576, where
+`selector` and `tree` have closed forms.
+SCCL (Cai et al. 2021) also treats an algorithm as a list of (chunk, source, destination, step), to search for
+the best one. Differs: there chunks are only placed, here they are added as well; schedules are composed and
+not searched.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,41 +43,39 @@ class Schedule:
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
+        check_ranks(self.ranks)
         for index, step in enumerate(self.steps):
             for source, to, chunks, _ in step:
                 ranks_fit = 0 <= source < self.ranks and 0 <= to < self.ranks and source != to
                 if not ranks_fit or chunks.step != 1 or not 0 <= chunks.start < chunks.stop <= self.chunks:
-                    raise ValueError(
-                        f"step {index} sends {chunks} from rank {source} to rank {to}: two different ranks below "
-                        f"{self.ranks} and contiguous chunks within {self.chunks} are needed"
-                    )
+                    what = f"step {index} sends {chunks} from rank {source} to rank {to}"
+                    need = f"two different ranks below {self.ranks}, contiguous chunks within {self.chunks}"
+                    raise ValueError(f"{what}; it needs {need}")
+
+
+def check_ranks(n: int) -> None:
+    if n < 1:
+        raise ValueError(f"n={n} ranks; an algorithm needs at least 1")
 
 
 def then(*schedules: Schedule) -> Schedule:
     """One after the other."""
-    ranks, chunks = _common_size(schedules)
-    return Schedule(ranks, chunks, sum((each.steps for each in schedules), ()))
+    return Schedule(*_common_size(schedules), sum((each.steps for each in schedules), ()))
 
 
-def together(schedules: Iterable[Schedule]) -> Schedule:
+def in_parallel(schedules: Iterable[Schedule]) -> Schedule:
     """Step i of every schedule in one step; the short ones end early."""
     schedules = list(schedules)
-    ranks, chunks = _common_size(schedules)
     steps = zip_longest(*(each.steps for each in schedules), fillvalue=())
-    return Schedule(ranks, chunks, tuple(sum(parallel, ()) for parallel in steps))
+    return Schedule(*_common_size(schedules), tuple(sum(parallel, ()) for parallel in steps))
 
 
 def mirror(schedule: Schedule) -> Schedule:
-    """The dual: what was gathered by adding is handed back by copying, last step first, every arrow turned round."""
+    """The dual: what was gathered by adding is returned by copying, last step first, all arrows reversed."""
     if not all(transfer.reduce for step in schedule.steps for transfer in step):
-        raise ValueError(
-            "only a schedule that reduces in every transfer has a mirror; mirror its reducing half alone"
-        )
-    turned = (
-        tuple(Transfer(to, source, chunks, reduce=False) for source, to, chunks, _ in step)
-        for step in reversed(schedule.steps)
-    )
-    return Schedule(schedule.ranks, schedule.chunks, tuple(turned))
+        raise ValueError("only a schedule that reduces in every transfer has a mirror; mirror that half")
+    back = lambda step: tuple(Transfer(to, source, chunks, reduce=False) for source, to, chunks, _ in step)
+    return Schedule(schedule.ranks, schedule.chunks, tuple(map(back, reversed(schedule.steps))))
 
 
 def place(schedule: Schedule, ranks: Sequence[int], chunks: range, *, of: tuple[int, int]) -> Schedule:
@@ -91,10 +85,9 @@ def place(schedule: Schedule, ranks: Sequence[int], chunks: range, *, of: tuple[
     """
     block, rest = divmod(len(chunks), schedule.chunks)
     if rest or len(set(ranks)) != schedule.ranks:
-        raise ValueError(
-            f"{schedule.ranks} ranks with {schedule.chunks} chunks cannot be placed on {len(set(ranks))} ranks with "
-            f"{len(chunks)} chunks; give one rank for each and a multiple of the chunks"
-        )
+        size, room = (schedule.ranks, schedule.chunks), (len(set(ranks)), len(chunks))
+        own, new = ("{} ranks with {} chunks".format(*pair) for pair in (size, room))
+        raise ValueError(f"{own} cannot be placed on {new}; give a rank for each, a multiple of the chunks")
 
     def moved(transfer: Transfer) -> Transfer:
         first, last = (chunks.start + block * end for end in (transfer.chunks.start, transfer.chunks.stop))
@@ -104,7 +97,7 @@ def place(schedule: Schedule, ranks: Sequence[int], chunks: range, *, of: tuple[
 
 
 def span(chunks: range, schedule: Schedule, numel: int) -> tuple[int, int]:
-    """Where `chunks` begin and end in a flat tensor of any size: cut as by `tensor_split`, the first ones longer."""
+    """Where `chunks` begin and end in a flat tensor of any size, cut as by `tensor_split`."""
     size, longer = divmod(numel, schedule.chunks)
     return chunks.start * size + min(chunks.start, longer), chunks.stop * size + min(chunks.stop, longer)
 
@@ -115,23 +108,17 @@ def sent_elements(schedule: Schedule, rank: int, numel: int) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def sent_shares(
-    schedule: Schedule, counts: Callable[[Transfer], bool] = lambda transfer: True
-) -> list[Fraction]:
-    """[rank] -> what it sends, as a fraction of S. `counts` picks transfers: those that leave a node, for instance."""
+def sent_shares(schedule: Schedule, counts: Callable = lambda transfer: True) -> list[Fraction]:
+    """[rank] -> what it sends, as a fraction of S. `counts` picks transfers (what leaves a node, say)."""
     sent = [0] * schedule.ranks
-    for step in schedule.steps:
-        for transfer in step:
-            if counts(transfer):
-                sent[transfer.source] += len(transfer.chunks)
+    for transfer in (transfer for step in schedule.steps for transfer in step if counts(transfer)):
+        sent[transfer.source] += len(transfer.chunks)
     return [Fraction(each, schedule.chunks) for each in sent]
 
 
 def _common_size(schedules: Sequence[Schedule]) -> tuple[int, int]:
     sizes = sorted({(each.ranks, each.chunks) for each in schedules})
     if len(sizes) != 1:
-        found = (
-            " and ".join(f"{ranks} ranks with {chunks} chunks" for ranks, chunks in sizes) or "no schedule"
-        )
-        raise ValueError(f"cannot join {found}; bring all to one size with place()")
+        found = " and ".join(f"{ranks} ranks with {chunks} chunks" for ranks, chunks in sizes)
+        raise ValueError(f"cannot join {found or 'no schedule'}; bring all to one size with place()")
     return sizes[0]

@@ -1,29 +1,22 @@
-"""Which algorithm for how many bytes: the choice that a library such as NCCL makes at every call, by alpha-beta.
+"""Which algorithm for how many bytes: the choice that NCCL makes at every call, by alpha-beta.
 
-n ranks, h = ceil(log2 n); a message costs alpha seconds, a port carries B bytes a second, a tree attains the share e
-of it:
+n ranks, h = ceil(log2 n); a message costs alpha seconds, a port carries B bytes a second, a tree attains the
+share e:
 
     ring                   2(n-1) (alpha + S/(n B))        least bytes, most steps
     double tree, k pieces  2(h-1+k) (alpha + S/(k e B))    few steps; pieces fill the tree like a pipe
     halving and doubling   2h alpha + 2(n-1)/n S/B         n a power of two, all links equal
     recursive doubling     h (alpha + S/B)                 n a power of two
 
-Small S is latency, large S is bandwidth: the tree wins below a crossover S*, the ring above. The best k for a given S
-is one of the two integers beside sqrt((h-1) S / (alpha e B)). For a given k both times are straight lines in S, and
-the tree with its best k is faster exactly below the largest of their meeting points:
+The best k is an integer beside sqrt((h-1) S / (alpha e B)). For a given k both times are straight lines in S,
+and the tree with its best k is faster than the ring exactly below the largest of their meeting points:
 
     S* = alpha B · max over k of  k (n-h-k) / (p + q k)      p = (h-1)/e,  q = 1/e - (n-1)/n
 
-with k beside (sqrt(p^2 + p q (n-h)) - p) / q. `crossover_by_sweep` finds the same by trying sizes. S* is
-proportional to alpha·B, the bytes that fit into one latency, and larger in larger worlds (save where h jumps).
-
-On equal links halving and doubling beats both at every S. NCCL does without it, since real links are not equal
-(`halving`, `cost`), and so does `choose` unless asked. These are closed forms: no schedule is written out, 24,576
-ranks cost nothing. Raises ValueError for n < 1, a negative size, an unknown algorithm, or one that n does not allow.
-
-Jeaugey 2019, NVIDIA's blog on NCCL 2.4; NCCL's src/graph/tuning.cc, where e = 0.92; Thakur, Rabenseifner and Gropp
-2005, section 4 (choice by size). Differs: NCCL has measured constants for each protocol and architecture in the place
-of our three.
+with k beside (sqrt(p^2 + p q (n-h)) - p) / q. On equal links halving and doubling beats both at every S; NCCL
+does without it, as real links are not equal (`cost`), and so does `choose` unless asked. Jeaugey 2019,
+NVIDIA's blog on NCCL 2.4; NCCL's src/graph/tuning.cc, where e = 0.92; Thakur, Rabenseifner and Gropp 2005,
+section 4.
 """
 
 from math import ceil, floor, sqrt
@@ -31,7 +24,7 @@ from typing import NamedTuple
 
 from minitrain.communication.algorithms import ring_all_reduce
 from minitrain.communication.halving import doubling_all_reduce, halving_doubling_all_reduce
-from minitrain.communication.schedule import Schedule
+from minitrain.communication.schedule import Schedule, check_ranks
 from minitrain.communication.tree import double_tree_all_reduce
 
 AS_NCCL = ("ring", "double tree")
@@ -50,34 +43,35 @@ class Choice(NamedTuple):
     pieces: int = 1  # of each half of the tensor, for the double tree
 
 
-def steps(algorithm: str, n: int, pieces: int = 1) -> int:
-    """Messages that follow one another, at any n."""
-    _check(algorithm, n)
+def _costs(n: int, pieces: int = 1, tree_efficiency: float = 1.0) -> dict[str, tuple[int, float]]:
+    """{algorithm: messages that follow one another, bytes through a port as a multiple of S}, at any n."""
     height = _height(n)
+    tree = 2 * (height - 1 + pieces) if n > 1 else 0
     return {
-        "ring": 2 * (n - 1),
-        "double tree": 2 * (height - 1 + pieces) if n > 1 else 0,
-        "halving and doubling": 2 * height,
-        "recursive doubling": height,
-    }[algorithm]
+        "ring": (2 * (n - 1), 2 * (n - 1) / n),
+        "double tree": (tree, tree / pieces / tree_efficiency),
+        "halving and doubling": (2 * height, 2 * (n - 1) / n),
+        "recursive doubling": (height, height),
+    }
+
+
+def steps(algorithm: str, n: int, pieces: int = 1) -> int:
+    """Messages that follow one another, at any n; `pieces` concerns the double tree."""
+    _check(algorithm, n)
+    return _costs(n, pieces)[algorithm][0]
 
 
 def time_s(algorithm: str, n: int, size_bytes: float, network: Network, pieces: int = 1) -> float:
-    """Seconds of an all-reduce; `pieces` concerns the double tree."""
-    latency_s = steps(algorithm, n, pieces) * network.alpha_s
+    """Seconds of an all-reduce."""
+    _check(algorithm, n)
     if size_bytes < 0:
         raise ValueError(f"size_bytes={size_bytes} is negative")
-    at_port = {
-        "ring": 2 * (n - 1) / n,
-        "double tree": steps("double tree", n, pieces) / pieces / network.tree_efficiency,
-        "halving and doubling": 2 * (n - 1) / n,
-        "recursive doubling": _height(n),
-    }[algorithm]
-    return latency_s + at_port * size_bytes / network.bytes_per_s
+    messages, at_port = _costs(n, pieces, network.tree_efficiency)[algorithm]
+    return messages * network.alpha_s + at_port * size_bytes / network.bytes_per_s
 
 
 def best_pieces(n: int, size_bytes: float, network: Network) -> int:
-    """The integer k with the least time for the double tree: one of the two beside the root of the derivative."""
+    """The k with the least time for the double tree: an integer beside the root of the derivative."""
     bytes_in_a_latency = network.alpha_s * network.tree_efficiency * network.bytes_per_s
     ideal = sqrt(max(0, _height(n) - 1) * size_bytes / bytes_in_a_latency)
     return min(_beside(ideal), key=lambda pieces: time_s("double tree", n, size_bytes, network, pieces))
@@ -96,20 +90,19 @@ def choose(n: int, size_bytes: float, network: Network, among: tuple[str, ...] =
 def schedule_of(choice: Choice, n: int) -> Schedule:
     """What was chosen, ready for the interpreter."""
     _check(choice.algorithm, n)
-    if choice.algorithm == "double tree":
-        return double_tree_all_reduce(n, choice.pieces)
     build = {
         "ring": ring_all_reduce,
+        "double tree": lambda n: double_tree_all_reduce(n, choice.pieces),
         "halving and doubling": halving_doubling_all_reduce,
         "recursive doubling": doubling_all_reduce,
-    }[choice.algorithm]
-    return build(n)
+    }
+    return build[choice.algorithm](n)
 
 
 def crossover_bytes(n: int, network: Network) -> float:
     """S*: below it the double tree is faster than the ring. 0 for n <= 3, where the ring is never slower."""
-    if n < 2:
-        _check("ring", n)
+    check_ranks(n)
+    if n == 1:
         return 0.0
     height, share = _height(n), network.tree_efficiency
     p, q = (height - 1) / share, 1 / share - (n - 1) / n
@@ -142,13 +135,9 @@ def _beside(ideal: float) -> set[int]:
 
 
 def _check(algorithm: str, n: int) -> None:
-    if algorithm not in AS_NCCL + POWERS_OF_TWO_ONLY:
-        raise ValueError(
-            f"unknown algorithm {algorithm!r}; choose one of {', '.join(AS_NCCL + POWERS_OF_TWO_ONLY)}"
-        )
-    if n < 1:
-        raise ValueError(f"n={n} ranks; an algorithm needs at least 1")
+    known = AS_NCCL + POWERS_OF_TWO_ONLY
+    if algorithm not in known:
+        raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {', '.join(known)}")
+    check_ranks(n)
     if algorithm in POWERS_OF_TWO_ONLY and n & (n - 1):
-        raise ValueError(
-            f"{algorithm} has this cost for powers of two only, not n={n}; choose {' or '.join(AS_NCCL)}"
-        )
+        raise ValueError(f"{algorithm} is for powers of two only, not n={n}; choose {' or '.join(AS_NCCL)}")

@@ -1,46 +1,35 @@
-"""The double binary tree: two trees over the same ranks, half of the tensor each; who works in one rests in the other.
+"""The double binary tree: two trees over the same ranks, half of the tensor each; leaves here work there.
 
-In one binary tree half of the ranks are leaves, which send S up and get S back, while an inner rank receives 2S and
-sends S, and again on the way down. The second tree makes the leaves of the first its inner ranks. Then no rank moves
-more than S in either direction on the way up, nor on the way down: the bytes of a ring, in a number of steps that
-grows with log2 n.
+In one binary tree a leaf sends S up and gets S back, while an inner rank receives 2S and sends S, and again
+on the way down. The second tree makes the leaves of the first its inner ranks: then no rank moves more than S
+in either direction on the way up, nor on the way down: the bytes of a ring, in steps that grow with log2 n.
 
     tree 1   rank r at position r; to find a parent move the lowest set bit up by one: 5 -> 6 -> 4 -> 8 -> 0
-    tree 2   n even: mirrored, rank r at position n-1-r, so even and odd change places; n odd: shifted, at position r-1
+    tree 2   n even: mirrored, rank r at position n-1-r; n odd: shifted, at position r-1
+    steps    2(h-1 + pieces), h = ceil(log2 n), pieces a level apart; n = 24,576: 30 (a ring: 49,150)
+    bytes    a rank sends at most 2S, all ranks 2(n-1) S
 
-    steps    2(h-1 + pieces), h = ceil(log2 n): pieces follow each other, a level apart
-             24,576 ranks, one piece: 30 (a ring: 49,150)
-    bytes    a rank sends at most 2S, all together 2(n-1) S
-
-A tree is n integers, so the depth at 24,576 ranks is measured on the tree itself and no schedule is written out.
-Raises ValueError for n < 1 or pieces < 1.
-
-Sanders, Speck and Träff 2009 (two trees, n even and odd); Jeaugey 2019, NVIDIA's blog on NCCL 2.4 (up to 180 times
-lower latency than rings). Differs: in NCCL pieces go down while others still come up, which hides one of the two
-fillings of the pipe; here the tensor is reduced first, so that the broadcast is the mirror of the reduce.
+A tree is n integers, so the depth at 24,576 ranks is measured on the tree itself. Sanders, Speck and Träff
+2009; Jeaugey 2019, NVIDIA's blog on NCCL 2.4. Differs: in NCCL pieces go down while others still come up,
+which hides one of the two fillings of the pipe; here the tensor is reduced first, so the broadcast mirrors
+the reduce.
 """
 
-from minitrain.communication.schedule import Schedule, Transfer, mirror, place, then, together
+from minitrain.communication.schedule import Schedule, Transfer, check_ranks, in_parallel, mirror, place, then
 
 Tree = list[int | None]  # [rank] -> parent; the root has none
 
 
 def binary_tree(n: int) -> Tree:
-    """Positions 0..n-1 from left to right, as in a sorted tree: odd ones are leaves; 0 is the root, with one child."""
-    if n < 1:
-        raise ValueError(f"n={n} ranks; a tree needs at least 1")
-    return [_parent(position, n) for position in range(n)]
-
-
-def _parent(position: int, n: int) -> int | None:
-    if position == 0:
-        return None
-    lowest = position & -position
-    without = position - lowest
-    up = without | 2 * lowest
-    return (
-        up if up < n else without
-    )  # beyond the end of an n that is no power of two: one branch further down
+    """Positions 0..n-1 from left to right: odd ones are leaves; 0 is the root, with one child."""
+    check_ranks(n)
+    tree: Tree = [None]
+    for position in range(1, n):
+        lowest = position & -position
+        without = position - lowest
+        up = without | 2 * lowest
+        tree.append(up if up < n else without)  # beyond the end of n: one branch further down
+    return tree
 
 
 def double_binary_tree(n: int) -> tuple[Tree, Tree]:
@@ -70,19 +59,19 @@ def depths(tree: Tree) -> list[int]:
 
 
 def tree_reduce(tree: Tree, pieces: int = 1) -> Schedule:
-    """Towards the root, a piece a step: a rank starts when the first piece of its slowest child has arrived."""
+    """Towards the root, a piece a step: a rank starts when its slowest child's first piece has arrived."""
     if pieces < 1:
         raise ValueError(f"pieces={pieces}; a tensor is at least one piece")
-    level = depths(tree)
-    start = [0] * len(tree)  # [rank] -> the step of its first message: its height above the leaves
-    for rank in sorted(range(len(tree)), key=level.__getitem__, reverse=True):
+    level, n = depths(tree), len(tree)
+    start = [0] * n  # [rank] -> the step of its first message: its height above the leaves
+    for rank in sorted(range(n), key=level.__getitem__, reverse=True):
         if tree[rank] is not None:
             start[tree[rank]] = max(start[tree[rank]], start[rank] + 1)
-    steps: list[list[Transfer]] = [[] for _ in range(max(start) - 1 + pieces)] if len(tree) > 1 else []
+    steps: list[list[Transfer]] = [[] for _ in range(max(start) - 1 + pieces)] if n > 1 else []
     for rank, parent in enumerate(tree):
         for piece in range(pieces if parent is not None else 0):
             steps[start[rank] + piece].append(Transfer(rank, parent, range(piece, piece + 1), reduce=True))
-    return Schedule(len(tree), pieces, tuple(map(tuple, steps)))
+    return Schedule(n, pieces, tuple(map(tuple, steps)))
 
 
 def tree_all_reduce(tree: Tree, pieces: int = 1) -> Schedule:
@@ -93,7 +82,7 @@ def tree_all_reduce(tree: Tree, pieces: int = 1) -> Schedule:
 def double_tree_all_reduce(n: int, pieces: int = 1) -> Schedule:
     """Each tree carries half of the tensor, in `pieces` pieces of S / (2 · pieces)."""
     halves = (range(pieces), range(pieces, 2 * pieces))
-    return together(
+    return in_parallel(
         place(tree_all_reduce(tree, pieces), range(n), half, of=(n, 2 * pieces))
         for tree, half in zip(double_binary_tree(n), halves)
     )

@@ -1,11 +1,11 @@
-"""Data parallelism: ranks with other rows of the batch. What sums their gradients and owns the optimizer is a Sync.
+"""Data parallelism: ranks with other rows of the batch. A Sync sums their gradients and owns the optimizer.
 
-First  naive, bucketed           gradients summed after backward, and behind it
-then   sync                      what all stages have in common: who is told what, optimizers by name and shape, states by name
+First  naive, buckets, bucketed  gradients summed after backward, and behind it
+then   sync                      what all stages share: hooks, optimizers by name and shape, states by name
        replicated                everything whole on every rank
        flat, zero1, zero2        buffers that divide; optimizer states, then gradients, kept in shards
        units, zero3              parameters too, whole only while a layer needs them
-       hybrid, choices           two levels, inside nodes and across; which of the ten words fits a cluster
+       hybrid, choices           two levels, inside nodes and across; which sharding fits a cluster
 beside accumulation, broadcast, hierarchical_gather, local_updates, negotiated, parameter_server
        quantized, quantized_collectives, zeropp
 """

@@ -1,37 +1,35 @@
 """Gradient accumulation over ranks: m microbatches, one optimizer step, and two ways to add up.
 
-    keep:      grad += grad_m locally, then one reduction            sends 1 x, holds the whole gradient   (DDP under no_sync)
-    scatter:   shard += reduce_scatter(grad_m) every microbatch      sends m x, holds 1/n of the gradient  (ZeRO-2, FSDP)
+    keep      grad += grad_m locally, one reduction            sends 1 x, holds it whole   (no_sync)
+    scatter   shard += reduce_scatter(grad_m) each microbatch  sends m x, holds 1/n of it  (ZeRO-2, FSDP)
 
-The limit everyone asks about: a rank that owns only a slice of the gradient cannot accumulate the rest, so every microbatch
-pays for the network. `keep` is `GradReducer.enabled = False` for all but the last microbatch; here is `scatter`.
-Sends m (n-1)/n of the gradients' bytes, against (n-1)/n for one reduce-scatter at the end; memory 1/n of the gradients.
-Raises ValueError if a parameter got no gradient.
-Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2. Differs: one flat reduce-scatter a microbatch, padded to n.
+A rank that owns a slice of the gradient cannot accumulate the rest, so it sends every microbatch: m (n-1)/n
+of the gradients' bytes. `keep` is `GradReducer.enabled = False` for all but the last microbatch; here is
+`scatter`.
+Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2. Differs: one flat reduce-scatter a microbatch.
 """
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import reduce_scatter
+from minitrain.data_parallel.flat import Flat
 from minitrain.data_parallel.naive import with_gradients
 
 
 class ScatteredGradients:
-    """This rank's slice of the flat gradient, summed over ranks and microbatches; `add()` after each backward."""
+    """This rank's slice of the flat gradient, summed over ranks and microbatches."""
 
     def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup):
         self.params, self.group = list(params), group
         self.shard: Tensor | None = None
 
     def add(self) -> None:
-        """Reduce-scatter what backward left in `.grad`, free it, and add the slice of this rank."""
-        grads = [param.grad.reshape(-1) for param in with_gradients(self.params)]
-        padding = -sum(grad.numel() for grad in grads) % self.group.size()
-        flat = torch.cat([*grads, grads[0].new_zeros(padding)])
+        """After each backward: reduce-scatter what it left in `.grad`, free that, add this rank's slice."""
+        params = with_gradients(self.params)
+        flat = Flat(params, self.group).pack([param.grad for param in params])
         for param in self.params:
             param.grad = None
         mine = reduce_scatter(flat, self.group)

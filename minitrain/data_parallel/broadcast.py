@@ -1,17 +1,11 @@
-"""The same start on all ranks, for modules that are not seeded by name: the source's parameters and buffers go to everyone.
+"""The same start on all ranks: one rank's parameters and buffers, W_0[F, D], b_0[F], .., go to everyone.
 
-    W_0[F, D], b_0[F], running_mean_0[F]     ->     the same numbers on each rank of the group, bit by bit
-
-Data parallelism adds gradients, not weights: replicas that start apart stay apart, each with a loss that falls. Our own GPT fills
-every parameter from its global name and needs none of this; a module from elsewhere drew from a random stream, and ranks are
-seeded apart. Call it once, before an optimizer makes its state and before ZeRO or tensor parallelism cut anything.
-
-Sends S bytes of all parameters and buffers, each once however often it is tied, in one flat buffer per dtype: (n-1)·S in all, and
-the source ceil(log2 n)·S, as collectives.broadcast says. Memory: while it runs, two copies of all that has one dtype.
-Raises ValueError for a module that holds nothing, for a source that is no rank of the group, and for a parameter that is cut over
-the group's ranks, which hold different slices on purpose.
-PyTorch's DistributedDataParallel does it when it is built (Li et al. 2020, arXiv:2006.15704, section 3.1), Horovod's
-broadcast_parameters when it is called. Differs: DDP sends buffers again in every forward; here whoever wants that calls it again.
+Data parallelism adds gradients, not weights: replicas that start apart stay apart. Our own GPT fills every
+parameter from its global name; a module from elsewhere drew from a random stream, seeded apart. Call it once,
+before an optimizer makes its state and before anything is cut.
+Sends S bytes of all parameters and buffers, each once however often it is tied, in one flat buffer per dtype:
+(n-1)·S in all, and the source ceil(log2 n)·S. Memory: while it runs, two copies of all that has one dtype.
+Li et al. 2020, arXiv:2006.15704, section 3.1. Differs: DDP sends buffers again in every forward.
 """
 
 import torch
@@ -19,28 +13,26 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.data_parallel.buckets import flatten, grouped, views
 from minitrain.sharding import placement
 
 
 @torch.no_grad()
 def broadcast_parameters(module: nn.Module, group: ProcessGroup, source: int = 0) -> None:
     """Overwrite this rank's parameters and buffers with those of rank `source` of the group, in place."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        check_whole(name, tensor, group)
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    if not kinds:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    if not named:
         raise ValueError(f"{type(module).__name__} has no parameters and no buffers; nothing to send")
-    for same in kinds.values():
-        flat = collectives.broadcast(torch.cat([tensor.reshape(-1) for tensor in same]), source, group)
-        for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same])):
-            tensor.copy_(part.view_as(tensor))
+    for name, tensor in named:
+        check_whole(name, tensor, group)
+    for same in grouped(tensor for _, tensor in named).values():
+        flat = collectives.broadcast(flatten(same), source, group)
+        for tensor, part in zip(same, views(flat, same)):
+            tensor.copy_(part)
 
 
 def check_whole(name: str, tensor: Tensor, group: ProcessGroup) -> None:
     for cut in placement(tensor).shards:
         if cut.group.size() > 1 and group in (cut.group, collectives.world()):
-            raise ValueError(
-                f"{name} is cut over {collectives.axis_of(cut.group)}, whose ranks hold different slices on purpose; "
-                f"broadcast before it is cut, or over the ranks that hold the same slice"
-            )
+            axis = collectives.axis_of(cut.group)
+            raise ValueError(f"{name} is cut over {axis}, whose ranks hold different slices; broadcast first")

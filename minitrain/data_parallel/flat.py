@@ -3,52 +3,45 @@
     W1[F, D]  b1[F]  W2[D, F]   ->   whole[P] = W1 | b1 | W2 | padding            P = the next multiple of n
                                      shard[P/n] = whole[rank P/n : (rank+1) P/n]
 
-A shard is cut wherever n says, in the middle of a matrix if it must: an optimizer that works on elements does not mind.
-One buffer holds parameters of one dtype that are summed over the same ranks, cut alike over others (tensor parallelism), complete
-together (a stage of a pipeline) and updated with the same settings; they are laid out in the order given, so every rank has the same
-layout. A shard is an ordinary nn.Parameter with a placement: clipping and `full_tensor` know what to do.
-
-`Shards` adds to Sync this rank's own state, for the same stage, cut and world size, without any communication.
-Sends nothing. Padding costs at most n-1 elements a buffer.
-Raises ValueError in one line for a state of another stage, world size or model.
-Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section
-3.2.3 (FlatParameter). Differs from FSDP2, which cuts every parameter along its dim 0 and so keeps its shape, at the
-price of a copy into and out of the buffer at each collective.
+A shard is cut wherever n says, in the middle of a matrix if it must: an optimizer works on elements. A buffer
+holds parameters with one `sync.BufferKey`, in the order given. A shard is an ordinary nn.Parameter with a
+placement. `Shards` adds to Sync this rank's own state, for the same stage, cut and world size, without any
+communication.
+Sends nothing, but for `publish`: (n-1)/n of the parameters. Padding costs at most n-1 elements a buffer.
+Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277,
+section 3.2.3. FSDP2 cuts every parameter along its dim 0 instead, and copies into and out of the buffer.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.sync import Sync, copied
+from minitrain.collectives import all_gather
+from minitrain.data_parallel.buckets import InOrder, flatten, pack, views
+from minitrain.data_parallel.sync import MakeOptimizer, Sync, copied
 from minitrain.sharding import Placement, Shard, full_tensor, placement
 
 
 class Flat:
-    """The layout of some parameters in one padded buffer, cut over one group or over several, one inside the other."""
+    """The layout of parameters in one padded buffer, cut over groups, one inside the other."""
 
     def __init__(self, params: list[nn.Parameter], *groups: ProcessGroup):
         self.params, self.groups = params, groups
-        self.numels = [param.numel() for param in params]
-        self.padding = -sum(self.numels) % math.prod(group.size() for group in groups)
-        self.numel = sum(self.numels) + self.padding
+        numel = sum(param.numel() for param in params)
+        self.padding = -numel % math.prod(group.size() for group in groups)
+        self.numel = numel + self.padding
         self.shard: nn.Parameter | None = None
 
     def pack(self, tensors: list[Tensor]) -> Tensor:
         """A new flat buffer [P] with copies of tensors shaped like the parameters."""
-        parts = [tensor.detach().reshape(-1) for tensor in tensors]
-        return torch.cat([*parts, parts[0].new_zeros(self.padding)])
+        return flatten([*tensors, tensors[0].new_zeros(self.padding)])
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in a flat buffer, in their shapes."""
-        parts = flat.narrow(0, 0, sum(self.numels)).split(self.numels)
-        return [part.view(param.shape) for part, param in zip(parts, self.params)]
+        return views(flat, self.params)
 
     def own(self, flat: Tensor, cuts: slice = slice(None)) -> Tensor:
         """This rank's slice of a flat buffer: [P/n] if all groups cut it, or those in `cuts` only."""
@@ -57,31 +50,30 @@ class Flat:
             flat = flat.narrow(0, group.rank() * size, size)
         return flat
 
-    def cut(self, own: Tensor, cuts: slice = slice(None)) -> nn.Parameter:
+    def cut(self, own: Tensor, cuts: slice = slice(None)) -> None:
         """Make this rank's slice the shard."""
-        where = placement(self.params[0])
+        at, shards = placement(self.params[0]), tuple(Shard(0, group) for group in self.groups[cuts])
         self.shard = nn.Parameter(own.detach(), requires_grad=self.params[0].requires_grad)
-        self.shard.placement = Placement(
-            tuple(Shard(0, group) for group in self.groups[cuts]),
-            where.summed_over,
-            where.copies,
-            where.cut_over,
-        )
-        return self.shard
+        self.shard.placement = Placement(shards, at.summed_over, at.copies, at.cut_over)
 
     def unfold(self, kept: Tensor) -> list[Tensor]:
-        """What all ranks keep together, in the shapes of the parameters: gathers."""
+        """What all ranks keep, gathered, in the shapes of the parameters."""
         return self.views(full_tensor(kept, self.shard.placement.shards))
 
     def fold(self, tensors: list[Tensor]) -> Tensor:
-        """What the shard stands for of tensors shaped like the parameters."""
+        """The shard's part of tensors shaped like the parameters."""
         return self.own(self.pack(tensors), slice(len(self.shard.placement.shards)))
 
 
 class Shards(Sync):
-    """Parameters that are kept in shards."""
+    """Parameters that are kept, or updated, in shards."""
 
     stage: int | str
+
+    def __init__(self, model: nn.Module, groups: tuple, make_optimizer: MakeOptimizer):
+        super().__init__(model, groups, make_optimizer)
+        if not self.trainable and not hasattr(model, "parts"):  # a stage of a pipeline may be frozen
+            raise ValueError("no parameter asks for a gradient; set requires_grad=True somewhere")
 
     @property
     def flats(self) -> list[Flat]:
@@ -89,58 +81,56 @@ class Shards(Sync):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of this rank's shards and optimizer state, for the same stage and world size."""
-        return {
-            **self._place(),
-            "shards": [flat.shard.detach().clone() for flat in self.flats],
-            "optimizer": copied(self.optimizer.state_dict()),
-        }
+        shards = [flat.shard.detach().clone() for flat in self.flats]
+        return {**self._layout(), "shards": shards, "optimizer": copied(self.optimizer.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave on the same rank."""
-        for what, mine in self._place().items():
+        for what, mine in self._layout().items():
             if state.get(what) != mine:
-                raise ValueError(
-                    f"the state is of {what} {state.get(what)}, this is {what} {mine}: save with full_state_dict(), "
-                    f"which any stage and any number of ranks can load"
-                )
-        sizes, saved = (
-            [flat.shard.numel() for flat in self.flats],
-            [shard.numel() for shard in state["shards"]],
-        )
+                theirs = f"the state is of {what} {state.get(what)}"
+                raise ValueError(f"{theirs}, this is {what} {mine}: save with full_state_dict()")
+        sizes = [flat.shard.numel() for flat in self.flats]
+        saved = [shard.numel() for shard in state["shards"]]
         if sizes != saved:
-            raise ValueError(
-                f"the state has shards of {saved[:3]} elements, this model of {sizes[:3]}: it is of another model or "
-                f"was cut into other buffers; use full_state_dict()"
-            )
+            found = f"the state has shards of {saved[:3]} elements, this model of {sizes[:3]}"
+            raise ValueError(f"{found}: another model or other buffers; use full_state_dict()")
         with torch.no_grad():
             for flat, shard in zip(self.flats, state["shards"]):
                 flat.shard.copy_(shard)
         self.optimizer.load_state_dict(copied(state["optimizer"]))
         self.publish()
 
-    def _place(self) -> dict[str, Any]:
+    def _layout(self) -> dict[str, Any]:
         """What must be equal for a rank's shards to fit."""
         groups = self.flats[0].groups
         ranks, rank = [group.size() for group in groups], [group.rank() for group in groups]
-        return {
-            "stage": self.stage,
-            "ranks": ranks[0] if len(ranks) == 1 else ranks,
-            "rank": rank[0] if len(rank) == 1 else rank,
-        }
+        if len(groups) == 1:
+            (ranks,), (rank,) = ranks, rank
+        return {"stage": self.stage, "ranks": ranks, "rank": rank}
 
 
-def buckets(params: Iterable[tuple[nn.Parameter, tuple]], bucket_bytes: int) -> list[Flat]:
-    """Trainable parameters with their keys (sync.sums_alike), last first (the order in which backward finishes them), in buffers of about
-    `bucket_bytes`."""
-    if bucket_bytes <= 0:
-        raise ValueError(
-            f"bucket_bytes={bucket_bytes}; a bucket needs at least one byte, 25_000_000 is usual"
-        )
-    filled: dict[tuple, list[list[nn.Parameter]]] = {}
-    for param, key in reversed([(param, key) for param, key in params if param.requires_grad]):
-        same = filled.setdefault(key, [[]])
-        held = sum(p.numel() for p in same[-1])
-        if held and (held + param.numel()) * param.element_size() > bucket_bytes:
-            same.append([])
-        same[-1].append(param)
-    return [Flat(params, *key[2]) for key, same in filled.items() for params in same]
+class WholeParameters(Shards):
+    """Stages 1 and 2: parameters live whole in flat buffers; a rank updates a slice of each, its shard."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer, bucket_bytes=25_000_000):
+        super().__init__(model, (group,), make_optimizer)
+        packed = pack(reversed(self.trainable), bucket_bytes, self.key_of.get)  # as backward fills them
+        flats = [Flat(params, *self.key_of[params[0]].groups) for params in packed]
+        self.weights: dict[Flat, Tensor] = {}  # the whole parameters
+        for flat in flats:
+            self.weights[flat] = flat.pack(flat.params)
+            for param, view in zip(flat.params, flat.views(self.weights[flat])):
+                param.data = view
+                param.register_post_accumulate_grad_hook(self._on_grad)
+            flat.cut(flat.own(self.weights[flat]))
+        self.hold(flats)
+        self.in_order = InOrder(flats, self._send)
+
+    def publish(self) -> None:
+        """Gather the updated parameters."""
+        handles = []
+        for flat, whole in self.weights.items():
+            handles.append(all_gather(flat.shard.detach(), flat.groups[0], out=whole, async_op=True))
+        for handle in handles:
+            handle.wait()

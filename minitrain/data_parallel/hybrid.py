@@ -1,43 +1,37 @@
-"""Hybrid sharding: each model state is cut as finely as its memory asks and no finer, in a cluster of two levels.
+"""Hybrid sharding: each model state is cut as finely as its memory asks and no finer, on two levels.
 
-                    N: not cut          I: cut inside the node, over `intra`       G: over all ranks, intra then inter
-    parameters      whole, as in DDP    gathered inside the node                   across nodes, then inside
-    gradients       add up locally      reduce-scattered inside, every microbatch  inside, then across, every microbatch
-    optimizer       same on all ranks   same on all nodes                          once in the world
+                  N: not cut         I: cut inside the node (`intra`)   G: over all ranks, intra then inter
+    parameters    whole, as in DDP   gathered inside the node            across nodes, then inside
+    gradients     add up locally     reduce-scattered inside             inside, then across, each microbatch
+    optimizer     same on all ranks  same on all nodes                   once in the world
 
-A word names the three choices, "NNG" say; parameters are cut no finer than gradients, gradients no finer than the
-optimizer state, which leaves ten words. NNN is plain data parallelism, NNG and NGG are ZeRO 1 and 2, GGG is ZeRO 3, III
-is MiCS and FSDP's HYBRID_SHARD. Whatever has not been added up by then is added up once a step, at the boundary of
-accumulation: MiCS's second hop is an all-reduce of shards over `inter`, however many microbatches there were.
-
-Cutting first inside the node makes every collective hierarchical by itself: what crosses nodes is a shard of the node's
-1/k. Bytes sent and memory, word by word, are the formulas of choices.py, which finds the cheapest word under a limit.
-In GGG the hop across nodes, the slow one, runs ahead of the layer that needs it; the hop inside follows when it is needed.
-Raises ValueError for other words, and what flat.py and zero3.py refuse.
-Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section 3.2.2; Zhang et al. 2022, MiCS, arXiv:2205.00119, sections 3.2
-to 3.4; Wu et al. 2023, PaRO, arXiv:2310.06003; Chen et al. 2023, AMSP, arXiv:2311.00257. Differs: two levels and factors
-1, k and W, where AMSP allows any; gradients of all words are counted and sent per unit of zero3.py.
+Three letters name a sharding, none cut finer than the next, which leaves ten: NNN is DDP, NNG and NGG ZeRO 1
+and 2, GGG ZeRO 3, III MiCS and FSDP's HYBRID_SHARD. What is left is added up once a step: MiCS's second hop
+is an all-reduce of shards over `inter`, however many microbatches there were. What crosses nodes is a shard
+of the node's 1/k. In GGG the hop across nodes, the slow one, runs ahead of the layer that needs it.
+Bytes sent and memory are the formulas of choices.py, which finds the cheapest sharding under a limit.
+Zhao et al. 2023, FSDP, arXiv:2304.11277, section 3.2.2; Zhang et al. 2022, MiCS, arXiv:2205.00119, sections
+3.2 to 3.4; Wu et al. 2023, PaRO, arXiv:2310.06003; Chen et al. 2023, AMSP, arXiv:2311.00257. Differs: factors
+1, k and W, where AMSP allows any; gradients of all shardings are sent per unit of zero3.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import Handle, all_gather, all_reduce, reduce_scatter
-from minitrain.data_parallel.choices import WORDS
-from minitrain.data_parallel.sync import MakeOptimizer
-from minitrain.data_parallel.zero3 import Gathered, Zero3
+from minitrain.data_parallel.choices import PARO_SHARDINGS
+from minitrain.data_parallel.units import UnitBuffer
+from minitrain.data_parallel.zero3 import Zero3
 
 
-class Held(Gathered):
-    """A flat buffer of which this rank holds what `kept` cuts leave, and updates what `updated` cuts leave."""
+class HybridBuffer(UnitBuffer):
+    """A flat buffer of which this rank holds what `kept` cuts leave and updates what `updated` cuts leave."""
 
-    def __init__(
-        self, params: list[nn.Parameter], levels: tuple[ProcessGroup, ProcessGroup], kept: int, updated: int
-    ):
+    def __init__(self, params: list[nn.Parameter], groups: tuple, kept: int, updated: int):
         self.kept, self.updated = kept, updated
-        super().__init__(params, *levels)
+        super().__init__(params, *groups)
 
     def divide(self) -> None:
         self.held = self.own(self.whole, slice(self.kept)).clone() if self.kept else self.whole
@@ -47,76 +41,59 @@ class Held(Gathered):
         if self.kept:
             super().free()
         else:
-            self.wait()  # whole it stays
+            self.wait()  # it stays whole
 
 
-class Ready:
-    """A handle for something that has been done, or whose last hops are taken when it is waited for."""
+class Chain:
+    """A handle: `wait()` waits for the first step (or has its tensor), then takes the others, once."""
 
-    def __init__(
-        self, result: Tensor | None = None, first: Handle | None = None, *hops: Callable[[Tensor], Tensor]
-    ):
-        self.result, self.first, self.hops = result, first, hops
+    def __init__(self, first: Handle | Tensor, *steps: Callable[[Tensor], Tensor]):
+        self.first, self.steps = first, steps
 
     def wait(self) -> Tensor:
-        if self.first is not None:
-            self.result, self.first = self.first.wait(), None
-            for hop in self.hops:
-                self.result = hop(self.result)
-        return self.result
+        if not isinstance(self.first, Tensor):
+            self.first = self.first.wait()
+            for step in self.steps:
+                self.first = step(self.first)
+        return self.first
 
 
 class Hybrid(Zero3):
     """Reducer and optimizer of a training step: train_step(forward_backward, batch, hybrid, hybrid)."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        intra: ProcessGroup,
-        inter: ProcessGroup,
-        make_optimizer: MakeOptimizer,
-        word: str = "III",
-        units: Iterable[nn.Module] | None = None,
-        *,
-        reshard: bool = True,
-        prefetch: bool = True,
+        self, model, intra, inter, make_optimizer, sharding="III", units=None, *, reshard=True, prefetch=True
     ):
-        if word not in WORDS:
-            raise ValueError(
-                f"word={word!r}; parameters, gradients and optimizer state are each N, I or G, none cut finer than the "
-                f"next: use {', '.join(WORDS)}"
-            )
-        self.groups, self.stage = (intra, inter), word
-        self.kept, self.summed, self.updated = ("NIG".index(letter) for letter in word)
+        if sharding not in PARO_SHARDINGS:
+            raise ValueError(f"sharding={sharding!r} is none of {', '.join(PARO_SHARDINGS)}")
+        self.groups, self.stage = (intra, inter), sharding
+        self.kept, self.summed, self.updated = ("NIG".index(letter) for letter in sharding)  # numbers of cuts
         super().__init__(model, intra, make_optimizer, units, reshard=reshard, prefetch=prefetch)
 
-    def levels(self) -> tuple[ProcessGroup, ProcessGroup]:
+    def levels(self) -> tuple[ProcessGroup, ...]:
         return self.groups
 
-    def make_flat(self, params: list[nn.Parameter], levels: tuple[ProcessGroup, ProcessGroup]) -> Held:
-        return Held(params, levels, self.kept, self.updated)
+    def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> HybridBuffer:
+        return HybridBuffer(params, groups, self.kept, self.updated)
 
-    def gather(self, flat: Held) -> Handle | Ready:
+    def gather(self, flat: HybridBuffer) -> Handle | Chain:
         """Whole parameters from what ranks hold: inside the node, or across and then inside."""
         intra, inter = flat.groups
         if self.kept == 1:
             return all_gather(flat.held, intra, out=flat.whole, async_op=True)
-        return Ready(
-            None,
-            all_gather(flat.held, inter, async_op=True),
-            lambda piece: all_gather(piece, intra, out=flat.whole),
-        )
+        across = all_gather(flat.held, inter, async_op=True)
+        return Chain(across, lambda piece: all_gather(piece, intra, out=flat.whole))
 
-    def scatter(self, flat: Held, grads: Tensor) -> Handle | Ready:
+    def scatter(self, flat: HybridBuffer, grads: Tensor) -> Handle | Chain:
         """What a microbatch adds up: nothing, inside the node, or over all ranks."""
         intra, inter = flat.groups
         if self.summed == 0:
-            return Ready(grads)
-        first = reduce_scatter(grads, intra, async_op=True)
-        return first if self.summed == 1 else Ready(None, first, lambda piece: reduce_scatter(piece, inter))
+            return Chain(grads)
+        inside = reduce_scatter(grads, intra, async_op=True)
+        return inside if self.summed == 1 else Chain(inside, lambda piece: reduce_scatter(piece, inter))
 
-    def complete(self, flat: Held) -> Tensor:
-        """Once a step: cut the gradient as finely as the optimizer state, and add up over the replicas of that."""
+    def complete(self, flat: HybridBuffer) -> Tensor:
+        """Once a step: cut the gradient as finely as the optimizer state, and add up over replicas."""
         for group in flat.groups[self.summed : self.updated]:
             flat.sum = reduce_scatter(flat.sum, group)
         intra, inter = flat.groups
@@ -127,11 +104,8 @@ class Hybrid(Zero3):
         return piece if self.updated == 1 else all_gather(piece, intra, out=flat.sum)
 
     def publish(self) -> None:
-        """Give every rank what it holds of the parameters."""
+        """Give every rank what it holds of the parameters, the last cut first."""
         for flat in self.flats:
-            if flat.shard.requires_grad:
-                for cuts in range(self.updated, self.kept, -1):
-                    piece = flat.own(flat.held, slice(self.kept, cuts))
-                    all_gather(
-                        piece, flat.groups[cuts - 1], out=flat.own(flat.held, slice(self.kept, cuts - 1))
-                    )
+            for cuts in range(self.updated, self.kept, -1) if flat.shard.requires_grad else ():
+                piece, whole = (flat.own(flat.held, slice(self.kept, end)) for end in (cuts, cuts - 1))
+                all_gather(piece, flat.groups[cuts - 1], out=whole)

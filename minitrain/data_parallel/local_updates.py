@@ -2,10 +2,8 @@
 
     w_rank <- w_rank - lr · g_rank      k times;        w <- (1/n) · sum over ranks of w_rank
 
-With k = 1 and plain SGD this is data parallelism exactly (the mean of updated weights is the update by the mean gradient).
-With k > 1 the ranks drift apart between meetings: traffic falls by k, and the result is another one.
-Sends 2(n-1)/n of the parameters' bytes every k steps, so 2(n-1)/(n·k) a step. Memory: one receive buffer for the largest parameter.
-Raises ValueError for k < 1. The optimizer's own state stays local, as in the source.
+With k = 1 and plain SGD this is data parallelism exactly. With k > 1 the ranks drift apart between means.
+Sends 2(n-1)/(n·k) of the parameters' bytes a step. Memory: one receive buffer for the largest parameter.
 Stich 2019, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767, section 2.
 """
 

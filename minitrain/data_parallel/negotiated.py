@@ -2,16 +2,15 @@
 
     ready_rank in {0,1}^P  --all_reduce-->  count;     tensor p may travel when count[p] = n
 
-A network matches collectives by order. If backward finishes gradients in another order on another rank (dynamic graphs, branches),
-sending each when it is ready would add up different tensors. So a gradient that is ready only raises a bit; after every
-`cycle` gradients the ranks add up their bits, and what all have is fused into buffers and reduced, in one order for all.
-Sends 2(n-1)/n of the gradients' bytes, plus 2(n-1)/n · P · 4 bytes a cycle for the bits: the price of not knowing the order.
-Memory: one fusion buffer of at most `fusion_bytes` (or one larger parameter). Raises ValueError in `finish()` if a gradient is missing.
-Sergeev and Del Balso 2018, Horovod, arXiv:1802.05799, section 3 (tensor fusion), and its response cache (bit vectors). Differs:
-a cycle is a number of gradients instead of milliseconds, so runs repeat exactly; every rank is coordinator (an all-reduce of bits).
+A network matches collectives by order. If backward finishes gradients in another order on another rank
+(branches), sending each when ready would add up different tensors. So a ready gradient only raises a bit;
+after every `cycle` gradients the ranks add up their bits, and what all have is fused and reduced, in one
+order for all.
+Sends 2(n-1)/n of the gradients' bytes, plus 2(n-1)/n · P · 4 bytes a cycle for the bits. Memory: one fusion
+buffer of at most `fusion_bytes` (or one larger parameter).
+Sergeev and Del Balso 2018, Horovod, arXiv:1802.05799, section 3, and its response cache. Differs: a cycle is
+a number of gradients, not milliseconds, so runs repeat exactly; bits are all-reduced, with no coordinator.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 
@@ -20,30 +19,19 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import all_reduce
-from minitrain.data_parallel.bucketed import cut
-from minitrain.data_parallel.naive import by_kind, trainable_once
+from minitrain.data_parallel.buckets import pack
+from minitrain.data_parallel.naive import all_reduce_fused, trainable_once
 
 
 class NegotiatedReducer:
-    """Same use as GradReducer: `enabled`, `finish()`; `sequence` lists the parameters in the order in which they travelled."""
+    """Used like GradReducer; `sequence` lists the parameters in the order in which they travelled."""
 
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        group: ProcessGroup,
-        fusion_bytes: int = 64_000_000,
-        cycle: int = 4,
-    ):
+    def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup, fusion_bytes=64_000_000, cycle=4):
         if cycle < 1:
             raise ValueError(f"cycle={cycle}; negotiate at least after every gradient (1)")
-        self.params, self.group, self.fusion_bytes, self.cycle, self.enabled = (
-            trainable_once(params),
-            group,
-            fusion_bytes,
-            cycle,
-            True,
-        )
-        self._index = {id(param): index for index, param in enumerate(self.params)}
+        self.params, self.group, self.fusion_bytes = trainable_once(params), group, fusion_bytes
+        self.cycle, self.enabled = cycle, True
+        self._index = {param: index for index, param in enumerate(self.params)}
         self._hooks = [param.register_post_accumulate_grad_hook(self._on_ready) for param in self.params]
         self._ready: set[int] = set()
         self._done: set[int] = set()
@@ -51,10 +39,8 @@ class NegotiatedReducer:
 
     def _on_ready(self, param: nn.Parameter) -> None:
         if self.enabled:
-            self._ready.add(self._index[id(param)])
-            if (
-                len(self._ready) % self.cycle == 0
-            ):  # every rank has finished as many gradients, though not the same ones
+            self._ready.add(self._index[param])
+            if len(self._ready) % self.cycle == 0:  # all ranks have as many, though not the same ones
                 self._negotiate()
 
     def _negotiate(self) -> None:
@@ -64,24 +50,15 @@ class NegotiatedReducer:
         agreed = (all_reduce(bits, self.group) == self.group.size()).nonzero().flatten().tolist()
         new = [self.params[index] for index in agreed if index not in self._done]
         self._done.update(agreed)
-        for same in by_kind(new):
-            for fused in cut(same, self.fusion_bytes):
-                self._reduce(fused)
-
-    def _reduce(self, params: list[nn.Parameter]) -> None:
-        flat = torch.cat([param.grad.reshape(-1) for param in params])
-        all_reduce(flat, self.group, out=flat)
-        for param, part in zip(params, flat.split([param.numel() for param in params])):
-            param.grad.copy_(part.view_as(param))
-            self.sequence.append(self._index[id(param)])
+        for fused in pack(new, self.fusion_bytes):
+            all_reduce_fused(fused, self.group)
+            self.sequence += [self._index[param] for param in fused]
 
     def finish(self) -> None:
         """Negotiate what is left. Every rank must have every gradient by now."""
         missing = [index for index in range(len(self.params)) if index not in self._ready]
         if missing:
-            raise ValueError(
-                f"parameters number {missing[:5]} got no gradient on this rank; use them in the loss or freeze them"
-            )
+            raise ValueError(f"parameters {missing[:5]} got no gradient on this rank; use or freeze them")
         self._negotiate()
         self._ready.clear()
         self._done.clear()

@@ -1,29 +1,27 @@
 """A parameter server: servers own the weights in slices, workers push gradients and pull weights.
 
-    push: worker -> server k:   grad[slice k]           server:  w[slice k] <- step(w[slice k], sum over workers)
-    pull: server k -> worker:   w[slice k]              staleness d: the worker computes step t with the weights of step t - d
+    push: worker -> server k:   grad[slice k]     server:  w[slice k] <- step(w[slice k], sum over workers)
+    pull: server k -> worker:   w[slice k]        staleness d: step t is computed with the weights of t - d
 
-The first `servers` ranks of the group serve, the others work. Synchronous (staleness 0) it equals data parallelism with the same
-optimizer. With staleness d a worker never waits for the answer to its last d pushes, so network and computation overlap, and
-w[t+1] = w[t] - lr · g(w[t-d]): exact, repeatable, and another training run than the synchronous one.
-Sends, with n workers, s servers and S bytes of weights: a worker S a step; a server n·S/s, and it receives as much, so one server
-carries 2nS where an all-reduce costs every rank 2(n-1)/n · S each way: the bottleneck that ring all-reduce removed.
-Memory: weights and optimizer state once, on the servers; a worker holds weights and gradients.
-Raises ValueError when no rank is left to work, or for a negative staleness.
-Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI, sections 3.1 and 3.3. Differs: slices of one flat
-vector instead of hashed keys; staleness fixed instead of bounded, so that a test can compare.
+The first `servers` ranks serve, the others work. With staleness 0 it equals data parallelism. With staleness
+d a worker never waits for the answer to its last d pushes, so network and computation overlap, and w[t+1] =
+w[t] - lr · g(w[t-d]): repeatable, and another training run.
+Sends, with n workers, s servers and S bytes of weights: a worker S a step; a server n·S/s, and it receives as
+much: 2nS for one server, where an all-reduce costs every rank 2(n-1)/n · S each way. Memory: weights and
+optimizer state once, on the servers; a worker holds weights and gradients.
+Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI, sections 3.1 and 3.3.
+Differs: slices of one vector, not hashed keys; staleness fixed, not bounded, so that a test can compare.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import receive, send
+from minitrain.data_parallel.buckets import flatten, views
 from minitrain.data_parallel.naive import trainable_once, with_gradients
 
 
@@ -33,30 +31,18 @@ def slices(numel: int, servers: int) -> list[slice]:
     return [slice(a, b) for a, b in zip(edges, edges[1:])]
 
 
-def check(group: ProcessGroup, servers: int, staleness: int) -> int:
-    """Number of workers. Raises ValueError for a division of ranks that cannot run."""
-    if not 1 <= servers < group.size():
-        raise ValueError(
-            f"servers={servers} of {group.size()} ranks leaves nobody to work; choose 1 to {group.size() - 1}"
-        )
+def check(group: ProcessGroup, servers: int, staleness: int) -> None:
+    n = group.size()
+    if not 1 <= servers < n:
+        raise ValueError(f"servers={servers} of {n} ranks leaves nobody to work; choose 1 to {n - 1}")
     if staleness < 0:
         raise ValueError(f"staleness={staleness}; 0 waits for every answer, 1 lets one push be under way")
-    return group.size() - servers
 
 
-def serve(
-    params: Iterable[nn.Parameter],
-    make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
-    steps: int,
-    group: ProcessGroup,
-    *,
-    servers: int = 1,
-    staleness: int = 0,
-) -> Tensor:
+def serve(params, make_optimizer, steps: int, group: ProcessGroup, *, servers=1, staleness=0) -> Tensor:
     """Run a server rank for `steps` steps; returns its slice of the final weights [numel/servers]."""
     check(group, servers, staleness)
-    trainable = trainable_once(params)
-    flat = torch.cat([param.detach().reshape(-1) for param in trainable])
+    flat = flatten(trainable_once(params))
     mine = nn.Parameter(flat[slices(flat.numel(), servers)[group.rank()]].clone())
     optimizer, workers = make_optimizer([mine]), range(servers, group.size())
     for _ in range(steps):
@@ -69,28 +55,21 @@ def serve(
 
 
 class Worker:
-    """A working rank: `push_pull()` after each backward, in place of reducer.finish() and optimizer.step()."""
+    """A working rank: `push_pull()` after each backward, in place of finish() and optimizer.step()."""
 
-    def __init__(
-        self, params: Iterable[nn.Parameter], group: ProcessGroup, *, servers: int = 1, staleness: int = 0
-    ):
+    def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup, *, servers=1, staleness=0):
         check(group, servers, staleness)
-        self.params, self.group, self.servers, self.staleness = (
-            trainable_once(params),
-            group,
-            servers,
-            staleness,
-        )
+        self.params, self.group = trainable_once(params), group
+        self.servers, self.staleness = servers, staleness
         self._under_way: deque[list] = deque()
 
     def push_pull(self) -> None:
         """Push this step's gradients; take in the weights of `staleness` steps ago."""
-        grad = torch.cat([param.grad.reshape(-1) for param in with_gradients(self.params)])
-        pieces = [grad[part] for part in slices(grad.numel(), self.servers)]
+        grad = flatten(param.grad for param in with_gradients(self.params))
         answers = []
-        for server, piece in enumerate(pieces):
-            send(piece, server, self.group, async_op=True).wait()
-            answers.append(receive(piece, server, self.group, async_op=True))
+        for server, part in enumerate(slices(grad.numel(), self.servers)):
+            send(grad[part], server, self.group, async_op=True).wait()
+            answers.append(receive(grad[part], server, self.group, async_op=True))
         self._under_way.append(answers)
         if len(self._under_way) > self.staleness:
             self._take(self._under_way.popleft())
@@ -103,5 +82,5 @@ class Worker:
     @torch.no_grad()
     def _take(self, answers: list) -> None:
         flat = torch.cat([answer.wait() for answer in answers])
-        for param, part in zip(self.params, flat.split([param.numel() for param in self.params])):
-            param.copy_(part.view_as(param))
+        for param, part in zip(self.params, views(flat, self.params)):
+            param.copy_(part)

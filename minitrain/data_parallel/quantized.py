@@ -2,30 +2,20 @@
 
     scale = max |x| of the block,  levels = 2^(bits-1) - 1        127 for 8 bits, 7 for 4
     code  = round(x / scale * levels)                             -levels .. levels
-    back  = code / levels * scale
+    back  = code / levels * scale                                 |back - x| <= scale / levels / 2
 
     quantize   x [.., d]  ->  codes [.., d] int8, or [.., ceil(d/2)] uint8 with two codes a byte (4 bits)
                               scales [.., ceil(d/block)] float32
 
-Blocks are cut along the last dim, so that every row has its own and can be sent by itself. One scale for the whole
-tensor would let a single outlier take the resolution of all the others; a block confines it to its neighbours. The
-last block may be short: for the computation it is filled up with zeros, which change no maximum; they are not kept.
-
-Error: |back - x| <= step/2 with step = scale / levels, in exact arithmetic. In float32 at most 2^-15 of a step more
-(and 2^-149, where numbers are that small); the rounding to `dtype` comes on top. A zero comes back as zero and the
-largest number of a block to the bit, hence constants as well (of a float64, its float32: that is what a scale is).
-NaN and infinity are not looked for, which would need the numbers themselves, but nothing hides them: the block that
-holds one has a scale that is not finite and comes back as NaN from end to end, the other blocks as if nothing had
-happened. A float64 beyond the range of float32 counts as infinity.
-
-Bytes of a row: codes ceil(d·bits/8), scales 4·ceil(d/block). Sends nothing. Memory while it works, besides the result:
-one float32 copy of x to quantise (two of a half-precision x), one to dequantise, and the codes as int8.
-Raises ValueError for bits other than 4 and 8, a block below 1, a block that is odd with 4 bits (a byte would belong to
-two blocks), and an x that has no dims or is not fp16, bf16, fp32 or fp64.
-
-Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861, section 2.1; Wang et al. 2023,
-ZeRO++, arXiv:2306.10209, section 3.1. Differs: evenly spaced levels about zero (Dettmers: a tree of exponents), plain
-PyTorch operators in place of one fused kernel.
+Blocks are cut along the last dim, so that every row can be sent by itself; the last one may be short. An
+outlier takes the resolution of its block only. In float32 the error is at most 2^-15 of a step more (and
+2^-149). A zero and the largest number of a block come back to the bit (of a float64, its float32). A block
+with NaN or infinity (or a float64 beyond float32) comes back as NaN from end to end, the others as if nothing
+had happened.
+Bytes of a row: codes ceil(d·bits/8), scales 4·ceil(d/block). Memory while it works, besides the result: one
+float32 copy of x to quantise (two of a half-precision x), one to dequantise, and the codes as int8.
+Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Wang et al. 2023, ZeRO++, arXiv:2306.10209, section 3.1.
+Differs: evenly spaced levels (Dettmers: a tree of exponents), plain operators in place of one fused kernel.
 """
 
 from dataclasses import dataclass
@@ -53,7 +43,7 @@ class Quantized:
 
     @property
     def steps(self) -> Tensor:
-        """The distance of two neighbouring values in each block, like scales; no number is wrong by more than half."""
+        """The distance of two neighbouring values in each block; no number is wrong by more than half."""
         return self.scales / levels(self.bits)
 
 
@@ -66,10 +56,8 @@ def quantize(x: Tensor, bits: int, block: int) -> Quantized:
     """x [.., d] in blocks of `block` along the last dim, outside autograd."""
     check_blocks("quantize", bits, block)
     if x.dtype not in FLOATS or x.dim() == 0:
-        raise ValueError(
-            f"quantize: x is {x.dtype} {list(x.shape)}; it must be float16, bfloat16, float32 or float64 "
-            "with 1 dim or more: convert with x.float(), x.reshape(1)"
-        )
+        found = f"{x.dtype} {list(x.shape)}"
+        raise ValueError(f"quantize: x is {found}; it must be floating, with dims: x.float(), x.reshape(1)")
     length = x.shape[-1]
     blocks = _in_blocks(x.detach().to(torch.promote_types(x.dtype, torch.float32)), block)
     scales = blocks.abs().amax(-1).float()
@@ -105,28 +93,23 @@ def to_bytes(q: Quantized) -> Tensor:
 def from_bytes(message: Tensor, length: int, bits: int, block: int) -> Quantized:
     """The inverse of `to_bytes`, for rows of `length` numbers, 1 or more."""
     codes, scales = message.split([-(-length * bits // 8), 4 * -(-length // block)], -1)
-    scales = scales.clone(memory_format=torch.contiguous_format).view(
-        torch.float32
-    )  # floats begin at multiples of 4
-    return Quantized(codes if bits == 4 else codes.view(torch.int8), scales, length, bits, block)
+    scales = scales.clone(memory_format=torch.contiguous_format)  # floats begin at multiples of 4
+    codes = codes if bits == 4 else codes.view(torch.int8)
+    return Quantized(codes, scales.view(torch.float32), length, bits, block)
 
 
 def check_blocks(what: str, bits: int, block: int) -> None:
     """Refuse what no tensor can be quantised with."""
     if bits not in (4, 8):
-        raise ValueError(
-            f"{what}: bits={bits!r}; use 8 (codes to 127, for weights) or 4 (codes to 7, for gradients)"
-        )
+        raise ValueError(f"{what}: bits={bits!r}; use 8 (codes to 127) or 4 (codes to 7)")
     if not isinstance(block, int) or block < 1:
         raise ValueError(f"{what}: block={block!r}; use a whole number, 1 or more, 256 say")
     if bits == 4 and block % 2:
-        raise ValueError(
-            f"{what}: block={block} is odd, but 4-bit codes share a byte in pairs; use {block + 1}"
-        )
+        raise ValueError(f"{what}: block={block} is odd, but two 4-bit codes share a byte; use {block + 1}")
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
-    """[.., d] -> [.., ceil(d/block), block], a view unless the last block is short and has to be filled up."""
+    """[.., d] -> [.., ceil(d/block), block], a view unless a short last block is filled up with zeros."""
     blocks = -(-x.shape[-1] // block)
     missing = blocks * block - x.shape[-1]
     return (pad(x, (0, missing)) if missing else x).unflatten(-1, (blocks, block))

@@ -1,38 +1,22 @@
-"""The collectives of ZeRO++: weights are gathered in 8 bits, gradients reduced in 4, with one hop between the nodes.
+"""The collectives of ZeRO++: weights are gathered in 8 bits, gradients reduced in 4, one hop between nodes.
 
-A rank's slice has d numbers, the flat buffer n·d. A node has L ranks (`intra`), there are N nodes (`inter`), n = L·N.
-A piece of d numbers travels as m bytes, codes and scales in one message; sent by a rank:
+A rank's slice has d numbers, the flat buffer n·d. A node has L ranks (`intra`), there are N nodes (`inter`),
+n = L·N. A slice travels as m = ceil(d·bits/8) + 4·ceil(d/block) bytes, codes and scales (bits=None: as it
+is). A rank sends
 
-    m = ceil(d·bits/8) of codes + 4·ceil(d/block) of scales              bits=None: d numbers as they are
+                                             within the node   to other nodes
+    quantized_all_gather    [d] -> [n·d]     (n-1) m over its group, wherever that goes            qwZ
+    one_hop_reduce_scatter  [n·d] -> [d]     (L-1) m           (n-L) m
+    two_hop_reduce_scatter  [n·d] -> [d]     N(L-1) m          (N-1) m                             qgZ
 
-                                               within the node   to other nodes
-    quantized_all_gather    [d] -> [n·d]       (n-1) m over its group, wherever that goes            qwZ
-    one_hop_reduce_scatter  [n·d] -> [d]       (L-1) m           (n-L) m
-    two_hop_reduce_scatter  [n·d] -> [d]       N(L-1) m          (N-1) m                             qgZ
-        of these, codes                        N(L-1) ceil(d·bits/8)      (N-1) ceil(d·bits/8)
-        and scales                             N(L-1) 4·ceil(d/block)     (N-1) 4·ceil(d/block)
-
-Both reduce-scatters send (n-1) m, but two hops put only 1/L of what one hop does between the nodes. Why no ring: codes
-of different scales cannot be added, so that every step would dequantise, add and quantise again, n-1 errors on top of
-each other. In an all-to-all a number is quantised once, in two hops twice, and all sums are taken in full precision.
-
-Tensor-slice reordering: place i of node j, rank j·L+i, shall end up with slice j·L+i. So the first hop hands to place i
-what the places i of all nodes need, slices i, L+i, 2L+i, .., which do not lie side by side:
-
-    flat [N, L, d]  -- transpose ->  [L, N, d]  -- hop over intra, add ->  [N, d]  -- hop over inter, add ->  [d]
-
-Cut as it lies into L parts, it would leave slice i·N+j there. Blocks lie within a slice, hence quantising commutes
-with the reordering, and it is the codes that are moved. Error of a number: at most half a step (quantized.py) of its
-block on each of the n ranks and, in two hops, of each of the N partial sums. A group of one quantises like any other.
-
-Memory of a reduce-scatter besides flat, in bytes for each of its n·d numbers, float32 in whole blocks: 5 + 4/block to
-quantise, 5 + m/d + 4/block to dequantise 4 bits (8 bits: 1 less), 4 + 4/L to add up the first hop; the largest is the
-peak. The gather holds the same, to dequantise, for what it returns, and with `out` that once more.
-Raises ValueError, before any rank waits for another, for a buffer that is not flat, not floating or not divisible by
-the ranks; bits and blocks that quantized.py refuses; a block larger than a slice, which would quietly be a smaller one;
-an `out` that does not fit.
-
-Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 (qwZ) and 3.3 (qgZ). Differs: codes and scales are one message;
+No ring: codes of different scales cannot be added. In an all-to-all a number is quantised once, in two hops
+twice, and sums are in full precision: an error of half a step on each rank and, in two hops, of each of N
+partial sums.
+Memory of a reduce-scatter besides flat, in bytes for each of its n·d numbers, float32 in whole blocks: 5 +
+4/block to quantise, 5 + m/d + 4/block to dequantise 4 bits (8 bits: 1 less), 4 + 4/L to add up the first hop;
+the largest is the peak. The gather holds the same, to dequantise, for what it returns, and with `out` that
+once more.
+Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 and 3.3. Differs: codes and scales are one message;
 sums, not means; the hops of consecutive buffers do not overlap; no fused kernels.
 """
 
@@ -45,32 +29,26 @@ from minitrain.collectives import all_gather, all_to_all, axis_of
 from minitrain.data_parallel.quantized import FLOATS, check_blocks, dequantize, from_bytes, quantize, to_bytes
 
 
-def quantized_all_gather(
-    shard: Tensor, group: ProcessGroup, bits: int = 8, block: int = 256, out: Tensor | None = None
-) -> Tensor:
+def quantized_all_gather(shard: Tensor, group: ProcessGroup, bits=8, block=256, out=None) -> Tensor:
     """Everyone's shard [d], as its codes say it, one after the other: [n·d], the same bits on all ranks.
 
     The own shard comes back quantised too: ranks that compute with different weights would drift apart.
     """
-    what, shape = "quantized_all_gather", (group.size() * shard.numel(),)
+    what, n, d, dtype, device = "quantized_all_gather", group.size(), shard.numel(), shard.dtype, shard.device
     check_blocks(what, bits, block)
     _slice_length(what, shard, 1, bits, block)
-    if out is not None and (out.shape != shape or out.dtype != shard.dtype or out.device != shard.device):
-        raise ValueError(
-            f"{what}: out is {out.dtype} {list(out.shape)} on {out.device}; it must be {shard.dtype} "
-            f"{list(shape)} on {shard.device}, {group.size()} shards long"
-        )
-    messages = all_gather(to_bytes(quantize(shard, bits, block)), group).view(group.size(), -1)
-    whole = dequantize(from_bytes(messages, shard.numel(), bits, block), shard.dtype).view(shape)
+    if out is not None and (out.shape, out.dtype, out.device) != ((n * d,), dtype, device):
+        found = f"{out.dtype} {list(out.shape)} on {out.device}"
+        raise ValueError(f"{what}: out is {found}; it must be {dtype} {[n * d]} on {device}, {n} shards long")
+    messages = all_gather(to_bytes(quantize(shard, bits, block)), group).view(n, -1)
+    whole = dequantize(from_bytes(messages, d, bits, block), dtype).view(-1)
     if out is None:
         return whole
     out.detach().copy_(whole)
     return out
 
 
-def one_hop_reduce_scatter(
-    flat: Tensor, group: ProcessGroup, bits: int | None = 4, block: int = 256
-) -> Tensor:
+def one_hop_reduce_scatter(flat: Tensor, group: ProcessGroup, bits: int | None = 4, block=256) -> Tensor:
     """This rank's slice [d] of the sum of everyone's flat [n·d], every piece sent straight to its owner."""
     length = _slice_length(f"one_hop_reduce_scatter over {axis_of(group)}", flat, group.size(), bits, block)
     slices = flat.detach().view(group.size(), length)
@@ -78,62 +56,48 @@ def one_hop_reduce_scatter(
 
 
 def two_hop_reduce_scatter(
-    flat: Tensor, intra: ProcessGroup, inter: ProcessGroup, bits: int | None = 4, block: int = 256
+    flat: Tensor, intra: ProcessGroup, inter: ProcessGroup, bits=4, block=256
 ) -> Tensor:
-    """Slice inter.rank()·intra.size() + intra.rank() of the sum over both groups of everyone's flat [n·d]: [d].
+    """Slice inter.rank()·L + intra.rank() of the sum over both groups of everyone's flat [n·d]: [d].
 
-    `intra` are the ranks of this node, `inter` those with this rank's place in the other nodes, in the order of nodes.
+    `intra` are the ranks of this node, `inter` those of this place, in order of nodes. The first hop gives
+    place i what the places i of all nodes need, slices i, L+i, .., which do not lie side by side:
+        flat [N, L, d]  -- reorder -> [L, N, d]  -- over intra, add -> [N, d]  -- over inter, add -> [d]
     """
     places, nodes = intra.size(), inter.size()
     what = f"two_hop_reduce_scatter over {axis_of(intra)} and {axis_of(inter)}"
     slices = flat.detach().view(nodes, places, _slice_length(what, flat, places * nodes, bits, block))
-    of_node = _exchange_and_add(
-        rearrange(slices, "node place x -> place node x"), intra, bits, block, flat.dtype
-    )
+    by_place = rearrange(slices, "node place x -> place node x")
+    of_node = _exchange_and_add(by_place, intra, bits, block, flat.dtype)
     return _exchange_and_add(of_node, inter, bits, block, flat.dtype).to(flat.dtype)
 
 
-def _exchange_and_add(
-    pieces: Tensor, group: ProcessGroup, bits: int | None, block: int, dtype: torch.dtype
-) -> Tensor:
-    """pieces [n, .., d], one for each rank -> the sum [.., d] of those for this one, in float32 (float64 for float64).
+def _exchange_and_add(pieces: Tensor, group: ProcessGroup, bits: int | None, block: int, dtype) -> Tensor:
+    """pieces [n, .., d], one for each rank -> the sum [.., d] of those for this one, in float32 or float64.
 
-    What is not quantised travels as `dtype`.
-    """
+    What is not quantised travels as `dtype`."""
+    wide = torch.promote_types(dtype, torch.float32)
     if bits is None:
         received = all_to_all(pieces.to(dtype), group)
     else:
-        received = dequantize(
-            from_bytes(
-                all_to_all(to_bytes(quantize(pieces, bits, block)), group), pieces.shape[-1], bits, block
-            ),
-            _wide(dtype),
-        )
-    return received.sum(0, dtype=_wide(dtype))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+        messages = all_to_all(to_bytes(quantize(pieces, bits, block)), group)
+        received = dequantize(from_bytes(messages, pieces.shape[-1], bits, block), wide)
+        del messages
+    return received.sum(0, dtype=wide)
 
 
 def _slice_length(what: str, flat: Tensor, ranks: int, bits: int | None, block: int) -> int:
-    """Numbers for each rank, of a flat buffer that can be cut into one slice per rank and these into blocks."""
+    """Numbers for each rank, of a flat buffer that can be cut into a slice per rank and these into blocks."""
     if flat.dim() != 1 or flat.dtype not in FLOATS:
-        raise ValueError(
-            f"{what}: the buffer is {flat.dtype} {list(flat.shape)}; it must be floating, with one dim: "
-            "use reshape(-1), float()"
-        )
-    length, rest = divmod(flat.numel(), ranks)
+        found = f"{what}: the buffer is {flat.dtype} {list(flat.shape)}"
+        raise ValueError(f"{found}; it must be floating, with one dim: use reshape(-1), float()")
+    n, (d, rest) = flat.numel(), divmod(flat.numel(), ranks)
     if rest:
         raise ValueError(
-            f"{what}: {flat.numel()} numbers are not a multiple of the {ranks} ranks; pad them with "
-            f"{ranks - rest} zeros"
+            f"{what}: {n} numbers are no multiple of {ranks} ranks; pad with {ranks - rest} zeros"
         )
     if bits is not None:
         check_blocks(what, bits, block)
-        if block > length:
-            raise ValueError(
-                f"{what}: quantisation block larger than a shard: block={block}, but a shard has {length} "
-                f"numbers; use a smaller block, or pad the shards to {block}"
-            )
-    return length
+        if block > d:
+            raise ValueError(f"{what}: block={block}, but a shard has {d} numbers; use a smaller one, or pad")
+    return d

@@ -1,17 +1,13 @@
-"""Data parallelism as a Sync: every rank keeps all of its parameters and updates them; gradients travel in buckets (bucketed.py).
+"""Data parallelism as a Sync: every rank keeps and updates all parameters; gradients travel in buckets.
 
-    parameters of one sum, and of one stage of a pipeline, have a GradReducer of their own:
-
-    cut over tp, or the same there      summed over dp × cp            each tp rank has other columns, or has seen the same
-    norms under sequence parallelism    summed over dp × cp × tp       each tp rank has seen other tokens
+    parameters of one sum, and of one stage of a pipeline, have a GradReducer (bucketed.py) of their own:
+    cut over tp, or the same there      summed over dp × cp          other columns, or equal, on each tp rank
+    norms under sequence parallelism    summed over dp × cp × tp     each tp rank saw other tokens
     on two stages (a tied table)        summed over dp × cp, then over the stages that hold it, once a step
 
-Sends 2(n-1)/n of the gradients' bytes a step; what h stages hold another 2(h-1)/h.
-Memory: parameters, gradients and optimizer state, whole. Raises what bucketed.py and sync.py raise.
-Li et al. 2020, arXiv:2006.15704, section 3.2.3; Narayanan et al. 2021, arXiv:2104.04473 (Megatron-LM's embedding group).
+Sends 2(n-1)/n of the gradients' bytes a step; what h stages hold another 2(h-1)/h. Memory: everything whole.
+Li et al. 2020, arXiv:2006.15704, section 3.2.3; Narayanan et al. 2021, arXiv:2104.04473 (embedding group).
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 
@@ -20,7 +16,8 @@ from torch.distributed import ProcessGroup
 
 from minitrain.collectives import all_reduce
 from minitrain.data_parallel.bucketed import GradReducer
-from minitrain.data_parallel.sync import MakeOptimizer, Sync, Whole, built, parts_of, sums_alike, together
+from minitrain.data_parallel.buckets import grouped
+from minitrain.data_parallel.sync import Sync, WholeParameter
 from minitrain.sharding import placement
 
 
@@ -29,26 +26,11 @@ class Replicated(Sync):
 
     stage = 0
 
-    def __init__(
-        self,
-        model: nn.Module,
-        group: ProcessGroup,
-        make_optimizer: MakeOptimizer | None = None,
-        bucket_bytes: int = 25_000_000,
-    ):
-        parts = parts_of(model)
-        names = together(parts)
-        optimizer, early, group_of = built(make_optimizer, names)
-        super().__init__(
-            names, [Whole(param) for param in names if param.requires_grad], optimizer, early, group_of
-        )
-        alike: dict[tuple, list[nn.Parameter]] = {}
-        for param, (part, _, groups, copies, *_) in sums_alike(parts, (group,), group_of):
-            if param.requires_grad:
-                alike.setdefault((part, groups, copies), []).append(param)
-        self.reducers = [
-            GradReducer(params, groups[0], bucket_bytes) for (_, groups, _), params in alike.items()
-        ]
+    def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer=None, bucket_bytes=25_000_000):
+        super().__init__(model, (group,), make_optimizer)
+        self.hold(WholeParameter(param) for param in self.trainable)
+        alike = grouped(self.trainable, lambda param: self.key_of[param][:3])  # part, groups, copies
+        self.reducers = [GradReducer(params, key[1][0], bucket_bytes) for key, params in alike.items()]
 
     @property
     def enabled(self) -> bool:
@@ -69,4 +51,4 @@ class Replicated(Sync):
             reducer.finish()
             for bucket in reducer.buckets:
                 if (copies := placement(bucket.params[0]).copies) is not None:
-                    all_reduce(bucket.flat, copies, out=bucket.flat)
+                    all_reduce(bucket.grads, copies, out=bucket.grads)

@@ -1,26 +1,21 @@
-"""Sync: what sums gradients over ranks and owns the optimizer. All stages of sharding are one of these to a training step.
+"""Sync: what sums gradients over ranks and owns the optimizer; every stage of sharding is one of these.
 
-    forward_backward   ->   finish()            ->   clip            ->   step()                     ->   the next forward
-    hooks see gradients     all are sums             over the shards      optimizer, then publish()       sees the new parameters
+    forward_backward   ->   finish()       ->   clip           ->   step()                   ->   forward
+    hooks see gradients     all are sums        over the shards     optimizer, then publish()     new weights
 
-Who tells it that a gradient is complete? Autograd's hooks while `enabled`, or whoever runs backwards in an order of its own (a
-pipeline), which then sets `driven`: `arrived(params)` after each microbatch, `ready(params)` when it was the last.
-
-The optimizer is the reader's: `make_optimizer(params)` is called once with a stand-in for every trainable parameter, which has its
-`.global_name` and the shape of the whole and no memory. So groups by name or shape (`p.dim() >= 2`) mean the same whatever is cut; then what
-this rank keeps of the parameters takes their places. Nothing that is kept mixes two groups.
-
-States: `full_state_dict()` has whole parameters and optimizer states by global name, the same on all ranks that hold them, and
-`load_full_state_dict` takes them into any stage, any number of ranks and any cut.
+A gradient is complete when autograd's hook says so while `enabled`; a pipeline, which runs backwards in an
+order of its own, sets `driven` and calls `arrived(params)` after each microbatch and `ready(params)` after
+the last.
+`make_optimizer(params)` is called once with a stand-in for every trainable parameter: its `.global_name`, the
+shape of the whole, no memory. So groups by name or shape (`p.dim() >= 2`) mean the same whatever is cut. Then
+what this rank keeps takes the stand-ins' places; nothing that is kept mixes two groups.
+`full_state_dict()` has whole parameters and optimizer states by global name, the same on all ranks that hold
+them; `load_full_state_dict` takes them into any stage, number of ranks and cut.
 Sends nothing but for `full_*`, which gathers (n-1)/n of what it returns, cut by cut.
-Raises ValueError in one line for an optimizer that was built already, that leaves parameters out or is over others, for a state of
-another model.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +26,25 @@ from minitrain.sharding import full_tensor, own_slice, placement, whole_shape
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Whole:
-    """A parameter that this rank updates as it is. Flat (flat.py) has the same face for many, of which a rank keeps a slice."""
+class BufferKey(NamedTuple):
+    """Parameters with equal keys may share a buffer: complete, summed, cut and updated alike."""
+
+    part: int  # of a pipeline: the stage
+    groups: tuple  # over whose ranks the gradient is a sum
+    copies: object  # who else holds them
+    cut_over: tuple
+    dtype: torch.dtype
+    settings: int | None  # the optimizer's group
+
+
+class WholeParameter:
+    """A parameter that this rank updates as it is; flat.Flat has the same interface for a slice of many."""
 
     def __init__(self, param: nn.Parameter):
         self.shard, self.params = param, [param]
 
     def unfold(self, kept: Tensor) -> list[Tensor]:
-        """What all ranks keep together, a tensor for each parameter."""
+        """What all ranks keep, put together: a tensor for each parameter."""
         return [kept.detach().clone()]
 
     def fold(self, tensors: list[Tensor]) -> Tensor:
@@ -47,28 +53,35 @@ class Whole:
 
 
 class Sync:
-    """A stage adds how gradients and parameters get about: `finish`, `publish`, and what it does when it is told."""
+    """A stage adds how gradients and parameters travel: `finish`, `publish`, and what hooks call."""
 
     enabled = True  # hooks count: this backward is the last of the step
     driven = False  # hooks do not count: `arrived` and `ready` are called
 
-    def __init__(
-        self,
-        names: dict[nn.Parameter, str],
-        held: Iterable[Any],
-        optimizer: torch.optim.Optimizer | None,
-        early: Mapping[nn.Parameter, dict],
-        group_of: Mapping[nn.Parameter, int],
-    ):
-        """`names`: of every parameter, frozen ones too; `held`: what it keeps of them (Whole, Flat); the others are what `built` says."""
-        self.names, self.held, self.optimizer = names, list(held), optimizer
-        for kept in self.held:
-            if optimizer and kept.shard.requires_grad:
-                optimizer.param_groups[group_of[kept.params[0]]]["params"].append(kept.shard)
-                if kept.params[0] in early:
-                    self._take_state(kept, [early[param] for param in kept.params])
+    def __init__(self, model: nn.Module, groups: tuple, make_optimizer: MakeOptimizer | None):
+        """`groups`: over whose ranks gradients are sums, where a parameter's placement names no others."""
+        self.parts = parts_of(model)
+        self.names = all_names(self.parts)  # of every parameter, frozen ones too
+        self.trainable = [param for param in self.names if param.requires_grad]
+        self.optimizer, self._first_states, group_of = build_optimizer(make_optimizer, self.names)
+        self.key_of: dict[nn.Parameter, BufferKey] = {}
+        for number, part in enumerate(self.parts):
+            for param in part:
+                at, over = placement(param), placement(param).summed_over or groups
+                key = BufferKey(number, over, at.copies, at.cut_over, param.dtype, group_of.get(param))
+                self.key_of[param] = key
 
-    # ---- a training step -----------------------------------------------------------------------------------------------
+    def hold(self, held: Iterable) -> None:
+        """What this rank keeps of the parameters (WholeParameter, Flat) is what the optimizer updates."""
+        self.held, first_states, self._first_states = list(held), self._first_states, {}
+        for kept in self.held:
+            if self.optimizer and kept.shard.requires_grad:
+                group = self.optimizer.param_groups[self.key_of[kept.params[0]].settings]
+                group["params"].append(kept.shard)
+                if kept.params[0] in first_states:
+                    self._take_state(kept, [first_states[param] for param in kept.params])
+
+    # ---- a training step
 
     @property
     def param_groups(self) -> list[dict]:
@@ -76,8 +89,7 @@ class Sync:
 
     def zero_grad(self) -> None:
         for kept in self.held:
-            kept.shard.grad = None
-            for param in kept.params:
+            for param in (kept.shard, *kept.params):
                 param.grad = None
 
     def ready(self, params: Iterable[nn.Parameter]) -> None:
@@ -104,22 +116,23 @@ class Sync:
         """Bring the model up to date with what was updated. Here: it is."""
 
     def add_copies(self, kept) -> None:
-        """Ranks of other stages that hold the same have terms of the same gradient."""
+        """Ranks of other stages that hold the same parameters have terms of the same gradient."""
         copies = placement(kept.params[0]).copies
         if copies is not None:
             collectives.all_reduce(kept.shard.grad, copies, out=kept.shard.grad)
 
-    def missing(self, params: Iterable[nn.Parameter]) -> ValueError:
-        return ValueError(
-            f"no gradient for {', '.join([self.names[param] for param in params][:3])}; use every parameter in the loss on "
-            "every rank, freeze it with requires_grad_(False), or set enabled=True before the last backward"
+    def no_gradient(self, params: Iterable[nn.Parameter]) -> ValueError:
+        names = ", ".join([self.names[param] for param in params][:3])
+        ways_out = (
+            "use all in the loss on every rank, freeze them, or set enabled=True before the last backward"
         )
+        return ValueError(f"no gradient for {names}; {ways_out}")
 
-    # ---- looking at the whole ------------------------------------------------------------------------------------------
+    # ---- the whole of a parameter
 
     def full_tensor(self, param: nn.Parameter) -> Tensor:
         """The whole of a parameter of the model, on every rank (all that hold it must ask)."""
-        if any(param is loose for loose in self.loose()):
+        if any(param is frozen for frozen in self.frozen()):
             return full_tensor(param).clone()
         return self._whole(param, lambda kept: kept.shard)
 
@@ -132,82 +145,69 @@ class Sync:
             for position, known in enumerate(kept.params):
                 if known is param:
                     return full_tensor(kept.unfold(shard_of(kept))[position].clone(), placement(param).shards)
-        raise ValueError(
-            f"this parameter {list(param.shape)} is not sharded here; give one of the model's, as it was passed"
-        )
+        raise ValueError(f"this parameter {list(param.shape)} is not sharded here; give one of the model")
 
-    def loose(self) -> list[nn.Parameter]:
-        """Parameters that are not kept for updates: frozen ones."""
+    def frozen(self) -> list[nn.Parameter]:
+        """Parameters that are not kept for updates."""
         kept = {param for held in self.held for param in held.params}
         return [param for param in self.names if param not in kept]
 
-    # ---- states --------------------------------------------------------------------------------------------------------
+    # ---- states
 
     def full_state_dict(self) -> dict[str, Any]:
         """Copies of whole parameters and optimizer states by name."""
-        full: dict[str, Any] = {
-            "parameters": {self.names[param]: full_tensor(param).clone() for param in self.loose()},
-            "optimizer": {},
-        }
+        parameters = {self.names[param]: full_tensor(param).clone() for param in self.frozen()}
+        states: dict[str, dict] = {}
         for kept in self.held:
             state = self.optimizer.state.get(kept.shard, {}) if self.optimizer else {}
-            weights = kept.unfold(kept.shard)
-            whole = {key: kept.unfold(value) for key, value in state.items() if is_cut(value, kept.shard)}
+            weights, shape = kept.unfold(kept.shard), kept.shard.shape
+            cut = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
+            whole = {key: kept.unfold(state[key]) for key in state if key in cut}
             for position, param in enumerate(kept.params):
                 name, shards = self.names[param], placement(param).shards
-                full["parameters"][name] = full_tensor(weights[position], shards).clone()
-                if state:
-                    full["optimizer"][name] = {
-                        key: full_tensor(whole[key][position], shards).clone()
-                        if key in whole
-                        else copied(value)
-                        for key, value in state.items()
-                    }
-        return full
+                parameters[name] = full_tensor(weights[position], shards).clone()
+                for key, value in state.items():
+                    full = full_tensor(whole[key][position], shards).clone() if key in cut else copied(value)
+                    states.setdefault(name, {})[key] = full
+        return {"parameters": parameters, "optimizer": states}
 
     def load_full_state_dict(self, full: dict[str, Any]) -> None:
-        """Take this rank's part of what `full_state_dict` gave, wherever that came from."""
-        ours, theirs = set(self.names.values()), set(full["parameters"])
+        """Take this rank's part of what `full_state_dict` gave, in whatever layout."""
+        parameters, states = full["parameters"], full["optimizer"]
+        ours, theirs = set(self.names.values()), set(parameters)
         if ours != theirs:
-            raise ValueError(
-                f"the state lacks {sorted(ours - theirs)[:3]} and has {sorted(theirs - ours)[:3]} too many: it is of another model"
-            )
+            less, more = sorted(ours - theirs)[:3], sorted(theirs - ours)[:3]
+            raise ValueError(f"the state lacks {less} and has {more} too many: it is of another model")
         with torch.no_grad():
-            for param in self.loose():
-                param.copy_(own_slice(full["parameters"][self.names[param]], param))
+            for param in self.frozen():
+                param.copy_(own_slice(parameters[self.names[param]], param))
             for kept in self.held:
                 names = [self.names[param] for param in kept.params]
-                own = [
-                    own_slice(full["parameters"][name].to(param.device), param)
-                    for name, param in zip(names, kept.params)
-                ]
+                own = [own_slice(parameters[self.names[p]].to(p.device), p) for p in kept.params]
                 kept.shard.copy_(kept.fold(own))
-                if self.optimizer and kept.shard.requires_grad and names[0] in full["optimizer"]:
-                    self._take_state(kept, [full["optimizer"][name] for name in names])
+                if self.optimizer and kept.shard.requires_grad and names[0] in states:
+                    self._take_state(kept, [states[name] for name in names])
         self.publish()
 
     def _take_state(self, kept, states: list[dict]) -> None:
         """`states`: of the whole parameters."""
-        shape, device = whole_shape(kept.params[0]), kept.params[0].device
-        self.optimizer.state[kept.shard] = {
-            key: kept.fold(
-                [own_slice(state[key].to(device), param) for state, param in zip(states, kept.params)]
-            ).clone()
-            if isinstance(value, Tensor) and list(value.shape) == shape
-            else copied(value)
-            for key, value in states[0].items()
-        }
+        shape, mine = whole_shape(kept.params[0]), {}
+        for key, value in states[0].items():
+            if isinstance(value, Tensor) and list(value.shape) == shape:
+                own = [own_slice(state[key].to(p.device), p) for state, p in zip(states, kept.params)]
+                mine[key] = kept.fold(own).clone()
+            else:
+                mine[key] = copied(value)
+        self.optimizer.state[kept.shard] = mine
 
 
-def built(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Parameter, str]) -> tuple:
-    """(the optimizer, states it has made already, the group of each trainable parameter); its groups are empty, to be filled."""
-    trainable = {param: name for param, name in names.items() if param.requires_grad}
+def build_optimizer(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Parameter, str]) -> tuple:
+    """(the optimizer, its groups emptied; states it made already; the group of each trainable parameter)."""
     if isinstance(make_optimizer, torch.optim.Optimizer):
         kind = type(make_optimizer).__name__
-        raise ValueError(
-            f"{kind} was built before sharding, over whole parameters; give a function that builds it: "
-            f"lambda params: {kind}(params, lr=...)"
-        )
+        way_out = f"give a function that builds it: lambda params: {kind}(params, lr=...)"
+        raise ValueError(f"{kind} was built before sharding, over whole parameters; {way_out}")
+    trainable = {param: name for param, name in names.items() if param.requires_grad}
     if make_optimizer is None or not trainable:
         return None, {}, {}
     stand_ins = {}
@@ -219,72 +219,27 @@ def built(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Parameter, str
     group_of = {}
     for number, group in enumerate(optimizer.param_groups):
         if any(param not in stand_ins for param in group["params"]):
-            raise ValueError(
-                "make_optimizer built its optimizer over other tensors than those it was given; use its argument, "
-                "lambda params: AdamW(params, lr=...)"
-            )
+            raise ValueError("make_optimizer built its optimizer over other tensors; use those it is given")
         group_of |= {stand_ins[param]: number for param in group["params"]}
         group["params"] = []
     if left := [name for param, name in trainable.items() if param not in group_of]:
-        raise ValueError(
-            f"make_optimizer left out {', '.join(left[:3])}; give it every parameter, or freeze those, requires_grad_(False)"
-        )
-    early = {stand_ins[param]: state for param, state in optimizer.state.items()}
+        raise ValueError(f"make_optimizer left out {', '.join(left[:3])}; give it all, or freeze those")
+    first_states = {stand_ins[param]: state for param, state in optimizer.state.items()}
     optimizer.state.clear()
-    return optimizer, early, group_of
+    return optimizer, first_states, group_of
 
 
 def parts_of(model: nn.Module) -> list[dict[nn.Parameter, str]]:
-    """Parameters that become complete together, each once with its name: all of a model, or stage by stage if it says `parts()`."""
-    parts = model.parts() if hasattr(model, "parts") else [named_once(model)]
+    """Parameters that become complete at one time, with names: all of a model, or its `parts()` (stages)."""
+    parts = model.parts() if hasattr(model, "parts") else [{p: name for name, p in model.named_parameters()}]
     devices = sorted({str(param.device) for part in parts for param in part})
     if len(devices) > 1:
-        raise ValueError(
-            f"parameters are on {', '.join(devices)}; move the model to one device before it is sharded, model.to(device)"
-        )
+        raise ValueError(f"parameters are on {', '.join(devices)}; move the model to one device first")
     return parts
 
 
-def named_once(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Every parameter and its first name, in the order of these: the gradient of a tied table is complete last."""
-    return {param: name for name, param in model.named_parameters()}
-
-
-def check_trainable(names: dict[nn.Parameter, str], model: nn.Module) -> dict[nn.Parameter, str]:
-    """The names; a model without any parameter to train is a mistake, a frozen stage of a pipeline is none."""
-    if not hasattr(model, "parts") and not any(param.requires_grad for param in names):
-        raise ValueError("no parameter asks for a gradient; set requires_grad=True somewhere")
-    return names
-
-
-def together(parts: Iterable[dict[nn.Parameter, str]]) -> dict[nn.Parameter, str]:
+def all_names(parts: Iterable[dict[nn.Parameter, str]]) -> dict[nn.Parameter, str]:
     return {param: name for part in parts for param, name in part.items()}
-
-
-def sums_alike(
-    parts: Iterable[dict[nn.Parameter, str]], groups: tuple, group_of: Mapping[nn.Parameter, int]
-) -> Iterator[tuple[nn.Parameter, tuple]]:
-    """Each parameter, and a key that is equal for those that may share a buffer: they become complete together, are summed over the same
-    ranks (`groups`, where no placement says so), cut alike and updated alike."""
-    for number, part in enumerate(parts):
-        for param in part:
-            where = placement(param)
-            yield (
-                param,
-                (
-                    number,
-                    param.dtype,
-                    where.summed_over or groups,
-                    where.copies,
-                    where.cut_over,
-                    group_of.get(param),
-                ),
-            )
-
-
-def is_cut(value: object, shard: Tensor) -> bool:
-    """Does the optimizer keep `value` for every element of the shard?"""
-    return isinstance(value, Tensor) and value.shape == shard.shape
 
 
 def copied(value: Any) -> Any:

@@ -1,31 +1,20 @@
-"""ZeRO stage 3, fully sharded data parallelism: stage 2, and parameters are whole only while a layer needs them.
+"""ZeRO stage 3, fully sharded data parallelism: parameters are whole only while a layer needs them.
 
-    forward    all_gather(W shard) -> W    y = layer(x)    free W                      the next layer's W is on its way
+    forward    all_gather(W shard) -> W    y = layer(x)    free W             the next layer's W is on its way
     backward   all_gather(W shard) -> W    dx, dW          free W    reduce_scatter(dW) -> grad shard[P/n]
     step       optimizer.step() on the shards, and nothing to gather: the next forward does
 
-The unit of gathering is a module (of `units`). By default the model is opened, and in it every module that has a ModuleList,
-ModuleDict or Sequential or is one; a unit is each member of a list and each child beside, if it has parameters.
-A unit inside another keeps its own parameters, what no unit has belongs to the model itself. A rank holds its shards, 16/n
-bytes a parameter with Adam in mixed precision, and beside them one unit whole, two with prefetch. A parameter that several
-units share (a tied table) is gathered for each of them in forward and stays whole in backward until its last use.
-
-A gathered buffer keeps its address in life: freeing it shrinks its storage to nothing, gathering grows it again. So the
-views of a weight that autograd saved in forward find the data again in backward. Between times a parameter reads as NaN, so
-a unit must be called as a module, and nobody else may read its parameters.
-
-Sends 3 (n-1)/n of the parameters a step (two gathers, one reduce-scatter); with `reshard=False` parameters stay whole from
-forward to backward, and it is 2 (n-1)/n. Under recomputation the layers of backward are gathered once, as without.
-Accumulation: as in zero2.py, and every microbatch gathers anew. Whoever has memory for it sets `reshard=False`. In a pipeline units
-are gathered and freed in each action of their stage, and a stage's gradients are scattered when its backward (or W) is done.
-Raises ValueError for units without parameters and other values of `accumulate`, in backward for a unit whose parameters were
-used and which was never called, in `finish()` for missing gradients, and what flat.py refuses.
-Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3 and 7.2.2 (P_os+g+p); Zhao et al. 2023, PyTorch FSDP,
-arXiv:2304.11277, section 3.2.1 and 3.3 (units, prefetch). Differs: SUM instead of mean; the last unit is freed after
+What is gathered at once is a unit (units.py). A rank holds its shards, 16/n bytes a parameter with Adam in
+mixed precision, and one unit whole, two with prefetch. What several units share (a tied table) is gathered
+for each in forward and stays whole in backward until its last use. A unit must be called as a module.
+Sends 3 (n-1)/n of the parameters a step (two gathers, one reduce-scatter), with `reshard=False` 2 (n-1)/n:
+parameters stay whole from forward to backward. Recomputation gathers nothing more. Accumulation: as in
+zero2.py, and every microbatch gathers anew, unless `reshard=False`. In a pipeline units are gathered and
+freed in each action of their stage, whose gradients are scattered when its backward (or W) is done.
+Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3 and 7.2.2 (P_os+g+p); Zhao et al. 2023, PyTorch
+FSDP, arXiv:2304.11277, section 3.2.1 and 3.3. Differs: SUM instead of mean; the last unit is freed after
 forward like all others; the order of prefetch is the order of the last forward.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -38,59 +27,27 @@ from torch.utils._pytree import tree_leaves
 
 from minitrain import collectives
 from minitrain.collectives import Handle
-from minitrain.data_parallel.flat import Flat, Shards
-from minitrain.data_parallel.sync import MakeOptimizer, built, check_trainable, parts_of, sums_alike, together
-from minitrain.data_parallel.units import Unit, Way, assign, elements
-from minitrain.data_parallel.zero2 import check_accumulate
+from minitrain.data_parallel.flat import Shards
+from minitrain.data_parallel.units import Turns, Unit, UnitBuffer, assign, elements
+from minitrain.data_parallel.zero2 import keeps_gradients
 
-
-class Gathered(Flat):
-    """A flat buffer that comes and goes: the whole of it is there between `gather` and `free`."""
-
-    def __init__(self, params: list[nn.Parameter], *groups: ProcessGroup):
-        super().__init__(params, *groups)
-        self.whole = self.pack(params)
-        self.places = self.views(self.whole)
-        self.divide()
-        self.handle: Handle | None = None
-        self.grads: Tensor | None = None  # of the whole, while they come in
-        self.sum: Tensor | None = None  # of what came back, over the microbatches
-        self.arrived = 0
-        self.free()
-
-    def divide(self) -> None:
-        """The shard gets memory of its own."""
-        self.cut(self.own(self.whole).clone())
-
-    @property
-    def is_whole(self) -> bool:
-        return self.whole.untyped_storage().nbytes() > 0
-
-    def start(self, gather) -> None:
-        """Set the gather in motion, unless the whole is there or on its way."""
-        if not self.is_whole:
-            self._resize(self.numel)
-            self.handle = gather(self)
-
-    def wait(self) -> None:
-        """The parameters are whole."""
-        if self.handle is not None:
-            self.handle.wait()
-            self.handle = None
-        for param, place in zip(self.params, self.places):
-            param.data = place
-
-    def free(self) -> None:
-        if self.handle is not None:  # gathered for nothing
-            self.handle.wait()
-            self.handle = None
-        for param in self.params:
-            param.data = param.new_full((), float("nan")).expand(param.shape)
-        self._resize(0)
-
-    def _resize(self, numel: int) -> None:
-        self.whole.untyped_storage().resize_(numel * self.whole.element_size())
-        collectives.announce_resized(self.whole)
+# The states of a buffer's parameters, and what moves it from one to the next:
+#   sharded      a slice on each rank; parameters read as NaN
+#      _before_forward, _before_backward of its unit, or of the unit before it in this pass (prefetch)
+#   gathering    all_gather under way
+#      _before_forward, _before_backward of its unit wait
+#   whole        parameters are views of the gathered buffer
+#      _after_forward (unless reshard=False); in backward _on_grad of the buffer's last parameter, or, where
+#      that hook tells nothing (frozen parameters, a pipeline's W), _after_backward: its inputs have gradients
+#   resharded    as sharded
+# and of its gradients:
+#   none
+#      _on_grad of its first parameter makes a whole buffer of zeros
+#   accumulated  over parameters, and with accumulate="keep" over microbatches
+#      _on_grad of its last parameter (in a pipeline `arrived` or `ready`): _send
+#   scattering   reduce_scatter under way, one buffer at a time
+#      the next _send, or finish: _settle
+#   summed       this rank's slice, over ranks and microbatches; finish makes it shard.grad
 
 
 class Zero3(Shards):
@@ -99,83 +56,57 @@ class Zero3(Shards):
     stage = 3
 
     def __init__(
-        self,
-        model: nn.Module,
-        group: ProcessGroup,
-        make_optimizer: MakeOptimizer,
-        units: Iterable[nn.Module] | None = None,
-        *,
-        reshard: bool = True,
-        prefetch: bool = True,
-        accumulate: str = "scatter",
+        self, model, group, make_optimizer, units=None, *, reshard=True, prefetch=True, accumulate="scatter"
     ):
-        check_accumulate(accumulate)
-        self.keep, self.reshard, self.prefetch = accumulate == "keep", reshard, prefetch
+        self.keep, self.reshard, self.prefetch = keeps_gradients(accumulate), reshard, prefetch
         self.group = group
-        parts = parts_of(model)
-        names = check_trainable(together(parts), model)
-        optimizer, early, group_of = built(make_optimizer, names)
-        self.units = assign(
-            model,
-            list(elements(model) if units is None else units),
-            self.make_flat,
-            dict(sums_alike(parts, self.levels(), group_of)),
-        )
+        super().__init__(model, self.levels(), make_optimizer)
+        modules = list(elements(model) if units is None else units)
+        self.units = assign(model, modules, self.make_flat, self.key_of)
         self.called: set[Unit] = set()  # in this step
-        flats = list(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
-        super().__init__(names, flats, optimizer, early, group_of)
-        self.flat_of = {param: flat for flat in flats for param in flat.params}
-        self._in_flight: tuple[Gathered, Handle] | None = None
-        for part in parts:
-            units = [
-                unit
-                for unit in self.units
-                if unit.way is None and any(param in part for flat in unit.flats for param in flat.params)
-            ]
-            way = Way(units)
+        self.hold(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
+        self.flat_of = {param: flat for flat in self.flats for param in flat.params}
+        self._in_flight: tuple[UnitBuffer, Handle] | None = None
+        for part in self.parts:
+            flats = {self.flat_of[param] for param in part}
+            units = [unit for unit in self.units if unit.turns is None and not flats.isdisjoint(unit.flats)]
+            turns = Turns(units)
             for unit in units:
-                unit.way = way
+                unit.turns = turns
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
             unit.module.register_forward_hook(partial(self._after_forward, unit))
-        for flat in flats:
-            for param in flat.params:
-                if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(partial(self._on_grad, flat))
+        for param in self.trainable:
+            param.register_post_accumulate_grad_hook(partial(self._on_grad, self.flat_of[param]))
 
-    # ---- how parameters are cut and bytes travel: what hybrid sharding and ZeRO++ replace ------------------------------
+    # ---- how parameters are cut and bytes travel: what hybrid sharding and ZeRO++ replace
 
     def levels(self) -> tuple[ProcessGroup, ...]:
-        """The groups, one inside the other, over whose ranks a gradient is a sum; a parameter's placement may name others."""
+        """The groups over whose ranks a gradient is a sum, if its placement names no others."""
         return (self.group,)
 
-    def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> Gathered:
-        return Gathered(params, *groups)
+    def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> UnitBuffer:
+        return UnitBuffer(params, *groups)
 
-    def gather(self, flat: Gathered) -> Handle:
+    def gather(self, flat: UnitBuffer) -> Handle:
         """Start to fill flat.whole from everyone's shards."""
         return collectives.all_gather(flat.shard.detach(), flat.groups[0], out=flat.whole, async_op=True)
 
-    def scatter(self, flat: Gathered, grads: Tensor) -> Handle:
+    def scatter(self, flat: UnitBuffer, grads: Tensor) -> Handle:
         """Start to add up everyone's whole gradient; the result is this rank's slice."""
         return collectives.reduce_scatter(grads, flat.groups[0], async_op=True)
 
-    def complete(self, flat: Gathered) -> Tensor:
+    def complete(self, flat: UnitBuffer) -> Tensor:
         """The shard's gradient from the sum of what came back: here it is that."""
         return flat.sum
 
-    # ---- forward and backward ------------------------------------------------------------------------------------------
+    # ---- parameters
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple) -> None:
-        way = unit.way
         if not in_backward():  # else a recomputation: what it needs is whole
-            if unit in way.seen or way.done:  # a new pass
-                way.seen, way.done = [], set()
-            way.seen.append(unit)
+            unit.turns.forward(unit)
             self.called.add(unit)
-            if len(way.seen) == len(way.order):
-                way.order = list(way.seen)
-            inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            inputs = differentiable(args)
             if inputs and (self.driven or any(not flat.shard.requires_grad for flat in unit.flats)):
                 left = [None] * len(inputs)
                 for leaf in inputs:
@@ -185,19 +116,16 @@ class Zero3(Shards):
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output) -> None:
         if in_backward():
             return
-        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for result in results:  # a node's hooks come after those of its tensor: the unit behind is freed before the next is gathered
-            (result.register_hook if result.is_leaf else result.grad_fn.register_prehook)(
-                lambda grads: self._before_backward(unit)
-            )
+        results = differentiable(output)
+        for result in results:  # a node's hooks run after its tensor's: free one unit, then gather the next
+            hook = result.register_hook if result.is_leaf else result.grad_fn.register_prehook
+            hook(lambda grads: self._before_backward(unit))
         if self.reshard or not results:
             for flat in unit.flats:
                 flat.free()
 
     def _before_backward(self, unit: Unit) -> None:
-        if unit in unit.way.done:  # of another microbatch, with no forward between
-            unit.way.done.clear()
-        unit.way.done.add(unit)
+        unit.turns.backward(unit)
         self._make_whole(unit)
 
     def _make_whole(self, unit: Unit) -> None:
@@ -206,15 +134,24 @@ class Zero3(Shards):
             flat.start(self.gather)
         for flat in unit.flats:
             flat.wait()
-        order = unit.way.order
+        order = unit.turns.order
         position = order.index(unit) + (-1 if in_backward() else 1)
-        if self.prefetch and 0 <= position < len(order) and order[position] not in unit.way.done:
+        if self.prefetch and 0 <= position < len(order) and order[position] not in unit.turns.done:
             for flat in order[position].flats:
                 flat.start(self.gather)
 
-    def _on_grad(self, flat: Gathered, param: nn.Parameter) -> None:
-        """A parameter's gradient is complete for this backward. With the last of a buffer, its part of the step is over."""
-        if param.grad is None:  # W makes it
+    def _after_backward(self, unit: Unit, left: list) -> None:
+        """The gradient of one of a unit's inputs is there; with the last of them the unit is done."""
+        left.pop()
+        for flat in unit.flats if not left else ():
+            if self.driven or not flat.shard.requires_grad:
+                flat.free()
+
+    # ---- gradients
+
+    def _on_grad(self, flat: UnitBuffer, param: nn.Parameter) -> None:
+        """A parameter's gradient is complete for this backward; with the last of a buffer it can be sent."""
+        if param.grad is None:  # a pipeline's W makes it
             return
         if flat.grads is None:
             self._check_called(flat)
@@ -235,8 +172,7 @@ class Zero3(Shards):
         """Told by a pipeline: free the stage, send what it has found."""
         for flat in dict.fromkeys(self.flat_of[param] for param in reversed(list(params))):
             for param in flat.params:
-                if param.grad is not None:  # made by W, which no hook sees
-                    self._on_grad(flat, param)
+                self._on_grad(flat, param)  # made by W, which no hook sees
             flat.free()
             if flat.grads is not None and not self.keep:
                 self._send(flat)
@@ -249,30 +185,11 @@ class Zero3(Shards):
     def lives(self) -> list[Tensor]:
         return [flat.whole for flat in self.flats]
 
-    def _send(self, flat: Gathered) -> None:
+    def _send(self, flat: UnitBuffer) -> None:
         """Scatter a buffer of gradients in the background; one at a time is under way."""
         self._settle()
         grads, flat.grads = flat.grads, None
         self._in_flight = flat, self.scatter(flat, grads)
-
-    def _check_called(self, flat: Gathered) -> None:
-        users = [unit for unit in self.units if flat in unit.flats]
-        if not self.called.intersection(users):
-            raise ValueError(
-                f"unit {type(users[0].module).__name__} of {self.names[flat.params[0]]} never ran forward, yet its "
-                f"parameters were used, which read as NaN; call it as a module, or give units=[...] without it, so that "
-                f"the module around it gathers them"
-            )
-
-    def _after_backward(self, unit: Unit, left: list) -> None:
-        """The gradient of one of a unit's inputs is there; with the last of them the unit is done: for what is frozen nothing else says
-        so, and in a pipeline W may come much later."""
-        left.pop()
-        if left:
-            return
-        for flat in unit.flats:
-            if self.driven or not flat.shard.requires_grad:
-                flat.free()
 
     def _settle(self) -> None:
         """Wait for the gradients in flight and add what came to the shard's."""
@@ -281,8 +198,14 @@ class Zero3(Shards):
             mine = handle.wait()
             flat.sum = mine if flat.sum is None else flat.sum.add_(mine)
 
+    def _check_called(self, flat: UnitBuffer) -> None:
+        users = [unit for unit in self.units if flat in unit.flats]
+        if not self.called.intersection(users):
+            unit = f"{type(users[0].module).__name__} of {self.names[flat.params[0]]}"
+            raise ValueError(f"unit {unit} never ran forward: call it as a module, or leave it out of units")
+
     def finish(self) -> None:
-        """Every shard has its gradient, summed over the group and over the microbatches; nothing is whole any more."""
+        """Every shard has its gradient, summed over ranks and microbatches; nothing is whole any more."""
         self._settle()
         self.called.clear()
         for flat in self.flats:
@@ -290,7 +213,7 @@ class Zero3(Shards):
         trainable = [flat for flat in self.flats if flat.shard.requires_grad]
         missing = [flat for flat in trainable if flat.sum is None or flat.arrived or flat.grads is not None]
         if missing:
-            raise self.missing(param for flat in missing for param in flat.params)
+            raise self.no_gradient(param for flat in missing for param in flat.params)
         for flat in trainable:
             flat.shard.grad, flat.sum = self.complete(flat), None
             self.add_copies(flat)
@@ -311,3 +234,8 @@ class Zero3(Shards):
 def in_backward() -> bool:
     """Is autograd at work in this thread (so that a forward is a recomputation)?"""
     return torch._C._current_graph_task_id() != -1
+
+
+def differentiable(tree) -> list[Tensor]:
+    """The tensors in nested arguments or results that autograd follows."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -1,36 +1,31 @@
 """ZeRO++: stage 3 with a quarter of the bytes between nodes.
 
-                                     ZeRO-3        ZeRO++       between nodes, M = bytes of the parameters in 16 bits
-    gather for forward               M             0.5 M        qwZ: weights travel in 8 bits, a scale a block
-    gather for backward              M             0            hpZ: every node keeps a copy, each of its k ranks 1/k
-    reduce-scatter of gradients      M             0.25 M       qgZ: in 4 bits, two hops, summed in full precision
+                                  ZeRO-3     ZeRO++     between nodes, M = bytes of the parameters in 16 bits
+    gather for forward            M          0.5 M      qwZ: weights travel in 8 bits, a scale a block
+    gather for backward           M          0          hpZ: every node keeps a copy, each of its k ranks 1/k
+    reduce-scatter of gradients   M          0.25 M     qgZ: in 4 bits, two hops, summed in full precision
 
-All times (N-1)/N for N nodes and, where codes travel, 4/block bytes a number more for the scales (counted, not hidden). The
-master weights stay exact in the optimizer; what is computed with is rounded to 8 bits each time it is gathered.
-
-Forward: a rank sends its slice in 8 bits across nodes and what came, in full width, to its neighbours. Then the node's
-copy is the parameters as gathered, 2/k bytes more a parameter and rank in bf16, kept until the next forward.
-Sends between nodes, a rank: (N-1) slices of codes and scales in forward, and as many in backward; see
-quantized_collectives.py. Raises ValueError for a block larger than the smallest slice, and what zero3.py refuses.
-Wang et al. 2023, ZeRO++, arXiv:2306.10209, section 3. Differs: weights are quantised on the way between nodes only, where
-the paper quantises the whole gather; gathers and reduce-scatters run when they are called, without overlap.
+All times (N-1)/N for N nodes and, where codes travel, 4/block bytes a number more for the scales. The master
+weights stay exact; what is computed with is rounded to 8 bits each time it is gathered. In forward a rank
+sends its slice in 8 bits across nodes and what came, in full width, to its neighbours: the node's copy, 2/k
+bytes more a parameter and rank in bf16, kept until the next forward.
+Wang et al. 2023, ZeRO++, arXiv:2306.10209, section 3. Differs: weights are quantised on the way between nodes
+only, where the paper quantises the whole gather; collectives run when they are called, without overlap.
 """
 
-from collections.abc import Iterable
-
-from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import Handle, all_gather
-from minitrain.data_parallel.hybrid import Ready
+from minitrain.data_parallel.hierarchical_gather import gather_inside
+from minitrain.data_parallel.hybrid import Chain
 from minitrain.data_parallel.quantized_collectives import quantized_all_gather, two_hop_reduce_scatter
-from minitrain.data_parallel.sync import MakeOptimizer
-from minitrain.data_parallel.zero3 import Gathered, Zero3, in_backward
+from minitrain.data_parallel.units import UnitBuffer
+from minitrain.data_parallel.zero3 import Zero3, in_backward
 
 
 class ZeroPlusPlus(Zero3):
-    """Reducer and optimizer of a training step. `group` has rank j k + i where place i of node j has `intra`, `inter`."""
+    """Reducer and optimizer of a step. Rank j k + i of `group` is place i (`intra`) of node j (`inter`)."""
 
     stage = "3++"
 
@@ -40,53 +35,42 @@ class ZeroPlusPlus(Zero3):
         group: ProcessGroup,
         intra: ProcessGroup,
         inter: ProcessGroup,
-        make_optimizer: MakeOptimizer,
-        units: Iterable[nn.Module] | None = None,
+        make_optimizer,
+        units=None,
         *,
         weight_bits: int | None = 8,
         gradient_bits: int | None = 4,
         secondary: bool = True,
         block: int = 256,
     ):
-        if (
-            group.size() != intra.size() * inter.size()
-            or group.rank() != inter.rank() * intra.size() + intra.rank()
-        ):
-            raise ValueError(
-                f"rank {group.rank()} of {group.size()} is place {intra.rank()} of {intra.size()} in node {inter.rank()} of "
-                f"{inter.size()}; make the mesh with the nodes outside: Mesh(inter=..., intra=...)"
-            )
+        (n, k, nodes), (rank, i, j) = zip(*((g.size(), g.rank()) for g in (group, intra, inter)))
+        if (n, rank) != (nodes * k, j * k + i):
+            where = f"rank {rank} of {n} is place {i} of {k} in node {j} of {nodes}"
+            raise ValueError(f"{where}; make the mesh with the nodes outside: Mesh(inter=..., intra=...)")
         self.intra, self.inter, self.block = intra, inter, block
         self.weight_bits, self.gradient_bits, self.secondary = weight_bits, gradient_bits, secondary
-        self.in_node: dict[Gathered, Tensor] = {}  # this rank's part of the node's copy
+        self.in_node: dict[UnitBuffer, Tensor] = {}  # this rank's part of the node's copy
         super().__init__(model, group, make_optimizer, units)
 
-    def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> Gathered:
-        flat = Gathered(params, *groups)
+    def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> UnitBuffer:
+        flat = super().make_flat(params, groups)
         if flat.shard.numel() < self.block and (self.weight_bits or self.gradient_bits):
-            raise ValueError(
-                f"block={self.block} is larger than the shard of {flat.shard.numel()} elements of a unit with "
-                f"{flat.numel} on {self.group.size()} ranks; use a smaller block or larger units"
-            )
+            shard = f"the shard of {flat.shard.numel()} elements of a unit with {flat.numel}"
+            raise ValueError(f"block={self.block} is larger than {shard}; use a smaller one")
         return flat
 
-    def gather(self, flat: Gathered) -> Handle | Ready:
+    def gather(self, flat: UnitBuffer) -> Handle | Chain:
         if in_backward() and self.secondary:
             return all_gather(self.in_node[flat], self.intra, out=flat.whole, async_op=True)
-        shard, (k, nodes) = flat.shard.detach(), (self.intra.size(), self.inter.size())
+        shard = flat.shard.detach()
         if self.weight_bits is None:
-            column = all_gather(shard, self.inter)
+            column = all_gather(shard, self.inter)  # [N d], place i of every node
         else:
-            column = quantized_all_gather(
-                shard, self.inter, self.weight_bits, self.block
-            )  # [N d], place i of every node
-        table = all_gather(column, self.intra)
-        flat.whole.view(nodes, k, -1).copy_(
-            rearrange(table, "(place node x) -> node place x", place=k, node=nodes)
-        )
+            column = quantized_all_gather(shard, self.inter, self.weight_bits, self.block)
+        gather_inside(column, self.intra, self.inter, flat.whole)
         if self.secondary:
-            self.in_node[flat] = flat.whole.view(k, -1)[self.intra.rank()].clone()
-        return Ready(flat.whole)
+            self.in_node[flat] = flat.whole.view(self.intra.size(), -1)[self.intra.rank()].clone()
+        return Chain(flat.whole)
 
-    def scatter(self, flat: Gathered, grads: Tensor) -> Ready:
-        return Ready(two_hop_reduce_scatter(grads, self.intra, self.inter, self.gradient_bits, self.block))
+    def scatter(self, flat: UnitBuffer, grads: Tensor) -> Chain:
+        return Chain(two_hop_reduce_scatter(grads, self.intra, self.inter, self.gradient_bits, self.block))

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from minitrain import collectives
-from minitrain.communication import interpreter
+from minitrain.communication.interpreter import run_schedule
 from minitrain.communication.schedule import Schedule
 
 
@@ -32,7 +32,7 @@ def beside_torch(schedules: list[Schedule], numels: list[int]) -> list[dict]:
             x = own_tensor(group.rank(), numel)
             kept, expected = x.clone(), x.clone()
             dist.all_reduce(expected)
-            result, messages = metered(lambda: interpreter.run(schedule, x, group))
+            result, messages = metered(lambda: run_schedule(schedule, x, group))
             assert torch.equal(x, kept), "the input was written to"
             found.append(
                 {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from communication_runs import beside_torch, metered, own_tensor
 
 from minitrain import launch
-from minitrain.communication import all_to_all, interpreter, ring
+from minitrain.communication import all_to_all, ring
 from minitrain.communication.algorithms import (
     binomial_all_reduce,
     binomial_broadcast,
@@ -19,6 +19,7 @@ from minitrain.communication.algorithms import (
     ring_reduce_scatter,
 )
 from minitrain.communication.halving import doubling_all_reduce, halving_doubling_all_reduce
+from minitrain.communication.interpreter import run_schedule
 from minitrain.communication.schedule import Schedule, sent_elements, sent_shares
 from minitrain.communication.tree import binary_tree, double_tree_all_reduce, tree_all_reduce
 from minitrain.launch import dryrun
@@ -63,7 +64,7 @@ def the_ring_twice(numel: int) -> dict:
     group = dist.group.WORLD
     x = own_tensor(group.rank(), numel).reshape(-1, 7)
     by_hand, messages = metered(lambda: ring.all_reduce(x, group))
-    as_data, same_messages = metered(lambda: interpreter.run(ring_all_reduce(group.size()), x, group))
+    as_data, same_messages = metered(lambda: run_schedule(ring_all_reduce(group.size()), x, group))
     expected = x.clone()
     dist.all_reduce(expected)
     return {
@@ -111,12 +112,12 @@ def every_primitive(n: int) -> dict:
         return result
 
     scattered = compare(
-        "reduce_scatter", lambda: interpreter.run(ring_reduce_scatter(n), x, group), total[own], own
+        "reduce_scatter", lambda: run_schedule(ring_reduce_scatter(n), x, group), total[own], own
     )
-    compare("all_gather", lambda: interpreter.run(ring_all_gather(n), scattered, group), total)
-    compare("all_reduce", lambda: interpreter.run(ring_all_reduce(n), x, group), total)
-    compare("reduce", lambda: interpreter.run(binomial_reduce(n), x, group), total if rank == 0 else None)
-    compare("broadcast", lambda: interpreter.run(binomial_broadcast(n), x, group), everyone[0])
+    compare("all_gather", lambda: run_schedule(ring_all_gather(n), scattered, group), total)
+    compare("all_reduce", lambda: run_schedule(ring_all_reduce(n), x, group), total)
+    compare("reduce", lambda: run_schedule(binomial_reduce(n), x, group), total if rank == 0 else None)
+    compare("broadcast", lambda: run_schedule(binomial_broadcast(n), x, group), everyone[0])
     pieces = torch.cat([each[own] for each in everyone])
     compare("all_to_all pairwise", lambda: all_to_all.pairwise(x, group), pieces)
     compare("all_to_all bruck", lambda: all_to_all.bruck(x, group), pieces)
@@ -152,8 +153,7 @@ def two_dtypes_and_a_strided_view(n: int) -> list[bool]:
     factor = n * (n + 1) // 2
     return [
         torch.equal(
-            interpreter.run(schedule, x, group),
-            (torch.arange(60).reshape(6, 10) * factor).to(x.dtype)[:, ::3],
+            run_schedule(schedule, x, group), (torch.arange(60).reshape(6, 10) * factor).to(x.dtype)[:, ::3]
         )
         for schedule in flat_all_reduces(n).values()
         for x in (whole[:, ::3], whole.float()[:, ::3])
@@ -166,7 +166,7 @@ def test_whole_numbers_are_exact_and_views_are_fine():
 
 def planned_traffic(n: int) -> tuple[int, int, int]:
     group, x = dist.group.WORLD, torch.ones(1001)
-    as_data = metered(lambda: interpreter.run(ring_all_reduce(n), x, group))[1]
+    as_data = metered(lambda: run_schedule(ring_all_reduce(n), x, group))[1]
     by_hand = metered(lambda: ring.all_reduce(x, group))[1]
     planned = 4 * sent_elements(ring_all_reduce(n), group.rank(), 1001)
     return sum(sent for _, sent in as_data), sum(sent for _, sent in by_hand), planned
@@ -180,7 +180,7 @@ def test_a_dry_run_of_one_rank_sends_the_same():
 def bad_calls() -> list[str]:
     messages = []
     for call in (
-        lambda group: interpreter.run(ring_all_reduce(3), torch.ones(6), group),
+        lambda group: run_schedule(ring_all_reduce(3), torch.ones(6), group),
         lambda group: all_to_all.pairwise(torch.ones(5), group),
         lambda group: all_to_all.bruck(torch.tensor(1.0), group),
     ):
@@ -194,6 +194,6 @@ def test_bad_calls_are_refused_before_anyone_waits():
     for messages in launch.run(bad_calls, ranks=2):
         assert messages == [
             "schedule of 3 ranks, group of 2; build it for 2",
-            "x has 5 rows, not one block for each of n=2 ranks; pad to a multiple of 2",
-            "x has no rows, not one block for each of n=2 ranks; pad to a multiple of 2",
+            "x has 5 rows, not a block for each of n=2 ranks; pad to a multiple of 2",
+            "x has no rows, not a block for each of n=2 ranks; pad to a multiple of 2",
         ]

@@ -28,12 +28,12 @@ from minitrain.communication.halving import (
 from minitrain.communication.schedule import (
     Schedule,
     Transfer,
+    in_parallel,
     mirror,
     place,
     sent_elements,
     sent_shares,
     then,
-    together,
 )
 from minitrain.communication.tree import double_tree_all_reduce
 
@@ -211,7 +211,7 @@ def test_two_rings_in_both_directions_share_the_work():
     n, size = 6, (6, 12)
     right = place(ring_all_reduce(n), range(n), range(0, n), of=size)
     left = place(ring_all_reduce(n), range(n - 1, -1, -1), range(n, 2 * n), of=size)
-    both = together([right, left])
+    both = in_parallel([right, left])
     check(both)
     assert len(both.steps) == 2 * (n - 1)
     assert set(sent_shares(both, lambda t: (t.to - t.source) % n == 1)) == {Fraction(n - 1, n)}
@@ -234,10 +234,7 @@ def test_the_chunk_matrix_is_drawn():
         (lambda: ring_all_reduce(0), "n=0 ranks; an algorithm needs at least 1"),
         (lambda: doubling_all_reduce(0), "n=0 ranks"),
         (lambda: binomial_reduce(-1), "n=-1 ranks"),
-        (
-            lambda: halving_reduce_scatter(6),
-            "n=6 is not a power of two; use 4 or 8 ranks, the ring, or the all-reduce",
-        ),
+        (lambda: halving_reduce_scatter(6), "n=6 is not a power of two; use 4 or 8 ranks, or the all-reduce"),
         (
             lambda: then(ring_all_reduce(2), ring_all_reduce(3)),
             "cannot join 2 ranks with 2 chunks and 3 ranks with 3",

@@ -8,7 +8,8 @@ import torch
 from minitrain import collectives, launch
 from minitrain.data_parallel import naive
 from minitrain.data_parallel.accumulation import ScatteredGradients
-from minitrain.data_parallel.bucketed import GradReducer, cut
+from minitrain.data_parallel.bucketed import GradReducer
+from minitrain.data_parallel.buckets import pack
 from minitrain.data_parallel.local_updates import LocalUpdates
 from minitrain.data_parallel.negotiated import NegotiatedReducer
 from minitrain.data_parallel.parameter_server import Worker, serve, slices
@@ -88,7 +89,7 @@ def test_accumulation_communicates_once(microbatches):
 
 def number_of_buckets(problem: Problem, bucket_bytes: int) -> int:
     trainable = [param for param in problem.model().parameters() if param.requires_grad]
-    return len(cut(trainable[::-1], bucket_bytes))
+    return len(pack(trainable[::-1], bucket_bytes))
 
 
 def gradients_of(model, tokens, targets, count):

@@ -19,7 +19,7 @@ BAD = [
     ),
     ("a tensor without dims", lambda intra, inter: hierarchical_all_gather(torch.tensor(1.0), intra, inter)),
     (
-        "6 along dim 0 is not a multiple of the 2 x 2 ranks",
+        "6 along dim 0 is not a multiple of the 4 ranks",
         lambda intra, inter: hierarchical_reduce_scatter(torch.zeros(6), intra, inter),
     ),
     (

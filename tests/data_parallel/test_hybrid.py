@@ -8,7 +8,7 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.data_parallel import choices
-from minitrain.data_parallel.hybrid import WORDS, Hybrid
+from minitrain.data_parallel.hybrid import PARO_SHARDINGS, Hybrid
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.data_parallel.zeropp import ZeroPlusPlus
 from minitrain.launch import dryrun
@@ -40,7 +40,8 @@ def test_every_word_equals_one_process(nodes, places, references):
     def rank():
         mesh = Mesh(inter=nodes, intra=places)
         return {
-            word: [train_sharded(problem, hybrid(mesh, word)) for problem in problems()] for word in WORDS
+            word: [train_sharded(problem, hybrid(mesh, word)) for problem in problems()]
+            for word in PARO_SHARDINGS
         }
 
     for words in launch.run(rank, ranks=nodes * places, timeout_s=120):
@@ -97,7 +98,7 @@ def test_bytes_and_memory_of_every_word_are_the_formulas():
     """By axis and by kind, for 1 and 3 microbatches, on 2 nodes of 2."""
 
     def rank():
-        return {(word, m): account(in_words(word), m) for word in WORDS for m in (1, 3)}
+        return {(word, m): account(in_words(word), m) for word in PARO_SHARDINGS for m in (1, 3)}
 
     cluster = choices.Cluster(ranks=4, per_node=2)
     for runs in launch.run(rank, ranks=4, timeout_s=120):

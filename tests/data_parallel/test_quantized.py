@@ -122,7 +122,7 @@ def test_a_message_carries_codes_and_scales(bits, block, d):
         (torch.ones(4), 5, 2, r"bits=5; use 8 .* or 4"),
         (torch.ones(4), 8, 0, r"block=0; use a whole number, 1 or more"),
         (torch.ones(4), 8, 2.5, r"block=2.5; use a whole number"),
-        (torch.ones(4), 4, 3, r"block=3 is odd, but 4-bit codes share a byte in pairs; use 4"),
+        (torch.ones(4), 4, 3, r"block=3 is odd, but two 4-bit codes share a byte; use 4"),
         (torch.ones(4, dtype=torch.int32), 8, 2, r"x is torch.int32 \[4\]; .*x.float\(\)"),
         (torch.ones(()), 8, 2, r"x is torch.float32 \[\]; .*x.reshape\(1\)"),
     ],
@@ -180,12 +180,12 @@ def every_collective(nodes: int):
         (
             "not divisible",
             lambda: two_hop_reduce_scatter(flat[1:], intra, inter),
-            f"{flat.numel() - 1} numbers are not a multiple of the {world.size()} ranks; pad them with 1 zeros",
+            f"{flat.numel() - 1} numbers are no multiple of {world.size()} ranks; pad with 1 zeros",
         ),
         (
             "block",
             lambda: two_hop_reduce_scatter(flat, intra, inter),
-            f"quantisation block larger than a shard: block=256, but a shard has {D} numbers",
+            f"block=256, but a shard has {D} numbers",
         ),
         ("block, one hop", lambda: one_hop_reduce_scatter(flat, world, 4, D + 1), f"block={D + 1}, but"),
         ("block, gather", lambda: quantized_all_gather(flat[:D], world), "block=256, but a shard has"),
