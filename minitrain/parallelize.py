@@ -35,7 +35,7 @@ from minitrain.data_parallel.zero3 import Zero3
 from minitrain.mesh import Mesh
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
-from minitrain.pipeline.lending import Balanced
+from minitrain.pipeline.eviction import Balanced
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner

@@ -1,4 +1,4 @@
-"""The layers of a model over ranks: schedules as data, run by one interpreter, simulated and drawn from the same lists.
+"""The layers of a model over ranks: schedules as data, run by one interpreter, simulated and drawn.
 
 First  schedule            a schedule is a list for each rank; what makes one right
        schedules/          the published ones
@@ -7,7 +7,7 @@ then   lower, runtime      messages put in; the interpreter on real ranks
        deferred            a backward in two halves, dx now and dW later
        partition           where to cut a model into stages
        fits                does a stage fit into a pipeline?
-beside lending             activations that leave for another rank (BPipe)
+beside eviction            activations that leave for another rank (BPipe)
        sliced_attention    slices of a sequence as units
        post_validation     clipping without a common stop
        asynchronous        PipeDream: never emptied

@@ -2,19 +2,13 @@
 
     y = x · Wᵀ          now:    dx = dy · W          later:  dW = dyᵀ · x, from the kept (x, dy)
 
-Inside `with Deferred() as later:` every matrix product with a parameter (`F.linear`) becomes one whose backward gives dx and puts
-(W, bias, x, dy) on a list; `later.weights()` works it off and adds to W.grad. Nothing is computed twice: I and W together are the
-products of B, which zero-bubble schedules then place apart. All else (norms, tables, attention) has its gradients at once, as these
-cost little and need tensors that would have to be kept. Between I and W a linear keeps x and dy; attention's probabilities and the
-like are free after I.
-
-Sends nothing. A product whose weight is not a parameter itself (a slice of one, say) stays as it is, so its dW is part of I.
-Works as a mode of torch functions: the model is not changed and knows nothing of it.
-Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs patches Megatron's linear layers, torch.distributed.pipelining
-cuts autograd's graph at nodes that meet the parameters; here the one function that matters is replaced while forward runs.
+Inside `with Deferred() as later:`, a mode of torch functions, every product with a parameter (`F.linear`)
+becomes one whose backward gives dx and puts (W, bias, x, dy) on a list; `later.weights()` adds to W.grad.
+Nothing is computed twice. Norms, tables and attention have all gradients at once, and so has a product whose
+weight is not a parameter itself (a slice of one, say). Memory: between I and W a linear keeps x and dy.
+Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs patches Megatron's linear layers,
+torch.distributed.pipelining cuts autograd's graph at nodes that meet the parameters.
 """
-
-from __future__ import annotations
 
 import torch
 import torch.nn.functional as F

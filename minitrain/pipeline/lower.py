@@ -1,109 +1,79 @@
-"""From a schedule to programs: what each rank does, with the messages between ranks put in so that nobody waits in a circle.
+"""From a schedule to programs: what each rank does, with the messages between ranks put in. No torch.
 
     schedule, rank 1 of 2    F1.0                B1.0                F1.1 ..
     program                  Receive(F0.0) Receive(F0.1) F1.0  B1.0 Send(B1.0)  F1.1 ..
 
-`Send(what, to)` and `Receive(what, source)` name the action whose result travels: F the activations at the end of its stage, B or I
-the gradient at its start. A send stands right behind its action and waits for nobody. A receive is posted two entries before the one
-that uses it, for the room of two tensors: the message arrives while others are computed, and finds its receive there (where it does
-not, gloo asks the receiver first, and the data follows the answer). It is never posted before a message that the same rank sent
-earlier: on each directed link receives are in the order of the sends, because the network matches them by order. So a program waits
-only where its schedule waits, and a schedule that passes `check` cannot get stuck, whether sends block until they are received (NCCL)
-or not (gloo). For NCCL the two directions of a link need a group each: a stream of its own, or a send would wait behind a send that
-waits for it.
-`Sent(what)` stands where the receiver must have used the message, as something that it sent afterwards has arrived here: the sent
-tensor can go. `Reduce(stage)` stands behind a stage's last gradient: whatever sums gradients over data-parallel ranks can start.
-Moves (bpipe.py) are messages too: Send(E) arrives for H, Send(G) for L. They run beside what is computed, as long as that takes no room:
-no rank holds more than the largest `peak` of all, with what is leaving and what is coming. So H's receive is posted at H, L's one computing entry
-ahead if there is room; Sent stands behind one computing entry, in front of the next that takes room, or earlier if there is none.
-
-Per boundary and unit two messages, activations forward and as much backward; none where neighbouring stages are on one rank (the
-turn of a V). No torch here. Raises what `check` raises, and ValueError for stages that are no chain and for moves that wait in a circle.
-Differs from torch.distributed.pipelining, which groups sends and receives that meet into one batch: here order alone does it.
+`Send(what, to)` and `Receive(what, source)` name the action whose result travels: F the activations at the
+end of its stage, B or I the gradient at its start. A send stands right behind its action and waits for
+nobody. A receive is posted two entries before its use, at the cost of two tensors, but never before a message
+that the same rank sent earlier: the network matches messages of a link by order. So a program cannot get
+stuck if its schedule passes `check`, whether sends block (NCCL) or not (gloo). NCCL needs a group for each
+direction. `Sent(what)` stands where the sent tensor can go: what the receiver sent after its use has arrived.
+`Reduce(stage)` stands behind a stage's last gradient. Moves (bpipe.py) are messages too: Send(E) arrives for
+H, Send(G) for L. They run beside one computing entry if no rank then holds more than the largest `peak` of
+all, with what is leaving and coming; else L's receive is posted later, and Sent stands earlier.
+Sends one message per boundary, unit and direction; none between stages of one rank. Differs from
+torch.distributed.pipelining, which batches sends and receives that meet: here order alone does it.
 """
 
-from __future__ import annotations
-
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from collections.abc import Sequence
-from fractions import Fraction
-from typing import NamedTuple
+from itertools import takewhile
 
-from minitrain.pipeline.schedule import Action, Entry, Pair, Schedule, check, in_flight, parts, peak
+from minitrain.pipeline.schedule import MOVES, Action, Entry, F, Pair, Schedule, check, in_flight, parts, peak
 
-
-class Send(NamedTuple):
-    what: Action
-    to: int
-
-
-class Receive(NamedTuple):
-    what: Action
-    source: int
-
-
-class Sent(NamedTuple):
-    what: Action
-
-
-class Reduce(NamedTuple):
-    stage: int
-
-
+Send = namedtuple("Send", "what to")  # the result of an action, to a rank
+Receive = namedtuple("Receive", "what source")
+Sent = namedtuple("Sent", "what")
+Reduce = namedtuple("Reduce", "stage")
 Step = Entry | Send | Receive | Sent | Reduce
-Link = tuple[int, int]
+Program = tuple[Step, ...]
+Messages = dict[tuple[int, int], list[tuple[Action, Action]]]  # (source, to) -> [(what, who uses it)]
 EARLY = 2  # entries between the post of a receive and what uses it
 
 
-def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
-    """The program of every rank."""
+def lower(schedule: Schedule) -> tuple[Program, ...]:
+    """The program of every rank. ValueError for what `check` refuses, and for moves that wait in a circle."""
     if not schedule.chain:
-        raise ValueError(
-            f"{schedule.name}: its stages branch, and programs are made for chains; simulate it, or cut the model into a chain"
-        )
-    check(schedule)
-    sends = messages(schedule)
-    most = max(peak(schedule, rank) for rank in range(len(schedule.ranks))) if schedule.evicts else 0
-    programs = tuple(_program(rank, schedule, sends, most) for rank in range(len(schedule.ranks)))
+        rule = "its stages branch, and programs are made for chains; simulate it, or cut a chain"
+        raise ValueError(f"{schedule.name}: {rule}")
+    ranks, sends = range(len(check(schedule).ranks)), messages(schedule)
+    most = max(peak(schedule, rank) for rank in ranks) if schedule.evicts else 0
+    programs = tuple(_program(rank, schedule, sends, most) for rank in ranks)
     if schedule.evicts:
         _check_moves(programs, schedule)
     return programs
 
 
-def pause(
-    program: tuple[Step, ...], rank: int, schedule: Schedule
-) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def pause(program: Program, rank: int, schedule: Schedule) -> tuple[Program, Program]:
     """The program up to the rank's first backward, and from there on.
 
-    All that the ranks send before their first backwards is received in the first part, and nothing else: so the forwards that fill the
-    pipeline can be run again, messages included, with nothing of them left on a link.
-    """
-    filling = {action for entries in schedule.ranks for action in parts(entries[: _first_backward(entries)])}
+    The first parts of all ranks receive what they send, and nothing else: they can be run again."""
+    filling = {action for entries in schedule.ranks for action in _forwards(entries)}
     computed = [step for step in program if isinstance(step, (Action, Pair))]
-    at = program.index(computed[_first_backward(computed)])
-    for step in parts(computed[: _first_backward(computed)]):
-        late = [before for before in schedule.needs[step] if before not in filling]
+    own = _forwards(computed)
+    for step in own:
+        late = next((before for before in schedule.needs[step] if before not in filling), None)
         if late:
             raise ValueError(
-                f"{schedule.name}: rank {rank} needs {late[0]}, which comes behind a first backward, for {step}, in front of its own "
-                "first backward; a step can be checked late only where all of that comes before"
+                f"{schedule.name}: rank {rank} needs {late}, which comes behind a first backward, "
+                f"for {step}, before its own; a step can be checked late only where no rank needs that"
             )
+    at = program.index(computed[len(own)])
     late = [step for step in program[:at] if isinstance(step, Receive) and step.what not in filling]
     early = [step for step in program[at:] if isinstance(step, Receive) and step.what in filling]
-    return (
-        tuple([step for step in program[:at] if step not in late] + early),
-        tuple(late + [step for step in program[at:] if step not in early]),
-    )
+    first = (*(step for step in program[:at] if step not in late), *early)
+    return first, (*late, *(step for step in program[at:] if step not in early))
 
 
-def _first_backward(entries: Sequence[Entry]) -> int:
-    return next(
-        i for i, entry in enumerate(entries) if any(action.kind in "BIR" for action in parts([entry]))
-    )
+def _forwards(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """The entries before the first that runs a backward or a recomputation."""
+    backwards = (any(action.kind in "BIR" for action in parts([entry])) for entry in entries)
+    return entries[: next(i for i, found in enumerate(backwards) if found)]
 
 
-def messages(schedule: Schedule) -> dict[Link, list[tuple[Action, Action]]]:
-    """For each directed link (source, to) what travels, in the order in which it is sent: (what, the action that uses it)."""
+def messages(schedule: Schedule) -> Messages:
+    """For each directed link what travels, in the order in which it is sent."""
     links = defaultdict(list)
     for source, entries in enumerate(schedule.ranks):
         for what in parts(entries):
@@ -114,92 +84,64 @@ def messages(schedule: Schedule) -> dict[Link, list[tuple[Action, Action]]]:
 
 
 def user_of(what: Action, schedule: Schedule) -> Action | None:
-    """The action that uses what this one gives, on the neighbouring stage: activations go up, gradients down; or on the rank of a move."""
-    if what.kind in "EG":
-        return Action("H" if what.kind == "E" else "L", *what[1:])
-    if what.kind == "F":
-        return Action("F", what.stage + 1, what.microbatch) if what.stage + 1 < schedule.stages else None
-    if what.kind in "BI":
-        return schedule.backward(what.stage - 1, what.microbatch) if what.stage else None
+    """The action on the neighbouring stage, or on the other rank of a move, that uses what this one gives."""
+    kind, stage, unit = what
+    match kind:
+        case "E" | "G":
+            return Action("H" if kind == "E" else "L", stage, unit)
+        case "F" if stage + 1 < schedule.stages:
+            return F(stage + 1, unit)
+        case "B" | "I" if stage:
+            return schedule.backward(stage - 1, unit)
     return None
 
 
-def _program(
-    rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]], most: Fraction | int
-) -> tuple[Step, ...]:
-    entries = schedule.ranks[rank]
+def _program(rank: int, schedule: Schedule, sends: Messages, most: int) -> Program:
     posted, left = _moves(rank, schedule, most)
-    before = _receives(rank, schedule, sends, posted)
-    freed = _sent(rank, schedule, sends)
-    outgoing = {what: to for (source, to), sent in sends.items() if source == rank for what, _ in sent}
-    last = {
-        action.stage: i for i, entry in enumerate(entries) for action in parts([entry]) if action.kind in "BW"
-    }
+    received, freed = _receives(rank, schedule, sends, posted), _sent(rank, schedule, sends)
+    receiver = {what: to for (source, to), sent in sends.items() if source == rank for what, _ in sent}
+    own = (action for action in parts(schedule.ranks[rank]) if action.kind in "BW")
+    last = {action.stage: schedule.position[action] for action in own}
     program: list[Step] = []
-    for i, entry in enumerate(entries):
-        program += [Sent(what) for what in left[i]]
-        program += before[i]
-        program.append(entry)
-        program += [Sent(what) for what in freed[i]]
-        program += [Send(action, outgoing[action]) for action in parts([entry]) if action in outgoing]
+    for i, entry in enumerate(schedule.ranks[rank]):
+        program += [*map(Sent, left[i]), *received[i], entry, *map(Sent, freed[i])]
+        program += [Send(action, receiver[action]) for action in parts([entry]) if action in receiver]
         program += [Reduce(stage) for stage, at in last.items() if at == i]
     return tuple(program)
 
 
-def _receives(
-    rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]], moves: dict[Action, int]
-) -> dict[int, list[Receive]]:
-    """For each entry what is posted before it: what the entries to come need, and all that the same link brings before that."""
-    at = _positions(rank, schedule)
-    wanted = {action: max(i - EARLY, 0) for action, i in at.items()} | moves
-    posted = defaultdict(list)
+def _receives(rank: int, schedule: Schedule, sends: Messages, moves: dict) -> dict[int, list[Receive]]:
+    """For each entry what is posted before it, for later entries, in the order of each link."""
+    at, posts, received = schedule.position, [], defaultdict(list)
     for (source, to), sent in sends.items():
-        if to == rank:
-            for i, (what, _) in enumerate(sent):
-                earliest = min(
-                    (wanted[user], at[user]) for _, user in sent[i:]
-                )  # a message behind it on the link may be needed sooner
-                posted[earliest[0]].append((earliest, Receive(what, source)))
-    return defaultdict(
-        list,
-        {
-            i: [receive for _, receive in sorted(receives, key=lambda pair: pair[0])]
-            for i, receives in posted.items()
-        },
-    )
+        for i, (what, _) in enumerate(sent if to == rank else ()):
+            # a message behind it on the link may be needed sooner
+            early = min((moves.get(user, max(at[user] - EARLY, 0)), at[user]) for _, user in sent[i:])
+            posts.append((early, Receive(what, source)))
+    for (i, _), receive in sorted(posts, key=lambda post: post[0]):
+        received[i].append(receive)
+    return received
 
 
-def _sent(
-    rank: int, schedule: Schedule, sends: dict[Link, list[tuple[Action, Action]]]
-) -> dict[int, list[Action]]:
-    """For each entry the sends known to be over once it has got what it needs."""
-    freed, at = defaultdict(list), _positions(rank, schedule)
+def _sent(rank: int, schedule: Schedule, sends: Messages) -> dict[int, list[Action]]:
+    """For each entry the sends (not moves) known to be over once it has got what it needs."""
+    at, freed = schedule.position, defaultdict(list)
     for (source, to), sent in sends.items():
         if source == rank:
-            there = _positions(to, schedule)
-            answers = [
-                (there[what], at[user]) for what, user in sends.get((to, rank), []) if what.kind in "FBI"
-            ]  # (given there, used here)
+            back = [pair for pair in sends.get((to, rank), []) if pair[0].kind not in MOVES]
             for what, user in sent:
-                known = [here for given, here in answers if given >= there[user] and here > at[what]]
-                if known and what.kind in "FBI":
+                known = [at[used] for given, used in back if at[given] >= at[user] and at[used] > at[what]]
+                if known and what.kind not in MOVES:
                     freed[min(known)].append(what)
     return freed
 
 
-def _positions(rank: int, schedule: Schedule) -> dict[Action, int]:
-    return {action: i for i, entry in enumerate(schedule.ranks[rank]) for action in parts([entry])}
+# ---- moves -------------------------------------------------------------------------------------------------
 
 
-# ---- moves -----------------------------------------------------------------------------------------------------------
-
-
-def _moves(
-    rank: int, schedule: Schedule, most: Fraction | int
-) -> tuple[dict[Action, int], dict[int, list[Action]]]:
-    """(For H and L the entry before which it is received, for each entry the moves that must have left before it)."""
-    posted: dict[Action, int] = {}
-    left: dict[int, list[Action]] = defaultdict(list)
+def _moves(rank: int, schedule: Schedule, most: int) -> tuple[dict[Action, int], dict[int, list[Action]]]:
+    """(For H and L the entry before which it is received, for each entry the moves waited for before it)."""
+    posted, left = {}, defaultdict(list)
     if not schedule.evicts:
         return posted, left
     entries, held = schedule.ranks[rank], [0, *in_flight(schedule, rank)]
@@ -215,7 +157,7 @@ def _moves(
         if kind in "HL":
             posted.setdefault(entry, i)
         elif kind not in "EG":
-            ahead = _before_the_next(entries[i + 1 :])[: max(room, 0)]
+            ahead = _loads_before_the_next(entries[i + 1 :])[: max(room, 0)]
             posted |= dict.fromkeys(ahead, i)
             coming += ahead
             takes, room = takes + len(ahead), room - len(ahead)
@@ -229,19 +171,14 @@ def _moves(
     return posted, left
 
 
-def _before_the_next(entries: tuple[Entry, ...]) -> list[Action]:
+def _loads_before_the_next(entries: tuple[Entry, ...]) -> list[Action]:
     """The L that stand in front of the next entry that computes."""
-    found = []
-    for entry in entries:
-        if isinstance(entry, Pair) or entry.kind not in "EHGL":
-            return found
-        if entry.kind == "L":
-            found.append(entry)
-    return found
+    moves = takewhile(lambda entry: isinstance(entry, Action) and entry.kind in MOVES, entries)
+    return [entry for entry in moves if entry.kind == "L"]
 
 
-def _check_moves(programs: tuple[tuple[Step, ...], ...], schedule: Schedule) -> None:
-    """Plays the programs on a network where a move has left when its receive is posted; a receive of E first learns how much it is."""
+def _check_moves(programs: tuple[Program, ...], schedule: Schedule) -> None:
+    """Plays the programs: a move has left when its receive is posted, and E's receive waits for its size."""
     at, done, posted = [0] * len(programs), set(), set()
 
     def can(step: Step) -> bool:
@@ -259,15 +196,13 @@ def _check_moves(programs: tuple[tuple[Step, ...], ...], schedule: Schedule) -> 
         moved = False
         for rank, program in enumerate(programs):
             while at[rank] < len(program) and can(step := program[at[rank]]):
-                done |= set(parts([step])) if isinstance(step, (Action, Pair)) else set()
-                posted |= {step.what} if isinstance(step, Receive) else set()
+                if isinstance(step, Action | Pair):
+                    done |= set(parts([step]))
+                elif isinstance(step, Receive):
+                    posted.add(step.what)
                 at[rank], moved = at[rank] + 1, True
-    stuck = [
-        f"rank {rank} at {program[i]}"
-        for rank, (i, program) in enumerate(zip(at, programs))
-        if i < len(program)
-    ]
+    heads = enumerate(zip(at, programs))
+    stuck = [f"rank {rank} at {program[i]}" for rank, (i, program) in heads if i < len(program)]
     if stuck:
-        raise ValueError(
-            f"{schedule.name} is stuck in its moves: {', '.join(stuck[:4])}; put H in front of what waits for it, or lend less"
-        )
+        where = f"stuck in its moves: {', '.join(stuck[:4])}"
+        raise ValueError(f"{schedule.name} is {where}; put H in front of what waits for it, or lend less")

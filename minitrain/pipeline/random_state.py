@@ -1,16 +1,12 @@
-"""What torch's generators draw next, kept and put back: a stage that is computed again draws the masks that it drew before.
+"""The state of torch's random generators, kept and restored: a recomputed stage draws the same masks again.
 
-    before = random_state(device)                   in front of F
-    with drawing_from(before, device):              around R: the draws of F, and afterwards those that would have come without R
-        ...
+    before = random_state(device)                 in front of F
+    with drawing_from(before, device): ...        around R: the draws of F; then those that come without R
 
-The generators are the CPU's and, for a CUDA device, that device's. Outside of dispatch modes, so that an account is the same with and
-without: a state is no tensor of the model. (In a dry run nothing is drawn; the CPU's state is kept and put back all the same.)
-Memory: 5 kB of host memory for a kept state, and 16 bytes of a CUDA generator. Sends nothing, raises nothing.
-Differs from torch.utils.checkpoint: the state is taken by who runs the schedule, a forward and its repetition are two actions of it.
+The CPU's generator and a CUDA device's. Outside of dispatch modes: a state is no tensor of the model, so
+accounts stay the same. Memory: 5 kB on the host for a kept state, 16 bytes of a CUDA generator. Differs from
+torch.utils.checkpoint: a forward and its repetition are two actions of a schedule.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 def random_state(device: torch.device) -> tuple[Tensor, ...]:
     with _disable_current_modes():
-        return torch.get_rng_state(), *((torch.cuda.get_rng_state(device),) if _draws(device) else ())
+        cuda = [torch.cuda.get_rng_state(device)] if _draws(device) else []
+        return torch.get_rng_state(), *cuda
 
 
 def set_random_state(state: tuple[Tensor, ...], device: torch.device) -> None:

@@ -1,27 +1,20 @@
 """One interpreter for every schedule: runs this rank's program, action by action, with the messages between.
 
-    run = Runner({1: stage}, schedule, group, loss_fn, reducer, width=D)      stages by number, as `schedule.stages_of(rank)` says
-    loss = run(batch)                                                         a `forward_backward` for train_step
+    run = Runner({1: stage}, schedule, group, loss_fn, reducer, width=D)     {number: module} of this rank
+    loss = run(batch)                                                        a train_step's `forward_backward`
 
-    F   x = tokens, or what arrived     y = stage(x, positions)               kept: x and the graph of y; y itself goes to the next rank
-    B   dy = what arrived               backward through the graph            x.grad goes back, the graph is free
-    I   the same for x only (deferred.py)              W   the kept products: gradients of the weights
-    R   the stage once more from the kept x (then its F built no graph), with the random numbers that F drew
+    F   x = tokens, or what arrived   y = stage(x, positions)      kept: x and the graph of y; y is sent on
+    B   dy = what arrived             backward through the graph   x.grad goes back, the graph is free
+    I   the same for x only (deferred.py)            W   the kept products: gradients of the weights
+    R   the stage once more from the kept x (its F built no graph), with the random numbers that F drew
 
-Every rank of the group is given the same rows. They are cut into microbatches, as gradient accumulation does, and these into slices
-where the schedule has them; the last stage, on whatever rank, takes the loss, a sum over tokens / `batch.num_valid`. So the sum of
-what the ranks return is the loss, and each gradient is that of the whole batch. A program is lowered once (lower.py) and says when
-a message is posted, when a sent tensor can go, and when the gradients of a stage are complete: `reducer.ready(params)`.
-
-Sends per boundary between ranks and per microbatch rows · T · D elements forward, as many backward. Memory: what the schedule keeps in
-flight, for each of those x and what autograd saved; two received tensors ahead; not y, whose graph does not need it.
-Raises ValueError in one line, before any rank waits, for stages that are not those of the schedule (fits.py), that do not take and
-give `[rows, T, D]`, for a batch that does not divide. An action that fails is named, with its neighbours.
-Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473. Differs from Megatron-LM, which has a function
-for each schedule, and from torch.distributed.pipelining, which runs lists like these one communication batch at a time.
+Every rank is given the same rows. The last stage takes the loss, a sum over tokens / `batch.num_valid`: the
+sum of what the ranks return is the loss, and each gradient is that of the whole batch. Sends per boundary
+between ranks and microbatch rows · T · D elements forward, as many backward. Memory: of each microbatch in
+flight x and what autograd saved, not y; two received tensors ahead.
+Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473. Differs: Megatron-LM has
+a function for each schedule.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -37,39 +30,37 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.fits import check_boundary, check_fits, takes_positions
-from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, lower, pause, user_of
+from minitrain.pipeline.lower import Program, Receive, Reduce, Send, Sent, Step, lower, pause, user_of
 from minitrain.pipeline.random_state import drawing_from, random_state, set_random_state
-from minitrain.pipeline.schedule import Action, Pair, Schedule
+from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W
 
-DOES = {
-    "F": "forward",
-    "R": "forward_again",
-    "B": "backward",
-    "I": "backward",
-    "W": "weights",
-}  # the methods of Runner
+Unit = tuple[Tensor, Tensor, Tensor]  # tokens, targets, positions
 
 
 @dataclass(slots=True)
 class Kept:
-    """What a forward leaves for its backward: the input, where the graph of the output begins, the products to come; and what it drew."""
+    """What a forward leaves for its backward."""
 
-    x: Tensor
-    end: object = None
-    later: Deferred | None = None
-    drawn: tuple[Tensor, ...] = ()
+    x: Tensor  # the input
+    end: object = None  # where the graph of the output begins
+    later: Deferred | None = None  # the products to come
+    drawn: tuple[Tensor, ...] = ()  # the random state before
 
 
 class Runner:
-    """A stage is a module `(x, positions) -> y`, or `x -> y`. Messages have the dtype and device of this rank's stages; if these hold no
-    numbers, give `dtype` and `device` (else torch's defaults). `down`, for NCCL, is a second group of the same ranks for the messages to
-    lower ranks; `length_over` is what a boundary's T is divided by (sequence parallelism cuts it over tp); `check=False` for stages that
-    communicate themselves, over tp or cp. `around("F1.2")` is entered around each action: `ledger.phase` makes an account by action.
-    `memory`, for slices: what a slice leaves to later ones (SliceMemory in sliced_attention.py; `SliceMemory({})` for stages that look at
-    each token by itself). `cut(batch, schedule)` gives the units, if the rows are not to fall evenly on them (`samples` in dynapipe.py).
-    `at(step, first_row)` is told which rows of the global batch come next (dropout.Places).
-    The attribute `before_backward`, if set, is called once a step before the rank's first backward; where it says True, on all ranks alike,
-    the forwards until then are run again (post_validation.py)."""
+    """A stage is a module `(x, positions) -> y`, or `x -> y`. Messages have its dtype and device.
+
+    `down`, for NCCL, is a second group of the same ranks for the messages to lower ranks. `length_over` is
+    what a boundary's T is divided by (sequence parallelism cuts it over tp). `check=False` is for stages that
+    communicate themselves. `around("F1.2")` is entered around each action: `ledger.phase` makes an account by
+    action. `memory` holds what a slice leaves to later ones (SliceMemory; `SliceMemory({})` for stages
+    without attention). `cut(batch, schedule)` gives the units, if rows are not to fall evenly on them.
+    `at(step, first_row)` is told which rows of the global batch come next. `before_backward`, if set, is
+    called once a step before the rank's first backward; where it says True, on all ranks alike, the forwards
+    until then run again (post_validation.py).
+    """
+
+    methods = {"F": "forward", "R": "forward_again", "B": "backward", "I": "backward", "W": "weights"}
 
     def __init__(
         self,
@@ -87,39 +78,23 @@ class Runner:
         check: bool = True,
         around: Callable[[str], AbstractContextManager] = nullcontext,
         memory=None,
-        cut: Callable | None = None,
+        cut: Callable[..., list[Unit]] | None = None,
         at: Callable[[int, int], None] = lambda step, first_row: None,
     ):
         check_fits(stages, schedule, group)
         if schedule.slices > 1 and memory is None:
-            raise ValueError(
-                f"{schedule.name}: {schedule.slices} slices of a sequence look at each other's keys; give memory=SliceMemory(cores)"
-            )
-        self.stages, self.schedule, self.group, self.loss_fn, self.reducer = (
-            stages,
-            schedule,
-            group,
-            loss_fn,
-            reducer,
-        )
-        self.rank, self.down = group.rank(), down or group
+            rule = "slices of a sequence look at each other's keys; give memory=SliceMemory(cores)"
+            raise ValueError(f"{schedule.name}: {rule}")
+        self.stages, self.schedule, self.loss_fn, self.reducer = stages, schedule, loss_fn, reducer
+        self.rank, self.group, self.down = group.rank(), group, down or group
         self.program = lower(schedule)[self.rank]
-        some = next(
-            (
-                x
-                for stage in stages.values()
-                for x in (*stage.parameters(), *stage.buffers())
-                if x.is_floating_point()
-            ),
-            torch.empty(0),
-        )
+        tensors = (x for stage in stages.values() for x in (*stage.parameters(), *stage.buffers()))
+        some = next((x for x in tensors if x.is_floating_point()), torch.empty(0))
         self.dtype, self.device = dtype or some.dtype, torch.device(device or some.device)
-        self.with_positions = {number for number, stage in stages.items() if takes_positions(stage)}
         self.width, self.length_over, self.around, self.memory = width, length_over, around, memory
         self.cut, self.at = cut or cut_evenly, at
-        self.uses = Counter(
-            param for stage in stages.values() for param in stage.parameters()
-        )  # by how many stages here
+        self.with_positions = {number for number, stage in stages.items() if takes_positions(stage)}
+        self.uses = Counter(param for stage in stages.values() for param in stage.parameters())
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}
         self.before_backward: Callable[[], bool] | None = None
         for number, stage in stages.items() if check else ():
@@ -140,15 +115,15 @@ class Runner:
             if self.before_backward():
                 self.start_again(filling, drawn)
             self.play(filling + rest, len(filling))
-        for handle in self.outbox.values():
+        for handle in self.sending.values():
             handle.wait()
         return self.loss
 
-    def start_again(self, filling: tuple, drawn: tuple[Tensor, ...]) -> None:
+    def start_again(self, filling: Program, drawn: tuple[Tensor, ...]) -> None:
         """The forwards that fill the pipeline once more; what they sent is received by all, and dropped."""
-        for x in self.inbox.values():
-            x if isinstance(x, Tensor) else x.wait()
-        stale = list(self.outbox.values())
+        for what in list(self.boundary):
+            self.take(what)
+        stale = list(self.sending.values())
         set_random_state(drawn, self.device)
         self.begin()
         self.play(filling)
@@ -159,43 +134,34 @@ class Runner:
         """Nothing is kept, nothing on its way."""
         self.left = self.uses.copy()
         self.kept: dict[tuple[int, int], Kept] = {}
-        self.inbox: dict[Action, Tensor | collectives.Handle] = {}
-        self.outbox: dict[Action, collectives.Handle] = {}
+        # activations and gradients at the boundaries of stages: arrived, coming or to be sent; on their way
+        self.boundary: dict[Action, Tensor | collectives.Handle] = {}
+        self.sending: dict[Action, collectives.Handle] = {}
         self.loss = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
         if self.memory:
             self.memory.clear()
 
     @cached_property
-    def halves(self) -> tuple[tuple, tuple]:
+    def halves(self) -> tuple[Program, Program]:
         """What is done before `before_backward`, and behind it."""
         return pause(self.program, self.rank, self.schedule)
 
-    def play(self, program: tuple, start: int = 0) -> None:
+    def play(self, program: Program, start: int = 0) -> None:
         for number, step in enumerate(program[start:], start):
             try:
                 self.do(step)
             except Exception as error:
-                raise RuntimeError(
-                    f"{self.schedule.name}, rank {self.rank}: {step} failed, {neighbours(program, number)}: {error}"
-                ) from error
+                where = f"{step} failed, {neighbours(program, number)}: {error}"
+                raise RuntimeError(f"{self.schedule.name}, rank {self.rank}: {where}") from error
 
-    def do(self, step) -> None:
+    def do(self, step: Step) -> None:
         match step:
             case Send(what, to):
-                self.outbox[what] = collectives.send(self.inbox.pop(what), to, self.link(to), async_op=True)
+                self.sending[what] = self.send(self.boundary.pop(what), to)
             case Receive(what, source):
-                shape, dtype = self.message(what)
-                self.inbox[what] = collectives.receive(
-                    None,
-                    source,
-                    self.link(source, incoming=True),
-                    shape=shape,
-                    dtype=dtype,
-                    device=self.device,
-                    async_op=True,
-                )
+                self.boundary[what] = self.receive(source, *self.message(what), async_op=True)
             case Sent(what):
-                self.outbox.pop(what).wait()
+                self.sending.pop(what).wait()
             case Reduce(stage):
                 params = list(self.stages[stage].parameters())
                 self.left.subtract(params)
@@ -208,14 +174,14 @@ class Runner:
 
     def act(self, action: Action) -> None:
         with self.around(str(action)):
-            getattr(self, DOES[action.kind])(action)
+            getattr(self, self.methods[action.kind])(action)
 
-    # ---- the actions -----------------------------------------------------------------------------------------------------
+    # ---- the actions ---------------------------------------------------------------------------------------
 
     def forward(self, action: Action) -> None:
         _, stage, unit = action
         tokens = self.units[unit][0]
-        x = tokens if stage == 0 else self.take(Action("F", stage - 1, unit)).requires_grad_()
+        x = tokens if stage == 0 else self.take(F(stage - 1, unit)).requires_grad_()
         again = (stage, unit) in self.again
         self.kept[stage, unit] = kept = Kept(x, drawn=random_state(self.device) if again else ())
         with torch.set_grad_enabled(not again):
@@ -235,11 +201,7 @@ class Runner:
         """The stage, or on the last one the loss; the graph's end is remembered, the output is not."""
         _, targets, positions = self.units[unit]
         self.at(getattr(self.batch, "step", 0), self.first_rows[unit])
-        kept.later = (
-            Deferred()
-            if self.schedule.splits_backward and Action("W", stage, unit) in self.schedule.place
-            else None
-        )
+        kept.later = Deferred() if W(stage, unit) in self.schedule.place else None
         with kept.later or nullcontext(), self.memory.during(stage, unit) if self.memory else nullcontext():
             y = self.run(stage, kept.x, positions)
         if stage == self.schedule.stages - 1:
@@ -263,7 +225,10 @@ class Runner:
         if action.kind == "B":
             self.reducer.arrived(self.stages[stage].parameters())
         if stage:
-            self.give(action, kept.x.grad if kept.x.grad is not None else self.no_gradient(unit))
+            dx = kept.x.grad
+            if dx is None:  # the stage lets no gradient through, and its neighbour waits for one
+                dx = torch.zeros(self.shape(unit), dtype=self.dtype, device=self.device)
+            self.give(action, dx)
         kept.x = kept.end = None
 
     def weights(self, action: Action) -> None:
@@ -272,8 +237,10 @@ class Runner:
 
     @torch.no_grad()
     def through(self, x: Tensor, positions: Tensor) -> Tensor | None:
-        """Rows of tokens through all stages, forward only, outside of any schedule: what the last stage gives, on the first rank that has
-        it (`last_rank`), None elsewhere. All ranks take part with the same rows."""
+        """Rows of tokens, the same on all ranks, through all stages: forward only, outside of any schedule.
+
+        Gives what the last stage gives on the first rank that has it (`last_rank`), None elsewhere."""
+        shape = (len(x), positions.size(-1) // self.length_over, self.width)
         for stage in range(self.schedule.stages):
             here, there = self.home(stage), self.home(stage + 1)
             if self.rank == here:
@@ -281,47 +248,42 @@ class Runner:
                 if there not in (here, None):
                     collectives.send(x, there, self.link(there))
             elif self.rank == there:
-                x = collectives.receive(
-                    None,
-                    here,
-                    self.link(here, incoming=True),
-                    dtype=self.dtype,
-                    device=self.device,
-                    shape=(len(x), positions.size(-1) // self.length_over, self.width),
-                )
+                x = self.receive(here, shape, self.dtype)
         return x if self.rank == self.last_rank else None
 
     def home(self, stage: int) -> int | None:
         """The first rank that has a stage."""
-        return next(
-            (rank for rank in range(len(self.schedule.ranks)) if stage in self.schedule.stages_of(rank)), None
-        )
+        ranks = range(len(self.schedule.ranks))
+        return next((rank for rank in ranks if stage in self.schedule.stages_of(rank)), None)
 
     @property
     def last_rank(self) -> int:
         return self.home(self.schedule.stages - 1)
 
-    # ---- what comes and goes ---------------------------------------------------------------------------------------------
+    # ---- what comes and goes -------------------------------------------------------------------------------
 
     def give(self, what: Action, x: Tensor) -> None:
         """For the neighbouring stage: the next step of the program sends it, or it is on this rank."""
         if user_of(what, self.schedule) is not None:
-            self.inbox[what] = x
+            self.boundary[what] = x
 
     def take(self, what: Action) -> Tensor:
-        x = self.inbox.pop(what)
+        x = self.boundary.pop(what)
         return x if isinstance(x, Tensor) else x.wait()
 
     def link(self, other: int, incoming: bool = False) -> ProcessGroup:
         """Messages to higher ranks go over one group, those to lower ranks over the other."""
         return self.down if (other > self.rank) == incoming else self.group
 
+    def send(self, x: Tensor, to: int) -> collectives.Handle:
+        return collectives.send(x, to, self.link(to), async_op=True)
+
+    def receive(self, source: int, shape: tuple[int, ...], dtype: torch.dtype, **settings):
+        settings |= dict(shape=shape, dtype=dtype, device=self.device)
+        return collectives.receive(None, source, self.link(source, incoming=True), **settings)
+
     def message(self, what: Action) -> tuple[tuple[int, ...], torch.dtype]:
         return self.shape(what.microbatch), self.dtype
-
-    def no_gradient(self, unit: int) -> Tensor:
-        """What goes back from a stage that lets no gradient through: its neighbour waits for one."""
-        return torch.zeros(self.shape(unit), dtype=self.dtype, device=self.device)
 
     def shape(self, unit: int) -> tuple[int, int, int]:
         rows, length = self.units[unit][0].shape
@@ -329,47 +291,36 @@ class Runner:
 
     def check_output(self, stage: int, unit: int, y: Tensor) -> None:
         if tuple(y.shape) != self.shape(unit) or y.dtype != self.dtype:
-            raise ValueError(
-                f"stage {stage} gives {list(y.shape)} {y.dtype}, stage {stage + 1} expects {list(self.shape(unit))} {self.dtype}; "
-                "cut the model where its width is the one given"
-            )
+            found, expected = f"{list(y.shape)} {y.dtype}", f"{list(self.shape(unit))} {self.dtype}"
+            rule = "cut the model where its width is the one given"
+            raise ValueError(f"stage {stage} gives {found}, stage {stage + 1} expects {expected}; {rule}")
 
 
-def first_rows(units: list[tuple[Tensor, Tensor, Tensor]], slices: int, first_row: int) -> list[int]:
+def first_rows(units: list[Unit], slices: int, first_row: int) -> list[int]:
     """Of each unit of a batch, its first row in the global batch: slices of a microbatch have the same."""
     before = accumulate((len(tokens) for tokens, *_ in units[::slices]), initial=first_row)
     return [row for row, _ in zip(before, units[::slices]) for _ in range(slices)]
 
 
-def cut_evenly(batch, schedule: Schedule) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The units of a batch: (tokens, targets, positions). Rows may fall unevenly on the microbatches."""
-    rows, length = batch.tokens.shape
-    microbatches, slices = schedule.microbatches // schedule.slices, schedule.slices
+def cut_evenly(batch, schedule: Schedule) -> list[Unit]:
+    """The units of a batch. Rows may fall unevenly on the microbatches."""
+    (rows, length), slices, lengths = batch.tokens.shape, schedule.slices, schedule.lengths
+    name, microbatches = schedule.name, schedule.microbatches // slices
     if rows < microbatches:
-        raise ValueError(
-            f"{schedule.name}: {microbatches} microbatches, but this rank has {rows} rows; use at most {rows} or a larger batch"
-        )
+        raise ValueError(f"{name}: {microbatches} microbatches, but this rank has {rows} rows; use fewer")
     if length < slices:
-        raise ValueError(f"{schedule.name}: {slices} slices of {length} tokens; use at most {length}")
-    if schedule.lengths and sum(schedule.lengths) != length:
-        raise ValueError(
-            f"{schedule.name}: slices of {schedule.lengths} tokens are {sum(schedule.lengths)}, the batch has {length}; make them "
-            "add up"
-        )
-    ends = list(accumulate(schedule.lengths))[:-1] or slices
-    positions = (
-        torch.arange(length, device=batch.tokens.device) if batch.positions is None else batch.positions
-    )
-    return [
-        (tokens, targets, places)
-        for row in zip(batch.tokens.tensor_split(microbatches), batch.targets.tensor_split(microbatches))
-        for tokens, targets, places in zip(*(x.tensor_split(ends, dim=-1) for x in (*row, positions)))
-    ]
+        raise ValueError(f"{name}: {slices} slices of {length} tokens; use at most {length}")
+    if lengths and sum(lengths) != length:
+        raise ValueError(f"{name}: slices of {lengths} tokens are {sum(lengths)}, the batch has {length}")
+    ends = list(accumulate(lengths))[:-1] or slices
+    plain = batch.positions is None
+    positions = torch.arange(length, device=batch.tokens.device) if plain else batch.positions
+    rows = zip(batch.tokens.tensor_split(microbatches), batch.targets.tensor_split(microbatches))
+    return [unit for row in rows for unit in zip(*(x.tensor_split(ends, dim=-1) for x in (*row, positions)))]
 
 
-def neighbours(program: tuple, number: int) -> str:
+def neighbours(program: Program, number: int) -> str:
     """What is computed around a step of the program."""
-    computed = [isinstance(step, (Action, Pair)) for step in program]
-    before = [str(step) for step, yes in zip(program[:number], computed) if yes]
-    after = [str(step) for step, yes in zip(program[number + 1 :], computed[number + 1 :]) if yes]
-    return f"after {before[-1] if before else 'nothing'} and before {after[0] if after else 'the end'}"
+    computed = [str(step) if isinstance(step, (Action, Pair)) else "" for step in program]
+    before = next(filter(None, reversed(computed[:number])), "nothing")
+    return f"after {before} and before {next(filter(None, computed[number + 1 :]), 'the end')}"

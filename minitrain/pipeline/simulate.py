@@ -1,27 +1,25 @@
-"""When everything in a schedule happens, if an action takes as long as we say: bubble, idle time, peak of activations. No torch.
+"""When everything in a schedule happens, given the time of each action: bubble, idle time. No torch.
 
     simulate(one_f_one_b(4, 8), Costs(F=1, B=2)).makespan  ->  33
 
-An action starts when its rank is free and all it needs is done, plus `send` if that was done on another rank. Nothing else: links
-have room for all messages, and a message costs its ranks no time. With whole numbers or Fractions for costs every time is exact.
+An action starts when its rank is free and all it needs is done, plus `send` if that was done on another rank.
+A message takes no time of its ranks. With whole numbers or Fractions for costs every time is exact.
 
-    makespan        from 0 to the end of the last action              busy(rank)     the time rank computes
-    bubble          idle time / (ranks · makespan)                    overhead       idle time / busy time: (p-1)/m where bubble is (p-1)/(m+p-1)
+    makespan   from 0 to the end of the last action      busy(rank)   the time rank computes
+    bubble     idle time / (ranks · makespan)            overhead     idle time / busy time
 
-`Costs` are of one whole stage; `stage={3: 2}` makes stage 3 twice as long. Stages that are 1/v of a rank cost 1/v: give
-Costs(F=Fraction(1, v), …). B defaults to I + W. A pair takes `FB`, if given, else its two parts in a row. What a forward kept takes
-`move` to another rank (bpipe.py), by default `send`.
-Takes O(actions): 64 ranks and 512 microbatches in less than a second.
-Raises ValueError naming the stuck heads if the ranks wait for each other (schedule.in_order), and for costs below 0.
+Where bubble is (p-1)/(m+p-1), overhead is (p-1)/m. `Costs` are of one whole stage: stages that are 1/v of a
+rank cost Fraction(1, v); `stage={3: 2}` makes stage 3 twice as long. B defaults to I + W; a pair takes `FB`,
+if given, else its two parts in a row; what a forward kept takes `move` to another rank (bpipe.py), by default
+`send`.
 """
 
-from __future__ import annotations
-
 import gc
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
+from functools import cached_property
 
 from minitrain.pipeline.schedule import Action, Entry, Pair, Schedule, in_order, parts
 
@@ -34,7 +32,7 @@ class Costs:
 
     F: Time = 1
     B: Time | None = None
-    I: Time = 1  # noqa: E741  the paper's letter
+    I: Time = 1
     W: Time = 1
     R: Time | None = None
     FB: Time | None = None
@@ -47,30 +45,20 @@ class Costs:
             if (value := getattr(self, name)) is not None and not value >= 0:
                 raise ValueError(f"Costs: {name}={value}; a time is 0 or more")
 
+    @cached_property
+    def times(self) -> dict[str, Time]:
+        whole = self.I + self.W if self.B is None else self.B
+        return dict(F=self.F, B=whole, I=self.I, W=self.W, R=self.F if self.R is None else self.R)
+
     def of(self, entry: Entry) -> Time:
         if isinstance(entry, Pair):
-            if self.FB is not None:
-                return (
-                    self.FB
-                    * (self.stage.get(entry.forward.stage, 1) + self.stage.get(entry.backward.stage, 1))
-                    / 2
-                    if self.stage
-                    else self.FB
-                )
-            return self.of(entry.forward) + self.of(entry.backward)
-        match entry.kind:
-            case "F":
-                time = self.F
-            case "B":
-                time = self.I + self.W if self.B is None else self.B
-            case "I":
-                time = self.I
-            case "W":
-                time = self.W
-            case "R":
-                time = self.F if self.R is None else self.R
-            case _:  # tensors that move are messages
-                return 0
+            if self.FB is None:
+                return self.of(entry.forward) + self.of(entry.backward)
+            forward, backward = (self.stage.get(action.stage, 1) for action in entry)
+            return self.FB * (forward + backward) / 2 if self.stage else self.FB
+        if entry.kind not in self.times:
+            return 0  # tensors that move are messages
+        time = self.times[entry.kind]
         return time * self.stage.get(entry.stage, 1) if self.stage else time
 
 
@@ -80,15 +68,13 @@ class Measured:
 
     times: Mapping[Action, Time]
     send: Time = 0
+    move: Time | None = None
 
     def of(self, entry: Entry) -> Time:
         return sum(self.times[action] for action in parts([entry]))
 
 
-class Span(NamedTuple):
-    entry: Entry
-    start: Time
-    end: Time
+Span = namedtuple("Span", "entry start end")
 
 
 @dataclass(frozen=True)
@@ -112,28 +98,23 @@ class Simulation:
     @property
     def bubble(self) -> Time:
         """Share of the ranks' time in which they wait."""
-        return _ratio(
-            sum(self.idle(rank) for rank in range(len(self.spans))), len(self.spans) * self.makespan
-        )
+        return divided(sum(map(self.idle, range(len(self.spans)))), len(self.spans) * self.makespan)
 
     @property
     def overhead(self) -> Time:
         """Waiting per work."""
-        return _ratio(
-            sum(self.idle(rank) for rank in range(len(self.spans))),
-            sum(self.busy(rank) for rank in range(len(self.spans))),
-        )
+        ranks = range(len(self.spans))
+        return divided(sum(map(self.idle, ranks)), sum(map(self.busy, ranks)))
 
     def start(self, action: Action) -> Time:
-        return next(
-            span.start for span in self.spans[self.schedule.place[action]] if action in parts([span.entry])
-        )
+        spans = self.spans[self.schedule.place[action]]
+        return next(span.start for span in spans if action in parts([span.entry]))
 
 
 def simulate(schedule: Schedule, costs: Costs | Measured = Costs()) -> Simulation:
     """As soon as possible, in the order of the lists."""
     collecting = gc.isenabled()
-    gc.disable()  # nothing here is a cycle, and to look for some takes longer than the rest in a process that has torch
+    gc.disable()  # nothing here is a cycle, and a search for some takes longer than all the rest beside torch
     try:
         return Simulation(schedule, costs, tuple(map(tuple, _spans(schedule, costs))))
     finally:
@@ -145,7 +126,7 @@ def _spans(schedule: Schedule, costs: Costs | Measured) -> list[list[Span]]:
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     ended: dict[Action, tuple[Time, int]] = {}  # when, and on which rank
     send, needed = costs.send, schedule.needs
-    move = send if getattr(costs, "move", None) is None else costs.move
+    move = send if costs.move is None else costs.move
     for rank, entry in in_order(schedule, set()):
         start = spans[rank][-1].end if spans[rank] else 0
         for before in needed[entry]:
@@ -156,10 +137,11 @@ def _spans(schedule: Schedule, costs: Costs | Measured) -> list[list[Span]]:
                 start = ready
         end = start + costs.of(entry)
         spans[rank].append(Span(entry, start, end))
-        for action in (entry,) if isinstance(entry, Action) else entry:
+        for action in entry if isinstance(entry, Pair) else (entry,):
             ended[action] = end, rank
     return spans
 
 
-def _ratio(a: Time, b: Time) -> Time:
+def divided(a: Time, b: Time) -> Time:
+    """a / b, exact where both are."""
     return a / b if isinstance(a, float) or isinstance(b, float) else Fraction(a, b)

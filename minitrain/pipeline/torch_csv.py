@@ -1,27 +1,19 @@
-"""Schedules as PyTorch writes them: a file that its pipeline runtime loads, and a schedule from a file that it dumped. No torch.
+"""Schedules in PyTorch's file format: what its pipeline runtime loads and dumps. No torch.
 
-    to_csv(one_f_one_b(2, 2))            0F0,0F1,0B0,0B1                          a line a rank, in the order of the ranks
-                                         1F0,1B0,1F1,1B1                          "1F0": stage 1, microbatch 0
+    to_csv(one_f_one_b(2, 2)) = 0F0,0F1,0B0,0B1    a line a rank; "1F0": stage 1, microbatch 0
+                                1F0,1B0,1F1,1B1
+    theirs = _PipelineScheduleRuntime(stages, m, loss_fn, scale_grads=False); theirs._load_csv(file)
+    theirs._dump_csv(file, format="compute_only"); from_csv(text)
 
-    schedule = _PipelineScheduleRuntime(stages, m, loss_fn, scale_grads=False);  schedule._load_csv(file)          theirs runs ours
-    schedule._dump_csv(file, format="compute_only");  from_csv(open(file).read())                                  ours reads theirs
-
-The letters F, B, I, W are the same. A pair is `(2F0;3B1)OVERLAP_F_B`; an empty cell is a step in which a rank waits, and is dropped,
-for our lists have no clock. `to_csv(schedule, comms=True)` writes the format "compute_comms", with messages: `0SEND_F0`, `1RECV_F0`,
-`1SEND_B0`, `0RECV_B0` (the stage is that of the rank which does it), and `0REDUCE_GRAD` behind the last gradient of a stage. The order
-is not that of lower.py: their runtime has one channel between two ranks, which NCCL works off in order whatever the direction, so both
-ends must name all their messages in one order. Here that is the order of the simulated ends. `from_csv` reads both formats and keeps
-the computation: messages follow from it, and so do `UNSHARD` and `RESHARD`, which gather and drop sharded weights.
-
-In PyTorch the rank is a function of the stage. What has a stage twice (Chimera, DualPipe) is refused, and so are slices, recomputation
-and pairs with other kinds, for which there is no letter.
-Mind the divisor: their gradients are divided by the number of microbatches unless `scale_grads=False`; ours is in the loss.
-Raises ValueError in one line for those, for a cell that is no action (with its row and column), and what `check` raises.
-PyTorch 2.11 and 2.13, torch.distributed.pipelining, schedules.py: the same grammar in both (2.11 runs no V over gloo).
-Differs: a file that leaves something out or gets stuck is refused when it is read, not when it runs.
+A pair is `(2F0;3B1)OVERLAP_F_B`; an empty cell is a step in which a rank waits. `comms=True` writes the
+format "compute_comms": `0SEND_F0`, `1RECV_F0` (the stage is that of the rank which does it), `0REDUCE_GRAD`
+behind the last gradient. Their runtime has one channel between two ranks, so both name all their messages in
+one order: that of the simulated ends. `from_csv` keeps the computation, as messages follow from it. A stage
+on two ranks, slices, R, moves and other pairs have no letters there. Their gradients are divided by the
+number of microbatches unless `scale_grads=False`; ours is in the loss. PyTorch 2.11 and 2.13,
+torch.distributed.pipelining, schedules.py (2.11 runs no V over gloo). Differs: a bad file is refused when it
+is read, not when it runs.
 """
-
-from __future__ import annotations
 
 import csv
 import io
@@ -38,13 +30,8 @@ PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 
 def to_csv(schedule: Schedule, comms: bool = False) -> str:
     """The text for `_load_csv(file, format="compute_comms" if comms else "compute_only")`."""
-    check(schedule)
-    check_writable(schedule)
-    ranks = (
-        with_messages(schedule)
-        if comms
-        else [[cell(entry) for entry in entries] for entries in schedule.ranks]
-    )
+    check_writable(check(schedule))
+    ranks = with_messages(schedule) if comms else (map(cell, entries) for entries in schedule.ranks)
     return "".join(",".join(cells) + "\n" for cells in ranks)
 
 
@@ -55,13 +42,11 @@ def cell(entry: Entry) -> str:
 
 
 def with_messages(schedule: Schedule) -> list[list[str]]:
-    """Every message is put at the end of both lists as soon as it can be sent: two ranks name their messages in one order."""
+    """Every message stands at the end of both lists as soon as it can be sent: in one order on both."""
     cells: list[list[str]] = [[] for _ in schedule.ranks]
     left = Counter(action.stage for action in schedule.place if action.kind in "BW")
-    spans = sorted(
-        (span.end, rank, span.entry) for rank, spans in enumerate(simulate(schedule).spans) for span in spans
-    )
-    for _, rank, entry in spans:
+    by_rank = enumerate(simulate(schedule).spans)
+    for _, rank, entry in sorted((span.end, rank, span.entry) for rank, spans in by_rank for span in spans):
         cells[rank].append(cell(entry))
         for what in parts([entry]):
             user = user_of(what, schedule)
@@ -77,25 +62,15 @@ def with_messages(schedule: Schedule) -> list[list[str]]:
 
 def from_csv(text: str, name: str = "from PyTorch") -> Schedule:
     """The computation in a file of either format; as many stages and microbatches as it names."""
-    ranks = tuple(
-        tuple(
-            entry
-            for column, written in enumerate(row)
-            if (entry := entry_of(written, f"row {number}, column {column}"))
-        )
-        for number, row in enumerate(csv.reader(io.StringIO(text)))
-    )
+    ranks = []
+    for row, cells in enumerate(csv.reader(io.StringIO(text))):
+        entries = (entry_of(cell, f"row {row}, column {column}") for column, cell in enumerate(cells))
+        ranks.append([entry for entry in entries if entry])
     actions = [action for entries in ranks for action in parts(entries)]
     if not actions:
         raise ValueError("from_csv: no action in this text; a line a rank, cells like 0F0 between commas")
-    return check(
-        Schedule(
-            name,
-            ranks,
-            1 + max(action.stage for action in actions),
-            1 + max(action.microbatch for action in actions),
-        )
-    )
+    stages, microbatches = (1 + max(action[i] for action in actions) for i in (1, 2))
+    return check(Schedule(name, ranks, stages, microbatches))
 
 
 def entry_of(written: str, where: str) -> Entry | None:
@@ -113,29 +88,21 @@ def entry_of(written: str, where: str) -> Entry | None:
             return None
         if microbatch:
             return Action(kind, int(stage), int(microbatch))
-    raise ValueError(
-        f"from_csv: {where} is {written!r}; cells are stage, kind, microbatch like 0F0, 2SEND_F1 or (2F0;3B1)OVERLAP_F_B"
-    )
+    rule = "cells are stage, kind, microbatch like 0F0, 2SEND_F1 or (2F0;3B1)OVERLAP_F_B"
+    raise ValueError(f"from_csv: {where} is {written!r}; {rule}")
 
 
 def check_writable(schedule: Schedule) -> None:
-    if schedule.slices > 1:
-        raise ValueError(
-            f"{schedule.name}: PyTorch's format has no slices of a sequence, this has {schedule.slices}; use a schedule of "
-            "whole microbatches"
-        )
-    if schedule.recomputes:
-        raise ValueError(
-            f"{schedule.name}: PyTorch's format has no R; leave recomputation to the stages (torch.utils.checkpoint)"
-        )
-    if schedule.evicts:
-        raise ValueError(
-            f"{schedule.name}: PyTorch's format has no E, H, G and L; use a schedule whose activations stay, 1F1B say"
-        )
+    refused = [
+        (schedule.slices > 1, f"no slices of a sequence, this has {schedule.slices}; use whole microbatches"),
+        (schedule.recomputes, "no R; leave recomputation to the stages (torch.utils.checkpoint)"),
+        (schedule.evicts, "no E, H, G and L; use a schedule whose activations stay, 1F1B say"),
+    ]
+    for words in (words for found, words in refused if found):
+        raise ValueError(f"{schedule.name}: PyTorch's format has {words}")
     homes: dict[int, int] = {}
-    for action, rank in schedule.place.items():
-        if homes.setdefault(action.stage, rank) != rank:
-            raise ValueError(
-                f"{schedule.name}: stage {action.stage} is on rank {homes[action.stage]} and on rank {rank}; PyTorch has each "
-                "stage on one rank, so use a schedule without copies, such as a V"
-            )
+    for (_, stage, _), rank in schedule.place.items():
+        if homes.setdefault(stage, rank) != rank:
+            rule = "PyTorch has each stage on one rank, so use a schedule without copies, such as a V"
+            where = f"stage {stage} is on rank {homes[stage]} and on rank {rank}"
+            raise ValueError(f"{schedule.name}: {where}; {rule}")

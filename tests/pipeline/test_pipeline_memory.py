@@ -17,7 +17,7 @@ from minitrain.ledger import Ledger
 from minitrain.parallelize import parallelize
 from minitrain.pipeline import runtime
 from minitrain.pipeline.contrastive import contrastive_loss, contrastive_step, doubled, naive
-from minitrain.pipeline.lending import Balanced
+from minitrain.pipeline.eviction import Balanced
 from minitrain.pipeline.lower import Receive, Sent, lower
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, B, F, R, Schedule, check, peak
@@ -301,7 +301,7 @@ def held_at_most(schedule, interpreter):
 
 
 def test_activations_are_held_where_the_lists_say():
-    """Bytes in the bags and on the way, in no step of a program more than the limit; and the ledger's account of every tensor."""
+    """Bytes of saved tensors here and on the way, in no step of a program more than the limit; and the ledger's account of every tensor."""
     plain, lists, balanced = (
         launch.run(held_at_most, schedule, interpreter, ranks=4)
         for schedule, interpreter in (
@@ -411,7 +411,7 @@ def loads_another_microbatch():
 
     def give_back(self, action):
         right(self, action)
-        self.inbox[action] = first.setdefault(self.unit(action), self.inbox[action])
+        self.boundary[action] = first.setdefault(self.unit(action), self.boundary[action])
 
     Balanced.give_back = give_back
     return train_pipeline(MANY, dict(dp=1, pp=4), bpipe(4, 6))

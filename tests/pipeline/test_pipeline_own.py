@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitrain import collectives, launch
+from minitrain.pipeline.eviction import Balanced
 from minitrain.pipeline.fits import takes_positions
-from minitrain.pipeline.lending import Balanced
 from minitrain.pipeline.lower import lower
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, Pair, Schedule, check

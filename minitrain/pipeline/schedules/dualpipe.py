@@ -1,80 +1,54 @@
-"""DualPipe: microbatches enter at both ends, and a rank runs a forward of one direction and a backward of the other as one.
+"""DualPipe: microbatches enter at both ends; a rank runs a forward and a backward of the other way as one.
 
-    DualPipe     stage s on rank s for the first half of the microbatches and on rank p-1-s for the second half; PP = p
+    DualPipe     stage s on rank s for the first half of microbatches, on rank p-1-s for the second; PP = p
     DualPipeV    2p stages in V order: rank r has r and 2p-1-r, all microbatches enter on rank 0; PP = 2p
 
-So each rank has an early stage, near an entrance, and a late one, near an exit. `0` is a microbatch at the early stage, `1` one at the
-late stage. A forward of the one and a backward of the other do not need each other, so the all-to-all of experts in the one hides
-behind the products of the other: that is what a `Pair` is for, written (F B). Where nothing can be paired, B is split and W fills the
-hole. With a = ranks between this one and the middle (or the turn of the V), h = PP/2 - 1 - a and n microbatches each way:
+    1   2a times       F0                        5   a times        B1 (F1 B0)
+    2   h+1 times      F0 F1                     6   h+1 times      B1 B0, the second half of these as I
+    3   a times        I1 W1 F1                  7   a times        W I0, W from the oldest I without one
+    4   n-PP+h+1 times (F0 B1) (F1 B0)           8   h+1 times      W
 
-    1   2a times       F0                        the way to the middle fills
-    2   h+1 times      F0 F1                     the other direction has arrived
-    3   a times        I1 W1 F1                  its first backwards; W at once, while the next forward is on its way
-    4   n-PP+h+1 times (F0 B1) (F1 B0)           the main part; in the middle the first F0 B1 are no pair, as their neighbour waits for F0
-    5   a times        B1 (F1 B0)
-    6   h+1 times      B1 B0                     the second half of these as I, W later
-    7   a times        W  I0                     what is split now leaves its W at the end of a queue, from whose head W is taken
-    8   h+1 times      W
-
-    p=4, m=8, rank 0:   F0.0 F0.1  F0.2 F3.4  I3.4 W3.4 F3.5  (F0.3 B3.5)(F3.6 B0.0)  B3.6 (F3.7 B0.1)  B3.7 I0.2  W0.2 I0.3  W0.3
-
-Bubble, with F&B the time of a pair and B = I + W: (PP/2-1)·(F&B + B - 3W), for any n. The simulator has exactly this on the middle ranks
-if F = I >= W. There each of the PP/2-1 ranks outside costs F (fill) + F&B - B (a pair where this rank has a lone B) + I - W (drain),
-which is the published term, as F = I. If I > F >= W the idle time is less, if I < F or W > F = I it is more. Further out it is less by
-F + B - F&B for each pair that a rank has not. Beside it 1F1B: (PP-1)(F+B), ZB1P: (PP-1)(F+B-2W).
-Memory: parameters of two stages a rank, 2 times the model's share 1/PP. DualPipe keeps each stage twice; DualPipeV none, on half as many
-ranks. Activations PP + 1 of a stage on every rank, as the forward of a pair comes before its backward frees; between I and W part of one.
-Sends per microbatch 2(PP-1) messages, for DualPipeV 4(p-1): the turn sends none. DualPipe: once a step the gradients of every stage
-between the ranks r and p-1-r (shared.py).
-Raises ValueError in one line for an odd p or m (DualPipe), and for fewer than 2p microbatches.
-DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1, Table 2, Figure 5 (8 ranks, 20 microbatches), and the description of
-the published DualPipe, whose 8 steps these are. Differs: lists, no class with counters; runtime.py runs a pair's parts in a row.
+`0` is a microbatch at the rank's early stage, `1` at its late one; n enter each way; a ranks up to the middle
+(the turn of the V), h = PP/2 - 1 - a. As a `Pair` (F B) one part hides the all-to-all of the other; the first
+(F0 B1) in the middle is none, as its neighbour waits for F0. Bubble, F&B the time of a pair, B = I + W:
+(PP/2-1)·(F&B + B - 3W) on the middle ranks if F = I >= W. Memory: parameters of two stages a rank,
+activations of PP + 1. Sends per microbatch 2(PP-1) messages, DualPipeV 4(p-1); DualPipe once a step all
+gradients between r and p-1-r.
+DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1, Table 2, Figure 5, and the published
+DualPipe's 8 steps. Differs: runtime.py runs a pair's parts in a row.
 """
-
-from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 
 from minitrain.pipeline.schedule import B, Entry, F, I, Pair, Schedule, W
-from minitrain.pipeline.schedules.one_direction import check_sizes
+from minitrain.pipeline.schedules.one_direction import check_even, check_sizes
 
 
 def dualpipe(p: int, m: int) -> Schedule:
-    """Microbatches 0 … m/2-1 enter on rank 0, the others on rank p-1; the second half of the ranks is the mirror image."""
+    """Microbatches 0 to m/2-1 enter on rank 0, the others on rank p-1."""
     check_sizes("dualpipe", p=p, m=m)
-    if p % 2:
-        raise ValueError(
-            f"dualpipe: p={p} ranks; two directions meet between two ranks, use an even number, {p - 1 or 2} or {p + 1}"
-        )
+    check_even("dualpipe", "two directions meet between two ranks", "p", p, "ranks")
     if m % 2 or m < 2 * p:
-        raise ValueError(
-            f"dualpipe: m={m} microbatches on p={p} ranks; m must be even and >= 2p, use {max(2 * p, m + 1)} or more"
-        )
+        rule = f"m must be even and >= 2p, use {max(2 * p, m + 1)} or more"
+        raise ValueError(f"dualpipe: m={m} microbatches on p={p} ranks; {rule}")
     down, up = range(m // 2), range(m // 2, m)
-    return Schedule(
-        f"DualPipe, p={p}, m={m}",
-        tuple(steps(p, r, down, up) if r < p // 2 else steps(p, p - 1 - r, up, down) for r in range(p)),
-        p,
-        m,
-    )
+    ranks = [steps(p, r, down, up) if r < p // 2 else steps(p, p - 1 - r, up, down) for r in range(p)]
+    return Schedule(f"DualPipe, p={p}, m={m}", ranks, p, m)
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
-    """DualPipe of 2p ranks folded in the middle: the ranks of the second half are the late stages of those of the first."""
+    """DualPipe of 2p ranks folded in the middle: rank r has the late stage of rank 2p-1-r too."""
     check_sizes("dualpipe_v", p=p, m=m)
     if m < 2 * p:
-        raise ValueError(
-            f"dualpipe_v: m={m} microbatches on p={p} ranks; m must be >= 2p, use {2 * p} or more"
-        )
-    return Schedule(
-        f"DualPipeV, p={p}, m={m}", tuple(steps(2 * p, r, range(m), range(m)) for r in range(p)), 2 * p, m
-    )
+        rule = f"m must be >= 2p, use {2 * p} or more"
+        raise ValueError(f"dualpipe_v: m={m} microbatches on p={p} ranks; {rule}")
+    ranks = [steps(2 * p, r, range(m), range(m)) for r in range(p)]
+    return Schedule(f"DualPipeV, p={p}, m={m}", ranks, 2 * p, m)
 
 
 def steps(stages: int, h: int, early: Sequence[int], late: Sequence[int]) -> tuple[Entry, ...]:
-    """The list of the rank with the stages h and stages-1-h, for the microbatches that come to the one and to the other."""
+    """The list of the rank with the stages h and stages-1-h; `early` and `late`: the microbatches of each."""
     a = stages // 2 - 1 - h
     f0, b0 = (iter([(h, i) for i in early]) for _ in range(2))
     f1, b1 = (iter([(stages - 1 - h, i) for i in late]) for _ in range(2))
