@@ -13,8 +13,8 @@ rings' dK, dV are reduce-scattered. Sent, with U = B·H·T/P·K, V = B·H_kv·T/
                 in the team                                    in the ring (flat: (P-1) · 2V, twice that)
     forward     (C-1) (U + 2V)  +  (C-1) (U + U/K)             S · 2CV = 2V · P/C
     backward    (C-1) (3U + 2V + U/K)  +  (C-1) (U + 2V)       twice that
-Zig-zag and striped are even under a causal mask. Memory: q, k, v, O of C·T/P tokens and two such blocks: 2.4
-and 2.3 (backward) times a ring's peak for C = 2, 4.4 and 3.8 for C = 4. Liu et al. 2024, WallFacer,
+Zig-zag and striped are even under a causal mask. Memory: q, k, v, O of C·T/P tokens and two such blocks: 2.3
+and 2.1 (backward) times a ring's peak for C = 2, 3.6 and 3.4 for C = 4. Liu et al. 2024, WallFacer,
 arXiv:2407.00611; Driscoll et al. 2013, N-body algorithm, IPDPS. Differs: values are no wider than keys.
 """
 
