@@ -1,31 +1,21 @@
 """DistFlashAttention: under a causal mask early ranks, which see little, take over work of late ones.
 
-Contiguous tokens, n = 5, tile (q owner, k owner); rank 0 has one tile of its own, rank 4 five. Who computes what:
-
+Contiguous tokens, n = 5, tile (owner of the queries, owner of the keys); rank 0 owns one, rank 4 five:
     rank       0       1       2       3       4
     round 0   0,0     1,1     2,2     3,3     4,4        triangles: nobody waits for anything
-    round 1   4,0*    1,0     2,1     3,2     4,3        * a helper: has the keys, is sent the queries, returns (O, lse)
+    round 1   4,0*    1,0     2,1     3,2     4,3        * a helper: has the keys, is sent Q, returns (O, lse)
     round 2   3,0*    4,1*    2,0     3,1     4,2
 
-In round t rank r >= t is sent K, V of rank r - t, and rank r < t is sent Q of rank r - t mod n and gives back a partial (O, lse), which
-the owner merges (kernel.py): log-sum-exps do not care who computed them. n // 2 + 1 rounds instead of n. Nobody is idle for odd n; for
-even n half of the ranks are in the last round: 1/(2n) of the n² slots which the ring takes (and uses half of), 1/(n+2) of those here.
-
-A schedule is a list of rounds, each a list over ranks: a tile, or None; `unbalanced` is the ring's. Whatever `run` is given, it sends
-what the schedule needs: data of a round during the round before, results during the round after.
-
-    one tile by its query's rank     forward K, V: 2·B·H_kv·T/n·K                backward K, V, and dK, dV back: 4·B·H_kv·T/n·K
-    one by a helper                  Q, O: 2·B·H·T/n·K, lse: B·H·T/n             Q, dO, and dQ back: 3·B·H·T/n·K, lse, D: 2·B·H·T/n
-
-Nothing is handed on: every block goes from its owner to where it is used, in all (n²-n)/2 hops instead of n²-n.
-Memory: beside what the ring holds, a result on its way out and one on its way in: a few blocks, whatever n is.
-Raises ValueError in one line, before any rank waits, for shapes that do not fit and, in `check`, for a schedule that misses a tile.
-
-Li et al. 2023 (DistFlashAttn; first LightSeq), arXiv:2310.03294, section 3: schedule and overlap; sparing.py has its
+In round t rank r >= t is sent K, V of rank r - t; rank r < t is sent Q of rank r - t mod n and returns a
+partial (O, lse) to be merged. n // 2 + 1 rounds, not n; nobody is idle for odd n, half of the ranks in the
+last round for even n: 1/(2n) of a ring's n² slots. A schedule is a list of rounds, each a list over ranks of
+tiles or None; `run_schedule` sends data during the round before, results during the round after:
+    tile of the query's rank    forward K, V: 2·B·H_kv·T/n·K        backward K, V, dK, dV back: 4·B·H_kv·T/n·K
+    tile of a helper            Q, O: 2·B·H·T/n·K, lse: B·H·T/n     Q, dO, dQ: 3·B·H·T/n·K, lse, D: 2·B·H·T/n
+A block goes straight to where it is used: (n²-n)/2 hops in all. Memory: a ring's, and a result on its way in
+and out. Li et al. 2023 (DistFlashAttn; first LightSeq), arXiv:2310.03294, section 3; sparing.py has its
 checkpoints. Differs: the schedule is data; D = rowsum(dO · O) is sent in place of O; any number of K/V heads.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -37,13 +27,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.attention.alibi import Alibi
-from minitrain.attention.dropout import DropMask
-from minitrain.attention.kernel import FUSED, GradSum, Kernel, OnlineSoftmax, recomputed, row_sums, stand_in
-from minitrain.attention.placed import placed
+from minitrain.attention.kernel import GradSum, Kernel, OnlineSoftmax, recomputed, row_sums, stand_in
 from minitrain.collectives import Handle
 from minitrain.context.layout import Tile, contiguous, tiles
-from minitrain.context.ring import check_core
+from minitrain.context.ring import Tensors, check_core
 
 ALL = slice(None)
 
@@ -58,20 +45,13 @@ class Work(NamedTuple):
 Schedule = list[list[Work | None]]
 
 
-# ---- schedules -------------------------------------------------------------------------------------------------------
-
-
 def balanced(ranks: int) -> Schedule:
     """n // 2 + 1 rounds."""
     rounds: Schedule = [[Work(rank, rank) for rank in range(ranks)]]
     for t in range(1, ranks // 2 + 1):
+        own = [Work(rank, rank - t) for rank in range(t, ranks)]
         helped = 2 * t < ranks  # n even, last round: what helpers would do is what the others are doing
-        rounds.append(
-            [
-                Work(rank, rank - t) if rank >= t else Work(rank - t + ranks, rank) if helped else None
-                for rank in range(ranks)
-            ]
-        )
+        rounds.append([Work(rank - t + ranks, rank) if helped else None for rank in range(t)] + own)
     return rounds
 
 
@@ -81,28 +61,22 @@ def unbalanced(ranks: int) -> Schedule:
 
 
 def check(schedule: Schedule) -> None:
-    """Every tile under the causal mask once, by a rank that owns its queries or its keys; a rank sends to one other in a round."""
+    """Every causal tile once, by a rank that owns its queries or keys; a rank sends to one other in a
+    round."""
     ranks = len(schedule[0])
-    done = [work for round in schedule for work in round if work]
+    what = f"schedule of {ranks} ranks:"
+    slots = [(rank, work) for round in schedule for rank, work in enumerate(round) if work]
+    done = [work for _, work in slots]
     missing = {Work(q, k) for q in range(ranks) for k in range(q + 1)} ^ set(done)
-    strangers = [
-        (rank, *work) for round in schedule for rank, work in enumerate(round) if work and rank not in work
-    ]
-    wanted = [
-        (t, need[0])
-        for t in range(len(schedule))
-        for rank in range(ranks)
-        if not strangers and (need := needs(schedule, t, rank))
-    ]
-    if len(set(wanted)) < len(wanted):
-        raise ValueError(
-            f"schedule of {ranks} ranks: {len(wanted) - len(set(wanted))} times two ranks want data of the same rank in one round"
-        )
-    if missing or strangers or len(set(done)) < len(done):
-        raise ValueError(
-            f"schedule of {ranks} ranks: {len(missing)} tiles missing or masked, {len(done) - len(set(done))} twice, "
-            f"{len(strangers)} computed by a rank that owns neither queries nor keys"
-        )
+    foreign = sum(rank not in work for rank, work in slots)
+    if not foreign:
+        needed = [(t, inputs_from(schedule, t, rank)) for t in range(len(schedule)) for rank in range(ranks)]
+        owners = [(t, need[0]) for t, need in needed if need]
+        if twice := len(owners) - len(set(owners)):
+            raise ValueError(f"{what} {twice} times two ranks want data of the same rank in one round")
+    if missing or foreign or len(set(done)) < len(done):
+        what = f"{what} {len(missing)} tiles missing or masked, {len(done) - len(set(done))} twice, {foreign}"
+        raise ValueError(f"{what} computed by a rank that owns neither queries nor keys")
 
 
 def idle_slots(schedule: Schedule) -> int:
@@ -115,75 +89,56 @@ def idle_fraction(schedule: Schedule) -> Fraction:
     return Fraction(idle_slots(schedule), len(schedule[0]) ** 2)
 
 
-# ---- one rank's part of a schedule -----------------------------------------------------------------------------------
-
-
-def needs(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
-    """Whose "keys" or "queries" the rank must be sent for round t; None if both are its own, and where it has nothing to do."""
+def inputs_from(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
+    """Whose "keys" or "queries" the rank is sent for round t; None if it needs none."""
     work = schedule[t][rank] if t < len(schedule) else None
     if work is None or work.queries == work.keys:
         return None
     return (work.keys, "keys") if work.queries == rank else (work.queries, "queries")
 
 
-def given(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
+def inputs_to(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
     """To whom this rank sends its "keys" or "queries" for round t, if to anybody."""
-    wanted = ((other, needs(schedule, t, other)) for other in range(len(schedule[0])))
-    return next(((other, need[1]) for other, need in wanted if need and need[0] == rank), None)
+    needed = ((other, inputs_from(schedule, t, other)) for other in range(len(schedule[0])))
+    return next(((other, need[1]) for other, need in needed if need and need[0] == rank), None)
 
 
-Tensors = tuple[Tensor, ...]
-
-
-def run(
-    schedule: Schedule,
-    group: ProcessGroup,
-    sent: dict[str, Tensors],
-    returned: dict[str, Tensors],
-    compute: Callable[[Work, str, Tensors], Tensors],
-    take: Callable[[str, Tensors], None],
+def run_schedule(
+    schedule: Schedule, group: ProcessGroup, sent: dict, returned: dict, compute: Callable, merge: Callable
 ) -> None:
-    """compute(work, what came, the tensors) -> what goes back; what came is "" where both sides are here. take(what was sent, what came back).
-
-    sent["keys"], sent["queries"] are this rank's; `returned` has the shapes of what comes back for them. All ranks' are alike.
-    """
-    rank = group.rank()
+    """compute(work, side, what came) -> what goes back; side is "keys", "queries", or "" where both are here.
+    merge(side that was sent, what came back). sent[side] are this rank's tensors; returned[side] are shaped
+    as what comes back for them. All ranks' are alike."""
+    rank, rounds = group.rank(), range(len(schedule) + 1)
+    sources = [inputs_from(schedule, t, rank) or (None, "") for t in rounds]
+    targets = [inputs_to(schedule, t, rank) or (None, "") for t in rounds]
 
     def fetch(t: int) -> list[Handle]:
-        gift, need = given(schedule, t, rank), needs(schedule, t, rank)
-        return swap(
-            sent[gift[1]] if gift else (),
-            gift and gift[0],
-            sent[need[1]] if need else (),
-            need and need[0],
-            group,
-        )
+        (source, received_side), (target, sent_side) = sources[t], targets[t]
+        return exchange_all(sent.get(sent_side, ()), target, sent.get(received_side, ()), source, group)
 
-    def give_back(t: int, result: Tensors) -> list[Handle]:
-        gift, need = given(schedule, t, rank), needs(schedule, t, rank)
-        return swap(
-            result if need else (),
-            need and need[0],
-            returned[gift[1]] if gift else (),
-            gift and gift[0],
-            group,
-        )
+    def send_back(t: int, result: Tensors) -> list[Handle]:
+        (source, _), (target, sent_side) = sources[t], targets[t]
+        return exchange_all(result, source, returned.get(sent_side, ()), target, group)
 
-    fetching, returning, gift = fetch(0), [], None
+    def merge_results(t: int, returning: list[Handle]) -> None:
+        if results := received(returning):
+            merge(targets[t][1], results)
+
+    fetching, returning = fetch(0), []
     for t, round in enumerate(schedule):
         arriving, fetching = fetching, fetch(t + 1)  # the next round's data travel during this one
-        need, data = needs(schedule, t, rank), received(arriving)
-        result = compute(round[rank], need[1] if need else "", data) if round[rank] else ()
-        put_in(gift, received(returning), take)  # the last round's results travelled during this one
-        gift, returning = given(schedule, t, rank), give_back(t, result)
-    put_in(gift, received(returning), take)
+        data = received(arriving)
+        result = compute(round[rank], sources[t][1], data) if round[rank] else ()
+        merge_results(t - 1, returning)  # the last round's results travelled during this one
+        returning = send_back(t, result)
+    merge_results(len(schedule) - 1, returning)
 
 
-def swap(
-    mine: Tensors, to: int | None, likes: Tensors, source: int | None, group: ProcessGroup
-) -> list[Handle]:
-    """Starts to send tensors to one rank and to receive some like `likes` from another, each pair together: all send at once, and over NCCL
-    a rank whose send must end before its receive begins would wait for all others, and they for it."""
+def exchange_all(mine: Tensors, to, likes: Tensors, source, group: ProcessGroup) -> list[Handle]:
+    """Starts to send tensors to one rank and to receive some shaped as `likes` from another, in pairs: all
+    ranks send at once, and over NCCL a send that must end before its receive begins would make all wait for
+    each other."""
     handles = []
     for x, like in zip_longest(mine, likes):
         if x is None:
@@ -200,103 +155,63 @@ def received(handles: list[Handle]) -> Tensors:
     return tuple(x for handle in handles if (x := handle.wait()) is not None)
 
 
-def put_in(gift: tuple[int, str] | None, result: Tensors, take: Callable[[str, Tensors], None]) -> None:
-    if gift and result:
-        take(gift[1], result)
-
-
-# ---- attention -------------------------------------------------------------------------------------------------------
-
-
 def balanced_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: ProcessGroup,
-    schedule: Callable[[int], Schedule] = balanced,
-    kernel: Kernel = FUSED,
-    bias: Alibi | None = None,
-    dropout: DropMask | float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, schedule: Callable = balanced, **how
 ) -> Tensor:
-    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, contiguous tokens -> `[B, H, T/n, K]`, causal. A core for the model's attention."""
-    check_core("balanced_attention", q, k, v, bias, dropout)
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, contiguous tokens -> `[B, H, T/n, K]`, causal.
+    `schedule`: of n ranks. `how`: kernel, bias, dropout (ring.check_core)."""
+    kernel = check_core("balanced_attention", q, k, v, **how)
     work = schedule(group.size())
     check(work)
-    return recomputed(
-        balanced_forward, balanced_backward, q, k, v, group, work, placed(kernel, bias, dropout)
-    )
+    return recomputed(balanced_forward, balanced_backward, q, k, v, group, work, kernel)
 
 
 def balanced_forward(
     q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
-    found, like_lse = (
-        OnlineSoftmax(q),
-        q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32)),
-    )
-    like_out = q.new_empty(*q.shape[:-1], v.size(-1))
+    softmax, like_out = OnlineSoftmax(q), q.new_empty(*q.shape[:-1], v.size(-1))
+    like_lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
 
-    def compute(work: Work, came: str, data: Tensors) -> Tensors:
-        block = kernel.on(tile_of(work, group, q))
-        if came == "queries":
-            part, part_lse = block.forward(*data, k, v, False)
+    def compute(work: Work, side: str, data: Tensors) -> Tensors:
+        tile = kernel.on(tile_of(work, group, q))
+        if side == "queries":
+            part, part_lse = tile.forward(*data, k, v, False)
             return part.to(q.dtype), part_lse
-        found.add(ALL, *block.forward(q, *(data if came else (k, v)), not came))
+        softmax.add(ALL, *tile.forward(q, *(data if side else (k, v)), not side))
         return ()
 
-    run(
-        schedule,
-        group,
-        {"keys": (k, v), "queries": (q,)},
-        {"keys": (), "queries": (like_out, like_lse)},
-        compute,
-        lambda what, result: found.add(ALL, *result),
-    )
-    return found.result()
+    sent, returned = {"keys": (k, v), "queries": (q,)}, {"queries": (like_out, like_lse)}
+    run_schedule(schedule, group, sent, returned, compute, lambda side, result: softmax.add(ALL, *result))
+    return softmax.result()
 
 
 def balanced_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    group: ProcessGroup,
-    schedule: Schedule,
-    kernel: Kernel,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out, lse, group: ProcessGroup, schedule: Schedule, kernel: Kernel
+) -> Tensors:
     """The same tiles by the same ranks -> dq, dk, dv of this rank's tokens."""
     sums = {"queries": (GradSum(q),), "keys": (GradSum(k), GradSum(v))}
 
-    def add(what: str, parts: Tensors) -> None:
-        for total, part in zip(sums[what], parts):
+    def add(side: str, parts: Tensors) -> None:
+        for total, part in zip(sums[side], parts):
             total.add(ALL, part)
 
-    def compute(work: Work, came: str, data: Tensors) -> Tensors:
-        block = kernel.on(tile_of(work, group, q))
-        if came == "queries":
+    def compute(work: Work, side: str, data: Tensors) -> Tensors:
+        tile = kernel.on(tile_of(work, group, q))
+        if side == "queries":
             its_q, its_dout, its_lse, delta = data
-            part, *own = block.backward(its_dout, its_q, k, v, stand_in(its_dout, delta), its_lse, False)
+            part, *own = tile.backward(its_dout, its_q, k, v, stand_in(its_dout, delta), its_lse, False)
             add("keys", own)
             return (part,)
-        part, *theirs = block.backward(dout, q, *(data if came else (k, v)), out, lse, not came)
+        part, *theirs = tile.backward(dout, q, *(data if side else (k, v)), out, lse, not side)
         add("queries", (part,))
-        if came:
+        if side:
             return tuple(theirs)
         add("keys", theirs)
         return ()
 
-    run(
-        schedule,
-        group,
-        {"keys": (k, v), "queries": (q, dout, lse, row_sums(dout, out))},
-        {"keys": (k, v), "queries": (q,)},
-        compute,
-        add,
-    )
+    sent = {"keys": (k, v), "queries": (q, dout, lse, row_sums(dout, out))}
+    run_schedule(schedule, group, sent, {"keys": (k, v), "queries": (q,)}, compute, add)
     return tuple(total.total.to(x.dtype) for total, x in zip((*sums["queries"], *sums["keys"]), (q, k, v)))
 
 

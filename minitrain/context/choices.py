@@ -1,17 +1,14 @@
-"""From a name to what runs: the core of a layer's attention, the layout that cuts batches, the core of a slice (names.py has the table).
+"""From a name (names.py) to what runs: an attention core, the layout that cuts batches, the core of a slice.
 
-    core_for("usp", {"ring": .., "ulysses": ..}, "zigzag")                                   core(q, k, v, bias=, dropout=)
-    data_layout("usp", {"ring": 2, "ulysses": 2}, "zigzag", slices=1)                        Layout over cp = ring x ulysses
-    core_of_slices("usp", {"ring": .., "ulysses": ..}, "zigzag", slices=4)                   attend(q, k, v, lengths, bias=, dropout=)
+    core_for("usp", {"ring": .., "ulysses": ..}, "zigzag")            core(q, k, v, bias=, dropout=)
+    data_layout("usp", {"ring": 2, "ulysses": 2}, "zigzag", slices=1)   Layout over cp = ring x ulysses
+    core_of_slices("usp", {"ring": .., ..}, "zigzag", slices=4)      attend(q, k, v, lengths, bias=, dropout=)
 
-`groups` are those of the axes that names.CORES has for the core, and cp is all of them together, first outermost: batches are cut over
-that group, by `data_layout`. Where heads are dealt by Ulysses the layout is that of the rings, whose ranks deal their tokens further.
-With slices (how many, or the tokens of each) every slice is laid out for itself, and so is the whole sequence of an evaluation.
-
-Sends nothing itself. Raises ValueError in one line for what names.check_choice refuses.
+`groups` are those of the axes that names.CORES has for the core, and cp is all of them together, first
+outermost: batches are cut over that group, by `data_layout`. Where heads are dealt by Ulysses the layout is
+that of the rings, whose ranks deal their tokens further. With slices (how many, or the tokens of each) every
+slice is laid out for itself, and so is the whole sequence of an evaluation. Sends nothing itself.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.context.balanced import balanced_attention
-from minitrain.context.burst import burst_attention
+from minitrain.context.double_ring import burst_attention, double_ring_attention
 from minitrain.context.gathered import gathered_attention
-from minitrain.context.hybrid import dealt, double_ring_attention, loongtrain_attention, usp_attention
+from minitrain.context.hybrid import dealt, loongtrain_attention, usp_attention
 from minitrain.context.layout import Layout, contiguous, striped, zigzag
 from minitrain.context.names import dealt_to, even_slices
 from minitrain.context.ring import ring_attention
@@ -61,7 +58,7 @@ def data_layout(name: str, sizes: Mapping[str, int], layout: str, slices: Slices
 
 
 def core_of_slices(name: str, groups: Mapping[str, ProcessGroup], layout: str, slices: Slices) -> Callable:
-    """attend(q, k, v, lengths), `lengths`: a rank's tokens of each slice so far, q the last one's; None: a whole sequence, as batches are."""
+    """attend(q, k, v, lengths): a rank's tokens of each slice so far, or None for a whole sequence."""
     sizes = {axis: group.size() for axis, group in groups.items()}
     ranks = math.prod(sizes.values())
 
@@ -69,16 +66,14 @@ def core_of_slices(name: str, groups: Mapping[str, ProcessGroup], layout: str, s
         so_far = [length * ranks for length in lengths] if lengths else slices
         so_far = even_slices(k.size(2) * ranks, so_far, ranks) if isinstance(so_far, int) else so_far
         if len(sizes) > 1 and "ulysses" in sizes:
-            return _core(name, groups, LAYOUTS[layout], slices=so_far)(q, k, v, **extras)
-        return _core(name, groups, sliced(LAYOUTS[layout], so_far))(q, k, v, **extras)
+            core = _core(name, groups, LAYOUTS[layout], slices=so_far)
+        else:
+            core = _core(name, groups, sliced(LAYOUTS[layout], so_far))
+        return core(q, k, v, **extras)
 
     return attend
 
 
 def _core(name: str, groups: Mapping[str, ProcessGroup], layout: Layout, **more) -> Callable:
     where = groups if len(groups) > 1 else dict(group=next(iter(groups.values())))
-    return (
-        partial(FUNCTIONS[name], **where, **more)
-        if name == "balanced"
-        else partial(FUNCTIONS[name], **where, layout=layout, **more)
-    )
+    return partial(FUNCTIONS[name], **where, **({} if name == "balanced" else {"layout": layout}), **more)

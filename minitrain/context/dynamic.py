@@ -1,26 +1,21 @@
-"""Dynamic sequence parallelism: where stages work along different dims, cut the one that the stage at hand leaves alone.
+"""Dynamic sequence parallelism: stages work along different dims; cut one that the stage leaves alone.
 
-A video is x[B, T, S, D]: T frames of S patches. Its transformer attends within a frame, then along time, and so on. A stage that
-works along S sees every frame by itself; cut T, and it needs no communication. Before the stage along T, one all-to-all:
+A video is x[B, T, S, D]: T frames of S patches. Its transformer attends within a frame, then along time, and
+so on. A stage along S needs no communication if T is cut. Before the stage along T, one all-to-all:
 
-    x[B, T/n, S, D]   stage along S   ->   switch   ->   x[B, T, S/n, D]   stage along T   ->   switch   ->   x[B, T/n, S, D]
+    x[B, T/n, S, D]  stage along S  -> switch -> x[B, T, S/n, D]  stage along T  -> switch -> x[B, T/n, S, D]
 
-A stage is any layer on [N, length, D], attention and MLP; it does not know that it is run in parallel, and its heads do not matter.
+A stage is any layer on [N, length, D], which does not know that it is run in parallel.
 
     one stage along S, one along T     M = B·T·S·D elements, each all-to-all sends (P-1)/P · M/P
     here                               2 · M/P      whatever the stages do inside
-    Ulysses, T cut throughout          4 · M/P      q, k, v and o of the stage along T; along S nothing has to be sent
+    Ulysses, T cut throughout          4 · M/P      q, k, v and o of the stage along T; nothing along S
     Ulysses in every stage             8 · M/P      a sequence cut in one place, with no regard to the dims
 
-Backward the same. Memory: activations 1/n everywhere; a switch holds x twice. More dims (height and width apart) are more stages.
-
-Parameters see a part of the rows on each rank: their gradients are sums over `group`, as over the data-parallel ranks.
-Raises ValueError in one line for a dim that n does not divide, a stage along no dim of the sequence, and fewer than two such dims.
-Zhao et al. 2024, DSP, arXiv:2403.10266 (at least 50 % less, they say). Differs: switches are found from the stages, where there the
-user places them; splitting and gathering at both ends are collectives.scatter_to and gather_from.
+Backward the same. Memory: activations 1/n everywhere; a switch holds x twice. More dims (height, width) are
+more stages. Gradients of parameters are sums over `group`: each rank sees a part of the rows. Zhao et al.
+2024, DSP, arXiv:2403.10266. Differs: switches are found from the stages, not placed by the user.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
@@ -33,16 +28,13 @@ Stage = tuple[int, Callable[[Tensor], Tensor]]
 
 
 def run_stages(x: Tensor, stages: Sequence[Stage], group: ProcessGroup, *, cut: int) -> Tensor:
-    """x `[B, T, S, .., D]`, of which this rank has 1/n along dim `cut` -> the same after all stages, cut as it came.
-
-    A stage is (dim, layer): the layer maps `[N, length, D]` to `[N, length, D]` along that dim.
-    """
+    """x `[B, T, S, .., D]`, of which this rank has 1/n along dim `cut` -> the same after all stages, cut as x
+    came. A stage is (dim, layer): the layer maps `[N, length, D]` to `[N, length, D]` along that dim."""
     dims = tuple(range(1, x.dim() - 1))
     if len(dims) < 2 or {cut, *(dim for dim, _ in stages)} - set(dims):
-        raise ValueError(
-            f"stages along dims {[dim for dim, _ in stages]} of x {list(x.shape)}, cut along {cut}; the dims of a sequence "
-            f"here are {list(dims)}, and there must be two, one to work along and one to cut"
-        )
+        what = f"stages along dims {[dim for dim, _ in stages]} of x {list(x.shape)}, cut along {cut}"
+        wanted = f"the dims of a sequence here are {list(dims)}, and there must be two"
+        raise ValueError(f"{what}; {wanted}, one to work along and one to cut")
     here = cut
     for number, (dim, layer) in enumerate(stages):
         if dim == here:
@@ -54,7 +46,8 @@ def run_stages(x: Tensor, stages: Sequence[Stage], group: ProcessGroup, *, cut: 
 
 
 def next_cut(coming: Sequence[int], dims: Sequence[int], home: int) -> int:
-    """Which dim to cut now, for few switches: the one that the coming stages need whole last (if none does: as x came)."""
+    """Which dim to cut now, for few switches: the one that coming stages need whole last; if none does, as x
+    came."""
     return max(dims, key=lambda dim: (coming.index(dim) if dim in coming else len(coming), dim == home))
 
 

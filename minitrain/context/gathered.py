@@ -1,21 +1,19 @@
-"""Attention with all keys gathered: an all-gather of K and V in front, one device's attention of this rank's queries, and a reduce-scatter behind.
+"""Attention with all keys gathered: all-gather K, V, attend with the own queries, reduce-scatter dK, dV.
 
-    forward      K, V of all ranks [B, T, H_kv, 2K]  <- all-gather        O = this rank's queries against the keys that each sees
-    backward     dK, dV of all ranks                 -> reduce-scatter    dQ stays
+    forward      K, V of all ranks [B, T, H_kv, 2K]  <- all-gather      O = the own queries and what they see
+    backward     dK, dV of all ranks                 -> reduce-scatter  dQ stays
 
-Nothing hides behind anything, and every rank holds K and V of the whole sequence. What that buys: attention as it is on one device, with any
-mask, in fewer and larger tiles (in the order of the sequence, all keys before a run of queries are one, whoever held them). What is exposed
-grows with T and the K/V heads, attention with T² and all heads. Under a causal mask zig-zag halves are even, as in a ring.
+Nothing is hidden, and every rank holds K and V of the whole sequence. In return attention is as on one
+device, any mask, in fewer and larger tiles: all keys before a run of queries are one tile, whoever held them.
+Communication grows with T and the K/V heads, attention with T² and all heads. Zig-zag is even here, too.
 
-    sent, forward  (n-1) · 2·B·H_kv·T/n·K elements, as a ring        backward  the same once more, where a ring sends twice that
-    keep=False     K, V are not kept but gathered again: a ring's bytes, and between forward and backward a ring's memory
+    sent, forward  (n-1) · 2·B·H_kv·T/n·K elements, as a ring      backward  the same; a ring sends twice that
+    keep=False     K, V are gathered again in backward: a ring's bytes, and a ring's memory until then
 
-q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]` -> `[B, H, T/n, K]`. Memory beside them: K, V of all tokens, twice while they are put in
-order (zig-zag; 8 bytes a token say how), and dK, dV of all tokens in at least float32 in backward. Raises ValueError in one line as ring.py does.
-Dubey et al. 2024 (Llama 3), arXiv:2407.21783, section 3.3.2. Differs: any layout and several documents in a row, ALiBi and dropout.
+Memory: K, V of all tokens, twice while they are put in order (zig-zag; 8 bytes a token for the order), and
+dK, dV of all tokens in at least float32 in backward. Dubey et al. 2024 (Llama 3), arXiv:2407.21783, section
+3.3.2. Differs: any layout, several documents in a row, ALiBi, dropout.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 
@@ -24,57 +22,37 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.attention.alibi import Alibi
-from minitrain.attention.dropout import DropMask
-from minitrain.attention.kernel import FUSED, GradSum, Kernel, OnlineSoftmax, add_tiles_backward
-from minitrain.attention.placed import placed
+from minitrain.attention.kernel import GradSum, Kernel, OnlineSoftmax, add_tiles_backward
 from minitrain.context.layout import Documents, Layout, Tile, contiguous, last, positions_of, tiles
 from minitrain.context.ring import check_core
 
 
 def gathered_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: ProcessGroup,
-    layout: Layout = contiguous,
-    causal: bool = True,
-    kernel: Kernel = FUSED,
-    bias: Alibi | None = None,
-    dropout: DropMask | float = 0.0,
-    keep: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout=contiguous, causal=True, keep=True, **how
 ) -> Tensor:
-    """This rank's tokens of attention over all; a core for the model's attention. Fewer queries than keys are the last of each rank's."""
-    check_core("gathered_attention", q, k, v, bias, dropout, fewer=True)
-    return _Gathered.apply(q, k, v, group, layout, causal, placed(kernel, bias, dropout), keep)
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. Fewer queries
+    than keys are each rank's last. `how`: kernel, bias, dropout (ring.check_core)."""
+    kernel = check_core("gathered_attention", q, k, v, fewer=True, **how)
+    seen, order = seen_and_order(q, k, group, layout, causal)
+    return _Gathered.apply(q, k, v, group, seen, order, kernel, keep)
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        group: ProcessGroup,
-        layout: Layout,
-        causal: bool,
-        kernel: Kernel,
-        keep: bool,
+        ctx, q: Tensor, k: Tensor, v: Tensor, group, seen, order, kernel: Kernel, keep: bool
     ) -> Tensor:
-        seen, order = seen_and_order(q, k, group, layout, causal)
-        everyones, found = gather(k, v, group, order), OnlineSoftmax(q)
-        found.add_tiles(seen, *everyones, kernel)
-        out, lse = found.result()
-        ctx.save_for_backward(q, *(everyones if keep else (k, v)), out, lse)
-        ctx.way = group, seen, order, kernel, keep
+        keys_values, softmax = gather(k, v, group, order), OnlineSoftmax(q)
+        softmax.add_tiles(seen, *keys_values, kernel)
+        out, lse = softmax.result()
+        ctx.save_for_backward(q, *(keys_values if keep else (k, v)), out, lse)
+        ctx.settings = group, seen, order, kernel, keep
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor):
-        (q, k, v, out, lse), (group, seen, order, kernel, keep) = ctx.saved_tensors, ctx.way
+        (q, k, v, out, lse), (group, seen, order, kernel, keep) = ctx.saved_tensors, ctx.settings
         k, v = (k, v) if keep else gather(k, v, group, order)
         dq, dk, dv = GradSum(q), GradSum(k), GradSum(v)
         add_tiles_backward(seen, dout, q, k, v, out, lse, dq, dk, dv, kernel)
@@ -84,27 +62,26 @@ class _Gathered(torch.autograd.Function):
 def seen_and_order(
     q: Tensor, k: Tensor, group: ProcessGroup, layout: Layout, causal: bool
 ) -> tuple[list[Tile], Tensor | None]:
-    """What this rank's queries see of all keys in the order of the sequence, and where in rank order each of those is (None: there)."""
+    """What this rank's queries see of all keys in the order of the sequence, and the place of each of those
+    in rank order (None: the same)."""
     ranks, length = group.size(), group.size() * k.size(-2)
     held = [layout(rank, ranks, length) for rank in range(ranks)]
-    keys = in_order(held)
-    by_rank = positions_of([run for runs in held for run in runs], q.device)
-    order = by_rank.argsort()[positions_of(keys, q.device)]
-    there = all(here == run for here, run in zip([run for runs in held for run in runs], keys))
-    return tiles(last(held[group.rank()], q.size(-2)), keys, causal), None if there else order
+    keys, by_rank = in_order(held), sum(held, [])
+    order = positions_of(by_rank, q.device).argsort()[positions_of(keys, q.device)]
+    seen = tiles(last(held[group.rank()], q.size(-2)), keys, causal)
+    return seen, None if by_rank == list(keys) else order
 
 
 def in_order(held: list[list[range]]) -> list[range]:
-    """The runs of all ranks as they follow each other in the sequence, document by document if there are any."""
+    """The runs of all ranks in the order of the sequence, document by document if there are any."""
 
     def by_start(runs: Iterable[range]) -> list[range]:
         return sorted(runs, key=lambda run: run.start)
 
     if isinstance(held[0], Documents):
-        return Documents(
-            [by_start(run for runs in parts for run in runs) for parts in zip(*(runs.parts for runs in held))]
-        )
-    return by_start(run for runs in held for run in runs)
+        documents = zip(*(runs.parts for runs in held))
+        return Documents([by_start(sum(parts, [])) for parts in documents])
+    return by_start(sum(held, []))
 
 
 def gather(k: Tensor, v: Tensor, group: ProcessGroup, order: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,23 +1,20 @@
 """Who holds which tokens: a sequence is laid out over ranks once, and its positions travel with it.
 
     contiguous   0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3      one run of T/n tokens
-    zigzag       0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0      pieces r and 2n-1-r of 2n: early tokens, which see few, and late ones
+    zigzag       0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0      pieces r and 2n-1-r of 2n: an early one and a late one
     striped      0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3      every n-th token
 
-A layout is a function `(rank, ranks, length) -> runs`, a run being a Python range of positions, all runs of a layout with one stride.
-Everything else follows: `split` cuts a batch by it, `positions` are what RoPE, learned positions and the loss need to be right
-anywhere, and `tiles` says which rectangles of the score matrix two ranks have between them. Under a causal mask query i sees keys
-j <= i, so a tile is there in full, or as a triangle ("causal"), or not at all; nobody looks at a mask made of numbers. Where documents
-share a row, `each_document` lays out each by itself, so that all ranks have their part of every one, and tiles stay within documents.
-Queries may be the last ones of the tokens whose keys are there (`last`): sliced.py lays out the slices of a sequence for that.
+A layout is a function `(rank, ranks, length) -> runs`, a run being a range of positions, all with one stride.
+Everything else follows: `split` cuts a batch by it, `positions` are what RoPE, learned positions and the loss
+need, and `tiles` says which rectangles of the score matrix two ranks have between them. Under a causal mask
+query i sees keys j <= i, so a tile is computed in full, or as a triangle ("causal"), or not at all, without a
+mask of numbers. Where documents share a row, `each_document` lays out each by itself: all ranks have their
+part of every one, and tiles stay within documents.
 
-Sends nothing (`join` gathers (n-1)/n of the whole). Memory: `split` copies. Raises ValueError in one line for a length that the
-layout does not divide, offsets of documents that do not add up, and two layouts whose runs do not fit each other under a causal mask.
-Zig-zag: Megatron-LM's context parallelism, and Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2). Striped: Brandon et al.
-2023, arXiv:2311.09431, section 3. Differs: one description for all, from which masks, work and equality tests are made.
+Sends nothing (`join` gathers (n-1)/n of the whole). Memory: `split` copies. Zig-zag: Megatron-LM's context
+parallelism, and Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2). Striped: Brandon et al. 2023,
+arXiv:2311.09431, section 3. Differs: one description for masks, work and tests.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,13 +46,11 @@ def striped(rank: int, ranks: int, length: int) -> list[range]:
 
 def _piece(name: str, length: int, pieces: int) -> int:
     if length % pieces or not length:
+        fits = -(-max(length, 1) // pieces) * pieces
         raise ValueError(
-            f"{name}: T={length} is not a multiple of {pieces} pieces; pad the sequence to {-(-max(length, 1) // pieces) * pieces}"
+            f"{name}: T={length} is not a multiple of {pieces} pieces; pad the sequence to {fits}"
         )
     return length // pieces
-
-
-# ---- data ------------------------------------------------------------------------------------------------------------
 
 
 def positions(layout: Layout, group: ProcessGroup, length: int, device: torch.device | None = None) -> Tensor:
@@ -76,20 +71,14 @@ def split(x: Tensor, layout: Layout, group: ProcessGroup, dim: int = 1) -> Tenso
 def join(x: Tensor, layout: Layout, group: ProcessGroup, dim: int = 1) -> Tensor:
     """The whole in its natural order, on all ranks, outside autograd: `[B, T/n, ..]` -> `[B, T, ..]`."""
     ranks, length = group.size(), x.size(dim) * group.size()
-    order = torch.tensor(
-        [place for rank in range(ranks) for run in layout(rank, ranks, length) for place in run],
-        device=x.device,
-    )
+    order = positions_of(sum((layout(rank, ranks, length) for rank in range(ranks)), []), x.device)
     return collectives.all_gather(x.detach(), group, dim).index_select(dim, order.argsort())
-
-
-# ---- work ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of scores: queries and keys by their places on the two ranks. `causal`: query i of it sees keys 0..i. `runs` are
-    all that the two ranks hold."""
+    """A rectangle of scores: queries and keys by their places on the two ranks, which hold `runs`. `causal`:
+    query i of it sees keys 0..i."""
 
     queries: slice
     keys: slice
@@ -109,7 +98,7 @@ class Tile:
 
 
 class Documents(list):
-    """The runs of a rank where several documents share a row, document after document; `parts` are each one's runs."""
+    """The runs of a rank where several documents share a row; `parts` are each document's runs."""
 
     def __init__(self, parts: list[list[range]]):
         super().__init__(run for part in parts for run in part)
@@ -117,40 +106,38 @@ class Documents(list):
 
 
 def each_document(layout: Layout, cu_seqlens: Sequence[int]) -> Layout:
-    """Every document of a packed row laid out by `layout` for itself; queries see the keys of their own document only."""
+    """Every document of a packed row laid out by itself; queries see keys of their own document only."""
 
     def packed(rank: int, ranks: int, length: int) -> Documents:
-        lengths = sequence_lengths(cu_seqlens, length)
-        return Documents(
-            [
-                [range(run.start + first, run.stop + first, run.step) for run in layout(rank, ranks, size)]
-                for first, size in zip(cu_seqlens, lengths)
-            ]
-        )
+        documents = zip(cu_seqlens, sequence_lengths(cu_seqlens, length))
+        return Documents([moved(layout(rank, ranks, size), first) for first, size in documents])
 
     return packed
 
 
+def moved(runs: list[range], by: int) -> list[range]:
+    """The same runs, so many positions later."""
+    return [range(run.start + by, run.stop + by, run.step) for run in runs]
+
+
 def last(runs: list[range], count: int) -> list[range]:
     """The last `count` tokens of these runs: the queries, where fewer come than keys (sliced.py)."""
-    held = _count(runs)
+    held, packed = sum(map(len, runs)), isinstance(runs, Documents)
     if count == held:
         return runs
-    if count > held or isinstance(runs, Documents):
-        what = "of documents in one row" if isinstance(runs, Documents) else "on a rank"
-        raise ValueError(
-            f"{count} queries for {held} keys {what}: queries are as many as keys or, in slices of one text, the last of them"
-        )
+    if count > held or packed:
+        what = f"{count} queries for {held} keys {'of documents in one row' if packed else 'on a rank'}"
+        raise ValueError(f"{what}: queries are as many as keys or, in slices of one text, the last of them")
     return part(runs, held - count, count)
 
 
 def part(runs: list[range], start: int, size: int) -> list[range]:
     """`size` tokens of these runs, from the start-th on."""
-    found = []
+    parts = []
     for run in runs:
-        found.append(run[max(start, 0) : max(start + size, 0)])
+        parts.append(run[max(start, 0) : max(start + size, 0)])
         start -= len(run)
-    return [run for run in found if run]
+    return [run for run in parts if run]
 
 
 def tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
@@ -161,47 +148,36 @@ def tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
 def _tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
     if isinstance(queries, Documents):
         return _tiles_of_documents(queries, keys, causal)
+    everything = slice(0, sum(map(len, queries)))
     if not causal:
-        return [Tile(slice(0, _count(queries)), slice(0, _count(keys)))]
-    if queries == keys and _ascending(queries):
-        return [Tile(slice(0, _count(queries)), slice(0, _count(keys)), causal=True)]
-    before = 0
-    while keys and keys[0][-1] <= min(
-        run[0] for run in queries
-    ):  # earlier slices: all queries see all of them
+        return [Tile(everything, slice(0, sum(map(len, keys))))]
+    if queries == keys and all(a[-1] < b[0] for a, b in zip(queries, queries[1:])):
+        return [Tile(everything, slice(0, sum(map(len, keys))), causal=True)]
+    before, first = 0, min(run[0] for run in queries)
+    while keys and keys[0][-1] <= first:  # earlier slices: all queries see all of them
         before, keys = before + len(keys[0]), keys[1:]
     if before:
-        return [
-            Tile(slice(0, _count(queries)), slice(0, before)),
-            *_moved(_tiles(queries, keys, causal) if keys else [], 0, before),
-        ]
-    found = [
-        tile
-        for q, here in _places(queries)
-        for k, there in _places(keys)
-        for tile in _between(q, here, k, there)
-    ]
-    return _joined(found)
+        others = _tiles(queries, keys, causal) if keys else []
+        return [Tile(everything, slice(0, before)), *_moved(others, 0, before)]
+    pairs = [(q, here, k, there) for q, here in _places(queries) for k, there in _places(keys)]
+    return _joined([tile for pair in pairs for tile in _between(*pair)])
 
 
 def _tiles_of_documents(queries: Documents, keys: Documents, causal: bool) -> list[Tile]:
-    found, before_q, before_k = [], 0, 0
+    seen, before_q, before_k = [], 0, 0
     for own, theirs in zip(queries.parts, keys.parts):
-        found += _moved(_tiles(own, theirs, causal), before_q, before_k)
-        before_q, before_k = before_q + _count(own), before_k + _count(theirs)
-    return found
+        seen += _moved(_tiles(own, theirs, causal), before_q, before_k)
+        before_q, before_k = before_q + sum(map(len, own)), before_k + sum(map(len, theirs))
+    return seen
 
 
 def _moved(tiles: list[Tile], q: int, k: int) -> list[Tile]:
     """The same where q queries and k keys come before."""
-    return [
-        Tile(
-            slice(tile.queries.start + q, tile.queries.stop + q),
-            slice(tile.keys.start + k, tile.keys.stop + k),
-            tile.causal,
-        )
-        for tile in tiles
-    ]
+
+    def later(places: slice, by: int) -> slice:
+        return slice(places.start + by, places.stop + by)
+
+    return [Tile(later(tile.queries, q), later(tile.keys, k), tile.causal) for tile in tiles]
 
 
 def _between(q: range, here: slice, k: range, there: slice) -> Iterator[Tile]:
@@ -210,14 +186,12 @@ def _between(q: range, here: slice, k: range, there: slice) -> Iterator[Tile]:
         yield Tile(here, there)
     elif q[-1] >= k[0]:
         if q.step != k.step or len(q) != len(k) or abs(q.start - k.start) >= q.step:
-            raise ValueError(
-                f"a causal mask between positions {q} and {k} is no triangle; lay queries and keys out alike"
-            )
+            what = f"a causal mask between positions {q} and {k} is no triangle"
+            raise ValueError(f"{what}; lay queries and keys out alike")
         shift = int(q.start < k.start)  # striped, and the keys come one place later: query i sees keys 0..i-1
         if len(q) > shift:
-            yield Tile(
-                slice(here.start + shift, here.stop), slice(there.start, there.stop - shift), causal=True
-            )
+            later, earlier = slice(here.start + shift, here.stop), slice(there.start, there.stop - shift)
+            yield Tile(later, earlier, causal=True)
 
 
 def _joined(tiles: list[Tile]) -> list[Tile]:
@@ -245,11 +219,3 @@ def _places(runs: list[range]) -> Iterator[tuple[range, slice]]:
     for run in runs:
         yield run, slice(start, start + len(run))
         start += len(run)
-
-
-def _count(runs: list[range]) -> int:
-    return sum(len(run) for run in runs)
-
-
-def _ascending(runs: list[range]) -> bool:
-    return all(a[-1] < b[0] for a, b in zip(runs, runs[1:]))

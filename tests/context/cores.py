@@ -7,11 +7,11 @@ from minitrain.attention.dropout import DropMask
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import FUSED, PLAIN
 from minitrain.context.balanced import balanced_attention, unbalanced
-from minitrain.context.burst import burst_attention
+from minitrain.context.double_ring import burst_attention, double_ring_attention
 from minitrain.context.gathered import gathered_attention
-from minitrain.context.hybrid import dealt, double_ring_attention, loongtrain_attention, usp_attention
+from minitrain.context.hybrid import dealt, loongtrain_attention, usp_attention
 from minitrain.context.layout import contiguous, striped, zigzag
-from minitrain.context.ring import ring_attention, ring_backward, ring_forward
+from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
 from minitrain.context.ring_self_attention import ring_self_attention
 from minitrain.context.sparing import Sparing
 from minitrain.context.ulysses import ulysses_attention
@@ -52,7 +52,7 @@ def in_one_axis(group):
     found["ring of PLAIN"] = partial(ring_attention, group=group, kernel=PLAIN), contiguous
     found["balanced"] = partial(balanced_attention, group=group), contiguous
     found["unbalanced"] = partial(balanced_attention, group=group, schedule=unbalanced), contiguous
-    way = dict(group=group, layout=zigzag, causal=True, kernel=FUSED)
+    way = dict(rings=Rings((group,), zigzag, True), kernel=FUSED)
     found["sparing"] = Sparing(partial(ring_forward, **way), partial(ring_backward, **way)), zigzag
     return found
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from minitrain import collectives, launch
 from minitrain.attention.kernel import FUSED, PLAIN
 from minitrain.context.balanced import balanced_attention
-from minitrain.context.hybrid import double_ring_attention
+from minitrain.context.double_ring import double_ring_attention
 from minitrain.context.layout import contiguous, each_document, split, striped, tiles, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.ulysses import ulysses_attention

@@ -15,10 +15,10 @@ from minitrain.attention.flash import flash_2, flash_attention
 from minitrain.attention.kernel import FUSED, plain_backward
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
-from minitrain.context.burst import burst_attention
-from minitrain.context.hybrid import double_ring_attention, usp_attention
+from minitrain.context.double_ring import burst_attention, double_ring_attention
+from minitrain.context.hybrid import usp_attention
 from minitrain.context.layout import Tile, each_document, split, tiles, zigzag
-from minitrain.context.ring import ring_attention, ring_backward, ring_forward
+from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
 from minitrain.context.sparing import Sparing
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.context.wallfacer import wallfacer_attention
@@ -222,7 +222,7 @@ def test_a_layer_that_is_computed_again_drops_the_same():
     def rank():
         group, results = collectives.world(), {}
         torch.manual_seed(50 + group.rank())
-        way = dict(group=group, layout=zigzag, causal=True, kernel=FUSED)
+        way = dict(rings=Rings((group,), zigzag, True), kernel=FUSED)
         spared = Sparing(partial(ring_forward, **way), partial(ring_backward, **way))
         *qkv, dout = (split(x, zigzag, group, 2) for x in inputs(HEADS))
         places = Places(3)

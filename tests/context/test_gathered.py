@@ -10,7 +10,7 @@ from minitrain.attention.packed import packed_attention
 from minitrain.context import gathered
 from minitrain.context.gathered import gathered_attention, in_order, seen_and_order
 from minitrain.context.layout import contiguous, each_document, striped, zigzag
-from minitrain.context.ring import ring_attention, tiles_by_step
+from minitrain.context.ring import Rings, ring_attention
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, inputs, over, whole
@@ -75,7 +75,7 @@ def test_few_tiles_of_even_work():
         return (
             len(seen),
             sum(tile.entries for tile in seen),
-            sum(map(len, tiles_by_step(group, layout, x, x, True))),
+            sum(map(len, Rings((group,), layout, True).plan(x, x).values())),
         )
 
     for layout, most in ((zigzag, 4), (contiguous, 2), (striped, 8)):

@@ -11,7 +11,14 @@ from minitrain.attention import kernel
 from minitrain.attention.kernel import FUSED, PLAIN, empty_result, merge, row_sums, stand_in
 from minitrain.attention.packed import packed_attention
 from minitrain.context.layout import contiguous, each_document, join, positions, split, striped, tiles, zigzag
-from minitrain.context.ring import flat_ring, flat_ring_backward, ring_attention, ring_backward, ring_forward
+from minitrain.context.ring import (
+    Rings,
+    flat_ring,
+    flat_ring_backward,
+    ring_attention,
+    ring_backward,
+    ring_forward,
+)
 from minitrain.context.work import efficiency, entries
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.launch import dryrun
@@ -166,7 +173,7 @@ def broken_run(part, group):
     if part == "hop":  # the second of three hops of K, V
         collectives.rotate = skips(2, "rotate", lambda x, group, async_op: Kept(x))
     elif part == "home":  # 3 hops forward, 3 + 2 backward, and the last one
-        collectives.rotate = skips(9, "rotate", lambda x, group: x)
+        collectives.rotate = skips(9, "rotate", lambda x, group, shift: x)
     else:
         kernel.merge = skips(2, "merge", lambda *args: None)
     found, _ = over(partial(ring_attention, group=group, causal=False), group)
@@ -262,7 +269,7 @@ def product_flops(layout, causal, tokens, ranks, rank):
     def run():
         q, k, v = (torch.empty(1, 1, tokens, 4) for _ in range(3))
         with Ledger() as ledger:
-            ring_forward(q, k, v, collectives.world(), layout, causal, FUSED)
+            ring_forward(q, k, v, Rings((collectives.world(),), layout, causal), FUSED)
         return [event.flops for event in ledger.events if isinstance(event, Compute) and event.flops]
 
     return dryrun.run(run, rank=rank, ranks=ranks)
@@ -313,9 +320,9 @@ def test_every_transfer_starts_before_the_product_it_hides_behind():
     def run():
         q, k, v, dout = (torch.empty(1, 1, 8, 4) for _ in range(4))
         with Ledger() as ledger:
-            out, lse = ring_forward(q, k, v, collectives.world(), zigzag, True, FUSED)
+            out, lse = ring_forward(q, k, v, Rings((collectives.world(),), zigzag, True), FUSED)
             with ledger.phase("backward"):
-                ring_backward(dout, q, k, v, out, lse, collectives.world(), zigzag, True, FUSED)
+                ring_backward(dout, q, k, v, out, lse, Rings((collectives.world(),), zigzag, True), FUSED)
         return ledger.events
 
     events = dryrun.run(run, rank=2, ranks=4)
@@ -345,9 +352,9 @@ def peaks(heads, tokens, dtype):
         torch.empty(1, count, tokens, 64, dtype=dtype) for count in (heads[0], heads[1], heads[1], heads[0])
     )
     with Ledger() as forward:
-        out, lse = ring_forward(q, k, v, collectives.world(), contiguous, False, FUSED)
+        out, lse = ring_forward(q, k, v, Rings((collectives.world(),), contiguous, False), FUSED)
     with Ledger() as backward:
-        ring_backward(dout, q, k, v, out, lse, collectives.world(), contiguous, False, FUSED)
+        ring_backward(dout, q, k, v, out, lse, Rings((collectives.world(),), contiguous, False), FUSED)
     return forward.peak_bytes / k.nbytes, backward.peak_bytes / k.nbytes
 
 
@@ -370,7 +377,7 @@ def exposed(tokens, where, ranks=4, kv_heads=8):
             torch.empty(1, heads, tokens, 128, dtype=torch.bfloat16) for heads in (8, kv_heads, kv_heads)
         )
         with Ledger() as ledger:
-            ring_forward(q, k, v, collectives.world(), contiguous, False, FUSED)
+            ring_forward(q, k, v, Rings((collectives.world(),), contiguous, False), FUSED)
         return ledger.events
 
     return round(replay({0: dryrun.run(run, ranks=ranks)}, where).exposed_communication_s, 15)

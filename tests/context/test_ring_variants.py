@@ -17,16 +17,16 @@ from minitrain.context.balanced import (
     balanced_attention,
     balanced_forward,
     check,
-    given,
     idle_fraction,
     idle_slots,
-    needs,
+    inputs_from,
+    inputs_to,
     unbalanced,
 )
-from minitrain.context.burst import burst_attention
+from minitrain.context.double_ring import burst_attention
 from minitrain.context.layout import contiguous, positions, striped, zigzag
-from minitrain.context.ring import ring_attention, ring_backward, ring_forward
-from minitrain.context.ring_self_attention import ring_self_attention, rows_backward, rows_forward
+from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
+from minitrain.context.ring_self_attention import Rows, ring_self_attention, rows_backward, rows_forward
 from minitrain.context.sparing import Sparing
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
@@ -44,13 +44,14 @@ from tests.parallel import TOLERANCE, small
 def row_peaks(tokens):
     q, k, v, dout = (torch.empty(1, 2, tokens, 8) for _ in range(4))
     group = collectives.world()
+    rows = Rows(group, contiguous, False)
     with Ledger() as forward:
-        out, p = rows_forward(q, k, v, group, contiguous, False)
+        out, p = rows_forward(q, k, v, rows)
         calls = forward.num_calls("send")
     with Ledger() as backward:
-        rows_backward(dout, q, k, v, p, group)
+        rows_backward(dout, q, k, v, p, rows)
     with Ledger() as by_blocks:
-        ring_forward(q, k, v, group, contiguous, False, FUSED)
+        ring_forward(q, k, v, Rings((group,), contiguous, False), FUSED)
     return (
         p.nbytes,
         forward.peak_bytes,
@@ -103,9 +104,9 @@ def test_balanced_schedules_are_complete():
             check(schedule)
             assert len(schedule) == rounds and idle_fraction(schedule) == idle
             for t in range(rounds):  # what one is given, another needs; each gives and takes at most once
-                gifts = [(rank, *gift) for rank in range(n) if (gift := given(schedule, t, rank))]
+                gifts = [(rank, *gift) for rank in range(n) if (gift := inputs_to(schedule, t, rank))]
                 assert sorted(gifts) == sorted(
-                    (need[0], rank, need[1]) for rank in range(n) if (need := needs(schedule, t, rank))
+                    (need[0], rank, need[1]) for rank in range(n) if (need := inputs_from(schedule, t, rank))
                 )
     assert Fraction(idle_slots(balanced(8)), 8 * 5) == Fraction(1, 10)  # of its own slots: 1/(n+2)
 
@@ -133,10 +134,10 @@ def tile_bytes(schedule, rank, heads, tokens):
     block, row = B * tokens * K * 8, B * heads[0] * tokens * 8
     forward = backward = 0
     for t in range(len(schedule)):
-        if gift := given(schedule, t, rank):
+        if gift := inputs_to(schedule, t, rank):
             forward += 2 * heads[1] * block if gift[1] == "keys" else heads[0] * block
             backward += 2 * heads[1] * block if gift[1] == "keys" else 2 * heads[0] * block + 2 * row
-        if need := needs(schedule, t, rank):
+        if need := inputs_from(schedule, t, rank):
             forward += 0 if need[1] == "keys" else heads[0] * block + row
             backward += 2 * heads[1] * block if need[1] == "keys" else heads[0] * block
     return forward, backward
@@ -173,8 +174,8 @@ def test_balanced_equals_full_attention_and_sends_what_it_says(ranks):
 
 def test_without_the_helpers_results_it_fails():
     def rank():
-        group, run = collectives.world(), balanced_module.run
-        balanced_module.run = lambda *args: run(*args[:-1], lambda what, result: None)
+        group, run = collectives.world(), balanced_module.run_schedule
+        balanced_module.run_schedule = lambda *args: run(*args[:-1], lambda what, result: None)
         return furthest(
             over(partial(balanced_attention, group=group), group, contiguous, GQA, 12)[0],
             whole(GQA, True, 12),
@@ -212,7 +213,7 @@ def attention_time(core, n, tokens=1024):
 
 def layer_step(way, group, x, where):
     """A layer forward and backward, its core a ring: as it is, computed again, or computed again but for attention."""
-    settings = dict(group=group, layout=zigzag, causal=True, kernel=FUSED)
+    settings = dict(rings=Rings((group,), zigzag, True), kernel=FUSED)
     core = (
         Sparing(partial(ring_forward, **settings), partial(ring_backward, **settings))
         if way == "spared"

@@ -306,8 +306,10 @@ REFUSED = {
         ulysses_on(6)
     ),
     "expected [B, H, T/n, K] and twice [B, H_kv, T/n, K]": lambda: ulysses_on(4, kv_length=2),
-    "k [1, 3, 3, 4]": lambda: ulysses_on(4, kv_heads=3),
-    "q, k, v are torch.float32, torch.bfloat16, torch.float32": lambda: ulysses_on(4, dtype=torch.bfloat16),
+    "ulysses_attention: 4 query heads are not a multiple of 3 K/V heads": lambda: ulysses_on(4, kv_heads=3),
+    "ulysses_attention: q torch.float32, k torch.bfloat16, v torch.float32": lambda: ulysses_on(
+        4, dtype=torch.bfloat16
+    ),
     "zigzag: T=12 is not a multiple of 8 pieces; pad the sequence to 16": lambda: ulysses_on(
         4, layout=zigzag
     ),
