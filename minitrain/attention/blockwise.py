@@ -1,24 +1,21 @@
-"""Blockwise Parallel Transformer: a block of queries goes through attention and MLP at once, before the next block starts.
+"""Blockwise Parallel Transformer: a block of queries goes through attention and MLP before the next.
 
-    K, V = keys_values(X)        for block i:   Y_i = finish(X_i, attention(query(X_i), K, V))           X, Y [B, T, D]
+    K, V = keys_values(X)      for block i:  Y_i = finish(X_i, attention(query(X_i), K, V))     X, Y [B, T, D]
 
-Attention by tiles keeps no scores, and then the widest tensor of a layer is the MLP's, [B, T, F]: of each token, alone. So it need never
-exist for more than a block of tokens: what belongs to a block (queries, attention, both residuals, norms and the MLP) is computed in one
-checkpointed function, and again in backward, block by block.
-
-In 2 bytes, with F = 4D and as many K/V heads as heads, in units of B·T·D (the paper's bsh):
+Attention by tiles keeps no scores; then the widest tensor of a layer is the MLP's, [B, T, F]. It belongs to
+each token alone and need not exist for more than a block of tokens: queries, attention, residuals, norms and
+MLP of a block are one checkpointed function, computed again in backward, block by block. In 2 bytes, with F =
+4D and as many K/V heads as heads, in units of B·T·D (the paper's bsh):
 
                               attention by tiles alone        blockwise
     widest tensor kept        8   (the MLP's)                 2   (X, K or V)
     all that is kept          36  (GELU, RMSNorm)             6   (X, K and V)
-    peak with backward        44                              25, gradients of X, K, V included (T = 256, rows = 16)
+    peak with backward        44                              25, with dX, dK, dV (T = 256, rows = 16)
 
-The paper's 8bsh -> 2bsh are the widest tensors. Costs one more forward. A checkpoint around the whole layer leaves X alone, 2bsh, and
-computes K and V a third time. Sends nothing.
-Raises ValueError in one line for blocks of no size; `blockwise_block` for a block that is not pre-norm, has a latent or ALiBi.
-
-Liu and Abbeel 2023, arXiv:2305.19370, section 3 and its table of activation sizes. Differs: keys and values of the whole sequence are
-made at once and kept; a tile of attention has its own sizes (flash.py), theirs is the block.
+Costs one more forward. A checkpoint around the whole layer keeps X alone, 2bsh, and computes K and V a third
+time. Sends nothing. Liu and Abbeel 2023, arXiv:2305.19370, section 3 and its table of activation sizes.
+Differs: K and V of the whole sequence are made at once and kept; tiles of attention have their own sizes
+(flash.py).
 """
 
 from __future__ import annotations
@@ -39,18 +36,18 @@ TILED = partial(flash_attention, kernel=flash_2())
 def blockwise_layer(
     x: Tensor,
     positions: Tensor,
-    query: Callable,
-    keys_values: Callable,
-    finish: Callable,
+    query,
+    keys_values,
+    finish,
     *,
     rows: int,
-    causal: bool = True,
+    causal=True,
     core: Callable = TILED,
 ) -> Tensor:
-    """x `[B, T, D]`, positions `[T]` or `[B, T]` -> `[B, T, D]`, `rows` tokens at a time.
+    """x `[B, T, D]`, positions `[T]` or `[B, T]` -> `[B, T, D]`, `rows` tokens at a time, by three functions:
 
-    `query(x_i, positions_i) -> [B, H, r, K]`, `keys_values(x, positions) -> k, v [B, H_kv, T, K]`, and `finish(x_i, attended [B, H, r, K])
-    -> [B, r, D]` is all that follows, residuals included. Queries of `core` are the last ones of the keys that it is given.
+    `query(x_i, positions_i)` -> `[B, H, r, K]`, `keys_values(x, positions)` -> k, v `[B, H_kv, T, K]`, and
+    `finish(x_i, attended [B, H, r, K])` -> `[B, r, D]`, all that follows, with the residuals.
     """
     k, v = checkpoint(keys_values, x, positions, use_reentrant=False)
 
@@ -59,36 +56,24 @@ def blockwise_layer(
 
     done = []
     for tokens in pieces(x.size(1), rows):
-        seen = slice(0, tokens.stop if causal else x.size(1))
-        done.append(
-            checkpoint(
-                block,
-                x[:, tokens],
-                positions[..., tokens],
-                k[..., seen, :],
-                v[..., seen, :],
-                use_reentrant=False,
-            )
-        )
+        seen = slice(0, tokens.stop if causal else x.size(1))  # the queries are the last ones of these keys
+        inputs = x[:, tokens], positions[..., tokens], k[..., seen, :], v[..., seen, :]
+        done.append(checkpoint(block, *inputs, use_reentrant=False))
     return torch.cat(done, dim=1)
 
 
-def blockwise_block(
-    block: nn.Module, x: Tensor, positions: Tensor, *, rows: int, core: Callable = TILED
-) -> Tensor:
-    """What `block(x, positions)` is, for a pre-norm block of the model: norm1, attention (q, k, v, out), norm2, mlp, dropout."""
+def blockwise_block(block: nn.Module, x: Tensor, positions: Tensor, *, rows: int, core=TILED) -> Tensor:
+    """block(x, positions), for a pre-norm block of the model: norm1, attention, norm2, mlp, dropouts."""
     attention, config = block.attention, block.config
     if config.residual != "pre" or config.positions == "alibi" or not hasattr(attention, "q"):
+        found = f"residual={config.residual}, positions={config.positions}, kv_latent={config.kv_latent}"
         raise ValueError(
-            f"blockwise: residual={config.residual}, positions={config.positions}, kv_latent={config.kv_latent}; it is written for "
-            "pre-norm blocks with separate Q, K, V and no bias; give blockwise_layer the three functions of another one"
+            f"blockwise: {found}; it needs pre-norm, Q, K, V and no bias: write a blockwise_layer"
         )
 
     def heads(x: Tensor, *linears: nn.Module) -> list[Tensor]:
-        return [
-            y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
-            for y in attention.project(block.norm1(x), linears)
-        ]
+        projected = attention.project(block.norm1(x), linears)
+        return [y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for y in projected]
 
     def turned(y: Tensor, positions: Tensor) -> Tensor:
         return attention.rotated(y, positions) if config.positions == "rope" else y
