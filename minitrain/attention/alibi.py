@@ -6,11 +6,9 @@ The slopes are a geometric sequence over the heads and not trained; they are cut
 that has the whole sequence takes the positions that came with its tokens (`own`). One that computes tiles,
 over ranks or slice after slice, knows the positions of every tile, also of keys of others (`between`).
 
-Sends nothing. Memory: a tile of H scores, for all rows of a batch. Press et al. 2021, arXiv:2108.12409,
-section 3. Differs: distances come from positions, not from a length.
+Sends nothing. Memory: a tile of H scores, for all rows of a batch.
+Press et al. 2021, arXiv:2108.12409, section 3. Differs: distances come from positions, not from a length.
 """
-
-from __future__ import annotations
 
 import math
 from typing import NamedTuple
@@ -58,6 +56,4 @@ def check_bias(what: str, bias: Alibi | None, heads: int) -> None:
             "the same in all: give positions [T], or attend in one piece, with causal_attention"
         )
     if len(bias.slopes) != heads:
-        raise ValueError(
-            f"{what}: ALiBi has {len(bias.slopes)} slopes for {heads} heads; cut them as the heads"
-        )
+        raise ValueError(f"{what}: ALiBi has {len(bias.slopes)} slopes for {heads} heads; cut both alike")

@@ -2,25 +2,19 @@
 
     K, V = keys_values(X)      for block i:  Y_i = finish(X_i, attention(query(X_i), K, V))     X, Y [B, T, D]
 
-Attention by tiles keeps no scores; then the widest tensor of a layer is the MLP's, [B, T, F]. It belongs to
-each token alone and need not exist for more than a block of tokens: queries, attention, residuals, norms and
-MLP of a block are one checkpointed function, computed again in backward, block by block. In 2 bytes, with F =
-4D and as many K/V heads as heads, in units of B·T·D (the paper's bsh):
+Attention by tiles keeps no scores; then the widest tensor of a layer is the MLP's, [B, T, F], which need not
+exist for more than a block of tokens: all of a block is one checkpointed function, computed again in
+backward. In 2 bytes, F = 4D and as many K/V heads as heads, in units of B·T·D (the paper's bsh):
 
                               attention by tiles alone        blockwise
     widest tensor kept        8   (the MLP's)                 2   (X, K or V)
     all that is kept          36  (GELU, RMSNorm)             6   (X, K and V)
     peak with backward        44                              25, with dX, dK, dV (T = 256, rows = 16)
 
-Costs one more forward. A checkpoint around the whole layer keeps X alone, 2bsh, and computes K and V a third
-time. Sends nothing. Liu and Abbeel 2023, arXiv:2305.19370, section 3 and its table of activation sizes.
-Differs: K and V of the whole sequence are made at once and kept; tiles of attention have their own sizes
-(flash.py).
+Sends nothing; costs one more forward. A checkpoint around the layer keeps X alone and makes K, V thrice.
+Liu and Abbeel 2023, arXiv:2305.19370, section 3. Differs: K and V of all tokens are made at once and kept.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,17 +27,7 @@ from minitrain.attention.score_tiles import pieces
 TILED = partial(flash_attention, kernel=flash_2())
 
 
-def blockwise_layer(
-    x: Tensor,
-    positions: Tensor,
-    query,
-    keys_values,
-    finish,
-    *,
-    rows: int,
-    causal=True,
-    core: Callable = TILED,
-) -> Tensor:
+def blockwise_layer(x, positions, query, keys_values, finish, *, rows: int, causal=True, core=TILED):
     """x `[B, T, D]`, positions `[T]` or `[B, T]` -> `[B, T, D]`, `rows` tokens at a time, by three functions:
 
     `query(x_i, positions_i)` -> `[B, H, r, K]`, `keys_values(x, positions)` -> k, v `[B, H_kv, T, K]`, and
@@ -67,9 +51,7 @@ def blockwise_block(block: nn.Module, x: Tensor, positions: Tensor, *, rows: int
     attention, config = block.attention, block.config
     if config.residual != "pre" or config.positions == "alibi" or not hasattr(attention, "q"):
         found = f"residual={config.residual}, positions={config.positions}, kv_latent={config.kv_latent}"
-        raise ValueError(
-            f"blockwise: {found}; it needs pre-norm, Q, K, V and no bias: write a blockwise_layer"
-        )
+        raise ValueError(f"blockwise: {found}; it needs pre-norm, Q, K, V and no bias")
 
     def heads(x: Tensor, *linears: nn.Module) -> list[Tensor]:
         projected = attention.project(block.norm1(x), linears)

@@ -3,20 +3,14 @@
     M[b, h, i, j] = keep(seed; row b, head h, query i, key j)     y = x M / (1-p)     activations: channel j
 
 A generator gives its n-th number after n-1 others: two ranks that compute one score, or one that does so
-again in backward or recomputation, would draw different numbers. A counter-based generator is a hash of a
-counter: here of the place in the whole batch and model, with a seed made of the run's seed, the step and the
-layer's name. So every layout, schedule and recomputation drops what one process drops, and no mask is kept or
-sent.
-
-The hash is splitmix64's, once for each coordinate: s = mix(s + γ (c + 1)), uniform over 64 bits; M = [s >= p
-2^64]. `Places` is what a rank knows of its rows; `DropRows` replaces `layers.Dropout`, `drop_scores` wraps a
-core. Sends nothing. Memory: 16 bytes an element while a mask is made. Salmon et al. 2011 (Random123), SC'11,
-section 2; Steele et al. 2014, OOPSLA (splitmix64). Differs: their counter is a place in the kernel's grid on
-one device, ours in the model; 2 products of 64 bits for a number, where their Philox-4x32-10 takes 20 of 32
-bits for four. Megatron-LM keeps streams of random numbers instead.
+again in recomputation, would draw different ones. A counter-based generator hashes a counter: here the place
+in the whole batch and model, with a seed of the run's seed, the step and the layer's name. So every layout,
+schedule and recomputation drops what one process drops; no mask is kept or sent. The hash is splitmix64's,
+once for each coordinate: s = mix(s + γ (c + 1)), uniform over 64 bits; M = [s >= p 2^64]. Sends nothing.
+Memory: 16 bytes an element while a mask is made.
+Salmon et al. 2011 (Random123), SC'11, section 2; Steele et al. 2014, OOPSLA (splitmix64). Differs: their
+counter is a place in the kernel's grid on one device, ours in the model. Megatron-LM keeps random streams.
 """
-
-from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable

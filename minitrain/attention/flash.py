@@ -4,22 +4,19 @@
     version 2   for Q_i: for K_j, V_j:                  O_i = e^(m - m') O_i + P~ V_j       at the end O_i / l
 
 m is the largest score of a row so far, l the sum of e^(S - m), ~ of this tile alone, ' after it. Version 1
-holds keys: O, l and m come and go for every K_j. Version 2 holds rows: their state stays, and their order
-changes no bit. Backward makes P = e^(S - lse) again and holds K_j, V_j and their gradients; version 2 has
-D = rowsum(dO · O) from a pass before, version 1 makes it of O_i. A fast memory of M numbers holds an outer
-tile of ceil(M/4K) tokens (keys in 1, rows in 2) and an inner one of min(that, K). Tiles that see nothing are
-skipped. `traffic.flash_traffic` counts a head; unmasked, with N = T, d = K, c = ceil(N·4d/M):
+holds keys: O, l and m come and go for every K_j. Version 2 holds rows, in any order. Backward makes P = e^(S
+- lse) again and holds K_j, V_j and their gradients; version 2 has D = rowsum(dO · O) from a pass before, 1
+makes it of O_i. A fast memory of M numbers holds an outer tile of ceil(M/4K) tokens (keys in 1, rows in 2)
+and an inner one of min(that, K). `traffic.flash_traffic` counts a head; unmasked, c = ceil(N·4d/M):
 
                 version 1 loads        stores          version 2 loads      stores         divisions  1   2
     forward     2Nd + c(2Nd+2N) + 2N   c(Nd+2N) + N    Nd + 2cNd            Nd + N                   cN   N
     backward    2Nd + c(4Nd+N)         2Nd + cNd       4Nd + c(3Nd+2N)      2Nd + N + cNd             0   0
 
-Memory beside inputs and results: one tile, flat in T (CPU: of all batches and heads at once). Sends nothing.
+Memory beside inputs and results: one tile, flat in T (CPU: of all batches and heads). Sends nothing.
 Dao et al. 2022, arXiv:2205.14135, algorithms 1, 2, 4; Dao 2023, arXiv:2307.08691, algorithms 1, 2. Differs:
-version 1 skips tiles, too, and keeps lse for l and m; dropout takes all scores at once (placed.py).
+version 1 skips hidden tiles, too, and keeps lse for l and m; dropout takes all scores at once (placed.py).
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -29,7 +26,7 @@ import torch
 from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
-from minitrain.attention.dropout import DropMask, in_order
+from minitrain.attention.dropout import in_order
 from minitrain.attention.kernel import FUSED, Kernel, recomputed, repeat_kv, sum_kv_copies
 from minitrain.attention.placed import Placed, check_places, placed
 from minitrain.attention.score_tiles import diagonal, largest, nothing_seen, pieces, score_tile, visible, wide
@@ -38,10 +35,8 @@ from minitrain.attention.traffic import UNCOUNTED, SlowMemory
 A100_ELEMENTS = 192 * 1024 // 2  # fast memory of one multiprocessor, in numbers of 2 bytes
 
 
-def flash_attention(
-    q, k, v, *, causal=True, kernel=FUSED, bias: Alibi | None = None, dropout: DropMask | float = 0.0
-) -> Tensor:
-    """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> `[B, H, T, K]`. A core for the model's attention."""
+def flash_attention(q, k, v, *, causal=True, kernel=FUSED, bias: Alibi | None = None, dropout=0.0) -> Tensor:
+    """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> `[B, H, T, K]`. `dropout`: a DropMask."""
     check_places("flash_attention", q, bias, dropout)
     kernel = placed(kernel, bias, dropout)
     if isinstance(kernel, Placed):
@@ -55,9 +50,7 @@ def flash_1(fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED) 
     return Kernel(partial(flash_1_forward, **settings), partial(flash_1_backward, **settings))
 
 
-def flash_2(
-    fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED, order: Sequence[int] | None = None
-) -> Kernel:
+def flash_2(fast_elements=A100_ELEMENTS, memory=UNCOUNTED, order: Sequence[int] | None = None) -> Kernel:
     """The second. `order`: in which the tiles of rows are computed in forward, e.g. backwards."""
     settings = {"fast_elements": fast_elements, "memory": memory}
     return Kernel(partial(flash_2_forward, **settings, order=order), partial(flash_2_backward, **settings))
@@ -66,9 +59,7 @@ def flash_2(
 def tile_sizes(fast_elements: int, width: int) -> tuple[int, int]:
     """Tokens of an outer and an inner tile for heads of this width: ceil(M/4d) and min(that, d)."""
     if fast_elements < 1:
-        raise ValueError(
-            f"a fast memory of {fast_elements} elements; give 1 or more (A100: {A100_ELEMENTS} of 2 bytes)"
-        )
+        raise ValueError(f"a fast memory of {fast_elements} elements; an A100 has {A100_ELEMENTS} of 2 bytes")
     outer = -(-fast_elements // (4 * width))
     return outer, min(outer, width)
 
@@ -107,9 +98,7 @@ def flash_2_forward(q, k, v, causal: bool, *, fast_elements: int, memory=UNCOUNT
     count = len(row_tiles)
     order = range(count) if order is None else order
     if sorted(order) != list(range(count)):
-        raise ValueError(
-            f"order {list(order)} is none of {count} tiles of rows; name each of 0 .. {count - 1} once"
-        )
+        raise ValueError(f"order {list(order)} is none of {count} tiles; name each of 0 .. {count - 1} once")
     out = q.new_empty(*q.shape[:-1], v.size(-1))
     lse = q.new_empty(*q.shape[:-1], 1, dtype=wide(q))
     for tile in order:
@@ -144,9 +133,7 @@ def flash_1_backward(dout, q, k, v, out, lse, causal: bool, **settings) -> tuple
     return flash_2_backward(dout, q, k, v, out, lse, causal, **settings, delta_first=False)
 
 
-def flash_2_backward(
-    dout, q, k, v, out, lse, causal: bool, *, fast_elements: int, memory=UNCOUNTED, delta_first=True
-) -> tuple[Tensor, Tensor, Tensor]:
+def flash_2_backward(dout, q, k, v, out, lse, causal, *, fast_elements, memory=UNCOUNTED, delta_first=True):
     """-> dq, dk, dv in the shapes of q, k, v."""
     kv_heads, (k, v) = k.size(1), repeat_kv(q, k, v)
     shift, lse = diagonal(q, k, causal), lse.unsqueeze(-1)

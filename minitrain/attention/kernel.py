@@ -1,22 +1,18 @@
 """Attention over some of the keys: its output, and the log-sum-exp of its scores, by which outputs merge.
 
     S = Q Kᵀ / sqrt(K)    lse = log Σ_j exp S_j    O = softmax(S) V      Q[B, H, Tq, K]   K, V[B, H_kv, Tk, K]
+    lse' = log(exp lse_1 + exp lse_2)              O' = O_1 exp(lse_1 - lse') + O_2 exp(lse_2 - lse')
 
-Keys may come in blocks, in any order, from any rank. The results of two sets of keys merge into that of both:
-
-    lse' = log(exp lse_1 + exp lse_2)     O' = O_1 exp(lse_1 - lse') + O_2 exp(lse_2 - lse')
-
-Backward of a block needs of the others only the final O and lse. With P = exp(S - lse), D = rowsum(dO · O)
+The second line merges the results of two sets of keys, in any order, from any rank. Backward of a block of
+keys needs of the others only the final O and lse. With P = exp(S - lse) and D = rowsum(dO · O)
 
     dV = Pᵀ dO          dS = P (dO Vᵀ - D)          dQ = dS K / sqrt(K)          dK = dSᵀ Q / sqrt(K)
 
 so backward computes each block again, and gradients are sums over blocks. `plain_*` is these equations and
 holds scores [Tq, Tk]; `fused_*` calls torch's flash kernels (CPU: any float; CUDA: fp16, bf16), which do not.
-k and v may have fewer heads than q (they are repeated, their gradients summed), and v another width than k.
-
-Sends nothing. Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); Rabe and Staats 2021,
-arXiv:2112.05682, section 2; Dao et al. 2022, arXiv:2205.14135, section 3.1 and appendix B. Differs: nothing
-is tiled here; flash.py does that.
+k and v may have fewer heads than q, and v another width than k. Sends nothing.
+Milakov and Gimelshein 2018, arXiv:1805.02867; Rabe and Staats 2021, arXiv:2112.05682, section 2; Dao et al.
+2022, arXiv:2205.14135, section 3.1 and appendix B. Differs: no tiles here, flash.py has those.
 """
 
 from __future__ import annotations
@@ -80,8 +76,9 @@ def plain_backward(dout, q, k, v, out, lse, causal: bool, bias=None, factors=Non
         kept = factors(p)
         dp, weights = dp * kept, p * kept
     ds = (p * (dp - row_sums(dout, out).unsqueeze(-1))).to(q.dtype) / math.sqrt(q.size(-1))
-    dk, dv = ds.transpose(-2, -1) @ q, weights.transpose(-2, -1).to(dout.dtype) @ dout
-    return ds @ k, sum_kv_copies(dk, kv_heads), sum_kv_copies(dv, kv_heads)
+    dq = ds @ k
+    dk = sum_kv_copies(ds.transpose(-2, -1) @ q, kv_heads)
+    return dq, dk, sum_kv_copies(weights.transpose(-2, -1).to(dout.dtype) @ dout, kv_heads)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, bias: Callable | None) -> Tensor:
@@ -161,9 +158,7 @@ def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`: each head is repeated for the query heads that use it."""
     groups, rest = divmod(q.size(1), k.size(1))
     if rest:
-        raise ValueError(
-            f"{q.size(1)} query heads are not a multiple of {k.size(1)} K/V heads, which serve equally many"
-        )
+        raise ValueError(f"{q.size(1)} query heads are not a multiple of {k.size(1)} K/V heads")
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
 
 
@@ -175,9 +170,6 @@ def sum_kv_copies(dx: Tensor, kv_heads: int) -> Tensor:
 def _check_square(q: Tensor, k: Tensor) -> None:
     if (queries := q.size(-2)) != (keys := k.size(-2)):
         raise ValueError(f"causal: {queries} queries and {keys} keys are no triangle; give as many of both")
-
-
-# ---- sums over tiles (layout.Tile) -------------------------------------------------------------------------
 
 
 class OnlineSoftmax:
@@ -243,10 +235,8 @@ class GradSum:
         return self.total.transpose(1, 2)
 
 
-def add_tiles_backward(
-    seen: list, dout, q, k, v, out, lse, dq: GradSum, dk: GradSum, dv: GradSum, kernel: Kernel
-) -> None:
-    """Adds the gradients of these tiles to dq, dk and dv; out and lse are those of all keys."""
+def add_tiles_backward(seen: list, dout, q, k, v, out, lse, dq, dk, dv, kernel: Kernel):
+    """Adds the gradients of these tiles to the GradSums dq, dk and dv; out and lse are those of all keys."""
     for tile in seen:
         rows, columns = (..., tile.queries, slice(None)), (..., tile.keys, slice(None))
         saved = q[rows], k[columns], v[columns], out[rows], lse[..., tile.queries]

@@ -1,25 +1,18 @@
-"""Lazy softmax: sum e^s v and e^s over chunks of keys, divide once at the end, save only the inputs.
+"""Lazy softmax: sum e^s v and e^s over chunks of keys, divide once at the end, and save only the inputs.
 
     chunk of keys   m = max_j s_j     u = Σ_j e^(s_j - m) v_j     z = Σ_j e^(s_j - m)        summary (u, z, m)
     two chunks      m' = max(m_1, m_2)     u' = Σ_c u_c e^(m_c - m')     z' = Σ_c z_c e^(m_c - m')
     at the end      O = u / z                                          Q[B, H, Tq, K]   K, V[B, H_kv, Tk, K]
 
-A query needs K + 2 numbers, however many keys there are; m prevents overflow and carries no gradient. Queries
-come in chunks, too: the scores in memory are one chunk of queries by one of keys.
+m prevents overflow and carries no gradient. Backward is two checkpoints: around a chunk of queries, which
+keeps q, k, v, and inside around the summary of a chunk of keys: Tk/key_chunk summaries are kept, and the
+scores of one chunk. Memory per head beside arguments and results, with chunks of c_q queries and c_k keys:
 
-Backward is two checkpoints, no formula. The outer one is around a chunk of queries: autograd keeps q, k, v.
-The inner one is around the summary of a chunk of keys: for one chunk of queries Tk/key_chunk summaries are
-kept and the scores of one chunk computed again. With chunks of c_q queries and c_k keys, per head,
-
-    forward     beside q, k, v, O:  O(c_q · (c_k + K))                    flat in T
-    backward    beside these and gradients:  O(c_q · (c_k + K · Tk / c_k))        c_k = sqrt(Tk):  O(sqrt(Tk))
+    forward  O(c_q · (c_k + K)), flat in T      backward  O(c_q · (c_k + K · Tk / c_k)), hence O(sqrt(Tk))
 
 for 9 products instead of 6: forward twice more, the second time S only. Sends nothing.
-Rabe and Staats 2021, arXiv:2112.05682, sections 2 to 4 (listing 1: chunks of 1,024 queries and 4,096 keys).
-Differs: chunks that a causal mask hides are skipped; summaries are merged as they come, not at the end.
+Rabe and Staats 2021, arXiv:2112.05682, sections 2 to 4. Differs: hidden chunks are skipped.
 """
-
-from __future__ import annotations
 
 import math
 from functools import partial
@@ -35,9 +28,7 @@ from minitrain.attention.score_tiles import diagonal, largest, nothing_seen, pie
 _again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def lazy_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal=True, query_chunk=1024, key_chunk: int | None = None
-) -> Tensor:
+def lazy_attention(q, k, v, *, causal=True, query_chunk=1024, key_chunk: int | None = None) -> Tensor:
     """q `[B, H, Tq, K]`, k, v `[B, H_kv, Tk, K]` -> `[B, H, Tq, K]`. `key_chunk=None`: sqrt(Tk) keys."""
     shift = diagonal(q, k, causal)
     key_chunk = math.isqrt(k.size(-2)) if key_chunk is None else key_chunk

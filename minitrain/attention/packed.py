@@ -3,23 +3,20 @@
     tokens        a a a a b b c c c           cu_seqlens = [0, 4, 6, 9]
     scores        three triangles on the diagonal, none between sequences: O_i = attention(Q_i, K_i, V_i)
 
-What treats each token for itself (norms, matrices, MLP, loss) takes the row as it is, `[1, N, D]`. Attention
-takes the offsets, too: `packed_attention` is a core for the model, one call of any core for each sequence.
-Positions start again with each (`positions`). `Padding` maps a padded batch to such a row and back, made once
-for all layers by a prefix sum over the mask:
+Norms, matrices, MLP and loss take the row as it is, `[1, N, D]`; `packed_attention` is a core that takes the
+offsets, with one call of any core for each sequence. `Padding` maps a padded batch to such a row and back,
+made once for all layers by a prefix sum over the mask:
 
     valid     1 1 1 0    places   0 1 2 .        packed row        x_00 x_01 x_02 x_10 x_11
               1 1 0 0             3 4 . .        source            0    1    2    4    5
 
-For lengths l_i in a batch of B · l_max, N = Σ l_i, packing leaves N / (B · l_max) of activations and of the
-FLOPs of the matrices, and Σ l_i² / (B · l_max²) of those of attention. Sends nothing.
-Zhai et al. 2023 (ByteTransformer), arXiv:2210.03052, sections 3.2 (prefix sum) and 3.3; offsets as in
-FlashAttention's varlen functions. Differs: a Python loop over sequences where theirs is one grouped kernel.
+For lengths l_i in a batch of B · l_max, packing leaves Σ l_i / (B · l_max) of activations and matrix FLOPs,
+and Σ l_i² / (B · l_max²) of attention's. Sends nothing.
+Zhai et al. 2023 (ByteTransformer), arXiv:2210.03052, sections 3.2 and 3.3; offsets as in FlashAttention's
+varlen. Differs: a loop over sequences, not one kernel.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -29,21 +26,8 @@ from minitrain.attention.flash import flash_attention
 from minitrain.attention.placed import check_places
 
 
-def packed_attention(
-    q,
-    k,
-    v,
-    *,
-    cu_seqlens: Sequence[int],
-    causal=True,
-    core: Callable = flash_attention,
-    bias=None,
-    dropout=0.0,
-) -> Tensor:
-    """q `[1, H, N, K]`, k, v `[1, H_kv, N, K]`, sequence after sequence -> `[1, H, N, K]`, each by `core`.
-
-    `bias` is None or an Alibi, `dropout` 0 or a DropMask.
-    """
+def packed_attention(q, k, v, *, cu_seqlens, causal=True, core=flash_attention, bias=None, dropout=0.0):
+    """q `[1, H, N, K]`, k, v `[1, H_kv, N, K]` -> `[1, H, N, K]`. `bias`: an Alibi, `dropout`: a DropMask."""
     if q.size(0) != 1:
         raise ValueError(f"packed q has {q.size(0)} rows; pack all sequences into one, [1, H, N, K]")
     lengths = sequence_lengths(cu_seqlens, q.size(-2))
@@ -66,9 +50,7 @@ def sequence_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
         raise ValueError(f"cu_seqlens {offsets} do not start at 0, where the first sequence does")
     for here, after in pairwise(offsets):
         if after <= here:
-            raise ValueError(
-                f"cu_seqlens {offsets} do not ascend: {after} after {here}; no sequence is empty"
-            )
+            raise ValueError(f"cu_seqlens {offsets} do not ascend: {after} after {here}")
     if offsets[-1] != tokens:
         raise ValueError(f"cu_seqlens end at {offsets[-1]}, but there are {tokens} tokens; end there")
     return [after - here for here, after in pairwise(offsets)]

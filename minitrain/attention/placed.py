@@ -3,22 +3,18 @@
     S = Q Kᵀ / sqrt(K) + A          A[h, i, j] = - slope_h (i - j)                                    alibi.py
     O = (P ∘ M') V                  M' = M / (1-p)         M[b, h, i, j] = keep(seed; b, h, i, j)   dropout.py
 
-Both are functions of the positions i of queries and j of keys, which a tile knows (layout.Tile). Results
-merge by their lse as ever. A is in all scores and hence in lse; backward adds it again. The softmax is over
-*all* scores, dropped or not, so that lse and P are those without dropout, and
+A tile knows the positions i of its queries and j of its keys (layout.Tile). A is in all scores and hence in
+lse; backward adds it again. The softmax is over *all* scores, dropped or not, so lse and P are those without
+dropout, results merge by lse, and a ring sends what it sent:
 
     O = Σ_blocks e^(lse_b - lse) O_b        O_b = (P_b ∘ M'_b) V_b        dV = (P ∘ M')ᵀ dO
     dP = M' ∘ (dO Vᵀ)        dS = P ∘ (dP - D)        D = Σ_j P_j dP_j = rowsum(dO · O), still
 
-so a ring sends what it sent. Slopes and seed are kept; A and M are made again in backward, a tile at a time.
-torch's flash kernel for CPUs takes A as a mask, the one for CUDA takes none, and neither takes M: such tiles
-compute their scores as `plain_*` does.
-
-Sends nothing. Memory: H scores of a tile for A; with dropout, or on CUDA, a tile of scores, and 16 bytes a
-score for the mask. Dao et al. 2022, arXiv:2205.14135, appendix B.3 and B.4 (they keep a generator's state).
+A and M are made again in backward. torch's flash kernel for CPUs takes A as a mask, that for CUDA takes none,
+and neither takes M: such tiles compute scores as `plain_*` does. Sends nothing. Memory: H scores of a tile
+for A; a tile of scores with dropout or on CUDA, and 16 bytes a score for M.
+Dao et al. 2022, arXiv:2205.14135, appendix B.3, B.4.
 """
-
-from __future__ import annotations
 
 from functools import partial
 from typing import NamedTuple
@@ -56,9 +52,7 @@ def placed(kernel: Kernel, bias: Alibi | None = None, dropout: DropMask | float 
         return kernel
     if kernel not in (FUSED, PLAIN):
         what = "dropout" if dropout else "ALiBi"
-        raise ValueError(
-            f"{what} needs a kernel that makes scores, which this one does not; use FUSED or PLAIN"
-        )
+        raise ValueError(f"{what} needs a kernel that makes scores; use FUSED or PLAIN of kernel.py")
     return Placed(kernel, bias, dropout or None)
 
 

@@ -5,10 +5,9 @@
 The last query sees the last key: Tq queries may be the last ones of a longer text whose keys are all here.
 Tiles without a visible score need not be computed; those that the diagonal crosses get -inf; others no mask.
 
-Costs one product; sends nothing. Dao 2023 (FlashAttention-2), arXiv:2307.08691, section 3.1 (causal masking).
+Costs one product; sends nothing.
+Dao 2023 (FlashAttention-2), arXiv:2307.08691, section 3.1 (causal masking).
 """
-
-from __future__ import annotations
 
 import math
 
@@ -32,9 +31,7 @@ def diagonal(q: Tensor, k: Tensor, causal: bool) -> int | None:
     """The shift of the mask, or None if every query sees every key."""
     queries, keys = q.size(-2), k.size(-2)
     if causal and queries > keys:
-        raise ValueError(
-            f"causal: of {queries} queries with {keys} keys the first ones see nothing; give them their keys"
-        )
+        raise ValueError(f"causal: of {queries} queries with {keys} keys the first ones see nothing")
     return keys - queries if causal else None
 
 
@@ -63,9 +60,6 @@ def largest(scores: Tensor) -> Tensor:
 
 def nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The online softmax of rows before the first key: sums 0 `[.., K]` and 0 `[.., 1]`, maximum -inf."""
+    summed = q.new_zeros(*q.shape[:-1], v.size(-1), dtype=wide(q))
     row_sum = q.new_zeros(*q.shape[:-1], 1, dtype=wide(q))
-    return (
-        q.new_zeros(*q.shape[:-1], v.size(-1), dtype=wide(q)),
-        row_sum,
-        torch.full_like(row_sum, -math.inf),
-    )
+    return summed, row_sum, torch.full_like(row_sum, -math.inf)

@@ -1,26 +1,20 @@
 """What moves between slow and fast memory, counted at the line that moves it; and attention without tiles.
 
-A GPU's multiprocessor has a fast memory of M elements (A100: 192 KB, 98,304 numbers of 2 bytes) before a slow
-one, HBM. What an algorithm computes with must have been loaded, what it leaves behind must be stored:
-
     q_i, k_j = memory.load(q[rows], k[columns])     out[rows] = memory.store(out_i)     memory.divide(x, sums)
 
-These count elements and return their arguments (`UNCOUNTED` counts nothing), on meta tensors too: any size.
-`standard_*` is attention in whole matrices: each operation reads its operands and writes its result. For one
-head, with N = T and d = K,
+These count elements and return their arguments (`UNCOUNTED` counts nothing), on meta tensors, too. An A100's
+multiprocessor has a fast memory of M = 98,304 numbers of 2 bytes before the slow one, HBM. `standard_*` is
+attention in whole matrices: each operation reads its operands and writes its result. Per head, N = T, d = K:
 
                 loads             stores           divisions
     forward     2·N² + 3·N·d      2·N² + N·d       N        S = Q Kᵀ; P = softmax S; O = P V
     backward    5·N² + 5·N·d      2·N² + 3·N·d     0        dV = Pᵀ dO; dP = dO Vᵀ; dS; dQ = dS K; dK = dSᵀ Q
 
-which is Θ(N·d + N²); `flash_traffic` is Θ(N²·d²/M), in forward 12·N²·d²/M (version 1) and 8·N²·d²/M (2). A
-GPT-2 layer (N = 1,024, d = 64, 16 heads, batch 64, 2 bytes) has 25.2 GB with whole matrices and 4.1 GB with
-version 1 on an A100; the paper measured 40.3 and 4.4, its baseline with dropout and a mask.
-Sends nothing. Dao et al. 2022, arXiv:2205.14135, algorithms 0 to 4, theorem 2, figure 2. Differs: counts
-elements, not bytes; scale and mask belong to the product; caches are not modelled.
+That is Θ(N·d + N²); `flash_traffic` is Θ(N²·d²/M), in forward 12·N²·d²/M (version 1), 8·N²·d²/M (2). A GPT-2
+layer (N = 1,024, d = 64, 16 heads, batch 64, 2 bytes) has 25.2 GB and 4.1 GB (version 1, A100); the paper
+measured 40.3 and 4.4, its baseline with dropout and a mask. Sends nothing.
+Dao et al. 2022, arXiv:2205.14135, algorithms 0 to 4, theorem 2, figure 2. Differs: elements, not bytes.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 

@@ -3,35 +3,27 @@
     slow memory  ->  group of C cores        a tile of keys comes once for all; each core holds a tile of rows
     group        ->  each core               the same tile goes on to every core that sees it
 
-One core alone (flash.py, version 2) reads all of K and V from slow memory for each tile of rows. C cores work
-on C tiles at a time and read them once for all. Between group and core moves what moved before. Per head,
-without a mask, N = T, d = K, with r = ceil(N/rows) tiles of rows:
+One core alone (flash.py, version 2) reads all of K and V for each tile of rows; C cores read them once for C
+tiles. Per head, without a mask, N = T, d = K, r = ceil(N/rows):
 
                            one level            two levels
     slow memory, loads     Nd + 2Nd · r         Nd + 2Nd · ceil(r/C)         stores Nd + N on both
     cores, loads           the same             Nd + 2Nd · r
 
-Elements are counted, no clock runs; a hop over the group's mesh costs what a load costs. A Sunway SW26010-Pro
-has groups of 64 cores with 256 KB of local memory (LDM) each. Memory: the states of C tiles. Sends nothing.
-Wu et al. 2024 (SWattention), Journal of Supercomputing, doi 10.1007/s11227-024-05890-8: partition over core
-groups and cores. Differs: forward and its traffic on one group; no asynchronous copies.
+A model: elements are counted, no clock runs. A Sunway SW26010-Pro has groups of 64 cores with 256 KB of local
+memory (LDM) each. Memory: the states of C tiles. Sends nothing.
+Wu et al. 2024 (SWattention), J. Supercomputing, doi 10.1007/s11227-024-05890-8. Differs: forward only.
 """
-
-from __future__ import annotations
-
-from torch import Tensor
 
 from minitrain.attention.flash import see, tile_sizes
 from minitrain.attention.kernel import repeat_kv
 from minitrain.attention.score_tiles import diagonal, nothing_seen, pieces, score_tile, visible, wide
 from minitrain.attention.traffic import UNCOUNTED
 
-LDM_ELEMENTS = 256 * 1024 // 2  # local memory of one Sunway core, in numbers of 2 bytes
+LDM = 256 * 1024 // 2  # numbers of 2 bytes in the local memory of one Sunway core
 
 
-def two_level_forward(
-    q, k, v, causal=True, *, cores: int, fast_elements=LDM_ELEMENTS, slow=UNCOUNTED, group=UNCOUNTED
-) -> tuple[Tensor, Tensor]:
+def two_level_forward(q, k, v, causal=True, *, cores, fast_elements=LDM, slow=UNCOUNTED, group=UNCOUNTED):
     """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> O `[B, H, T, K]`, lse `[B, H, T]`."""
     if cores < 1:
         raise ValueError(f"a group of {cores} cores; it has 1 or more")

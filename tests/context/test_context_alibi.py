@@ -238,7 +238,7 @@ def test_refusals_are_one_line_on_every_rank():
             "ulysses_attention: ALiBi has 8 slopes for 4 heads": call(
                 ulysses_attention, core=causal_attention, bias=Alibi(SLOPES, places)
             ),
-            "ALiBi needs blocks that make scores": call(kernel=flash_1(), bias=Alibi(SLOPES[:4], places)),
+            "ALiBi needs a kernel that makes scores": call(kernel=flash_1(), bias=Alibi(SLOPES[:4], places)),
             "packed_attention: ALiBi with positions [1, 8]": call(
                 packed_attention, cu_seqlens=[0, 8], bias=Alibi(SLOPES[:4], places[None])
             ),
