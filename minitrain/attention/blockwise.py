@@ -1,29 +1,20 @@
-"""Blockwise Parallel Transformer: a block of queries goes through attention and MLP at once, before the next block starts.
+"""Blockwise Parallel Transformer: a block of queries goes through attention and MLP before the next.
 
-    K, V = keys_values(X)        for block i:   Y_i = finish(X_i, attention(query(X_i), K, V))           X, Y [B, T, D]
+    K, V = keys_values(X)      for block i:  Y_i = finish(X_i, attention(query(X_i), K, V))     X, Y [B, T, D]
 
-Attention by tiles keeps no scores, and then the widest tensor of a layer is the MLP's, [B, T, F]: of each token, alone. So it need never
-exist for more than a block of tokens: what belongs to a block (queries, attention, both residuals, norms and the MLP) is computed in one
-checkpointed function, and again in backward, block by block.
-
-In 2 bytes, with F = 4D and as many K/V heads as heads, in units of B·T·D (the paper's bsh):
+Attention by tiles keeps no scores; then the widest tensor of a layer is the MLP's, [B, T, F], which need not
+exist for more than a block of tokens: all of a block is one checkpointed function, computed again in
+backward. In 2 bytes, F = 4D and as many K/V heads as heads, in units of B·T·D (the paper's bsh):
 
                               attention by tiles alone        blockwise
     widest tensor kept        8   (the MLP's)                 2   (X, K or V)
     all that is kept          36  (GELU, RMSNorm)             6   (X, K and V)
-    peak with backward        44                              25, gradients of X, K, V included (T = 256, rows = 16)
+    peak with backward        44                              25, with dX, dK, dV (T = 256, rows = 16)
 
-The paper's 8bsh -> 2bsh are the widest tensors. Costs one more forward. A checkpoint around the whole layer leaves X alone, 2bsh, and
-computes K and V a third time. Sends nothing.
-Raises ValueError in one line for blocks of no size; `blockwise_block` for a block that is not pre-norm, has a latent or ALiBi.
-
-Liu and Abbeel 2023, arXiv:2305.19370, section 3 and its table of activation sizes. Differs: keys and values of the whole sequence are
-made at once and kept; a tile of attention has its own sizes (flash.py), theirs is the block.
+Sends nothing; costs one more forward. A checkpoint around the layer keeps X alone and makes K, V thrice.
+Liu and Abbeel 2023, arXiv:2305.19370, section 3. Differs: K and V of all tokens are made at once and kept.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -36,21 +27,11 @@ from minitrain.attention.score_tiles import pieces
 TILED = partial(flash_attention, kernel=flash_2())
 
 
-def blockwise_layer(
-    x: Tensor,
-    positions: Tensor,
-    query: Callable,
-    keys_values: Callable,
-    finish: Callable,
-    *,
-    rows: int,
-    causal: bool = True,
-    core: Callable = TILED,
-) -> Tensor:
-    """x `[B, T, D]`, positions `[T]` or `[B, T]` -> `[B, T, D]`, `rows` tokens at a time.
+def blockwise_layer(x, positions, query, keys_values, finish, *, rows: int, causal=True, core=TILED):
+    """x `[B, T, D]`, positions `[T]` or `[B, T]` -> `[B, T, D]`, `rows` tokens at a time, by three functions:
 
-    `query(x_i, positions_i) -> [B, H, r, K]`, `keys_values(x, positions) -> k, v [B, H_kv, T, K]`, and `finish(x_i, attended [B, H, r, K])
-    -> [B, r, D]` is all that follows, residuals included. Queries of `core` are the last ones of the keys that it is given.
+    `query(x_i, positions_i)` -> `[B, H, r, K]`, `keys_values(x, positions)` -> k, v `[B, H_kv, T, K]`, and
+    `finish(x_i, attended [B, H, r, K])` -> `[B, r, D]`, all that follows, with the residuals.
     """
     k, v = checkpoint(keys_values, x, positions, use_reentrant=False)
 
@@ -59,36 +40,22 @@ def blockwise_layer(
 
     done = []
     for tokens in pieces(x.size(1), rows):
-        seen = slice(0, tokens.stop if causal else x.size(1))
-        done.append(
-            checkpoint(
-                block,
-                x[:, tokens],
-                positions[..., tokens],
-                k[..., seen, :],
-                v[..., seen, :],
-                use_reentrant=False,
-            )
-        )
+        seen = slice(0, tokens.stop if causal else x.size(1))  # the queries are the last ones of these keys
+        inputs = x[:, tokens], positions[..., tokens], k[..., seen, :], v[..., seen, :]
+        done.append(checkpoint(block, *inputs, use_reentrant=False))
     return torch.cat(done, dim=1)
 
 
-def blockwise_block(
-    block: nn.Module, x: Tensor, positions: Tensor, *, rows: int, core: Callable = TILED
-) -> Tensor:
-    """What `block(x, positions)` is, for a pre-norm block of the model: norm1, attention (q, k, v, out), norm2, mlp, dropout."""
+def blockwise_block(block: nn.Module, x: Tensor, positions: Tensor, *, rows: int, core=TILED) -> Tensor:
+    """block(x, positions), for a pre-norm block of the model: norm1, attention, norm2, mlp, dropouts."""
     attention, config = block.attention, block.config
     if config.residual != "pre" or config.positions == "alibi" or not hasattr(attention, "q"):
-        raise ValueError(
-            f"blockwise: residual={config.residual}, positions={config.positions}, kv_latent={config.kv_latent}; it is written for "
-            "pre-norm blocks with separate Q, K, V and no bias; give blockwise_layer the three functions of another one"
-        )
+        found = f"residual={config.residual}, positions={config.positions}, kv_latent={config.kv_latent}"
+        raise ValueError(f"blockwise: {found}; it needs pre-norm, Q, K, V and no bias")
 
     def heads(x: Tensor, *linears: nn.Module) -> list[Tensor]:
-        return [
-            y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
-            for y in attention.project(block.norm1(x), linears)
-        ]
+        projected = attention.project(block.norm1(x), linears)
+        return [y.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for y in projected]
 
     def turned(y: Tensor, positions: Tensor) -> Tensor:
         return attention.rotated(y, positions) if config.positions == "rope" else y

@@ -1,22 +1,16 @@
-"""Dropout whose mask is a function of the place: whoever computes a number knows whether it is dropped, on any rank, in any order.
+"""Dropout whose mask is a function of the position: the same on any rank, in any order, without a state.
 
-    M[b, h, i, j] = keep(seed; row b, head h, query i, key j)          y = x M / (1-p)          activations: channel j, no head
+    M[b, h, i, j] = keep(seed; row b, head h, query i, key j)     y = x M / (1-p)     activations: channel j
 
-A generator that is drawn from gives the n-th number after n-1 others; two ranks that meet a score, or one that meets it again in
-backward or in recomputation, would draw different ones. A counter-based generator is a hash of a counter, and has no state: here the
-counter is the place in the whole batch and model (row, head, positions), the key is a seed made of the run's seed, the step and the
-name of the layer. So axes, layouts, microbatches, stages and recomputation do not matter: every layout drops what one process drops.
-No mask is kept by the generator or sent.
-
-The hash is splitmix64's, taken once for each coordinate: s = mix(s + γ (c + 1)), uniform over 64 bits; M = [s >= p 2^64].
-`Places` is what a rank knows of the rows it computes; `DropRows` stands for `layers.Dropout`, `drop_scores` around an attention core.
-Sends nothing. Memory: 16 bytes an element while a mask is made. Raises ValueError in one line for a rate outside [0, 1).
-Salmon et al. 2011 (Random123), SC'11, section 2 (counter-based generators); Steele et al. 2014, OOPSLA (splitmix64 and its mix).
-Differs: their counter is a place in the kernel's grid on one device, ours in the model; two products of 64 bits a number, where their
-Philox-4x32-10 takes 20 of 32 bits for four numbers. Megatron-LM keeps a stream of random numbers for each kind of rank instead.
+A generator gives its n-th number after n-1 others: two ranks that compute one score, or one that does so
+again in recomputation, would draw different ones. A counter-based generator hashes a counter: here the place
+in the whole batch and model, with a seed of the run's seed, the step and the layer's name. So every layout,
+schedule and recomputation drops what one process drops; no mask is kept or sent. The hash is splitmix64's,
+once for each coordinate: s = mix(s + γ (c + 1)), uniform over 64 bits; M = [s >= p 2^64]. Sends nothing.
+Memory: 16 bytes an element while a mask is made.
+Salmon et al. 2011 (Random123), SC'11, section 2; Steele et al. 2014, OOPSLA (splitmix64). Differs: their
+counter is a place in the kernel's grid on one device, ours in the model. Megatron-LM keeps random streams.
 """
-
-from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -31,7 +25,7 @@ Positions = Callable[[torch.device], tuple[Tensor, Tensor]]  # of queries and of
 
 
 def mix(z: Tensor) -> Tensor:
-    """int64 -> int64, in place: a permutation in which every bit of the result depends on all bits. Products wrap."""
+    """int64 -> int64, in place: a permutation; each bit of the result depends on all bits. Products wrap."""
     for shift, factor in ROUNDS:
         z.bitwise_xor_(shifted(z, shift)).mul_(factor)
     return z.bitwise_xor_(shifted(z, 31))
@@ -43,7 +37,7 @@ def shifted(z: Tensor, places: int) -> Tensor:
 
 
 def keep(p: float, seed: Tensor | int, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """int64 `[B]`, `[H]`, `[Tq]`, `[Tk]`, global numbers -> bool `[B, H, Tq, Tk]`: True with probability 1-p."""
+    """int64 `[B]`, `[H]`, `[Tq]`, `[Tk]`, global numbers -> bool `[B, H, Tq, Tk]`: True at a rate 1-p."""
     state = mix(torch.as_tensor(seed, dtype=torch.int64, device=keys.device).clone())
     for place in (rows[:, None, None, None], heads[:, None, None], queries[:, None], keys):
         state = mix(state + (place + 1) * GAMMA)
@@ -51,7 +45,7 @@ def keep(p: float, seed: Tensor | int, rows: Tensor, heads: Tensor, queries: Ten
 
 
 class DropMask(NamedTuple):
-    """The `dropout` of one call of a core: the rate, the seed, and the global numbers of this rank's first row, head and token."""
+    """The `dropout` of a call of a core: rate, seed, global numbers of its first row, head and token."""
 
     p: float
     seed: Tensor | int
@@ -61,22 +55,18 @@ class DropMask(NamedTuple):
 
     def keep(self, batch: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor:
         """bool `[B, H, Tq, Tk]` for positions `[Tq]` and `[Tk]`."""
-        rows, heads = (
-            torch.arange(first, first + count, device=keys.device)
-            for first, count in ((self.first_row, batch), (self.first_head, heads))
-        )
+        rows = torch.arange(self.first_row, self.first_row + batch, device=keys.device)
+        heads = torch.arange(self.first_head, self.first_head + heads, device=keys.device)
         return keep(self.p, self.seed, rows, heads, queries + self.first_token, keys + self.first_token)
 
     def factors(self, like: Tensor, positions: Positions) -> Tensor:
-        """M' = M / (1-p) for the probabilities `like` `[B, H, Tq, Tk]` at these positions."""
+        """M / (1-p) for the probabilities `like` `[B, H, Tq, Tk]` at these positions."""
         return self.keep(*like.shape[:2], *positions(like.device)).to(like.dtype).div_(1 - self.p)
 
     def __call__(self, probabilities: Tensor) -> Tensor:
-        """Of a whole sequence in its natural order, `[B, H, T, T]`: what `layers.drop` does with a rate."""
-        kept = self.keep(
-            *probabilities.shape[:2],
-            *in_order(probabilities.size(-2), probabilities.size(-1))(probabilities.device),
-        )
+        """Dropped probabilities of a whole sequence in its natural order, `[B, H, T, T]`."""
+        batch, heads, *tokens = probabilities.shape
+        kept = self.keep(batch, heads, *in_order(*tokens)(probabilities.device))
         return torch.where(kept, probabilities / (1 - self.p), 0.0)  # autograd keeps a byte a score, no more
 
 
@@ -85,11 +75,8 @@ def in_order(queries: int, keys: int) -> Positions:
     return lambda device: (torch.arange(queries, device=device), torch.arange(keys, device=device))
 
 
-# ---- in a model ------------------------------------------------------------------------------------------------------
-
-
 class Places:
-    """Which step this is and which row of the global batch comes first: set by who cuts a batch, read by every dropout of the rank."""
+    """Step and first row of the global batch: set by who cuts a batch, read by all dropouts of a rank."""
 
     def __init__(self, seed: int = 0):
         self.seed, self.step, self.first_row = seed, 0, 0
@@ -99,24 +86,18 @@ class Places:
 
     def seed_of(self, site: str) -> int:
         """63 bits: another mask in each step and at each site."""
-        return (
-            int.from_bytes(
-                hashlib.blake2b(f"{self.seed}/{self.step}/{site}".encode(), digest_size=8).digest()
-            )
-            >> 1
-        )
+        text = f"{self.seed}/{self.step}/{site}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+def all_of(positions: Tensor) -> Tensor:
+    return positions
 
 
 class DropRows(nn.Module):
-    """In the place of `layers.Dropout`. `own(positions)` says which of them x `[B, T, D]` has, where ranks share out the tokens."""
+    """`layers.Dropout` by position. `own(positions)`: those of x `[B, T, D]`, where ranks share tokens."""
 
-    def __init__(
-        self,
-        p: float,
-        places: Places,
-        site: str,
-        own: Callable[[Tensor], Tensor] = lambda positions: positions,
-    ):
+    def __init__(self, p: float, places: Places, site: str, own: Callable[[Tensor], Tensor] = all_of):
         super().__init__()
         if not 0 <= p < 1:
             raise ValueError(f"dropout p={p}; must be in [0, 1)")
@@ -126,14 +107,13 @@ class DropRows(nn.Module):
         if not (self.p and self.training):
             return x
         mask = DropMask(self.p, self.places.seed_of(self.site), self.places.first_row)
-        kept = mask.keep(
-            x.size(0), 1, self.own(positions), torch.arange(x.size(-1), device=x.device)
-        ).squeeze(1)
+        channels = torch.arange(x.size(-1), device=x.device)
+        kept = mask.keep(x.size(0), 1, self.own(positions), channels).squeeze(1)
         return torch.where(kept, x / (1 - self.p), 0.0)
 
 
 def drop_scores(core: Callable, places: Places, site: str, part: int = 0) -> Callable:
-    """core(q, k, v, .., dropout=p) with the mask of this place. `part`: of the equal parts into which heads are cut, which is here."""
+    """core(q, k, v, .., dropout=p) with the mask of this site; this rank has part `part` of the heads."""
 
     def run(q: Tensor, *others: Tensor, dropout: float = 0.0, **more) -> Tensor:
         if dropout:
@@ -143,13 +123,8 @@ def drop_scores(core: Callable, places: Places, site: str, part: int = 0) -> Cal
     return run
 
 
-def drop_by_place(
-    layers: Iterable[nn.Module],
-    places: Places,
-    part: int = 0,
-    own: Callable[[Tensor], Tensor] = lambda positions: positions,
-) -> None:
-    """Every dropout of these layers, in place: activations by row, position and channel, scores by row, head, query and key."""
+def drop_by_place(layers: Iterable[nn.Module], places: Places, part: int = 0, own: Callable = all_of) -> None:
+    """Every dropout of these layers, in place: of activations (row, position, channel) and of scores."""
     for layer in layers:
         for name, module in list(layer.named_children()):
             if isinstance(module, nn.Dropout):

@@ -1,69 +1,45 @@
-"""Lazy softmax: sum e^s v and e^s over chunks of keys, divide once at the end, and save nothing but the inputs.
+"""Lazy softmax: sum e^s v and e^s over chunks of keys, divide once at the end, and save only the inputs.
 
-    chunk of keys    m = max_j s_j      u = Σ_j e^(s_j - m) v_j      z = Σ_j e^(s_j - m)           summary (u, z, m)
-    two chunks       m' = max(m_1, m_2)      u' = Σ_c u_c e^(m_c - m')      z' = Σ_c z_c e^(m_c - m')
-    at the end       O = u / z                                                                    Q[B, H, Tq, K]   K, V[B, H_kv, Tk, K]
+    chunk of keys   m = max_j s_j     u = Σ_j e^(s_j - m) v_j     z = Σ_j e^(s_j - m)        summary (u, z, m)
+    two chunks      m' = max(m_1, m_2)     u' = Σ_c u_c e^(m_c - m')     z' = Σ_c z_c e^(m_c - m')
+    at the end      O = u / z                                          Q[B, H, Tq, K]   K, V[B, H_kv, Tk, K]
 
-A query needs K + 2 numbers, however many keys there are: u, z and m. Queries come in chunks too, one chunk after the other, and so
-the scores in memory are one chunk of queries by one chunk of keys. m is there against overflow only and carries no gradient.
+m prevents overflow and carries no gradient. Backward is two checkpoints: around a chunk of queries, which
+keeps q, k, v, and inside around the summary of a chunk of keys: Tk/key_chunk summaries are kept, and the
+scores of one chunk. Memory per head beside arguments and results, with chunks of c_q queries and c_k keys:
 
-Backward is checkpointing twice, and no formula. The outer checkpoint is around a chunk of queries: of the whole attention autograd
-keeps q, k and v. The inner one is around the summary of a chunk of keys: while one chunk of queries is differentiated, its summaries
-are kept (Tk/key_chunk of them) and the scores of one chunk are computed anew. Per head, with chunks of c_q queries and c_k keys,
+    forward  O(c_q · (c_k + K)), flat in T      backward  O(c_q · (c_k + K · Tk / c_k)), hence O(sqrt(Tk))
 
-    forward    beside q, k, v, O:  O(c_q · (c_k + K))       flat in T
-    backward   beside q, k, v, O and the gradients:  O(c_q · (c_k + K · Tk / c_k))       c_k = sqrt(Tk):  O(sqrt(Tk))
-
-for 9 products instead of 6: forward twice, and once more S, after which torch has what backward needs and stops.
-`key_chunk=None` takes sqrt(Tk). Sends nothing.
-Raises ValueError in one line for chunks of no size, heads that do not divide and causal queries without keys.
-
-Rabe and Staats 2021, arXiv:2112.05682, sections 2 to 4 (listing 1: chunks of 1,024 queries and 4,096 keys). Differs: chunks that a
-causal mask hides are not computed; summaries are merged as they come, theirs are stacked and merged at the end.
+for 9 products instead of 6: forward twice more, the second time S only. Sends nothing.
+Rabe and Staats 2021, arXiv:2112.05682, sections 2 to 4. Differs: hidden chunks are skipped.
 """
 
-from __future__ import annotations
-
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from minitrain.attention.kernel import repeat_kv
-from minitrain.attention.score_tiles import diagonal, largest, pieces, score_tile, visible
+from minitrain.attention.score_tiles import diagonal, largest, nothing_seen, pieces, score_tile, visible
+
+# Nothing inside is saved, backward calls the function again. It draws no random numbers.
+_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def lazy_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    query_chunk: int = 1024,
-    key_chunk: int | None = None,
-) -> Tensor:
-    """q `[B, H, Tq, K]`, k, v `[B, H_kv, Tk, K]` -> `[B, H, Tq, K]`. A core for the model's attention."""
+def lazy_attention(q, k, v, *, causal=True, query_chunk=1024, key_chunk: int | None = None) -> Tensor:
+    """q `[B, H, Tq, K]`, k, v `[B, H_kv, Tk, K]` -> `[B, H, Tq, K]`. `key_chunk=None`: sqrt(Tk) keys."""
     shift = diagonal(q, k, causal)
     key_chunk = math.isqrt(k.size(-2)) if key_chunk is None else key_chunk
-    return torch.cat(
-        [
-            _again(attend_rows, q_i, k, v, rows, shift, key_chunk)
-            for rows, q_i in zip(pieces(q.size(-2), query_chunk), q.split(query_chunk, dim=-2))
-        ],
-        dim=-2,
-    )
+    chunks = zip(pieces(q.size(-2), query_chunk), q.split(query_chunk, dim=-2))
+    return torch.cat([_again(attend_rows, q_i, k, v, rows, shift, key_chunk) for rows, q_i in chunks], dim=-2)
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: slice, shift: int | None, key_chunk: int) -> Tensor:
     """One chunk of queries `[B, H, c_q, K]`, which are these rows, and all keys -> `[B, H, c_q, K]`."""
     k, v = repeat_kv(q, k, v)
-    exact = torch.promote_types(q.dtype, torch.float32)
-    weighted, total = (
-        q.new_zeros(*q.shape[:-1], v.size(-1), dtype=exact),
-        q.new_zeros(*q.shape[:-1], 1, dtype=exact),
-    )
-    top = torch.full_like(total, -math.inf)
+    weighted, total, top = nothing_seen(q, v)
     for columns in pieces(k.size(-2), key_chunk):
         if visible(rows, columns, shift):
             u, z, m = _again(summarize, q, k[..., columns, :], v[..., columns, :], rows, columns, shift)
@@ -73,16 +49,9 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: slice, shift: int | None,
     return (weighted / total).to(q.dtype)
 
 
-def summarize(
-    q: Tensor, k: Tensor, v: Tensor, rows: slice, columns: slice, shift: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def summarize(q: Tensor, k: Tensor, v: Tensor, rows: slice, columns: slice, shift: int | None):
     """A chunk of keys as these queries see it: u `[B, H, c_q, K]`, z and m `[B, H, c_q, 1]`."""
     scores = score_tile(q, k, rows, columns, shift)
     m = largest(scores.detach())
     weights = (scores - m).exp()
     return weights.to(v.dtype) @ v, weights.sum(-1, keepdim=True), m
-
-
-def _again(function, *args):
-    """Nothing inside is saved; backward calls the function once more. No random numbers, hence no state of theirs to restore."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

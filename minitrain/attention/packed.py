@@ -1,68 +1,46 @@
-"""Sequences of different lengths without padding: their tokens in one row, and offsets that say where each begins.
+"""Sequences of different lengths without padding: tokens in one row, offsets that say where each begins.
 
     tokens        a a a a b b c c c           cu_seqlens = [0, 4, 6, 9]
-    scores        three triangles on the diagonal, none between sequences: O = concat_i attention(Q_i, K_i, V_i)
+    scores        three triangles on the diagonal, none between sequences: O_i = attention(Q_i, K_i, V_i)
 
-Whatever treats each token for itself (norms, matrices, MLP, loss) takes the row as it is, `[1, N, D]`. Attention takes the offsets
-too: `packed_attention` is a core for the model, one call of any core for each sequence. Positions start again with each: `positions`.
-
-A padded batch becomes such a row and comes back by a map, made once for all layers by a prefix sum over the mask (`Padding`):
+Norms, matrices, MLP and loss take the row as it is, `[1, N, D]`; `packed_attention` is a core that takes the
+offsets, with one call of any core for each sequence. `Padding` maps a padded batch to such a row and back,
+made once for all layers by a prefix sum over the mask:
 
     valid     1 1 1 0    places   0 1 2 .        packed row        x_00 x_01 x_02 x_10 x_11
               1 1 0 0             3 4 . .        source            0    1    2    4    5
 
-With lengths l_i in a batch of B · l_max, N = Σ l_i, the FLOPs of a packed batch are these shares of those of the padded one:
-
-    matrices    Σ l_i / (B · l_max)                attention    Σ l_i² / (B · l_max²)
-
-and activations are N / (B · l_max) of the padded ones. Sends nothing.
-Raises ValueError in one line for offsets that do not start at 0, do not ascend or do not end at N, more rows than one, a mask that is
-not of booleans, and a sequence without tokens.
-
-Zhai et al. 2023 (ByteTransformer), arXiv:2210.03052, section 3.2 (prefix sum) and 3.3; offsets as in FlashAttention's varlen functions.
-Differs: a Python loop over sequences where theirs is one grouped kernel: the same products, with a launch each.
+For lengths l_i in a batch of B · l_max, packing leaves Σ l_i / (B · l_max) of activations and matrix FLOPs,
+and Σ l_i² / (B · l_max²) of attention's. Sends nothing.
+Zhai et al. 2023 (ByteTransformer), arXiv:2210.03052, sections 3.2 and 3.3; offsets as in FlashAttention's
+varlen. Differs: a loop over sequences, not one kernel.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from minitrain.attention.alibi import Alibi
-from minitrain.attention.dropout import DropMask
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.placed import check_places
 
 
-def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens: Sequence[int],
-    causal: bool = True,
-    core: Callable = flash_attention,
-    bias: Alibi | None = None,
-    dropout: DropMask | float = 0.0,
-) -> Tensor:
-    """q `[1, H, N, K]`, k, v `[1, H_kv, N, K]`, all sequences one after the other -> `[1, H, N, K]`; `core` sees them one by one."""
+def packed_attention(q, k, v, *, cu_seqlens, causal=True, core=flash_attention, bias=None, dropout=0.0):
+    """q `[1, H, N, K]`, k, v `[1, H_kv, N, K]` -> `[1, H, N, K]`. `bias`: an Alibi, `dropout`: a DropMask."""
     if q.size(0) != 1:
         raise ValueError(f"packed q has {q.size(0)} rows; pack all sequences into one, [1, H, N, K]")
     lengths = sequence_lengths(cu_seqlens, q.size(-2))
-    sequences = zip(*(x.split(lengths, dim=-2) for x in (q, k, v)))
     check_places("packed_attention", q, bias, dropout)
-    extras = [{} for _ in lengths]
-    for start, length, more in zip(cu_seqlens, lengths, extras):
+    outs = []
+    for start, length, *qkv in zip(cu_seqlens, lengths, *(x.split(lengths, dim=-2) for x in (q, k, v))):
+        more = {}
         if bias:
             more["bias"] = bias._replace(positions=bias.positions.narrow(0, start, length))
         if dropout:
             more["dropout"] = dropout._replace(first_token=start)
-    return torch.cat(
-        [core(*sequence, causal=causal, **more) for sequence, more in zip(sequences, extras)], dim=-2
-    )
+        outs.append(core(*qkv, causal=causal, **more))
+    return torch.cat(outs, dim=-2)
 
 
 def sequence_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
@@ -72,21 +50,16 @@ def sequence_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
         raise ValueError(f"cu_seqlens {offsets} do not start at 0, where the first sequence does")
     for here, after in pairwise(offsets):
         if after <= here:
-            raise ValueError(
-                f"cu_seqlens {offsets} do not ascend: {after} after {here}; every sequence has a token or more"
-            )
+            raise ValueError(f"cu_seqlens {offsets} do not ascend: {after} after {here}")
     if offsets[-1] != tokens:
-        raise ValueError(
-            f"cu_seqlens end at {offsets[-1]}, but there are {tokens} tokens; the last offset is their number"
-        )
+        raise ValueError(f"cu_seqlens end at {offsets[-1]}, but there are {tokens} tokens; end there")
     return [after - here for here, after in pairwise(offsets)]
 
 
 def positions(cu_seqlens: Sequence[int], device: torch.device | None = None) -> Tensor:
     """`[N]` positions: 0, 1, .. from the start of each sequence."""
-    return torch.cat(
-        [torch.arange(length, device=device) for length in sequence_lengths(cu_seqlens, int(cu_seqlens[-1]))]
-    )
+    lengths = sequence_lengths(cu_seqlens, int(cu_seqlens[-1]))
+    return torch.cat([torch.arange(length, device=device) for length in lengths])
 
 
 def flop_shares(lengths: Sequence[int]) -> tuple[float, float]:
@@ -100,14 +73,10 @@ class Padding:
 
     def __init__(self, valid: Tensor):
         if valid.dtype != torch.bool or valid.dim() != 2:
-            raise ValueError(
-                f"valid is {valid.dtype} {list(valid.shape)}; give torch.bool [B, T], True where there is a token"
-            )
+            raise ValueError(f"valid is {valid.dtype} {list(valid.shape)}; give torch.bool [B, T]")
         lengths = valid.sum(1).tolist()
         if 0 in lengths:
-            raise ValueError(
-                f"sequence {lengths.index(0)} of {len(lengths)} has no token; leave it out of the batch"
-            )
+            raise ValueError(f"sequence {lengths.index(0)} of {len(lengths)} has no token; leave it out")
         self.valid = valid
         self.places = valid.flatten().cumsum(0).sub_(1).view_as(valid)  # meaningless where there is no token
         self.source = self.places.new_empty(sum(lengths))

@@ -1,21 +1,23 @@
-"""A tile of the score matrix: some rows of queries against some columns of keys, and what a causal mask leaves of it.
+"""A tile of the score matrix: some queries against some keys, and what a causal mask leaves of it.
 
-    S[rows, columns] = Q[rows] K[columns]ᵀ / sqrt(K)        causal: query i sees keys 0 .. i + shift        shift = Tk - Tq >= 0
+    S[rows, columns] = Q[rows] K[columns]ᵀ / sqrt(K)    causal: query i sees keys 0..i+shift; shift = Tk - Tq
 
-The last query sees the last key. So Tq queries may be the last ones of a longer text whose keys are all here, and a square is the
-usual triangle. A tile with no visible score is not `visible` and need not be computed; one that the diagonal crosses gets -inf where
-the key comes too late; all others need no mask.
+The last query sees the last key: Tq queries may be the last ones of a longer text whose keys are all here.
+Tiles without a visible score need not be computed; those that the diagonal crosses get -inf; others no mask.
 
-Costs one product; sends nothing. Raises ValueError in one line for causal queries that would see no key and for tiles of no size.
-Dao 2023 (FlashAttention-2), arXiv:2307.08691, section 3.1, "Causal masking".
+Costs one product; sends nothing.
+Dao 2023 (FlashAttention-2), arXiv:2307.08691, section 3.1 (causal masking).
 """
-
-from __future__ import annotations
 
 import math
 
 import torch
 from torch import Tensor
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """In which softmax and its sums are computed: float32, or x's own dtype where that is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def pieces(length: int, size: int) -> list[slice]:
@@ -27,11 +29,10 @@ def pieces(length: int, size: int) -> list[slice]:
 
 def diagonal(q: Tensor, k: Tensor, causal: bool) -> int | None:
     """The shift of the mask, or None if every query sees every key."""
-    if causal and q.size(-2) > k.size(-2):
-        raise ValueError(
-            f"causal: {q.size(-2)} queries end where {k.size(-2)} keys do, so the first ones see nothing; give them their keys"
-        )
-    return k.size(-2) - q.size(-2) if causal else None
+    queries, keys = q.size(-2), k.size(-2)
+    if causal and queries > keys:
+        raise ValueError(f"causal: of {queries} queries with {keys} keys the first ones see nothing")
+    return keys - queries if causal else None
 
 
 def visible(rows: slice, columns: slice, shift: int | None) -> bool:
@@ -40,13 +41,25 @@ def visible(rows: slice, columns: slice, shift: int | None) -> bool:
 
 
 def score_tile(q: Tensor, k: Tensor, rows: slice, columns: slice, shift: int | None) -> Tensor:
-    """q `[.., r, K]` and k `[.., c, K]`, which are these rows and columns -> `[.., r, c]` in at least float32."""
-    scores = (q @ k.transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1))
+    """q `[.., r, K]` and k `[.., c, K]`, which are these rows and columns -> `[.., r, c]`, in `wide`."""
+    scores = (q @ k.transpose(-2, -1)).to(wide(q)) / math.sqrt(q.size(-1))
     if shift is None or columns.stop <= rows.start + shift + 1:
         return scores
     return scores + scores.new_full(scores.shape[-2:], -math.inf).triu(rows.start + shift - columns.start + 1)
 
 
+def score_matrix(q: Tensor, k: Tensor, shift: int | None) -> Tensor:
+    """The one tile of all rows and columns, `[.., Tq, Tk]`."""
+    return score_tile(q, k, slice(0, q.size(-2)), slice(0, k.size(-2)), shift)
+
+
 def largest(scores: Tensor) -> Tensor:
-    """The maximum of each row `[.., r, 1]`, finite even where a row sees nothing: -inf - (-inf) would be no number."""
+    """The maximum of each row `[.., r, 1]`, finite where a row sees nothing, too: -inf - (-inf) is nan."""
     return scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+
+
+def nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The online softmax of rows before the first key: sums 0 `[.., K]` and 0 `[.., 1]`, maximum -inf."""
+    summed = q.new_zeros(*q.shape[:-1], v.size(-1), dtype=wide(q))
+    row_sum = q.new_zeros(*q.shape[:-1], 1, dtype=wide(q))
+    return summed, row_sum, torch.full_like(row_sum, -math.inf)

@@ -5,7 +5,8 @@ First  linear              columns, then rows, one sum
        model               a whole model
 then   sequence            between the matrices the sequence is cut
        overlap, ring_overlap                    what is sent behind what is computed
-beside random              streams of random numbers that agree, or differ
+beside autograd            passes that are written by hand
+       random              streams of random numbers that agree, or differ
        rotated             pieces of weights go round
        grids/              blocks on two and three dimensions
 """

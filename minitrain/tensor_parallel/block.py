@@ -1,21 +1,15 @@
-"""Which matrices of a Transformer layer are cut how: attention by heads, the MLP by its hidden units. In place.
+"""Which matrices of a Transformer layer are cut how: attention by heads, the MLP by hidden units, in place.
 
-    attention   q, k, v by columns = whole heads, H/t a rank      core: local      out by rows
-    MLP         up (and gate) by columns, F/t hidden units        activation: local     down by rows
+    attention   q, k, v by columns = whole heads, H/t a rank      core: local            out by rows
+    MLP         up (and gate) by columns, F/t hidden units        activation: local      down by rows
 
-The modules stay what they are and their parameters keep their names: a layer counts its heads in the width it finds, so cutting
-the weights is all there is to do. `column` and `row` say how activations travel (linear.py, sequence.py, overlap.py).
-
-Grouped queries. Where the ranks divide the K/V heads, these are cut as well. Where there are fewer K/V heads than ranks (and they
-divide the ranks), the K/V weights stay whole on all ranks, each rank computes the one head its queries need, and the gradient is
-summed over the group: 2(t-1)/t of the two matrices' bytes per backward, which is small, as such matrices are narrow.
-
-Raises ValueError in one line, before any rank waits, for heads that do not divide (with the numbers of ranks that would).
-Shoeybi et al. 2019, arXiv:1909.08053, section 3; Ainslie et al. 2023 (GQA), arXiv:2305.13245, section 2.2, on K/V heads under
-tensor parallelism. Differs from Megatron-LM, which keeps a copy of the K/V head per rank and sums over the ranks that share it.
+Parameters keep their names; a layer counts its heads in the width it finds. `column` and `row` say how
+activations travel (linear.py, sequence.py, overlap.py, ring_overlap.py). K/V heads that the ranks divide are
+cut as well. Fewer ones, which divide the ranks, stay whole on all ranks: each computes the head its queries
+need, and the gradient is summed, 2(t-1)/t of the bytes of two narrow matrices in backward.
+Shoeybi et al. 2019, arXiv:1909.08053, section 3; Ainslie et al. 2023 (GQA), arXiv:2305.13245, section 2.2.
+Differs from Megatron-LM, which keeps a copy of the K/V head per rank and sums over the ranks that share it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
@@ -37,16 +31,11 @@ def cut_mlp(mlp: nn.Module, group: ProcessGroup, column: Callable, row: Callable
     mlp.down = RowLinear(mlp.down, group, row)
 
 
-def cut_attention(
-    attention: nn.Module, head_dim: int, group: ProcessGroup, column: Callable, row: Callable
-) -> None:
+def cut_attention(attention: nn.Module, head_dim: int, group: ProcessGroup, column: Callable, row: Callable):
     """q, k, v and out of `attention`, whose heads are `head_dim` wide; ALiBi's slopes go with their heads."""
-    check_heads(attention.q.out_features // head_dim, attention.k.out_features // head_dim, group)
-    kv = (
-        ColumnLinear
-        if attention.k.out_features // head_dim % group.size() == 0
-        else partial(SharedHead, head_dim=head_dim)
-    )
+    heads, kv_heads = (linear.out_features // head_dim for linear in (attention.q, attention.k))
+    check_heads(heads, kv_heads, group)
+    kv = partial(SharedHead, head_dim=head_dim) if kv_heads % group.size() else ColumnLinear
     attention.q = ColumnLinear(attention.q, group, column)
     attention.k, attention.v = kv(attention.k, group, column), kv(attention.v, group, column)
     attention.project = partial(column, group=group)
@@ -56,7 +45,7 @@ def cut_attention(
 
 
 class SharedHead(nn.Module):
-    """Keys or values of fewer heads than ranks: the weight is whole on all ranks, each of which uses one head of it."""
+    """Keys or values with fewer heads than ranks: a whole weight on every rank, which uses one head of it."""
 
     def __init__(self, linear: nn.Linear, group: ProcessGroup, column: Callable, head_dim: int):
         super().__init__()
@@ -66,13 +55,12 @@ class SharedHead(nn.Module):
         self.first, self.head_dim = group.rank() // ranks_per_head * head_dim, head_dim
 
     def own(self) -> tuple[Tensor, Tensor | None]:
-        """The rows of this rank's head. Backward sums the gradient over the ranks: each has seen one head."""
-        return tuple(
-            param
-            if param is None
-            else collectives.copy_to(param, self.group).narrow(0, self.first, self.head_dim)
-            for param in (self.weight, self.bias)
-        )
+        """The rows of this rank's head. Backward sums the gradient over the ranks: each has one head."""
+
+        def rows(param: Tensor) -> Tensor:
+            return collectives.copy_to(param, self.group).narrow(0, self.first, self.head_dim)
+
+        return rows(self.weight), None if self.bias is None else rows(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.column(x, (self,), self.group)[0]
@@ -82,7 +70,6 @@ def check_heads(heads: int, kv_heads: int, group: ProcessGroup) -> None:
     check_divides("attention: query heads", heads, group)
     ranks = group.size()
     if kv_heads % ranks and ranks % kv_heads:
-        raise ValueError(
-            f"attention: {kv_heads} K/V heads over {ranks} ranks of {collectives.axis_of(group)}: neither divides the "
-            f"other; take {divisors(kv_heads, kv_heads + 1)} ranks, or a multiple of {kv_heads}"
-        )
+        what = f"{kv_heads} K/V heads over {ranks} ranks of {collectives.axis_of(group)}"
+        fits = f"{divisors(kv_heads, kv_heads + 1)} ranks, or a multiple of {kv_heads}"
+        raise ValueError(f"attention: {what}: neither divides the other; take {fits}")

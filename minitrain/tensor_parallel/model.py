@@ -1,20 +1,14 @@
-"""Tensor parallelism of a whole model: every layer cut over the same ranks, in place, and the loss of what is left of the logits.
+"""Tensor parallelism of a whole model: every layer cut over the same ranks, in place, and its loss.
 
-    layer              cut                                     its output, without and with sequence parallelism
-    token table        rows V/t (vocabulary.py)                x[B, T, D] on all ranks          x[B, T/t, D]
-    block              heads and hidden units (block.py)       the same                         the same
-    head               columns V/t, tied to the table's rows   logits[B, T, V/t]                logits[B, T, V/t]
+    layer         cut                                     its output, without and with sequence parallelism
+    token table   rows V/t (vocabulary.py)                x[B, T, D] on all ranks      x[B, T/t, D]
+    block         heads and hidden units (block.py)       the same                     the same
+    head          columns V/t, tied to the table's rows   logits[B, T, V/t]            logits[B, T, V/t]
 
-A layer is known by what it has: `tokens`, `attention` and `mlp`, or `out`. Parameters keep their names, placements say how they are
-cut. Parameters that stay whole see the same on all ranks, or with sequence parallelism other tokens: `seen_in_slices` names those,
-whose gradients are terms of a sum over the ranks then.
-
-Sends nothing; the cut model sends what linear.py or sequence.py say. Memory: the whole layers are there while they are cut.
-Raises ValueError in one line for latent attention, and what block.py refuses.
-Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+A layer is known by what it has: `tokens`, `attention` and `mlp`, or `out`. Parameters keep their names;
+placements say how they are cut. The cut model sends what linear.py or sequence.py say. Memory: whole layers.
+Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -28,7 +22,7 @@ from minitrain.tensor_parallel import linear, ring_overlap, sequence, vocabulary
 from minitrain.tensor_parallel import overlap as chunked
 from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp
 
-# (sequence_parallel, overlap) -> how activations get to the matrices and from them. The ring takes dW whole, which is faster.
+# (sequence_parallel, overlap) -> how activations travel. On the ring, dW in one product is faster.
 WAYS = {
     (False, False): (linear.column, linear.row),
     (True, False): (sequence.column, sequence.row),
@@ -38,15 +32,9 @@ WAYS = {
 
 
 def cut_layers(
-    layers: Iterable[nn.Module],
-    head_dim: int,
-    vocab_size: int,
-    group: ProcessGroup,
-    *,
-    sequence_parallel: bool = False,
-    overlap: bool = False,
+    layers: Iterable, head_dim: int, vocab_size: int, group, *, sequence_parallel=False, overlap=False
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Cut every layer of a model, or of a stage of one, in place; returns the loss of the logits that are left on this rank."""
+    """Cuts every layer of a model, or stage, in place; returns the loss of the logits left on this rank."""
     column, row = WAYS[sequence_parallel, overlap]
     leave = sequence.scatter_time if sequence_parallel else collectives.reduce_from
     tables: dict[nn.Parameter, nn.Parameter] = {}  # whole -> cut: a tied head takes what the table has become
@@ -59,9 +47,7 @@ def cut_layers(
                 layer.position_rows = partial(_own_rows, layer.position_rows, group)
         elif hasattr(layer, "attention"):
             if not hasattr(layer.attention, "q"):
-                raise ValueError(
-                    "tensor parallelism does not cut latent attention (kv_latent); use multi-head or grouped-query attention"
-                )
+                raise ValueError("tensor parallelism does not cut latent attention (kv_latent)")
             cut_attention(layer.attention, head_dim, group, column, row)
             cut_mlp(layer.mlp, group, column, row)
         elif hasattr(layer, "out"):
@@ -76,12 +62,8 @@ def _own_rows(lookup: Callable, group: ProcessGroup, table: Tensor, positions: T
 
 
 def seen_in_slices(layers: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """The parameters that, with sequence parallelism, see only this rank's tokens: those that no rank has cut."""
+    """The parameters that sequence parallelism shows this rank's tokens only: those that no rank has cut."""
     modules = [module for layer in layers for module in layer.modules()]
     shared = {param for module in modules if isinstance(module, SharedHead) for param in module.parameters()}
-    return {
-        param
-        for module in modules
-        for param in module.parameters(recurse=False)
-        if not placement(param).shards
-    } - shared
+    params = {param for module in modules for param in module.parameters(recurse=False)}
+    return {param for param in params if not placement(param).shards} - shared

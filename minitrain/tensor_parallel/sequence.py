@@ -1,40 +1,34 @@
-"""Megatron's sequence parallelism: between the cut matrices the sequence is cut, and an all-reduce becomes its two halves.
+"""Megatron's sequence parallelism: between the cut matrices the sequence is cut, all-reduces become halves.
 
     norm, dropout, residual     X[B, T/t, D]     each rank its own tokens
     column   all-gather along T      X[B, T, D]      Y_i = X · A_i[D, F/t]
     row      Z = Σ_i Y_i · B_i       reduce-scatter along T     Z[B, T/t, D]
 
-Norm and dropout work on each token alone, so the ranks need not all do the same work on all tokens. What plain tensor parallelism
-keeps whole on every rank, 10 of the 34 s·b·h bytes of a layer, is cut by t as well.
-`column_keeping` sends what linear.py sends, an all-reduce split into its halves: (t-1)/t · B·T·D elements into a pair of matrices
-and out of it, in each pass. But it keeps X whole for backward. `column` keeps the slice and gathers the whole once more, behind the
-product dY · Aᵀ, for (t-1)/t · B·T·D on top, as the paper does; and dX is scattered behind Xᵀ · dY.
-
-A parameter that is used on a slice of the sequence (norms, the bias behind the scatter, positions) sees T/t tokens on each rank: its
-gradients are terms of a sum over the group, as over data-parallel ranks. Whoever reduces gradients adds `group` for these.
-
-Raises ValueError in one line, before any rank waits, for a sequence that is not a multiple of t, and what linear.py refuses.
-Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2. Differs: activations are [B, T, D] and not [T, B, D], so that with B > 1
-the pieces along T are copied into one block before they travel.
+What plain tensor parallelism keeps whole, 10 of the 34 s·b·h bytes of a layer, is cut by t as well.
+`column_keeping` sends what linear.py sends, (t-1)/t · B·T·D elements into a pair of matrices and out of it in
+each pass, but keeps X whole. `column` keeps the slice and gathers again in backward, behind a product, for
+(t-1)/t · B·T·D more. Norms, biases behind the scatter and positions see T/t tokens on each rank: their
+gradients are terms of a sum over `group`, which whoever reduces gradients forms.
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2. Differs: activations are [B, T, D], so with B > 1
+the pieces along T are copied before they travel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.tensor_parallel.autograd import columns_by_hand, tokens
 from minitrain.tensor_parallel.linear import check_column, check_row
 
 TIME = -2  # the dim of the sequence in [.., T, D]
 
 
 def column_keeping(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> tuple[Tensor, ...]:
-    """x `[B, T/t, D]`, this rank's tokens -> for each matrix `[B, T, F/t]`: all tokens, this rank's columns."""
+    """x `[B, T/t, D]`, this rank's tokens -> for each matrix `[B, T, F/t]`: all tokens, its columns."""
     check_column(x, linears, group)
     x = collectives.gather_to(x, group, TIME)
     return tuple(F.linear(x, *linear.own()) for linear in linears)
@@ -43,8 +37,8 @@ def column_keeping(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup)
 def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> tuple[Tensor, ...]:
     """The same, keeping this rank's tokens only."""
     check_column(x, linears, group)
-    weights, biases = zip(*(linear.own() for linear in linears))
-    return _Column.apply(x, group, *weights, *biases)
+    passes = (partial(way, group=group) for way in (column_forward, column_backward))
+    return columns_by_hand(x, linears, *passes)
 
 
 def row(x: Tensor, linear: nn.Module, group: ProcessGroup) -> Tensor:
@@ -71,51 +65,23 @@ def own_time(positions: Tensor, group: ProcessGroup) -> Tensor:
 
 def check_time(length: int, group: ProcessGroup) -> None:
     if length % group.size():
-        raise ValueError(
-            f"T={length} tokens are not a multiple of {collectives.axis_of(group)}={group.size()}; pad the sequence, or "
-            "turn sequence parallelism off"
-        )
+        axis = f"{collectives.axis_of(group)}={group.size()}"
+        raise ValueError(f"T={length} tokens are not a multiple of {axis}; pad the sequence")
 
 
-class _Column(torch.autograd.Function):
-    """Saves the slice of x, never the whole. `params`: all weights, then a bias or None for each."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup, *params: Tensor | None):
-        weights, biases = params[: len(params) // 2], params[len(params) // 2 :]
-        ctx.save_for_backward(x, *weights)
-        ctx.group = group
-        return column_forward(x, weights, biases, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *dys: Tensor):
-        x, *weights = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
-        dx, dweights = column_backward(dys, x, weights, wanted[: len(weights)], ctx.group)
-        dbiases = [
-            dy.flatten(0, -2).sum(0) if want else None for dy, want in zip(dys, wanted[len(weights) :])
-        ]
-        return dx, None, *dweights, *dbiases
-
-
-def column_forward(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: ProcessGroup
-) -> tuple[Tensor, ...]:
+def column_forward(x: Tensor, weights: Sequence, biases: Sequence, group: ProcessGroup) -> tuple[Tensor, ...]:
     """x `[B, T/t, D]`, weights `[F/t, D]` -> `[B, T, F/t]` each."""
     whole = collectives.all_gather(x, group, TIME)
     return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases))
 
 
-def column_backward(
-    dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: ProcessGroup
-) -> tuple[Tensor, list[Tensor | None]]:
+def column_backward(dys: Sequence, x: Tensor, weights: Sequence, wanted: Sequence[bool], group: ProcessGroup):
     """dX `[B, T/t, D]` and dW `[F/t, D]` of the matrices that are `wanted` (not frozen)."""
     gathering = collectives.all_gather(x, group, TIME, async_op=True)  # hidden behind the products below
     dx = dys[0] @ weights[0]
     for dy, weight in zip(dys[1:], weights[1:]):
         dx += dy @ weight
     scattering = collectives.reduce_scatter(dx, group, TIME, async_op=True)  # hidden behind those that follow
-    whole = gathering.wait().flatten(0, -2)
-    dweights = [dy.flatten(0, -2).T @ whole if want else None for dy, want in zip(dys, wanted)]
+    whole = tokens(gathering.wait())
+    dweights = [tokens(dy).T @ whole if want else None for dy, want in zip(dys, wanted)]
     return scattering.wait(), dweights

@@ -1,24 +1,17 @@
 """The vocabulary cut over ranks: a table that looks up its own rows, and a loss that never sees all logits.
 
-    lookup           rows[B, T, D] = Σ_i table_i[V/t, D] at the ids that rank i owns, 0 elsewhere            one all-reduce
-    cross-entropy    loss = Σ log Σ_v exp(l_v - m) - (l_target - m),   l_i[B, T, V/t]                        3·B·T elements
+    lookup          rows[B, T, D] = Σ_i table_i[V/t, D] at the ids that rank i owns, 0 elsewhere
+    cross-entropy   loss = Σ log Σ_v exp(l_v - m) - (l_target - m)         l_i[B, T, V/t]
 
-The last matrix of the model is column-parallel: rank i has the logits of its own V/t words. Gathering them would move B·T·V
-elements. The loss needs three numbers a token of the others: the largest logit m, the sum of the exponentials and the target's
-logit. Backward needs nobody: dl = softmax(l) - onehot(target), each rank its own columns.
-A tied table serves both ends: it is cut once, along the vocabulary, and both gradients are of the same rows.
-
-Where t does not divide V, each rank has ceil(V/t) rows, the last ones of padding: no token looks them up, and their logits are -inf
-in the loss, so that it is that of V words and their gradients are 0.
-
-Sends, per rank, 2(t-1)/t · B·T·D elements in `lookup` and 2(t-1)/t · 3·B·T in the loss, both in forward only. Memory: logits and
-their softmax are [B, T, V/t]; the softmax is kept for backward in at least float32.
-Raises ValueError in one line, where torch notices (on a CPU), on every rank alike for ids and targets outside the vocabulary.
-Shoeybi et al. 2019, arXiv:1909.08053, section 3 (end). Differs: padding is masked, where Megatron-LM's padded words take part in the
+Rank i has the logits of its V/t words. The loss needs three numbers a token of the others: the largest logit
+m, the sum of exponentials and the target's logit; backward needs nobody: dl = softmax(l) - onehot(target). A
+tied table is cut once. Where t does not divide V, each rank has ceil(V/t) rows, the last ones padding, which
+no token looks up and whose logits are -inf in the loss. Sends, per rank, 2(t-1)/t · B·T·D elements in
+`lookup` and 2(t-1)/t · 3·B·T in the loss, both in forward only. Memory: logits and softmax (kept in at least
+float32) are [B, T, V/t]. Ids outside the vocabulary raise ValueError on every rank alike (on a CPU).
+Shoeybi et al. 2019, arXiv:1909.08053, section 3 (end). Differs: Megatron-LM's padded words take part in the
 softmax, so that another t is another loss.
 """
-
-from __future__ import annotations
 
 import math
 
@@ -38,29 +31,15 @@ def cut_table(table: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
     return shard(table, 0, group, pad=True)
 
 
-def lookup(
-    table: Tensor,
-    ids: Tensor,
-    what: str,
-    limit: str,
-    *,
-    group: ProcessGroup,
-    vocab_size: int,
-    leave=collectives.reduce_from,
-) -> Tensor:
+def lookup(table, ids, what, limit, *, group, vocab_size: int, leave=collectives.reduce_from) -> Tensor:
     """ids `[B, T]`, the same on all ranks -> rows `[B, T, D]`; `leave` sums what the ranks found."""
     own, place = owned(ids, len(table), vocab_size, group, f"{what} %s; {limit} is %s")
     rows = F.embedding(place, table)
     return leave(rows.masked_fill(~own.unsqueeze(-1), 0.0), group)
 
 
-def owned(
-    ids: Tensor, rows: int, vocab_size: int, group: ProcessGroup, complaint: str
-) -> tuple[Tensor, Tensor]:
-    """Which ids are this rank's, and their places in its rows (0 for the others).
-
-    The first is read from a table of the whole vocabulary, so that a wrong id is an error on every rank and not a silent zero.
-    """
+def owned(ids: Tensor, rows: int, vocab_size: int, group: ProcessGroup, complaint: str):
+    """Which ids are this rank's, and their places in its rows (0 for the others). Every rank checks ids."""
     first = group.rank() * rows
     mine = ids.new_zeros(vocab_size, 1, dtype=torch.bool)
     mine[first : first + rows] = True
@@ -73,7 +52,7 @@ def owned(
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
-    """logits `[B, T, V/t]` of this rank's words, targets `[B, T]` of the whole vocabulary -> Σ -log p(target), on all ranks."""
+    """logits `[B, T, V/t]` of this rank, targets `[B, T]` of all words -> Σ -log p(target), on all ranks."""
     return _CrossEntropy.apply(logits, targets, group, vocab_size)
 
 
@@ -91,15 +70,11 @@ class _CrossEntropy(torch.autograd.Function):
         return (cross_entropy_backward(*ctx.saved_tensors) * dloss).to(ctx.dtype), None, None, None
 
 
-def cross_entropy_forward(
-    logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int
-) -> tuple[Tensor, ...]:
-    """The loss, and for backward: softmax `[B, T, V/t]`, which targets are here, where, and which count `[B, T]`."""
-    counts = targets != MASKED
-    words = logits.size(-1)
-    own, place = owned(
-        targets.masked_fill(~counts, 0), words, vocab_size, group, "target %s; the vocabulary is %s"
-    )
+def cross_entropy_forward(logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int):
+    """Loss; for backward softmax `[B, T, V/t]`, which targets are here, where, and which count `[B, T]`."""
+    words, counts = logits.size(-1), targets != MASKED
+    complaint = "target %s; the vocabulary is %s"
+    own, place = owned(targets.masked_fill(~counts, 0), words, vocab_size, group, complaint)
     if words * group.size() > vocab_size:
         padding = torch.arange(words, device=logits.device) >= vocab_size - group.rank() * words
         logits = logits.masked_fill(padding, -math.inf)

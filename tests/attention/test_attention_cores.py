@@ -16,8 +16,8 @@ from minitrain.attention.pipelined import (
     fp8_attention,
     hadamard,
     pingpong,
+    play_steps,
     random_signs,
-    run,
     sequential,
     to_fp8,
     within,
@@ -426,7 +426,7 @@ def test_flash_attention_3():
 
 def test_units_do_one_thing_at_a_time():
     for schedule in (sequential(5, 1.0, 0.7, "AB"), pingpong(5, 1.0, 0.7), within(5, 1.0, 0.7)):
-        times = run(schedule)
+        times = play_steps(schedule)
         assert len(times) == len(schedule)
         for unit in ("products", "exponentials"):
             spans = sorted(times[step.name] for step in schedule if step.unit == unit)

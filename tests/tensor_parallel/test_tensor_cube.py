@@ -267,17 +267,15 @@ def test_refuses_in_one_line():
     for texts in said:
         assert all("\n" not in text for text in texts)
     assert said[0] == [
-        "input, weight and output group have 1, 2 and 4 ranks, no cube; make a mesh l·l·l, with l=2",
-        "input, weight and output group have 2, 2 and 4 ranks, no cube; make a mesh l·l·l, with 8 or 27 ranks",
-        "the output group [0, 4] and the input group [0, 4] share ranks [0, 4], not this one alone; pass the groups of three "
-        "axes of one mesh",
-        "the input group [0, 4] and the weight group [0, 4] share ranks [0, 4], not this one alone; pass the groups of three "
-        "axes of one mesh",
-        "Linear3D: out_features = 10 is not a multiple of l² = 4; pad to 12, or take a smaller cube",
-        "Linear3D: in_features = 9 is not a multiple of l = 2; pad to 10, or take a smaller cube",
-        "Linear3D: the layer is cut already, along dim 0 over x; pass the whole nn.Linear",
-        "the length of x = 6 is not a multiple of l² = 4; pad to 8, or take a smaller cube",
-        "the width of x = 9 is not a multiple of l = 2; pad to 10, or take a smaller cube",
-        "Linear3D: x [4, 12], but this rank's piece is [.., 6], 1/2 of the width; cut it with cut_activations",
-        "up: out_features = 10 is not a multiple of l² = 4; pad to 12, or take a smaller cube",
+        "input, weight and output group have [1, 2, 4] ranks; a mesh l·l·l has l=2",
+        "input, weight and output group have [2, 2, 4] ranks; a mesh l·l·l has 8 or 27 ranks",
+        "input group [0, 4] and output group [0, 4] share ranks [0, 4], not this one alone; give two axes of one mesh",
+        "input group [0, 4] and weight group [0, 4] share ranks [0, 4], not this one alone; give two axes of one mesh",
+        "Linear3D: out_features = 10 is not a multiple of l² = 4; pad to 12",
+        "Linear3D: in_features = 9 is not a multiple of l = 2; pad to 10",
+        "Linear3D: weight [2, 6] is cut already, along dim 0 over x; give it whole",
+        "the length of x = 6 is not a multiple of l² = 4; pad to 8",
+        "the width of x = 9 is not a multiple of l = 2; pad to 10",
+        "Linear3D: x [4, 12], but this rank has [.., 6], 1/2 of the width: use cut_activations",
+        "up: out_features = 10 is not a multiple of l² = 4; pad to 12",
     ]

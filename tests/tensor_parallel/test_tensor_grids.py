@@ -555,8 +555,7 @@ def test_bad_grids_are_refused_before_anyone_waits():
                 "the grid is not square: row group of 4 ranks, column group of 2; use q×q ranks"
             )
         assert refusal(lambda: summa(x, x, column, column)) == (
-            "row group [1, 5] and column group [1, 5] share ranks [1, 5], but must cross in rank 1 only; on Mesh(row=q, column=q) "
-            "they are group('column') and group('row')"
+            "row group [1, 5] and column group [1, 5] share ranks [1, 5], not this one alone; give two axes of one mesh"
         )
         assert "depth group [1, 5] and column group [1, 5] share ranks [1, 5]" in refusal(
             lambda: Linear25D(linear, depth, column, column)
@@ -589,7 +588,7 @@ def test_bad_sizes_are_refused():
         )
         once = block(torch.zeros(4, 4), *flat)
         assert refusal(lambda: block(once, *flat)).startswith(
-            "block: the tensor [2, 2] is cut already, over row, column"
+            "block: the tensor [2, 2] is cut already, along dim 0 over row"
         )
         assert "Linear2D: 7 of weight [7, 8] is not a multiple of q=2" in refusal(
             lambda: Linear2D(nn.Linear(8, 7), *flat)
@@ -602,7 +601,7 @@ def test_bad_sizes_are_refused():
             lambda: Linear2D(linear, *flat)(torch.zeros(2, 8))
         )
         linear.weight = shard(linear.weight, 0, depth)
-        assert "Linear, weight: the tensor [4, 8] is cut already, over depth" in refusal(
+        assert "Linear2D: weight [4, 8] is cut already, along dim 0 over depth" in refusal(
             lambda: Linear2D(linear, *flat)
         )
         twice = make_block()
@@ -612,7 +611,7 @@ def test_bad_sizes_are_refused():
             (optimus.cut_attention, twice.attention),
             (optimus.cut_mlp, twice.mlp),
         ):
-            assert "is cut already, over row, column" in refusal(lambda: cut(part, *flat))
+            assert "is cut already, along dim 1 over row" in refusal(lambda: cut(part, *flat))
         assert "batch 6 is not a multiple of q·d = 2·2 = 4" in refusal(
             lambda: batch_block(torch.zeros(6, 4), *groups)
         )

@@ -518,7 +518,7 @@ REFUSED = {
     "RowLinear: in_features = 33 is not a multiple of the 2 ranks of world": lambda: RowLinear(
         nn.Linear(33, 8), world()
     ),
-    "query heads = 3 is not a multiple of the 2 ranks of tp; change": lambda: heads(3, 3),
+    "query heads = 3 is not a multiple of the 2 ranks of tp; take 1": lambda: heads(3, 3),
     "tp=2 does not divide num_heads=3, num_kv_heads=3 (which may also divide tp) and d_ff=128 (gated); use tp 1": lambda: (
         cut(d_model=48, num_heads=3)
     ),
@@ -531,12 +531,10 @@ REFUSED = {
     ),
     "bias [16] is cut already": bias_cut_twice,
     "is cut over a, but the call is over b; use one group": groups_mixed,
-    "is 4 wide, the matrix takes 8: give the whole width": lambda: ColumnLinear(nn.Linear(8, 32), world())(
+    "is 4 wide, this matrix takes 8; give the whole width": lambda: ColumnLinear(nn.Linear(8, 32), world())(
         torch.ones(1, 4)
     ),
-    "is 8 wide, this rank's slice of the matrix takes 4 of 8": lambda: RowLinear(nn.Linear(8, 32), world())(
-        torch.ones(1, 8)
-    ),
+    "is 8 wide, this matrix takes 4 of 8": lambda: RowLinear(nn.Linear(8, 32), world())(torch.ones(1, 8)),
     "token 64; vocab_size is 64 (0..63)": lambda: cut().model(torch.full((1, 4), 64)),
     "token 63; vocab_size is 63 (0..62)": lambda: cut(vocab_size=63).model(
         torch.full((1, 4), 63)

@@ -218,10 +218,10 @@ def refusals():
 
 def test_refuses_in_one_line():
     assert launch.run(refusals, ranks=2)[0] == [
-        "RotatedLinear: out_features = 9 is not a multiple of the 2 ranks of ring; pad it to 10, or take fewer ranks",
-        "RotatedLinear: the weight is cut already, along dim 0 over ring; pass the whole nn.Linear",
+        "RotatedLinear: out_features = 9 is not a multiple of the 2 ranks of ring; take 1 ranks, or another size",
+        "RotatedLinear: weight [4, 6] is cut already, along dim 0 over ring; give it whole",
         "Block has no nn.Linear inside; is it rotated already?",
-        "up: out_features = 13 is not a multiple of the 2 ranks of world; pad it to 14, or take fewer ranks",
+        "mlp.up: out_features = 13 is not a multiple of the 2 ranks of world; take 1 ranks, or another size",
         "Block: two layers use one weight, and would get two; keep one of them out",
-        "RotatedLinear: x [4, 5], but the layer takes [.., 6], the whole width; only weights are cut",
+        "RotatedLinear: x [4, 5], but the layer takes [.., 6], uncut",
     ]
