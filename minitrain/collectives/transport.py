@@ -27,11 +27,11 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
 from minitrain.collectives import call_log, checked
 from minitrain.collectives.call_log import Call
 from minitrain.collectives.channel import Channel
+from minitrain.torch_private import num_modes, outside_modes
 
 
 @dataclass(slots=True)
@@ -220,8 +220,8 @@ MOVES = {
 
 def move(ch: Channel, job: Job) -> None:
     """Run one collective on gloo to its end, unseen by dispatch modes: its additions are communication, not work."""
-    if _len_torch_dispatch_stack():
-        with _disable_current_modes():
+    if num_modes():
+        with outside_modes():
             return move(ch, job)
     tag = (
         job.call.seq % 2**27 * 4
@@ -281,8 +281,8 @@ def post_messages(ch: Channel, group: dist.ProcessGroup, sends: list, receives: 
     """Post receives and sends of (call, tensor, peer) on any backend; returns what waits for them."""
     check = []
     if ch.backend == "gloo":
-        if _len_torch_dispatch_stack():
-            with _disable_current_modes():
+        if num_modes():
+            with outside_modes():
                 return post_messages(ch, group, sends, receives)
         check, works = post_on_gloo(ch, sends, receives)
     elif (

@@ -31,10 +31,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves
 
 from minitrain import collectives
 from minitrain.collectives import Handle
@@ -42,6 +40,7 @@ from minitrain.data_parallel.flat import Flat, Shards
 from minitrain.data_parallel.sync import MakeOptimizer, built, check_trainable, parts_of, sums_alike, together
 from minitrain.data_parallel.units import Unit, Way, assign, elements
 from minitrain.data_parallel.zero2 import check_accumulate
+from minitrain.torch_private import in_backward, tree_leaves
 
 
 class Gathered(Flat):
@@ -306,8 +305,3 @@ class Zero3(Shards):
         finally:
             for flat in self.flats:
                 flat.free()
-
-
-def in_backward() -> bool:
-    """Is autograd at work in this thread (so that a forward is a recomputation)?"""
-    return torch._C._current_graph_task_id() != -1

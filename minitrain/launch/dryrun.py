@@ -25,19 +25,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensorMode,
-)
 from torch.nn import Module
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_map
 
 from minitrain import collectives
 from minitrain.launch.local import notebook_cells
 from minitrain.launch.report import spot
+from minitrain.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeStore,
+    FakeTensorMode,
+    tree_map,
+)
 
 NOT_THE_READERS = (
     os.path.dirname(torch.__file__),

@@ -18,6 +18,8 @@ import sysconfig
 import traceback
 from typing import NamedTuple
 
+from minitrain.torch_private import C10D_FILE
+
 LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -204,7 +206,7 @@ def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
     in_torch = [
         frame.function
         for frame in frames
-        if frame.file.endswith("distributed_c10d.py")
+        if frame.file.endswith(C10D_FILE)
         and frame.function.islower()
         and not frame.function.startswith(("_", "get_", "is_", "pg_", "default_"))
     ]

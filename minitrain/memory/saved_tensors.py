@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from minitrain.torch_private import storage_id
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -42,7 +44,7 @@ class SavedTensors:
     def __enter__(self) -> "SavedTensors":
         if self.saved:
             raise ValueError("these SavedTensors have been used; make a new one for each forward pass")
-        self._seen = {parameter.untyped_storage()._cdata for parameter in self.module.parameters()}
+        self._seen = {storage_id(parameter.untyped_storage()) for parameter in self.module.parameters()}
         self._inside, self._handles = [], []
         for name, module in self.module.named_modules():
             self._handles += [
@@ -63,8 +65,8 @@ class SavedTensors:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
+        if storage_id(storage) not in self._seen:
+            self._seen.add(storage_id(storage))
             place = self._inside[-1] if self._inside else ""
             self.saved.append(Saved(place, tuple(tensor.shape), tensor.dtype, storage.nbytes()))
         return tensor

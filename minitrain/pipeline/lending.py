@@ -31,6 +31,7 @@ from minitrain import collectives
 from minitrain.pipeline.lower import Receive, Send
 from minitrain.pipeline.runtime import Kept, Runner
 from minitrain.pipeline.schedule import Action
+from minitrain.torch_private import storage_id
 
 Unit = tuple[int, int, int, int]  # (stage, slice, rows, tokens): what decides how much a forward keeps
 ALIGNED = 64  # bytes: any dtype may start there
@@ -39,20 +40,20 @@ Places = list[tuple[int, int]]  # where each block stands in the flat piece, and
 
 class Bag:
     def __init__(self, lives: Iterable[Tensor], device: torch.device):
-        self.stays = {x.untyped_storage()._cdata for x in lives}
+        self.stays = {storage_id(x.untyped_storage()) for x in lives}
         self.device = device
         self.blocks: list[Tensor] = []
         self.index: dict[int, int] = {}
 
     def pack(self, x: Tensor):
         storage = x.untyped_storage()
-        if storage._cdata in self.stays or not storage.nbytes():
+        if storage_id(storage) in self.stays or not storage.nbytes():
             return x
-        if storage._cdata not in self.index:
-            self.index[storage._cdata] = len(self.blocks)
+        if storage_id(storage) not in self.index:
+            self.index[storage_id(storage)] = len(self.blocks)
             first = x.detach().as_strided((1,), (1,), 0).view(torch.uint8)
             self.blocks.append(first.as_strided((storage.nbytes(),), (1,), 0))
-        return self.index[storage._cdata], x.dtype, x.storage_offset(), x.size(), x.stride()
+        return self.index[storage_id(storage)], x.dtype, x.storage_offset(), x.size(), x.stride()
 
     def unpack(self, packed) -> Tensor:
         if isinstance(packed, Tensor):
