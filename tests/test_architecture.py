@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minitrain"
 FLOORS = [
-    {"torch_private"},
+    {"torch_private", "tables"},
     {"collectives", "attention", "data", "simulate"},
     {"mesh", "sharding", "model", "ledger", "launch"},
     {
@@ -38,7 +38,7 @@ FLOORS = [
 ]
 TECHNIQUES = FLOORS[3]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-BASE = {"torch_private", "collectives", "attention", "sharding"}  # all a technique may lean on
+BASE = {"torch_private", "tables", "collectives", "attention", "sharding"}  # all a technique may lean on
 NEIGHBOURS = {
     ("parallelize", "run"),
     ("trainer", "run"),
@@ -47,6 +47,7 @@ NEIGHBOURS = {
 }  # on one floor, one way
 FACES = {"collectives", "launch", "ledger"}  # folders that are one module to their users
 NO_TORCH = (
+    "tables",
     "simulate",
     "plan",
     "plot.charts",
