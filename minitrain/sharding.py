@@ -7,13 +7,10 @@
 
 `shard` copies this rank's slice and sends nothing. `full_tensor` undoes the cuts, the last one first: each
 gather sends (n-1)/n of its result. `own_slice` cuts a whole tensor as a parameter is cut. A tensor may be cut
-several times, along one dim (tp, then dp inside the slice) or along two. Where the ranks do not divide a dim,
-`pad=True` gives all of them the next larger slice; the last ones end in zeros, which `full_tensor` leaves out
-again.
+several times, along one dim (tp, then dp inside the slice) or along two, but not over ranks that hold
+different slices already: that could not be undone. Where the ranks do not divide a dim, `pad=True` gives all
+of them the next larger slice; the last ones end in zeros, which `full_tensor` leaves out again.
 
-Readers: reducers and ZeRO (what to sum over whom), clipping (squares of what is cut are summed over its
-groups, copies count once), optimizers (shapes of the whole), checkpoints, tests. Raises ValueError also for a
-cut over ranks that hold different slices already: it could not be undone.
 torch's DTensor keeps the same facts inside the tensor, as placements. Differs: what a rank holds stays an
 ordinary tensor, so that the collectives around it are calls one can see; sums and copies are recorded as
 well.

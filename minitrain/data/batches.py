@@ -1,19 +1,18 @@
 """Real text as tokens, and a batch that is a pure function of (step, rank, size).
 
-Bytes are the tokens (vocabulary 256), so there is no tokenizer to train and no file to download:
-`Text.found()` reads the documentation inside every CPython, `Text.open(path)` any file or folder of yours. A
-text of N tokens holds W = (N - 1) // T windows of T tokens. Sample i of a run is a window of epoch i // W, in
-an order shuffled anew each epoch, and a step of global batch size B is samples step·B to step·B + B - 1,
-shared out by rows:
+Bytes are the tokens (vocabulary 256), so there is no tokenizer and no file to download: `Text.found()` reads
+the documentation inside every CPython, `Text.open(path)` any file or folder of yours. A text of N tokens
+holds W = (N - 1) // T windows of T tokens. Sample i of a run is a window of epoch i // W, in an order
+shuffled anew each epoch, and a step of global batch size B is samples step·B to step·B + B - 1, shared out by
+rows:
 
     Global[B, T] = rank 0's rows, rank 1's rows, ...        rank r of n holds rows B·r//n to B·(r+1)//n - 1
 
-So the global batch does not depend on the number of ranks, nobody tells anybody what to read, and the whole
-state of the loader is the number of the step. If n does not divide B, the parts differ by one row: divide a
-loss by its global number of valid tokens, not by ranks. Sends nothing; holds N bytes of text.
-The shuffle computes any one index by itself: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"
-(cycle walking on a Feistel network). Differs from Megatron-LM, which writes the shuffled order to index
-files.
+So the global batch does not depend on the number of ranks, and the whole state of the loader is the number of
+the step. If n does not divide B, the parts differ by one row: divide a loss by its global number of valid
+tokens. Sends nothing; holds N bytes of text. The shuffle computes any one index by itself: Black and Rogaway
+2002, "Ciphers with arbitrary finite domains". Differs from Megatron-LM, which writes the shuffled order to
+index files.
 """
 
 import hashlib

@@ -6,12 +6,9 @@
     saved.by_place                  {"norm1": 4096, "attention": 65536, ...}
     print(saved.table(unit=x.numel()))
 
-torch hands every tensor that an operator saves to a hook (`saved_tensors_hooks`). A block of memory is
-counted once, under the module that saved it first, however many operators and views refer to it: the input of
-the Q, K and V projections is one tensor. Parameters are not counted: they live anyway. Works without data too
-(meta and fake tensors), so at any size. Costs two Python calls per operator; keeps nothing alive that
-backward would not keep.
-
+torch hands every tensor that an operator saves to a hook. A block of memory is counted once, under the module
+that saved it first, however many operators and views refer to it; parameters are not counted. Works without
+data too (meta and fake tensors), so at any size. Costs two Python calls per operator; keeps nothing alive.
 Korthikanti et al. 2022, arXiv:2205.05198, section 4, counts the same tensors by hand. Differs: mean and
 deviation of each norm, 4 or 8 bytes a token, are counted here and neglected there.
 """

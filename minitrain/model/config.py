@@ -7,9 +7,9 @@ when it is made.
     parameters of a block, MHA with biases, LayerNorm, F = 4D:   12·D² + 13·D
     (attention 4·D² + 4·D, MLP 8·D² + 5·D, two norms 4·D)
 
-`presets` holds models whose exact parameter counts were published; tests count each of them on the meta
-device. Left out, because neither sizes nor FLOPs depend on it: Llama 3.1's rescaled RoPE frequencies, GPT-3's
-alternating sparse attention, GLM's two-dimensional positions.
+`presets` are models whose exact parameter counts were published (tested). Left out, as neither sizes nor
+FLOPs depend on it: Llama 3.1's rescaled RoPE, GPT-3's alternating sparse attention, GLM's two-dimensional
+positions.
 """
 
 import difflib

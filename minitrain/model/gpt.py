@@ -4,16 +4,16 @@
     layers 1 .. L     blocks: attention and MLP                  x[B, T, D]    -> x[B, T, D]
     layer L+1         last norm and output table                 x[B, T, D]    -> logits[B, T, V]
 
-A pipeline stage is a slice of that list (`GPT(config, layers=range(2, 4))`) and its parameters keep their
+A pipeline stage is a slice of that list (`GPT(config, layers=range(2, 4))`) whose parameters keep their
 global names (`layers.3.mlp.up.weight`). Every parameter is filled from a seed made of that name and the run's
-seed, so any rank builds any slice equal to the reference, in any order, without a broadcast. A head that is
-tied to a token table on another stage starts equal to it, and stays so if the two gradients are added.
+seed, so any rank builds any slice equal to the reference, without a broadcast. A head that is tied to a token
+table on another stage starts equal to it, and stays so if the two gradients are added. Memory: 4 bytes per
+parameter in float32.
 
-Memory: 4 bytes per parameter in float32; activations as `accounting.memory` counts them. Sends nothing.
-Radford et al. 2019 (GPT-2), section 2.3: pre-norm, output projections start smaller by sqrt(2L); Black et al.
-2022 (GPT-NeoX-20B), arXiv:2204.06745, section 2: parallel residual; Wang et al. 2022 (DeepNorm),
-arXiv:2203.00555; Zeng et al. 2022 (GLM-130B), arXiv:2210.02414, section 2.1. Differs: weights are drawn per
-name and not from one stream, and the draw is float32 on the CPU, whatever dtype and device follow.
+Radford et al. 2019 (GPT-2), section 2.3: output projections start smaller by sqrt(2L); Black et al. 2022
+(GPT-NeoX), arXiv:2204.06745, section 2: parallel residual; Wang et al. 2022 (DeepNorm), arXiv:2203.00555;
+Zeng et al. 2022 (GLM-130B), arXiv:2210.02414, section 2.1. Differs: weights are drawn per name, in float32 on
+the CPU.
 """
 
 import hashlib

@@ -1,24 +1,23 @@
-"""The parts of a Transformer block: rotary positions, cores, attention (MHA, GQA, MQA, MLA) and MLP.
+"""The parts of a Transformer block: rotary positions, attention cores, attention (MHA, GQA, MQA, MLA), MLP.
 
     attention     Y[B, T, D] = concat_h softmax(Q_h K_hᵀ / sqrt(K)) V_h · W_out        causal
     MLP           Y[B, T, D] = act(X · W_up) · W_down          gated:  (act(X · W_gate) * (X · W_up)) · W_down
 
-No layer stores how many heads it has: it counts them in the width it finds (`b t (h k) -> b h t k`, k given),
-so a layer whose weights were cut to H/tp heads is still the same layer. The *core* of the attention is an
-argument, `core(q, k, v)` with q `[B, H, T, K]` and k, v `[B, H_kv, T, K]`, causal in the order of its tokens;
-a model with ALiBi gives it `bias=` (alibi.py), one with dropout `dropout=`. So is `project(x, linears)`, the
-way one input meets several matrices: who cuts these over ranks brings x there. `positions` `[T]` or `[B, T]`
-come along with the tokens: a rank that holds the second half of a sequence is given T/2, T/2 + 1, …
+No layer stores how many heads it has: it counts them in the width it finds, so a layer whose weights were cut
+to H/tp heads is still the same layer. The *core* of the attention is an argument, `core(q, k, v)` with q `[B,
+H, T, K]` and k, v `[B, H_kv, T, K]`; a model with ALiBi gives it `bias=`, one with dropout `dropout=`. So is
+`project(x, linears)`: who cuts the matrices over ranks brings x there. `positions` `[T]` or `[B, T]` come
+with the tokens.
 
 Vaswani et al. 2017, arXiv:1706.03762, section 3; Zhang and Sennrich 2019 (RMSNorm), arXiv:1910.07467; Su et
 al. 2021 (RoPE), arXiv:2104.09864, section 3.2.2; Shazeer 2019 (MQA), arXiv:1911.02150; Ainslie et al. 2023
 (GQA), arXiv:2305.13245; DeepSeek-AI 2024 (MLA), arXiv:2405.04434, section 2.1; Shazeer 2020 (gated units),
-arXiv:2002.05202. Differs: RoPE turns the pairs (i, i + K/2), as GPT-NeoX does, where its paper turns (2i, 2i
-+ 1); one is the other with the columns of each head in another order.
+arXiv:2002.05202. Differs: RoPE turns the pairs (i, i + K/2), as GPT-NeoX does, and not (2i, 2i + 1).
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -280,21 +279,18 @@ class MLP(nn.Module):
         self.down = Linear(config.d_ff, config.d_model, bias=config.bias, **place)
 
     def forward(self, x: Tensor) -> Tensor:
-        *gate, up = self.project(x, (self.gate, self.up) if self.activation in GATED else (self.up,))
-        match self.activation:
-            case "gelu":
-                hidden = F.gelu(up)
-            case "gelu_tanh":
-                hidden = F.gelu(up, approximate="tanh")
-            case "fastgelu":
-                hidden = fast_gelu(up)
-            case "swiglu":
-                hidden = F.silu(*gate) * up
-            case "geglu":
-                hidden = F.gelu(*gate) * up
-        return self.down(hidden)
+        act = ACTIVATIONS[self.activation]
+        if self.activation in GATED:
+            gate, up = self.project(x, (self.gate, self.up))
+            return self.down(act(gate) * up)
+        (up,) = self.project(x, (self.up,))
+        return self.down(act(up))
 
 
 def fast_gelu(x: Tensor) -> Tensor:
     """x · sigmoid(1.702 x), at most 0.0203 away from GELU (Hendrycks and Gimpel 2016, section 2)."""
     return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS = dict(gelu=F.gelu, fastgelu=fast_gelu, gelu_tanh=partial(F.gelu, approximate="tanh"))
+ACTIVATIONS |= dict(swiglu=F.silu, geglu=F.gelu)  # gated

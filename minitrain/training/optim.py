@@ -8,14 +8,12 @@ With gradient g, step t, moments m and v, for every element (the paper's symbols
     θ ← θ - lr · m̂ / (√v̂ + ε)           m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t)
 
 Nothing here mixes elements, so the optimizer of a shard is the same optimizer. Only the norm of all gradients
-does; it learns from `param.placement` over which groups to sum its squares.
-Memory per parameter: 8 bytes in float32, and 4 more for a float32 master copy of a bfloat16 parameter: with
-weight and gradient 2 + 2 + 12 = 16. Sends nothing; the norm one number per way of cutting and group of it, in
-an all-reduce. Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; master weights: Micikevicius et al.
-2018, arXiv:1710.03740, section 3.1. Differs from torch.optim.AdamW: the loop is read in a minute and runs on
-fake tensors (the step is an int); `state_dict` and `load_state_dict` copy, so that training does not write
-into a checkpoint held in memory. On a CPU torch's foreach form of this loop takes twice the time (each pass
-streams all parameters through memory anew).
+does; it learns from `param.placement` over which groups to sum its squares. Memory per parameter: 8 bytes in
+float32, and 4 more for a float32 master of a bfloat16 parameter: with weight and gradient 2 + 2 + 12 = 16.
+Sends nothing; the norm one number per way of cutting and group of it, in an all-reduce.
+Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; masters: Micikevicius et al. 2018,
+arXiv:1710.03740, section 3.1. Differs from torch.optim.AdamW: it runs on fake tensors (the step is an int);
+`state_dict` and `load_state_dict` copy, so that training does not write into a checkpoint held in memory.
 """
 
 import math
@@ -70,9 +68,9 @@ class AdamW(torch.optim.Optimizer):
         state.update(step=0, exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
         return state
 
-    # The four methods below replace torch's. Those import its compiler when first used, two seconds in every rank;
-    # and its load_state_dict shares tensors with the caller, rounds float32 states of bfloat16 parameters, and
-    # takes a state of another shape.
+    # The four methods below replace torch's, which import its compiler when first used: two seconds in every
+    # rank. And its load_state_dict shares tensors with the caller, rounds float32 states of bfloat16
+    # parameters, and takes a state of another shape.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for param in self._params():

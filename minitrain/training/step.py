@@ -3,17 +3,16 @@
     loss = sum over all valid tokens of the global batch of -log p(target)  /  number of those tokens
 
 The divisor is known before the first forward (one all-reduce of a count), so everything after it only adds:
-microbatches, ranks, stages, slices of a sequence. The gradient of a sum is the sum of the gradients, hence
-uneven batches and masks are no special case. What runs inside a step is an argument,
-`forward_backward(batch)`: gradient accumulation, below, is the schedule of a pipeline of one stage.
+microbatches, ranks, stages, slices; uneven batches and masks are no special case. What runs inside a step is
+an argument, `forward_backward(batch)`: gradient accumulation, below, is the schedule of a pipeline of one
+stage.
 
     train_step:   zero_grad -> forward_backward -> reducer.finish() -> clip_grad_norm -> optimizer.step()
 
-Sends 2(n-1)/n of 8 bytes per batch, the count; gradients are the reducer's business, the norm is `optim`'s.
-Holds the activations of one microbatch. Asks for no number of a tensor, so a step runs as a dry run too.
-Gradient accumulation with the network left out: Li et al. 2020, arXiv:2006.15704, section 3.2.4 (no_sync).
-Differs from Megatron-LM and torch's DDP: no mean over microbatches, ranks or the tokens of one rank. A mean
-of means is the loss above only if all counts are equal.
+Sends 2(n-1)/n of 8 bytes per batch, the count. Holds the activations of one microbatch. Asks for no number of
+a tensor, so a step runs as a dry run too. Gradient accumulation with the network left out: Li et al. 2020,
+arXiv:2006.15704, section 3.2.4 (no_sync). Differs from Megatron-LM and torch's DDP: no mean over
+microbatches, ranks or the tokens of one rank. A mean of means is the loss above only if all counts are equal.
 """
 
 import math
