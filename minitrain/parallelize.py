@@ -111,10 +111,9 @@ def parallelize(
 
 def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
     if max(strategy.pp, strategy.cp, strategy.tp, strategy.ep) > 1 or strategy.recompute:
-        raise ValueError(
-            f"{type(module).__name__} with {strategy}: a module of your own gets data parallelism and ZeRO, "
-            "for nobody knows its layers; use dp and zero, or give a GPTConfig"
-        )
+        why = "a module of your own gets data parallelism and ZeRO, for nobody knows its layers"
+        cure = "use dp and zero, or give a GPTConfig"
+        raise ValueError(f"{type(module).__name__} with {strategy}: {why}; {cure}")
     if strategy.dp != ranks:
         raise ValueError(f"dp={strategy.dp}, but the job has {ranks} ranks; use dp={ranks}")
 
@@ -125,10 +124,8 @@ def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
     wanted = (strategy.pp, strategy.microbatches, strategy.slices)
     if found != wanted:
         said = ", ".join(f"{name}={size}" for name, size in zip(("pp", "microbatches", "slices"), found))
-        wanted = ", ".join(map(str, wanted))
-        raise ValueError(
-            f"{schedule.name} is for {said}, and the strategy has {wanted}; make both for the same"
-        )
+        ours = f"and the strategy has {', '.join(map(str, wanted))}; make both for the same"
+        raise ValueError(f"{schedule.name} is for {said}, {ours}")
 
 
 # ---- 1: the layers of this rank ----------------------------------------------------------------------------
@@ -140,9 +137,8 @@ def build(config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule, cuts, see
         return GPT(config, **settings)
     cuts, stages = cuts or even(config.num_layers, schedule.stages), schedule.stages
     if len(cuts) != stages:
-        raise ValueError(
-            f"{len(cuts)} cuts for the {stages} stages of {schedule.name}; give the layers of each stage"
-        )
+        cure = "give the layers of each stage"
+        raise ValueError(f"{len(cuts)} cuts for the {stages} stages of {schedule.name}; {cure}")
     return Stages(config, {stage: cuts[stage] for stage in schedule.stages_of(mesh.rank("pp"))}, **settings)
 
 

@@ -1,7 +1,8 @@
 """The arrows of the house point down: who may import whom, read from the source with `ast`.
 
-A room is a folder of minitrain, or a module at its top. `FLOORS` are what the room stands on: it may import from rooms of lower floors
-only, and techniques not each other's (what one needs of another arrives as an argument). No module imports itself round a circle.
+A room is a folder of minitrain, or a module at its top. `FLOORS` are what the room stands on: it may import
+from rooms of lower floors only, and techniques not each other's (what one needs of another arrives as an
+argument). No module imports itself round a circle.
 """
 
 import ast
@@ -165,34 +166,23 @@ def test_no_torch_is_loaded_with(start):
     assert "torch" in loads("minitrain.parallelize")
 
 
-PYTHONS_OWN = {
-    "_exit",
-    "_getframe",
-    "_replace",
-}  # of os, sys and named tuples: documented, whatever they are called
+# Of os, sys and named tuples: documented, whatever they are called.
+PYTHONS_OWN = {"_exit", "_getframe", "_replace"}
 PRIVATE = re.compile(r"\btorch(\.\w+)*\._|distributed_c10d")
 
 
 def private_names(source: str, ours: set[str]) -> set[str]:
-    """What a module names of torch's private API: imports, attributes with an underscore that are not ours, words."""
-    tree, found = ast.parse(source), set()
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    docs = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, documented) and ast.get_docstring(node)
-    }
+    """What a module names of torch's private API: imports, attributes with an underscore, words outside docstrings."""
+    tree, found, documented = ast.parse(source), set(), (ast.Module, ast.ClassDef, ast.FunctionDef)
+    texts = [node for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)]
+    docs = {id(node.body[0].value) for node in texts}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("torch"):
             found |= {name for alias in node.names if PRIVATE.search(name := f"{node.module}.{alias.name}")}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if PRIVATE.search(alias.name)}
-        elif (
-            isinstance(node, ast.Attribute)
-            and re.match("_[^_]", node.attr)
-            and node.attr not in ours | PYTHONS_OWN
-        ):
-            found.add(ast.unparse(node))
+        elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            found |= set() if node.attr in ours | PYTHONS_OWN else {ast.unparse(node)}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
             found |= {node.value} if PRIVATE.search(node.value) else set()
     return found

@@ -151,9 +151,8 @@ def rows_of(rank: int, size: int, batch_size: int) -> range:
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} of size={size}: ranks are 0 to size - 1, and size is at least 1")
     if batch_size < size:
-        raise ValueError(
-            f"batch_size={batch_size} for {size} ranks leaves some without a row: use at least {size}"
-        )
+        cure = f"use at least {size}"
+        raise ValueError(f"batch_size={batch_size} for {size} ranks leaves some without a row: {cure}")
     return range(batch_size * rank // size, batch_size * (rank + 1) // size)
 
 

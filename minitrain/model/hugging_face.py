@@ -111,10 +111,9 @@ def from_hugging_face(state: Mapping[str, Tensor], config: GPTConfig) -> dict[st
     wanted = {theirs for theirs, _, _ in table.values()}
     if wanted != state.keys():
         lacks, more = sorted(wanted - state.keys())[:3], sorted(state.keys() - wanted)[:3]
-        kind = f"({'GPT-2' if _is_gpt2(config) else 'Llama'} by its norm and positions)"
-        raise ValueError(
-            f"the state lacks {lacks} and has {more} too many: another model than this config's {kind}"
-        )
+        kind = "GPT-2" if _is_gpt2(config) else "Llama"
+        other = f"another model than this config's ({kind} by its norm and positions)"
+        raise ValueError(f"the state lacks {lacks} and has {more} too many: {other}")
     ours = {}
     for name, (theirs, third, shape) in table.items():
         value = state[theirs] if third is None else state[theirs].chunk(3, dim=-1)[third]

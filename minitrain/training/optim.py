@@ -78,10 +78,9 @@ class AdamW(torch.optim.Optimizer):
                 param.grad = None if set_to_none else param.grad.detach().zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group, known = {**self.defaults, **param_group}, self._params()
-        given = group["params"] = (
-            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        )
+        given, known = param_group["params"], self._params()
+        given = [given] if isinstance(given, Tensor) else list(given)
+        group = {**self.defaults, **param_group, "params": given}
         if unknown := sorted(set(group) - set(self.defaults) - {"params"}):
             raise ValueError(f"unknown setting {unknown[0]!r}; AdamW knows {', '.join(self.defaults)}")
         _check_settings(**{name: group[name] for name in self.defaults})
@@ -91,7 +90,7 @@ class AdamW(torch.optim.Optimizer):
                 raise ValueError(f"AdamW updates leaf tensors, got {kind}: pass model.parameters()")
         if len({*given, *known}) < len(given) + len(known):
             raise ValueError(
-                "a parameter is given twice: it would be updated twice a step; list each one once"
+                "a parameter is given twice and would be updated twice a step; list each one once"
             )
         self.param_groups.append(group)
 
@@ -195,9 +194,8 @@ def warmup_cosine(
     """The rate of step 0, 1, 2, ...: up in a line, at the peak after `warmup_steps`, then half a cosine down
     to `min_lr` at `total_steps`, where it stays. Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5."""
     if not 0 <= warmup_steps <= total_steps:
-        raise ValueError(
-            f"warmup_steps={warmup_steps} of total_steps={total_steps}: the peak is never reached"
-        )
+        steps = f"warmup_steps={warmup_steps} of total_steps={total_steps}"
+        raise ValueError(f"{steps}: the peak is never reached")
     if not 0 <= min_lr <= peak_lr < math.inf:
         raise ValueError(f"min_lr={min_lr}, peak_lr={peak_lr}: need 0 <= min_lr <= peak_lr, finite")
     if step < warmup_steps:
