@@ -1,6 +1,7 @@
-"""The `minitrain` command: check this machine, train, list and run chapters, open JupyterLab, grade exercises, replay a big machine.
+"""The `minitrain` command: check this machine, train, run chapters, grade exercises, replay a big machine.
 
-Exit codes: 2 for bad input, 1 for a rank or a chapter that failed, both with one line on stderr; 130 for an interrupt.
+Exit codes: 2 for bad input, 1 for a rank or a chapter that failed, both with one line on stderr; 130 for an
+interrupt.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
+import psutil
 import typer
+from typer import Argument, Option, echo
 
 from minitrain import train_command
 from minitrain.course import notebook
@@ -29,12 +32,12 @@ ROOT = notebook.CHAPTERS.parent
 
 
 def main() -> None:
-    """An error of ours is one line on stderr, never a traceback; of the ranks of torchrun, the first one says it."""
+    """An error of ours is one line on stderr, never a traceback; under torchrun the first rank says it."""
     try:
         app()
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("RANK", "0") == "0":
-            typer.echo(f"minitrain: {error}", err=True)
+            echo(f"minitrain: {error}", err=True)
         sys.exit(1 if isinstance(error, RuntimeError) else 2)
 
 
@@ -51,17 +54,13 @@ def doctor() -> None:
     def line(good: bool, what: str, found: str, cure: str = "") -> None:
         nonlocal problems
         problems += not good
-        typer.echo(f"{'ok  ' if good else 'FAIL'}  {what:14} {found}" + ("" if good else f"   -> {cure}"))
+        echo(f"{'ok  ' if good else 'FAIL'}  {what:14} {found}" + ("" if good else f"   -> {cure}"))
 
     line(sys.version_info >= (3, 11), "python", platform.python_version(), "install Python 3.11 or newer")
-    line(
-        _version(torch.__version__) >= (2, 11),
-        "torch",
-        torch.__version__,
-        "pip install -c constraints.txt torch",
-    )
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    line(version >= (2, 11), "torch", torch.__version__, "pip install -c constraints.txt torch")
     line(True, "cores", str(os.cpu_count()))
-    free_gb = __import__("psutil").virtual_memory().available / 1e9
+    free_gb = psutil.virtual_memory().available / 1e9
     line(free_gb > 2, "free memory", f"{free_gb:.1f} GB", "the chapters need 2 GB; close something")
     line(torch.distributed.is_available(), "distributed", "gloo", "this torch build has no torch.distributed")
     try:
@@ -70,17 +69,10 @@ def doctor() -> None:
     except Exception as error:  # whatever stops four ranks from meeting is what the reader must see
         line(False, "4 ranks", str(error).splitlines()[0], "see 'When ranks cannot meet' in the README")
     gpus = torch.cuda.device_count()
-    line(
-        True,
-        "GPUs",
-        f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "none (every chapter runs without)",
-    )
+    found = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "none (every chapter runs without)"
+    line(True, "GPUs", found)
     if problems:
         raise typer.Exit(1)
-
-
-def _version(text: str) -> tuple[int, int]:
-    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def _sum_of_ranks() -> float:
@@ -106,18 +98,14 @@ def list_chapters() -> None:
     """The chapters there are, with the time and the ranks each needs."""
     for path in notebook.chapters().values():
         title, facts = notebook.heading(path)
-        typer.echo(f"{title}\n    {facts}\n    notebooks/{path.name}")
+        echo(f"{title}\n    {facts}\n    notebooks/{path.name}")
 
 
-@app.command()
-def run(
-    numbers: Annotated[
-        Optional[list[str]], typer.Argument(help="chapters, such as 00 03; all when none is given")
-    ] = None,
-    save: Annotated[
-        bool, typer.Option(help="write the outputs into the notebook itself (for authors)")
-    ] = False,
-    out: Annotated[Path, typer.Option(help="folder for the executed copies")] = ROOT / "runs",
+@app.command("run")
+def run_chapters(
+    numbers: Annotated[list[str] | None, Argument(help="chapters, such as 00 03; else all")] = None,
+    save: Annotated[bool, Option(help="write the outputs into the notebook itself (for authors)")] = False,
+    out: Annotated[Path, Option(help="folder for the executed copies")] = ROOT / "runs",
 ) -> None:
     """Run chapters from the first cell to the last without a browser, with a progress bar."""
     from tqdm import tqdm
@@ -132,15 +120,10 @@ def run(
                 bar.update(done - bar.n)
 
             elapsed_s = notebook.execute(path, path if save else out / path.name, on_cell)
-        typer.echo(f"ok  {path.stem:24} {elapsed_s:5.1f} s")
-    where = "in place" if save else f"in {_short(out)}/"
-    typer.echo(
-        f"{len(paths)} of {len(paths)} chapters ran in {time.perf_counter() - started:.0f} s; executed notebooks are {where}"
-    )
-
-
-def _short(path: Path) -> str:
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+        echo(f"ok  {path.stem:24} {elapsed_s:5.1f} s")
+    folder = os.path.relpath(out) if out.is_relative_to(Path.cwd()) else out
+    where, elapsed_s = "in place" if save else f"in {folder}/", time.perf_counter() - started
+    echo(f"{len(paths)} of {len(paths)} chapters ran in {elapsed_s:.0f} s; executed notebooks are {where}")
 
 
 @app.command()
@@ -151,103 +134,95 @@ def lab() -> None:
 
 @app.command()
 def grade(
-    chapter: Annotated[
-        Optional[str], typer.Argument(help="chapter, such as 02; a table of all when none is given")
-    ] = None,
-    detail: Annotated[bool, typer.Option(help="show the traceback of each failed task")] = False,
+    chapter: Annotated[str | None, Argument(help="chapter, such as 02; else a table of all")] = None,
+    detail: Annotated[bool, Option(help="show the traceback of each failed task")] = False,
 ) -> None:
     """Grade your exercise notebooks: points per task, and what to look at next."""
     from minitrain.course import exercises
 
-    typer.echo(exercises.grade(chapter, detail=detail).table())
+    echo(exercises.grade(chapter, detail=detail).table())
 
 
 @app.command()
 def replay(
-    model: Annotated[str, typer.Argument(help="a preset, such as llama3-8b or gpt2")],
-    machine: Annotated[str, typer.Option(help="a described machine, such as h100 or a100")] = "h100",
-    ranks: Annotated[int, typer.Option(help="data-parallel ranks")] = 64,
-    batch: Annotated[int, typer.Option(help="sequences on each rank")] = 1,
-    length: Annotated[int, typer.Option(help="tokens in a sequence")] = 1024,
-    bucket_mb: Annotated[float, typer.Option(help="size of the gradient buckets")] = 25,
-    trace: Annotated[Optional[Path], typer.Option(help="write a trace for ui.perfetto.dev here")] = None,
-    picture: Annotated[Optional[Path], typer.Option(help="draw the timeline here (.png, .svg, .pdf)")] = None,
+    model: Annotated[str, Argument(help="a preset, such as llama3-8b or gpt2")],
+    machine: Annotated[str, Option(help="a described machine, such as h100 or a100")] = "h100",
+    ranks: Annotated[int, Option(help="data-parallel ranks")] = 64,
+    batch: Annotated[int, Option(help="sequences on each rank")] = 1,
+    length: Annotated[int, Option(help="tokens in a sequence")] = 1024,
+    bucket_mb: Annotated[float, Option(help="size of the gradient buckets")] = 25,
+    trace: Annotated[Path | None, Option(help="write a trace for ui.perfetto.dev here")] = None,
+    picture: Annotated[Path | None, Option(help="draw the timeline here (.png, .svg, .pdf)")] = None,
 ) -> None:
-    """What a data-parallel step of a published model would take on a described machine: dry run, then replay."""
+    """What a data-parallel step of a published model takes on a described machine: dry run, then replay."""
     from minitrain.launch import dryrun
     from minitrain.model.config import presets
     from minitrain.plan.accounting.compute import flops_per_token
-    from minitrain.plot import charts as plot
+    from minitrain.plot import charts
     from minitrain.simulate.machines import machine as described
     from minitrain.simulate.replay import replay as play
 
     if model not in presets:
         raise ValueError(f"no preset is called {model!r}; choose from {', '.join(presets)}")
     target = described(machine)
+    name, memory_bytes = target.device.name, target.device.memory_bytes
     ledger = dryrun.run(_one_step, model, batch, length, int(bucket_mb * 1e6), rank=0, ranks=ranks)
     timeline = play({0: ledger.events}, target, dtype="float16")
-    typer.echo(
-        f"{model} on {ranks} ranks of {target.device.name}, {batch} x {length} tokens each, float16 products\n"
-    )
-    typer.echo(timeline.table())
-    peak_gb = ledger.peak_bytes / 1e9
-    typer.echo(
-        f"\npeak memory {peak_gb:.1f} GB of {target.device.memory_bytes / 1e9:.0f} GB"
-        + (
-            ""
-            if peak_gb * 1e9 <= target.device.memory_bytes
-            else ": DOES NOT FIT; shard it or make the batch smaller"
-        )
-    )
+    echo(f"{model} on {ranks} ranks of {name}, {batch} x {length} tokens each, float16 products\n")
+    echo(timeline.table())
+    fits = "" if ledger.peak_bytes <= memory_bytes else ": DOES NOT FIT; shard it or make the batch smaller"
+    echo(f"\npeak memory {ledger.peak_bytes / 1e9:.1f} GB of {memory_bytes / 1e9:.0f} GB{fits}")
     model_flops = batch * length * flops_per_token(presets[model], length)
-    typer.echo(f"MFU {timeline.mfu(model_flops, 'float16'):.1%}, a causal attention counted as a triangle")
+    echo(f"MFU {timeline.mfu(model_flops, 'float16'):.1%}, a causal attention counted as a triangle")
     if trace:
-        typer.echo(f"trace in {timeline.to_chrome_trace(trace)}")
+        echo(f"trace in {timeline.to_chrome_trace(trace)}")
     if picture:
-        plot.timeline(timeline, title=f"{model}, {ranks} x {target.device.name}").savefig(picture)
-        typer.echo(f"picture in {picture}")
+        charts.timeline(timeline, title=f"{model}, {ranks} x {name}").savefig(picture)
+        echo(f"picture in {picture}")
 
 
-def _one_step(model: str, batch: int, length: int, bucket_bytes: int):
-    """One data-parallel training step of a preset under the ledger, in bfloat16 with float32 master weights."""
+def _one_step(name: str, batch: int, length: int, bucket_bytes: int):
+    """One data-parallel step of a preset under the ledger, in bfloat16 with float32 master weights."""
     from functools import partial
+
+    import torch
 
     from minitrain.collectives import world
     from minitrain.data.batches import Rows, random_tokens
     from minitrain.ledger import Ledger
-    from minitrain.model.config import presets
+    from minitrain.model.gpt import GPT, presets
     from minitrain.parallelize import parallelize
     from minitrain.strategy import Strategy
     from minitrain.training.hyperparameters import Hyperparameters
 
-    config, shape = presets[model], dict(batch_size=batch * world().size(), length=length)
+    class Model(GPT):
+        def forward(self, tokens):
+            with ledger.phase("forward"):
+                return super().forward(tokens)
+
+    config, shape = presets[name], dict(batch_size=batch * world().size(), length=length)
+    strategy = Strategy(dp=world().size(), bucket_bytes=bucket_bytes)
     with Ledger() as ledger:
-        strategy = Strategy(dp=world().size(), precision="bfloat16", bucket_bytes=bucket_bytes)
-        run = parallelize(config, strategy, Hyperparameters().make_optimizer)
+        run = parallelize(Model(config, dtype=torch.bfloat16), strategy, Hyperparameters().make_optimizer)
         rows = run.batch(Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape), step=0)
-        run.forward_backward = ledger.phase("backward")(
-            run.forward_backward
-        )  # but for what the line below says
-        run.model.forward = ledger.phase("forward")(run.model.forward)
-        run.sync.finish = ledger.phase("backward")(run.sync.finish)
-        run.sync.step = ledger.phase("optimizer")(run.sync.step)
-        run.step(rows)
+        with ledger.phase("backward"):  # but for the forward inside
+            run.forward_backward(rows)
+            run.sync.finish()
+        with ledger.phase("optimizer"):
+            run.sync.step()
     return ledger
 
 
 @app.command()
-def atlas(
-    words: Annotated[Optional[list[str]], typer.Argument(help="only rows with all these words")] = None,
-) -> None:
+def atlas(words: Annotated[list[str] | None, Argument(help="only rows with all these words")] = None) -> None:
     """Search the systems the course covers; each names the test that proves it."""
     from minitrain.course.atlas import search
 
-    found = search(" ".join(words or []))
+    found, indent = search(" ".join(words or [])), " " * 10
     for row in found:
-        typer.echo(
-            f"{row.chapter}  {row.kind:5} {row.name}\n          {row.idea}\n          {row.module}  proved by {row.test}"
-        )
-    typer.echo(f"{len(found)} systems")
+        echo(f"{row.chapter}  {row.kind:5} {row.name}\n{indent}{row.idea}")
+        echo(f"{indent}{row.module}  proved by {row.test}")
+    echo(f"{len(found)} systems")
 
 
 if __name__ == "__main__":

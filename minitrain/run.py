@@ -1,15 +1,15 @@
-"""Run: a model in training on this rank, whatever the layout. All that a training loop, a test or a chapter sees of it.
+"""Run: a model in training on this rank, whatever the layout; all that a training loop or a test sees of it.
 
     run = parallelize(config, Strategy(dp=2, tp=2, zero=1), make_optimizer)
-    batch = run.batch(rows, step)               this rank's part of global batch `step`, rows as text.rows(batch_size=8, length=64)
+    batch = run.batch(rows, step)               this rank's part of global batch `step` of text.rows(..)
     loss, norm = run.step(batch, clip=1.0)      forwards, backwards, sums, clipping, update
     run.evaluate(batch), run(tokens)            the loss, and the logits of whole rows, on every rank
-    run.state_dict(), run.load_state_dict(..)   whole parameters and optimizer states by global name: any layout takes them
+    run.state_dict(), run.load_state_dict(..)   whole parameters and optimizer states by name: for any layout
 
 Every rank calls the same methods in the same order.
-Sends what the technique sends, and 8 bytes a batch for the number of valid targets; `run(tokens)` gathers logits over tp and cp and
-sends them to all stages; `state_dict` gathers everything on every rank, 16 bytes a parameter with Adam, for models that one rank can
-hold. Raises ValueError in one line for rows and lengths that the strategy refuses, and for a state of another model.
+Sends what the technique sends, and 8 bytes a batch for the number of valid targets; `run(tokens)` gathers
+logits over tp and cp and sends them to all stages; `state_dict` gathers everything on every rank, 16 bytes a
+parameter with Adam, for models that one rank can hold.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,61 +38,51 @@ from minitrain.strategy import Strategy
 from minitrain.training.step import Batch, StepResult, train_step, valid_tokens
 
 
+@dataclass(eq=False, repr=False)
 class Run:
     """Made by `parallelize`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        strategy: Strategy,
-        mesh: Mesh,
-        sync: Sync,
-        forward_backward: Callable[[Batch], Tensor],
-        loss_fn: Callable[[Tensor, Tensor], Tensor],
-        *,
-        config: GPTConfig | None = None,
-        runner: Runner | None = None,
-        layout: layouts.Layout | None = None,
-        late: PostValidation | None = None,
-    ):
-        self.model, self.strategy, self.mesh, self.sync, self.loss_fn, self.config = (
-            model,
-            strategy,
-            mesh,
-            sync,
-            loss_fn,
-            config,
-        )
-        self.forward_backward, self.runner, self.layout, self.late = forward_backward, runner, layout, late
-        rows, tokens = strategy.data_axes, strategy.context_axes
-        self.data_group = mesh.group(*rows)  # ranks with other rows
-        self.context_group = mesh.group(*tokens) if tokens else None  # with other tokens of the same rows
-        self.stage_group = mesh.group("pp") if runner else None  # with other layers
-        self.token_group = mesh.group(*rows, *tokens)  # with other tokens
-        self.loss_group = (
-            mesh.group(*rows, "pp", *tokens) if runner else self.token_group
-        )  # whose losses are terms of the loss
-        param = next(model.parameters())
+    model: nn.Module
+    strategy: Strategy
+    mesh: Mesh
+    sync: Sync
+    forward_backward: Callable[[Batch], Tensor]
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    config: GPTConfig | None  # None: a module of the reader's own
+    runner: Runner | None  # of a pipeline
+    layout: layouts.Layout | None  # of the tokens over cp
+    late: PostValidation | None
+
+    def __post_init__(self):
+        rows, tokens = self.strategy.data_axes, self.strategy.context_axes
+        self.data_group = self.mesh.group(*rows)  # ranks with other rows
+        self.context_group = (
+            self.mesh.group(*tokens) if tokens else None
+        )  # with other tokens of the same rows
+        self.stage_group = self.mesh.group("pp") if self.runner else None  # with other layers
+        self.token_group = self.mesh.group(*rows, *tokens)  # with other tokens
+        self.loss_group = self.token_group  # whose losses are terms of the loss
+        if self.runner:
+            self.loss_group = self.mesh.group(*rows, "pp", *tokens)
+        param = next(self.model.parameters())
         self.device, self.dtype = param.device, param.dtype
 
-    # ---- training ------------------------------------------------------------------------------------------------------
+    # ---- training ------------------------------------------------------------------------------------------
 
     def batch(self, rows: Rows, step: int) -> Batch:
-        """This rank's tokens of its rows of global batch `step`, with their positions and the number of targets that count on all ranks."""
+        """This rank's tokens of global batch `step`, their positions, and the number of valid targets."""
         if self.config:
             self.strategy.check_batch(self.config, rows.batch_size, rows.length)
         rank, ranks = self.data_group.rank(), self.data_group.size()
         tokens, targets = (part.to(self.device) for part in rows.draw(step, rank, ranks))
-        positions = None
-        if self.layout:
-            positions = layouts.positions(self.layout, self.context_group, tokens.size(1), tokens.device)
-            tokens, targets = (layouts.split(x, self.layout, self.context_group) for x in (tokens, targets))
+        positions = self._positions(tokens.size(1))
+        tokens, targets = self._own_tokens(tokens), self._own_tokens(targets)
         first_row = rows_of(rank, ranks, rows.batch_size).start
         return Batch(tokens, targets, valid_tokens(targets, self.token_group), positions, step, first_row)
 
     def step(self, batch: Batch, clip: float | None = None) -> StepResult:
-        """One step of the optimizer. The loss is this rank's part: the sum over `loss_group` is that of the global batch. With the strategy's
-        `post_validation` the norm is that of the step before (0 in the first), as this one's comes later."""
+        """One step of the optimizer; the loss is this rank's term of the global batch's (`total`). With the
+        strategy's `post_validation` the norm is that of the step before (0 in the first)."""
         if self.late is None:
             return train_step(self.forward_backward, batch, self.sync, self.sync, clip, self.stage_group)
         limit = clip or math.inf
@@ -102,7 +93,7 @@ class Run:
         return StepResult(loss, loss.new_zeros(()) if self.late.norm is None else self.late.norm)
 
     def settle(self) -> None:
-        """The last step is final: with `post_validation` its norm has been checked. The methods below do it themselves."""
+        """With `post_validation`: check the norm of the last step. The methods below do it themselves."""
         if self.late:
             self.late.finish()
 
@@ -110,7 +101,7 @@ class Run:
         """The loss of the global batch on every rank, from this rank's part of it."""
         return collectives.all_reduce(loss, self.loss_group)
 
-    # ---- looking at it -------------------------------------------------------------------------------------------------
+    # ---- looking at it -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
@@ -123,19 +114,16 @@ class Run:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Whole rows of tokens `[B, T]`, the same on all ranks -> logits `[B, T, V]` on every rank, without dropout."""
+        """Whole rows of tokens `[B, T]`, alike on all ranks -> logits `[B, T, V]` on all; nothing dropped."""
         length, pieces = tokens.size(1), self.strategy.pieces
-        if self.config and length + -length % pieces > self.config.max_positions:
+        padding = -length % pieces  # behind the tokens: attention is causal, so it changes nothing
+        if self.config and length + padding > self.config.max_positions:
+            most = f"max_positions {self.config.max_positions}"
             raise ValueError(
-                f"sequence {length}, padded to a multiple of {pieces}, > max_positions {self.config.max_positions}; cut the sequence"
+                f"sequence {length}, padded to a multiple of {pieces}, > {most}; cut the sequence"
             )
-        x, positions = (
-            F.pad(tokens, (0, -length % pieces)),
-            None,
-        )  # causal: what stands behind changes nothing
-        if self.layout:
-            positions = layouts.positions(self.layout, self.context_group, x.size(1), x.device)
-            x = layouts.split(x, self.layout, self.context_group)
+        x, positions = F.pad(tokens, (0, padding)), self._positions(length + padding)
+        x = self._own_tokens(x)
         logits = self._through(x, positions)
         if self.runner:
             words = -(-self.config.vocab_size // self.strategy.tp)
@@ -147,6 +135,15 @@ class Run:
             logits = layouts.join(logits, self.layout, self.context_group)
         return logits[:, :length]
 
+    def _own_tokens(self, x: Tensor) -> Tensor:
+        return layouts.split(x, self.layout, self.context_group) if self.layout else x
+
+    def _positions(self, length: int) -> Tensor | None:
+        """Of this rank's tokens of rows of that length; None: they are 0 .. T-1."""
+        return (
+            layouts.positions(self.layout, self.context_group, length, self.device) if self.layout else None
+        )
+
     def _through(self, tokens: Tensor, positions: Tensor | None) -> Tensor | None:
         """What the last layer gives, on the ranks of one stage, without dropout."""
         self.settle()
@@ -154,17 +151,16 @@ class Run:
         try:
             if self.runner is None:
                 return self.model(tokens, *(() if positions is None else (positions,)))
-            return self.runner.through(
-                tokens, torch.arange(tokens.size(1), device=tokens.device) if positions is None else positions
-            )
+            if positions is None:
+                positions = torch.arange(tokens.size(1), device=tokens.device)
+            return self.runner.through(tokens, positions)
         finally:
             self.train(training)
 
     def sample(self, prompt: Tensor, n: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
         """`[B, T]` -> `[B, T + n]`, the same on every rank."""
-        window = (
-            self.config.max_positions // self.strategy.pieces * self.strategy.pieces
-        )  # padded to pieces it is no longer
+        pieces = self.strategy.pieces
+        window = self.config.max_positions // pieces * pieces  # no longer when it is padded to pieces
         return generate(self, prompt, n, temperature, seed, window)
 
     def train(self, mode: bool = True) -> Run:
@@ -175,17 +171,15 @@ class Run:
     def training(self) -> bool:
         return self.model.training
 
-    # ---- states --------------------------------------------------------------------------------------------------------
+    # ---- states --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """{"parameters": {name: whole}, "optimizer": {name: {..}}}, the same on every rank."""
         self.settle()
-        full = self.sync.full_state_dict()
-        if self.stage_group is None:
+        full, group = self.sync.full_state_dict(), self.stage_group
+        if group is None:
             return full
-        stages = [
-            _broadcast(full, rank, self.stage_group, self.device) for rank in range(self.stage_group.size())
-        ]
+        stages = [_broadcast(full, rank, group, self.device) for rank in range(group.size())]
         return {
             what: {name: value for stage in reversed(stages) for name, value in stage[what].items()}
             for what in full
@@ -194,13 +188,10 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave under any strategy."""
         self.settle()
-        ours = set(self.sync.names.values())
         if self.config:
             check_names(state["parameters"], self.config)
-            state = {
-                what: {name: value for name, value in state[what].items() if name in ours}
-                for what in ("parameters", "optimizer")
-            }
+            ours, kinds = set(self.sync.names.values()), ("parameters", "optimizer")
+            state = {what: {n: value for n, value in state[what].items() if n in ours} for what in kinds}
         self.sync.load_full_state_dict(state)
 
 
@@ -210,9 +201,8 @@ def check_names(parameters: dict[str, Tensor], config: GPTConfig) -> None:
     found = {name: list(value.shape) for name, value in parameters.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
-            raise ValueError(
-                f"the state has {name} {found.get(name, 'not at all')}, this model {wanted.get(name, 'has none')}: it is of another model"
-            )
+            here, there = found.get(name, "not at all"), wanted.get(name, "has none")
+            raise ValueError(f"the state has {name} {here}, this model {there}: it is of another model")
 
 
 def _broadcast(value: dict, source: int, group: ProcessGroup, device: torch.device) -> dict:

@@ -1,21 +1,19 @@
-"""Where a parameter is: one record, `param.placement`, written by who cuts or copies it, read by everyone who asks.
+"""Where a parameter is: one record, `param.placement`, written by who cuts or copies it, read by all who ask.
 
-    shards        how it is cut                         W[F, D] -> W[F/n, D]: (Shard(dim=0, group),), the first cut first
-    summed_over   over whom its gradient is a sum       (dp × cp,), or two levels (intra, inter): ranks that hold the same, and other tokens
-    copies        who else holds it                     ranks of a pipeline with the same tied table, or the same stage
+    shards        how it is cut                     W[F, D] -> W[F/n, D]: (Shard(0, group),), in order
+    summed_over   over whom its gradient is a sum   ranks with other tokens: (dp × cp,), or (intra, inter)
+    copies        who else holds it                 ranks of a pipeline with the same tied table or stage
     inside        of a flat buffer of parameters: the groups that had cut these before it was cut
 
-`shard` copies this rank's slice and sends nothing. `full_tensor` undoes the cuts, the last one first: each gather sends (n-1)/n of
-what it puts together. `own_slice` cuts a whole tensor as a parameter is cut. A tensor may be cut several times, along one dim (tp,
-then dp inside the slice) or along two. Where the ranks do not divide a dim, `pad=True` gives all of them the next larger slice; the
-last ones end in rows of zeros, which `full_tensor` leaves out again.
+`shard` copies this rank's slice and sends nothing. `full_tensor` undoes the cuts, the last one first: each
+gather sends (n-1)/n of its result. `own_slice` cuts a whole tensor as a parameter is cut. A tensor may be cut
+several times, along one dim (tp, then dp inside the slice) or along two, but not over ranks that hold
+different slices already: that could not be undone. Where the ranks do not divide a dim, `pad=True` gives all
+of them the next larger slice; the last ones end in zeros, which `full_tensor` leaves out again.
 
-Readers: reducers and ZeRO (what to sum over whom), clipping (the squares of what is cut are summed over its groups, copies count
-once), optimizers (shapes of the whole), states to save, tests.
-Raises ValueError for a dim that does not exist or does not divide, and for a group whose ranks hold different slices already
-(cutting those again could not be undone).
-torch's DTensor keeps the same facts inside the tensor, as placements. Differs: what a rank holds stays an ordinary tensor, so that
-the collectives around it are calls one can see; over whom a gradient is a sum and who holds a copy are said as well.
+torch's DTensor keeps the same facts inside the tensor, as placements. Differs: what a rank holds stays an
+ordinary tensor, so that the collectives around it are calls one can see; sums and copies are recorded as
+well.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from minitrain import collectives
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One cut: along `dim`, one equal slice per rank of `group`, in group-rank order; `size`: of the whole, if slices are padded."""
+    """One cut along `dim`: equal slices for the ranks of `group`; `size` of the whole, if it is padded."""
 
     dim: int
     group: dist.ProcessGroup
@@ -75,7 +73,7 @@ def whole_shape(tensor: Tensor) -> list[int]:
 
 
 def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup, pad: bool = False) -> Tensor:
-    """This rank's slice along `dim`, a copy; an nn.Parameter if `tensor` is one. Its placement grows by this cut."""
+    """This rank's slice along `dim`, a copy (a Parameter if `tensor` is one); its placement has the cut."""
     axis, ranks, shape = collectives.axis_of(group), group.size(), list(tensor.shape)
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"shard: dim={dim}, but the tensor {shape} has {tensor.dim()} dims")
@@ -83,15 +81,13 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup, pad: bool = False)
     for earlier in placement(tensor).shards:
         both = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(earlier.group))
         if both != {dist.get_rank()}:
-            raise ValueError(
-                f"shard: ranks of {axis} hold different slices already, cut over "
-                f"{collectives.axis_of(earlier.group)}; cut over an axis whose ranks hold the same"
+            cure = (
+                f"cut over {collectives.axis_of(earlier.group)}; cut over an axis whose ranks hold the same"
             )
+            raise ValueError(f"shard: ranks of {axis} hold different slices already, {cure}")
     if shape[dim] % ranks and not pad:
-        raise ValueError(
-            f"shard: {shape[dim]} along dim {dim} of {shape} is not a multiple of the {ranks} ranks of "
-            f"{axis}; pad the tensor or change the size of the axis"
-        )
+        size = f"{shape[dim]} along dim {dim} of {shape} is not a multiple of the {ranks} ranks of {axis}"
+        raise ValueError(f"shard: {size}; pad the tensor or change the size of the axis")
     cut = Shard(dim, group, shape[dim] if shape[dim] % ranks else None)
     local = _slice(tensor.detach(), cut).clone(memory_format=torch.contiguous_format)
     if isinstance(tensor, nn.Parameter):
@@ -101,7 +97,7 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup, pad: bool = False)
 
 
 def _slice(tensor: Tensor, cut: Shard) -> Tensor:
-    """This rank's part of a tensor that is whole along `cut.dim`, with zeros where it is shorter than the other ranks'."""
+    """This rank's part of a tensor that is whole along `cut.dim`; zeros where it is shorter than others'."""
     length = tensor.size(cut.dim)
     size = math.ceil(length / cut.group.size())
     first = min(cut.group.rank() * size, length)
@@ -118,10 +114,8 @@ def own_slice(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor, shards: tuple[Shard, ...] | None = None) -> Tensor:
-    """The whole of `tensor` on every rank, outside autograd.
-
-    What does not carry its cuts itself, a gradient say, is told: full_tensor(param.grad, param.placement.shards).
-    """
+    """The whole of `tensor` on every rank, outside autograd. What does not carry its cuts itself is told of
+    them: full_tensor(param.grad, param.placement.shards)."""
     whole = tensor.detach()
     for cut in reversed(placement(tensor).shards if shards is None else shards):
         whole = collectives.all_gather(whole, cut.group, cut.dim)

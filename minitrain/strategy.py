@@ -1,25 +1,26 @@
-"""Strategy: how a model is trained on many ranks, as plain frozen values. The command line's flags, and what a checkpoint says of its run.
+"""Strategy: how a model is trained on many ranks, as plain frozen values; the command line's flags.
 
-    Strategy(dp=2, tp=2, zero=1)          ranks = dp · pp · cp · tp, in this order: tp innermost, its ranks are neighbours
+    Strategy(dp=2, tp=2, zero=1)          ranks = dp · pp · cp · tp, tp innermost: its ranks are neighbours
 
-    dp    rows          different rows of the batch          zero: 0, stages 1 to 3, or a word of hybrid sharding over nodes of `node` ranks
-    pp    layers        stages, run by `schedule`            microbatches, chunks (stages a rank), slices of a sequence, recompute
+    dp    rows          different rows of the batch          zero; `node`, of hybrid sharding
+    pp    layers        stages, run by `schedule`            microbatches, chunks, slices, recompute
     cp    tokens        of the same rows, by `layout`        core: attention over them
     tp    matrices      the same tokens                      sequence_parallel, overlap
 
-`check(config, ranks)` says in one line what cannot be, before any rank starts; `check_batch` the same of rows and length. It prints as
-the call that makes it, without defaults, and travels as JSON (`asdict`, `Strategy(**values)`).
-No torch here: planners read it too. Raises ValueError in one line for values that are none of those allowed.
+`check(config, ranks)` refuses what cannot be, before any rank starts; `check_batch` does so for rows and
+length. It prints as the call that makes it, without defaults, and travels as JSON (`asdict`,
+`Strategy(**values)`). No torch here: planners read it too.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from minitrain.context import names as cores
 from minitrain.data_parallel.choices import PARO_SHARDINGS
-from minitrain.model.config import GATED, GPTConfig
+from minitrain.model.config import GATED, GPTConfig, divisors
 from minitrain.pipeline.lower import lower, pause
 from minitrain.pipeline.named import named
 from minitrain.pipeline.partition import even
@@ -31,7 +32,7 @@ AXES = ("dp", "pp", "cp", "tp", "ep")
 
 @dataclass(frozen=True)
 class Strategy:
-    """Every field has the value of one process as its default."""
+    """The defaults are those of one process; the comment beside a field is the help of its flag."""
 
     dp: int = 1  # ranks with different rows
     pp: int = 1  # ranks with different layers
@@ -42,19 +43,17 @@ class Strategy:
     node: int = 1  # of the dp ranks, how many are one node (for a word)
     sequence_parallel: bool = False  # cut activations between the matrices over tp as well
     overlap: bool = False  # hide what tp sends behind its products
-    schedule: str = "1f1b"  # of the stages of pp, by name (pipeline/named.py): gpipe, 1f1b, zb_h1, interleaved, chimera, ...
+    schedule: str = "1f1b"  # of the stages of pp (pipeline/named.py): gpipe, 1f1b, zb_h1, interleaved, ...
     microbatches: int = 1  # parts in which a rank runs its rows, one after the other
     chunks: int = 1  # stages a rank, for the schedules that interleave
     slices: int = 1  # of each sequence, for terapipe and seq1f1b
     recompute: bool = False  # a forward keeps its stage's input only
-    post_validation: bool = (
-        False  # of a pipeline: update first, clip (and take back) when all norms are known
-    )
+    post_validation: bool = False  # of a pipeline: update first, clip when all norms are known
     core: str = "ring"  # attention over the ranks of cp: ring, ulysses, double_ring, usp, ...
     layout: str = "zigzag"  # of a sequence over the ranks of cp: contiguous, zigzag or striped
     inner: int = 1  # of the cp ranks, how many are an inner ring, a node or a team, for cores that have one
     ulysses: int = 1  # of the cp ranks, how many share out heads, for cores that do both
-    precision: str = "float32"  # of weights and activations: float32, bfloat16, float16 or float64; masters have at least float32
+    precision: str = "float32"  # of weights and activations (masters have at least float32); or bfloat16, ...
     bucket_bytes: int = 25_000_000  # of gradients that travel together
 
     def __post_init__(self):
@@ -63,24 +62,21 @@ class Strategy:
                 raise ValueError(f"{name}={size!r}; use a whole number, 1 or more")
         if isinstance(self.zero, str) and self.zero.isdigit():
             object.__setattr__(self, "zero", int(self.zero))  # as flags say it
+        words = ", ".join(PARO_SHARDINGS)
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3, *PARO_SHARDINGS):
-            raise ValueError(
-                f"zero={self.zero!r}; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: {', '.join(PARO_SHARDINGS)}"
-            )
+            ways = "0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding"
+            raise ValueError(f"zero={self.zero!r}; use {ways}: {words}")
         if self.node > 1 and not self.word:
-            raise ValueError(
-                f"node={self.node} with zero={self.zero}: nodes matter to hybrid sharding; use node=1, or one of {', '.join(PARO_SHARDINGS)}"
-            )
+            cure = f"nodes matter to hybrid sharding; use node=1, or one of {words}"
+            raise ValueError(f"node={self.node} with zero={self.zero}: {cure}")
         if self.dp % self.node:
-            raise ValueError(
-                f"node={self.node} does not divide dp={self.dp}; a node has {divisors(self.dp)} of its ranks"
-            )
+            fits = " or ".join(map(str, divisors(self.dp)))
+            raise ValueError(f"node={self.node} does not divide dp={self.dp}; a node has {fits} of its ranks")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r}; use {', '.join(PRECISIONS)}")
         if self.tp == 1 and (self.sequence_parallel or self.overlap):
-            raise ValueError(
-                f"{'sequence_parallel' if self.sequence_parallel else 'overlap'}=True is about the ranks of tp, and tp=1; use tp > 1"
-            )
+            name = "sequence_parallel" if self.sequence_parallel else "overlap"
+            raise ValueError(f"{name}=True is about the ranks of tp, and tp=1; use tp > 1")
         if not self.pipelined and (self.chunks > 1 or self.slices > 1):
             raise ValueError(f"{'chunks' if self.chunks > 1 else 'slices'} > 1 is for a pipeline; use pp > 1")
         self._check_context()
@@ -91,7 +87,7 @@ class Strategy:
             for rank, program in enumerate(lower(schedule) if self.post_validation else ()):
                 pause(program, rank, schedule)
 
-    # ---- what follows from it ------------------------------------------------------------------------------------------
+    # ---- what follows from it ------------------------------------------------------------------------------
 
     @property
     def ranks(self) -> int:
@@ -125,9 +121,8 @@ class Strategy:
 
     @property
     def _context(self) -> dict[str, int]:
-        return (
-            {} if self.cp == 1 else self.context_groups if len(self.context_groups) > 1 else {"cp": self.cp}
-        )
+        groups = self.context_groups if self.cp > 1 else {}
+        return {"cp": self.cp} if len(groups) == 1 else groups
 
     @property
     def axes(self) -> dict[str, int]:
@@ -135,84 +130,65 @@ class Strategy:
         rows = {"inter": self.dp // self.node, "intra": self.node} if self.word else {"dp": self.dp}
         return rows | {"pp": self.pp} | self._context | ({"tp": self.tp} if self.tp > 1 else {})
 
-    def _check_context(self) -> None:
-        _named("core", self.core, cores.CORES)
-        _named("layout", self.layout, cores.LAYOUTS)
-        axes = cores.CORES[self.core].axes
-        for name, used in (
-            ("ulysses", axes[-1] == "ulysses" and len(axes) > 1),
-            ("inner", bool({"inside", "inner", "team"} & set(axes))),
-        ):
-            if getattr(self, name) > 1 and not used:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} with core={self.core!r}, which has no such group; use {name}=1"
-                )
-        if self.cp % (self.inner * self.ulysses):
-            raise ValueError(
-                f"inner={self.inner} x ulysses={self.ulysses} does not divide cp={self.cp}; their product must"
-            )
-        if self.cp > 1:
-            cores.check_choice(
-                self.core, self.context_groups, self.layout, heads=self.cp * self.cp, slices=self.slices
-            )
-
     def build_schedule(self) -> Schedule:
-        return named(
-            self.schedule,
-            self.pp,
-            self.microbatches,
-            chunks=self.chunks,
-            slices=self.slices,
-            recompute=self.recompute,
-        )
+        sizes = dict(chunks=self.chunks, slices=self.slices, recompute=self.recompute)
+        return named(self.schedule, self.pp, self.microbatches, **sizes)
 
     @property
     def pieces(self) -> int:
         """What the length of a sequence is a multiple of."""
         pieces = self.tp if self.sequence_parallel else 1
         if self.cp > 1:
-            pieces *= math.lcm(
-                self.cp,
-                self.cp // cores.dealt_to(self.core, self.context_groups) * cores.LAYOUTS[self.layout],
-            )
+            dealt = self.cp // cores.dealt_to(self.core, self.context_groups) * cores.LAYOUTS[self.layout]
+            pieces *= math.lcm(self.cp, dealt)
         return pieces * self.slices if pieces > 1 else 1
 
     def __str__(self) -> str:
-        said = (
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        )
-        return f"Strategy({', '.join(said)})"
+        return f"Strategy({self._said((f.name for f in fields(self) if getattr(self, f.name) != f.default))})"
 
-    # ---- what cannot be ------------------------------------------------------------------------------------------------
+    def _said(self, names: Iterable[str], between: str = ", ") -> str:
+        return between.join(f"{name}={getattr(self, name)!r}" for name in names)
+
+    # ---- what cannot be ------------------------------------------------------------------------------------
+
+    def _check_context(self) -> None:
+        for name, table in (("core", cores.CORES), ("layout", cores.LAYOUTS)):
+            if getattr(self, name) not in table:
+                raise ValueError(f"{name}={getattr(self, name)!r}; use {', '.join(table)}")
+        axes = cores.CORES[self.core].axes
+        used = dict(
+            ulysses=axes[-1] == "ulysses" and len(axes) > 1, inner={"inside", "inner", "team"} & set(axes)
+        )
+        for name, has in used.items():
+            if getattr(self, name) > 1 and not has:
+                raise ValueError(
+                    f"{self._said((name, 'core'), ' with ')}, which has no such group; use {name}=1"
+                )
+        if self.cp % (self.inner * self.ulysses):
+            sizes = self._said(("inner", "ulysses"), " x ")
+            raise ValueError(f"{sizes} does not divide cp={self.cp}; their product must")
+        if self.cp > 1:
+            self._check_core(heads=self.cp * self.cp)
+
+    def _check_core(self, **widths: int) -> None:
+        cores.check_choice(self.core, self.context_groups, self.layout, slices=self.slices, **widths)
 
     def check(self, config: GPTConfig, ranks: int) -> Strategy:
         """The strategy, if `config` can be trained with it on so many ranks."""
         if self.ranks != ranks:
-            sizes = " · ".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
+            dp, rest = divmod(self.dp * ranks, self.ranks)
+            cure = f"choose sizes whose product is {ranks}" if rest else f"dp={dp} would fit"
             raise ValueError(
-                f"{sizes} are {self.ranks} ranks, but the job has {ranks}; "
-                + (
-                    f"dp={self.dp * ranks // self.ranks} would fit"
-                    if self.dp * ranks % self.ranks == 0
-                    else f"choose sizes whose product is {ranks}"
-                )
+                f"{self._said(AXES, ' · ')} are {self.ranks} ranks, but the job has {ranks}; {cure}"
             )
         if self.ep > 1:
             raise ValueError(f"ep={self.ep}, but the model has no experts to share out; use ep=1")
         if self.tp > 1:
             check_tensor_parallel(config, self.tp)
         if self.cp > 1:
-            cores.check_choice(
-                self.core,
-                self.context_groups,
-                self.layout,
-                heads=config.num_heads // self.tp,
-                slices=self.slices,
-                key_width=config.head_dim + config.rope_head_dim * bool(config.kv_latent),
-                value_width=config.head_dim,
-            )
+            key_width = config.head_dim + config.rope_head_dim * bool(config.kv_latent)
+            heads = config.num_heads // self.tp
+            self._check_core(heads=heads, key_width=key_width, value_width=config.head_dim)
         if self.pipelined:
             even(config.num_layers, self.build_schedule().stages)
         return self
@@ -221,48 +197,32 @@ class Strategy:
         """Rows of the global batch and tokens of a row."""
         least = self.dp * self.microbatches
         if rows < least:
+            sizes = self._said(("dp", "microbatches"), " x ")
             raise ValueError(
-                f"a batch of {rows} rows for dp={self.dp} x microbatches={self.microbatches}; use at least {least} rows, or fewer of these"
+                f"a batch of {rows} rows for {sizes}; use at least {least} rows, or fewer of these"
             )
         if length > config.max_positions:
-            raise ValueError(
-                f"sequence {length} > max_positions {config.max_positions}; cut the sequence or raise max_positions"
-            )
+            cure = "cut the sequence or raise max_positions"
+            raise ValueError(f"sequence {length} > max_positions {config.max_positions}; {cure}")
         if length % self.pieces:
-            whole = " · ".join(
-                f"{name}={getattr(self, name)}" for name in ("cp", "tp", "slices") if getattr(self, name) > 1
+            sizes = self._said((name for name in ("cp", "tp", "slices") if getattr(self, name) > 1), " · ")
+            pieces, longer = (
+                f"{self.pieces} pieces ({sizes}, layout={self.layout!r})",
+                length + -length % self.pieces,
             )
-            raise ValueError(
-                f"T={length} is not a multiple of {self.pieces} pieces ({whole}, layout={self.layout!r}); pad the sequence to "
-                f"{-(-length // self.pieces) * self.pieces}"
-            )
+            raise ValueError(f"T={length} is not a multiple of {pieces}; pad the sequence to {longer}")
         if self.slices > length:
             raise ValueError(f"slices={self.slices} of {length} tokens; use at most {length}")
-
-
-def _named(what: str, name: str, table) -> None:
-    if name not in table:
-        raise ValueError(f"{what}={name!r}; use {', '.join(table)}")
 
 
 def check_tensor_parallel(config: GPTConfig, tp: int) -> None:
     """Heads and hidden units that tp ranks can share out."""
     if config.kv_latent:
-        raise ValueError(
-            f"tp={tp} does not cut latent attention (kv_latent={config.kv_latent}); use tp=1, or multi-head or grouped-query attention"
-        )
-
-    def fits(ranks: int) -> bool:
-        kv = config.num_kv_heads
-        return not (config.num_heads % ranks or config.d_ff % ranks or (kv % ranks and ranks % kv))
-
-    if not fits(tp):
+        cure = "use tp=1, or multi-head or grouped-query attention"
+        raise ValueError(f"tp={tp} does not cut latent attention (kv_latent={config.kv_latent}); {cure}")
+    heads, kv, hidden = config.num_heads, config.num_kv_heads, config.d_ff
+    fits = [n for n in divisors(heads) if hidden % n == 0 and (kv % n == 0 or n % kv == 0)]
+    if tp not in fits:
         gated = " (gated)" if config.activation in GATED else ""
-        raise ValueError(
-            f"tp={tp} does not divide num_heads={config.num_heads}, num_kv_heads={config.num_kv_heads} (which may also divide tp) and "
-            f"d_ff={config.d_ff}{gated}; use tp {' or '.join(str(n) for n in range(1, config.num_heads + 1) if fits(n))}"
-        )
-
-
-def divisors(size: int) -> str:
-    return " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        sizes = f"num_heads={heads}, num_kv_heads={kv} (which may also divide tp) and d_ff={hidden}{gated}"
+        raise ValueError(f"tp={tp} does not divide {sizes}; use tp {' or '.join(map(str, fits))}")

@@ -1,8 +1,9 @@
-"""`minitrain train`: train a GPT on bytes of text in any layout, on local ranks or those of torchrun, and show what it learned.
+"""`minitrain train`: train a GPT on bytes of text in any layout, on local ranks or those of torchrun.
 
-Flags are the fields of Strategy, Hyperparameters and GPTConfig. So many ranks are started as the strategy has. Whatever is wrong with the input
-is said in one line before that; so is a checkpoint of another run. Rank 0 prints a bar per report: a line that looks the same in a
-terminal, a notebook and a file. torch is imported when training begins, since other commands share this command line.
+Flags are the fields of Strategy, Hyperparameters and GPTConfig. As many ranks are started as the strategy
+has; bad input, a checkpoint of another run included, is refused before that. Rank 0 prints a bar per report:
+a line that looks the same in a terminal, a notebook and a file. torch is imported when training begins, since
+other commands share this command line.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import psutil
 import typer
+from typer import Option
 
 from minitrain.model.config import GPTConfig, presets
 from minitrain.plan.accounting.parameters import parameters
@@ -24,86 +26,59 @@ from minitrain.training.hyperparameters import Hyperparameters
 
 WEEK_S = 7 * 86_400
 BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-SHORT = {
-    "num_layers": "--layers",
-    "d_model": "--width",
-    "num_heads": "--heads",
-    "num_kv_heads": "--kv-heads",
-    "batch_size": "--batch",
-}
-CUT = {
-    0: "NNN",
-    1: "NNG",
-    2: "NGG",
-    3: "GGG",
-}  # of parameters, gradients, optimizer: N not, I over a node, G over all
+MODEL = dict(num_layers="--layers", d_model="--width", num_heads="--heads", num_kv_heads="--kv-heads")
+# By stage of ZeRO, how parameters, gradients and optimizer states are cut: N not, I over a node, G over all.
+CUT = ("NNN", "NNG", "NGG", "GGG")
 
 
 @options(
-    flags(Hyperparameters, short=SHORT),
+    flags(Hyperparameters, short=dict(batch_size="--batch")),
     flags(Strategy),
-    flags(GPTConfig, unset=True, leave_out=("vocab_size",), short=SHORT),
+    flags(GPTConfig, unset=True, leave_out=("vocab_size",), short=MODEL),
 )
 def train(
-    preset: Annotated[
-        str, typer.Option(help=f"model: {', '.join(presets)}; every field of it is a flag too")
-    ] = "tiny",
-    text: Annotated[
-        Optional[Path], typer.Option(help="file or folder to train on; else Python's own documentation")
-    ] = None,
-    out: Annotated[
-        Optional[Path],
-        typer.Option(help="folder for log and checkpoint; the same command goes on where it stopped"),
-    ] = None,
-    report_every: Annotated[int, typer.Option(help="steps from one report and checkpoint to the next")] = 25,
-    sample: Annotated[int, typer.Option(help="bytes to write at the end")] = 200,
+    preset: Annotated[str, Option(help=f"{', '.join(presets)}; every field is a flag too")] = "tiny",
+    text: Annotated[Path | None, Option(help="file or folder; else Python's own documentation")] = None,
+    out: Annotated[Path | None, Option(help="for log and checkpoint; the same command goes on there")] = None,
+    report_every: Annotated[int, Option(help="steps from one report and checkpoint to the next")] = 25,
+    sample: Annotated[int, Option(help="bytes to write at the end")] = 200,
     **values,
 ) -> None:
     """Train a GPT on bytes of text in any layout of ranks, and show what it learned.
 
     \b
     minitrain train --dp 2 --tp 2 --zero 1 --steps 50
-    minitrain train --pp 2 --microbatches 4 --schedule zb_h1 --out run      again, or in another layout, goes on
+    minitrain train --pp 2 --microbatches 4 --schedule zb_h1 --out run    again, or in another layout, goes on
     torchrun --nproc-per-node 4 -m minitrain.cli train --dp 4 --zero 3
     """
     from minitrain import launch
     from minitrain.launch.start import TORCHRUN
 
-    config, strategy, hyper = (
-        configure(preset, values),
-        Strategy(**taken(Strategy, values)),
-        Hyperparameters(**taken(Hyperparameters, values)),
-    )
+    strategy, hyper = Strategy(**taken(Strategy, values)), Hyperparameters(**taken(Hyperparameters, values))
+    config = configure(preset, values)
     job = all(variable in os.environ for variable in TORCHRUN)
     check(config, strategy, hyper, text, out, ranks=int(os.environ["WORLD_SIZE"]) if job else strategy.ranks)
     for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0)):
         if value < least:
             raise ValueError(f"{name}={value}: use at least {least}")
     try:
-        launch.run(
-            train_on_rank,
-            config,
-            strategy,
-            hyper,
-            text,
-            out,
-            report_every,
-            sample,
-            ranks=strategy.ranks,
-            timeout_s=WEEK_S,
-        )
+        settings = (config, strategy, hyper, text, out, report_every, sample)
+        launch.run(train_on_rank, *settings, ranks=strategy.ranks, timeout_s=WEEK_S)
     except KeyboardInterrupt:
-        typer.echo(
-            f"interrupted; {'the same command goes on from the last report' if out else 'nothing was saved, for there is no --out'}"
+        saved = (
+            "the same command goes on from the last report"
+            if out
+            else "nothing was saved, for there is no --out"
         )
+        typer.echo(f"interrupted; {saved}")
         raise typer.Exit(130) from None
 
 
-# ---- before a rank starts ----------------------------------------------------------------------------------------------
+# ---- before a rank starts ----------------------------------------------------------------------------------
 
 
 def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
-    """The preset for bytes of text, with what was given; positions for the length, unless they were given too."""
+    """The preset for bytes of text, with what was given; as many positions as the length needs."""
     from minitrain.data.batches import VOCAB
 
     if preset not in presets:
@@ -151,28 +126,27 @@ def check_frozen(config: GPTConfig, hyper: Hyperparameters) -> None:
     names = [name for name, _ in GPT(config, device="meta").named_parameters()]
     for pattern in hyper.frozen:
         if not any(replace(hyper, frozen=(pattern,)).freezes(name) for name in names):
-            raise ValueError(
-                f"frozen={pattern!r} is no parameter of this model; there are {names[0]}, {names[1]} and so on to {names[-1]}"
-            )
+            there = f"there are {names[0]}, {names[1]} and so on to {names[-1]}"
+            raise ValueError(f"frozen={pattern!r} is no parameter of this model; {there}")
     if all(hyper.freezes(name) for name in names):
         raise ValueError(f"frozen={', '.join(hyper.frozen)} leaves nothing to train; freeze fewer")
 
 
 def check_memory(config: GPTConfig, strategy: Strategy, out: Path | None) -> None:
-    """Weights and states of the ranks on this machine, and the whole copies of a checkpoint, fit into what is free."""
+    """Weights and states of this machine's ranks, and whole copies for a checkpoint, fit into memory."""
     import torch
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.ranks))
     needed, free = ranks * state_bytes(config, strategy, bool(out)), psutil.virtual_memory().available
     if needed > free and not torch.cuda.is_available():
-        raise ValueError(
-            f"{parameters(config):,} parameters need {needed / 1e9:.0f} GB on {ranks} rank{'s' * (ranks > 1)}{' (with a checkpoint)' * bool(out)}, "
-            f"{free / 1e9:.0f} GB are free: use a smaller model, more ZeRO, or count it in a minitrain.launch.dryrun"
-        )
+        where = f"{ranks} rank{'s' * (ranks > 1)}{' (with a checkpoint)' * bool(out)}"
+        sizes = f"need {needed / 1e9:.0f} GB on {where}, {free / 1e9:.0f} GB are free"
+        cure = "use a smaller model, more ZeRO, or count it in a minitrain.launch.dryrun"
+        raise ValueError(f"{parameters(config):,} parameters {sizes}: {cure}")
 
 
 def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> int:
-    """Of one rank: weights, gradients, moments and masters, as ZeRO cuts them; whole ones of all but gradients to save."""
+    """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; `saves`: and whole copies."""
     weight = {"float64": 8, "float32": 4}.get(strategy.precision, 2)
     optimizer = 2 * weight if weight >= 4 else 12
     pieces = {"N": 1, "I": strategy.node * strategy.cp, "G": strategy.dp * strategy.cp}
@@ -181,17 +155,11 @@ def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> i
     return int(parameters(config) * (here / (strategy.pp * strategy.tp) + saves * (weight + optimizer)))
 
 
-# ---- on every rank -----------------------------------------------------------------------------------------------------
+# ---- on every rank -----------------------------------------------------------------------------------------
 
 
 def train_on_rank(
-    config: GPTConfig,
-    strategy: Strategy,
-    hyper: Hyperparameters,
-    path: Path | None,
-    out: Path | None,
-    report_every: int,
-    sample: int,
+    config: GPTConfig, strategy: Strategy, hyper: Hyperparameters, path, out, report_every: int, sample: int
 ) -> None:
     from tqdm import tqdm
 
@@ -201,44 +169,28 @@ def train_on_rank(
     from minitrain.training.step import measure_peak_flops
 
     text, held_out = open_text(path, hyper.length)
-    run = parallelize(
-        config, strategy, hyper.make_optimizer, seed=hyper.seed, frozen=hyper.frozen, device=launch.device()
-    )
-    trainer = Trainer(
-        run,
-        text,
-        hyper,
-        held_out=held_out,
-        out=out,
-        report_every=report_every,
-        peak_flops=measure_peak_flops(run.dtype, run.device),
-    )
+    settings = dict(seed=hyper.seed, frozen=hyper.frozen, device=launch.device())
+    run = parallelize(config, strategy, hyper.make_optimizer, **settings)
+    peak_flops = measure_peak_flops(run.dtype, run.device)
+    settings = dict(held_out=held_out, out=out, report_every=report_every, peak_flops=peak_flops)
+    trainer = Trainer(run, text, hyper, **settings)
     say = print if trainer.rank == 0 else lambda *_: None
     say(
-        f"{parameters(config):,} parameters, {strategy}, {trainer.ranks} ranks on {run.device.type}, best matrix product of one "
-        f"{trainer.peak_flops / 1e9:.0f} GFLOP/s; {len(text):,} tokens of {text.name}"
+        f"{parameters(config):,} parameters, {strategy}, {trainer.ranks} ranks on {run.device.type}, best "
+        f"matrix product of one {peak_flops / 1e9:.0f} GFLOP/s; {len(text):,} tokens of {text.name}"
     )
     if line := trainer.resume():
         say(line)
     first, started = trainer.step, time.perf_counter()
     for record in trainer.run():
-        say(
-            tqdm.format_meter(
-                record["step"],
-                hyper.steps,
-                time.perf_counter() - started,
-                initial=first,
-                bar_format=BAR,
-                postfix=describe(record),
-            )
-        )
-    say(
-        f"{trainer.step} steps of {hyper.batch_size * hyper.length:,} tokens"
-        + (f"; log and checkpoint in {out}" if out else "")
-    )
+        elapsed_s, more = time.perf_counter() - started, dict(initial=first, bar_format=BAR)
+        say(tqdm.format_meter(record["step"], hyper.steps, elapsed_s, postfix=describe(record), **more))
+    where = f"; log and checkpoint in {out}" if out else ""
+    say(f"{trainer.step} steps of {hyper.batch_size * hyper.length:,} tokens{where}")
     say(f"It writes:\n{trainer.sample(n=sample)}")
 
 
 def describe(record: dict[str, Any]) -> str:
     held_out = "" if record["held_out"] is None else f" (held out {record['held_out']:.3f})"
-    return f"loss {record['loss']:.3f}{held_out}, {record['tokens_per_s'] / 1000:.1f}k tokens/s, MFU {record['mfu']:.0%}"
+    speed = f"{record['tokens_per_s'] / 1000:.1f}k tokens/s, MFU {record['mfu']:.0%}"
+    return f"loss {record['loss']:.3f}{held_out}, {speed}"

@@ -1,21 +1,19 @@
-"""The loop around `run.step`: batches by number, a log, samples of text, and a checkpoint to go on from exactly. It knows no technique.
+"""The loop around `run.step`: batches by number, a log, samples of text, a checkpoint. It knows no technique.
 
-Every step is a pure function of its number: the batch, the rate and what dropout drops follow from it, on each rank for itself. So a
-checkpoint is weights, optimizer states and position and nothing else, whole and by global name: it does not say who held what. In the
-same layout a run goes on bit for bit as if it had never stopped; in any other (`dp=2` as `tp=2`), up to rounding.
+Every step is a pure function of its number: the batch, the rate and what dropout drops follow from it. So a
+checkpoint is weights, optimizer states and position, whole and by global name: it does not say who held what.
+In the same layout a run goes on bit for bit as if it had never stopped; in any other, up to rounding.
 
-    OUT/checkpoint.pt    replaced in one piece at each report, so an interrupt at any moment loses the steps since
+    OUT/checkpoint.pt    replaced in one piece at each report: an interrupt loses only the steps since then
     OUT/log.jsonl        one line a report: step, loss, held-out loss, norm, tokens per second, MFU
 
-All ranks do the same in the same order and come to the same end: a loss that is no number, or ranks that see different folders, is the
-same error on every rank.
-Sends what the run's steps send and, per report, the loss, the held-out loss and, to save, every parameter and state once
-(`run.state_dict`). Memory: as the step, plus a whole copy of weights and optimizer states on every rank while a checkpoint is written.
-Raises ValueError in one line for a loss, norm or held-out loss that is no number (before it can reach a checkpoint), for a run that is
-frozen in other places than the hyperparameters say, and for a checkpoint that is damaged, of other model, hyperparameters, precision or text, or not
-seen by all ranks.
-Differs from nanoGPT's train.py, whose shape it has: hyperparameters are one object, resuming is exact, the loop is a generator, so it never
-learns who watches.
+All ranks do the same in the same order. A loss or norm that is no number, or ranks that see different
+folders, is the same error on every rank; such a number never reaches a checkpoint.
+Sends what the run's steps send and, per report, the loss, the held-out loss and, to save, every parameter and
+state once (`run.state_dict`). Memory: as the step, and a whole copy of weights and optimizer states on every
+rank while a checkpoint is written.
+Differs from nanoGPT's train.py: hyperparameters are one object, resuming is exact, the loop is a generator,
+so it does not know who watches.
 """
 
 from __future__ import annotations
@@ -60,9 +58,10 @@ class Trainer:
             raise ValueError(f"report_every={report_every}: use at least 1 step")
         for param, name in run.sync.names.items():
             if hyper.freezes(name) == param.requires_grad:
+                state, frozen = "trained" if param.requires_grad else "frozen", f"frozen={hyper.frozen}"
+                cure = "give the same to both, parallelize(..., frozen=hyper.frozen)"
                 raise ValueError(
-                    f"{name} is {'trained' if param.requires_grad else 'frozen'} in this run, and the hyperparameters have "
-                    f"frozen={hyper.frozen}; give the same to both, parallelize(..., frozen=hyper.frozen)"
+                    f"{name} is {state} in this run, and the hyperparameters have {frozen}; {cure}"
                 )
         self.parallel, self.text, self.held_out, self.hyper, self.out = run, text, held_out, hyper, out
         self.report_every, self.peak_flops = report_every, peak_flops
@@ -70,7 +69,7 @@ class Trainer:
         self.rank, self.ranks = collectives.world().rank(), collectives.world().size()
         self.step, self.records = 0, []
 
-    # ---- training ------------------------------------------------------------------------------------------------------
+    # ---- training ------------------------------------------------------------------------------------------
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Train to the last step; yields a record per report, to print, plot or stop at."""
@@ -81,13 +80,9 @@ class Trainer:
             if self.step % self.report_every and self.step < self.hyper.steps:
                 continue
             loss = self.parallel.total(torch.stack(losses).mean()).item()
-            record = {
-                "step": self.step,
-                "loss": loss,
-                **self.speed(len(losses), time.perf_counter() - started),
-                "norm": result.norm.item(),
-                "held_out": self.held_out_loss(),
-            }
+            speed = self.speed(len(losses), time.perf_counter() - started)
+            record = {"step": self.step, "loss": loss, **speed, "norm": result.norm.item()}
+            record["held_out"] = self.held_out_loss()
             self.check(record, good=self.step - len(losses))
             self.records.append(record)
             self.save()
@@ -104,11 +99,11 @@ class Trainer:
 
     def check(self, record: dict[str, Any], good: int) -> None:
         """Numbers are numbers. They are the same on all ranks, so all stop, or none."""
-        if not math.isfinite(record["loss"] + record["norm"] + (record["held_out"] or 0.0)):
-            raise ValueError(
-                f"loss {record['loss']}, gradient norm {record['norm']}, held-out loss {record['held_out']} between steps {good} "
-                f"and {self.step}: lower lr={self.hyper.lr} or clip={self.hyper.clip}; all was well at step {good}"
-            )
+        loss, norm, held_out = record["loss"], record["norm"], record["held_out"]
+        if not math.isfinite(loss + norm + (held_out or 0.0)):
+            found = f"loss {loss}, gradient norm {norm}, held-out loss {held_out}"
+            cure = f"lower lr={self.hyper.lr} or clip={self.hyper.clip}; all was well at step {good}"
+            raise ValueError(f"{found} between steps {good} and {self.step}: {cure}")
 
     def speed(self, steps: int, elapsed_s: float) -> dict[str, float]:
         tokens_per_s = steps * self.hyper.batch_size * self.hyper.length / elapsed_s
@@ -117,41 +112,38 @@ class Trainer:
         flops = flops_per_token(self.parallel.config, self.hyper.length)
         return {"tokens_per_s": tokens_per_s, "mfu": mfu(tokens_per_s, flops, self.ranks, self.peak_flops)}
 
-    # ---- looking at it -------------------------------------------------------------------------------------------------
+    # ---- looking at it -------------------------------------------------------------------------------------
 
     def held_out_loss(self, batches: int = 2) -> float | None:
-        """Mean loss per token on text that is not trained on: always the same windows, shared out over the ranks."""
+        """Mean loss per token on text that is not trained on, always the same windows, over all ranks."""
         if self.held_out is None:
             return None
         rows = self.held_out.rows(self.hyper.batch_size, self.hyper.length)
-        return (
-            sum(self.parallel.evaluate(self.parallel.batch(rows, step)).item() for step in range(batches))
-            / batches
-        )
+        losses = (self.parallel.evaluate(self.parallel.batch(rows, step)).item() for step in range(batches))
+        return sum(losses) / batches
 
     def sample(self, prompt: str = "The ", n: int = 200, temperature: float = 0.7, seed: int = 0) -> str:
         """What the model makes of a prompt, n bytes more; every rank must ask, and gets the same."""
         tokens = torch.tensor([list(prompt.encode())], device=self.parallel.device)
         return bytes(self.parallel.sample(tokens, n, temperature, seed)[0].tolist()).decode(errors="replace")
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------------------
+    # ---- checkpoints ---------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Rank 0 writes the log, then the checkpoint, each in one piece: whoever goes on from the old checkpoint writes that line again."""
+        """Rank 0 writes the log, then the checkpoint: going on from an older one writes the line again."""
         if self.out is None:
             return
-        state = self.parallel.state_dict()  # every rank takes part
+        state, hyper = self.parallel.state_dict(), self.hyper  # every rank takes part
         if self.rank:
             return
         self.out.mkdir(parents=True, exist_ok=True)
-        hyper = self.hyper
+        position = self.text.position(self.step, hyper.batch_size, hyper.length, hyper.seed)
         saved = {
             "identity": self.identity(),
             "strategy": asdict(self.parallel.strategy),
-            "position": self.text.position(self.step, hyper.batch_size, hyper.length, hyper.seed),
-            "records": self.records,
-            "state": state,
+            "position": position,
         }
+        saved |= {"records": self.records, "state": state}
         lines = "".join(json.dumps(record) + "\n" for record in self.records)
         replace_file(self.out / "log.jsonl", lambda file: file.write(lines.encode()))
         replace_file(self.out / "checkpoint.pt", lambda file: torch.save(saved, file))
@@ -165,30 +157,25 @@ class Trainer:
         self.parallel.load_state_dict(saved["state"])
         self.step, self.records = saved["position"]["step"], saved["records"]
         before = Strategy(**saved["strategy"])
-        return f"resumed at step {self.step}" + (
-            f"; it was saved by {before}" if before != self.parallel.strategy else ""
-        )
+        other = f"; it was saved by {before}" if before != self.parallel.strategy else ""
+        return f"resumed at step {self.step}{other}"
 
     def agree(self, saved: dict[str, Any]) -> None:
         """All ranks found the same: they compare the step and a hash of what was reported until then."""
-        digest = (
-            hashlib.blake2b(json.dumps([saved["strategy"], saved["records"]]).encode(), digest_size=7)
-            if saved
-            else None
-        )
-        mine = [saved["position"]["step"], int.from_bytes(digest.digest())] if saved else [0, 0]
-        found = collectives.all_gather(
-            torch.tensor([mine], device=self.parallel.device), collectives.world()
-        ).tolist()
-        for rank, (step, hashed) in enumerate(found):
-            if [step, hashed] != found[0]:
-                said = [
-                    f"one of step {step}" if step else "no checkpoint" for step, _ in (found[0], found[rank])
-                ]
-                raise ValueError(
-                    f"rank 0 sees {said[0]} and rank {rank} {said[1] if said[0] != said[1] else 'another one'}: {self.out} must be a "
-                    "folder that all ranks see"
+        mine = [0, 0]
+        if saved:
+            reported = json.dumps([saved["strategy"], saved["records"]]).encode()
+            digest = hashlib.blake2b(reported, digest_size=7).digest()
+            mine = [saved["position"]["step"], int.from_bytes(digest)]
+        mine = torch.tensor([mine], device=self.parallel.device)
+        found = collectives.all_gather(mine, collectives.world()).tolist()
+        for rank, ours in enumerate(found):
+            if ours != found[0]:
+                first, other = (
+                    f"one of step {step}" if step else "no checkpoint" for step, _ in (found[0], ours)
                 )
+                sees = f"rank 0 sees {first} and rank {rank} {other if other != first else 'another one'}"
+                raise ValueError(f"{sees}: {self.out} must be a folder that all ranks see")
 
     def identity(self) -> dict[str, Any]:
         model = self.parallel.config or type(self.parallel.model).__name__
@@ -196,7 +183,7 @@ class Trainer:
 
 
 def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str) -> dict[str, Any]:
-    """What must be the same for a run to be the same run, in plain values (through JSON): a loader trusts no class."""
+    """What makes a run the same run, in plain values (through JSON): a loader trusts no class."""
     model = {"model": model} if isinstance(model, str) else asdict(model)
     return json.loads(json.dumps({**model, **asdict(hyper), "precision": precision}))
 
@@ -206,10 +193,10 @@ def find_checkpoint(
     wanted: dict[str, Any],
     text: Text,
     hyper: Hyperparameters,
-    device: torch.device | str = "cpu",
+    device="cpu",
     mmap: bool = False,
 ) -> dict[str, Any]:
-    """What the checkpoint in the folder holds, if it is one of this run, {} if there is none. `mmap` leaves tensors on the disk."""
+    """What the folder's checkpoint of this run holds; {}: there is none. `mmap`: tensors stay on disk."""
     if out is None or not (path := out / "checkpoint.pt").exists():
         return {}
     try:
@@ -219,16 +206,14 @@ def find_checkpoint(
         raise ValueError(f"{path} is damaged ({type(error).__name__}): delete it to start anew") from None
     for name, now in wanted.items():
         if was.get(name) != now:
-            raise ValueError(
-                f"{path} was made with {name}={was.get(name)}, this run has {name}={now}: resume with the same settings, or write to "
-                "another folder"
-            )
+            what = f"made with {name}={was.get(name)}, this run has {name}={now}"
+            raise ValueError(f"{path} was {what}: resume with the same settings, or write to another folder")
     text.resume(position, hyper.batch_size, hyper.length, hyper.seed)
     return saved
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write beside it, force it to the disk, then rename: a crash at any point leaves the old file or the new one."""
+    """Write beside it, force it to the disk, rename: a crash at any point leaves the old file or the new."""
     beside = path.with_name(path.name + ".new")
     with open(beside, "wb") as file:
         write(file)

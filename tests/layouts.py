@@ -2,12 +2,13 @@
 
     python -m tests.layouts --draws 500 --seed 7          as many as you like; a draw is its number: --seed 7 --only 123 runs one again
 
-A draw is a model (heads 6 with 2 or 6 K/V heads, a vocabulary of 101, odd sizes, tied or not, frozen parameters, dropout), a strategy of
-1 to 8 ranks and three steps (uneven batches, targets masked unevenly, one rank's rows masked altogether, clipping, an optimizer with
-weight decay by group). One process trains it with torch's optimizer and clipping and nothing of minitrain's but the model and the places
-of its dropout. Compared are every loss, each gradient and each parameter after three steps, to 1e-12, and of every rank's account FLOPs,
-bytes by operation and axis, and the peak by kind of the first step, exactly.
-A new technique adds its column here: a field to draw, a word in FEATURES.
+A draw is a model (heads 6 with 2 or 6 K/V heads, a vocabulary of 101, odd sizes, tied or not, frozen
+parameters, dropout), a strategy of 1 to 8 ranks and three steps (uneven batches, targets masked unevenly, one
+rank's rows masked altogether, clipping, an optimizer with weight decay by group). One process trains it with
+torch's optimizer and clipping and nothing of minitrain's but the model and the places of its dropout.
+Compared are every loss, each gradient and each parameter after three steps, to 1e-12, and of every rank's
+account FLOPs, bytes by operation and axis, and the peak by kind of the first step, exactly. A new technique
+adds its column here: a field to draw, a word in FEATURES.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Draw:
         )
 
 
-# ---- drawing -----------------------------------------------------------------------------------------------------------
+# ---- drawing -----------------------------------------------------------------------------------------------
 
 
 def draw(number: int, seed: int) -> Draw:
@@ -189,7 +190,7 @@ def draw_frozen(chance: random.Random, config: GPTConfig) -> tuple[str, ...]:
     )
 
 
-# ---- one process -------------------------------------------------------------------------------------------------------
+# ---- one process -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -243,7 +244,7 @@ def as_torch_has_it(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     )
 
 
-# ---- on ranks, real and dry --------------------------------------------------------------------------------------------
+# ---- on ranks, real and dry --------------------------------------------------------------------------------
 
 
 def begin(case: Draw, lent: dict | None = None):
@@ -340,7 +341,7 @@ def differing(mine, other):
     return {key: value for key, value in mine.items() if other.get(key) != value}
 
 
-# ---- what composes with what -------------------------------------------------------------------------------------------
+# ---- what composes with what -------------------------------------------------------------------------------
 
 FEATURES = {
     "dp": lambda s, c: s.dp > 1 and not s.zero,

@@ -1,8 +1,9 @@
 """The equality harness: whatever a technique does on N ranks must equal one process, in float64, to 1e-12.
 
-A `Problem` holds the traps on purpose: a tied table, a frozen parameter, ranks seeded apart, different data and unequal token
-masks per rank, an uneven last batch, clipping. `one_process` trains it in the plainest way there is, with torch's own optimizer
-and clipping and nothing of minitrain's but the model. `on_ranks` trains it through a technique. `difference` says how far apart.
+A `Problem` holds the traps on purpose: a tied table, a frozen parameter, ranks seeded apart, different data
+and unequal token masks per rank, an uneven last batch, clipping. `one_process` trains it in the plainest way
+there is, with torch's own optimizer and clipping and nothing of minitrain's but the model. `on_ranks` trains
+it through a technique. `difference` says how far apart.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The arrows of the house point down: who may import whom, read from the source with `ast`.
 
-A room is a folder of minitrain, or a module at its top. `FLOORS` are what the room stands on: it may import from rooms of lower floors
-only, and techniques not each other's (what one needs of another arrives as an argument). No module imports itself round a circle.
+A room is a folder of minitrain, or a module at its top. `FLOORS` are what the room stands on: it may import
+from rooms of lower floors only, and techniques not each other's (what one needs of another arrives as an
+argument). No module imports itself round a circle.
 """
 
 import ast
+import re
 import sys
 import tomllib
 from functools import cache
@@ -15,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minitrain"
 FLOORS = [
+    {"torch_private", "tables"},
     {"collectives", "attention", "data", "simulate"},
     {"mesh", "sharding", "model", "ledger", "launch"},
     {
@@ -31,16 +34,21 @@ FLOORS = [
         "kernels",
     },
     {"training", "plan", "strategy"},
-    {"run", "parallelize", "plot", "course"},
-    {"trainer"},
+    {"run", "parallelize", "plot", "course", "trainer"},
     {"train_command", "cli", "__main__"},
 ]
-TECHNIQUES = FLOORS[2]
+TECHNIQUES = FLOORS[3]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-BASE = {"collectives", "attention", "sharding"}  # all a technique may lean on
-NEIGHBOURS = {("parallelize", "run"), ("cli", "train_command"), ("__main__", "cli")}  # on one floor, one way
+BASE = {"torch_private", "tables", "collectives", "attention", "sharding"}  # all a technique may lean on
+NEIGHBOURS = {
+    ("parallelize", "run"),
+    ("trainer", "run"),
+    ("cli", "train_command"),
+    ("__main__", "cli"),
+}  # on one floor, one way
 FACES = {"collectives", "launch", "ledger"}  # folders that are one module to their users
 NO_TORCH = (
+    "tables",
     "simulate",
     "plan",
     "plot.charts",
@@ -156,6 +164,44 @@ def test_no_torch_is_loaded_with(start):
     heavy = {name: loads(name) & {"torch"} for name in own if start != "launch.shared_cores"}
     assert not any(heavy.values()), f"{[name for name, found in heavy.items() if found]} need torch"
     assert "torch" in loads("minitrain.parallelize")
+
+
+# Of os, sys and named tuples: documented, whatever they are called.
+PYTHONS_OWN = {"_exit", "_getframe", "_replace"}
+PRIVATE = re.compile(r"\btorch(\.\w+)*\._|distributed_c10d")
+
+
+def private_names(source: str, ours: set[str]) -> set[str]:
+    """What a module names of torch's private API: imports, attributes with an underscore, words outside docstrings."""
+    tree, found, documented = ast.parse(source), set(), (ast.Module, ast.ClassDef, ast.FunctionDef)
+    texts = [node for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)]
+    docs = {id(node.body[0].value) for node in texts}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("torch"):
+            found |= {name for alias in node.names if PRIVATE.search(name := f"{node.module}.{alias.name}")}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if PRIVATE.search(alias.name)}
+        elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            found |= set() if node.attr in ours | PYTHONS_OWN else {ast.unparse(node)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            found |= {node.value} if PRIVATE.search(node.value) else set()
+    return found
+
+
+def test_only_torch_private_names_what_torch_does_not_document():
+    assigned = (ast.Name, ast.Attribute)
+    ours = {
+        getattr(node, "attr", None) or getattr(node, "id", None) or node.name
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        or (isinstance(node, assigned) and isinstance(node.ctx, ast.Store))
+    }
+    found = {name: private_names(path.read_text(), ours) for name, path in MODULES.items()}
+    assert found.pop("minitrain.torch_private"), "it names nothing, so nothing would be found elsewhere"
+    assert not any(found.values()), {name: names for name, names in found.items() if names}
+    planted = "import torch._dynamo\nfrom torch._C import x\nfrom torch.utils import _pytree\ny._cdata\nz = 'torch._C'"
+    assert len(private_names(planted, ours)) == 5
 
 
 def test_every_declared_dependency_is_used():

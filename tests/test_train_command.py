@@ -65,7 +65,7 @@ def minitrain(monkeypatch, tmp_path, capfd):
     return run
 
 
-# ---- it trains -------------------------------------------------------------------------------------------------------
+# ---- it trains ---------------------------------------------------------------------------------------------
 
 
 def test_any_layout_trains_and_goes_on_in_another(minitrain):
@@ -265,7 +265,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         )
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_a_checkpoint_of_another_recipe_is_bad_input_and_a_rank_that_fails_is_ex
     )
 
 
-# ---- flags -----------------------------------------------------------------------------------------------------------
+# ---- flags -------------------------------------------------------------------------------------------------
 
 
 def test_help_names_every_field():

@@ -25,9 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minitrain import torch_private
 from minitrain.attention.score_tiles import score_matrix, wide
-
-aten = torch.ops.aten
 
 
 class Kernel(NamedTuple):
@@ -97,11 +96,9 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable 
     width, (k, v) = v.size(-1), repeat_kv(q, k, v)
     v = widened(v, q)
     if q.is_cuda:
-        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+        out, lse = torch_private.flash_cuda(q, k, v, 0.0, causal)[:2]
     else:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=_mask(bias, q)
-        )
+        out, lse = torch_private.flash_cpu(q, k, v, 0.0, causal, attn_mask=_mask(bias, q))
     return out[..., :width], lse
 
 
@@ -112,11 +109,11 @@ def fused_backward(dout, q, k, v, out, lse, causal: bool, bias: Callable | None 
     dout, v, out = (widened(x, q) for x in (dout, v, out))
     if q.is_cuda:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of no dropout
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        dq, dk, dv = torch_private.flash_cuda_backward(
             dout, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, unused, unused
         )
     else:
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = torch_private.flash_cpu_backward(
             dout, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(bias, q)
         )
     return dq, sum_kv_copies(dk, kv_heads), sum_kv_copies(dv[..., :width], kv_heads)

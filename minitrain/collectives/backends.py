@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
 from minitrain.collectives import call_log, checked
 from minitrain.collectives.call_log import Call
 from minitrain.collectives.channel import Channel
 from minitrain.collectives.transport import Job, move, post_receive, post_send, wait_all
+from minitrain.torch_private import num_modes, outside_modes
 
 # What a rank does when it first uses a group on gloo, whose event loop is there by then.
 ON_OPEN: list[Callable[[], None]] = []
@@ -124,9 +124,9 @@ def unseen(work: Callable, *args):
     """work(*args) unseen by dispatch modes: additions of an algorithm are communication, not FLOPs of a
     model.
     """
-    if not _len_torch_dispatch_stack():
+    if not num_modes():
         return work(*args)
-    with _disable_current_modes():
+    with outside_modes():
         return work(*args)
 
 

@@ -1,20 +1,18 @@
 """Real text as tokens, and a batch that is a pure function of (step, rank, size).
 
-Bytes are the tokens (vocabulary 256), so there is no tokenizer to train and no file to download: `Text.found()` reads
-the documentation inside every CPython, `Text.open(path)` any file or folder of yours. A text of N tokens holds
-W = (N - 1) // T windows of T tokens. Sample i of a run is a window of epoch i // W, in an order shuffled anew each
-epoch, and a step of global batch size B is samples step·B to step·B + B - 1, shared out by rows:
+Bytes are the tokens (vocabulary 256), so there is no tokenizer and no file to download: `Text.found()` reads
+the documentation inside every CPython, `Text.open(path)` any file or folder of yours. A text of N tokens
+holds W = (N - 1) // T windows of T tokens. Sample i of a run is a window of epoch i // W, in an order
+shuffled anew each epoch, and a step of global batch size B is samples step·B to step·B + B - 1, shared out by
+rows:
 
     Global[B, T] = rank 0's rows, rank 1's rows, ...        rank r of n holds rows B·r//n to B·(r+1)//n - 1
 
-So the global batch does not depend on the number of ranks, nobody tells anybody what to read, and the whole state of
-the loader is the number of the step. If n does not divide B, the parts differ by one row: divide a loss by its global
-number of valid tokens, not by ranks. Sends nothing; holds N bytes of text.
-
-Raises ValueError in one line: a path that is missing, empty, binary or a web page; a text shorter than a window; a
-batch with fewer rows than ranks; a saved position of another text, shuffle, batch size or length.
-The shuffle computes any one index by itself: Black and Rogaway 2002, "Ciphers with arbitrary finite domains" (cycle
-walking on a Feistel network). Differs from Megatron-LM, which writes the shuffled order to index files.
+So the global batch does not depend on the number of ranks, and the whole state of the loader is the number of
+the step. If n does not divide B, the parts differ by one row: divide a loss by its global number of valid
+tokens. Sends nothing; holds N bytes of text. The shuffle computes any one index by itself: Black and Rogaway
+2002, "Ciphers with arbitrary finite domains". Differs from Megatron-LM, which writes the shuffled order to
+index files.
 """
 
 import hashlib
@@ -35,7 +33,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".py")
 
 @dataclass(frozen=True)
 class Rows:
-    """Global batches by number: `draw(step, rank, ranks)` gives a rank its rows of tokens and targets `[rows, T]`, those of `rows_of`."""
+    """Global batches by number: `draw(step, rank, ranks)` gives tokens and targets of `rows_of`."""
 
     draw: Callable[[int, int, int], tuple[Tensor, Tensor]]
     batch_size: int
@@ -51,56 +49,46 @@ class Text:
 
     def __post_init__(self):
         if not isinstance(self.data, bytes):
-            raise ValueError(
-                f"{self.name} is {type(self.data).__name__}, tokens are bytes: pass text.encode()"
-            )
+            kind = type(self.data).__name__
+            raise ValueError(f"{self.name} is {kind}, tokens are bytes: pass text.encode()")
         if not self.data.strip():
             raise ValueError(f"{self.name} is empty: {len(self.data)} bytes, nothing but white space")
         start = self.data[:100].lstrip()
         if start.lower().startswith((b"<!doctype html", b"<html")):
-            raise ValueError(
-                f"{self.name} starts with '{start[:15].decode(errors='replace')}': a web page, not the text; download it "
-                "again, or save the page as plain text"
-            )
+            kind = f"starts with '{start[:15].decode(errors='replace')}': a web page, not the text"
+            raise ValueError(f"{self.name} {kind}; download it again, or save the page as plain text")
         if b"\0" in self.data[:8192]:
-            raise ValueError(
-                f"{self.name} is binary: it holds zero bytes; give plain text, unpacked from any archive"
-            )
+            cure = "give plain text, unpacked from any archive"
+            raise ValueError(f"{self.name} is binary: it holds zero bytes; {cure}")
 
     @classmethod
     def found(cls) -> "Text":
         """English that is on this machine already: the language reference that `help()` shows, about 350 KB.
-
-        The text differs a little from one Python version to the next, so nothing exact may depend on it.
-        """
+        It differs a little from one Python version to the next, so nothing exact may depend on it."""
         try:
             from pydoc_data.topics import topics
         except ImportError:
-            raise ValueError(
-                "this Python ships without pydoc_data: pass a text of your own, Text.open(path)"
-            ) from None
+            cure = "pass a text of your own, Text.open(path)"
+            raise ValueError(f"this Python ships without pydoc_data: {cure}") from None
         paragraphs = (p for name in sorted(topics) for p in re.split("\n\n+", topics[name].strip("\n")))
-        # The topics repeat one another: each paragraph once, or the held-out text would hold what was trained on.
+        # Topics repeat one another: each paragraph once, or the held-out text would hold what was trained on.
         prose = [p for p in dict.fromkeys(paragraphs) if not p.lstrip().startswith(("+-", "|"))]
         return cls("\n\n".join(prose).encode(), "Python's own documentation")
 
     @classmethod
     def open(cls, path: str | Path) -> "Text":
-        """A file, or every text file of a folder and its subfolders in order of their names (hidden ones left out)."""
+        """A file, or every text file of a folder and its subfolders, by name (hidden ones left out)."""
         path = Path(path).expanduser()
         if path.is_file():
             return cls(path.read_bytes(), str(path))
         if not path.is_dir():
             raise ValueError(f"{path} does not exist: give a text file or a folder of text files")
         files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
-        files = [
-            file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
-        parts = [(file, file.read_bytes()) for file in files]
-        texts = [cls(data, str(file)) for file, data in parts if data.strip()]
+        shown = [file for file in files if not re.search(r"(^|/)\.", file.relative_to(path).as_posix())]
+        texts = [cls(data, str(file)) for file in shown if (data := file.read_bytes()).strip()]
         if not texts:
             raise ValueError(
-                f"{path} holds no text: looked for {', '.join('*' + suffix for suffix in TEXT_SUFFIXES)}"
+                f"{path} holds no text: looked for {', '.join(f'*{end}' for end in TEXT_SUFFIXES)}"
             )
         return cls(b"\n\n".join(text.data for text in texts), str(path))
 
@@ -115,9 +103,8 @@ class Text:
         """The text to train on and, its last part, the text to test on: they share no byte."""
         cut = len(self) - round(len(self) * held_out)
         if not 0 < cut < len(self):
-            raise ValueError(
-                f"held_out={held_out} of {len(self)} tokens leaves a part empty: use a share such as 0.1"
-            )
+            size = f"held_out={held_out} of {len(self)} tokens"
+            raise ValueError(f"{size} leaves a part empty: use a share such as 0.1")
         first, last = self.data[:cut], self.data[cut:]
         return Text(first, f"{self.name}, training part"), Text(last, f"{self.name}, held-out part")
 
@@ -126,27 +113,21 @@ class Text:
         if length < 1:
             raise ValueError(f"length={length}: a sample needs at least 1 token")
         if len(self) <= length:
-            raise ValueError(
-                f"{self.name} has {len(self)} tokens, length={length} needs {length + 1}: "
-                f"use a longer text or length <= {len(self) - 1}"
-            )
+            sizes = f"{self.name} has {len(self)} tokens, length={length} needs {length + 1}"
+            raise ValueError(f"{sizes}: use a longer text or length <= {len(self) - 1}")
         return (len(self) - 1) // length
 
     def window(self, sample: int, length: int, seed: int = 0) -> int:
-        """Which window is sample 0, 1, 2, ... of an endless run. Every epoch is a permutation of all windows."""
+        """Which window is sample 0, 1, 2, ... of an endless run: each epoch permutes all windows."""
         epoch, index = divmod(sample, self.num_windows(length))
         return permute(index, self.num_windows(length), f"{seed}/{epoch}")
 
-    def batch(
-        self, step: int, rank: int, size: int, batch_size: int, length: int, seed: int = 0
-    ) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, rank: int, size: int, batch_size: int, length: int, seed: int = 0) -> tuple:
         """This rank's rows of the global batch: tokens and targets (each the next token), int64 [rows, T]."""
         rows = rows_of(rank, size, batch_size)
         starts = np.array([self.window(step * batch_size + row, length, seed) * length for row in rows])
         windows = np.frombuffer(self.data, np.uint8)[starts[:, None] + np.arange(length + 1)].astype(np.int64)
-        return torch.tensor(windows[:, :-1]), torch.tensor(
-            windows[:, 1:]
-        )  # a copy each; works under fake tensors
+        return torch.tensor(windows[:, :-1]), torch.tensor(windows[:, 1:])  # copies; work under fake tensors
 
     def rows(self, batch_size: int, length: int, seed: int = 0) -> Rows:
         """The batches of a run."""
@@ -157,13 +138,11 @@ class Text:
         return {"step": step, "batch_size": batch_size, "length": length, "seed": seed, "text": self.digest}
 
     def resume(self, position: dict, batch_size: int, length: int, seed: int = 0) -> int:
-        """The step to go on with, on any number of ranks. Refuses a position under which steps meant other tokens."""
+        """The step to go on with, on any number of ranks; a position of another text or batch is refused."""
         for name, now in self.position(0, batch_size, length, seed).items():
             if name != "step" and position.get(name) != now:
-                raise ValueError(
-                    f"the saved position has {name}={position.get(name)}, this run {name}={now}: "
-                    "resume with the same, or start anew"
-                )
+                values = f"the saved position has {name}={position.get(name)}, this run {name}={now}"
+                raise ValueError(f"{values}: resume with the same, or start anew")
         return position["step"]
 
 
@@ -172,18 +151,17 @@ def rows_of(rank: int, size: int, batch_size: int) -> range:
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} of size={size}: ranks are 0 to size - 1, and size is at least 1")
     if batch_size < size:
-        raise ValueError(
-            f"batch_size={batch_size} for {size} ranks leaves some without a row: use at least {size}"
-        )
+        cure = f"use at least {size}"
+        raise ValueError(f"batch_size={batch_size} for {size} ranks leaves some without a row: {cure}")
     return range(batch_size * rank // size, batch_size * (rank + 1) // size)
 
 
 def permute(index: int, size: int, key: str) -> int:
     """Where a keyed shuffle of range(size) sends `index`, in O(1) memory.
 
-    A Feistel network permutes the 2^(2·half) >= size numbers whatever its hash, since a round (left, right) ->
-    (right, left ^ hash) can be undone. To walk on until the result is below `size` permutes range(size); that takes
-    under four walks on average.
+    A Feistel network permutes the 2^(2·half) >= size numbers whatever its hash, since a round (left, right)
+    -> (right, left ^ hash) can be undone. Repeating it until the result is below `size`, under four times on
+    average, permutes range(size).
     """
     half = ((size - 1).bit_length() + 1) // 2
     while True:
@@ -205,11 +183,9 @@ def random_tokens(
     seed: int = 0,
     masked: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Seeded noise in the form of `Text.batch`, for results that must be the same on every machine.
-
-    `masked` hides the last length·row // batch_size targets of each row: a ramp, so that ranks count different numbers
-    of valid tokens and a mean of their means is wrong.
-    """
+    """Seeded noise in the form of `Text.batch`, for results that must be the same on every machine. `masked`
+    hides the last length·row // batch_size targets of each row, so that ranks count different numbers of
+    valid tokens."""
     if length < 1 or vocab < 1:
         raise ValueError(f"length={length}, vocab={vocab}: both must be at least 1")
     rows = rows_of(rank, size, batch_size)
@@ -227,6 +203,5 @@ def random_tokens(
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(), digest_size=7).digest()
-    )  # 56 bits: fits every seed type
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    return int.from_bytes(digest)  # 56 bits: fits every seed type

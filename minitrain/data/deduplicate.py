@@ -1,18 +1,16 @@
 """Fuzzy deduplication: find documents that say nearly the same without comparing every pair.
 
-A document becomes the set A of its shingles, all runs of k words. Two documents are near-duplicates if their Jaccard
-similarity J = |A ∩ B| / |A ∪ B| reaches a threshold. Of a random order of all shingles the first in A equals the
-first in B with probability J, so the minima under h hash functions estimate J without the sets (MinHash); and
-documents that agree in all r rows of at least one of b bands, which happens with probability
+A document becomes the set A of its shingles, all runs of k words. Two documents are near-duplicates if their
+Jaccard similarity J = |A ∩ B| / |A ∪ B| reaches a threshold. Of a random order of all shingles the first in A
+equals the first in B with probability J, so the minima under h hash functions estimate J without the sets
+(MinHash). Compared are only documents that agree in all r rows of at least one of b bands, which happens with
+probability
 
-    P(candidate) = 1 - (1 - J^r)^b            h = b·r; here b = 16, r = 4: 0.06 at J = 0.25, 0.64 at 0.5, 0.998 at 0.75
+    P(candidate) = 1 - (1 - J^r)^b        b = 16, r = 4, h = b·r: 0.06 at J = 0.25, 0.64 at 0.5, 0.998 at 0.75
 
-are the only pairs that are compared at all. Time and memory grow with the number of documents, not with its square.
-
-Broder 1997, "On the resemblance and containment of documents". As a stage of a pipeline: WanJuan-CC,
-arXiv:2402.19282, where 68 billion pages leave 1.0 trillion tokens. Differs: candidates are checked against the exact
-J, so a pair is never dropped by a coincidence of hashes; a real pipeline spreads the bands over thousands of
-machines.
+Time and memory grow with the number of documents, not with its square. Broder 1997, "On the resemblance and
+containment of documents"; in a pipeline: WanJuan-CC, arXiv:2402.19282. Differs: candidates are checked
+against the exact J; a real pipeline spreads the bands over thousands of machines.
 """
 
 import hashlib

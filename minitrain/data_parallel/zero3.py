@@ -20,16 +20,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves
 
 from minitrain import collectives
 from minitrain.collectives import Handle
 from minitrain.data_parallel.flat import Shards
 from minitrain.data_parallel.units import Turns, Unit, UnitBuffer, assign, elements
 from minitrain.data_parallel.zero2 import keeps_gradients
+from minitrain.torch_private import in_backward, tree_leaves
 
 # The states of a buffer's parameters, and what moves it from one to the next:
 #   sharded      a slice on each rank; parameters read as NaN
@@ -229,11 +228,6 @@ class Zero3(Shards):
         finally:
             for flat in self.flats:
                 flat.free()
-
-
-def in_backward() -> bool:
-    """Is autograd at work in this thread (so that a forward is a recomputation)?"""
-    return torch._C._current_graph_task_id() != -1
 
 
 def differentiable(tree) -> list[Tensor]:

@@ -23,21 +23,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn import Module
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_map
 
 from minitrain import collectives
 from minitrain.launch.local import notebook_cells
 from minitrain.launch.report import spot
+from minitrain.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeStore,
+    FakeTensorMode,
+    tree_map,
+)
 
 LEDGER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger", "ledger.py")
 NOT_THE_READERS = (os.path.dirname(torch.__file__), copy.__file__, LEDGER)
 # What torch says where it meets a fake tensor and wanted numbers, or a real one among fake ones.
 NUMBERS_WANTED = ("string passed to FakeTensor", ".numpy() is not supported for tensor subclasses")
-NUMBERS_ERRORS = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+NUMBERS_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 FROM_OUTSIDE = "convert all Tensors to FakeTensors"
 
 

@@ -43,6 +43,7 @@ import torch.distributed as dist
 from minitrain import collectives
 from minitrain.collectives.backends import ON_OPEN
 from minitrain.launch import report, shared_cores
+from minitrain.torch_private import COMPILER, autograd_functions
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1
@@ -50,11 +51,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 # Imported by the helper once the caller or a rank has: building a torch.optim optimizer pulls in the first,
 # which takes as long as torch itself, and four ranks doing so at once on two cores would take 4 s in every
 # launch.
-HEAVY = ("torch._dynamo", "pytest", "hypothesis")
+HEAVY = (COMPILER, "pytest", "hypothesis")
 # torch.autograd.function.once_differentiable makes a reader's function refer to this module. It cannot be
 # imported, so cloudpickle would take it to pieces that do not fit together again; listed here, it travels by
 # its name.
-sys.modules.setdefault(torch._C._functions.__name__, torch._C._functions)
+sys.modules.setdefault(autograd_functions.__name__, autograd_functions)
 
 
 def serve(requests_fd: int, caller_pid: int) -> None:

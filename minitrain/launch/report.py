@@ -18,6 +18,8 @@ import sysconfig
 import traceback
 from typing import NamedTuple
 
+from minitrain.torch_private import C10D_FILE
+
 LIBRARIES = tuple(
     {sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -187,7 +189,7 @@ def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
     if not dump:
         return Stuck("give{s} no answer to signals (stopped?)", False)
     frames = stack_frames(dump)
-    in_torch = [frame.function for frame in frames if frame.file.endswith("distributed_c10d.py")]
+    in_torch = [frame.function for frame in frames if frame.file.endswith(C10D_FILE)]
     in_torch = [
         f for f in in_torch if f.islower() and not f.startswith(("_", "get_", "is_", "pg_", "default_"))
     ]

@@ -26,13 +26,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from minitrain import collectives
 from minitrain.collectives.call_log import Call
 from minitrain.ledger.memory_meter import KINDS, MemoryMeter
 from minitrain.ledger.operators import FLOATS, Operator, describe, tensors
 from minitrain.simulate.events import Compute, Event, Issue, Wait
+from minitrain.torch_private import DispatchMode
 
 
 class Ledger:
@@ -191,12 +190,8 @@ class Ledger:
             self._events.append(Wait(self._pending.pop(id(subject)).id))
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(DispatchMode):
     """Sees every operator of this thread on its way to the kernel."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler at the first operator: two seconds in every rank
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()

@@ -34,6 +34,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from minitrain.torch_private import grad_hooks, storage_id
+
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
 PRECEDENCE = ("parameters", "gradients", "optimizer state", "buffers", "activations")
 
@@ -78,7 +80,7 @@ class MemoryMeter:
         block.
         """
         storage = tensor.untyped_storage()
-        block = self._alive.get(storage._cdata)
+        block = self._alive.get(storage_id(storage))
         if block is None or block.bytes != storage.nbytes():
             block = self._meet(storage, block, older=True)
         if type(tensor) is not Tensor and isinstance(tensor, Parameter):
@@ -90,7 +92,7 @@ class MemoryMeter:
         block.
         """
         storage = tensor.untyped_storage()
-        block = self._alive.get(storage._cdata)
+        block = self._alive.get(storage_id(storage))
         if block is None or block.bytes != storage.nbytes():
             block = self._meet(storage, block, older=False)
         return block.bytes
@@ -98,7 +100,7 @@ class MemoryMeter:
     def name(self, tensor: Tensor, kind: str, older: bool = True) -> None:
         """The block of `tensor` is of this kind, unless it has a kind that comes first."""
         (self.read if older else self.write)(tensor)
-        number = self._alive[tensor.untyped_storage()._cdata].number
+        number = self._alive[storage_id(tensor.untyped_storage())].number
         self._kinds[number] = min(kind, self._kinds[number], key=PRECEDENCE.index)
 
     def resized(self, tensor: Tensor) -> None:
@@ -106,7 +108,7 @@ class MemoryMeter:
         for good.
         """
         self.write(tensor)
-        block = self._alive[tensor.untyped_storage()._cdata]
+        block = self._alive[storage_id(tensor.untyped_storage())]
         block.is_parameter, self._kinds[block.number] = True, "buffers"
 
     def _meet(self, storage: torch.UntypedStorage, block: _Block | None, older: bool) -> _Block:
@@ -116,8 +118,8 @@ class MemoryMeter:
             self._change(block.number, size - block.bytes)
             block.bytes = size
             return block
-        block = self._alive[storage._cdata] = _Block(storage, self._died)
-        block.key, block.number = storage._cdata, len(self._kinds)
+        block = self._alive[storage_id(storage)] = _Block(storage, self._died)
+        block.key, block.number = storage_id(storage), len(self._kinds)
         block.bytes, block.is_parameter = size, False
         self._kinds.append("activations" if older else self._kind_of_births)
         if older:
@@ -148,7 +150,7 @@ class MemoryMeter:
             if parameter.requires_grad and parameter.is_leaf:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._name_gradient))
                 # Ours goes first in line: a reducer's hook may send the gradient away and drop it.
-                hooks = parameter._post_accumulate_grad_hooks
+                hooks = grad_hooks(parameter)
                 for key in list(hooks)[:-1]:
                     hooks[key] = hooks.pop(key)
             self._name_gradient(parameter)

@@ -22,8 +22,10 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
 from torch.utils.flop_counter import flop_registry
+
+from minitrain import torch_private
+from minitrain.torch_private import OpOverload, has_kernel, schema_of
 
 aten = torch.ops.aten
 
@@ -64,8 +66,8 @@ class Operator:
         return tensors(by_position + [kwargs.get(name) for name in self.written_keywords])
 
 
-def describe(func: torch._ops.OpOverload, causal: str = "triangle") -> Operator:
-    packet, schema = func.overloadpacket, func._schema
+def describe(func: OpOverload, causal: str = "triangle") -> Operator:
+    packet, schema = func.overloadpacket, schema_of(func)
     name, bookkeeping = packet.__name__, func.namespace in ("prim", "profiler")
     written = [(i, argument) for i, argument in enumerate(schema.arguments) if _is_written(argument)]
     not_in_place = getattr(aten, name.removesuffix("_"), None)  # addmm_ costs what addmm does
@@ -89,7 +91,7 @@ def describe(func: torch._ops.OpOverload, causal: str = "triangle") -> Operator:
 
 def _formula(packet, causal: str) -> Callable[..., int] | None:
     if packet in ATTENTION:
-        names = [argument.name for argument in packet.default._schema.arguments]
+        names = [argument.name for argument in schema_of(packet.default).arguments]
         return partial(_attention, names, *ATTENTION[packet], causal)
     return OUR_FORMULAS.get(packet) or flop_registry.get(packet)
 
@@ -151,14 +153,14 @@ def _matrix_vector(matrix: Tensor, *args, **kwargs) -> int:
 # Forward: scores = Q·Kᵀ, out = P·V. Backward: scores once more, dP = dO·Vᵀ, dV = Pᵀ·dO, dQ = dS·K, dK =
 # dSᵀ·Q.
 ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu: (1, 1, "top left"),
-    aten._scaled_dot_product_flash_attention: (1, 1, "lower right"),
-    aten._scaled_dot_product_efficient_attention: (1, 1, "top left"),
-    aten._scaled_dot_product_cudnn_attention: (1, 1, "top left"),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (3, 2, "top left"),
-    aten._scaled_dot_product_flash_attention_backward: (3, 2, "lower right"),
-    aten._scaled_dot_product_efficient_attention_backward: (3, 2, "top left"),
-    aten._scaled_dot_product_cudnn_attention_backward: (3, 2, "top left"),
+    torch_private.flash_cpu: (1, 1, "top left"),
+    torch_private.flash_cuda: (1, 1, "lower right"),
+    torch_private.efficient: (1, 1, "top left"),
+    torch_private.cudnn: (1, 1, "top left"),
+    torch_private.flash_cpu_backward: (3, 2, "top left"),
+    torch_private.flash_cuda_backward: (3, 2, "lower right"),
+    torch_private.efficient_backward: (3, 2, "top left"),
+    torch_private.cudnn_backward: (3, 2, "top left"),
 }
 OUR_FORMULAS = {
     aten.convolution_backward: _convolution_backward,

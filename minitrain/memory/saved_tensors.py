@@ -6,21 +6,21 @@
     saved.by_place                  {"norm1": 4096, "attention": 65536, ...}
     print(saved.table(unit=x.numel()))
 
-torch hands every tensor that an operator saves to a hook (`saved_tensors_hooks`). A block of memory is counted once,
-under the module that saved it first, however many operators and views refer to it: the input of the Q, K and V
-projections is one tensor. Parameters are not counted: they live anyway. Works without data too (meta and fake tensors),
-so at any size. Costs two Python calls per operator; keeps nothing alive that backward would not keep. Raises ValueError
-when the same object is entered twice.
-
-Korthikanti et al. 2022, arXiv:2205.05198, section 4, counts the same tensors by hand. Differs: mean and deviation of
-each norm, 4 or 8 bytes a token, are counted here and neglected there.
+torch hands every tensor that an operator saves to a hook. A block of memory is counted once, under the module
+that saved it first, however many operators and views refer to it; parameters are not counted. Works without
+data too (meta and fake tensors), so at any size. Costs two Python calls per operator; keeps nothing alive.
+Korthikanti et al. 2022, arXiv:2205.05198, section 4, counts the same tensors by hand. Differs: mean and
+deviation of each norm, 4 or 8 bytes a token, are counted here and neglected there.
 """
 
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from minitrain.tables import aligned
+from minitrain.torch_private import storage_id
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,11 @@ class SavedTensors:
     def __enter__(self) -> "SavedTensors":
         if self.saved:
             raise ValueError("these SavedTensors have been used; make a new one for each forward pass")
-        self._seen = {parameter.untyped_storage()._cdata for parameter in self.module.parameters()}
+        self._seen = {storage_id(parameter.untyped_storage()) for parameter in self.module.parameters()}
         self._inside, self._handles = [], []
         for name, module in self.module.named_modules():
-            self._handles += [
-                module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
-                module.register_forward_hook(self._leave, always_call=True),
-            ]
+            enter = module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name))
+            self._handles += [enter, module.register_forward_hook(self._leave, always_call=True)]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
         self._hooks.__enter__()
         return self
@@ -63,8 +61,8 @@ class SavedTensors:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
+        if storage_id(storage) not in self._seen:
+            self._seen.add(storage_id(storage))
             place = self._inside[-1] if self._inside else ""
             self.saved.append(Saved(place, tuple(tensor.shape), tensor.dtype, storage.nbytes()))
         return tensor
@@ -75,21 +73,14 @@ class SavedTensors:
 
     @property
     def by_place(self) -> dict[str, int]:
-        total = defaultdict(int)
+        total = Counter()
         for saved in self.saved:
             total[saved.place] += saved.bytes
         return dict(total)
 
     def table(self, unit: int = 1) -> str:
         """One line per block, in the order they were saved; the last column is bytes / unit."""
-
-        def line(place, shape, dtype, size):
-            return f"{place:18} {shape:24} {dtype:9} {size:>14,} {size / unit:8.3f}"
-
-        lines = [
-            line(
-                item.place or "(itself)", str(list(item.shape)), str(item.dtype)[len("torch.") :], item.bytes
-            )
-            for item in self.saved
-        ]
-        return "\n".join([*lines, line("all", "", "", self.bytes)])
+        items = [(x.place or "(itself)", list(x.shape), x.dtype, x.bytes) for x in self.saved]
+        rows = [(place, str(shape), str(dtype)[len("torch.") :], size) for place, shape, dtype, size in items]
+        rows.append(("all", "", "", self.bytes))
+        return aligned([(*row, f"{row[-1] / unit:.3f}") for row in rows], left=(0, 1, 2))

@@ -1,15 +1,15 @@
 """What a GPT is, as plain values; and the published ones by name.
 
-A `GPTConfig` says everything that fixes the parameters of a model and the arithmetic of one token, and nothing about
-ranks, precision or training. It is frozen, needs no torch (planners read it too) and is checked when it is made: a
-wrong value is a `ValueError` of one line that names the value, what is allowed and what to do.
+A `GPTConfig` says everything that fixes the parameters of a model and the arithmetic of one token, and
+nothing about ranks, precision or training. It is frozen, needs no torch (planners read it too) and is checked
+when it is made.
 
     parameters of a block, MHA with biases, LayerNorm, F = 4D:   12·D² + 13·D
     (attention 4·D² + 4·D, MLP 8·D² + 5·D, two norms 4·D)
 
-`presets` holds models whose exact parameter counts were published; tests count each of them on the meta device.
-Left out, because neither sizes nor FLOPs depend on it: Llama 3.1's rescaled RoPE frequencies, GPT-3's alternating
-sparse attention, GLM's two-dimensional positions.
+`presets` are models whose exact parameter counts were published (tested). Left out, as neither sizes nor
+FLOPs depend on it: Llama 3.1's rescaled RoPE, GPT-3's alternating sparse attention, GLM's two-dimensional
+positions.
 """
 
 import difflib
@@ -26,7 +26,7 @@ GATED = ("swiglu", "geglu")
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes and variants of one model. `None` is derived from the width, and replaced by the derived number."""
+    """Sizes and variants of one model. `None` is replaced by a number that is derived from the width."""
 
     vocab_size: int = 256  # V; bytes are 256
     d_model: int = 64  # the width D
@@ -41,7 +41,7 @@ class GPTConfig:
     positions: str = "rope"  # or learned, alibi, none
     rope_theta: float = 10_000.0  # base of the wavelengths
     rope_fraction: float = 1.0  # the part of each head that is rotated (GPT-NeoX: 1/4)
-    activation: str = "swiglu"  # or geglu, gelu, fastgelu
+    activation: str = "swiglu"  # or geglu, gelu, gelu_tanh, fastgelu
     residual: str = "pre"  # or parallel, post, deepnorm: where norms and sums stand; see model.Block
     bias: bool = False  # in the linears and norms of the blocks; the head never has one
     tied: bool = False  # the head uses the token table
@@ -64,18 +64,16 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}; use at least 1")
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} = {getattr(self, name)!r}; {_meant(getattr(self, name), choices)}")
-        if _derived(self.head_dim) and self.d_model % self.num_heads:
-            near = sorted(_divisors(self.d_model), key=lambda n: abs(n - self.num_heads))[:2]
-            raise ValueError(
-                f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
-                f"try num_heads {' or '.join(map(str, sorted(near)))}"
-            )
-        self._derive("head_dim", self.d_model // self.num_heads)
-        self._derive("num_kv_heads", self.num_heads)
-        gated = self.activation in GATED
-        self._derive("d_ff", -(-8 * self.d_model // (3 * 64)) * 64 if gated else 4 * self.d_model)
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name} = {value!r}; {_meant(value, choices)}")
+        width, heads = self.d_model, self.num_heads
+        if _derived(self.head_dim) and width % heads:
+            near = sorted(sorted(divisors(width), key=lambda n: abs(n - heads))[:2])
+            cure = f"try num_heads {' or '.join(map(str, near))}"
+            raise ValueError(f"d_model {width} is not divisible by num_heads {heads}; {cure}")
+        self._derive("head_dim", width // heads)
+        self._derive("num_kv_heads", heads)
+        self._derive("d_ff", -(-8 * width // (3 * 64)) * 64 if self.activation in GATED else 4 * width)
         self._check_attention()
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout = {self.dropout}; must be in [0, 1)")
@@ -89,9 +87,8 @@ class GPTConfig:
             value, kind = getattr(self, field.name), int if field.default is None else type(field.default)
             fits = isinstance(value, (int, float) if kind is float else kind) or value is field.default
             if not fits or (isinstance(value, bool) and kind is not bool):
-                raise ValueError(
-                    f"{field.name} = {value!r} is {type(value).__name__}; expected {kind.__name__}"
-                )
+                found = type(value).__name__
+                raise ValueError(f"{field.name} = {value!r} is {found}; expected {kind.__name__}")
 
     def _derive(self, name: str, value: int):
         if _derived(getattr(self, name)):
@@ -100,32 +97,26 @@ class GPTConfig:
             raise ValueError(f"{name} = {getattr(self, name)}; use at least 1, or None for {value}")
 
     def _check_attention(self):
-        if self.num_heads % self.num_kv_heads:
+        heads, kv_heads, latent = self.num_heads, self.num_kv_heads, self.kv_latent
+        if heads % kv_heads:
+            allowed = ", ".join(map(str, divisors(heads)))
             raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
-                f"allowed {', '.join(map(str, _divisors(self.num_heads)))}"
+                f"num_heads {heads} is not a multiple of num_kv_heads {kv_heads}; allowed {allowed}"
             )
-        if self.kv_latent:
-            for name, value, wanted, fits in (
-                ("positions", self.positions, "'rope'", self.positions == "rope"),
-                ("rope_head_dim", self.rope_head_dim, "at least 2", self.rope_head_dim >= 2),
-                (
-                    "num_kv_heads",
-                    self.num_kv_heads,
-                    f"None or {self.num_heads}",
-                    self.num_kv_heads == self.num_heads,
-                ),
-            ):
-                if not fits:
-                    raise ValueError(
-                        f"{name} = {value!r}; with kv_latent {self.kv_latent} (MLA) it must be {wanted}"
-                    )
+        latent_wants = {
+            "positions": ("'rope'", self.positions == "rope"),
+            "rope_head_dim": ("at least 2", self.rope_head_dim >= 2),
+            "num_kv_heads": (f"None or {heads}", kv_heads == heads),
+        }
+        for name, (wanted, fits) in latent_wants.items():
+            if latent and not fits:
+                found = f"{name} = {getattr(self, name)!r}"
+                raise ValueError(f"{found}; with kv_latent {latent} (MLA) it must be {wanted}")
         if not 0.0 < self.rope_fraction <= 1.0:
             raise ValueError(f"rope_fraction = {self.rope_fraction}; must be in (0, 1]")
         if self.positions == "rope" and self.rotated_dim % 2:
-            raise ValueError(
-                f"rotated head size {self.rotated_dim} is odd; RoPE turns pairs and needs an even one"
-            )
+            cure = "RoPE turns pairs and needs an even one"
+            raise ValueError(f"rotated head size {self.rotated_dim} is odd; {cure}")
 
     @property
     def rotated_dim(self) -> int:
@@ -134,14 +125,14 @@ class GPTConfig:
 
 
 class Derived(int):
-    """A width nobody chose. It remembers that, so that `dataclasses.replace(config, d_model=128)` derives it anew."""
+    """A width nobody chose: `dataclasses.replace(config, d_model=128)` derives it anew."""
 
 
 def _derived(value: int | None) -> bool:
     return value is None or isinstance(value, Derived)
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
@@ -150,34 +141,26 @@ def _meant(given: str, allowed) -> str:
     return f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
 
 
-def _gpt2(d_model: int, num_layers: int, num_heads: int, **other) -> GPTConfig:
-    """Radford et al. 2019, section 2.3: pre-norm, learned positions, GELU (by tanh, in their code and in what was trained after
-    it: GPT-NeoX, BLOOM), biases everywhere, tied head."""
+def _gpt2(width: int, num_layers: int, num_heads: int, **other) -> GPTConfig:
+    """Radford et al. 2019, section 2.3: pre-norm, learned positions, GELU (by tanh, in their code and in what
+    was trained after it: GPT-NeoX, BLOOM), biases everywhere, tied head."""
     style = dict(
-        vocab_size=50_257,
-        max_positions=1024,
-        norm="layer",
-        positions="learned",
-        activation="gelu_tanh",
-        bias=True,
-        tied=True,
+        vocab_size=50_257, max_positions=1024, norm="layer", positions="learned", bias=True, tied=True
     )
-    return GPTConfig(d_model=d_model, num_layers=num_layers, num_heads=num_heads, **{**style, **other})
+    style |= dict(activation="gelu_tanh") | other
+    return GPTConfig(d_model=width, num_layers=num_layers, num_heads=num_heads, **style)
 
 
-def _llama(d_model: int, num_layers: int, num_heads: int, num_kv_heads: int, d_ff: int, **other) -> GPTConfig:
+def _llama(width: int, num_layers: int, num_heads: int, num_kv_heads: int, d_ff: int, **other) -> GPTConfig:
     """Touvron et al. 2023, section 2.2: RMSNorm, RoPE, SwiGLU, no biases, untied head."""
-    return GPTConfig(
-        d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        d_ff=d_ff,
-        **other,
-    )
+    heads = dict(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    return GPTConfig(d_model=width, num_layers=num_layers, d_ff=d_ff, **heads, **other)
 
 
 _LLAMA3 = dict(vocab_size=128_256, max_positions=8192, rope_theta=500_000.0)
+_NEOX = dict(vocab_size=50_432, max_positions=2048, positions="rope", rope_fraction=0.25, tied=False)
+_BLOOM = dict(vocab_size=250_880, max_positions=2048, positions="alibi", embedding_norm=True)
+_GLM = dict(vocab_size=150_528, max_positions=2048, positions="rope", activation="geglu")
 
 presets = {
     # For laptops: text as bytes, so 256 tokens.
@@ -189,38 +172,17 @@ presets = {
     "gpt2-xl": _gpt2(1600, 48, 25),
     # Brown et al. 2020, table 2.1.
     "gpt3-175b": _gpt2(12_288, 96, 96, max_positions=2048),
-    # Black et al. 2022, section 2: attention and MLP side by side, RoPE on a quarter of each head, own output table.
-    "gpt-neox-20b": _gpt2(
-        6144,
-        44,
-        64,
-        vocab_size=50_432,
-        max_positions=2048,
-        positions="rope",
-        rope_fraction=0.25,
-        residual="parallel",
-        tied=False,
-    ),
+    # Black et al. 2022, section 2: attention and MLP side by side, RoPE on a quarter of each head, untied.
+    "gpt-neox-20b": _gpt2(6144, 44, 64, residual="parallel", **_NEOX),
     # BigScience 2022, section 3.2: ALiBi, a norm after the embedding.
-    "bloom-176b": _gpt2(
-        14_336, 70, 112, vocab_size=250_880, max_positions=2048, positions="alibi", embedding_norm=True
-    ),
+    "bloom-176b": _gpt2(14_336, 70, 112, **_BLOOM),
     # Zeng et al. 2022, section 2.1 and appendix B: DeepNorm, RoPE, GeGLU with F = 8/3 D.
-    "glm-130b": _gpt2(
-        12_288,
-        70,
-        96,
-        vocab_size=150_528,
-        max_positions=2048,
-        positions="rope",
-        activation="geglu",
-        residual="deepnorm",
-    ),
+    "glm-130b": _gpt2(12_288, 70, 96, residual="deepnorm", **_GLM),
     # Touvron et al. 2023b, appendix A.2.1; Jiang et al. 2023, table 1.
     "llama2-7b": _llama(4096, 32, 32, 32, 11_008, vocab_size=32_000, max_positions=4096),
     "mistral-7b": _llama(4096, 32, 32, 8, 14_336, vocab_size=32_000, max_positions=8192),
     # Llama team 2024, table 3.
     "llama3-8b": _llama(4096, 32, 32, 8, 14_336, **_LLAMA3),
     "llama3-70b": _llama(8192, 80, 64, 8, 28_672, **_LLAMA3),
-    "llama3.1-405b": _llama(16_384, 126, 128, 8, 53_248, **{**_LLAMA3, "max_positions": 131_072}),
+    "llama3.1-405b": _llama(16_384, 126, 128, 8, 53_248, **(_LLAMA3 | dict(max_positions=131_072))),
 }

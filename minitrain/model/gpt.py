@@ -4,23 +4,21 @@
     layers 1 .. L     blocks: attention and MLP                  x[B, T, D]    -> x[B, T, D]
     layer L+1         last norm and output table                 x[B, T, D]    -> logits[B, T, V]
 
-A pipeline stage is a slice of that list (`GPT(config, layers=range(2, 4))`) and its parameters keep their global names
-(`layers.3.mlp.up.weight`). Every parameter is filled from a seed made of that name and the run's seed, so any rank
-builds any slice equal to the reference, in any order, without a broadcast. A head that is tied to a token table on
-another stage starts equal to it, and stays so if the two gradients are added.
+A pipeline stage is a slice of that list (`GPT(config, layers=range(2, 4))`) whose parameters keep their
+global names (`layers.3.mlp.up.weight`). Every parameter is filled from a seed made of that name and the run's
+seed, so any rank builds any slice equal to the reference, without a broadcast. A head that is tied to a token
+table on another stage starts equal to it, and stays so if the two gradients are added. Memory: 4 bytes per
+parameter in float32.
 
-Memory: 4 bytes per parameter in float32; activations as `accounting.memory` counts them. Sends nothing.
-Raises ValueError for tokens outside the vocabulary (on a CPU, where torch notices), tokens that are not integers, and
-sequences longer than `max_positions`.
-
-Radford et al. 2019 (GPT-2), section 2.3: pre-norm, output projections start smaller by sqrt(2L); Black et al. 2022
-(GPT-NeoX-20B), arXiv:2204.06745, section 2: parallel residual; Wang et al. 2022 (DeepNorm), arXiv:2203.00555; Zeng et
-al. 2022 (GLM-130B), arXiv:2210.02414, section 2.1. Differs: weights are drawn per name and not from one stream, and the
-draw is float32 on the CPU, whatever dtype and device follow.
+Radford et al. 2019 (GPT-2), section 2.3: output projections start smaller by sqrt(2L); Black et al. 2022
+(GPT-NeoX), arXiv:2204.06745, section 2: parallel residual; Wang et al. 2022 (DeepNorm), arXiv:2203.00555;
+Zeng et al. 2022 (GLM-130B), arXiv:2210.02414, section 2.1. Differs: weights are drawn per name, in float32 on
+the CPU.
 """
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -30,33 +28,20 @@ from torch import Tensor, nn
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.layers import MLP, Attention, Dropout, LatentAttention, Linear, causal_attention, norm
 
-__all__ = [
-    "GPT",
-    "Block",
-    "Embedding",
-    "GPTConfig",
-    "Head",
-    "Stages",
-    "cross_entropy_sum",
-    "generate",
-    "presets",
-    "seed_of",
-]
+__all__ = ["GPT", "Block", "GPTConfig", "Stages", "cross_entropy_sum", "generate", "presets", "seed_of"]
 
 MASKED = -100  # a target that does not count
 
 
 def lookup(table: Tensor, ids: Tensor, what: str, limit: str) -> Tensor:
-    """Rows `ids` of the table. Where torch notices a wrong id (on a CPU) the error names it; to look first would cost
-    an operator everywhere and a synchronisation on a GPU."""
+    """Rows `ids` of the table. Where torch notices a wrong id (on a CPU) the error names it; to look first
+    would cost an operator everywhere and a synchronisation on a GPU."""
     try:
         return F.embedding(ids, table)
     except IndexError:
-        place = ((ids < 0) | (ids >= table.size(0))).nonzero()[0].tolist()
-        raise ValueError(
-            f"{what} {ids[tuple(place)].item()} at {place}; {limit} is {table.size(0)} "
-            f"(0..{table.size(0) - 1})"
-        ) from None
+        size, place = table.size(0), ((ids < 0) | (ids >= table.size(0))).nonzero()[0].tolist()
+        wrong = ids[tuple(place)].item()
+        raise ValueError(f"{what} {wrong} at {place}; {limit} is {size} (0..{size - 1})") from None
 
 
 class Embedding(nn.Module):
@@ -76,11 +61,9 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         if tokens.is_floating_point() or tokens.dim() != 2:
             raise ValueError(f"tokens are {tokens.dtype} {list(tokens.shape)}; expected int64 [B, T]")
-        if tokens.size(1) > self.config.max_positions:
-            raise ValueError(
-                f"sequence {tokens.size(1)} > max_positions {self.config.max_positions}; "
-                "cut the sequence or raise max_positions"
-            )
+        if (length := tokens.size(1)) > (most := self.config.max_positions):
+            cure = "cut the sequence or raise max_positions"
+            raise ValueError(f"sequence {length} > max_positions {most}; {cure}")
         x = self.token_rows(self.tokens, tokens, "token", "vocab_size")
         if self.config.positions == "learned":
             x = x + self.position_rows(self.positions, positions, "position", "max_positions")
@@ -90,19 +73,18 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Attention and MLP around a residual stream, with the norms in one of four places.
 
-    pre        x + f(norm(x))                             the usual one: the stream itself is never normed
-    parallel   x + attention(norm1(x)) + mlp(norm2(x))    both at once: one all-reduce under tensor parallelism
-    post       norm(x + f(x))                             the original; deep down all tokens become one vector
-    deepnorm   norm(alpha·x + f(x))                       post-norm for depth: alpha = sqrt(2L), smaller weights
+    pre        x + f(norm(x))                            the usual one: the stream itself is never normed
+    parallel   x + attention(norm1(x)) + mlp(norm2(x))   both at once: one all-reduce under tensor parallelism
+    post       norm(x + f(x))                            the original; deep down all tokens become one vector
+    deepnorm   norm(alpha·x + f(x))                      for depth: alpha = sqrt(2L), smaller weights
     """
 
     def __init__(self, config: GPTConfig, name: str, attention: Callable = causal_attention, **place):
         super().__init__()
         self.config, self.name = config, name
-        self.norm1 = norm(config, **place)
-        self.attention = (LatentAttention if config.kv_latent else Attention)(config, attention, **place)
-        self.norm2 = norm(config, **place)
-        self.mlp = MLP(config, **place)
+        kind = LatentAttention if config.kv_latent else Attention
+        self.norm1, self.attention = norm(config, **place), kind(config, attention, **place)
+        self.norm2, self.mlp = norm(config, **place), MLP(config, **place)
         self.dropout1, self.dropout2 = Dropout(config.dropout), Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -125,12 +107,12 @@ class Block(nn.Module):
 
 
 def deepnorm(num_layers: int) -> tuple[float, float]:
-    """(alpha, beta) of GLM-130B: the residual is sqrt(2L) times larger; values, outputs, MLP start as much smaller."""
+    """(alpha, beta) of GLM-130B: how much larger the residual is, how much smaller V, outputs, MLP start."""
     return math.sqrt(2 * num_layers), 1 / math.sqrt(2 * num_layers)
 
 
 class Head(nn.Module):
-    """Layer L+1: last norm (post-norm blocks have theirs already) and the scores of every token of the vocabulary."""
+    """Layer L+1: last norm (post-norm blocks have theirs already) and the scores of the whole vocabulary."""
 
     def __init__(self, config: GPTConfig, name: str, **place):
         super().__init__()
@@ -143,7 +125,7 @@ class Head(nn.Module):
 
 
 class Layers(nn.ModuleList):
-    """A list of layers that may start or stop anywhere: an index counts from its first, a name is the global number."""
+    """Layers that start and stop anywhere: an index counts from the first, a name is the global number."""
 
     def __getitem__(self, index):
         return list(self)[index]
@@ -164,22 +146,17 @@ class GPT(nn.Module):
     ):
         super().__init__()
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(
-                f"dtype = {dtype!r}; use torch.float32, torch.bfloat16, torch.float16 or torch.float64"
-            )
-        self.config = config
-        last = config.num_layers + 1
-        place = dict(dtype=dtype, device=device)
-        self.layers = Layers()
+            choices = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
+            raise ValueError(f"dtype = {dtype!r}; use {choices}")
+        self.config, self.layers = config, Layers()
+        last, place = config.num_layers + 1, dict(dtype=dtype, device=device)
         for number in range(last + 1) if layers is None else layers:
             if not 0 <= number <= last:
                 raise ValueError(f"layer {number}; this model has layers 0 (embedding) to {last} (head)")
             kind = Embedding if number == 0 else Head if number == last else Block
             extra = dict(attention=attention) if kind is Block else {}
             self.layers.add_module(str(number), kind(config, f"layers.{number}", **extra, **place))
-        here = dict(self.layers.named_children())
-        if config.tied and "0" in here and str(last) in here:
-            here[str(last)].out.weight = here["0"].tokens
+        share_table(config, self.layers)
         for name, parameter in self.named_parameters():
             initialise(parameter, name, config, seed)
 
@@ -196,20 +173,23 @@ class GPT(nn.Module):
         return x
 
 
-class Stages(nn.Module):
-    """The slices of a model that one rank of a pipeline has, by the number of the stage: `Stages(config, {1: range(2, 4)})`.
+def share_table(config: GPTConfig, layers: Iterable[nn.Module]) -> None:
+    """Both ends of a tied model, where they are on one rank, have one table."""
+    here = {layer.name: layer for layer in layers}
+    head = f"layers.{config.num_layers + 1}"
+    if config.tied and {"layers.0", head} <= here.keys():
+        here[head].out.weight = here["layers.0"].tokens
 
-    Both ends of a tied model on one rank share the table, as they do in a whole model.
-    """
+
+class Stages(nn.Module):
+    """The slices of a model on one rank of a pipeline, by stage: `Stages(config, {1: range(2, 4)})`."""
 
     def __init__(self, config: GPTConfig, cuts: Mapping[int, Iterable[int]], **settings):
         super().__init__()
-        self.config = config
+        self.config, self.head = config, f"layers.{config.num_layers + 1}"
         for number, layers in cuts.items():
             self.add_module(str(number), GPT(config, layers=layers, **settings))
-        here = {layer.name: layer for layer in self.layers}
-        if config.tied and {"layers.0", self.head} <= here.keys():
-            here[self.head].out.weight = here["layers.0"].tokens
+        share_table(config, self.layers)
 
     def items(self) -> list[tuple[int, GPT]]:
         return [(int(number), stage) for number, stage in self.named_children()]
@@ -218,38 +198,29 @@ class Stages(nn.Module):
     def layers(self) -> list[nn.Module]:
         return [layer for _, stage in self.items() for layer in stage.layers]
 
-    @property
-    def head(self) -> str:
-        return f"layers.{self.config.num_layers + 1}"
-
     def global_parameters(self) -> dict[str, nn.Parameter]:
         """By their names in the whole model, where a tied table has the name of its first place."""
         return {name: param for part in self.parts() for param, name in part.items()}
 
     def parts(self) -> list[dict[nn.Parameter, str]]:
         """The parameters of each stage with their global names; last those that two stages here share."""
-        tied = f"{self.head}.out.weight" if self.config.tied else None
-        parts, shared = [], {}
-        for _, stage in self.items():
-            part = {
-                param: "layers.0.tokens" if name == tied else name for name, param in stage.named_parameters()
-            }
-            again = {param: name for param, name in part.items() if any(param in other for other in parts)}
-            shared |= again
-            parts.append(part)
-        return [{param: name for param, name in part.items() if param not in shared} for part in parts] + [
-            shared
-        ] * bool(shared)
+        tied = {f"{self.head}.out.weight": "layers.0.tokens"} if self.config.tied else {}
+        named = [stage.named_parameters() for _, stage in self.items()]
+        found = [{param: tied.get(name, name) for name, param in part} for part in named]
+        times = Counter(param for part in found for param in part)
+        shared = {param: name for part in found for param, name in part.items() if times[param] > 1}
+        alone = [{param: name for param, name in part.items() if param not in shared} for part in found]
+        return alone + [shared] * bool(shared)
 
 
 def seed_of(name: str, seed: int = 0) -> int:
-    """63 bits that depend on every letter of the name; Python's own hash would differ from process to process."""
+    """63 bits that depend on every letter of the name; Python's own hash differs from process to process."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()) >> 1
 
 
 @torch.no_grad()
 def initialise(parameter: Tensor, name: str, config: GPTConfig, seed: int):
-    """Fills one parameter from its global name. A dry run does the same operators, so that its account is the same."""
+    """Fills one parameter from its global name. A dry run does the same operators, for the same account."""
     fake = type(parameter) is not nn.Parameter
     if parameter.is_meta or (fake and not parameter.is_cpu):  # no memory; or a GPU that torch may not know
         return
@@ -260,9 +231,8 @@ def initialise(parameter: Tensor, name: str, config: GPTConfig, seed: int):
         name = "layers.0.tokens"  # a stage with the head only: the same table
     in_place = parameter.is_cpu and parameter.dtype == torch.float32
     values = parameter if in_place else torch.empty(parameter.shape, dtype=torch.float32)
-    values.normal_(
-        0.0, _std(name, parameter, config), generator=torch.Generator().manual_seed(seed_of(name, seed))
-    )
+    generator = torch.Generator().manual_seed(seed_of(name, seed))
+    values.normal_(0.0, _std(name, parameter, config), generator=generator)
     if not in_place:
         parameter.copy_(values)
 
@@ -278,27 +248,20 @@ def _std(name: str, parameter: Tensor, config: GPTConfig) -> float:
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum over the targets that count (not -100) of -log p(target). logits `[B, T, V]`, targets `[B, T]` -> scalar.
+    """Sum of -log p(target) over the targets that count (not -100): `[B, T, V]`, `[B, T]` -> scalar.
 
-    A sum and not a mean: whoever knows how many tokens count on all ranks divides once. If every target is masked it is
-    0 with zero gradients and no error, for another rank may hold tokens that count.
+    A sum and not a mean: whoever knows how many tokens count on all ranks divides once. If every target is
+    masked it is 0 with zero gradients and no error, for another rank may hold tokens that count.
     """
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(
-        logits.flatten(0, -2).to(exact), targets.flatten(), ignore_index=MASKED, reduction="sum"
-    )
+    logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=MASKED, reduction="sum")
 
 
 @torch.no_grad()
 def generate(
-    model: Callable,
-    prompt: Tensor,
-    n: int,
-    temperature: float = 1.0,
-    seed: int = 0,
-    window: int | None = None,
+    model: Callable, prompt: Tensor, n: int, temperature=1.0, seed=0, window: int | None = None
 ) -> Tensor:
-    """`[B, T]` tokens -> `[B, T + n]`: draws one token at a time; temperature 0 takes the likeliest. Keeps no cache."""
+    """`[B, T]` tokens -> `[B, T + n]`, one at a time, without a cache; temperature 0 takes the likeliest."""
     if temperature < 0:
         raise ValueError(f"temperature = {temperature}; use 0 (the likeliest token) or more")
     generator = torch.Generator(prompt.device).manual_seed(seed)

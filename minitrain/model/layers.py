@@ -1,25 +1,23 @@
-"""The parts of a Transformer block: rotary positions, attention cores, attention (MHA, GQA, MQA, MLA) and MLP.
+"""The parts of a Transformer block: rotary positions, attention cores, attention (MHA, GQA, MQA, MLA), MLP.
 
     attention     Y[B, T, D] = concat_h softmax(Q_h K_hᵀ / sqrt(K)) V_h · W_out        causal
-    MLP           Y[B, T, D] = act(X · W_up) · W_down           gated:  (act(X · W_gate) * (X · W_up)) · W_down
+    MLP           Y[B, T, D] = act(X · W_up) · W_down          gated:  (act(X · W_gate) * (X · W_up)) · W_down
 
-No layer stores how many heads it has: it counts them in the width it finds (`b t (h k) -> b h t k`, k given), so that a
-layer whose weights were cut to H/tp heads is still the same layer. The *core* of the attention is an argument,
-`core(q, k, v)` with q `[B, H, T, K]` and k, v `[B, H_kv, T, K]`; it is causal in the order of the tokens it is given;
-a model with ALiBi gives it `bias=` (alibi.py), one with dropout `dropout=`, others neither. Another argument is the way
-one input meets several matrices, `project(x, linears)`: who cuts these matrices over ranks brings x there.
-`positions` `[T]` or `[B, T]` are data and come along with the tokens: a rank that holds the second half of a sequence
-is given T/2, T/2 + 1, … and needs to know nothing else.
+No layer stores how many heads it has: it counts them in the width it finds, so a layer whose weights were cut
+to H/tp heads is still the same layer. The *core* of the attention is an argument, `core(q, k, v)` with q `[B,
+H, T, K]` and k, v `[B, H_kv, T, K]`; a model with ALiBi gives it `bias=`, one with dropout `dropout=`. So is
+`project(x, linears)`: who cuts the matrices over ranks brings x there. `positions` `[T]` or `[B, T]` come
+with the tokens.
 
-Vaswani et al. 2017, arXiv:1706.03762, section 3; Zhang and Sennrich 2019 (RMSNorm), arXiv:1910.07467; Su et al. 2021
-(RoPE), arXiv:2104.09864, section 3.2.2; Shazeer 2019 (MQA), arXiv:1911.02150; Ainslie et al. 2023 (GQA),
-arXiv:2305.13245; DeepSeek-AI 2024 (MLA), arXiv:2405.04434, section 2.1; Shazeer 2020 (gated units), arXiv:2002.05202.
-Differs: RoPE turns the pairs (i, i + K/2), as GPT-NeoX does, where its paper turns (2i, 2i + 1); one is the other with
-the columns of each head in another order.
+Vaswani et al. 2017, arXiv:1706.03762, section 3; Zhang and Sennrich 2019 (RMSNorm), arXiv:1910.07467; Su et
+al. 2021 (RoPE), arXiv:2104.09864, section 3.2.2; Shazeer 2019 (MQA), arXiv:1911.02150; Ainslie et al. 2023
+(GQA), arXiv:2305.13245; DeepSeek-AI 2024 (MLA), arXiv:2405.04434, section 2.1; Shazeer 2020 (gated units),
+arXiv:2002.05202. Differs: RoPE turns the pairs (i, i + K/2), as GPT-NeoX does, and not (2i, 2i + 1).
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,23 +29,23 @@ from minitrain.model.config import GATED, GPTConfig
 
 
 class Linear(nn.Linear):
-    """torch's, without its own random start: the model fills every parameter from the parameter's global name."""
+    """torch's, without its random start: the model fills every parameter from its global name."""
 
     def reset_parameters(self):
         pass
 
 
 class Dropout(nn.Dropout):
-    """torch's, with a mask of one byte an element on every device (on a CPU torch keeps one as wide as the input)."""
+    """torch's, with a mask of one byte an element on every device (on a CPU torch's is as wide as x)."""
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """`positions` are for those that stand in its place and know what to drop from them (minitrain/attention/dropout.py)."""
+        """`positions` are for attention/dropout.py, which drops by place."""
         return drop(x, self.p if self.training else 0.0)
 
 
 def drop(x: Tensor, p: float | Callable) -> Tensor:
-    """Zeroes each element with probability p and scales the others by 1/(1-p); draws from torch's global generator.
-    A mask that is known already is a function of x in the place of p."""
+    """Zeroes each element with probability p and scales the others by 1/(1-p); draws from torch's global
+    generator. A mask that is known already is a function of x in the place of p."""
     if callable(p):
         return p(x)
     return torch.native_dropout(x, p, True)[0] if p else x
@@ -62,8 +60,9 @@ def norm(config: GPTConfig, width: int | None = None, **place) -> nn.Module:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, but it keeps only x for backward on every device. On CUDA torch's own kernel does so; elsewhere torch
-    builds the norm from parts which keep two copies of x, in float32 even if x is bfloat16."""
+    """torch's, but it keeps only x for backward on every device. On CUDA torch's own kernel does so;
+    elsewhere torch builds the norm from parts which keep two copies of x, in float32 even if x is
+    bfloat16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.is_cuda else _RMSNorm.apply(x, self.weight, self.eps)
@@ -89,7 +88,7 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """With n = x · scale and g = dy · weight:   dx = scale · (g - n · mean(g · n))   and   dweight = Σ dy · n."""
+    """With n = x · scale and g = dy · weight: dx = scale · (g - n · mean(g · n)), dweight = Σ dy · n."""
     normed = x * scale
     dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
     g = dy * weight.to(normed.dtype)
@@ -102,11 +101,15 @@ def project(x: Tensor, linears: tuple[nn.Module, ...]) -> tuple[Tensor, ...]:
     return tuple(linear(x) for linear in linears)
 
 
+def heads_of(x: Tensor, head_dim: int) -> Tensor:
+    return rearrange(x, "b t (h k) -> b h t k", k=head_dim)
+
+
 def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
     """RoPE: turns the pair (x_i, x_{i+R/2}) of a head by the angle position · theta^(-2i/R).
 
-    x `[B, H, T, R]`, R even; positions `[T]` or `[B, T]`. The product of a rotated query and a rotated key depends on
-    the difference of their positions only.
+    x `[B, H, T, R]`, R even; positions `[T]` or `[B, T]`. The product of a rotated query and a rotated key
+    depends on the difference of their positions only.
     """
     exact = torch.promote_types(x.dtype, torch.float32)  # angles in bf16 would be wrong from position 256 on
     exponents = torch.arange(0, x.size(-1), 2, device=x.device, dtype=exact) / x.size(-1)
@@ -120,37 +123,34 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0
 ) -> Tensor:
-    """torch's fused attention. q `[B, H, T, K]`, k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`. It takes no mask that it has not drawn.
-    A bias is added to the scores: numbers that fit `[B, H, T, T]`, or ALiBi's, of the positions of these tokens."""
+    """torch's fused attention: q `[B, H, T, K]`, k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`. A bias is added
+    to the scores: numbers that fit `[B, H, T, T]`, or ALiBi's, of the positions of these tokens."""
     if q.size(-2) != k.size(-2):
-        raise ValueError(
-            f"causal_attention: {q.size(-2)} queries, {k.size(-2)} keys; it is written for as many of both"
-        )
-    if callable(dropout):
+        sizes = f"{q.size(-2)} queries, {k.size(-2)} keys"
+        raise ValueError(f"causal_attention: {sizes}; it is written for as many of both")
+    if callable(dropout):  # the fused one takes no mask that it has not drawn
         return naive_attention(q, k, v, bias=bias, dropout=dropout)
     if bias is not None:
         bias = bias.own(q) if isinstance(bias, Alibi) else bias
         bias = bias + future(q.size(-2), bias)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=bias is None, enable_gqa=q.size(1) != k.size(1)
-    )
+    settings = dict(is_causal=bias is None, enable_gqa=q.size(1) != k.size(1))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, **settings)
 
 
 def naive_attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0
 ) -> Tensor:
-    """The same in five lines, so that each FLOP and each saved tensor can be seen: `[B, H, T, T]` scores are kept."""
+    """The same in five lines: each FLOP and each saved tensor can be seen. Keeps `[B, H, T, T]` scores."""
     bias = bias.own(q) if isinstance(bias, Alibi) else bias
-    k, v = (
-        x.repeat_interleave(q.size(1) // x.size(1), dim=1) if x.size(1) != q.size(1) else x for x in (k, v)
-    )
+    if (shared := q.size(1) // k.size(1)) > 1:
+        k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + future(q.size(-2), q)
     probabilities = F.softmax(scores if bias is None else scores + bias, dim=-1)
     return drop(probabilities, dropout) @ v
 
 
 def future(length: int, like: Tensor) -> Tensor:
-    """`[T, T]`: -inf where the key comes after the query, else 0. Added, not filled in: a sum saves nothing."""
+    """`[T, T]`: -inf where the key comes after the query, else 0. Added, for a sum saves nothing."""
     return like.new_full((length, length), -math.inf).triu(1)
 
 
@@ -167,18 +167,13 @@ class Attention(nn.Module):
         self.k = Linear(config.d_model, kv_heads, bias=config.bias, **place)
         self.v = Linear(config.d_model, kv_heads, bias=config.bias, **place)
         self.out = Linear(heads, config.d_model, bias=config.bias, **place)
-        if (
-            config.positions == "alibi"
-        ):  # a buffer with a head per row, so that whoever cuts the heads cuts it too
-            self.register_buffer(
-                "slopes", torch.tensor(alibi_slopes(config.num_heads), **place), persistent=False
-            )
+        if config.positions == "alibi":  # a buffer with a head per row: who cuts the heads cuts it too
+            slopes = torch.tensor(alibi_slopes(config.num_heads), **place)
+            self.register_buffer("slopes", slopes, persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        q, k, v = (
-            rearrange(y, "b t (h k) -> b h t k", k=self.config.head_dim)
-            for y in self.project(x, (self.q, self.k, self.v))
-        )  # [B, H, T, K]
+        projected = self.project(x, (self.q, self.k, self.v))
+        q, k, v = (heads_of(y, self.config.head_dim) for y in projected)  # [B, H, T, K]
         if self.config.positions == "rope":
             q, k = self.rotated(q, positions), self.rotated(k, positions)
         out = self.core(q, k, v, **self._extras(positions))
@@ -186,13 +181,13 @@ class Attention(nn.Module):
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Queries or keys `[B, H, T, K]` with RoPE, on as much of a head as the model turns."""
-        width = self.config.rotated_dim
+        width, theta = self.config.rotated_dim, self.config.rope_theta
         if width == x.size(-1):
-            return rotate(x, positions, self.config.rope_theta)
-        return torch.cat((rotate(x[..., :width], positions, self.config.rope_theta), x[..., width:]), dim=-1)
+            return rotate(x, positions, theta)
+        return torch.cat((rotate(x[..., :width], positions, theta), x[..., width:]), dim=-1)
 
     def _extras(self, positions: Tensor) -> dict:
-        """What few models need is handed over only when needed: a core without ALiBi or dropout stays core(q, k, v)."""
+        """What few models need: a core without ALiBi or dropout stays core(q, k, v)."""
         extras = {}
         if self.config.positions == "alibi":
             extras["bias"] = Alibi(self.slopes, positions)
@@ -202,7 +197,7 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: of a token only a latent c and one rotated key r, shared by all heads, need be kept.
+    """Multi-head latent attention: of a token a latent c and a rotated key r, shared by all heads, are kept.
 
         [c, r] = x · W_kv_down        k_h = [c · W_k_up,h, rope(r)]        v_h = c · W_v_up,h
                                       q_h = [plain_h, rope(turned_h)]      from x, or from a query latent
@@ -232,16 +227,13 @@ class LatentAttention(nn.Module):
         return self.out(rearrange(out, "b h t k -> b t (h k)"))
 
     def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The narrow part: x `[B, T, D]` -> query latent `[B, T, query_latent]`, and [c, r] `[B, T, kv_latent + R]`."""
+        """`[B, T, D]` -> query latent `[B, T, query_latent]`, and [c, r] `[B, T, kv_latent + R]`."""
         return self.q_down(x) if self.config.query_latent else x, self.kv_down(x)
 
     def attend(self, query_latent: Tensor, kv_latent: Tensor, positions: Tensor) -> Tensor:
         """The wide part: norms, up-projections and core -> `[B, H, T, K]`."""
         plain, turned, latent, shared_key = self._parts(query_latent, kv_latent, positions)
-        k, v = (
-            rearrange(up(latent), "b t (h k) -> b h t k", k=self.config.head_dim)
-            for up in (self.k_up, self.v_up)
-        )
+        k, v = (heads_of(up(latent), self.config.head_dim) for up in (self.k_up, self.v_up))
         k = torch.cat((k, shared_key.expand(-1, k.size(1), -1, -1)), dim=-1)
         extras = {"dropout": self.config.dropout} if self.config.dropout and self.training else {}
         return self.core(torch.cat((plain, turned), dim=-1), k, v, **extras)
@@ -249,30 +241,27 @@ class LatentAttention(nn.Module):
     def absorbed(self, x: Tensor, positions: Tensor) -> Tensor:
         """As it is served, and equal to forward: W_k_up moves to the queries, W_v_up behind the core.
 
-        q · (c · W)ᵀ = (q · Wᵀ) · cᵀ, so what is left is MQA: one key [c, rope(r)] and one value c for every head.
+        q · (c · W)ᵀ = (q · Wᵀ) · cᵀ, so what is left is MQA: one key [c, rope(r)] and one value c for every
+        head.
         """
         plain, turned, latent, shared_key = self._parts(*self.compress(x), positions)
-        k_up, v_up = (
-            rearrange(up.weight, "(h k) c -> h k c", k=self.config.head_dim) for up in (self.k_up, self.v_up)
-        )  # [H, K, c]
+        weights, width = (self.k_up.weight, self.v_up.weight), self.config.head_dim
+        k_up, v_up = (rearrange(weight, "(h k) c -> h k c", k=width) for weight in weights)
         q = torch.cat((torch.einsum("bhtk,hkc->bhtc", plain, k_up), turned), dim=-1)
         k = torch.cat((latent.unsqueeze(1), shared_key), dim=-1)
-        q = q * math.sqrt(
-            q.size(-1) / (plain.size(-1) + turned.size(-1))
-        )  # the core will divide by the wider root
+        # The core will divide by the root of a larger width.
+        q = q * math.sqrt(q.size(-1) / (plain.size(-1) + turned.size(-1)))
         out = torch.einsum("bhtc,hkc->bhtk", self.core(q, k, latent.unsqueeze(1)), v_up)
         return self.out(rearrange(out, "b h t k -> b t (h k)"))
 
     def _parts(self, query_latent: Tensor, kv_latent: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Queries, plain `[B, H, T, K]` and turned `[B, H, T, R]`; c `[B, T, kv_latent]`; rope(r) `[B, 1, T, R]`."""
-        config = self.config
+        """q: plain `[B, H, T, K]`, turned `[B, H, T, R]`; c `[B, T, kv_latent]`; rope(r) `[B, 1, T, R]`."""
+        config, width = self.config, self.config.rope_head_dim
         q = self.q_up(self.q_norm(query_latent) if config.query_latent else query_latent)
-        q = rearrange(q, "b t (h k) -> b h t k", k=config.head_dim + config.rope_head_dim)
-        plain, turned = q.split((config.head_dim, config.rope_head_dim), dim=-1)
-        latent, shared_key = kv_latent.split((config.kv_latent, config.rope_head_dim), dim=-1)
-        turned, shared_key = (
-            rotate(part, positions, config.rope_theta) for part in (turned, shared_key.unsqueeze(1))
-        )
+        plain, turned = heads_of(q, config.head_dim + width).split((config.head_dim, width), dim=-1)
+        latent, shared_key = kv_latent.split((config.kv_latent, width), dim=-1)
+        turned = rotate(turned, positions, config.rope_theta)
+        shared_key = rotate(shared_key.unsqueeze(1), positions, config.rope_theta)
         return plain, turned, self.kv_norm(latent), shared_key
 
 
@@ -290,21 +279,18 @@ class MLP(nn.Module):
         self.down = Linear(config.d_ff, config.d_model, bias=config.bias, **place)
 
     def forward(self, x: Tensor) -> Tensor:
-        *gate, up = self.project(x, (self.gate, self.up) if self.activation in GATED else (self.up,))
-        match self.activation:
-            case "gelu":
-                hidden = F.gelu(up)
-            case "gelu_tanh":
-                hidden = F.gelu(up, approximate="tanh")
-            case "fastgelu":
-                hidden = fast_gelu(up)
-            case "swiglu":
-                hidden = F.silu(*gate) * up
-            case "geglu":
-                hidden = F.gelu(*gate) * up
-        return self.down(hidden)
+        act = ACTIVATIONS[self.activation]
+        if self.activation in GATED:
+            gate, up = self.project(x, (self.gate, self.up))
+            return self.down(act(gate) * up)
+        (up,) = self.project(x, (self.up,))
+        return self.down(act(up))
 
 
 def fast_gelu(x: Tensor) -> Tensor:
     """x · sigmoid(1.702 x), at most 0.0203 away from GELU (Hendrycks and Gimpel 2016, section 2)."""
     return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS = dict(gelu=F.gelu, fastgelu=fast_gelu, gelu_tanh=partial(F.gelu, approximate="tanh"))
+ACTIVATIONS |= dict(swiglu=F.silu, geglu=F.gelu)  # gated

@@ -24,6 +24,7 @@ from torch import Tensor
 from minitrain.pipeline.lower import Receive, Send, Step
 from minitrain.pipeline.runtime import Kept, Runner
 from minitrain.pipeline.schedule import Action
+from minitrain.torch_private import storage_id
 
 Shape = tuple[int, int, int, int]  # (stage, slice, rows, tokens): what decides how much a forward keeps
 ALIGNED = 64  # bytes: any dtype may start there
@@ -34,19 +35,19 @@ class SavedTensors:
     """What autograd keeps of one forward."""
 
     def __init__(self, stays: Iterable[Tensor], device: torch.device):
-        self.stays, self.device = {x.untyped_storage()._cdata for x in stays}, device
+        self.stays, self.device = {storage_id(x.untyped_storage()) for x in stays}, device
         self.blocks: list[Tensor] = []  # bytes of a storage
         self.index: dict[int, int] = {}  # of a storage among the blocks
 
     def pack(self, x: Tensor):
         storage = x.untyped_storage()
-        if storage._cdata in self.stays or not storage.nbytes():
+        if storage_id(storage) in self.stays or not storage.nbytes():
             return x
-        if storage._cdata not in self.index:
-            self.index[storage._cdata] = len(self.blocks)
+        if storage_id(storage) not in self.index:
+            self.index[storage_id(storage)] = len(self.blocks)
             first = x.detach().as_strided((1,), (1,), 0).view(torch.uint8)
             self.blocks.append(first.as_strided((storage.nbytes(),), (1,), 0))
-        return self.index[storage._cdata], x.dtype, x.storage_offset(), x.size(), x.stride()
+        return self.index[storage_id(storage)], x.dtype, x.storage_offset(), x.size(), x.stride()
 
     def unpack(self, packed) -> Tensor:
         if isinstance(packed, Tensor):

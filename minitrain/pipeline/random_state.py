@@ -13,17 +13,18 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from minitrain.torch_private import outside_modes
 
 
 def random_state(device: torch.device) -> tuple[Tensor, ...]:
-    with _disable_current_modes():
+    with outside_modes():
         cuda = [torch.cuda.get_rng_state(device)] if _draws(device) else []
         return torch.get_rng_state(), *cuda
 
 
 def set_random_state(state: tuple[Tensor, ...], device: torch.device) -> None:
-    with _disable_current_modes():
+    with outside_modes():
         torch.set_rng_state(state[0])
         for cuda in state[1:]:
             torch.cuda.set_rng_state(cuda, device)

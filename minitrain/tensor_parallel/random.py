@@ -17,7 +17,8 @@ from functools import wraps
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import _disable_current_modes
+
+from minitrain.torch_private import outside_modes
 
 REMEMBERED = 65_536  # calls; more than a step makes between a forward and its recomputation
 
@@ -44,7 +45,7 @@ class RandomStates:
     def _on(self, stream: str, fn: Callable) -> Callable:
         @wraps(fn)
         def run(*args, **kwargs):
-            with _disable_current_modes():  # a real number in a dry run too, and no line in an account
+            with outside_modes():  # a real number in a dry run too, and no line in an account
                 number = self._number_of(torch.randint(2**62, ()).item())
             generator = self._generator()
             outside = generator.get_state()

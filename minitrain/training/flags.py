@@ -1,12 +1,12 @@
-"""Flags of a command from the fields of frozen dataclasses: a new field is a flag, and the comment beside it is its help.
+"""Flags of a command from the fields of frozen dataclasses: a field is a flag, its comment the help.
 
     @options(flags(Strategy), flags(GPTConfig, unset=True, leave_out=("vocab_size",)))
     def train(**values):
         strategy, changes = Strategy(**taken(Strategy, values)), taken(GPTConfig, values)
 
-A field `sequence_parallel: bool = False    # cut activations too` is `--sequence-parallel / --no-sequence-parallel`; a number, a word
-or a path is one of these; `int | str` is a word, whose meaning the dataclass knows; a tuple may be given many times. Values are
-checked by the dataclass alone.
+`overlap: bool = False  # hide what tp sends` is `--overlap / --no-overlap`; a number, a word or a path is
+one of these; `int | str` is a word, whose meaning the dataclass knows; a tuple may be given many times.
+Values are checked by the dataclass alone.
 """
 
 from __future__ import annotations
@@ -15,37 +15,28 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from inspect import Parameter
 from typing import Annotated, Any, Optional, get_args, get_origin, get_type_hints
 
 import typer
 
 
 def flags(
-    cls: type, *, unset: bool = False, leave_out: Iterable[str] = (), short: Mapping[str, str] | None = None
-) -> list[inspect.Parameter]:
-    """A parameter of a typer command for every field. With `unset` a flag that is not given is None, whatever the field's default;
-    `short` are second names."""
+    cls: type, *, unset: bool = False, leave_out: Iterable[str] = (), short: Mapping[str, str] = {}
+) -> list[Parameter]:
+    """A parameter of a typer command for every field. With `unset` a flag that is not given is None, whatever
+    the field's default; `short` are second names."""
     kinds, help_of, found = get_type_hints(cls), comments(cls), []
     for field in fields(cls):
-        if field.name in leave_out:
+        name, kind, default = field.name, flag_type(kinds[field.name]), None if unset else field.default
+        if name in leave_out:
             continue
-        kind, default = flag_type(kinds[field.name]), None if unset else field.default
         if isinstance(default, tuple):
             default = list(default)
-        names = (
-            [f"--{field.name.replace('_', '-')}", short[field.name]] if short and field.name in short else []
-        )
-        option = typer.Option(
-            *names, help=help_of.get(field.name, ""), show_default=default not in (None, [])
-        )
-        found.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=default,
-                annotation=Annotated[Optional[kind] if default is None else kind, option],
-            )
-        )
+        names = [f"--{name.replace('_', '-')}", short[name]] if name in short else []
+        option = typer.Option(*names, help=help_of.get(name, ""), show_default=default not in (None, []))
+        annotation = Annotated[Optional[kind] if default is None else kind, option]
+        found.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
     return found
 
 
@@ -64,25 +55,17 @@ def comments(cls: type) -> dict[str, str]:
 
 def taken(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the values that are fields of `cls` and were given."""
-    return {
-        field.name: tuple(value) if isinstance(value, list) else value
-        for field in fields(cls)
-        if (value := values.get(field.name)) is not None
-    }
+    given = {field.name: values[field.name] for field in fields(cls) if values.get(field.name) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
-def options(*groups: list[inspect.Parameter]) -> Callable:
+def options(*groups: list[Parameter]) -> Callable:
     """The command's own parameters, then those of the groups, in the place of its **values."""
 
     def given(command: Callable) -> Callable:
-        own = [
-            parameter
-            for parameter in inspect.signature(command, eval_str=True).parameters.values()
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        ]
-        command.__signature__ = inspect.Signature(
-            [*own, *(parameter for group in groups for parameter in group)]
-        )
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        own = [parameter for parameter in own if parameter.kind is not Parameter.VAR_KEYWORD]
+        command.__signature__ = inspect.Signature([*own, *(flag for group in groups for flag in group)])
         return command
 
     return given

@@ -1,11 +1,11 @@
-"""Hyperparameters: all that decides the numbers of a run besides model, text and layout, as plain frozen values. Flags of `minitrain train`.
+"""Hyperparameters: what decides the numbers of a run besides model, text and layout, as plain values.
 
     run = parallelize(config, strategy, hyper.make_optimizer, seed=hyper.seed, frozen=hyper.frozen)
     Trainer(run, text, hyper)
 
-The optimizer is AdamW, with masters in at least float32, over matrices that decay and vectors that do not; its rate goes up in a line
-and down half a cosine. torch is needed by a run only, not to read what a run would be.
-Raises ValueError in one line for values out of range.
+The optimizer is AdamW, with masters in at least float32, over matrices that decay and vectors that do not;
+its rate goes up in a line and down half a cosine. torch is needed by a run only, not to read what a run would
+be.
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ class Hyperparameters:
             raise ValueError(f"clip={self.clip}: must be > 0 (inf measures without clipping)")
 
     def _shape(self) -> tuple[int, float]:
-        return (
-            min(20, self.steps) if self.warmup is None else self.warmup,
-            self.lr / 10 if self.min_lr is None else self.min_lr,
-        )
+        warmup = min(20, self.steps) if self.warmup is None else self.warmup
+        return warmup, self.lr / 10 if self.min_lr is None else self.min_lr
 
     def lr_at(self, step: int) -> float:
         """The rate of step 0, 1, 2, ..."""
@@ -71,16 +69,14 @@ class Hyperparameters:
         from minitrain.training.optim import AdamW
 
         master = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
-        return AdamW(
-            decaying_matrices(params, self.weight_decay), self.lr, betas=(0.9, 0.95), master_dtype=master
-        )
+        groups = decaying_matrices(params, self.weight_decay)
+        return AdamW(groups, self.lr, betas=(0.9, 0.95), master_dtype=master)
 
 
 def decaying_matrices(params: Iterable, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices decay; norms and biases do not, their scale is not capacity. Shapes are those of whole parameters."""
-    params = list(params)
-    groups = [
-        {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
-    ]
+    """Matrices decay; norms and biases do not, their scale is not capacity. Shapes are those of wholes."""
+    matrices, vectors = [], []
+    for param in params:
+        (matrices if param.dim() >= 2 else vectors).append(param)
+    groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=vectors, weight_decay=0.0)]
     return [group for group in groups if group["params"]]

@@ -1,4 +1,4 @@
-"""AdamW on whatever tensors it is given, one norm over parameters cut in any way, and the schedule of the rate.
+"""AdamW on whatever tensors it is given, one norm over parameters cut in any way, the schedule of the rate.
 
 With gradient g, step t, moments m and v, for every element (the paper's symbols):
 
@@ -7,17 +7,13 @@ With gradient g, step t, moments m and v, for every element (the paper's symbols
     v ← β2·v + (1 - β2)·g²              exp_avg_sq
     θ ← θ - lr · m̂ / (√v̂ + ε)           m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t)
 
-Nothing here mixes elements, so the optimizer of a shard is the same optimizer: it never asks who holds the rest. Only
-the norm of all gradients does, and it learns from `param.placement` over which groups to sum its squares.
-
-Memory per parameter: 8 bytes in float32, and 4 more for a float32 master copy of a bfloat16 parameter: with weight and
-gradient 2 + 2 + 12 = 16. Sends nothing; the norm one number per way of cutting and group of it, in an all-reduce.
-Raises ValueError in one line for a rate, beta, eps, decay or norm out of range and for a state of other shapes.
-Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; master weights: Micikevicius et al. 2018, arXiv:1710.03740,
-section 3.1. Differs from torch.optim.AdamW: the loop below is read in a minute and runs on fake tensors (the step is
-an int); `state_dict` and `load_state_dict` copy, where torch's share the tensors, so that training would go on
-writing into a checkpoint held in memory. On a CPU torch's foreach form of this loop takes twice the time (each pass
-streams all parameters through memory anew); only its fused kernel is faster.
+Nothing here mixes elements, so the optimizer of a shard is the same optimizer. Only the norm of all gradients
+does; it learns from `param.placement` over which groups to sum its squares. Memory per parameter: 8 bytes in
+float32, and 4 more for a float32 master of a bfloat16 parameter: with weight and gradient 2 + 2 + 12 = 16.
+Sends nothing; the norm one number per way of cutting and group of it, in an all-reduce.
+Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; masters: Micikevicius et al. 2018,
+arXiv:1710.03740, section 3.1. Differs from torch.optim.AdamW: it runs on fake tensors (the step is an int);
+`state_dict` and `load_state_dict` copy, so that training does not write into a checkpoint held in memory.
 """
 
 import math
@@ -36,8 +32,8 @@ from minitrain.sharding import placement
 class AdamW(torch.optim.Optimizer):
     """AdamW over parameters or groups of them (`[{"params": ..., "weight_decay": 0.0}, ...]`).
 
-    With `master_dtype=torch.float32` a parameter of lower precision is updated in a float32 copy and rounded once a
-    step: bfloat16 keeps 8 bits, so a weight would not notice a change below 1/512 of itself.
+    With `master_dtype=torch.float32` a parameter of lower precision is updated in a float32 copy and rounded
+    once a step: bfloat16 keeps 8 bits, so a weight would not notice a change below 1/512 of itself.
     """
 
     def __init__(
@@ -49,10 +45,8 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         master_dtype: torch.dtype | None = None,
     ):
-        defaults = dict(
-            lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, master_dtype=master_dtype
-        )
-        super().__init__(params, defaults)
+        settings = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+        super().__init__(params, dict(settings, master_dtype=master_dtype))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -68,16 +62,15 @@ class AdamW(torch.optim.Optimizer):
                     param.copy_(weight)
 
     def _new_state(self, param: Tensor, master_dtype: torch.dtype | None) -> dict[str, Any]:
-        state = self.state[param]
-        weight = param
+        state, weight = self.state[param], param
         if master_dtype is not None and master_dtype != param.dtype:
             weight = state["master"] = param.detach().to(master_dtype)
         state.update(step=0, exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
         return state
 
-    # The four methods below replace torch's. The first use of torch's imports its compiler, two seconds in every rank;
-    # and torch's load_state_dict shares tensors with the caller, casts a float32 state to a bfloat16 parameter's dtype,
-    # and takes a state of another shape.
+    # The four methods below replace torch's, which import its compiler when first used: two seconds in every
+    # rank. And its load_state_dict shares tensors with the caller, rounds float32 states of bfloat16
+    # parameters, and takes a state of another shape.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for param in self._params():
@@ -85,51 +78,39 @@ class AdamW(torch.optim.Optimizer):
                 param.grad = None if set_to_none else param.grad.detach().zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = {**self.defaults, **param_group}
-        params = group["params"] = (
-            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        )
-        unknown = sorted(set(group) - set(self.defaults) - {"params"})
-        if unknown:
+        given, known = param_group["params"], self._params()
+        given = [given] if isinstance(given, Tensor) else list(given)
+        group = {**self.defaults, **param_group, "params": given}
+        if unknown := sorted(set(group) - set(self.defaults) - {"params"}):
             raise ValueError(f"unknown setting {unknown[0]!r}; AdamW knows {', '.join(self.defaults)}")
         _check_settings(**{name: group[name] for name in self.defaults})
-        for param in params:
+        for param in given:
             if not isinstance(param, Tensor) or not param.is_leaf:
-                raise ValueError(
-                    f"AdamW updates leaf tensors, got {type(param).__name__}: pass model.parameters()"
-                )
-        if len({*params, *self._params()}) < len(params) + len(self._params()):
+                kind = type(param).__name__
+                raise ValueError(f"AdamW updates leaf tensors, got {kind}: pass model.parameters()")
+        if len({*given, *known}) < len(given) + len(known):
             raise ValueError(
-                "a parameter is given twice: it would be updated twice a step; list each one once"
+                "a parameter is given twice and would be updated twice a step; list each one once"
             )
         self.param_groups.append(group)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of all state, parameters by their number, to save or to keep in memory."""
         number = {param: i for i, param in enumerate(self._params())}
-        groups = [
-            {**group, "params": [number[param] for param in group["params"]]} for group in self.param_groups
-        ]
-        return {
-            "state": {number[param]: _copy(state) for param, state in self.state.items()},
-            "param_groups": groups,
-        }
+        groups = [{**group, "params": [number[p] for p in group["params"]]} for group in self.param_groups]
+        return {"state": {number[p]: _copy(state) for p, state in self.state.items()}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a copy of `state_dict`, on each parameter's device, in the dtypes it was saved in."""
         saved, params = state_dict["param_groups"], self._params()
-        sizes, saved_sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved]
-        if sizes != saved_sizes:
-            raise ValueError(
-                f"the state has groups of {saved_sizes} parameters, this optimizer of {sizes}: "
-                "build it over the same model and groups"
-            )
+        sizes, found = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved))
+        if sizes != found:
+            cure = "build it over the same model and groups"
+            raise ValueError(f"the state has groups of {found} parameters, this optimizer of {sizes}: {cure}")
         for i, state in state_dict["state"].items():
-            if state["exp_avg"].shape != params[i].shape:
-                raise ValueError(
-                    f"the state of parameter {i} has shape {list(state['exp_avg'].shape)}, "
-                    f"the parameter {list(params[i].shape)}: it is of another model"
-                )
+            if (found := state["exp_avg"].shape) != (shape := params[i].shape):
+                sizes = f"shape {list(found)}, the parameter {list(shape)}"
+                raise ValueError(f"the state of parameter {i} has {sizes}: it is of another model")
         self.state.clear()
         for i, state in state_dict["state"].items():
             self.state[params[i]] = _copy(state, params[i].device)
@@ -159,16 +140,15 @@ def clip_grad_norm(
     stages: ProcessGroup | None = None,
     like: Tensor | None = None,
 ) -> Tensor:
-    """Scale all gradients by min(1, max_norm / norm); return the norm of the whole gradient from before, a tensor.
+    """Scale all gradients by min(1, max_norm / norm); return the norm of the whole gradient before, a tensor.
 
-    A parameter cut over groups is held once by all their ranks together: its squares are summed over exactly those
-    groups. One that is not cut is the same everywhere and counts once; one with copies on other stages of a pipeline is
-    counted on the first. `stages`: the ranks that have the other layers, over which squares are added too (a stage may
-    then have no parameter to train: `like` is a tensor of the dtype and device of all). Hence the same number on every
-    rank, which must all call this, those of one stage with the same parameters in the same order.
-
-    A NaN or infinite gradient makes the norm NaN or infinite and the gradients useless: the caller reads the norm, when
-    it can afford to wait for it, and stops. `max_norm=math.inf` only measures.
+    A parameter cut over groups is held once by all their ranks together: its squares are summed over exactly
+    those groups. One that is not cut counts once; one with copies on other stages of a pipeline is counted on
+    the first. `stages`: the ranks that have the other layers, over which squares are added too (a stage may
+    have no parameter to train: `like` is a tensor of the dtype and device of all). Hence the same number on
+    every rank, which must all call this, those of one stage with the same parameters in the same order. A NaN
+    or infinite gradient makes the norm so and the gradients useless: the caller reads the norm, when it can
+    afford to wait for it, and stops.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm}: must be > 0 (math.inf measures without clipping)")
@@ -185,17 +165,16 @@ def clip_grad_norm(
 
 
 def sum_of_squares(params: list[Tensor], like: Tensor | None = None) -> Tensor:
-    """Of the whole gradients of this rank's parameters, each counted once wherever it is cut or copied; in float32 or better."""
+    """Of the whole gradients of this rank's parameters, each counted once; in float32 or better."""
     if not params and like is None:
         raise ValueError("no parameters: there is no norm to clip")
-    dtype = reduce(
-        torch.promote_types, (param.dtype for param in params), torch.float32 if like is None else like.dtype
-    )
+    dtypes = (param.dtype for param in params)
+    dtype = reduce(torch.promote_types, dtypes, torch.float32 if like is None else like.dtype)
     total = torch.zeros((), dtype=dtype, device=(params[0] if params else like).device)
-    cuts: dict[
-        tuple, list[Tensor]
-    ] = {}  # the groups that cut -> the parameters they cut; also those without gradient,
-    for param in params:  # or a rank whose expert saw no token would miss the all-reduce of the others
+    # The groups that cut -> the parameters they cut, also those without a gradient: a rank whose expert saw
+    # no token takes part in the all-reduce too.
+    cuts: dict[tuple, list[Tensor]] = {}
+    for param in params:
         cuts.setdefault(placement(param).cut_over, []).append(param)
     for groups, held in cuts.items():
         square = torch.zeros_like(total)
@@ -212,12 +191,11 @@ def sum_of_squares(params: list[Tensor], like: Tensor | None = None) -> Tensor:
 def warmup_cosine(
     step: int, peak_lr: float, warmup_steps: int, total_steps: int, min_lr: float = 0.0
 ) -> float:
-    """The rate of step 0, 1, 2, ...: up in a line, at the peak after `warmup_steps`, then half a cosine down to
-    `min_lr` at `total_steps`, where it stays. Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5."""
+    """The rate of step 0, 1, 2, ...: up in a line, at the peak after `warmup_steps`, then half a cosine down
+    to `min_lr` at `total_steps`, where it stays. Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5."""
     if not 0 <= warmup_steps <= total_steps:
-        raise ValueError(
-            f"warmup_steps={warmup_steps} of total_steps={total_steps}: the peak is never reached"
-        )
+        steps = f"warmup_steps={warmup_steps} of total_steps={total_steps}"
+        raise ValueError(f"{steps}: the peak is never reached")
     if not 0 <= min_lr <= peak_lr < math.inf:
         raise ValueError(f"min_lr={min_lr}, peak_lr={peak_lr}: need 0 <= min_lr <= peak_lr, finite")
     if step < warmup_steps:
@@ -227,25 +205,20 @@ def warmup_cosine(
 
 
 def _check_settings(lr, betas, eps, weight_decay, master_dtype) -> None:
-    for name, value, most in (
-        ("lr", lr, math.inf),
-        ("eps", eps, math.inf),
-        ("weight_decay", weight_decay, math.inf),
-        ("betas[0]", betas[0], 1),
-        ("betas[1]", betas[1], 1),
-    ):
+    limits = dict(lr=(lr, math.inf), eps=(eps, math.inf), weight_decay=(weight_decay, math.inf))
+    limits |= {"betas[0]": (betas[0], 1), "betas[1]": (betas[1], 1)}
+    for name, (value, most) in limits.items():
         if not isinstance(value, (int, float)):
             raise ValueError(f"{name}={value!r} is {type(value).__name__}, not a number: write {name}=1e-3")
         if not 0 <= value < most:
-            raise ValueError(f"{name}={value}: must be in [0, {most})" + ("" if most == 1 else ", finite"))
+            raise ValueError(f"{name}={value}: must be in [0, {most}){', finite' * (most != 1)}")
     if master_dtype is not None and not getattr(master_dtype, "is_floating_point", False):
-        raise ValueError(
-            f"master_dtype={master_dtype}: must be a floating-point dtype such as torch.float32, or None"
-        )
+        choices = "a floating-point dtype such as torch.float32, or None"
+        raise ValueError(f"master_dtype={master_dtype}: must be {choices}")
 
 
 def _copy(state: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    return {
-        name: value.detach().to(device or value.device, copy=True) if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
+    def copied(x):
+        return x.detach().to(device or x.device, copy=True) if isinstance(x, Tensor) else x
+
+    return {name: copied(value) for name, value in state.items()}

@@ -1,20 +1,18 @@
-"""One training step, with one seam. `minitrain train --help` trains a model.
+"""One training step, with one seam.
 
     loss = sum over all valid tokens of the global batch of -log p(target)  /  number of those tokens
 
 The divisor is known before the first forward (one all-reduce of a count), so everything after it only adds:
-microbatches, ranks, later also stages and slices of a sequence. The gradient of a sum is the sum of the gradients,
-hence uneven batches and masks are no special case. What runs inside a step is an argument, `forward_backward(batch)`:
-gradient accumulation, below, is the schedule of a pipeline of one stage.
+microbatches, ranks, stages, slices; uneven batches and masks are no special case. What runs inside a step is
+an argument, `forward_backward(batch)`: gradient accumulation, below, is the schedule of a pipeline of one
+stage.
 
     train_step:   zero_grad -> forward_backward -> reducer.finish() -> clip_grad_norm -> optimizer.step()
 
-Sends 2(n-1)/n of 8 bytes per batch, the count; gradients are the reducer's business, the norm is `optim`'s. Holds the
-activations of one microbatch. Asks for no number of a tensor, so a step runs as a dry run too.
-Raises ValueError in one line for a number of microbatches that the rows of a rank do not allow.
-Gradient accumulation with the network left out: Li et al. 2020, arXiv:2006.15704, section 3.2.4 (no_sync).
-Differs from Megatron-LM and torch's DDP: no mean over microbatches, ranks or the tokens of one rank. A mean of means
-is the loss above only if all counts are equal.
+Sends 2(n-1)/n of 8 bytes per batch, the count. Holds the activations of one microbatch. Asks for no number of
+a tensor, so a step runs as a dry run too. Gradient accumulation with the network left out: Li et al. 2020,
+arXiv:2006.15704, section 3.2.4 (no_sync). Differs from Megatron-LM and torch's DDP: no mean over
+microbatches, ranks or the tokens of one rank. A mean of means is the loss above only if all counts are equal.
 """
 
 import math
@@ -48,8 +46,9 @@ class StepResult(NamedTuple):
 
 
 class Reducer(Protocol):
-    """Adds up gradients over ranks. While `enabled`, a backward may start it. Whoever runs backwards in an order of its own says what
-    they have found: `arrived(params)` after each, `ready(params)` after the last. `finish()` returns when all are sums."""
+    """Adds up gradients over ranks. While `enabled`, a backward may start it. Whoever runs backwards in an
+    order of its own says what they have found: `arrived(params)` after each, `ready(params)` after the
+    last."""
 
     enabled: bool
 
@@ -57,34 +56,25 @@ class Reducer(Protocol):
 
     def arrived(self, params: Iterable[nn.Parameter]) -> None: ...
 
-    def lives(
-        self,
-    ) -> Iterable[Tensor]: ...  # memory of parameters besides their own: it is not a forward's to give away
+    def lives(self) -> Iterable[Tensor]:
+        """Memory of parameters besides their own: it is not a forward's to give away."""
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Returns when all gradients are sums."""
 
 
-class NoReducer:
-    """For one device: its gradients are the sums already."""
+class NoReducer(Reducer):
+    """For one device: its gradients are the sums already, so there is nothing to do."""
 
     enabled = True
-
-    def ready(self, params: Iterable[nn.Parameter]) -> None:
-        pass
-
-    def arrived(self, params: Iterable[nn.Parameter]) -> None:
-        pass
 
     def lives(self) -> Iterable[Tensor]:
         return ()
 
-    def finish(self) -> None:
-        pass
-
 
 def valid_tokens(targets: Tensor, *groups) -> Tensor:
-    """How many targets are not masked, over all ranks of the groups that hold different tokens (one device: no group).
-    An int64 scalar, to be counted once per batch; 0 makes the loss NaN."""
+    """How many targets are not masked, over all ranks of the groups that hold different tokens (one device:
+    no group). An int64 scalar, to be counted once per batch; 0 makes the loss NaN."""
     count = (targets != MASKED).sum()
     for group in groups:
         count = collectives.all_reduce(count, group)
@@ -99,7 +89,7 @@ def train_step(
     clip: float | None = None,
     stages: ProcessGroup | None = None,
 ) -> StepResult:
-    """Gradients of the global batch, then one step of the optimizer. `stages`: the ranks that have the other layers."""
+    """Gradients of the global batch, then a step of the optimizer. `stages`: the ranks with other layers."""
     optimizer.zero_grad()
     loss = forward_backward(batch)
     reducer.finish()  # as long as this takes, communication was not hidden behind backward
@@ -118,10 +108,10 @@ def accumulate(
     reducer: Reducer,
     at: Callable[[int, int], None] = lambda step, first_row: None,
 ) -> Callable[[Batch], Tensor]:
-    """A `forward_backward` that cuts this rank's rows into microbatches, runs one after the other and adds up.
+    """A `forward_backward` that runs this rank's rows in microbatches, one after the other, and adds up.
 
-    `loss_fn(logits, targets)` is a sum over tokens. Gradients add up locally and travel once, in the last backward.
-    `at(step, first_row)` is told which rows of the global batch come next (dropout.Places).
+    `loss_fn(logits, targets)` is a sum over tokens. Gradients add up locally and travel once, in the last
+    backward. `at(step, first_row)` is told which rows of the global batch come next (dropout.Places).
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: use at least 1")
@@ -129,13 +119,9 @@ def accumulate(
     def forward_backward(batch: Batch) -> Tensor:
         rows = len(batch.tokens)
         if rows < num_microbatches:
-            raise ValueError(
-                f"num_microbatches={num_microbatches}, but this rank has {rows} rows: use at most {rows}, "
-                "or a larger batch"
-            )
-        microbatches = zip(
-            batch.tokens.tensor_split(num_microbatches), batch.targets.tensor_split(num_microbatches)
-        )
+            found = f"num_microbatches={num_microbatches}, but this rank has {rows} rows"
+            raise ValueError(f"{found}: use at most {rows}, or a larger batch")
+        microbatches = zip(*(x.tensor_split(num_microbatches) for x in (batch.tokens, batch.targets)))
         places = () if batch.positions is None else (batch.positions,)
         total, first_row = torch.zeros((), device=batch.tokens.device), batch.first_row
         for number, (tokens, targets) in enumerate(microbatches, start=1):
@@ -150,10 +136,8 @@ def accumulate(
     return forward_backward
 
 
-def measure_peak_flops(
-    dtype: torch.dtype = torch.float32, device: torch.device | None = None, size: int = 1024
-) -> float:
-    """FLOP/s of this rank's best [size, size] · [size, size], of a few tries: the 100% that an MFU is a share of."""
+def measure_peak_flops(dtype=torch.float32, device: torch.device | None = None, size: int = 1024) -> float:
+    """FLOP/s of this rank's best [size, size] · [size, size], of a few tries: the 100% of an MFU."""
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     best_s = math.inf
     for _ in range(8):

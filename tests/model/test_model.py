@@ -82,7 +82,7 @@ def close(a, b, tolerance=1e-12):
     return (a - b).abs().max().item() <= tolerance
 
 
-# ---- sizes ---------------------------------------------------------------------------------------------------------
+# ---- sizes -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", presets)
@@ -122,7 +122,7 @@ def test_transformer_layer():
     assert layer_forward_flops(b, s, h) == forward
 
 
-# ---- seeded by name ------------------------------------------------------------------------------------------------
+# ---- seeded by name ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -191,7 +191,7 @@ def test_the_start_is_as_wide_as_published():
     assert abs(loss.item() - math.log(256)) < 0.1
 
 
-# ---- layers --------------------------------------------------------------------------------------------------------
+# ---- layers ------------------------------------------------------------------------------------------------
 
 
 def test_rope():
@@ -259,8 +259,8 @@ def test_geglu_fastgelu():
 
 
 def test_gelu_by_tanh_is_gpt2s():
-    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))), which is not GELU: up to 4.7e-4 apart. One operator either way, so that neither
-    kept bytes nor FLOPs change."""
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))), which is not GELU: up to 4.7e-4 apart. One operator
+    either way, so that neither kept bytes nor FLOPs change."""
     x = torch.linspace(-8, 8, 100_001, dtype=torch.float64)
     by_hand = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     accounts = []
@@ -426,7 +426,7 @@ def test_dropout_is_off_in_evaluation_and_scales_what_stays():
     assert set(kept.tolist()) == {0.0, float(torch.tensor(1 / 0.75))} and abs(kept.mean() - 1) < 0.05
 
 
-# ---- loss and text -------------------------------------------------------------------------------------------------
+# ---- loss and text -----------------------------------------------------------------------------------------
 
 
 def test_the_loss_is_a_sum_over_the_targets_that_count():
@@ -452,7 +452,7 @@ def test_generate():
     assert torch.equal(greedy, generate(model, prompt, 5, temperature=1e-4))
 
 
-# ---- without data, and errors --------------------------------------------------------------------------------------
+# ---- without data, and errors ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", VARIANTS)

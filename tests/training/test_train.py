@@ -30,7 +30,7 @@ HYPER = Hyperparameters(steps=6, batch_size=7, length=16, lr=1e-2, warmup=2)
 TEXT = Text(b"It is not enough to have a good mind; the main thing is to use it well. " * 40, "Descartes")
 
 
-# ---- the step --------------------------------------------------------------------------------------------------------
+# ---- the step ----------------------------------------------------------------------------------------------
 
 
 class Diary(NoReducer):
@@ -135,7 +135,7 @@ def test_measure_peak_flops():
     assert 1e8 < measure_peak_flops(size=256) < 1e16
 
 
-# ---- the loop --------------------------------------------------------------------------------------------------------
+# ---- the loop ----------------------------------------------------------------------------------------------
 
 
 def start(config, strategy, hyper, out=None, text=TEXT, report_every=2, precision="float64"):
@@ -602,7 +602,7 @@ def test_a_file_is_replaced_in_one_piece_or_not_at_all(tmp_path):
     assert path.read_bytes() == b"new" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-# ---- hyperparameters -------------------------------------------------------------------------------------------------
+# ---- hyperparameters ---------------------------------------------------------------------------------------
 
 
 def test_matrices_decay_and_masters_have_float32_at_least():

@@ -1,0 +1,71 @@
+"""What minitrain uses of torch behind its public API: the place to look at when torch has a new version.
+
+Tested with torch 2.11 and 2.13; the bound in pyproject.toml follows. No other module names these
+(tests/test_architecture.py).
+"""
+
+from importlib import import_module
+from operator import attrgetter
+
+import torch
+from torch import _C, _ops
+from torch.utils import _python_dispatch, _pytree
+
+COMPILER = (
+    "torch._dynamo"  # the first optimizer of torch.optim imports it, which takes as long as torch itself
+)
+C10D_FILE = "distributed_c10d.py"  # torch's collectives: a rank with a frame of it in its stack waits in one
+
+# Operators: what one reads and writes, whether it has a kernel; the dispatch modes that see it.
+OpOverload = _ops.OpOverload
+schema_of = attrgetter("_schema")
+has_kernel = _C._dispatch_has_kernel_for_dispatch_key
+num_modes = _python_dispatch._len_torch_dispatch_stack
+outside_modes = (
+    _python_dispatch._disable_current_modes
+)  # real numbers in a dry run, and no line in an account
+
+storage_id = attrgetter("_cdata")  # of a block of memory while it is alive; fake ones have no address
+grad_hooks = attrgetter("_post_accumulate_grad_hooks")  # of a parameter, in the order in which they run
+autograd_functions = _C._functions  # a module that cannot be imported, so that it is pickled by its name
+tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map  # the tensors in any nest of arguments
+
+# Attention kernels that also return the log of the denominator.
+aten = torch.ops.aten
+flash_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+flash_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_cuda = aten._scaled_dot_product_flash_attention
+flash_cuda_backward = aten._scaled_dot_product_flash_attention_backward
+efficient = aten._scaled_dot_product_efficient_attention
+efficient_backward = aten._scaled_dot_product_efficient_attention_backward
+cudnn = aten._scaled_dot_product_cudnn_attention
+cudnn_backward = aten._scaled_dot_product_cudnn_attention_backward
+
+# Tensors without numbers, their errors, ranks without a network: imported when asked for, in half a second.
+FAKE = "torch._subclasses.fake_tensor"
+FOR_DRY_RUNS = {
+    "FakeTensorMode": FAKE,
+    "FakeCopyMode": FAKE,
+    "DataDependentOutputException": FAKE,
+    "DynamicOutputShapeException": FAKE,
+    "FakeStore": "torch.testing._internal.distributed.fake_pg",
+}
+
+
+def __getattr__(name: str):
+    if name not in FOR_DRY_RUNS:
+        raise AttributeError(f"{__name__} has no {name}")
+    return getattr(import_module(FOR_DRY_RUNS[name]), name)
+
+
+def in_backward() -> bool:
+    """Is autograd at work in this thread (so that a forward is a recomputation)?"""
+    return _C._current_graph_task_id() != -1
+
+
+class DispatchMode(_python_dispatch.TorchDispatchMode):
+    """Sees every operator of this thread on its way to the kernel."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first operator: two seconds in every rank
