@@ -3,8 +3,8 @@
     explore()                       in a notebook: two menus of schedules, sliders for p, m, v and the costs
     picture(names, sizes, costs)    the same without a widget: the figure, and a line for each schedule
 
-`v` is what a schedule has several of: stages of a rank (interleaved, breadth-first), waves (Hanayo), slices of
-a sequence (TeraPipe, Seq1F1B). The work and memory of a rank do not depend on v: a stage costs 1/v of them.
+`v` is what a schedule has several of: stages of a rank (interleaved, breadth-first), waves (Hanayo), slices
+of a sequence (TeraPipe, Seq1F1B). A rank has the same work and memory for all v: a stage costs 1/v of them.
 What a schedule refuses (fewer microbatches than it needs, odd p) is shown as the line that it raises.
 """
 
