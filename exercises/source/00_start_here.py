@@ -18,7 +18,7 @@
 import torch
 
 from minitrain import collectives
-from minitrain.course.grading.checks import Draw, Failure, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, Failure, ask, expect, expect_equal, run_on_ranks
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 ready_made = [
@@ -49,7 +49,7 @@ def pass_on_first_try(x, group):
 
 # %%
 try:
-    run(pass_on_first_try, [torch.tensor([float(rank)]) for rank in range(4)])
+    run_on_ranks(pass_on_first_try, [torch.tensor([float(rank)]) for rank in range(4)])
 except Failure as failure:
     print(failure)
 
@@ -78,7 +78,7 @@ def pass_on(x, group):
 # Every rank holds its left neighbour's tensor, and nobody waits for ever.
 for ranks in (2, 4):
     given = [torch.tensor([10.0 * rank, 1.0]) for rank in range(ranks)]
-    outcome = run(pass_on, given, forbid=ready_made)
+    outcome = run_on_ranks(pass_on, given, forbid=ready_made)
     expect_equal(
         outcome.results,
         given[-1:] + given[:-1],
@@ -93,7 +93,7 @@ for ranks in (3, draw.choice([5, 6, 7])):
         draw.choice([torch.float64, torch.int64, torch.bfloat16]),
     )
     given = [draw.exact(*shape).to(dtype) for _ in range(ranks)]
-    outcome = run(pass_on, given, forbid=ready_made)
+    outcome = run_on_ranks(pass_on, given, forbid=ready_made)
     expect_equal(
         outcome.results,
         given[-1:] + given[:-1],
@@ -105,7 +105,7 @@ for ranks in (3, draw.choice([5, 6, 7])):
 # %% check="pass_on-cost" points=2
 # Each rank sends its tensor once, and neighbours do not wait in a long line.
 given = [torch.full((100,), float(rank)) for rank in range(4)]
-outcome = run(pass_on, given, forbid=ready_made)
+outcome = run_on_ranks(pass_on, given, forbid=ready_made)
 expect(
     outcome.sent_bytes == [400] * 4,
     "bytes on the wire",
@@ -115,7 +115,7 @@ print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 ranks = draw.integer(7, 9)
 given = [draw.exact(draw.integer(2, 30))] * ranks
-outcome = run(pass_on, given, forbid=ready_made)
+outcome = run_on_ranks(pass_on, given, forbid=ready_made)
 expect(
     {(m.source, m.destination) for m in outcome.messages}
     == {(r, (r + 1) % ranks) for r in range(ranks)},
@@ -166,7 +166,7 @@ def total(x, group):
 # %% check="total-sum" points=2
 # Every rank returns the sum of all tensors, the same bits everywhere.
 given = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]), torch.tensor([100.0, 200.0])]
-outcome = run(total, given, forbid=ready_made)
+outcome = run_on_ranks(total, given, forbid=ready_made)
 expect_equal(
     outcome.results,
     [sum(given)] * 3,
@@ -178,7 +178,7 @@ print("the visible checks pass")
 for ranks in draw.several([2, 3, 4, 5, 6], 2):
     shape = draw.choice([(draw.integer(1, 40),), (draw.integer(1, 6), 3)])
     given = [draw.exact(*shape) for _ in range(ranks)]
-    outcome = run(total, given, forbid=ready_made)
+    outcome = run_on_ranks(total, given, forbid=ready_made)
     expect_equal(
         outcome.results,
         [torch.stack(given).sum(0)] * ranks,
@@ -186,7 +186,7 @@ for ranks in draw.several([2, 3, 4, 5, 6], 2):
         "for every number of ranks and every shape; is it a sum, and of all ranks?",
     )
 given = [draw.real(200) for _ in range(4)]
-outcome = run(total, given, forbid=ready_made)
+outcome = run_on_ranks(total, given, forbid=ready_made)
 expect_equal(
     outcome.results,
     outcome.results[:1] * 4,
@@ -198,7 +198,7 @@ expect_equal(
 # %% check="total-bytes" points=1
 # The network carries at most 2(n-1) tensors.
 given = [torch.full((50,), 1.0)] * 4
-outcome = run(total, given, forbid=ready_made)
+outcome = run_on_ranks(total, given, forbid=ready_made)
 expect_equal(
     outcome.results,
     [sum(given)] * 4,
@@ -214,7 +214,7 @@ print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 ranks = draw.integer(5, 7)
 given = [draw.exact(draw.integer(10, 60))] * ranks
-outcome = run(total, given, forbid=ready_made)
+outcome = run_on_ranks(total, given, forbid=ready_made)
 expect_equal(
     outcome.results,
     [given[0] * ranks] * ranks,
@@ -263,7 +263,7 @@ def relay_bytes(ranks, numel):
 
 # %% check="relay_bytes-four" points=1
 # The bytes of four ranks.
-measured = run(relay, [torch.zeros(1000)] * 4).sent_bytes
+measured = run_on_ranks(relay, [torch.zeros(1000)] * 4).sent_bytes
 expect_equal(
     ask(relay_bytes, 4, 1000),
     measured,
@@ -274,7 +274,7 @@ print("the visible checks pass")
 
 # %% check="relay_bytes-any" points=2
 # The bytes of any number of ranks and any size.
-measured = run(relay, [torch.zeros(10)] * 2).sent_bytes
+measured = run_on_ranks(relay, [torch.zeros(10)] * 2).sent_bytes
 expect_equal(
     ask(relay_bytes, 2, 10),
     measured,
@@ -287,7 +287,7 @@ for ranks, numel in (
     (draw.integer(3, 6), 2 * draw.integer(20, 400) + 1),
     (draw.integer(3, 6), 2 * draw.integer(20, 400)),
 ):
-    measured = run(relay, [torch.zeros(numel)] * ranks).sent_bytes
+    measured = run_on_ranks(relay, [torch.zeros(numel)] * ranks).sent_bytes
     expect_equal(
         ask(relay_bytes, ranks, numel),
         measured,

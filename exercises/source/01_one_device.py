@@ -16,7 +16,7 @@
 # %% given="setup"
 import torch
 
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 
 draw = Draw()  # hidden checks draw sizes and values
@@ -439,7 +439,7 @@ def microbatch(draw, rows, length):
 
 
 def expect_row_by_row(batches, property, hint):
-    loss, gradients = run(accumulate_on_a_rank, [(16, batches)], network=False).results[0]
+    loss, gradients = run_on_ranks(accumulate_on_a_rank, [(16, batches)], network=False).results[0]
     expected_loss, expected = row_by_row(16, batches[-1])
     expect_equal(loss, expected_loss, property, f"the loss: {hint}", atol=1e-12)
     expect_equal(
@@ -485,7 +485,7 @@ expect_row_by_row(
 # %% check="accumulate-memory" points=1
 # One microbatch's activations are alive at a time.
 many = [microbatch(draw, 4, 128) for _ in range(16)]
-outcome = run(
+outcome = run_on_ranks(
     accumulate_on_a_rank, [(64, [many])], network=False, budget_bytes=90_000_000
 )  # all sixteen at a time need twice that
 loss, gradients = outcome.results[0]

@@ -21,7 +21,7 @@ import torch
 from minitrain import collectives
 from minitrain.communication.check import check
 from minitrain.communication.schedule import Schedule, Transfer, sent_shares
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 ready_made = [
@@ -68,7 +68,7 @@ def ring_reduce_scatter(x, group):
 # %% check="ring-sum" points=2
 # Rank r has chunk r of the sum.
 given = [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])]
-outcome = run(ring_reduce_scatter, given, forbid=ready_made)
+outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
 expect_equal(
     outcome.results,
     [torch.tensor([11.0, 22.0]), torch.tensor([33.0, 44.0])],
@@ -76,7 +76,7 @@ expect_equal(
     "rank 0 returns the first chunk of the sum of all tensors, rank 1 the second",
 )
 given = [torch.arange(8.0) * 10**rank for rank in range(4)]
-outcome = run(ring_reduce_scatter, given, forbid=ready_made)
+outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
 expect_equal(
     outcome.results,
     list(sum(given).chunk(4)),
@@ -86,7 +86,7 @@ expect_equal(
 ### BEGIN HIDDEN TESTS
 for ranks in (3, draw.choice([5, 6, 7])):
     given = [draw.exact(3 * ranks) for _ in range(ranks)]
-    outcome = run(ring_reduce_scatter, given, forbid=ready_made)
+    outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
     expect_equal(
         outcome.results,
         list(sum(given).chunk(ranks)),
@@ -98,7 +98,7 @@ for ranks in (3, draw.choice([5, 6, 7])):
 # %% check="ring-bytes" points=1
 # Each rank sends one chunk a step, and only to its right neighbour.
 given = [torch.ones(400)] * 4
-outcome = run(ring_reduce_scatter, given, forbid=ready_made)
+outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
 expect_equal(
     outcome.results,
     list(sum(given).chunk(4)),
@@ -118,7 +118,7 @@ expect(
 ### BEGIN HIDDEN TESTS
 ranks, d = draw.integer(5, 8), draw.integer(3, 40)
 given = [draw.exact(ranks * d) for _ in range(ranks)]
-outcome = run(ring_reduce_scatter, given, forbid=ready_made)
+outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
 expect_equal(
     outcome.results,
     list(sum(given).chunk(ranks)),
@@ -141,7 +141,7 @@ expect(
 # %% check="ring-steps" points=1
 # All ranks send at the same time: n-1 messages follow one another, no more.
 given = [torch.ones(400)] * 4
-outcome = run(ring_reduce_scatter, given, forbid=ready_made)
+outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
 expect_equal(
     outcome.results,
     list(sum(given).chunk(4)),
@@ -156,7 +156,7 @@ expect(
 ### BEGIN HIDDEN TESTS
 ranks = draw.integer(5, 8)
 given = [draw.exact(2 * ranks) for _ in range(ranks)]
-outcome = run(ring_reduce_scatter, given, forbid=ready_made)
+outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
 expect_equal(
     outcome.results,
     list(sum(given).chunk(ranks)),
@@ -197,7 +197,7 @@ def gather_pieces(piece, sizes, group):
 # %% check="gather-result" points=1
 # Every rank returns all pieces, in the order of ranks.
 pieces = [torch.tensor([1.0, 2.0]), torch.tensor([3.0]), torch.tensor([4.0, 5.0, 6.0])]
-outcome = run(gather_pieces, [(piece, [2, 1, 3]) for piece in pieces], forbid=ready_made)
+outcome = run_on_ranks(gather_pieces, [(piece, [2, 1, 3]) for piece in pieces], forbid=ready_made)
 expect_equal(
     outcome.results,
     [torch.cat(pieces)] * 3,
@@ -209,7 +209,7 @@ for ranks in (2, draw.integer(4, 7)):
     sizes = [draw.integer(1, 9) for _ in range(ranks)]
     sizes[draw.integer(0, ranks - 1)] = 0
     pieces = [draw.exact(size) for size in sizes]
-    outcome = run(gather_pieces, [(piece, sizes) for piece in pieces], forbid=ready_made)
+    outcome = run_on_ranks(gather_pieces, [(piece, sizes) for piece in pieces], forbid=ready_made)
     expect_equal(
         outcome.results,
         [torch.cat(pieces)] * ranks,
@@ -221,7 +221,9 @@ for ranks in (2, draw.integer(4, 7)):
 # %% check="gather-bytes" points=1
 # No byte of padding is sent.
 pieces = [torch.full((size,), 1.0) for size in (10, 1, 1, 1)]
-outcome = run(gather_pieces, [(piece, [10, 1, 1, 1]) for piece in pieces], forbid=ready_made)
+outcome = run_on_ranks(
+    gather_pieces, [(piece, [10, 1, 1, 1]) for piece in pieces], forbid=ready_made
+)
 expect_equal(
     outcome.results,
     [torch.cat(pieces)] * 4,
@@ -237,7 +239,7 @@ expect(
 ranks = draw.integer(3, 7)
 sizes = [draw.integer(1, 50) for _ in range(ranks)]
 pieces = [draw.exact(size) for size in sizes]
-outcome = run(gather_pieces, [(piece, sizes) for piece in pieces], forbid=ready_made)
+outcome = run_on_ranks(gather_pieces, [(piece, sizes) for piece in pieces], forbid=ready_made)
 expect_equal(
     outcome.results,
     [torch.cat(pieces)] * ranks,

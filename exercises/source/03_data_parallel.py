@@ -23,7 +23,7 @@ import torch
 from minitrain import collectives
 from minitrain.collectives import channel_of
 from minitrain.data_parallel import accumulation, bucketed, buckets, parameter_server
-from minitrain.course.grading.checks import Draw, Failure, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, Failure, ask, expect, expect_equal, run_on_ranks
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
@@ -91,7 +91,7 @@ def random_batch(draw, rows, length=8):
 def expect_one_process(seed, tokens, targets, rows_of_ranks, property, hint):
     """Run batch_gradients with these numbers of rows on the ranks; all of them equal one process."""
     parts = zip(tokens.split(rows_of_ranks), targets.split(rows_of_ranks))
-    outcome = run(on_a_rank, [(seed, *part) for part in parts])
+    outcome = run_on_ranks(on_a_rank, [(seed, *part) for part in parts])
     loss, gradients = one_process(seed, tokens, targets)
     for rank, result in enumerate(outcome.results):
         expect_equal(result[0], loss, property, f"the loss on rank {rank}: {hint}", atol=1e-12)
@@ -311,7 +311,7 @@ def meet(draw, ranks, shapes, bucket_bytes, *, orders=None, frozen=-1, steps=1, 
         [sum(of_rank[f"{step}/{layer}"] for of_rank in gradients) for layer in trainable]
         for step in range(steps)
     ]
-    return run(train, inputs, secrets=gradients), sums
+    return run_on_ranks(train, inputs, secrets=gradients), sums
 
 
 def expect_sums(results, sums, property, hint):
@@ -507,7 +507,7 @@ def accumulate(gradients, group):
 # %% check="accumulate-once" points=1
 # Many microbatches are one batch, and travel once.
 seeds = [[1, 2, 3], [4, 5, 6]]
-outcome = run(accumulate_on_a_rank, [(of_rank, 100) for of_rank in seeds])
+outcome = run_on_ranks(accumulate_on_a_rank, [(of_rank, 100) for of_rank in seeds])
 expect_equal(
     outcome.results,
     [sum_of(seeds, 100)] * 2,
@@ -523,7 +523,7 @@ print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 ranks, numel, count = draw.integer(2, 4), draw.integer(100, 300), draw.integer(2, 6)
 seeds = [[draw.integer(0, 10**9) for _ in range(count)] for _ in range(ranks)]
-outcome = run(accumulate_on_a_rank, [(of_rank, numel) for of_rank in seeds])
+outcome = run_on_ranks(accumulate_on_a_rank, [(of_rank, numel) for of_rank in seeds])
 expect_equal(
     outcome.results,
     [sum_of(seeds, numel)] * ranks,
@@ -540,7 +540,7 @@ expect(
 # %% check="accumulate-memory" points=1
 # The memory is that of a few gradients, and ranks may have different numbers of microbatches.
 seeds = [[1, 2, 3], [4]]
-outcome = run(accumulate_on_a_rank, [(of_rank, 100) for of_rank in seeds])
+outcome = run_on_ranks(accumulate_on_a_rank, [(of_rank, 100) for of_rank in seeds])
 expect_equal(
     outcome.results,
     [sum_of(seeds, 100)] * 2,
@@ -548,7 +548,7 @@ expect_equal(
     "rank 0 has three microbatches, rank 1 has one",
 )
 seeds = [list(range(40)), list(range(40))]  # forty gradients are 160 MB
-outcome = run(
+outcome = run_on_ranks(
     accumulate_on_a_rank, [(of_rank, 500_000) for of_rank in seeds], budget_bytes=80_000_000
 )
 expect_equal(outcome.results, [sum_of(seeds, 500_000)] * 2, "one batch", "first let it be right")
@@ -558,7 +558,7 @@ ranks, numel = draw.integer(3, 4), draw.integer(100, 300)
 seeds = [
     [draw.integer(0, 10**9) for _ in range(count)] for count in draw.several([1, 2, 3, 5], ranks)
 ]
-outcome = run(accumulate_on_a_rank, [(of_rank, numel) for of_rank in seeds])
+outcome = run_on_ranks(accumulate_on_a_rank, [(of_rank, numel) for of_rank in seeds])
 expect_equal(
     outcome.results,
     [sum_of(seeds, numel)] * ranks,
@@ -632,7 +632,7 @@ def expect_bytes(ranks, numel, m, hint):
     for way in (kept, sharded, served):
         expect_equal(
             said[way.__name__],
-            run(way, [(numel, m)] * ranks).sent_bytes,
+            run_on_ranks(way, [(numel, m)] * ranks).sent_bytes,
             "bytes of each rank",
             f"{way.__name__}: {hint}",
         )

@@ -23,7 +23,7 @@ import math
 import torch
 
 from minitrain import collectives
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 
@@ -169,7 +169,7 @@ grads = [
     [torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0]])],
     [torch.tensor([10.0, 20.0]), torch.tensor([[30.0, 40.0]])],
 ]
-outcome = run(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
+outcome = run_on_ranks(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
 expect_equal(
     outcome.results,
     shards_of_sum(grads),
@@ -180,7 +180,7 @@ grads = [
     [torch.tensor([1.0, 2.0]), torch.tensor([3.0])],
     [torch.tensor([10.0, 20.0]), torch.tensor([30.0])],
 ]
-outcome = run(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
+outcome = run_on_ranks(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
 expect_equal(
     outcome.results,
     shards_of_sum(grads),
@@ -197,7 +197,7 @@ for ranks in (2, 3, 4):
     ]
     shapes += [[ranks - sum(map(math.prod, shapes)) % ranks]]
     grads = gradients_of(draw, ranks, shapes)
-    outcome = run(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
+    outcome = run_on_ranks(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
     expect_equal(
         outcome.results,
         shards_of_sum(grads),
@@ -205,7 +205,7 @@ for ranks in (2, 3, 4):
         "for every number of ranks; a parameter may straddle ranks",
     )
     grads = gradients_of(draw, ranks, [*shapes, [draw.integer(1, ranks - 1)]])
-    outcome = run(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
+    outcome = run_on_ranks(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
     expect_equal(
         outcome.results,
         shards_of_sum(grads),
@@ -217,7 +217,7 @@ for ranks in (2, 3, 4):
 # %% check="reduce_scatter_gradients-bytes" points=1
 # Each rank sends (N-1)/N of the padded gradient.
 grads = [[torch.full((20, 10), 1.0 + rank), torch.full((8,), 2.0)] for rank in range(4)]
-outcome = run(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
+outcome = run_on_ranks(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
 expect_equal(
     outcome.results,
     shards_of_sum(grads),
@@ -242,7 +242,7 @@ for ranks in (2, draw.integer(3, 4)):
             [draw.integer(20, 40)],
         ],
     )
-    outcome = run(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
+    outcome = run_on_ranks(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
     shards = shards_of_sum(grads)
     expect_equal(
         outcome.results, shards, "shard of the sum", "first let the sum be right, then count"
@@ -321,7 +321,7 @@ def train(draw, ranks, shapes, steps):
     held, outcomes = [(params, {})] * ranks, []
     for of_step in grads:
         outcomes.append(
-            run(
+            run_on_ranks(
                 step_on_a_rank,
                 [(held[rank][0], of_step[rank], held[rank][1], LR) for rank in range(ranks)],
             )
@@ -492,7 +492,7 @@ def forward_of(answer, draw, ranks, widths):
         padded[: weight.numel()] = weight.flatten()
         shards.append(padded.chunk(ranks))
     rows = [whole_numbers(draw, draw.integer(1, 3), widths[0]) for _ in range(ranks)]
-    outcome = run(
+    outcome = run_on_ranks(
         answer,
         [(rows[rank], [of_layer[rank] for of_layer in shards], shapes) for rank in range(ranks)],
         secrets=[{f"layer {layer}": bias for layer, bias in enumerate(biases)}] * ranks,
@@ -548,7 +548,7 @@ def expect_little_memory(values, width=512):
     biases = {
         f"layer {layer}": torch.zeros(width, dtype=torch.float64) for layer in range(len(values))
     }
-    outcome = run(
+    outcome = run_on_ranks(
         forward_of_many_layers,
         [(values, width)] * 2,
         secrets=[biases] * 2,

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from minitrain import collectives
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
 
 PARO_SHARDINGS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
 
@@ -215,7 +215,7 @@ def hybrid_gradient_on_a_rank(flat, per_node, group):
 
 def expect_gradient(grads, per_node):
     """Run the answer with these gradients, look at its sums, and return the outcome."""
-    outcome = run(hybrid_gradient_on_a_rank, [(grad, per_node) for grad in grads])
+    outcome = run_on_ranks(hybrid_gradient_on_a_rank, [(grad, per_node) for grad in grads])
     shards = sum(grads).chunk(per_node)
     expect_equal(
         outcome.results,
@@ -309,7 +309,9 @@ def hierarchical_all_gather_on_a_rank(shard, per_node, group):
 
 def expect_gathered(shards, per_node):
     """Run the answer with these shards, look at the order, and return the outcome."""
-    outcome = run(hierarchical_all_gather_on_a_rank, [(shard, per_node) for shard in shards])
+    outcome = run_on_ranks(
+        hierarchical_all_gather_on_a_rank, [(shard, per_node) for shard in shards]
+    )
     for said in outcome.results:
         expect(
             isinstance(said, torch.Tensor) and said.shape == torch.cat(shards).shape,

@@ -27,7 +27,7 @@ import math
 import torch
 
 from minitrain import collectives
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 
@@ -120,7 +120,7 @@ def there_and_back(which, x, group):
 
 def expect_pair(which, xs, dys):
     """Run f or g on ranks with these x and dy, and look at both passes."""
-    outcome = run(
+    outcome = run_on_ranks(
         there_and_back,
         [(which, x) for x in xs],
         secrets=[{"dy": dy} for dy in dys],
@@ -262,7 +262,7 @@ def columns_of(draw, ranks, x_shape, widths):
         ]
         for rank in range(ranks)
     ]
-    outcome = run(
+    outcome = run_on_ranks(
         column_on_a_rank,
         [(x, *of_rank[:2]) for of_rank in ours],
         secrets=[{f"dy {i}": dy for i, dy in enumerate(of_rank[2])} for of_rank in ours],
@@ -405,7 +405,7 @@ def expect_rows(ranks, batch, tokens, own_width, out):
     bias[draw.integer(0, out - 1)] = 5.0
     total = sum(torch.einsum("btf,df->btd", *pair) for pair in zip(xs, weights))
     for b in (torch.zeros_like(bias), bias):
-        outcome = run(
+        outcome = run_on_ranks(
             row_on_a_rank,
             [(x, weight, b) for x, weight in zip(xs, weights)],
             secrets=[{"dy": dy}] * ranks,
@@ -663,7 +663,7 @@ def losses_of(draw, slices, targets):
     n·(16 + 4n)·(M + V + 10) more than enough. No element of the gradient is less exact than one token.
     """
     dloss = draw.exact().abs() + 1
-    outcome = run(
+    outcome = run_on_ranks(
         loss_on_a_rank,
         [(logits, targets) for logits in slices],
         secrets=[{"dloss": dloss}] * len(slices),

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from minitrain import collectives
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
 
 draw = Draw()  # hidden checks draw sizes, grids and values
 
@@ -213,7 +213,7 @@ def blocks_of(matrix, side):
 def product_of(on_a_rank, a_blocks, b_blocks, factors):
     """Run the answer on a grid with these blocks and factors, look at its product, and return the outcome."""
     side = len(factors)
-    outcome = run(
+    outcome = run_on_ranks(
         on_a_rank,
         [(a, b, side) for a, b in zip(a_blocks, b_blocks)],
         secrets=[{f"factor {s}": factor for s, factor in enumerate(factors)}] * side**2,
@@ -509,7 +509,7 @@ def rotated_of(draw, rows, shard_rows, width):
         }
         for _ in ranks
     ]
-    outcome = run(backward_on_a_rank, list(zip(dys, xs, weights)), secrets=factors)
+    outcome = run_on_ranks(backward_on_a_rank, list(zip(dys, xs, weights)), secrets=factors)
     pieces = [dy.chunk(len(rows), dim=1) for dy in dys]
     for rank, said in enumerate(outcome.results):
         expect(

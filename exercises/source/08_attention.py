@@ -27,7 +27,7 @@ from collections import Counter
 
 import torch
 
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
 
 draw = Draw()  # hidden checks draw sizes and values
 
@@ -354,7 +354,7 @@ def expect_loads(draw, queries, keys, width, tile):
         for name, x in (("q", q), ("k", k), ("v", v))
         for number, part in enumerate(x.split(tile))
     }
-    outcome = run(from_outside, [(queries, keys, tile, width)], secrets=[secrets])
+    outcome = run_on_ranks(from_outside, [(queries, keys, tile, width)], secrets=[secrets])
     expect_attention(outcome.results[0], q, k, v)
     loaded = Counter(event.name for event in outcome.events if event.kind == "fetch")
     last = [

@@ -26,7 +26,7 @@ import torch
 
 from minitrain import collectives
 from minitrain.context import layout
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run
+from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 
@@ -302,7 +302,7 @@ def how_near(qs, backward=False):
 def ring_of(draw, ranks, heads, piece, width):
     """Run the ring on drawn tokens, look at its result, and return (the outcome, bytes of a block of K and V)."""
     qs, ks, vs, _, biases = drawn_tokens(draw, ranks, heads, piece, width)
-    outcome = run(forward_on_a_rank, list(zip(qs, ks, vs)), secrets=named(biases))
+    outcome = run_on_ranks(forward_on_a_rank, list(zip(qs, ks, vs)), secrets=named(biases))
     for rank, (said, true) in enumerate(zip(outcome.results, one_process(qs, ks, vs, biases))):
         seen = f"(seen at rank {rank} of {ranks})"
         expect(isinstance(said, (list, tuple)) and len(said) == 2, "a pair", "return out and lse")
@@ -483,7 +483,7 @@ def ring_back_of(draw, ranks, heads, piece, width):
     pairs = one_process(*leaves, biases)
     sum((out * dout).sum() for (out, _), dout in zip(pairs, douts)).backward()
     kept = [(out.detach(), lse.detach()) for out, lse in pairs]
-    outcome = run(
+    outcome = run_on_ranks(
         backward_on_a_rank,
         [(dout, q, k, v, *pair) for dout, q, k, v, pair in zip(douts, qs, ks, vs, kept)],
         secrets=named(biases),
@@ -632,7 +632,7 @@ def ulysses_of(draw, ranks, batch, heads, kv_heads, tokens, width):
         for h in (heads, kv_heads, kv_heads)
     )  # -4 to 4
     cut = [[part.contiguous() for part in x.chunk(ranks, 2)] for x in (q, k, v, core(q, k, v))]
-    return run(ulysses_on_a_rank, list(zip(*cut[:3]))), cut[3]
+    return run_on_ranks(ulysses_on_a_rank, list(zip(*cut[:3]))), cut[3]
 
 
 def expect_ulysses(ranks, batch, heads, kv_heads, tokens, width):

@@ -3,5 +3,5 @@
 First  notebook            show a function, set numbers beside formulas, run a notebook
        atlas               every system covered, and the test that proves it
 then   exercises           make, prove and grade exercise notebooks
-       grading/            the judge stays outside; an answer runs in processes that get inputs and give back data
+       grading/            the judge stays outside; an answer runs in processes that give back data
 """

@@ -1,8 +1,8 @@
 """The atlas: every system the course covers, the idea in one line, and the test that proves it.
 
-`atlas.tsv` has one row a system: id, name, idea, kind, module, chapter, test. A row enters only with a test of its own
-(`tests/test_x.py::test_y`); the test suite fails if a named test is missing or did not run.
-Kinds: RUN runs on real ranks or tensors here, SIM a simulation, MODEL a formula checked, CASE a published run recomputed.
+`atlas.tsv` has one row a system. A row enters only with a test of its own (`tests/test_x.py::test_y`); the
+test suite fails if a named test is missing or did not run. Kinds: RUN runs on real ranks or tensors here, SIM
+a simulation, MODEL a formula checked, CASE a published run recomputed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """Grade exercise notebooks: points per check, and what to look at next.
 
-    minitrain grade 02                               the student's notebook exercises/02_….ipynb
-    python -m minitrain.course.exercises build              write the notebooks of all chapters from exercises/source/*.py
-    python -m minitrain.course.exercises prove [02]         stubs get nothing, solutions all, wrong ones are caught by name
-    python -m minitrain.course.exercises prove 02 --draws 9 the same, with nine different draws: is a mistake caught by luck alone?
-    python -m minitrain.course.exercises nbgrader PROGRAM   our notebooks equal those that nbgrader makes
+    minitrain grade 02        the student's notebook exercises/02_….ipynb
+    python -m minitrain.course.exercises
+        build                 write the notebooks of all chapters from exercises/source/*.py
+        prove [02]            stubs get nothing, solutions all, wrong ones are caught by name
+        prove 02 --draws 9    the same, with nine different draws: is a mistake caught by luck alone?
+        nbgrader PROGRAM      our notebooks equal those that nbgrader makes
 
 Of the student's notebook only the answer cells are read, by their grade_id; given cells and checks come from
-exercises/source, so editing or deleting a check changes nothing. Each check is a new run of the answer in processes
-of its own (course/grading/judge.py), with values drawn after the answer was handed in. All or nothing per check; a check
-that cannot read an answer gives no points.
+exercises/source, so editing a check changes nothing. Each check is a new run of the answer in processes of
+its own (course/grading/judge.py), with values drawn after the answer was handed in. A check gives all its
+points or none; one that cannot read an answer gives none.
 """
 
 import argparse
@@ -70,9 +71,8 @@ class Report:
             if result.task != task:
                 task = result.task
                 lines += ["", f"  {task}"]
-            lines.append(
-                f"  {result.earned:2}/{result.points}  {'--' if result.property else 'ok'}  {result.title}"
-            )
+            mark = "--" if result.property else "ok"
+            lines.append(f"  {result.earned:2}/{result.points}  {mark}  {result.title}")
             if result.message:
                 lines.append(f"            {result.message}")
             if result.detail and self.show_detail:
@@ -90,13 +90,8 @@ class Grades:
     def table(self) -> str:
         lines = [f"{report.earned:3}/{report.points}  {report.name}{report.note}" for report in self.reports]
         earned, points = sum(r.earned for r in self.reports), sum(r.points for r in self.reports)
-        return "\n".join(
-            [
-                *lines,
-                f"{earned:3}/{points}  in all; `minitrain grade 00` shows a chapter check by check",
-                *what_it_is(self.reports[-1].missing if self.reports else ""),
-            ]
-        )
+        lines.append(f"{earned:3}/{points}  in all; `minitrain grade 00` shows a chapter check by check")
+        return "\n".join([*lines, *what_it_is(self.reports[-1].missing if self.reports else "")])
 
 
 def what_it_is(missing: str) -> list[str]:
@@ -110,26 +105,20 @@ def grade(
     detail: bool = False,
     judge: Judge | None = None,
     seed: str | None = None,
-    time_limit_s: float = TIME_LIMIT_S,
 ) -> Report | Grades:
     """Grade a chapter's notebook (or the one at `path`), or all chapters.
 
     `seed` repeats what an earlier report drew. Without a `judge` one is started and ended.
-    Raises ValueError if there is nothing to grade.
     """
     with Judge() if judge is None else nullcontext(judge) as judge:
         if chapter is None:
-            return Grades(
-                [grade(one, judge=judge, seed=seed, time_limit_s=time_limit_s) for one in book.chapters()]
-            )
+            return Grades([grade(one, judge=judge, seed=seed) for one in book.chapters()])
         of = book.chapter(chapter)
         path = Path(path or of.student)
         answers = {name: cell["source"] for name, cell in assignment.cells_in(path).items()}
         outdated = assignment.state(of, path) == "outdated"
         note = "  (its checks are not those of this version: graded with this version's)" if outdated else ""
-        return grade_answers(
-            of, answers, judge, seed=seed, time_limit_s=time_limit_s, note=note, detail=detail
-        )
+        return grade_answers(of, answers, judge, seed=seed, note=note, detail=detail)
 
 
 def grade_answers(
@@ -143,22 +132,14 @@ def grade_answers(
     detail: bool = False,
 ) -> Report:
     """Grade answer cells given as text, by grade_id."""
-    started, seed = time.perf_counter(), seed or secrets.token_hex(4)
-    results = [
-        result
-        for task in of.tasks
-        for result in results_of(of, task, answers.get(task.answer.name), judge, seed, time_limit_s)
-    ]
+    started, seed, results = time.perf_counter(), seed or secrets.token_hex(4), []
+    for task in of.tasks:
+        results += results_of(of, task, answers.get(task.answer.name), judge, seed, time_limit_s)
     return Report(of.path.stem, results, judge.missing, seed, time.perf_counter() - started, note, detail)
 
 
 def results_of(
-    of: book.Chapter,
-    task: book.Task,
-    answer: str | None,
-    judge: Judge,
-    seed: str,
-    time_limit_s: float = TIME_LIMIT_S,
+    of: book.Chapter, task: book.Task, answer: str | None, judge: Judge, seed: str, time_limit_s=TIME_LIMIT_S
 ) -> Iterator[Result]:
     """Run the checks of one task, one after the other."""
     given: dict = {"__name__": "exercise"}
@@ -175,10 +156,14 @@ def results_of(
         elif failure is not None and failure.property in ("time limit", "memory limit"):
             failure = Failure(failure.property, "not run, because of the check above")
         else:
-            failure = failure_in(
-                check, {**given, **{name: Answer(name) for name in task.names}}, session, seed
-            )
-        yield result_of(task, check, failure)
+            names = {**given, **{name: Answer(name) for name in task.names}}
+            failure = failure_in(check, names, session, seed)
+        points = int(check.attributes["points"])
+        facts = task.title, check.name, check.title, points
+        if failure is None:
+            yield Result(*facts, points)
+        else:
+            yield Result(*facts, 0, failure.property, str(failure), failure.detail)
 
 
 def failure_in(check: book.Cell, namespace: dict, session: Session, seed: str) -> Failure | None:
@@ -194,62 +179,42 @@ def failure_in(check: book.Cell, namespace: dict, session: Session, seed: str) -
     except (
         Exception
     ) as error:  # an answer may return what a check cannot read; that costs the points, no more
-        return Failure(
-            "data", f"the check cannot read what came back: {type(error).__name__}: {short(error)}"
-        )
+        what = f"{type(error).__name__}: {short(error)}"
+        return Failure("data", f"the check cannot read what came back: {what}")
     return None
 
 
-def result_of(task: book.Task, check: book.Cell, failure: Failure | None) -> Result:
-    points = int(check.attributes["points"])
-    facts = task.title, check.name, check.title, points
-    if failure is None:
-        return Result(*facts, points)
-    return Result(*facts, 0, failure.property, str(failure), failure.detail)
-
-
-# ---- proofs ----------------------------------------------------------------------------------------------------------
+# ---- proofs ------------------------------------------------------------------------------------------------
 
 
 def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
-    """What is wrong with a chapter's grading (nothing, we hope): stubs, solutions and the committed wrong solutions.
+    """What is wrong with a chapter's grading: stubs, solutions and the committed wrong solutions.
 
     All that the checks draw follows from `seed`, so a proof ends the same way each time it runs.
     """
     faults = []
     solutions = {task.answer.name: task.answer.source for task in of.tasks}
-    stubs = {
-        name: assignment.stub_of(source) + "\n" for name, source in solutions.items()
-    }  # the "\n" makes it run
+    stubs = {name: assignment.stub_of(source) + "\n" for name, source in solutions.items()}  # "\n": it is run
     empty, full = (grade_answers(of, answers, judge, seed=seed) for answers in (stubs, solutions))
     if empty.earned or any(result.message != "not attempted yet" for result in empty.results):
-        faults.append(
-            f"{of.number}: a stub gets {empty.earned} points, or another message than 'not attempted yet'"
-        )
-    faults += [
-        f"{of.number}: the solution fails {result.check}: {result.message} {result.detail}"
-        for result in full.results
-        if result.property
-    ]
+        faults.append(f"a stub gets {empty.earned} points, or another message than 'not attempted yet'")
+    failed = [result for result in full.results if result.property]
+    faults += [f"the solution fails {one.check}: {one.message} {one.detail}" for one in failed]
     for task in of.tasks:
         wrong = [cell for cell in of.wrong if cell.name == task.answer.name]
         if len(wrong) < 3:
-            faults.append(
-                f"{of.number}: {task.answer.name} has {len(wrong)} wrong solutions; write at least three"
-            )
+            faults.append(f"{task.answer.name} has {len(wrong)} wrong solutions; write at least three")
         for cell in wrong:
             results = results_of(of, task, cell.source, judge, seed)
             found = next((result.property for result in results if result.property), "nothing")
             wanted, why = cell.attributes["fails"], cell.attributes["why"]
             if found != wanted:
-                faults.append(f"{of.number}: {cell.name}, {why}: found {found!r}, not {wanted!r}")
-    return faults
+                faults.append(f"{cell.name}, {why}: found {found!r}, not {wanted!r}")
+    return [f"{of.number}: {fault}" for fault in faults]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m minitrain.course.exercises", description="Make exercise notebooks."
-    )
+    parser = argparse.ArgumentParser(prog="python -m minitrain.course.exercises")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="write the notebooks of all chapters from exercises/source/*.py")
     proving = commands.add_parser(
@@ -258,15 +223,12 @@ def main(arguments: list[str] | None = None) -> int:
     proving.add_argument("chapter", nargs="?", help="such as 02; all when none is given")
     proving.add_argument("--draws", type=int, default=1, help="how often, each time with other draws (1)")
     comparing = commands.add_parser("nbgrader", help="our notebooks equal those that nbgrader makes")
-    comparing.add_argument(
-        "program", help="path of an nbgrader executable, best in an environment of its own"
-    )
+    comparing.add_argument("program", help="an nbgrader executable, best in an environment of its own")
     wish = parser.parse_args(arguments)
     if wish.command == "build":
         faults = []
-        print(
-            "\n".join(f"wrote {path}" for path in assignment.build()) or "all notebooks are as they should be"
-        )
+        written = "\n".join(f"wrote {path}" for path in assignment.build())
+        print(written or "all notebooks are as they should be")
     elif wish.command == "prove":
         with Judge() as judge:
             faults = [

@@ -1,7 +1,8 @@
-"""What the chapters need around the code they show: print a function's source, set numbers beside formulas, run a notebook.
+"""What chapters need around the code they show: print a source, numbers beside formulas, run a notebook.
 
-A notebook owns the question, the module owns the code: `show(function)` prints what the module holds today, so text and code
-cannot drift apart. `beside` prints the table every chapter ends with. `execute` runs a chapter headless.
+A notebook owns the question, the module the code: `show(function)` prints what the module holds today, so
+text and code cannot drift apart. `beside` prints the table that ends every chapter. `execute` runs a chapter
+headless.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ CHAPTERS = Path(__file__).parents[2] / "notebooks"
 
 def show(thing: Callable, *, doc: bool = False) -> None:
     """Print the current source of a function or class, without its docstring unless `doc`."""
-    source = (
-        inspect.cleandoc("\n" + inspect.getsource(thing))
-        if inspect.ismethod(thing)
-        else inspect.getsource(thing)
-    )
+    source = inspect.getsource(thing)
+    if inspect.ismethod(thing):
+        source = inspect.cleandoc("\n" + source)
     text = inspect.getdoc(thing)
     if not doc and text and '"""' in source:
         before, _, rest = source.partition('"""')
@@ -31,7 +30,7 @@ def show(thing: Callable, *, doc: bool = False) -> None:
 
 
 def beside(rows: Mapping[str, tuple], unit: str = "bytes") -> None:
-    """Print measured beside formula: {"what": (measured, formula)}; the ratio is exact when both are integers."""
+    """Print {"what": (measured, formula)} as a table; the ratio is exact when both are integers."""
     width = max(map(len, rows), default=4)
     print(f"{'':{width}}  {'measured':>20}  {'formula':>20}  ratio   [{unit}]")
     for name, (measured, formula) in rows.items():
@@ -44,17 +43,25 @@ def _number(value) -> str:
     return f"{exact.numerator:,}" if exact.denominator == 1 else f"{float(value):,.4f}"
 
 
+def numbered(folder: Path, suffix: str) -> dict[str, Path]:
+    """{"00": path, ...} in reading order."""
+    return {path.name[:2]: path for path in sorted(folder.glob(f"[0-9][0-9]_*{suffix}"))}
+
+
+def key_among(number: str | int, known: dict[str, Path], otherwise: str) -> str:
+    """The key of a chapter number: "3", 3 and "03" are the same. Raises ValueError naming those there are."""
+    key = f"{int(number):02d}" if str(number).isdigit() else str(number)
+    if key not in known:
+        raise ValueError(f"{otherwise.format(number)}; there are {', '.join(known) or 'none'}")
+    return key
+
+
 def chapters() -> dict[str, Path]:
-    """The numbered notebooks: {"00": path, ...} in reading order."""
-    return {path.name[:2]: path for path in sorted(CHAPTERS.glob("[0-9][0-9]_*.ipynb"))}
+    return numbered(CHAPTERS, ".ipynb")
 
 
 def chapter(number: str | int) -> Path:
-    """The notebook of a chapter number ("3", 3 and "03" are the same). Raises ValueError naming those there are."""
-    key, known = f"{int(number):02d}" if str(number).isdigit() else str(number), chapters()
-    if key not in known:
-        raise ValueError(f"there is no chapter {number!r}; there are {', '.join(known) or 'none'}")
-    return known[key]
+    return chapters()[key_among(number, chapters(), "there is no chapter {!r}")]
 
 
 def heading(path: Path) -> tuple[str, str]:
@@ -70,9 +77,9 @@ def execute(
     on_cell: Callable[[int, int], None] = lambda done, total: None,
     cell_timeout_s: int = 300,
 ) -> float:
-    """Run every cell of `path` in a fresh kernel and write the executed copy to `out`; returns the seconds it took.
+    """Run every cell of `path` in a fresh kernel and write the executed copy to `out`; returns the seconds.
 
-    Raises RuntimeError naming the cell and the error of the first cell that fails; the copy is written all the same.
+    RuntimeError names the cell and the error of the first cell that fails; the copy is written all the same.
     """
     import nbformat
     from nbclient import NotebookClient
@@ -86,17 +93,15 @@ def execute(
         done = cell_index + 1
         on_cell(done, total)
 
-    client = NotebookClient(
-        notebook,
-        timeout=cell_timeout_s,
-        kernel_name="python3",
-        record_timing=False,
-        on_cell_executed=finished,
-        resources={"metadata": {"path": str(path.parent)}},
-        extra_arguments=["--log-level=ERROR"],
-    )  # without the kernel's remarks on every start
+    quiet = ["--log-level=ERROR"]  # without the kernel's remarks on every start
+    kernel = {
+        "kernel_name": "python3",
+        "extra_arguments": quiet,
+        "resources": {"metadata": {"path": str(path.parent)}},
+    }
+    watch = {"timeout": cell_timeout_s, "record_timing": False, "on_cell_executed": finished}
     try:
-        client.execute()
+        NotebookClient(notebook, **kernel, **watch).execute()
         on_cell(total, total)  # what follows the last code cell is text
     except CellExecutionError as error:
         raise RuntimeError(f"{path.name} stopped in cell {done}: {error.ename}: {error.evalue}") from None
@@ -111,22 +116,18 @@ def execute(
 
 
 def normalised(notebook):
-    """The same notebook without what differs from run to run: ids, kernel names, versions, folders, and where the kernel paused between
-    two prints."""
-    notebook.metadata = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
-    }
+    """Without what differs from run to run: ids, kernels, versions, folders, where prints paused."""
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number:03d}"
         cell.metadata.pop("execution", None)
         if "outputs" in cell:
             cell.outputs = joined(cell.outputs)
         for output in cell.get("outputs", []):
-            output.get("data", {}).pop(
-                "application/vnd.jupyter.widget-view+json", None
-            )  # a widget lives in its kernel only
-            if output.output_type == "error":  # a traceback names files; where they lie is nobody's business
+            # A widget lives in its kernel only; where the files of a traceback lie is nobody's business.
+            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+            if output.output_type == "error":
                 output.traceback = [line.replace(f"{CHAPTERS.parent}/", "") for line in output.traceback]
     return notebook
 

@@ -1,10 +1,10 @@
 """Drag it: choose a schedule, its sizes and what each action costs; picture, bubble and memory follow.
 
-    explore()                       in a notebook: two menus of schedules to compare, sliders for p, m, v and the costs
+    explore()                       in a notebook: two menus of schedules, sliders for p, m, v and the costs
     picture(names, sizes, costs)    the same without a widget: the figure, and a line for each schedule
 
-`v` is what a schedule has several of: stages of a rank (interleaved, breadth-first), waves (Hanayo), slices of a sequence (TeraPipe,
-Seq1F1B). A rank's work and memory are the same whatever the number of its stages: a stage of v costs 1/v, and so do its activations.
+`v` is what a schedule has several of: stages of a rank (interleaved, breadth-first), waves (Hanayo), slices
+of a sequence (TeraPipe, Seq1F1B). A rank has the same work and memory for all v: a stage costs 1/v of them.
 What a schedule refuses (fewer microbatches than it needs, odd p) is shown as the line that it raises.
 """
 
@@ -49,7 +49,7 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
 
 
 def picture(names: Sequence[str], p: int, m: int, v: int, costs: Costs) -> tuple[Figure | None, list[str]]:
-    """The schedules that can be made, below each other, and for each name its bubble and peak, or why it cannot be made."""
+    """The schedules below each other, and for each name its bubble and peak, or why it cannot be made."""
     simulations, peaks, lines = [], [], []
     for name in names:
         try:
@@ -75,41 +75,31 @@ def scaled(costs: Costs, share: Fraction) -> Costs:
 
 def explore(first: str = "1F1B", second: str = "ZB-H1") -> ipywidgets.VBox:
     """Menus and sliders above a picture that follows them."""
-    numbers = {
-        name: ipywidgets.IntSlider(value=value, min=low, max=high, description=name, continuous_update=False)
-        for name, value, low, high in (("p", 4, 1, 8), ("m", 8, 1, 24), ("v", 2, 1, 4))
-    }
-    costs = {
-        name: ipywidgets.IntSlider(
-            value=value, min=low, max=6, description=f"cost {name}", continuous_update=False
-        )
-        for name, value, low in (("F", 2, 1), ("I", 2, 1), ("W", 2, 0), ("send", 0, 0))
-    }
-    menus = [
-        ipywidgets.Dropdown(options=list(SCHEDULES), value=name, description=which)
-        for which, name in (("above", first), ("below", second))
+
+    def slider(name: str, low: int, value: int, high: int) -> ipywidgets.IntSlider:
+        range_ = {"min": low, "value": value, "max": high}
+        return ipywidgets.IntSlider(**range_, description=name, continuous_update=False)
+
+    def menu(where: str, name: str) -> ipywidgets.Dropdown:
+        return ipywidgets.Dropdown(options=list(SCHEDULES), value=name, description=where)
+
+    sizes = [slider("p", 1, 4, 8), slider("m", 1, 8, 24), slider("v", 1, 2, 4)]
+    costs = [
+        slider(f"cost {of}", low, value, 6) for of, low, value in (("F", 1, 2), ("I", 1, 2), ("W", 0, 2))
     ]
+    costs.append(slider("cost send", 0, 0, 6))
+    menus = [menu("above", first), menu("below", second)]
     image, text = ipywidgets.Image(format="png"), ipywidgets.HTML()
 
     def follow(_=None) -> None:
-        figure, lines = picture(
-            [menu.value for menu in menus],
-            *(slider.value for slider in numbers.values()),
-            Costs(**{name: slider.value for name, slider in costs.items()}),
-        )
+        F, I, W, send = (control.value for control in costs)
+        names, (p, m, v) = [control.value for control in menus], (control.value for control in sizes)
+        figure, lines = picture(names, p, m, v, Costs(F=F, I=I, W=W, send=send))
         text.value = "<br>".join(lines)
         if figure is not None:
             image.value = png(figure)
 
-    for control in (*numbers.values(), *costs.values(), *menus):
+    for control in (*sizes, *costs, *menus):
         control.observe(follow, names="value")
     follow()
-    return ipywidgets.VBox(
-        [
-            ipywidgets.HBox(menus),
-            ipywidgets.HBox(list(numbers.values())),
-            ipywidgets.HBox(list(costs.values())),
-            text,
-            image,
-        ]
-    )
+    return ipywidgets.VBox([*map(ipywidgets.HBox, (menus, sizes, costs)), text, image])

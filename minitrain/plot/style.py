@@ -1,8 +1,8 @@
-"""What all pictures share: one palette named by meaning, one style, a figure that shows itself, and their small parts.
+"""What all pictures share: one palette named by meaning, one style, a figure that shows itself, small parts.
 
-The palette is Okabe and Ito's (2008), which readers with any colour vision can tell apart. A colour stands for the same
-thing everywhere, and what is exposed or waits is hatched too. Figures are registered nowhere (no pyplot): none stays
-open, and equal data give equal pictures, to the byte.
+The palette is Okabe and Ito's (2008), which readers with any colour vision can tell apart. A colour means the
+same everywhere, and what is exposed or waits is hatched too. Figures are registered nowhere (no pyplot): none
+stays open, and equal data give equal pictures, to the byte.
 """
 
 import io
@@ -18,81 +18,49 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from PIL import Image
 
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
-    "#000000",
-    "#E69F00",
-    "#56B4E9",
-    "#009E73",
-    "#F0E442",
-    "#0072B2",
-    "#D55E00",
-    "#CC79A7",
-)
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY, PALE = "#999999", "#E8E8E8"
-
-COLOURS = {
-    "forward": SKY,
-    "backward": BLUE,
-    "optimizer": GREEN,
-    "compute": GREY,
-    "communication": ORANGE,
-    "exposed communication": VERMILLION,
-    "wait": PALE,
+_WORK = {"forward": SKY, "backward": BLUE, "optimizer": GREEN, "compute": GREY}
+_TRANSFERS = {"communication": ORANGE, "exposed communication": VERMILLION, "wait": PALE}
+_STATE = {
     "parameters": BLUE,
     "gradients": ORANGE,
     "optimizer state": GREEN,
     "activations": SKY,
     "buffers": PURPLE,
-    "input gradient": PURPLE,
-    "weight gradient": YELLOW,
-    "recomputation": GREY,
-    "idle": PALE,
-    "measured": BLUE,
-    "formula": BLACK,
 }
+_ACTIONS = {"input gradient": PURPLE, "weight gradient": YELLOW, "recomputation": GREY, "idle": PALE}
+COLOURS = _WORK | _TRANSFERS | _STATE | _ACTIONS | {"measured": BLUE, "formula": BLACK}
 HATCHES = {"exposed communication": ("/////", "white"), "wait": (".....", GREY), "idle": (".....", GREY)}
 CYCLE = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, BLACK]  # for what has no meaning of its own
 MARKERS, DASHES = "o^sDvPX", ["-", "--", "-.", ":"]
+CENTRED = {"ha": "center", "va": "center"}
 WIDTH = 7.2  # inches: 720 pixels at 100 dots an inch
 _LETTERS_A_LINE = 120  # of the small font, across that width
 
 
 def style() -> dict:
     """The house style as matplotlib settings."""
-    return {
-        "figure.dpi": 100,
-        "savefig.dpi": 100,
-        "figure.constrained_layout.use": True,
-        "figure.facecolor": "white",
-        "font.family": "DejaVu Sans",
-        "font.size": 9,
-        "axes.titlesize": 10,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "figure.titlesize": 10,
-        "figure.titleweight": "bold",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "axes.grid": True,
-        "grid.color": "#DDDDDD",
-        "grid.linewidth": 0.6,
-        "legend.frameon": False,
-        "legend.fontsize": 8,
-        "lines.linewidth": 1.8,
-        "hatch.linewidth": 0.6,
-    }
+    figure = {"figure.dpi": 100, "savefig.dpi": 100, "figure.facecolor": "white"}
+    layout = {"figure.constrained_layout.use": True, "axes.spines.top": False, "axes.spines.right": False}
+    text = {"font.family": "DejaVu Sans", "font.size": 9, "legend.fontsize": 8, "axes.titlelocation": "left"}
+    sizes = {"axes.titlesize": 10, "figure.titlesize": 10}
+    weights = {"axes.titleweight": "bold", "figure.titleweight": "bold"}
+    grid = {"axes.axisbelow": True, "axes.grid": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.6}
+    strokes = {"lines.linewidth": 1.8, "hatch.linewidth": 0.6, "legend.frameon": False}
+    return figure | layout | text | sizes | weights | grid | strokes
 
 
-def in_house_style(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """For a function that draws: matplotlib's settings are the house style inside it, and the reader's own outside."""
+def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    """Decorates a function that draws: the house style inside it, the reader's own settings outside."""
 
     @wraps(draw)
-    def styled(*args, **kwargs) -> Figure:
+    def drawn(*args, **kwargs) -> Figure:
         with rc_context(style()):
             return draw(*args, **kwargs)
 
-    return styled
+    return drawn
 
 
 class Picture(Figure):
@@ -110,9 +78,8 @@ def png(figure: Figure) -> bytes:
     """The picture as a PNG of 128 colours, a third of the size of a plain one."""
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png")
-    Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
-        small, format="png", optimize=True
-    )
+    few_colours = Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    few_colours.save(small, format="png", optimize=True)
     return small.getvalue()
 
 
@@ -135,37 +102,50 @@ def title_above(figure: Figure, text: str) -> None:
 
 
 def legend_below(figure: Figure, handles: Sequence) -> None:
-    """Outside the axes, where it can hide nothing."""
+    """Outside the axes, where it can hide nothing: as many columns as the width has room for."""
     letters = [len(handle.get_label()) + 8 for handle in handles]  # a swatch and a gap are as wide as 8
-    columns = next(
-        (
-            count
-            for count in range(len(letters), 1, -1)
-            if sum(max(column) for column in numpy.array_split(letters, count)) <= _LETTERS_A_LINE
-        ),
-        1,
-    )
+
+    def width(columns: int) -> int:
+        return sum(max(column) for column in numpy.array_split(letters, columns))
+
+    columns = next((n for n in range(len(letters), 1, -1) if width(n) <= _LETTERS_A_LINE), 1)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=1.6)
 
 
+def finished(figure: Figure, title: str, handles: Sequence) -> Figure:
+    title_above(figure, title)
+    legend_below(figure, handles)
+    return figure
+
+
+def row_labels(ax: Axes, labels: Sequence[str], top: float = -0.5, bottom: float = 0.5) -> None:
+    """A label per row, the first row at the top; `top` and `bottom` are the room above and below."""
+    ax.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - bottom, top))
+
+
+def look_of(what: str) -> dict:
+    """Face, hatch and the colour of the hatch."""
+    hatch, edge = HATCHES.get(what, (None, "white"))
+    return {"facecolor": colour_of(what), "hatch": hatch, "edgecolor": edge}
+
+
 def swatch(what: str) -> Patch:
-    hatch, edge = HATCHES.get(what, (None, None))
-    return Patch(facecolor=colour_of(what), hatch=hatch, edgecolor=edge, linewidth=0, label=what)
+    return Patch(**look_of(what), linewidth=0, label=what)
 
 
 def colour_of(what: str, among: Sequence[str] = ()) -> str:
     """By meaning; other things take the colours in turn if they are one of several."""
-    return COLOURS.get(what) or (
-        CYCLE[among.index(what) % len(CYCLE)] if what in among else COLOURS["compute"]
-    )
+    other = CYCLE[among.index(what) % len(CYCLE)] if what in among else COLOURS["compute"]
+    return COLOURS.get(what, other)
 
 
 def unit_for(largest: float, unit: str) -> tuple[str, float]:
     """The unit in which `largest` reads well, and its size: ("MB", 1e6) for "bytes", ("ms", 1e-3) for "s"."""
-    units = {
+    known = {
         "s": [("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)],
         "bytes": [("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("bytes", 1.0)],
-    }.get(unit, [(unit, 1.0)])
+    }
+    units = known.get(unit, [(unit, 1.0)])
     return next((pair for pair in units if largest >= pair[1]), units[-1])
 
 
@@ -178,11 +158,10 @@ def square_cells(ax: Axes, columns: int, rows: int) -> None:
 
 
 def cell(ax: Axes, column: int, row: int, colour: str, text: str, fontsize: float = 7) -> None:
-    square = Rectangle(
-        (column - 0.46, row - 0.46), 0.92, 0.92, facecolor=colour, edgecolor="#CCCCCC", linewidth=0.6
-    )
-    label = ax.text(column, row, text, ha="center", va="center", fontsize=fontsize, color=ink_on(colour))
-    for artist in (ax.add_artist(square), label):
+    look = {"facecolor": colour, "edgecolor": "#CCCCCC", "linewidth": 0.6}
+    square = ax.add_artist(Rectangle((column - 0.46, row - 0.46), 0.92, 0.92, **look))
+    label = ax.text(column, row, text, **CENTRED, fontsize=fontsize, color=ink_on(colour))
+    for artist in (square, label):
         artist.set_in_layout(False)  # the axes have their size already; asking a thousand cells takes seconds
 
 

@@ -100,9 +100,9 @@ def test_source_and_outputs_are_normalised():
 
 
 def test_show_prints_source_without_docstring(capsys):
-    notebook.show(notebook.chapter)
+    notebook.show(notebook.key_among)
     printed = capsys.readouterr().out
-    assert printed.startswith("def chapter(") and "Raises" not in printed and "raise ValueError" in printed
+    assert printed.startswith("def key_among(") and "Raises" not in printed and "raise ValueError" in printed
 
 
 def test_beside_prints_exact_ratio(capsys):

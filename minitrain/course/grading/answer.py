@@ -1,11 +1,11 @@
-"""The answer's side: a server that has torch loaded, and the ranks it forks, which run an answer and give back data.
+"""The answer's side: a server that has torch loaded, and the ranks it forks, which run an answer.
 
-    judge  ── control ──  server     forks ranks and ends them; never runs, reads or holds anything of an answer
-    judge  ── line ─────  rank       runs one call
+    judge  ── control ──  server    forks ranks and ends them; runs, reads and holds nothing of an answer
+    judge  ── line ─────  rank      runs one call
 
-A rank reads everything it needs from its line (cells, inputs), after it has given up its privileges, and sends back
-one frame: what the answer returned or how it failed. That frame is data. No verdict is made here, so there is none to
-forge, and a rank that ends without its frame (exit, kill, out of memory) has returned nothing.
+A rank gives up its privileges, reads what it needs from its line (cells, inputs), and sends back one frame:
+what the answer returned or how it failed. That frame is data: no verdict is made here, so there is none to
+forge. A rank that ends without its frame (exit, kill, out of memory) has returned nothing.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
@@ -37,15 +38,18 @@ class Forbidden(RuntimeError):
     """The answer called something this task asks it to write."""
 
 
-# ---- the server ------------------------------------------------------------------------------------------------------
+def refused(name: str, *args, **kwargs):
+    raise Forbidden(name)
+
+
+# ---- the server --------------------------------------------------------------------------------------------
 
 
 def serve(control: socket.socket, package: str, hidden: str, walls: bool) -> None:
-    """Fork ranks when told to, until the judge is gone. A request is {"spawn": ranks, ...} or {"sweep": true}."""
+    """Fork ranks when told to, until the judge is gone. Requests: {"spawn": ranks, ...}, {"sweep": true}."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = socket.socket(
-        fileno=os.dup(control.detach())
-    )  # a low number, so that ranks can close all they inherit
+    low = os.dup(control.detach())  # a low number, so that ranks can close all they inherit
+    control = socket.socket(fileno=low)
     warm_up()
     proc = confine.open_proc()
     confine.adopt_orphans()
@@ -60,9 +64,7 @@ def serve(control: socket.socket, package: str, hidden: str, walls: bool) -> Non
     ranks, tried = [], set()
     while True:
         text, fds, _, _ = socket.recv_fds(control, 65536, 64)
-        if not text:
-            break
-        request = json.loads(text)
+        request = json.loads(text or "{}")
         if "spawn" in request:
             for name in set(request["modules"]) - tried:
                 with contextlib.suppress(
@@ -77,15 +79,19 @@ def serve(control: socket.socket, package: str, hidden: str, walls: bool) -> Non
         else:
             sweep(ranks)
             ranks = []
+        if not text:
+            break
         reply(control, "done")
-    sweep(ranks)
 
 
 def warm_up() -> None:
-    """Let torch set itself up once: each rank inherits it, and some of it reads /proc, which ranks do not have."""
+    """Let torch set itself up once, for all ranks: some of it reads /proc, which they do not have.
+
+    A backward that starts from a given gradient imports sympy, half a second that each rank would pay.
+    """
     torch.set_num_threads(1)
     x = torch.ones(4, 4, requires_grad=True)
-    (x @ x).sum().backward()
+    (x @ x).backward(x.detach())
     gc.collect()
     gc.freeze()  # the collector of a rank will not write into what is shared now
 
@@ -95,9 +101,10 @@ def reply(control: socket.socket, word: str) -> None:
 
 
 def fork_rank(line: int, out: int, proc: int | None, limits: confine.Limits, processes: int | None) -> int:
+    """A rank that has these two descriptors; behind walls, the first process of a namespace of its own."""
     walls = processes is not None
     if walls:
-        confine.next_child_alone()
+        confine.call("unshare", confine.NEWPID)
     rank = os.fork()
     if rank == 0:
         try:
@@ -109,14 +116,14 @@ def fork_rank(line: int, out: int, proc: int | None, limits: confine.Limits, pro
         finally:
             os._exit(1)
     if walls:
-        confine.children_here(processes)
+        confine.call("setns", processes, confine.NEWPID)  # children are born in our namespace again
     return rank
 
 
 def sweep(ranks: list[int]) -> None:
     """End the ranks of a run and everything they have started; when this returns, none is left.
 
-    Behind walls a rank is the first process of its namespace: the kernel ends the others with it. Else they are hunted.
+    Behind walls a rank is the first process of its namespace: the kernel ends the others with it.
     """
     for rank in ranks:
         for kill in (os.killpg, os.kill):
@@ -126,13 +133,10 @@ def sweep(ranks: list[int]) -> None:
         os.waitpid(rank, 0)
     while os.path.exists("/proc/self"):
         rest = psutil.Process().children(recursive=True)
-        for act in (
-            psutil.Process.suspend,
-            psutil.Process.kill,
-        ):  # stopped first: none forks while others are killed
+        for act in ("suspend", "kill"):  # all are stopped before one is killed, so that none forks meanwhile
             for process in rest:
                 with contextlib.suppress(psutil.Error):
-                    act(process)
+                    getattr(process, act)()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -140,7 +144,7 @@ def sweep(ranks: list[int]) -> None:
             return
 
 
-# ---- one rank, from fork to freedom from every privilege -------------------------------------------------------------
+# ---- one rank, from fork to freedom from every privilege ---------------------------------------------------
 
 
 def become_rank(line: int, out: int, memory: confine.OwnMemory, limits: confine.Limits, walls: bool) -> None:
@@ -150,17 +154,16 @@ def become_rank(line: int, out: int, memory: confine.OwnMemory, limits: confine.
     nothing = os.open("/dev/null", os.O_RDONLY)
     for source, target in ((nothing, 0), (out, 1), (out, 2)):
         os.dup2(source, target)
-    kept = sorted({0, 1, 2, line, *([memory.statm] if memory.statm is not None else [])})
+    kept = sorted({0, 1, 2, line} | {memory.statm} - {None})
     for low, high in zip(kept, [*kept[1:], MOST_DESCRIPTORS]):
         os.closerange(low + 1, high)
     os.setsid()
     confine.confine_rank(limits, memory, walls)
-    sys.stdout = sys.stderr = open(
-        1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
-    )
+    text = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
+    sys.stdout = sys.stderr = open(1, "w", **text, closefd=False)
 
 
-# ---- one rank, from the inside ---------------------------------------------------------------------------------------
+# ---- one rank, from the inside -----------------------------------------------------------------------------
 
 
 def live(line: Line, memory: confine.OwnMemory) -> None:
@@ -171,7 +174,7 @@ def live(line: Line, memory: confine.OwnMemory) -> None:
     group = wire.join(line, start["rank"], start["ranks"]) if start["network"] else None
     torch.manual_seed(0)
     for name in start["forbid"]:
-        setattr(collectives, name, refuse(name))
+        setattr(collectives, name, partial(refused, name))
     for name, text in start["sources"].items():
         remember(name, text)
     faulthandler.dump_traceback_later(start["time_limit_s"], file=2)
@@ -179,13 +182,11 @@ def live(line: Line, memory: confine.OwnMemory) -> None:
         fn = cloudpickle.loads(pickled) if pickled else run_cells(start["cells"])[start["call"]]
         arguments = unpack(start["arguments"], packed)
         if start["budget_bytes"] is not None:
-            confine.limit(confine.resource.RLIMIT_DATA, memory.bytes()[1] + start["budget_bytes"])
+            confine.limit("DATA", memory.bytes()[1] + start["budget_bytes"])
         result = fn(*arguments, *([group] if group is not None else [])) if callable(fn) else fn
         tree, payload = pack(result)
         frame = {"is": "return", "value": tree}
-    except (
-        BaseException
-    ) as error:  # SystemExit too: whatever ends the answer is what its author must hear about
+    except BaseException as error:  # SystemExit too: its author must hear what ended the answer
         frame, payload = described(error), b""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
@@ -208,15 +209,8 @@ def remember(filename: str, source: str) -> None:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
 
 
-def refuse(name: str):
-    def refused(*args, **kwargs):
-        raise Forbidden(name)
-
-    return refused
-
-
 def described(error: BaseException) -> dict:
-    """An exception as data: its type, message, and the line of the answer it came from; our own frames left out."""
+    """An exception as data: its type, message and line of the answer, without the frames that are ours."""
     trace = traceback.TracebackException.from_exception(error)
     ours = {__file__, wire.__file__}
     frames = [frame for frame in trace.stack if frame.filename not in ours]
@@ -225,20 +219,13 @@ def described(error: BaseException) -> dict:
     where, code = (own[-1].lineno, own[-1].line) if own else (None, "")
     if isinstance(error, SyntaxError) and error.filename == CELL:
         where, code = error.lineno, error.text
-    kind = (
-        "not data"
-        if isinstance(error, NotData)
-        else "forbidden"
-        if isinstance(error, Forbidden)
-        else "stub"
-        if isinstance(error, NotImplementedError) and frames[-1:] == own[-1:]
-        else "memory"
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-        else "error"
-    )
+    raised_here = isinstance(error, NotImplementedError) and frames[-1:] == own[-1:]
+    no_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    kinds = {"not data": isinstance(error, NotData), "forbidden": isinstance(error, Forbidden)}
+    kinds |= {"stub": raised_here, "memory": no_memory, "error": True}
     return {
         "is": "raise",
-        "kind": kind,
+        "kind": next(kind for kind, so in kinds.items() if so),
         "type": type(error).__name__,
         "message": str(error)[:500],
         "line": where,

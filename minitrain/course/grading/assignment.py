@@ -1,10 +1,10 @@
-"""The two notebooks of a chapter, in nbgrader's format: the source with everything, and the student's with stubs.
+"""The two notebooks of a chapter, in nbgrader's format: the source with everything, the student's with stubs.
 
-`build` writes both from the chapter's percent file, and `state` says what a student's notebook on disk is. The
-student's equals, cell by cell, checksums and metadata included, what `nbgrader generate_assignment` makes of the
-source (`compare_with_nbgrader`, against nbgrader 0.9.6: LockCells, ClearSolutions, ComputeChecksums,
-ClearHiddenTests; schema version 3). So nbgrader is no dependency, and a teacher who uses it can:
-exercises/nbgrader_config.py says where things are.
+`build` writes both from the chapter's percent file, and `state` says what a student's notebook on disk is.
+The student's equals, checksums and metadata included, what `nbgrader generate_assignment` makes of the source
+(`compare_with_nbgrader`, against nbgrader 0.9.6: LockCells, ClearSolutions, ComputeChecksums,
+ClearHiddenTests; schema version 3). So nbgrader is no dependency; a teacher may use it
+(exercises/nbgrader_config.py).
 """
 
 import copy
@@ -23,37 +23,24 @@ STUB = ["# YOUR CODE HERE", "raise NotImplementedError()"]
 
 def source_notebook(cells: list[Cell]) -> dict:
     """nbgrader's source notebook."""
-    made = []
-    for number, cell in enumerate(cells):
-        metadata = {}
-        if cell.role in ("given", "answer", "check"):
-            check, answer = cell.role == "check", cell.role == "answer"
-            metadata["nbgrader"] = {
-                "grade": check,
-                "grade_id": cell.name,
-                "locked": not answer,
-                "schema_version": 3,
-                "solution": answer,
-                "task": False,
-            }
-        if cell.role == "check":
-            metadata["nbgrader"]["points"] = int(cell.attributes["points"])
-        one = {
-            "cell_type": "markdown" if cell.role == "text" else "code",
-            "id": cell.name or f"cell-{number:03d}",
-            "metadata": metadata,
-            "source": cell.source,
-        }
-        made.append(one if cell.role == "text" else {**one, "execution_count": None, "outputs": []})
-    return {
-        "cells": made,
-        "nbformat": 4,
-        "nbformat_minor": 5,
-        "metadata": {
-            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-            "language_info": {"name": "python"},
-        },
-    }
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    made = [source_cell(number, cell) for number, cell in enumerate(cells)]
+    return {"cells": made, "nbformat": 4, "nbformat_minor": 5, "metadata": metadata}
+
+
+def source_cell(number: int, cell: Cell) -> dict:
+    metadata = {}
+    if cell.role in ("given", "answer", "check"):
+        check, answer = cell.role == "check", cell.role == "answer"
+        role = {"grade": check, "solution": answer, "locked": not answer, "task": False}
+        points = {"points": int(cell.attributes["points"])} if check else {}
+        metadata["nbgrader"] = {"grade_id": cell.name, "schema_version": 3, **role, **points}
+    name = cell.name or f"cell-{number:03d}"
+    made = {"cell_type": "code", "id": name, "metadata": metadata, "source": cell.source}
+    if cell.role == "text":
+        return {**made, "cell_type": "markdown"}
+    return {**made, "execution_count": None, "outputs": []}
 
 
 def student_notebook(source: dict) -> dict:
@@ -101,7 +88,7 @@ def checksum(cell: dict) -> str:
     return hashlib.md5("".join(map(str, parts)).encode()).hexdigest()
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
+# ---- files -------------------------------------------------------------------------------------------------
 
 
 def notebooks(of: Chapter) -> dict[Path, str]:
@@ -133,12 +120,9 @@ def cells_in(path: Path) -> dict[str, dict]:
     """The cells of a notebook that have a grade_id. Raises ValueError if it cannot be read."""
     cure = "`python -m minitrain.course.exercises build` writes a fresh one"
     try:
-        cells = json.loads(path.read_text())["cells"]
-        return {
-            cell["metadata"]["nbgrader"]["grade_id"]: {**cell, "source": "".join(cell["source"])}
-            for cell in cells
-            if "nbgrader" in cell["metadata"]
-        }
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if "nbgrader" in cell["metadata"]]
+        names = [cell["metadata"]["nbgrader"]["grade_id"] for cell in cells]
+        return {name: {**cell, "source": "".join(cell["source"])} for name, cell in zip(names, cells)}
     except FileNotFoundError:
         raise ValueError(f"{path} is not there; {cure}") from None
     except (ValueError, KeyError, TypeError):
@@ -147,27 +131,21 @@ def cells_in(path: Path) -> dict[str, dict]:
 
 def has_answers(cells: dict[str, dict]) -> bool:
     """Somebody has written in an answer cell since it was generated."""
-    return any(
-        checksum(cell) != cell["metadata"]["nbgrader"].get("checksum")
-        for cell in cells.values()
-        if cell["metadata"]["nbgrader"].get("solution")
-    )
+    facts = [(cell, cell["metadata"]["nbgrader"]) for cell in cells.values()]
+    return any(checksum(cell) != of.get("checksum") for cell, of in facts if of.get("solution"))
 
 
 def state(of: Chapter, path: Path | None = None) -> str:
-    """What a student's notebook is: "stub", "edited" (answers in it), or "outdated" (made from another source)."""
+    """A student's notebook is a "stub", "edited" (answers in it) or "outdated" (made from another source)."""
     found = cells_in(path or of.student)
     for wanted in student_notebook(source_notebook(of.cells))["cells"]:
         facts = wanted["metadata"].get("nbgrader")
         if facts is None:
             continue
         cell = found.get(facts["grade_id"])
-        locked_differs = cell is not None and not facts["solution"] and cell["source"] != wanted["source"]
-        if (
-            cell is None
-            or locked_differs
-            or cell["metadata"]["nbgrader"].get("checksum") != facts["checksum"]
-        ):
+        if cell is None or cell["metadata"]["nbgrader"].get("checksum") != facts["checksum"]:
+            return "outdated"
+        if not facts["solution"] and cell["source"] != wanted["source"]:
             return "outdated"
     return "edited" if has_answers(found) else "stub"
 
@@ -178,25 +156,16 @@ def compare_with_nbgrader(executable: str, folder: Path) -> list[str]:
     shutil.copytree(EXERCISES / "source", course / "source", ignore=shutil.ignore_patterns("*.py"))
     shutil.copy(EXERCISES / "nbgrader_config.py", course)
     program = Path(executable).absolute()
-    environ = {
-        **os.environ,
-        "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
-    }  # it calls alembic by name
-    subprocess.run(
-        [program, "generate_assignment", "source", "--force"],
-        cwd=course,
-        env=environ,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"  # it calls alembic by name
+    where = {"cwd": course, "env": {**os.environ, "PATH": path}}
+    command = [program, "generate_assignment", "source", "--force"]
+    subprocess.run(command, **where, check=True, capture_output=True, text=True)
     different = []
     for number in chapters():
         of = chapter(number)
+        name = of.path.stem
         ours = json.loads(notebooks(of)[of.student])["cells"]
         theirs = json.loads((course / "release" / "source" / of.student.name).read_text())["cells"]
-        different += [
-            f"{of.path.stem}: cell {index}" for index, (a, b) in enumerate(zip(ours, theirs)) if a != b
-        ]
-        different += [f"{of.path.stem}: {len(ours)} cells and {len(theirs)}"] * (len(ours) != len(theirs))
+        different += [f"{name}: cell {i}" for i, (a, b) in enumerate(zip(ours, theirs)) if a != b]
+        different += [f"{name}: {len(ours)} cells and {len(theirs)}"] * (len(ours) != len(theirs))
     return different

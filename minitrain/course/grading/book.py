@@ -1,8 +1,8 @@
 """Exercises as files: one reviewable source per chapter, read into cells and tasks.
 
     exercises/source/02_collectives.py       what an author writes: solutions, visible and hidden checks
-    exercises/source/02_collectives.ipynb    the same as nbgrader's source notebook           (made by assignment.py)
-    exercises/02_collectives.ipynb           what a student opens: stubs and visible checks   (made by assignment.py)
+    exercises/source/02_collectives.ipynb    the same as nbgrader's source notebook       (made by assignment)
+    exercises/02_collectives.ipynb           what a student opens: stubs, visible checks  (made by assignment)
     exercises/wrong/02_collectives.py        wrong solutions, and the property that must catch each
 
 A header says what a cell is; its name becomes nbgrader's grade_id:
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from minitrain.course.grading.judge import EXERCISES
+from minitrain.course.notebook import key_among, numbered
 
 HEADER = re.compile(r"^# %%(?P<markdown> \[markdown\])?(?P<attributes>( \w+=(\"[^\"]*\"|\d+))*)$")
 ROLES = ("given", "answer", "check", "wrong")
@@ -99,15 +100,12 @@ def defined_by(source: str) -> set[str]:
 
 def chapters() -> dict[str, Path]:
     """The chapters that have exercises: {"00": source, ...}."""
-    return {path.name[:2]: path for path in sorted((EXERCISES / "source").glob("[0-9][0-9]_*.py"))}
+    return numbered(EXERCISES / "source", ".py")
 
 
 def chapter(number: str | int) -> Chapter:
-    """Raises ValueError naming the chapters there are."""
-    key, known = f"{int(number):02d}" if str(number).isdigit() else str(number), chapters()
-    if key not in known:
-        raise ValueError(f"chapter {number} has no exercises; there are {', '.join(known) or 'none'}")
-    return Chapter(key, known[key], read_cells(known[key]))
+    key = key_among(number, chapters(), "chapter {} has no exercises")
+    return Chapter(key, chapters()[key], read_cells(chapters()[key]))
 
 
 def read_cells(path: Path) -> list[Cell]:
@@ -117,22 +115,23 @@ def read_cells(path: Path) -> list[Cell]:
         match = HEADER.match(header)
         if match is None:
             raise ValueError(f"{path.name}:{start}: not a cell header: {header}")
-        attributes = {
-            key: value.strip('"') for key, value in re.findall(r'(\w+)=("[^"]*"|\d+)', match["attributes"])
-        }
+        pairs = re.findall(r'(\w+)=("[^"]*"|\d+)', match["attributes"])
+        attributes = {key: value.strip('"') for key, value in pairs}
         roles = [role for role in ROLES if role in attributes]
         if match["markdown"]:
             lines = [line.removeprefix("#").removeprefix(" ") for line in lines]
         role = "text" if match["markdown"] else roles[0] if roles else "code"
         name = attributes.pop(role, "")
-        if role in ("given", "answer", "check") and (name in names or not re.fullmatch(r"[\w-]+", name)):
-            raise ValueError(
-                f"{path.name}:{start}: {name!r} must be a name of its own of letters, digits, _ and -"
-            )
-        if role == "check" and not attributes.get("points", "").isdigit():
-            raise ValueError(f"{path.name}:{start}: a check needs points=1 or more")
-        if role == "check" and not any(cell.role == "answer" for cell in cells):
-            raise ValueError(f"{path.name}:{start}: a check needs an answer before it")
+        named = name not in names and re.fullmatch(r"[\w-]+", name)
+        bad = ""
+        if role in ("given", "answer", "check") and not named:
+            bad = f"{name!r} must be a name of its own of letters, digits, _ and -"
+        elif role == "check" and not attributes.get("points", "").isdigit():
+            bad = "a check needs points=1 or more"
+        elif role == "check" and not any(cell.role == "answer" for cell in cells):
+            bad = "a check needs an answer before it"
+        if bad:
+            raise ValueError(f"{path.name}:{start}: {bad}")
         names.add(name)
         cells.append(Cell(role, name, "\n".join(lines).strip("\n"), attributes))
     return cells

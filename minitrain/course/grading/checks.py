@@ -1,13 +1,13 @@
-"""What the cells of an exercise use. One text of a check runs in the student's notebook, under nbgrader and before
-the judge.
+"""What the cells of an exercise use. A check runs in the notebook, under nbgrader and before the judge.
 
-    outcome = run(total, [x0, x1, x2])             total(x_r, group) on three ranks, whose only network is the judge's
-    expect_equal(outcome.results, [x0 + x1 + x2] * 3, "the sum", "every rank returns the sum of all ranks' tensors")
+    outcome = run_on_ranks(total, [x0, x1, x2])    total(x_r, group) on three ranks, on the judge's network
+    expect_equal(outcome.results, [x0 + x1 + x2] * 3, "the sum", "every rank returns the sum of all tensors")
     expect(max(outcome.sent_bytes) <= limit, "bytes on the wire", "each rank may send its tensor once")
     ask(predicted_bytes, 4, 1000)                  predicted_bytes(4, 1000) in a process of its own
 
-In a notebook `total` is the student's function and travels by value. Before the judge it is an `Answer`: a name, and
-the ranks execute the student's cell themselves, so that nothing of it ever runs where the score is made.
+In a notebook `total` is the student's function and travels by value. Before the judge it is an `Answer`: a
+name. The ranks execute the student's cell themselves, so that nothing of it ever runs where the score is
+made.
 """
 
 import contextvars
@@ -24,6 +24,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from minitrain.course.grading.frames import name_of
 from minitrain.course.grading.judge import Code, Judge
 from minitrain.course.grading.trial import Failure, Outcome
 
@@ -50,7 +51,7 @@ _session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("sessi
 
 @contextmanager
 def judging(session: Session):
-    """Within it `run` and `ask` execute the session's cells; what check cells print is dropped."""
+    """Within it `run_on_ranks` and `ask` execute the session's cells; what check cells print is dropped."""
     token = _session.set(session)
     try:
         with redirect_stdout(io.StringIO()):
@@ -65,10 +66,10 @@ def notebook_judge() -> Judge:
     return Judge()
 
 
-def run(fn: Callable | Answer, inputs: Sequence, **rules) -> Outcome:
-    """fn(*inputs[r], group) on rank r of len(inputs); an input that is no tuple is one argument. Raises Failure.
+def run_on_ranks(fn: Callable | Answer, inputs: Sequence, **rules) -> Outcome:
+    """fn(*inputs[r], group) on rank r of len(inputs); an input that is no tuple is one argument.
 
-    Rules (see Judge.run): forbid, secrets, time_limit_s, memory_limit_bytes, budget_bytes.
+    Rules: forbid, secrets, time_limit_s, memory_limit_bytes, budget_bytes, as in Judge.run. Raises Failure.
     """
     given = [entry if isinstance(entry, tuple) else (entry,) for entry in inputs]
     session = _session.get()
@@ -89,11 +90,11 @@ def ask(fn: Callable | Answer | Any, *arguments, **rules) -> Any:
     """fn(*arguments) in a process of its own, without a network; for an answer that is a value, the value."""
     if not callable(fn) and not isinstance(fn, Answer):
         return fn
-    return run(fn, [arguments], network=False, **rules).results[0]
+    return run_on_ranks(fn, [arguments], network=False, **rules).results[0]
 
 
 def expect(condition: bool, property: str, hint: str) -> None:
-    """Raise the Failure of `property` unless the condition holds. The hint teaches; it never tells the wanted value."""
+    """Raise the Failure of `property` unless the condition holds. The hint teaches; it tells no value."""
     if not condition:
         raise Failure(property, hint)
 
@@ -101,47 +102,37 @@ def expect(condition: bool, property: str, hint: str) -> None:
 def expect_equal(actual: Any, expected: Any, property: str, hint: str, atol: float = 0.0) -> None:
     """Tensors (or numbers, or lists of them, one per rank) are equal: the same shape, dtype and values.
 
-    `atol` is 0 because inputs are drawn so that every order of additions gives the same bits (`Draw.exact`); give it
-    where a bound is known. What differs is named (rank, shape, dtype), the wanted value is not.
+    `atol` is 0 because every order of additions gives the same bits of `Draw.exact`; give one where a bound
+    is known. What differs is named (rank, shape, dtype), the wanted value is not.
     """
+
+    def expect_kind(same: bool, wanted: str) -> None:
+        expect(same, property, f"{wanted} is wanted, not {kind_of(actual)}; {hint}")
+
     if isinstance(expected, (list, tuple)):
-        expect(
-            isinstance(actual, (list, tuple)) and len(actual) == len(expected),
-            property,
-            f"a list of {len(expected)} is wanted, not {kind_of(actual)}; {hint}",
-        )
+        same_length = isinstance(actual, (list, tuple)) and len(actual) == len(expected)
+        expect_kind(same_length, f"a list of {len(expected)}")
         for rank, pair in enumerate(zip(actual, expected)):
-            expect_equal(
-                *pair, property, hint if "(seen at" in hint else f"{hint} (seen at rank {rank})", atol
-            )
+            where = hint if "(seen at" in hint else f"{hint} (seen at rank {rank})"
+            expect_equal(*pair, property, where, atol)
     elif isinstance(expected, torch.Tensor):
-        expect(
-            isinstance(actual, torch.Tensor), property, f"a tensor is wanted, not {kind_of(actual)}; {hint}"
-        )
-        expect(
-            actual.shape == expected.shape and actual.dtype == expected.dtype,
-            property,
-            f"{kind_of(expected)} is wanted, not {kind_of(actual)}; {hint}",
-        )
+        expect_kind(isinstance(actual, torch.Tensor), "a tensor")
+        expect_kind(actual.shape == expected.shape and actual.dtype == expected.dtype, kind_of(expected))
         near = torch.equal(actual, expected) if atol == 0 else bool(((actual - expected).abs() <= atol).all())
         expect(near, property, hint)
     else:
-        expect(
-            type(actual) is type(expected),
-            property,
-            f"{kind_of(expected)} is wanted, not {kind_of(actual)}; {hint}",
-        )
+        expect_kind(type(actual) is type(expected), kind_of(expected))
         expect(actual == expected if atol == 0 else abs(actual - expected) <= atol, property, hint)
 
 
 def kind_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+        return f"a {name_of(value.dtype)} tensor of shape {list(value.shape)}"
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 class Draw:
-    """What hidden checks draw: sizes, numbers of ranks, values. Without a seed nobody can know them before."""
+    """What hidden checks draw: sizes, numbers of ranks, values. Without a seed nobody knows them before."""
 
     def __init__(self, seed: str | int | None = None) -> None:
         self.random = random.Random(os.urandom(16) if seed is None else str(seed))
@@ -158,7 +149,7 @@ class Draw:
         return self.random.sample(list(options), count)
 
     def exact(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Multiples of 1/16 below 64: sums of 1,024 of them are exact in float32 and wider dtypes, in every order."""
+        """Multiples of 1/16 below 64: sums of 1,024 are exact in float32 and wider dtypes, in every order."""
         return torch.randint(-1023, 1024, shape, generator=self._generator()).to(dtype) / 16
 
     def real(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

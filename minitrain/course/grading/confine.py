@@ -1,20 +1,20 @@
 """Walls around an answer's process: what it can see, whom it can reach, how much it can take.
 
-`build_walls` is called once, in the server that answers are forked from; the new root holds read-only binds of
-Python, its libraries and minitrain, and nothing else: no home, no exercises, no /proc. `confine_rank` is called in
-each forked process and gives it
+`build_walls` is called once, in the server that answers are forked from; the new root holds read-only binds
+of Python, its libraries and minitrain, and nothing else: no home, no exercises, no /proc. `confine_rank` is
+called in each forked process and gives it
 
-    its own        processes, network (no interface is up), IPC, host name, and one place to write (`PRIVATE`, 64 MB)
+    its own        processes, network (no interface is up), IPC, host name, one place to write (`PRIVATE`)
     its limits     processes, address space, data, file size, descriptors, CPU seconds; no core dumps
-    no way back    an unprivileged user, no capabilities, no new privileges or user namespaces, death with its parent
+    no way back    an unprivileged user, no capabilities, privileges or user namespaces, death with its parent
 
-It all hangs on a user namespace of Linux, so root and an ordinary user get the same walls; where the system forbids
-or lacks one, only the limits stay, and the report calls itself a self-check. Not covered: bugs of the kernel,
-accomplices who signal by timing or file locks, and the memory of files that are not mapped (64 MB each), which only a
-cgroup counts.
-namespaces(7), user_namespaces(7), pivot_root(2), mount_setattr(2); the construction is that of bubblewrap.
+All of it hangs on a user namespace of Linux, so root and an ordinary user get the same walls. Where the
+system forbids or lacks one, only the limits stay, and the report calls itself a self-check. Not covered: bugs
+of the kernel, accomplices who signal by timing or file locks, and the memory of unmapped files (64 MB each).
+namespaces(7), user_namespaces(7), pivot_root(2), mount_setattr(2); built like bubblewrap.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -24,41 +24,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
-    0x20000,
-    0x4000000,
-    0x8000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
+NEWNS, NEWUTS, NEWIPC = 0x20000, 0x4000000, 0x8000000
+NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MNT_DETACH = 4096, 16384, 1 << 18, 2, 4, 2
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 38, 36
-SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = -100, 0x8000, 1, 2
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, -1)
+SYSCALLS = {"mount_setattr": 442, "pivot_root": PIVOT_ROOT}  # which libc does not know; -1 is refused
 NOBODY = 65534
 PRIVATE = "/private"
-SYSTEM = (
-    "/usr",
-    "/lib",
-    "/lib64",
-    "/lib32",
-    "/bin",
-    "/sbin",
-    "/etc/ld.so.cache",
-    "/nix/store",
-    "/dev/null",
-    "/dev/zero",
-    "/dev/urandom",
-    "/dev/random",
-)
+DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"]
+SYSTEM = ["/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc/ld.so.cache", "/nix/store", *DEVICES]
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(function: str, *args) -> None:
-    """A libc function that answers 0, or OSError with its name."""
-    if getattr(libc, function)(*args) != 0:
+    """A libc function or system call that answers 0, or OSError with its name."""
+    known = function not in SYSCALLS
+    answer = getattr(libc, function)(*args) if known else libc.syscall(SYSCALLS[function], *args)
+    if answer != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{function}: {os.strerror(number)}")
 
@@ -67,11 +52,11 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
     call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
 
 
-# ---- once, in the server ---------------------------------------------------------------------------------------------
+# ---- once, in the server -----------------------------------------------------------------------------------
 
 
 def separate_mounts() -> None:
-    """Leave the caller's user and mount namespaces. Raises OSError where that is forbidden."""
+    """Leave the caller's user and mount namespaces; OSError where that is forbidden."""
     if not LINUX:
         raise OSError(f"{sys.platform} has no namespaces")
     if tuple(int(number) for number in os.uname().release.split(".")[:2]) < (5, 14):
@@ -80,9 +65,9 @@ def separate_mounts() -> None:
 
 
 def separate_processes() -> int:
-    """Fork into a new process namespace and go on there as its first process; the one left behind waits for it.
+    """Fork into a new process namespace and go on as its first process; the one left behind waits for it.
 
-    Returns the descriptor of that namespace. When its first process ends, the kernel ends all that were forked below.
+    Returns a descriptor of that namespace. When its first process ends, the kernel ends all forked below.
     """
     call("unshare", NEWPID)
     inner = os.fork()
@@ -105,12 +90,9 @@ def build_walls(package: Path, hidden: Path) -> None:
     for path in paths:
         if hidden.is_relative_to(os.path.realpath(path)):
             raise OSError(f"{hidden} lies inside {path}, which an answer must be able to read")
-    try:
-        Path("/proc/sys/user/max_user_namespaces").write_text(
-            "0"
-        )  # of this namespace: no second way to capabilities
-    except OSError:
-        pass  # /proc/sys is read-only in many containers; capabilities in a further namespace still open no wall
+    # No second way to capabilities. /proc/sys is read-only in many containers: they still open no wall then.
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/user/max_user_namespaces").write_text("0")
     new = "/proc"  # a directory that every system has and that must not be seen any more
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", new, "tmpfs", MS_NOSUID, "mode=755,size=1m")
@@ -119,17 +101,12 @@ def build_walls(package: Path, hidden: Path) -> None:
     for folder in (PRIVATE, "/.old"):
         os.mkdir(new + folder)
     os.chdir(new)
-    if libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b".old") != 0:
-        raise OSError(ctypes.get_errno(), "pivot_root")
+    call("pivot_root", b".", b".old")
     os.chdir("/")
     call("umount2", b"/.old", MNT_DETACH)
     os.rmdir("/.old")
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
-    if (
-        libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
-        != 0
-    ):
-        raise OSError(ctypes.get_errno(), "mount_setattr")
+    call("mount_setattr", AT_FDCWD, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
 
 
 def show(path: str, target: str) -> None:
@@ -147,17 +124,7 @@ def show(path: str, target: str) -> None:
     mount(path, target, "", MS_BIND | MS_REC)
 
 
-# ---- in the processes of each rank -----------------------------------------------------------------------------------
-
-
-def next_child_alone() -> None:
-    """The next process forked from here is the first one of a namespace of its own."""
-    call("unshare", NEWPID)
-
-
-def children_here(processes: int) -> None:
-    """Take back `next_child_alone`."""
-    call("setns", processes, NEWPID)
+# ---- in the processes of each rank -------------------------------------------------------------------------
 
 
 def die_with_parent() -> None:
@@ -207,16 +174,13 @@ def confine_rank(limits: Limits, memory: OwnMemory, walls: bool) -> None:
         mount("tmpfs", PRIVATE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777,size=64m,nr_inodes=4096")
         os.chdir(PRIVATE)
     address_space, data = memory.bytes()
-    for which, most in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 64 << 20),
-        (resource.RLIMIT_NOFILE, 128),
-        (resource.RLIMIT_CPU, limits.cpu_s),
-        (resource.RLIMIT_NPROC, limits.processes),
-        (resource.RLIMIT_DATA, data + limits.memory_bytes),
-        (resource.RLIMIT_AS, address_space + 2 * limits.memory_bytes),
-    ):
-        limit(which, most)
+    limit("CORE", 0)
+    limit("FSIZE", 64 << 20)
+    limit("NOFILE", 128)
+    limit("CPU", limits.cpu_s)
+    limit("NPROC", limits.processes)
+    limit("DATA", data + limits.memory_bytes)
+    limit("AS", address_space + 2 * limits.memory_bytes)
     if limits.uid is not None:
         become(limits.uid, must=walls)
     if LINUX:
@@ -227,20 +191,16 @@ def confine_rank(limits: Limits, memory: OwnMemory, walls: bool) -> None:
 
 
 def become(uid: int, must: bool) -> None:
-    try:
+    """Change the user. Without walls a root that may not goes on: the report says "self-check"."""
+    with contextlib.nullcontext() if must else contextlib.suppress(OSError):
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    except OSError:
-        if must:
-            raise
-        # a root that may not change its user, and no walls: the report says "self-check"
 
 
-def limit(which: int, most: int) -> None:
+def limit(what: str, most: int) -> None:
+    which = getattr(resource, f"RLIMIT_{what}")
     hard = resource.getrlimit(which)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    try:
+    with contextlib.suppress(ValueError, OSError):  # macOS does not know all of them
         resource.setrlimit(which, (most, most))
-    except (ValueError, OSError):
-        pass  # macOS does not know all of them

@@ -4,7 +4,8 @@
     value    None, bool, int, float, str, lists, tuples and dicts with text keys as JSON; a tensor as
              {"tensor": [dtype, shape]} in the JSON and its memory, little endian, in the raw bytes
 
-Reading a frame runs no code of the sender. A frame that breaks a rule raises `BadFrame`, and the judge ends the run.
+Reading a frame runs no code of the sender. One that breaks a rule raises `BadFrame`, and the judge ends the
+run.
 """
 
 import json
@@ -17,23 +18,8 @@ from typing import Any
 import torch
 
 HEADER_LIMIT_BYTES, PAYLOAD_LIMIT_BYTES = 1 << 20, 1 << 28
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
+_DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128"
+DTYPES = {name: getattr(torch, name) for name in _DTYPES.split()}
 
 
 class BadFrame(ValueError):
@@ -104,6 +90,10 @@ class Line:
         return header
 
 
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -124,13 +114,8 @@ def tensor_from(data: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
 
 def tensor_size(dtype: str, shape: list[int]) -> int:
     """Bytes of a tensor somebody announced. Raises BadFrame if no tensor is like that."""
-    if (
-        type(dtype) is not str
-        or dtype not in DTYPES
-        or type(shape) is not list
-        or len(shape) > 16
-        or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
-    ):
+    known = type(dtype) is str and dtype in DTYPES and type(shape) is list and len(shape) <= 16
+    if not known or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
         raise BadFrame("not a tensor's dtype and shape")
     return math.prod(shape) * DTYPES[dtype].itemsize
 
@@ -142,7 +127,7 @@ def pack(value: Any) -> tuple[Any, bytes]:
     def walk(node):
         kind = type(node)  # not isinstance, which believes what an object says of itself
         if issubclass(kind, torch.Tensor):
-            dtype = str(node.dtype).removeprefix("torch.")
+            dtype = name_of(node.dtype)
             if dtype not in DTYPES:
                 raise NotData(f"a {node.dtype} tensor")
             payload.append(tensor_bytes(node))
@@ -162,6 +147,9 @@ def unpack(tree: Any, payload: bytes) -> Any:
     """The value that `pack` was given. Raises BadFrame on anything `pack` does not write."""
     position = 0
 
+    def is_entry(pair):
+        return type(pair) is list and len(pair) == 2 and type(pair[0]) is str
+
     def walk(node):
         nonlocal position
         if type(node) is not dict or len(node) != 1:
@@ -172,11 +160,7 @@ def unpack(tree: Any, payload: bytes) -> Any:
         if kind in ("list", "tuple") and type(body) is list:
             items = [walk(item) for item in body]
             return items if kind == "list" else tuple(items)
-        if (
-            kind == "dict"
-            and type(body) is list
-            and all(type(pair) is list and len(pair) == 2 and type(pair[0]) is str for pair in body)
-        ):
+        if kind == "dict" and type(body) is list and all(map(is_entry, body)):
             return {key: walk(item) for key, item in body}
         if kind == "tensor" and type(body) is list and len(body) == 2:
             start, position = position, position + tensor_size(*body)

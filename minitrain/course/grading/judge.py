@@ -4,11 +4,10 @@
         outcome = judge.run(Code(cells=[...], call="total"), ranks=4, inputs=[(x0,), (x1,), (x2,), (x3,)])
         outcome.results, outcome.sent_bytes, outcome.messages, outcome.steps
 
-The judge plays the network between the ranks (trial.py), so what an `Outcome` says beside the results was measured
-out of the answer's reach, and the results are compared with what only the judge knows. A broken rule is a `Failure`
-that names the rule. Behind walls (confine.py) it is a grade: ranks meet nowhere but on the judge's network, and
-cannot see the checks. Where the system has none, `Judge.missing` says why and it is a self-check. Not covered even
-then: accomplices who signal by timing, file locks or the tags of messages.
+The judge plays the network between the ranks (trial.py), so what an `Outcome` says beside the results was
+measured out of the answer's reach. A broken rule is a `Failure` that names it. Behind walls (confine.py) this
+is a grade: ranks meet on the judge's network alone and cannot see the checks. Where the system has none,
+`Judge.missing` says why and it is a self-check. Not covered: accomplices who signal by timing, locks or tags.
 """
 
 import ast
@@ -35,7 +34,7 @@ MOST_RANKS = 16
 
 @dataclass(frozen=True)
 class Code:
-    """What the ranks execute: cells in order and a name they define, or one pickled function (and its file's text)."""
+    """What ranks execute: cells in order and a name they define, or a pickled function (and its text)."""
 
     cells: Sequence[str] = ()
     call: str = ""
@@ -59,54 +58,29 @@ class Judge:
         """Start the server if it does not run; `run` does so by itself. Takes as long as importing torch."""
         if self.server is not None and self.server.poll() is None:
             return
-        self.close()
         self.missing = "" if self.wanted else "it was told to do without"
-        if self.wanted:
+        for walls in (True, False) if self.wanted else (False,):
+            self.close()
             try:
-                self._start(walls=True)
+                return self._start(walls)
             except OSError as error:
-                self.close()
                 self.missing = f"this system refuses them ({error})"
-        if self.missing:
-            try:
-                self._start(walls=False)
-            except OSError as error:
-                self.close()
-                raise Broken(f"answers cannot be run: {error}") from None
+                failure = error
+        self.close()
+        raise Broken(f"answers cannot be run: {failure}")
 
     def _start(self, walls: bool) -> None:
         self.control, theirs = socket.socketpair()
         home = confine.PRIVATE if walls else "/tmp"
-        environ = {
-            "PATH": "/usr/bin:/bin",
-            "HOME": home,
-            "TMPDIR": home,
-            "LANG": "C.UTF-8",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(PACKAGE.parent),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")},
-        }
-        command = [
-            sys.executable,
-            "-P",
-            "-s",
-            "-m",
-            "minitrain.course.grading.answer",
-            str(theirs.fileno()),
-            str(PACKAGE),
-            str(EXERCISES),
-            "walls" if walls else "limits",
-        ]
-        self.server = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            env=environ,
-            cwd="/",
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
+        environ = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
+        environ |= {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
+        environ |= {"PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+        environ |= {"CUDA_VISIBLE_DEVICES": ""}
+        program = [sys.executable, "-P", "-s", "-m", "minitrain.course.grading.answer", str(theirs.fileno())]
+        command = [*program, str(PACKAGE), str(EXERCISES), "walls" if walls else "limits"]
+        alone = {"env": environ, "cwd": "/", "start_new_session": True, "stdin": subprocess.DEVNULL}
+        fds = [theirs.fileno()]
+        self.server = subprocess.Popen(command, pass_fds=fds, stderr=subprocess.PIPE, **alone)
         theirs.close()
         root = os.geteuid() == 0
         stranger = (
@@ -124,9 +98,8 @@ class Judge:
         """The server's next word. Raises OSError with what it says instead."""
         if self.control.recv(8, socket.MSG_WAITALL).rstrip() != word.encode():
             said = self.server.stderr.read().decode(errors="replace").strip().splitlines()
-            raise OSError(
-                said[-1].partition("] ")[2] or said[-1] if said else "the server of answers has ended"
-            )
+            last = said[-1] if said else "the server of answers has ended"
+            raise OSError(last.partition("] ")[2] or last)
 
     def close(self) -> None:
         """The server ends with its control line, after it has ended everything below it."""
@@ -153,29 +126,18 @@ class Judge:
         memory_limit_bytes: int = 1 << 29,
         budget_bytes: int | None = None,
     ) -> Outcome:
-        """Run `code` once on `ranks` processes, rank r with inputs[r]; with `network`, the group is the last argument.
+        """Run `code` on `ranks` processes, rank r with inputs[r] and, if there is a `network`, the group.
 
-        `forbid` names functions of minitrain.collectives that raise; `secrets[r]` are tensors rank r can fetch by name;
-        `budget_bytes` is what a rank may allocate beyond its inputs, held by the kernel. Raises Failure.
+        `forbid` names functions of minitrain.collectives that raise; `secrets[r]` are tensors rank r fetches
+        by name; `budget_bytes` is what a rank may allocate beyond its inputs, held by the kernel. Raises
+        Failure.
         """
         if not 1 <= ranks <= MOST_RANKS or len(inputs) != ranks:
-            raise ValueError(
-                f"ranks={ranks} with {len(inputs)} inputs; 1 to {MOST_RANKS} ranks get one tuple each"
-            )
-        order = {
-            "is": "start",
-            "cells": list(code.cells),
-            "call": code.call,
-            "sources": code.sources,
-            "forbid": list(forbid),
-            "ranks": ranks,
-            "network": network,
-            "budget_bytes": budget_bytes,
-            "time_limit_s": max(0.1, time_limit_s - 0.3),
-        }
-        hidden = [
-            {name: tensor_bytes(x) for name, x in of_rank.items()} for of_rank in secrets or [{}] * ranks
-        ]
+            raise ValueError(f"{ranks} ranks, {len(inputs)} inputs; 1 to {MOST_RANKS} ranks get a tuple each")
+        order = {"is": "start", "cells": list(code.cells), "call": code.call, "sources": code.sources}
+        order |= {"ranks": ranks, "network": network, "forbid": list(forbid), "budget_bytes": budget_bytes}
+        order["time_limit_s"] = max(0.1, time_limit_s - 0.3)
+        hidden = [{name: tensor_bytes(x) for name, x in own.items()} for own in secrets or [{}] * ranks]
         self.start()
         limits = confine.Limits(memory_limit_bytes, int(time_limit_s) + 2, self.processes, self.uid)
         try:
@@ -217,20 +179,16 @@ def imported_by(given: Sequence[str]) -> list[str]:
 
 
 def give_users(pid: int, stranger: int | None) -> None:
-    """Give a new user namespace its users: only the process outside may. Root gets a second one, an id nobody owns."""
+    """Give a user namespace its users, which only we outside may. Root gets a second, an id nobody owns."""
     for kind, mine in (("uid", os.geteuid()), ("gid", os.getegid())):
         if stranger is None and kind == "gid":
             Path(f"/proc/{pid}/setgroups").write_text("deny")
-        users = (
-            f"{confine.NOBODY} {mine} 1" if stranger is None else f"0 {mine} 1\n{confine.NOBODY} {stranger} 1"
-        )
-        Path(f"/proc/{pid}/{kind}_map").write_text(users)
+        users = [(confine.NOBODY, mine)] if stranger is None else [(0, mine), (confine.NOBODY, stranger)]
+        text = "\n".join(f"{inside} {outside} 1" for inside, outside in users)
+        Path(f"/proc/{pid}/{kind}_map").write_text(text)
 
 
 def threads_of(uid: int) -> int:
     """How many threads a user has: where processes are limited per user, those count too."""
-    return sum(
-        process.info["num_threads"] or 0
-        for process in psutil.process_iter(["uids", "num_threads"])
-        if process.info["uids"] and process.info["uids"].real == uid
-    )
+    all_ = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
+    return sum(info["num_threads"] or 0 for info in all_ if info["uids"] and info["uids"].real == uid)

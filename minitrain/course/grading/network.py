@@ -1,16 +1,15 @@
-"""The network as the judge plays it: it matches sends with receives, counts what passes, and sees when nobody can go
-on.
+"""The network as the judge plays it: it matches sends with receives, counts what passes, and sees a deadlock.
 
 A pure state machine. Each frame of a rank goes in (`post`, `wait`); answers to ranks come out of `replies`.
 
-    step of a message    1 + the largest step among the messages its sender had received before:
-                         how many messages had to follow one another, 2(n-1) in a ring all-reduce, log2(n) in a tree
+    step of a message    1 + the largest step among the messages its sender had received: how many had to
+                         follow one another, 2(n-1) in a ring all-reduce, log2(n) in a tree
     stuck                every rank that still runs waits for something that no other rank has offered
-    fetch                a secret is handed over when nothing else moves, as if computing took longer than the network:
-                         what is sent while others compute is under way before the next secret, on a loaded machine too
+    fetch                a secret is handed over when nothing else moves, as if computing took longer than the
+                         network: what is sent while others compute is under way before the next secret
 
 Not counted: what two accomplices could hide in the tag of a message or in the moment they send it.
-Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978, defines the order that steps count.
+Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978, defines the order of steps.
 """
 
 from collections import defaultdict, deque
@@ -35,7 +34,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Event:
-    """What the judge saw, in this order: kind is "send", "receive" (the rank has the data), "barrier" or "fetch"."""
+    """What the judge saw: kind is "send", "receive" (the rank has the data), "barrier" or "fetch"."""
 
     kind: str
     rank: int
@@ -52,6 +51,7 @@ class Operation:
     peer: int | None = None
     dtype: str = ""
     shape: list[int] = field(default_factory=list)
+    size: int = 0
     data: bytes = b""
     name: str = ""
     step: int = 0
@@ -129,11 +129,8 @@ class Network:
 
     def _meet(self, operation: Operation, frame: dict) -> None:
         members = frame.get("members")
-        if (
-            type(members) is not list
-            or not all(type(m) is int for m in members)
-            or operation.rank not in members
-        ):
+        known = type(members) is list and all(type(m) is int for m in members)
+        if not known or operation.rank not in members:
             raise BadFrame("a barrier needs its members")
         here = self._barriers[str(frame.get("key")), tuple(members)]
         here.append(operation)
@@ -145,25 +142,16 @@ class Network:
             here.clear()
 
     def _match(self, operation: Operation, frame: dict, data: bytes) -> None:
-        peer, key = frame.get("peer"), str(frame.get("key"))
+        peer, key, sending = frame.get("peer"), str(frame.get("key")), operation.kind == "send"
         size = tensor_size(frame.get("dtype"), frame.get("shape"))
-        if (
-            type(peer) is not int
-            or not 0 <= peer < self.ranks
-            or (operation.kind == "send" and size != len(data))
-        ):
+        if type(peer) is not int or not 0 <= peer < self.ranks or (sending and size != len(data)):
             raise BadFrame("a message needs a peer and its bytes")
-        operation.peer, operation.dtype, operation.shape, operation.data = (
-            peer,
-            frame["dtype"],
-            frame["shape"],
-            data,
-        )
-        sending = operation.kind == "send"
+        operation.peer, operation.data, operation.size = peer, data, size
+        operation.dtype, operation.shape = frame["dtype"], frame["shape"]
         if sending:
             operation.step = self._known[operation.rank] + 1
-            self.events.append(Event("send", operation.rank, peer, len(data)))
-            self._held_bytes += len(data)
+            self.events.append(Event("send", operation.rank, peer, size))
+            self._held_bytes += size
             if self._held_bytes > HELD_LIMIT_BYTES:
                 raise BadFrame("too many bytes are under way at once")
         ends = (operation.rank, peer) if sending else (peer, operation.rank)
@@ -174,22 +162,16 @@ class Network:
         self._deliver(*((operation, others.popleft()) if sending else (others.popleft(), operation)))
 
     def _deliver(self, sent: Operation, wanted: Operation) -> None:
-        if (sent.dtype, tensor_size(sent.dtype, sent.shape)) != (
-            wanted.dtype,
-            tensor_size(wanted.dtype, wanted.shape),
-        ):
-            raise Mismatch(
-                f"rank {sent.rank} sends {sent.dtype}{sent.shape} and rank {wanted.rank} receives "
-                f"{wanted.dtype}{wanted.shape}"
-            )
-        self.messages.append(Message(sent.rank, wanted.rank, len(sent.data), sent.step))
-        wanted.data, wanted.step = sent.data, sent.step
-        sent.data = b""
-        sent.done = wanted.done = True
-        self._answer(sent)
-        self._answer(wanted)
+        if (sent.dtype, sent.size) != (wanted.dtype, wanted.size):
+            sends, receives = (f"{one.dtype}{one.shape}" for one in (sent, wanted))
+            raise Mismatch(f"rank {sent.rank} sends {sends} and rank {wanted.rank} receives {receives}")
+        self.messages.append(Message(sent.rank, wanted.rank, sent.size, sent.step))
+        wanted.data, wanted.step, sent.data = sent.data, sent.step, b""
+        for operation in (sent, wanted):
+            operation.done = True
+            self._answer(operation)
 
-    # ---- when nothing moves any more ---------------------------------------------------------------------------------
+    # ---- when nothing moves any more -----------------------------------------------------------------------
 
     def _blocked(self) -> dict[int, list[Operation]]:
         """The operations each running rank waits for in vain."""
@@ -210,17 +192,15 @@ class Network:
         told = [
             f"rank {rank} {ops[0] if ops else 'computes'}" for rank, ops in sorted(self._blocked().items())
         ]
-        returned = sorted(set(range(self.ranks)) - self.running)
-        told += [f"rank {rank} has returned" for rank in returned]
+        told += [f"rank {rank} has returned" for rank in range(self.ranks) if rank not in self.running]
         return "; ".join(told)
 
     def left_over(self) -> str | None:
         """The first message that never found its other half, in words."""
         for operation in self._operations.values():
+            who, peer = f"rank {operation.rank}", f"rank {operation.peer}"
             if operation.kind == "send" and not operation.done:
-                return f"rank {operation.rank} sent to rank {operation.peer}, which never received it"
+                return f"{who} sent to {peer}, which never received it"
             if operation.kind == "receive" and not operation.done:
-                return (
-                    f"rank {operation.rank} asked rank {operation.peer} for a tensor and returned without it"
-                )
+                return f"{who} asked {peer} for a tensor and returned without it"
         return None

@@ -1,9 +1,9 @@
 """One run of an answer, as the judge lives it: carry messages, count, watch the clock and the memory, end it.
 
-A run ends with an `Outcome` or with a `Failure`, whose property is one of `RULES` (checks add properties of their
-own). Ranks are not trusted: everything they send is parsed as data (frames.py), every word of theirs that is shown is
-stripped of control characters and cut, and a rank that sends nothing more, or too much, is ended like one that
-computes for ever.
+A run ends with an `Outcome` or with a `Failure`, whose property is one of `RULES` (checks add their own).
+Ranks are not trusted: what they send is parsed as data (frames.py), what is shown of it is stripped of
+control characters and cut, and a rank that sends nothing more, or too much, is ended like one that computes
+for ever.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ PATIENCE_S = 30.0  # for a rank to be forked, and for one to take what it has as
 
 
 class Failure(Exception):
-    """The answer broke a rule: `property` names it, `message` says how, `detail` is what its side printed or raised."""
+    """A broken rule: `property` names it, `message` says how, `detail` is what was printed or raised."""
 
     def __init__(self, property: str, message: str, detail: str = "") -> None:
         super().__init__(f"{property}: {message}")
@@ -84,22 +84,17 @@ class Outcome:
 
 
 class Trial:
-    """The judge's ends of the ranks' lines and prints. `ends`: those for the ranks, line and prints in turn."""
+    """The judge's ends of lines and prints. `ends`: those for the ranks, line and prints in turn."""
 
     def __init__(
         self, network: Network, server_pid: int, time_limit_s: float, memory_limit_bytes: int
     ) -> None:
         self.network, self.server, self.time_limit_s = network, psutil.Process(server_pid), time_limit_s
-        spare_bytes = max(1 << 30, psutil.virtual_memory().available // 2)
-        self.memory_limit_bytes = min(network.ranks * memory_limit_bytes, spare_bytes)
-        self.results, self.failures, self.moved, self.born = [None] * network.ranks, {}, 0.0, []
-        self.lines, self.prints, self.ends, self.output = (
-            [],
-            [],
-            [],
-            [bytearray() for _ in range(network.ranks)],
-        )
-        for _ in range(network.ranks):
+        ranks, spare_bytes = network.ranks, max(1 << 30, psutil.virtual_memory().available // 2)
+        self.memory_limit_bytes = min(ranks * memory_limit_bytes, spare_bytes)
+        self.results, self.failures, self.moved, self.born = [None] * ranks, {}, 0.0, []
+        self.lines, self.prints, self.ends, self.output = [], [], [], [bytearray() for _ in range(ranks)]
+        for _ in range(ranks):
             ours, theirs = socket.socketpair()
             ours.settimeout(PATIENCE_S)
             readable, writable = os.pipe()
@@ -131,9 +126,8 @@ class Trial:
             except OSError:
                 ready = False
             if not ready:
-                raise Broken(
-                    f"rank {rank} of an exercise could not be started: {self._printed() or 'it said nothing'}"
-                )
+                said = self._printed() or "it said nothing"
+                raise Broken(f"rank {rank} of an exercise could not be started: {said}")
 
     def tell(self, rank: int, header: dict, payload: bytes) -> None:
         try:
@@ -238,7 +232,7 @@ class Trial:
         return "\n".join(lines)
 
     def _all_asleep(self) -> bool:
-        """No thread of any rank runs or could run. Where the system does not tell, after a while we believe it."""
+        """No thread of any rank runs or could run. A system that does not tell is believed after a while."""
         self.born = self.born or self.server.children(recursive=True)
         for process in self.born:
             for path in glob.glob(f"/proc/{process.pid}/task/*/stat"):
@@ -249,10 +243,8 @@ class Trial:
 
     def _look_at_memory(self) -> None:
         inherited = memory_of(self.server)  # a forked rank shares these pages until it writes to them
-        taken = sum(
-            max(0, memory_of(process) - inherited) for process in self.server.children(recursive=True)
-        )
-        if taken > self.memory_limit_bytes:
+        ranks = self.server.children(recursive=True)
+        if sum(max(0, memory_of(rank) - inherited) for rank in ranks) > self.memory_limit_bytes:
             raise Failure("memory limit", "the ranks together took more than they may")
 
 
@@ -266,20 +258,20 @@ def memory_of(process: psutil.Process) -> int:
 def failure_of(rank: int, header: dict) -> Failure:
     """What a rank says about its own failure, as one of ours."""
     kind, name, message, line, code = (header.get(key) for key in ("kind", "type", "message", "line", "code"))
-    detail = plain(str(header.get("traceback", "")))
     if kind == "stub":
         return NotAttempted()
-    place = f" (line {line}: {short(code)})" if type(line) is int else ""
-    if kind == "not data":
-        what = f"rank {rank} returned {short(message)}; return tensors, numbers, text, or lists of them"
-        return Failure("data", what, detail)
-    if kind == "forbidden":
-        return Failure(
-            "own work", f"this task asks you to write it yourself: it calls {short(message)}{place}", detail
-        )
-    if kind == "memory":
-        return Failure("memory limit", f"rank {rank} asked for more memory than it may have{place}", detail)
-    return Failure("no error", f"rank {rank} raised {short(name)}: {short(message)}{place}", detail)
+    kind, message, place = (
+        str(kind),
+        short(message),
+        f" (line {line}: {short(code)})" if type(line) is int else "",
+    )
+    property, what = {
+        "not data": ("data", f"returned {message}; return tensors, numbers, text, or lists of them"),
+        "forbidden": ("own work", f"this task asks you to write it yourself: it calls {message}{place}"),
+        "memory": ("memory limit", f"asked for more memory than it may have{place}"),
+    }.get(kind, ("no error", f"raised {short(name)}: {message}{place}"))
+    who = "" if kind == "forbidden" else f"rank {rank} "
+    return Failure(property, who + what, plain(str(header.get("traceback", ""))))
 
 
 def plain(text: str) -> str:

@@ -1,13 +1,12 @@
 """The network of an exercise: a torch process group whose every message passes through the judge.
 
-A rank of a graded answer has no other way to reach another rank, so what the judge counts is what was sent: bytes,
-messages, their order, and how many of them had to follow one another. The group knows send, receive and barrier and
-nothing else; `minitrain.collectives` builds its collectives from these, and `torch.distributed.all_reduce` says that
-there is no such thing.
+A rank has no other way to reach another one, so what the judge counts is what was sent: bytes, messages,
+their order, and how many had to follow one another. The group knows send, receive and barrier;
+`minitrain.collectives` builds its collectives from these, and `torch.distributed.all_reduce` says that there
+is no such thing.
 
-    send      is complete when the other side has asked for the message, as on gloo; two ranks that both send first wait
-    receive   the data arrives when the rank waits for it, not before: what a rank can know at each moment is known
-    fetch     a piece of secret input from the judge, named by the caller; the moment stands among the messages
+    send      is complete when the other side has asked for it, as on gloo; two ranks that send first both wait
+    receive   the data arrives when the rank waits for it, not before: what a rank can know when is known
 """
 
 import os
@@ -16,15 +15,13 @@ import threading
 import torch
 import torch.distributed as dist
 
-from minitrain.course.grading.frames import Line, tensor_bytes, tensor_from
+from minitrain.course.grading.frames import Line, name_of, tensor_bytes, tensor_from
 
-BACKEND = (
-    "judge_gloo"  # collectives go by the name: driven like gloo, by our own algorithms on send and receive
-)
+BACKEND = "judge_gloo"  # collectives go by the name: as on gloo, our own algorithms over send and receive
 
 
 class Wire:
-    """This process's line to the judge. Any thread may post and wait; one of the waiting threads reads for all."""
+    """This process's line to the judge. Any thread may post and wait; one that waits reads for all."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
@@ -71,9 +68,9 @@ class Operation:
         if not self.done:
             data, self.done = self.wire.wait(self.op), True
             if self.destination is not None:
-                dtype = str(self.destination.dtype).removeprefix("torch.")
+                dtype, shape = name_of(self.destination.dtype), list(self.destination.shape)
                 with torch.no_grad():
-                    self.destination.copy_(tensor_from(data, dtype, list(self.destination.shape)))
+                    self.destination.copy_(tensor_from(data, dtype, shape))
         return True
 
     def is_completed(self) -> bool:
@@ -94,22 +91,13 @@ class WireGroup(dist.ProcessGroup):
         return Operation(self.wire, self._post("receive", tensors[0], source, tag), tensors[0])
 
     def _post(self, kind: str, tensor: torch.Tensor, peer: int, tag: int, payload: bytes = b"") -> int:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return self.wire.ask(
-            {
-                "is": kind,
-                "peer": self.members[peer],
-                "key": f"{self.name}/{tag}",
-                "dtype": dtype,
-                "shape": list(tensor.shape),
-            },
-            payload,
-        )
+        what = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape)}
+        where = {"peer": self.members[peer], "key": f"{self.name}/{tag}"}
+        return self.wire.ask({"is": kind, **where, **what}, payload)
 
     def barrier(self, options=None) -> Operation:
-        return Operation(
-            self.wire, self.wire.ask({"is": "barrier", "key": self.name, "members": self.members})
-        )
+        question = {"is": "barrier", "key": self.name, "members": self.members}
+        return Operation(self.wire, self.wire.ask(question))
 
     def fetch(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """The secret input `name` of this rank: the judge keeps it until this call, and notes the moment."""
@@ -122,10 +110,8 @@ class WireGroup(dist.ProcessGroup):
             "this network only sends and receives; build collectives from these, or use minitrain's"
         )
 
-    allreduce = allgather = _allgather_base = broadcast = reduce = reduce_scatter = _reduce_scatter_base = (
-        _not_here
-    )
-    alltoall = alltoall_base = gather = scatter = _not_here
+    allreduce = reduce = broadcast = reduce_scatter = _reduce_scatter_base = _not_here
+    allgather = _allgather_base = alltoall = alltoall_base = gather = scatter = _not_here
 
     # torch keeps these two in its C++ object, which only a C++ backend can fill
     @property
