@@ -57,8 +57,7 @@ class Runner:
     without attention). `cut(batch, schedule)` gives the units, if rows are not to fall evenly on them.
     `at(step, first_row)` is told which rows of the global batch come next. `before_backward`, if set, is
     called once a step before the rank's first backward; where it says True, on all ranks alike, the forwards
-    until then run again (post_validation.py).
-    """
+    until then run again (post_validation.py)."""
 
     methods = {"F": "forward", "R": "forward_again", "B": "backward", "I": "backward", "W": "weights"}
 
@@ -91,8 +90,8 @@ class Runner:
         tensors = (x for stage in stages.values() for x in (*stage.parameters(), *stage.buffers()))
         some = next((x for x in tensors if x.is_floating_point()), torch.empty(0))
         self.dtype, self.device = dtype or some.dtype, torch.device(device or some.device)
-        self.width, self.length_over, self.around, self.memory = width, length_over, around, memory
-        self.cut, self.at = cut or cut_evenly, at
+        self.width, self.length_over, self.around = width, length_over, around
+        self.memory, self.cut, self.at = memory, cut or cut_evenly, at
         self.with_positions = {number for number, stage in stages.items() if takes_positions(stage)}
         self.uses = Counter(param for stage in stages.values() for param in stage.parameters())
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}
@@ -176,12 +175,9 @@ class Runner:
         with self.around(str(action)):
             getattr(self, self.methods[action.kind])(action)
 
-    # ---- the actions ---------------------------------------------------------------------------------------
-
     def forward(self, action: Action) -> None:
         _, stage, unit = action
-        tokens = self.units[unit][0]
-        x = tokens if stage == 0 else self.take(F(stage - 1, unit)).requires_grad_()
+        x = self.units[unit][0] if stage == 0 else self.take(F(stage - 1, unit)).requires_grad_()
         again = (stage, unit) in self.again
         self.kept[stage, unit] = kept = Kept(x, drawn=random_state(self.device) if again else ())
         with torch.set_grad_enabled(not again):
@@ -259,8 +255,6 @@ class Runner:
     @property
     def last_rank(self) -> int:
         return self.home(self.schedule.stages - 1)
-
-    # ---- what comes and goes -------------------------------------------------------------------------------
 
     def give(self, what: Action, x: Tensor) -> None:
         """For the neighbouring stage: the next step of the program sends it, or it is on this rank."""

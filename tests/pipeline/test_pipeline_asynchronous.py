@@ -227,7 +227,7 @@ def test_refusals():
             "B0.1 comes before B0.0; updates need backwards in order": lambda: runner(
                 Schedule("", ((F(0, 0), F(0, 1), B(0, 1), B(0, 0)),), 1, 2), each_its_own()
             ),
-            "F0.4 comes before the update whose weights it takes; use a schedule": lambda: runner(
+            "F0.4 comes before the update whose weights it takes; run fewer ahead": lambda: runner(
                 gpipe(1, 6), double_buffered(2)
             ),
             "is for 2 ranks": lambda: runner(Schedule("", two, 2, 1), each_its_own()),

@@ -334,7 +334,7 @@ def test_refusals():
     check_refusals(
         {
             "max_norm=0: must be > 0": lambda: make(0),
-            "give squares=, a function": lambda: make(1.0, shards=cut()),
+            "give squares=, which sums over those ranks": lambda: make(1.0, shards=cut()),
             "the step before has not been checked": twice,
         },
         ranks=1,
