@@ -1,4 +1,6 @@
-"""`make bench` runs all of them, `make bench ONLY=ddp` one. Each file beside this one has a function `rows() -> list[Row]`."""
+"""`make bench` runs all of them, `make bench ONLY=ddp` one. Each file beside this one has a function `rows()
+-> list[Row]`.
+"""
 
 import importlib
 import sys

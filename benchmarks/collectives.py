@@ -1,7 +1,8 @@
 """Our collectives over send and receive against stock gloo's, 4 ranks, 256 KB to 16 MB.
 
-A turn is as many calls as move 4 MB, so that a short call is not measured by how far apart the ranks leave the barrier. Where the
-processes of a launch land on the cores moves a ratio more than turns do: the medians are over the turns of several launches.
+A turn is as many calls as move 4 MB, so that a short call is not measured by how far apart the ranks leave
+the barrier. Where the processes of a launch land on the cores moves a ratio more than turns do: the medians
+are over the turns of several launches.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,9 @@ SIZES = (256_000, 1_000_000, 4_000_000, 16_000_000)
 
 
 def turn(op: str, size_bytes: int, calls: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds a call of ours and of gloo's took on this rank, in each turn; `size_bytes` is the whole vector in float32."""
+    """Seconds a call of ours and of gloo's took on this rank, in each turn; `size_bytes` is the whole vector
+    in float32.
+    """
     group, stock, n = dist.group.WORLD, stock_group(), dist.get_world_size()
     whole = torch.randn(size_bytes // 4 // n * n)
     part = whole[: whole.numel() // n].clone()

@@ -1,4 +1,6 @@
-"""A data-parallel training step: our bucketed reducer against DistributedDataParallel, same GPT, same optimizer, 2 and 4 ranks."""
+"""A data-parallel training step: our bucketed reducer against DistributedDataParallel, same GPT, same
+optimizer, 2 and 4 ranks.
+"""
 
 import torch
 import torch.distributed as dist

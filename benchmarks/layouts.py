@@ -1,10 +1,12 @@
-"""Two axes at once against torch's own: dp 2 x tp 2 against `parallelize_module` with `fully_shard`, dp 2 x pp 2 against
-`torch.distributed.pipelining` with DistributedDataParallel. The same GPT, whole training steps with SGD, 4 ranks, in turns.
+"""Two axes at once against torch's own: dp 2 x tp 2 against `parallelize_module` with `fully_shard`, dp 2 x
+pp 2 against `torch.distributed.pipelining` with DistributedDataParallel. The same GPT, whole training steps
+with SGD, 4 ranks, in turns.
 
-Ours is what `parallelize` makes of a Strategy. A rank of the pipeline has 8 microbatches of one sequence of 64 tokens, as in pipeline.py; with
-128 tokens both compute twice as much between the same messages, and the ratio is 0.92 to 0.95.
-Peak memory is the most that torch's CPU allocator had given out during the third step, by its own events (torch's profiler), ours and
-theirs in a launch of their own each.
+Ours is what `parallelize` makes of a Strategy. A rank of the pipeline has 8 microbatches of one sequence of
+64 tokens, as in pipeline.py; with 128 tokens both compute twice as much between the same messages, and the
+ratio is 0.92 to 0.95.
+Peak memory is the most that torch's CPU allocator had given out during the third step, by its own events
+(torch's profiler), ours and theirs in a launch of their own each.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""What the ledger costs: a training step of a tiny model inside a `Ledger` against the same step without it."""
+"""What the ledger costs: a training step of a tiny model inside a `Ledger` against the same step without
+it.
+"""
 
 import statistics
 

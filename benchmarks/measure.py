@@ -1,6 +1,8 @@
-"""How the benchmarks measure: two functions in turns, A B A B, in one run on the same ranks; a ratio of medians.
+"""How the benchmarks measure: two functions in turns, A B A B, in one run on the same ranks; a ratio of
+medians.
 
-A time on a shared machine means little; two times taken in turns can be compared. `ratio` is better when lower.
+A time on a shared machine means little; two times taken in turns can be compared. `ratio` is better when
+lower.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ BEGIN, END = "<!-- table: make bench -->", "<!-- end of table -->"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `ratio` = ours / theirs (for a share of the hardware: our time / time at the best rate)."""
+    """One line of the table. `ratio` = ours / theirs (for a share of the hardware: our time / time at the
+    best rate).
+    """
 
     name: str
     peer: str
@@ -64,7 +68,8 @@ def in_turns(
     warmup: int = 3,
     meet: Callable[[], object] = lambda: None,
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each call, taken alternately; `meet` (a barrier) starts all ranks together, and the order swaps every round.
+    """Seconds of each call, taken alternately; `meet` (a barrier) starts all ranks together, and the order
+    swaps every round.
 
     Ours runs as minitrain's ranks do, theirs as Linux starts a thread (see `stock_group`).
     """
@@ -86,12 +91,13 @@ def in_turns(
 
 
 def stock_group(*ours: dist.ProcessGroup, ranks: list[int] | None = None) -> dist.ProcessGroup:
-    """A group of all ranks, or of some, for the peer, as torch makes it: its own connections and its own event loop.
+    """A group of all ranks, or of some, for the peer, as torch makes it: its own connections and its own
+    event loop.
 
-    On a group shared with the peer our transport would change what is measured: it has Linux treat the rank, and all event loops there
-    are when it first uses a group, in another way (`shared_cores`), and gloo's own collectives become up to 3 times as fast. So the
-    groups that are `ours` are used first, and the peer's loop is made by a thread as Linux starts it; `in_turns` looks at it once more
-    in the end.
+    On a group shared with the peer our transport would change what is measured: it has Linux treat the rank,
+    and all event loops there are when it first uses a group, in another way (`shared_cores`), and gloo's own
+    collectives become up to 3 times as fast. So the groups that are `ours` are used first, and the peer's
+    loop is made by a thread as Linux starts it; `in_turns` looks at it once more in the end.
     """
     for group in (dist.group.WORLD, *ours):
         channel_of(group)
@@ -107,7 +113,9 @@ _STOCK_LOOPS: list[int] = []  # threads of the peer
 
 
 def slowest_then_median(per_rank: list[tuple[list[float], list[float]]]) -> tuple[float, float]:
-    """A collective step is as slow as its slowest rank: the maximum over ranks of each round, then the median over rounds."""
+    """A collective step is as slow as its slowest rank: the maximum over ranks of each round, then the median
+    over rounds.
+    """
     return tuple(
         statistics.median(
             max(rank[which][turn] for rank in per_rank) for turn in range(len(per_rank[0][which]))
@@ -140,7 +148,9 @@ def most_in(name: str, profiler: torch.profiler.profile) -> int:
 
 
 def save(rows: list[Row]) -> None:
-    """Merge into results.json (a row of the same name and peer is replaced) and rewrite the table in README.md."""
+    """Merge into results.json (a row of the same name and peer is replaced) and rewrite the table in
+    README.md.
+    """
     known = (
         {(old["name"], old["peer"]): old for old in json.loads(RESULTS.read_text())}
         if RESULTS.exists()

@@ -1,8 +1,10 @@
-"""A training step on one device against the best matrix product of the same machine: the share of the hardware that training gets.
+"""A training step on one device against the best matrix product of the same machine: the share of the
+hardware that training gets.
 
-ratio = time of the step / time its FLOPs would take at the best rate, so 1.43 is 70 % of the machine. GPT-2's block (LayerNorm, GELU)
-with attention as plain products, which at this length is faster on a CPU than torch's fused one; enough tokens that reading
-and writing the optimizer's state is a small part; on one rank with all cores, since a rank keeps freed memory.
+ratio = time of the step / time its FLOPs would take at the best rate, so 1.43 is 70 % of the machine. GPT-2's
+block (LayerNorm, GELU) with attention as plain products, which at this length is faster on a CPU than torch's
+fused one; enough tokens that reading and writing the optimizer's state is a small part; on one rank with all
+cores, since a rank keeps freed memory.
 """
 
 import os

@@ -1,8 +1,10 @@
-"""Pipelines against torch.distributed.pipelining: the same schedule, stages and microbatches on 4 ranks, forward and backward, in turns.
+"""Pipelines against torch.distributed.pipelining: the same schedule, stages and microbatches on 4 ranks,
+forward and backward, in turns.
 
-Both run blocks of one GPT, cut into 4 stages or into 8 (two a rank), 8 microbatches of one sequence. Each keeps to its own list: torch's
-schedules of these names have the same idea, their lists may differ in the order of a few actions. Last row: how long it takes to say
-when everything happens in a schedule of 64 ranks and 512 microbatches.
+Both run blocks of one GPT, cut into 4 stages or into 8 (two a rank), 8 microbatches of one sequence. Each
+keeps to its own list: torch's schedules of these names have the same idea, their lists may differ in the
+order of a few actions. Last row: how long it takes to say when everything happens in a schedule of 64 ranks
+and 512 microbatches.
 """
 
 from time import perf_counter

@@ -1,9 +1,11 @@
-"""Tensor parallelism against DTensor's `parallelize_module`: an MLP and a whole Transformer layer, forward and backward, in turns.
+"""Tensor parallelism against DTensor's `parallelize_module`: an MLP and a whole Transformer layer, forward
+and backward, in turns.
 
-Both cut the same model the same way: columns, then rows; with sequence parallelism the norms work on slices of the sequence. The
-peer's plan gathers the input of Q, K and V once (`PrepareModuleInput` before the attention), as torchtitan's does. Without sequence
-parallelism ours is overlap.py with whole sums (one piece): the sum of dX travels behind the product for dW, as Megatron-LM has it.
-Two shapes, 256 and 512 tokens: with more tokens products, which are the peer's too, take more of the time.
+Both cut the same model the same way: columns, then rows; with sequence parallelism the norms work on slices
+of the sequence. The peer's plan gathers the input of Q, K and V once (`PrepareModuleInput` before the
+attention), as torchtitan's does. Without sequence parallelism ours is overlap.py with whole sums (one piece):
+the sum of dX travels behind the product for dW, as Megatron-LM has it. Two shapes, 256 and 512 tokens: with
+more tokens products, which are the peer's too, take more of the time.
 """
 
 from collections.abc import Callable
@@ -51,7 +53,9 @@ LAUNCHES, TURNS = 3, 31
 def our_layer(
     block: nn.Module, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> tuple[nn.Module, GradReducer | None]:
-    """The block cut by minitrain, and what sums the gradients of the parameters that see a slice of the sequence."""
+    """The block cut by minitrain, and what sums the gradients of the parameters that see a slice of the
+    sequence.
+    """
     column, row = (
         (sequence.column, sequence.row)
         if sequence_parallel

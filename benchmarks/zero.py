@@ -1,7 +1,9 @@
-"""ZeRO against torch's own: stage 3 against `fully_shard`, stage 1 against `ZeroRedundancyOptimizer`; same GPT, same ranks, in turns.
+"""ZeRO against torch's own: stage 3 against `fully_shard`, stage 1 against `ZeroRedundancyOptimizer`; same
+GPT, same ranks, in turns.
 
-Peak memory is the most that torch's CPU allocator had given out during the third step, by the allocator's own events, which torch's
-profiler records from the making of the model on; ours and theirs in a launch of their own each.
+Peak memory is the most that torch's CPU allocator had given out during the third step, by the allocator's own
+events, which torch's profiler records from the making of the model on; ours and theirs in a launch of their
+own each.
 """
 
 from collections.abc import Callable

@@ -128,7 +128,7 @@ def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
         raise ValueError(f"{schedule.name} is for {said}, {ours}")
 
 
-# ---- 1: the layers of this rank ----------------------------------------------------------------------------
+# ---- 1: the layers of this rank --------------------------------------------------------------------------
 
 
 def build(config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule, cuts, seed, device) -> GPT | Stages:
@@ -150,7 +150,7 @@ def freeze(module: nn.Module, patterns: Iterable[str], config: GPTConfig | None)
             param.requires_grad_(False)
 
 
-# ---- 2 to 4: what is swapped -------------------------------------------------------------------------------
+# ---- 2 to 4: what is swapped -----------------------------------------------------------------------------
 
 
 def cut_model(
@@ -195,7 +195,7 @@ def layout_of(strategy: Strategy, schedule: Schedule | None):
     return data_layout(strategy.core, strategy.context_groups, strategy.layout, slices)
 
 
-# ---- 5: placements -----------------------------------------------------------------------------------------
+# ---- 5: placements ---------------------------------------------------------------------------------------
 
 
 def sum_over(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
@@ -223,7 +223,7 @@ def share_stages(module: Stages, schedule: Schedule, mesh: Mesh) -> None:
             place(param, copies=groups.get(tuple(sorted(ends if at_an_end else holders[stage]))))
 
 
-# ---- 6: sync -----------------------------------------------------------------------------------------------
+# ---- 6: sync ---------------------------------------------------------------------------------------------
 
 
 def make_sync(
@@ -238,7 +238,7 @@ def make_sync(
     return (Replicated, Zero1, Zero2)[strategy.zero](module, rows, make_optimizer, strategy.bucket_bytes)
 
 
-# ---- 7: how a step ends ------------------------------------------------------------------------------------
+# ---- 7: how a step ends ----------------------------------------------------------------------------------
 
 
 def check_late(sync: Sync, mesh: Mesh, runner: Runner) -> PostValidation:

@@ -67,7 +67,7 @@ class Run:
         param = next(self.model.parameters())
         self.device, self.dtype = param.device, param.dtype
 
-    # ---- training ------------------------------------------------------------------------------------------
+    # ---- training -----------------------------------------------------------------------------------------
 
     def batch(self, rows: Rows, step: int) -> Batch:
         """This rank's tokens of global batch `step`, their positions, and the number of valid targets."""
@@ -101,7 +101,7 @@ class Run:
         """The loss of the global batch on every rank, from this rank's part of it."""
         return collectives.all_reduce(loss, self.loss_group)
 
-    # ---- looking at it -------------------------------------------------------------------------------------
+    # ---- looking at it ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
@@ -171,7 +171,7 @@ class Run:
     def training(self) -> bool:
         return self.model.training
 
-    # ---- states --------------------------------------------------------------------------------------------
+    # ---- states -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """{"parameters": {name: whole}, "optimizer": {name: {..}}}, the same on every rank."""

@@ -87,7 +87,7 @@ class Strategy:
             for rank, program in enumerate(lower(schedule) if self.post_validation else ()):
                 pause(program, rank, schedule)
 
-    # ---- what follows from it ------------------------------------------------------------------------------
+    # ---- what follows from it -----------------------------------------------------------------------------
 
     @property
     def ranks(self) -> int:
@@ -149,7 +149,7 @@ class Strategy:
     def _said(self, names: Iterable[str], between: str = ", ") -> str:
         return between.join(f"{name}={getattr(self, name)!r}" for name in names)
 
-    # ---- what cannot be ------------------------------------------------------------------------------------
+    # ---- what cannot be -----------------------------------------------------------------------------------
 
     def _check_context(self) -> None:
         for name, table in (("core", cores.CORES), ("layout", cores.LAYOUTS)):

@@ -74,7 +74,7 @@ def train(
         raise typer.Exit(130) from None
 
 
-# ---- before a rank starts ----------------------------------------------------------------------------------
+# ---- before a rank starts --------------------------------------------------------------------------------
 
 
 def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
@@ -155,7 +155,7 @@ def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> i
     return int(parameters(config) * (here / (strategy.pp * strategy.tp) + saves * (weight + optimizer)))
 
 
-# ---- on every rank -----------------------------------------------------------------------------------------
+# ---- on every rank ---------------------------------------------------------------------------------------
 
 
 def train_on_rank(

@@ -69,7 +69,7 @@ class Trainer:
         self.rank, self.ranks = collectives.world().rank(), collectives.world().size()
         self.step, self.records = 0, []
 
-    # ---- training ------------------------------------------------------------------------------------------
+    # ---- training -----------------------------------------------------------------------------------------
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Train to the last step; yields a record per report, to print, plot or stop at."""
@@ -112,7 +112,7 @@ class Trainer:
         flops = flops_per_token(self.parallel.config, self.hyper.length)
         return {"tokens_per_s": tokens_per_s, "mfu": mfu(tokens_per_s, flops, self.ranks, self.peak_flops)}
 
-    # ---- looking at it -------------------------------------------------------------------------------------
+    # ---- looking at it ------------------------------------------------------------------------------------
 
     def held_out_loss(self, batches: int = 2) -> float | None:
         """Mean loss per token on text that is not trained on, always the same windows, over all ranks."""
@@ -127,7 +127,7 @@ class Trainer:
         tokens = torch.tensor([list(prompt.encode())], device=self.parallel.device)
         return bytes(self.parallel.sample(tokens, n, temperature, seed)[0].tolist()).decode(errors="replace")
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------
+    # ---- checkpoints --------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Rank 0 writes the log, then the checkpoint: going on from an older one writes the line again."""

@@ -1,4 +1,5 @@
-"""With --atlas (as `make test` runs it): every test that the atlas names must have run and passed, or the run fails.
+"""With --atlas (as `make test` runs it): every test that the atlas names must have run and passed, or the run
+fails.
 
 Hypothesis draws the same examples in every run and never looks at the clock: a test that fails does so again.
 """

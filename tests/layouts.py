@@ -1,4 +1,5 @@
-"""Random layouts: any strategy that `check` lets through trains as one process does, and its dry run is its real run to the byte.
+"""Random layouts: any strategy that `check` lets through trains as one process does, and its dry run is its
+real run to the byte.
 
     python -m tests.layouts --draws 500 --seed 7          as many as you like; a draw is its number: --seed 7 --only 123 runs one again
 
@@ -71,7 +72,9 @@ class Draw:
         return tokens, targets
 
     def make_optimizer(self, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Matrices decay, vectors do not; eps is large enough that rounding of gradients near 0 is not magnified."""
+        """Matrices decay, vectors do not; eps is large enough that rounding of gradients near 0 is not
+        magnified.
+        """
         groups = [
             {"params": [p for p in params if (p.dim() >= 2) == decays], "weight_decay": 0.1 * decays}
             for decays in (True, False)
@@ -84,7 +87,7 @@ class Draw:
         )
 
 
-# ---- drawing -----------------------------------------------------------------------------------------------
+# ---- drawing ---------------------------------------------------------------------------------------------
 
 
 def draw(number: int, seed: int) -> Draw:
@@ -190,7 +193,7 @@ def draw_frozen(chance: random.Random, config: GPTConfig) -> tuple[str, ...]:
     )
 
 
-# ---- one process -------------------------------------------------------------------------------------------
+# ---- one process -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -244,7 +247,7 @@ def as_torch_has_it(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     )
 
 
-# ---- on ranks, real and dry --------------------------------------------------------------------------------
+# ---- on ranks, real and dry ------------------------------------------------------------------------------
 
 
 def begin(case: Draw, lent: dict | None = None):
@@ -341,7 +344,7 @@ def differing(mine, other):
     return {key: value for key, value in mine.items() if other.get(key) != value}
 
 
-# ---- what composes with what -------------------------------------------------------------------------------
+# ---- what composes with what -----------------------------------------------------------------------------
 
 FEATURES = {
     "dp": lambda s, c: s.dp > 1 and not s.zero,

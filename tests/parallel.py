@@ -60,7 +60,9 @@ class Problem:
         return model
 
     def batch(self, step: int, rank: int = 0, size: int = 1) -> tuple[Tensor, Tensor]:
-        """This rank's rows of the step's batch; row i has its last i % 5 targets masked, so ranks differ in valid tokens."""
+        """This rank's rows of the step's batch; row i has its last i % 5 targets masked, so ranks differ in
+        valid tokens.
+        """
         count = self.batch_sizes[step]
         tokens, targets = random_tokens(step, 0, 1, count, self.length, self.config.vocab_size, seed=5)
         targets = targets.clone()
@@ -72,7 +74,9 @@ class Problem:
 
 @dataclass
 class Outcome:
-    """What is compared: the loss of every step, the clipped gradients of the last, the parameters after it."""
+    """What is compared: the loss of every step, the clipped gradients of the last, the parameters after
+    it.
+    """
 
     losses: list[float]
     grads: dict[str, Tensor]
@@ -117,7 +121,9 @@ def train_on_rank(problem: Problem, make_reducer: Callable) -> Outcome:
 
 
 def train_sharded(problem: Problem, make_sharded: Callable) -> Outcome:
-    """The same for a technique that holds the optimizer too: `make_sharded(model, group, make_optimizer)`, as in ZeRO."""
+    """The same for a technique that holds the optimizer too: `make_sharded(model, group, make_optimizer)`, as
+    in ZeRO.
+    """
     group = collectives.world()
     torch.manual_seed(1000 + group.rank())
     model = problem.model()
@@ -170,7 +176,9 @@ def train_pipeline(
     cuts: Sequence[range] | None = None,
     **settings,
 ) -> Outcome:
-    """The same as a pipeline by a schedule of one's own; what is compared is this rank's part of the model."""
+    """The same as a pipeline by a schedule of one's own; what is compared is this rank's part of the
+    model.
+    """
     problem = replace(problem, microbatches=schedule.microbatches // schedule.slices)
     if schedule.slices > 1:
         settings |= dict(schedule="terapipe", slices=schedule.slices, recompute=shape["pp"] == 1)
@@ -188,7 +196,9 @@ def pipeline_difference(
 
 
 def together(outcomes: Iterable[Outcome]) -> Outcome:
-    """The stages' outcomes as that of a whole model; a parameter that stands twice must be the same on both."""
+    """The stages' outcomes as that of a whole model; a parameter that stands twice must be the same on
+    both.
+    """
     losses, grads, params = [], {}, {}
     for outcome in outcomes:
         losses = losses or outcome.losses
@@ -222,7 +232,9 @@ def on_ranks(problem: Problem, make_reducer: Callable, ranks: int) -> list[Outco
 
 
 def difference(outcome: Outcome, reference: Outcome, part: bool = False) -> float:
-    """The largest absolute difference in losses, gradients and parameters; names must be the same, or a part of them (a stage)."""
+    """The largest absolute difference in losses, gradients and parameters; names must be the same, or a part
+    of them (a stage).
+    """
     for ours, theirs in ((outcome.grads, reference.grads), (outcome.params, reference.params)):
         assert ours.keys() <= theirs.keys() if part else ours.keys() == theirs.keys()
     pairs = [(outcome.grads[name], reference.grads[name]) for name in outcome.grads]

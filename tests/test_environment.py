@@ -1,4 +1,6 @@
-"""One list of dependencies in three files: pyproject.toml names the bounds, environment.yml repeats them, constraints.txt pins them."""
+"""One list of dependencies in three files: pyproject.toml names the bounds, environment.yml repeats them,
+constraints.txt pins them.
+"""
 
 import ast
 import sys

@@ -1,4 +1,6 @@
-"""Random layouts, a few of them each time; `python -m tests.layouts --draws 500 --seed 7` runs as many as one likes."""
+"""Random layouts, a few of them each time; `python -m tests.layouts --draws 500 --seed 7` runs as many as one
+likes.
+"""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""The mesh: the same groups as torch's DeviceMesh, any of them flattened, at any size, and one-line errors."""
+"""The mesh: the same groups as torch's DeviceMesh, any of them flattened, at any size, and one-line
+errors.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Axes together: rows over dp, tokens over cp, matrices over tp, states by ZeRO; the same training step equals one process."""
+"""Axes together: rows over dp, tokens over cp, matrices over tp, states by ZeRO; the same training step
+equals one process.
+"""
 
 import json
 from dataclasses import FrozenInstanceError, asdict
@@ -69,7 +71,9 @@ def references():
     ids=[" ".join(f"{axis}{size}" for axis, size in shape.items()) for shape, _ in CASES],
 )
 def test_equals_one_process(shape, ways, references):
-    """Loss, gradients and parameters after three steps; RoPE, learned positions and masks are right under every layout."""
+    """Loss, gradients and parameters after three steps; RoPE, learned positions and masks are right under
+    every layout.
+    """
 
     def rank():
         return [
@@ -179,7 +183,9 @@ def test_a_strategy_prints_and_travels():
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3, "NGG"])
 def test_a_module_of_the_readers_own(zero):
-    """Plain torch.nn: data parallelism and every stage of ZeRO equal one process; decay by group; the loss is the reader's."""
+    """Plain torch.nn: data parallelism and every stage of ZeRO equal one process; decay by group; the loss is
+    the reader's.
+    """
 
     class Own(nn.Module):
         def __init__(self):
@@ -242,7 +248,9 @@ FROZEN = {
 
 @pytest.mark.parametrize("what", FROZEN)
 def test_frozen_tables_and_stages_in_a_pipeline(what):
-    """A tied table that is frozen stays so at both ends; a stage may have nothing to train. Whole and split backward, V shapes too."""
+    """A tied table that is frozen stays so at both ends; a stage may have nothing to train. Whole and split
+    backward, V shapes too.
+    """
     problem = Problem(config=small(num_layers=4), frozen="")
     ways = [
         Strategy(pp=2, schedule=name, zero=zero)
@@ -272,7 +280,9 @@ def test_frozen_tables_and_stages_in_a_pipeline(what):
     ids=str,
 )
 def test_every_rank_makes_as_many_groups(way):
-    """Else the next one has another name on each, and all wait. With norms behind, the last stage of three has none that sees slices."""
+    """Else the next one has another name on each, and all wait. With norms behind, the last stage of three
+    has none that sees slices.
+    """
     config = small(vocab_size=32, residual="post")
     made = [
         dryrun.run(lambda: len(parallelize(config, way).mesh._groups), rank=rank, ranks=way.ranks)
@@ -282,7 +292,9 @@ def test_every_rank_makes_as_many_groups(way):
 
 
 def test_decay_by_group_means_the_same_whatever_is_cut():
-    """`p.dim() >= 2` sees whole matrices under ZeRO and tensor parallelism; without decay the parameters are others."""
+    """`p.dim() >= 2` sees whole matrices under ZeRO and tensor parallelism; without decay the parameters are
+    others.
+    """
     problem = Problem()
 
     def rank(strategies, decay):

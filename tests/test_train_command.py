@@ -1,4 +1,6 @@
-"""`minitrain train`: any layout from flags, here and under torchrun; refused in one line before a rank starts; the exit codes."""
+"""`minitrain train`: any layout from flags, here and under torchrun; refused in one line before a rank
+starts; the exit codes.
+"""
 
 import inspect
 import json
@@ -51,7 +53,9 @@ SMALL = (
 
 @pytest.fixture
 def minitrain(monkeypatch, tmp_path, capfd):
-    """Runs the command line in this process, in an empty folder with text.txt: (exit code, stdout, stderr)."""
+    """Runs the command line in this process, in an empty folder with text.txt: (exit code, stdout,
+    stderr).
+    """
     (tmp_path / "text.txt").write_bytes(TEXT)
     monkeypatch.chdir(tmp_path)
 
@@ -65,11 +69,13 @@ def minitrain(monkeypatch, tmp_path, capfd):
     return run
 
 
-# ---- it trains ---------------------------------------------------------------------------------------------
+# ---- it trains -------------------------------------------------------------------------------------------
 
 
 def test_any_layout_trains_and_goes_on_in_another(minitrain):
-    """dp with tp and ZeRO, a pipeline, a cut sequence, hybrid sharding: each goes on where another one stopped."""
+    """dp with tp and ZeRO, a pipeline, a cut sequence, hybrid sharding: each goes on where another one
+    stopped.
+    """
     forms = [
         "--dp 2 --tp 2 --zero 1",
         "--pp 2 --microbatches 4 --schedule 1f1b",
@@ -202,7 +208,9 @@ def under_torchrun(folder, *words):
 
 
 def by_hand(folder):
-    """What the job below should have come to: one process, one Trainer, settings written out. Not what the command makes of flags."""
+    """What the job below should have come to: one process, one Trainer, settings written out. Not what the
+    command makes of flags.
+    """
     text, held_out = Text((folder / "text.txt").read_bytes()).split()
     config = GPTConfig(d_model=32, num_layers=2, num_heads=4, max_positions=256, dropout=0.1)
     hyper = Hyperparameters(steps=4, batch_size=4, length=16, lr=0.01, seed=3)
@@ -214,7 +222,9 @@ def by_hand(folder):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback's name is Linux's")
 def test_the_same_command_under_torchrun_and_resumed(tmp_path, minitrain):
-    """The job trains to the numbers of one process, and goes on in another layout from the checkpoint of local ranks."""
+    """The job trains to the numbers of one process, and goes on in another layout from the checkpoint of
+    local ranks.
+    """
     settings = ("--precision", "float64", "--seed", "3", "--dropout", "0.1", "--lr", "0.01", "--out", "run")
     ((records, weights),) = launch.run(by_hand, tmp_path, ranks=1)
 
@@ -265,7 +275,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         )
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -342,7 +352,7 @@ def test_a_checkpoint_of_another_recipe_is_bad_input_and_a_rank_that_fails_is_ex
     )
 
 
-# ---- flags -------------------------------------------------------------------------------------------------
+# ---- flags -----------------------------------------------------------------------------------------------
 
 
 def test_help_names_every_field():
@@ -400,7 +410,9 @@ def test_a_field_is_a_flag():
 
 
 def test_state_bytes_are_those_of_the_formulas():
-    """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; whole ones besides for a checkpoint."""
+    """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; whole ones besides for a
+    checkpoint.
+    """
     config = presets["tiny"]
     count = parameters(config)
     for stage in (0, 1, 2, 3):

@@ -43,7 +43,7 @@ from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
 
 Tensors = tuple[Tensor, ...]
 
-# ---- first the ring alone: contiguous tokens, causal -------------------------------------------------------
+# ---- first the ring alone: contiguous tokens, causal ------------------------------------------------------
 
 
 def flat_ring(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ def flat_ring_backward(
     return dq, *sums
 
 
-# ---- then any layout, any mask, and nothing waited for that could be hidden --------------------------------
+# ---- then any layout, any mask, and nothing waited for that could be hidden ------------------------------
 
 
 def ring_attention(
@@ -137,7 +137,7 @@ def ring_backward(
     return dq.total.to(q.dtype), *(dx.to(k.dtype).transpose(1, 2) for dx in (dk, dv))
 
 
-# ---- the ring ----------------------------------------------------------------------------------------------
+# ---- the ring --------------------------------------------------------------------------------------------
 
 
 def ring_pass(

@@ -184,7 +184,7 @@ def failure_in(check: book.Cell, namespace: dict, session: Session, seed: str) -
     return None
 
 
-# ---- proofs ------------------------------------------------------------------------------------------------
+# ---- proofs ----------------------------------------------------------------------------------------------
 
 
 def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:

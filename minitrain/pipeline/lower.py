@@ -136,7 +136,7 @@ def _sent(rank: int, schedule: Schedule, sends: Messages) -> dict[int, list[Acti
     return freed
 
 
-# ---- moves -------------------------------------------------------------------------------------------------
+# ---- moves -----------------------------------------------------------------------------------------------
 
 
 def _moves(rank: int, schedule: Schedule, most: int) -> tuple[dict[Action, int], dict[int, list[Action]]]:

@@ -47,7 +47,7 @@ class PostValidation:
             rule = "give squares=, which sums over those ranks, or use optim.clip_grad_norm before the step"
             raise ValueError(f"parameters are cut over other ranks; {rule}")
 
-    # ---- what a training step calls ------------------------------------------------------------------------
+    # ---- what a training step calls -----------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict]:
@@ -89,7 +89,7 @@ class PostValidation:
             self.validate()
         return self.norm
 
-    # ---- the check -----------------------------------------------------------------------------------------
+    # ---- the check ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def validate(self) -> tuple[Tensor, bool]:

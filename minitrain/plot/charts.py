@@ -28,7 +28,7 @@ _NODE_EDGE = {"color": BLACK, "linewidth": 1.8}
 _ONE = "#DCEBF5"  # a chunk of one rank alone: pale blue
 
 
-# ---- one step ----------------------------------------------------------------------------------------------
+# ---- one step --------------------------------------------------------------------------------------------
 @style.styled
 def timeline(timeline, ranks: Iterable[int] | None = None, title: str = "") -> Figure:
     """A replayed step (`simulate.timeline.Timeline`): per rank its computation, then a lane per axis."""
@@ -119,7 +119,7 @@ def _phases(events: Sequence) -> list[tuple[int, str]]:
     return [(i, phase) for i, (last, phase) in enumerate(pairwise(phases)) if phase and phase != last]
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------
+# ---- numbers ---------------------------------------------------------------------------------------------
 @style.styled
 def bars_by_kind(
     rows: Mapping[str, Mapping[str, float]],
@@ -217,7 +217,7 @@ def loss_curves(losses: Series, *, title: str = "Loss", xlabel: str = "step") ->
     return style.finished(figure, title, ax.get_legend_handles_labels()[0])
 
 
-# ---- ranks and what they exchange --------------------------------------------------------------------------
+# ---- ranks and what they exchange ------------------------------------------------------------------------
 @style.styled
 def rank_grid(
     shape: Mapping[str, int], *, axes: Sequence[str] = (), devices_per_node: int = 0, title: str = ""

@@ -88,7 +88,7 @@ class Machine:
         return self.nic_bytes_per_s * self.nics_per_node / self.devices_per_node
 
 
-# ---- links ------------------------------
+# ---- links -----------------------------------------------------------------------------------------------
 _LL128 = "latency: NCCL tuning.cc, ring, LL128"
 
 
@@ -122,7 +122,7 @@ INFINIBAND_NDR = _network("InfiniBand NDR", 400, "InfiniBand Trade Association r
 ETHERNET_100G = _network("100G Ethernet", 100, "IEEE 802.3ba, with RDMA")
 
 
-# ---- devices ------------------------------
+# ---- devices ---------------------------------------------------------------------------------------------
 def _device(name: str, memory_gb: int, gb_per_s: int, source: str, **tflops: float) -> Device:
     rates = {dtype: rate * TFLOPS for dtype, rate in tflops.items()}
     return Device(name, rates, memory_gb * GB, gb_per_s * GB, source)
@@ -145,7 +145,7 @@ H800 = _device("H800 SXM 80GB", 80, 3350, _CUT, **_H800)
 H200 = _device("H200 SXM 141GB", 141, 4800, _SPARSE.format("H200"), **_HOPPER)
 ASCEND_910 = _device("Ascend 910", 32, 1200, "Huawei, Hot Chips 31 (2019)", float16=256)
 
-# ---- machines ------------------------------
+# ---- machines ---------------------------------------------------------------------------------------------
 _MACHINES = [
     Machine("v100", V100, 8, NVLINK2, INFINIBAND_EDR, nics_per_node=4),  # DGX-1
     Machine("v100-ethernet", V100_PCIE, 4, PCIE3, ETHERNET_100G, nics_per_node=1),  # a plain server

@@ -1,4 +1,5 @@
-"""The picture of the README, made from runs: `python notebooks/pictures/overview.py` writes overview.png beside this file.
+"""The picture of the README, made from runs: `python notebooks/pictures/overview.py` writes overview.png
+beside this file.
 
 1  memory       a small GPT on 4 processes, in its second step; a dry run must give the same account
 2  bytes        what 4 processes hand to the network, beside the papers' formulas; all must be equal
@@ -45,7 +46,7 @@ STACK = ("parameters", "optimizer state", "gradients", "activations", "buffers")
 HALF, WHOLE = Fraction(RANKS - 1, RANKS), Fraction(2 * (RANKS - 1), RANKS)
 
 
-# ---- what is run -----------------------------------------------------------------------------------------------------
+# ---- what is run -----------------------------------------------------------------------------------------
 
 
 def training_step():
@@ -70,7 +71,9 @@ def training_step():
 
 
 def sent_by_each_way(numel=120_000, microbatches=4):
-    """{what: bytes this rank sends} for collectives on `numel` float32 and for ways to sum a gradient of that size."""
+    """{what: bytes this rank sends} for collectives on `numel` float32 and for ways to sum a gradient of that
+    size.
+    """
     group, weight, sent = world(), torch.nn.Parameter(torch.zeros(numel)), {}
 
     def account(what, run):
@@ -126,7 +129,7 @@ def large_step(bucketed):
     return ledger
 
 
-# ---- how it is drawn -------------------------------------------------------------------------------------------------
+# ---- how it is drawn -------------------------------------------------------------------------------------
 
 
 def draw_memory(ax, timeline, events):
@@ -196,7 +199,9 @@ def draw_memory(ax, timeline, events):
 
 
 def draw_bytes(ax, rows):
-    """{what: (measured, formula in units of S, its text)}: a bar as measured, a ring where the formula says."""
+    """{what: (measured, formula in units of S, its text)}: a bar as measured, a ring where the formula
+    says.
+    """
     for y, (what, (measured, formula, text)) in enumerate(rows.items()):
         bar = ax.barh(y, measured, height=0.62, color=COLOURS["measured"])
         (ring,) = ax.plot(

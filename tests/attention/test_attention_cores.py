@@ -1,4 +1,6 @@
-"""Attention cores of one process: each equals naive attention, forward and every gradient, and remembers no scores."""
+"""Attention cores of one process: each equals naive attention, forward and every gradient, and remembers no
+scores.
+"""
 
 from functools import partial
 
@@ -101,7 +103,7 @@ def extra_bytes(core, tokens, backward):
     return ledger.peak_bytes - sum(x.nbytes for x in held)
 
 
-# ---- naive -----------------------------------------------------------------------------------------------------------
+# ---- naive -----------------------------------------------------------------------------------------------
 
 
 def test_attention_op():
@@ -121,7 +123,7 @@ def test_attention_op():
     assert flops(64) == 4 * flops(32)
 
 
-# ---- lazy softmax ----------------------------------------------------------------------------------------------------
+# ---- lazy softmax ----------------------------------------------------------------------------------------
 
 
 def test_rabe_memeff():
@@ -151,13 +153,15 @@ def test_rabe_memeff():
 
 
 def test_lazy_backward_holds_the_summaries_of_one_chunk_of_queries():
-    """Four times the tokens: dk, dv and chunks of dq grow four times, summaries twice; naive holds 16 times as much."""
+    """Four times the tokens: dk, dv and chunks of dq grow four times, summaries twice; naive holds 16 times
+    as much.
+    """
     chunked = partial(lazy_attention, query_chunk=8)
     assert extra_bytes(chunked, 144, True) < 4 * extra_bytes(chunked, 36, True)
     assert extra_bytes(naive_attention, 144, True) > 16 * extra_bytes(naive_attention, 36, True)
 
 
-# ---- flash -----------------------------------------------------------------------------------------------------------
+# ---- flash -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [flash_1, flash_2])
@@ -230,7 +234,9 @@ def test_extra_memory_is_flat(version):
 
 @pytest.mark.parametrize("version", [flash_1, flash_2])
 def test_tiles_are_blocks_that_merge(version):
-    """Halves of the keys, each by tiles: merged they are the whole, and backward needs only the whole's O and lse."""
+    """Halves of the keys, each by tiles: merged they are the whole, and backward needs only the whole's O and
+    lse.
+    """
     q, k, v = (x.detach() for x in inputs(13, 4, 2))
     kernel, halves = version(48), (slice(0, 6), slice(6, 13))
     whole, whole_lse = kernel.forward(q, k, v, False)
@@ -291,7 +297,7 @@ def test_refused_in_one_line(wrong, says):
     assert "\n" not in str(error.value)
 
 
-# ---- blockwise -------------------------------------------------------------------------------------------------------
+# ---- blockwise -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -326,7 +332,9 @@ def test_blockwise_equals_the_block(settings):
 
 
 def test_bpt():
-    """The widest kept tensor in bytes of 2: 8bsh with attention by tiles alone, 2bsh blockwise; and what the peak makes of it."""
+    """The widest kept tensor in bytes of 2: 8bsh with attention by tiles alone, 2bsh blockwise; and what the
+    peak makes of it.
+    """
     batch, tokens, width = 1, 256, 32
     bsh = batch * tokens * width
     tiled = partial(flash_attention, kernel=flash_2(1024))
@@ -379,7 +387,7 @@ def test_blockwise_without_a_mask_and_what_it_refuses():
         blockwise_block(block, torch.zeros(1, 4, 64), torch.arange(4), rows=2)
 
 
-# ---- FlashAttention-3, simulated -------------------------------------------------------------------------------------
+# ---- FlashAttention-3, simulated -------------------------------------------------------------------------
 
 
 def rmse(seed, **ways):

@@ -1,7 +1,7 @@
 """Collectives against numpy's definition and torch's own: values, dtypes, layouts, order, bytes, overlap.
 
-The same checks run wherever ranks find themselves: gloo on a laptop, NCCL where each rank has a GPU, gloo over shared
-GPUs.
+The same checks run wherever ranks find themselves: gloo on a laptop, NCCL where each rank has a GPU, gloo
+over shared GPUs.
 """
 
 import math
@@ -23,7 +23,7 @@ def per_rank(fn, ranks, *args, **kwargs):
     return launch.run(fn, *args, ranks=ranks, **kwargs)
 
 
-# ---- meaning: numpy, torch.distributed and minitrain agree on eight operations ---------------------------------------
+# ---- meaning: numpy, torch.distributed and minitrain agree on eight operations ---------------------------
 
 
 def define(op: str, xs: list[numpy.ndarray]) -> list[numpy.ndarray]:
@@ -143,7 +143,7 @@ def test_eight_operations_mean_what_numpy_and_torch_say(ranks):
         assert not numpy.array_equal(define("all_to_all", xs)[0], define("all_to_all uneven", xs)[0])
 
 
-# ---- dims, layouts, dtypes, sizes ------------------------------------------------------------------------------------
+# ---- dims, layouts, dtypes, sizes ------------------------------------------------------------------------
 
 
 def other_dims():
@@ -226,7 +226,7 @@ def test_any_dtype_and_size(ranks):
     per_rank(dtypes_and_sizes, ranks)
 
 
-# ---- the order of a sum ----------------------------------------------------------------------------------------------
+# ---- the order of a sum ----------------------------------------------------------------------------------
 
 
 def awkward(rank: int, dtype=torch.float32) -> torch.Tensor:
@@ -264,7 +264,9 @@ def test_sums_are_taken_in_rank_order_and_equal_to_the_last_bit(ranks):
 
 
 def cuts(dtype):
-    """The same numbers as one tensor, in pieces, and as a scattered bucket whose buffer is overwritten at once."""
+    """The same numbers as one tensor, in pieces, and as a scattered bucket whose buffer is overwritten at
+    once.
+    """
     group = dist.group.WORLD
     n, rank = group.size(), group.rank()
     x = torch.cat([awkward(rank, dtype)] * 8 * n)[: 1000 * 8 * n]
@@ -289,7 +291,9 @@ def cuts(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL adds in an order of its own")
 def test_the_bits_of_a_sum_do_not_depend_on_how_a_tensor_is_cut(ranks, dtype):
-    """Plain, bucketed and sharded gradients are the same numbers in other cuts; a ring would give them other bits."""
+    """Plain, bucketed and sharded gradients are the same numbers in other cuts; a ring would give them other
+    bits.
+    """
     first, *others = per_rank(cuts, ranks, dtype)
     assert all(torch.equal(other, first) for other in others)
 
@@ -305,13 +309,15 @@ def test_low_precision_is_added_in_float32_and_rounded_once(dtype):
     assert not torch.equal(narrow, wide.to(dtype))  # control: rounding at every step is something else
 
 
-# ---- the maximum -----------------------------------------------------------------------------------------------------
+# ---- the maximum -----------------------------------------------------------------------------------------
 
 MAX_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 
 def ascending(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of both signs, of which every rank has some that are the largest; in a float one rank has a NaN."""
+    """Numbers of both signs, of which every rank has some that are the largest; in a float one rank has a
+    NaN.
+    """
     x = torch.randn(1001, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 100
     if dtype.is_floating_point:
         x[3], x[500 + rank], x[9] = -math.inf, math.nan, math.inf if rank == 1 else 0
@@ -355,7 +361,7 @@ def test_the_maximum_of_each_element(ranks):
         assert not dtype.is_floating_point or expected.isnan().sum() == ranks  # control: NaNs do propagate
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------
+# ---- bytes -----------------------------------------------------------------------------------------------
 
 
 def volumes(elements):
@@ -399,11 +405,13 @@ def test_nothing_is_lost_when_the_size_does_not_divide(ranks):
         assert sum(sent) == 2 * (ranks - 1) * 4 * elements and max(sent) - min(sent) <= 2 * 4
 
 
-# ---- overlap ---------------------------------------------------------------------------------------------------------
+# ---- overlap ---------------------------------------------------------------------------------------------
 
 
 def random_calls(seed, steps):
-    """Random collectives on four groups, blocking and not, waited for in random order, each against its definition."""
+    """Random collectives on four groups, blocking and not, waited for in random order, each against its
+    definition.
+    """
     mesh = Mesh(dp=2, tp=2)
     groups = [mesh.group("tp"), mesh.group("dp"), mesh.group("dp", "tp"), dist.group.WORLD]
     plan, pending, me = random.Random(seed), [], dist.get_rank()  # the plan is the same on every rank

@@ -1,4 +1,6 @@
-"""Wrong calls: refused in one line before anybody waits, or, where only comparing ranks can tell, by checked mode."""
+"""Wrong calls: refused in one line before anybody waits, or, where only comparing ranks can tell, by checked
+mode.
+"""
 
 import numpy
 import pytest
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from minitrain import collectives, launch
 from minitrain.collectives import CollectiveMismatch
 
-# ---- refused at once: only rank 0 calls, so a call that waited for rank 1 would never return -------------------------
+# ---- refused at once: only rank 0 calls, so a call that waited for rank 1 would never return --------------
 
 EYE = torch.eye(3)
 REFUSED = {
@@ -152,7 +154,7 @@ def test_host_memory_is_refused_on_nccl():
         launch.run(lambda: collectives.all_reduce(torch.ones(3), dist.group.WORLD), ranks=1)
 
 
-# ---- checked mode ----------------------------------------------------------------------------------------------------
+# ---- checked mode ----------------------------------------------------------------------------------------
 
 
 def caught(program):
@@ -315,7 +317,7 @@ def test_headers_are_not_counted():
     launch.run(headers_are_free, ranks=4, checked=False)
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
+# ---- messages --------------------------------------------------------------------------------------------
 
 
 def wrong_message(like):

@@ -1,6 +1,8 @@
-"""The differentiable pairs: each backward is the adjoint of its forward, by inner products and by finite differences.
+"""The differentiable pairs: each backward is the adjoint of its forward, by inner products and by finite
+differences.
 
-A tensor over the ranks is either "same" (one value, a copy on every rank: counted once) or "own" (every rank its part).
+A tensor over the ranks is either "same" (one value, a copy on every rank: counted once) or "own" (every rank
+its part).
 """
 
 import pytest
@@ -77,7 +79,8 @@ def adjoint_error(pair):
 
 
 def gradient_error(pair, step=1e-6, directions=3):
-    """Largest difference between <gradient, d> and the central difference of loss = <weights, sin(f(x))> along d.
+    """Largest difference between <gradient, d> and the central difference of loss = <weights, sin(f(x))>
+    along d.
 
     The d are random; where ranks own different x, they move one rank at a time.
     """
@@ -150,7 +153,9 @@ def test_a_backward_call_is_logged_at_the_line_of_its_forward():
 
 
 def frozen():
-    """Nothing to differentiate: no graph, and a blocking all_to_all on a plain tensor is the plain collective."""
+    """Nothing to differentiate: no graph, and a blocking all_to_all on a plain tensor is the plain
+    collective.
+    """
     group = dist.group.WORLD
     x = torch.ones(8, 3, device=launch.device())
     with torch.no_grad():

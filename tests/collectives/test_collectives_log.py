@@ -136,7 +136,7 @@ def test_a_dry_run_of_a_hundred_thousand_ranks_costs_what_one_of_four_does():
     assert python_calls(131_072) == python_calls(4)
 
 
-# ---- sequence numbers and call sites ---------------------------------------------------------------------------------
+# ---- sequence numbers and call sites ---------------------------------------------------------------------
 
 
 def numbered():
@@ -193,11 +193,13 @@ def test_the_site_is_the_callers_line():
     ]
 
 
-# ---- the file --------------------------------------------------------------------------------------------------------
+# ---- the file --------------------------------------------------------------------------------------------
 
 
 def read_by_a_neighbour(folder):
-    """Rank 0 is inside a collective that rank 1 has not joined; rank 1 reads that from rank 0's file, then joins."""
+    """Rank 0 is inside a collective that rank 1 has not joined; rank 1 reads that from rank 0's file, then
+    joins.
+    """
     group, rank = dist.group.WORLD, dist.get_rank()
     collectives.log_to(os.path.join(folder, str(rank)))
     x = torch.ones(5, 2)
@@ -265,7 +267,9 @@ def test_nobody_observes_after_the_with_block():
 
 
 def in_flight(async_op):
-    """Elements of scratch that six all-reduces in a row allocate, and what is alive when all have been waited for."""
+    """Elements of scratch that six all-reduces in a row allocate, and what is alive when all have been waited
+    for.
+    """
     group, buffers = dist.group.WORLD, []
     with collectives.observe(
         lambda kind, what: buffers.append(weakref.ref(what)) if kind == "buffer" else None

@@ -1,7 +1,8 @@
-"""What the kernel saw: collectives run in a network namespace of their own, where every byte on the loopback is ours.
+"""What the kernel saw: collectives run in a network namespace of their own, where every byte on the loopback
+is ours.
 
-Linux counts the bytes of an interface; around a few large collectives the counter must grow by what the calls say they
-sent, but for the headers of TCP/IP (packets of the loopback are 64 KiB, so about 0.2%).
+Linux counts the bytes of an interface; around a few large collectives the counter must grow by what the calls
+say they sent, but for the headers of TCP/IP (packets of the loopback are 64 KiB, so about 0.2%).
 """
 
 import json

@@ -1,4 +1,6 @@
-"""What the communication tests do on real ranks: schedules and loops beside torch's own, every message counted."""
+"""What the communication tests do on real ranks: schedules and loops beside torch's own, every message
+counted.
+"""
 
 from collections.abc import Callable
 
@@ -17,7 +19,9 @@ def own_tensor(rank: int, numel: int, seed: int = 0) -> torch.Tensor:
 
 
 def metered(fn: Callable) -> tuple[object, list[tuple[int, int]]]:
-    """fn's result, and the messages this rank sent meanwhile as (peer, bytes). An empty tensor is no message."""
+    """fn's result, and the messages this rank sent meanwhile as (peer, bytes). An empty tensor is no
+    message.
+    """
     calls = []
     with collectives.observe(lambda kind, call: calls.append(call) if kind == "issue" else None):
         result = fn()
@@ -25,7 +29,9 @@ def metered(fn: Callable) -> tuple[object, list[tuple[int, int]]]:
 
 
 def beside_torch(schedules: list[Schedule], numels: list[int]) -> list[dict]:
-    """On every rank: each schedule on each size, its distance from torch's all-reduce, its bits, its messages."""
+    """On every rank: each schedule on each size, its distance from torch's all-reduce, its bits, its
+    messages.
+    """
     group, found = dist.group.WORLD, []
     for schedule in schedules:
         for numel in numels:

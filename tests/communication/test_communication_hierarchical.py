@@ -1,4 +1,6 @@
-"""Several levels of network: what leaves a node, through how many cards, in how many steps; and the same sum."""
+"""Several levels of network: what leaves a node, through how many cards, in how many steps; and the same
+sum.
+"""
 
 from fractions import Fraction
 from math import log2

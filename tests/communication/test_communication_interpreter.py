@@ -1,4 +1,6 @@
-"""On real ranks: every algorithm equals torch's all-reduce and sends what it says; the loop by hand sends the same."""
+"""On real ranks: every algorithm equals torch's all-reduce and sends what it says; the loop by hand sends the
+same.
+"""
 
 from fractions import Fraction
 

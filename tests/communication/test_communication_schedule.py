@@ -1,4 +1,6 @@
-"""Schedules as data: proved for every n up to 64 without a process, and a checker that refuses what is wrong."""
+"""Schedules as data: proved for every n up to 64 without a process, and a checker that refuses what is
+wrong.
+"""
 
 import subprocess
 import sys
@@ -78,7 +80,7 @@ def test_near_first_leaves_the_chunks_in_bit_reversed_order():
     assert [row.index(8) for row in complete] == [0b000, 0b100, 0b010, 0b110, 0b001, 0b101, 0b011, 0b111]
 
 
-# ---- the checker can fail ----
+# ---- the checker can fail --------------------------------------------------------------------------------
 
 
 @settings(max_examples=150)
@@ -136,7 +138,7 @@ def test_schedules_need_no_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-# ---- costs ----
+# ---- costs -----------------------------------------------------------------------------------------------
 
 
 def test_steps_and_bytes_of_the_flat_algorithms():
@@ -198,7 +200,7 @@ def test_elements_follow_the_shares_whatever_the_size(name, n, numel):
     ]
 
 
-# ---- algebra ----
+# ---- algebra ---------------------------------------------------------------------------------------------
 
 
 def test_an_all_reduce_is_made_of_its_halves():
@@ -207,7 +209,9 @@ def test_an_all_reduce_is_made_of_its_halves():
 
 
 def test_two_rings_in_both_directions_share_the_work():
-    """A composition of one's own: half of the data turns right, half turns left, and all links work both ways."""
+    """A composition of one's own: half of the data turns right, half turns left, and all links work both
+    ways.
+    """
     n, size = 6, (6, 12)
     right = place(ring_all_reduce(n), range(n), range(0, n), of=size)
     left = place(ring_all_reduce(n), range(n - 1, -1, -1), range(n, 2 * n), of=size)

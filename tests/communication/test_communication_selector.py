@@ -1,4 +1,6 @@
-"""Which algorithm wins where: the crossover by algebra and by trying; closed forms beside the schedules they price."""
+"""Which algorithm wins where: the crossover by algebra and by trying; closed forms beside the schedules they
+price.
+"""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,6 @@
-"""ALiBi over a cut sequence: a bias by place, equal to one process in every core and layout, with masks of dropout, and in a model."""
+"""ALiBi over a cut sequence: a bias by place, equal to one process in every core and layout, with masks of
+dropout, and in a model.
+"""
 
 import math
 from functools import partial
@@ -41,7 +43,9 @@ def over_ranks(core, group, layout, mask=0.0, slopes=SLOPES):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_biases_as_one_process_does(ranks):
-    """Output and all gradients, grouped heads, without and with a mask of dropout. The reference adds a matrix of numbers."""
+    """Output and all gradients, grouped heads, without and with a mask of dropout. The reference adds a
+    matrix of numbers.
+    """
 
     def rank():
         group, found = collectives.world(), {}
@@ -56,7 +60,9 @@ def test_every_core_biases_as_one_process_does(ranks):
 
 
 def test_documents_in_one_row():
-    """Each document laid out for itself; across documents nothing is seen, and within them distances are what they are."""
+    """Each document laid out for itself; across documents nothing is seen, and within them distances are what
+    they are.
+    """
 
     def rank():
         group, offsets = collectives.world(), [0, 8, 24, T]
@@ -79,7 +85,9 @@ def test_documents_in_one_row():
 
 
 def test_one_device():
-    """Cores of one device take the positions that came with the tokens: also later ones, and others in each row."""
+    """Cores of one device take the positions that came with the tokens: also later ones, and others in each
+    row.
+    """
     *qkv, _ = inputs(HEADS)
     expected = in_one_process(bias=BY_HAND)[0]
     for core in (causal_attention, naive_attention, flash_attention, partial(flash_attention, kernel=PLAIN)):
@@ -107,7 +115,9 @@ def test_a_tile_of_bfloat16_has_exact_distances():
 
 
 def test_without_it_it_does_not():
-    """Controls: no bias, places on the rank, a backward that forgets, slopes that are not cut with the heads."""
+    """Controls: no bias, places on the rank, a backward that forgets, slopes that are not cut with the
+    heads.
+    """
 
     def rank():
         group, expected, found = collectives.world(), in_one_process(bias=BY_HAND), {}
@@ -148,7 +158,7 @@ def test_sends_what_it_sent_and_keeps_no_bias():
     assert placed(FUSED) is FUSED
 
 
-# ---- the whole model -------------------------------------------------------------------------------------------------
+# ---- the whole model -------------------------------------------------------------------------------------
 
 PROBLEM = Problem(config=small(vocab_size=32, positions="alibi", num_heads=8))
 
@@ -177,7 +187,9 @@ def test_a_model_equals_one_process(name):
 
 
 def test_a_dry_run_equals_the_real_one():
-    """Event by event, FLOPs, bytes, peaks by kind: a model with ALiBi over the ring, and over a ring and Ulysses."""
+    """Event by event, FLOPs, bytes, peaks by kind: a model with ALiBi over the ring, and over a ring and
+    Ulysses.
+    """
     config = GPTConfig(
         vocab_size=32,
         d_model=32,

@@ -1,4 +1,6 @@
-"""The table of cores: names without torch, every name runs on its groups and equals one process, what is refused is one line."""
+"""The table of cores: names without torch, every name runs on its groups and equals one process, what is
+refused is one line.
+"""
 
 import subprocess
 import sys

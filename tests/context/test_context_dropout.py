@@ -1,4 +1,6 @@
-"""Dropout by place: every layout, core, axis and schedule drops what one process drops; the statistics of the mask."""
+"""Dropout by place: every layout, core, axis and schedule drops what one process drops; the statistics of the
+mask.
+"""
 
 import math
 from dataclasses import replace
@@ -33,7 +35,7 @@ from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import B, T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Outcome, Problem, check_refusals, difference, small, train_parallel
 
-# ---- the generator ---------------------------------------------------------------------------------------------------
+# ---- the generator ----------------------------------------------------------------------------------------
 
 
 def grid(p=0.5, seed=7, rows=2, heads=4, queries=360, keys=360):
@@ -54,7 +56,9 @@ def test_as_many_are_kept_as_asked_for(p):
 
 
 def test_neighbours_know_nothing_of_each_other():
-    """Correlation of a mask with its neighbours in every coordinate and with those of other seeds, in standard deviations."""
+    """Correlation of a mask with its neighbours in every coordinate and with those of other seeds, in
+    standard deviations.
+    """
     kept = grid()
 
     def apart(one, other):
@@ -102,11 +106,13 @@ def test_the_mask_is_a_function_of_the_place():
     assert 16 <= ledger.peak_bytes / kept.numel() < 16.2  # two numbers of 8 bytes a score while it is made
 
 
-# ---- cores -----------------------------------------------------------------------------------------------------------
+# ---- cores -----------------------------------------------------------------------------------------------
 
 
 def packed_in_one_row():
-    """Documents in a row over the ranks, and one by one in one process: furthest from a mask of -inf between them."""
+    """Documents in a row over the ranks, and one by one in one process: furthest from a mask of -inf between
+    them.
+    """
     group, offsets = collectives.world(), [0, 8, 24, T]
     document = torch.bucketize(torch.arange(T), torch.tensor(offsets), right=True)
     expected = in_one_process(
@@ -128,7 +134,9 @@ def packed_in_one_row():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_drops_what_one_process_drops(ranks):
-    """Output and all gradients. The reference makes the whole mask and keeps it; here each tile makes its own, twice."""
+    """Output and all gradients. The reference makes the whole mask and keeps it; here each tile makes its
+    own, twice.
+    """
 
     def rank():
         group, expected = collectives.world(), in_one_process(mask=MASK)
@@ -143,7 +151,9 @@ def test_every_core_drops_what_one_process_drops(ranks):
 
 
 def test_one_device_and_without_a_causal_mask():
-    """A tile of a whole sequence; the reference is written out here, with nothing of the module but `keep`."""
+    """A tile of a whole sequence; the reference is written out here, with nothing of the module but
+    `keep`.
+    """
     q, k, v, dout = (x.requires_grad_() for x in inputs(HEADS))
     for causal in (True, False):
         kept = keep(0.3, 11, torch.arange(2, 2 + B), torch.arange(5, 13), torch.arange(T), torch.arange(T))
@@ -158,7 +168,9 @@ def test_one_device_and_without_a_causal_mask():
 
 
 def test_without_it_it_does_not():
-    """Controls: a seed for each rank, positions on the rank in the place of those in the sequence, a backward that forgets the mask."""
+    """Controls: a seed for each rank, positions on the rank in the place of those in the sequence, a backward
+    that forgets the mask.
+    """
 
     def rank():
         group, expected, found = collectives.world(), in_one_process(mask=MASK), {}
@@ -184,7 +196,9 @@ def test_without_it_it_does_not():
 
 
 def test_sends_what_it_sent_and_keeps_no_mask():
-    """The same bytes, forward and backward; q, k, v, out and lse are kept, as without dropout, and p = 0 takes the old way to the bit."""
+    """The same bytes, forward and backward; q, k, v, out and lse are kept, as without dropout, and p = 0
+    takes the old way to the bit.
+    """
 
     def rank():
         group, core = collectives.world(), partial(ring_attention, group=collectives.world(), layout=zigzag)
@@ -216,8 +230,9 @@ def test_sends_what_it_sent_and_keeps_no_mask():
 
 
 def test_a_layer_that_is_computed_again_drops_the_same():
-    """torch's checkpoint around the core, with and without Sparing, whatever others draw; two layers differ, and so do two steps and rows.
-    torch's generator is left alone."""
+    """torch's checkpoint around the core, with and without Sparing, whatever others draw; two layers differ,
+    and so do two steps and rows. torch's generator is left alone.
+    """
 
     def rank():
         group, results = collectives.world(), {}
@@ -262,13 +277,15 @@ def test_a_layer_that_is_computed_again_drops_the_same():
         assert not same and untouched and error < TOLERANCE
 
 
-# ---- the whole model -------------------------------------------------------------------------------------------------
+# ---- the whole model -------------------------------------------------------------------------------------
 
 PROBLEM, SEED = Problem(config=small(dropout=0.2)), 3  # train_parallel's seed
 
 
 def by_place(model, step, seed):
-    """Dropout of a model in one process, written out: nothing of the module but `keep` and the seed of a site."""
+    """Dropout of a model in one process, written out: nothing of the module but `keep` and the seed of a
+    site.
+    """
     places = Places(seed)
     places.at(step, 0)
 
@@ -371,8 +388,9 @@ def expected():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_equals_one_process(name, expected):
-    """Three steps with dropout of scores and of activations, ranks seeded apart: loss, gradients, parameters, the same under every axis,
-    layout, schedule and number of microbatches."""
+    """Three steps with dropout of scores and of activations, ranks seeded apart: loss, gradients, parameters,
+    the same under every axis, layout, schedule and number of microbatches.
+    """
     shape, ways = MODELS[name]
 
     def rank():
@@ -389,7 +407,9 @@ def test_a_model_equals_one_process(name, expected):
 
 
 def test_a_model_without_it_does_not(expected):
-    """Controls: a seed for each rank; heads, rows and tokens counted from each rank's first; the same mask in every step."""
+    """Controls: a seed for each rank; heads, rows and tokens counted from each rank's first; the same mask in
+    every step.
+    """
 
     def rank():
         from minitrain import parallelize as module
@@ -425,7 +445,9 @@ def test_a_model_without_it_does_not(expected):
 
 
 def test_tokens_of_different_ranks_and_rows_of_different_ranks_have_different_masks():
-    """What one rank drops of its activations says nothing about another's, nor about another step's; in evaluation nothing is dropped."""
+    """What one rank drops of its activations says nothing about another's, nor about another step's; in
+    evaluation nothing is dropped.
+    """
 
     def rank():
         run = parallelize(small(dropout=0.5), Strategy(dp=2, cp=2, layout="contiguous"))

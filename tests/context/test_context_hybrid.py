@@ -1,4 +1,6 @@
-"""Heads with rings, rings within rings, teams: equal to attention on one device, bytes and steps beside the formulas, clear refusals."""
+"""Heads with rings, rings within rings, teams: equal to attention on one device, bytes and steps beside the
+formulas, clear refusals.
+"""
 
 from functools import partial
 
@@ -58,7 +60,7 @@ def across(events, rank, node):
     return total
 
 
-# ---- heads and a ring ------------------------------------------------------------------------------------------------
+# ---- heads and a ring ------------------------------------------------------------------------------------
 
 B, T, K = 2, 16, 3  # of `example`
 
@@ -89,7 +91,9 @@ def usp(sizes, cases, length=T):
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4, 8])
 def test_usp(ulysses):
-    """Every factorization of 8 gives what one device gives, forward and gradients, and sends the sum of both formulas."""
+    """Every factorization of 8 gives what one device gives, forward and gradients, and sends the sum of both
+    formulas.
+    """
     ring = 8 // ulysses
     cases = [(*heads, zigzag, True) for heads in HEADS] + [(8, 1, contiguous, False), (8, 4, striped, True)]
     for found in launch.run(usp, dict(ring=ring, ulysses=ulysses), cases, ranks=8):
@@ -108,7 +112,9 @@ def test_usp_on_fewer_ranks(sizes):
 
 
 def test_three_heads_on_six_ranks():
-    """The ring is free: ranks need not be a power of two, and a piece of a rank's tokens may come from both of its halves."""
+    """The ring is free: ranks need not be a power of two, and a piece of a rank's tokens may come from both
+    of its halves.
+    """
     for found in launch.run(
         usp, dict(ring=2, ulysses=3), [(3, 3, zigzag, True), (6, 2, zigzag, True)], 12, ranks=6
     ):
@@ -116,7 +122,9 @@ def test_three_heads_on_six_ranks():
 
 
 def test_placement_decides_what_leaves_the_node():
-    """2 nodes of 2: the bytes of each axis are the same in both orders, but either the ring's or the all-to-alls' cross the border."""
+    """2 nodes of 2: the bytes of each axis are the same in both orders, but either the ring's or the
+    all-to-alls' cross the border.
+    """
     case = [(8, 2, zigzag, True)]
     placements = dict(ring=2, ulysses=2), dict(ulysses=2, ring=2)
     for rank, found in enumerate(launch.run(lambda: [usp(sizes, case)[0] for sizes in placements], ranks=4)):
@@ -128,7 +136,9 @@ def test_placement_decides_what_leaves_the_node():
 
 
 def test_tokens_must_be_dealt():
-    """Zig-zag over all ranks is not what the ring gets after the all-to-all: the mask is wrong, and the result."""
+    """Zig-zag over all ranks is not what the ring gets after the all-to-all: the mask is wrong, and the
+    result.
+    """
 
     def rank():
         mesh = Mesh(ring=2, ulysses=2)
@@ -140,7 +150,7 @@ def test_tokens_must_be_dealt():
     assert [tokens for _, tokens in runs] == [[range(0, 2)], [range(6, 8)], [range(2, 4)], [range(4, 6)]]
 
 
-# ---- rings within rings ----------------------------------------------------------------------------------------------
+# ---- rings within rings ----------------------------------------------------------------------------------
 
 
 def loongtrain(ulysses, outer, inner, cases):
@@ -180,7 +190,9 @@ def single_ring(cases):
 
 
 def test_loongtrain():
-    """Heads x context of 4x1, 2x2, 1x4 give one output; on 2 nodes of w=2 a double ring takes cp/w - 1 steps across, not cp - 1."""
+    """Heads x context of 4x1, 2x2, 1x4 give one output; on 2 nodes of w=2 a double ring takes cp/w - 1 steps
+    across, not cp - 1.
+    """
     cases = [
         (*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)
     ]
@@ -212,7 +224,9 @@ def rings_in_a_dry_run(outer, inner):
 
 
 def test_bytes_of_long_double_rings():
-    """m - 1 steps across and m (w - 1) inside; m · w - 1 blocks in all; in backward gradients as often as keys."""
+    """m - 1 steps across and m (w - 1) inside; m · w - 1 blocks in all; in backward gradients as often as
+    keys.
+    """
     block = 8 * 2 * 2 * B * 128 // 16 * K
     for m, w in ((4, 4), (2, 8)):
         forward, both, steps = dryrun.run(rings_in_a_dry_run, m, w, rank=5, ranks=16)
@@ -290,7 +304,7 @@ def test_rings_must_be_named_right():
     assert max(launch.run(rank, ranks=4)) > 1e-2
 
 
-# ---- teams -----------------------------------------------------------------------------------------------------------
+# ---- teams -----------------------------------------------------------------------------------------------
 
 
 def teams(count, cases):
@@ -314,7 +328,9 @@ def teams(count, cases):
 
 
 def wallfacer_bytes(ranks, count, member, heads, kv_heads, length=T):
-    """(forward, with backward) by axis, and messages in forward, of member c of a team: what wallfacer.py says."""
+    """(forward, with backward) by axis, and messages in forward, of member c of a team: what wallfacer.py
+    says.
+    """
     u, v, per_key = (B * h * length // ranks * K for h in (heads, kv_heads, heads))
     steps, row = ranks // count**2, per_key // K
     messages = steps - 1 + (member > 0)
@@ -373,7 +389,7 @@ def test_shares_of_a_team_are_merged_by_their_lse():
     assert min(launch.run(rank, ranks=4)) > 1e-2
 
 
-# ---- all of them -----------------------------------------------------------------------------------------------------
+# ---- all of them -----------------------------------------------------------------------------------------
 
 
 def cores(a, b):
@@ -386,7 +402,9 @@ def cores(a, b):
 
 
 def test_a_model_needs_only_another_core():
-    """Loss and every gradient of a model whose tokens are spread over 2 x 2 ranks: positions, tokens and targets follow the layout."""
+    """Loss and every gradient of a model whose tokens are spread over 2 x 2 ranks: positions, tokens and
+    targets follow the layout.
+    """
     config = small(max_positions=16)
     tokens, targets = random_tokens(0, 0, 1, 2, 16, config.vocab_size, seed=5)
 
@@ -436,7 +454,7 @@ def test_memory_of_rings_and_teams():
         assert [round(ours / ring, 1) for ours, ring in zip(found, (forward, backward))] == list(factors)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------
 
 
 def on_grid(core, heads=4, kv_heads=4, length=4, **axes):

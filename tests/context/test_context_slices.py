@@ -1,4 +1,6 @@
-"""Slices of a sequence on ranks that share it: tiles are the mask, every core that takes slices, and pipelines on real ranks."""
+"""Slices of a sequence on ranks that share it: tiles are the mask, every core that takes slices, and
+pipelines on real ranks.
+"""
 
 import math
 from functools import partial
@@ -41,7 +43,7 @@ SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 EVEN, UNEVEN = (8, 8, 8, 8), (16, 8, 8)
 
 
-# ---- the layout ------------------------------------------------------------------------------------------------------
+# ---- the layout ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_slices_are_what_a_pipeline_cuts():
         assert sliced(contiguous, count)(0, ranks, tokens) == sliced(contiguous, cut)(0, ranks, tokens)
 
 
-# ---- cores -----------------------------------------------------------------------------------------------------------
+# ---- cores -----------------------------------------------------------------------------------------------
 
 TAKE_SLICES = [name for name, kind in CORES.items() if kind.slices]
 SIZES = {
@@ -93,7 +95,9 @@ SIZES = {
 
 
 def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_gradients=True):
-    """Out, dq, dk, dv of a sequence whose slices are computed one after the other, put together from all ranks; bytes sent."""
+    """Out, dq, dk, dv of a sequence whose slices are computed one after the other, put together from all
+    ranks; bytes sent.
+    """
     mesh = Mesh(**sizes)
     group, whole = mesh.group(*sizes), data_layout(name, sizes, layout, lengths)
     core = SlicedAttention(
@@ -121,7 +125,9 @@ def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_that_takes_slices(ranks):
-    """Every layout, even slices, uneven ones with ALiBi and dropout, values of another width: out and all gradients."""
+    """Every layout, even slices, uneven ones with ALiBi and dropout, values of another width: out and all
+    gradients.
+    """
 
     def rank():
         found = {}
@@ -207,7 +213,9 @@ def test_without_it_it_does_not():
 
 
 def test_what_a_ring_of_slices_sends():
-    """(k+1)/2 times the keys of a whole sequence, slice after slice in proportion to what is seen; Ulysses as well, of its keys."""
+    """(k+1)/2 times the keys of a whole sequence, slice after slice in proportion to what is seen; Ulysses as
+    well, of its keys.
+    """
 
     def rank():
         found = {}

@@ -1,4 +1,6 @@
-"""Values of another width than queries and keys, as latent attention has them: every core over ranks, and a whole model."""
+"""Values of another width than queries and keys, as latent attention has them: every core over ranks, and a
+whole model.
+"""
 
 from functools import partial
 
@@ -20,7 +22,9 @@ SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core(ranks):
-    """Narrower values go through the kernels with zeros behind them, wider ones past them; with ALiBi and dropout too."""
+    """Narrower values go through the kernels with zeros behind them, wider ones past them; with ALiBi and
+    dropout too.
+    """
 
     def rank():
         group, found = collectives.world(), {}

@@ -1,4 +1,6 @@
-"""All keys gathered: equal to full attention in any layout, with the bytes, the tiles and the memory that its docstring says."""
+"""All keys gathered: equal to full attention in any layout, with the bytes, the tiles and the memory that its
+docstring says.
+"""
 
 from functools import partial
 
@@ -21,7 +23,9 @@ LAYOUTS = (contiguous, zigzag, striped)
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_llama_3_gathers_keys(ranks):
-    """Any layout and number of heads, kept or gathered again, causal or not; (n-1) shares of K and V forward, as many backward."""
+    """Any layout and number of heads, kept or gathered again, causal or not; (n-1) shares of K and V forward,
+    as many backward.
+    """
 
     def rank():
         group, found = collectives.world(), []
@@ -66,7 +70,9 @@ def test_documents_in_a_row():
 
 
 def test_few_tiles_of_even_work():
-    """Keys in front of a run are one tile whoever held them: at most 4 with zig-zag halves, where a ring computes 2n + 1; and all have the same."""
+    """Keys in front of a run are one tile whoever held them: at most 4 with zig-zag halves, where a ring
+    computes 2n + 1; and all have the same.
+    """
 
     def rank(layout):
         group, x = collectives.world(), torch.empty(1, 1, T // 8, 1)
@@ -114,7 +120,9 @@ def kept(ranks, keep, core):
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_memory_and_messages(ranks):
-    """Kept, K and V of all tokens stay for backward; gathered again, a ring's memory, 8 bytes a token for their order, and bytes, in 3 calls."""
+    """Kept, K and V of all tokens stay for backward; gathered again, a ring's memory, 8 bytes a token for
+    their order, and bytes, in 3 calls.
+    """
     (stays, calls, sent), (again, more_calls, more), (ring, _, by_ring) = (
         kept(ranks, True, gathered_attention),
         kept(ranks, False, gathered_attention),

@@ -1,4 +1,6 @@
-"""Layouts: every token once, tiles are the mask and nothing else, the work of each rank and step as the papers' formulas."""
+"""Layouts: every token once, tiles are the mask and nothing else, the work of each rank and step as the
+papers' formulas.
+"""
 
 from fractions import Fraction
 

@@ -1,4 +1,6 @@
-"""The ring: equal to full attention in every layout, bytes and memory as its docstring says, hidden behind the products, a model through it."""
+"""The ring: equal to full attention in every layout, bytes and memory as its docstring says, hidden behind
+the products, a model through it.
+"""
 
 from functools import partial
 
@@ -37,7 +39,7 @@ from tests.parallel import TOLERANCE, Outcome, Problem, difference, one_process,
 LAYOUTS = [contiguous, zigzag, striped]
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
+# ---- numbers ---------------------------------------------------------------------------------------------
 
 
 def everywhere(layouts, all_heads, kinds=(FUSED,)):
@@ -56,7 +58,9 @@ def everywhere(layouts, all_heads, kinds=(FUSED,)):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_flat_ring_is_the_ring(ranks):
-    """Thirty lines to read first: they equal full attention, and what they send is a ring's and one more hop of the block."""
+    """Thirty lines to read first: they equal full attention, and what they send is a ring's and one more hop
+    of the block.
+    """
 
     def rank():
         group = collectives.world()
@@ -81,7 +85,9 @@ def test_the_flat_ring_is_the_ring(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_equals_full_attention_and_sends_what_it_says(ranks):
-    """Output and all gradients; forward (n-1) · 2·B·H_kv·T/n·K elements, backward twice: fewer K/V heads, fewer bytes."""
+    """Output and all gradients; forward (n-1) · 2·B·H_kv·T/n·K elements, backward twice: fewer K/V heads,
+    fewer bytes.
+    """
     settings = {1: ([GQA],), 8: ([GQA],), 2: ([MHA, GQA, MQA], (FUSED, PLAIN)), 4: ([MHA, GQA, MQA],)}[ranks]
     for apart, sent in launch.run(everywhere, LAYOUTS, *settings, ranks=ranks):
         assert max(apart.values()) < TOLERANCE, apart
@@ -192,7 +198,9 @@ def test_without_one_of_its_parts_it_fails():
 
 
 def test_bfloat16_is_summed_in_float32():
-    """As near to the exact result on four ranks as one rank is: sums are not rounded, but for those that travel."""
+    """As near to the exact result on four ranks as one rank is: sums are not rounded, but for those that
+    travel.
+    """
 
     def rank():
         group = collectives.world()
@@ -206,7 +214,9 @@ def test_bfloat16_is_summed_in_float32():
 
 
 def test_blocks_in_any_order_with_any_masks():
-    """Nothing merged with nothing is nothing; D alone gives the gradients that O gives, for tiny and for no dO too."""
+    """Nothing merged with nothing is nothing; D alone gives the gradients that O gives, for tiny and for no
+    dO too.
+    """
     q, k, v, dout = inputs(MHA, 8)
     out, lse = empty_result(q)
     merge(out, lse, *empty_result(q))
@@ -262,7 +272,7 @@ def test_bad_input_is_one_line():
         assert text in error and "\n" not in error
 
 
-# ---- work ------------------------------------------------------------------------------------------------------------
+# ---- work ------------------------------------------------------------------------------------------------
 
 
 def product_flops(layout, causal, tokens, ranks, rank):
@@ -276,7 +286,9 @@ def product_flops(layout, causal, tokens, ranks, rank):
 
 
 def test_megatron_cp():
-    """Zig-zag: two pairs of half blocks in every step on every rank, exactly; half of the full mask's FLOPs; equal to full attention."""
+    """Zig-zag: two pairs of half blocks in every step on every rank, exactly; half of the full mask's FLOPs;
+    equal to full attention.
+    """
     for n in (2, 4, 8):
         c = 16
         pair = (c // 2) ** 2
@@ -297,7 +309,9 @@ def test_megatron_cp():
 
 
 def test_striped_attention():
-    """A near-triangle in every step: makespan c²n/2 but for the diagonal, where contiguous takes c²(n - 1/2); equal to full attention."""
+    """A near-triangle in every step: makespan c²n/2 but for the diagonal, where contiguous takes c²(n - 1/2);
+    equal to full attention.
+    """
     for n, speedup in ((2, 3 / 2), (4, 7 / 4), (8, 15 / 8)):
         c = 512
         slowest = {layout: sum(map(max, entries(layout, n, n * c))) for layout in LAYOUTS}
@@ -313,7 +327,7 @@ def test_striped_attention():
     assert max(apart.values()) < TOLERANCE
 
 
-# ---- memory and time -------------------------------------------------------------------------------------------------
+# ---- memory and time -------------------------------------------------------------------------------------
 
 
 def test_every_transfer_starts_before_the_product_it_hides_behind():
@@ -392,10 +406,13 @@ def first_hidden(where, low, high):
 
 
 def test_blockwise_ring():
-    """Memory 6bch for blocks of c whatever T is; overlap from c = FLOPs/bandwidth; 2(n-1)/n·b·s·h elements forward."""
+    """Memory 6bch for blocks of c whatever T is; overlap from c = FLOPs/bandwidth; 2(n-1)/n·b·s·h elements
+    forward.
+    """
     for ranks in (4, 16):
         forward, backward = dryrun.run(peaks, (8, 8), 1024, torch.float32, ranks=ranks)
-        # q, two of K, two of V, out: the paper's 6; this rank's own k and v, kept for backward; a tile's output
+        # q, two of K, two of V, out: the paper's 6; this rank's own k and v, kept for backward; a tile's
+        # output
         assert 9 <= forward < 9.1
         # q, k, v, out, dout, dq; here, arriving, and three gradients of K and V each; a tile's dq, dk, dv
         assert 19 <= backward < 19.1
@@ -464,11 +481,13 @@ def test_a_million_tokens_on_64_ranks():
     )  # an equal share of the triangle of T² / 2 scores
 
 
-# ---- a model ---------------------------------------------------------------------------------------------------------
+# ---- a model ---------------------------------------------------------------------------------------------
 
 
 def train(problem, layout, sums_gradients=True):
-    """Every rank has its tokens of every sequence, and their positions; gradients are summed over the same group."""
+    """Every rank has its tokens of every sequence, and their positions; gradients are summed over the same
+    group.
+    """
     group = collectives.world()
     torch.manual_seed(1000 + group.rank())
     model = GPT(
@@ -525,7 +544,9 @@ def test_a_model_equals_one_process(ranks):
 
 
 def layer_over(ranks, again=False, length=64):
-    """Bytes a layer keeps for backward on one of `ranks`, and FLOPs of its step, if `again` with the forward pass twice."""
+    """Bytes a layer keeps for backward on one of `ranks`, and FLOPs of its step, if `again` with the forward
+    pass twice.
+    """
     config = small(d_model=64, max_positions=length)
 
     def run():
@@ -547,7 +568,9 @@ def layer_over(ranks, again=False, length=64):
 
 
 def test_seq_parallel_concept():
-    """1/n of the activations on each rank; gradients want an all-reduce over the group; the loss is one process's; recomputing costs a third."""
+    """1/n of the activations on each rank; gradients want an all-reduce over the group; the loss is one
+    process's; recomputing costs a third.
+    """
     kept, flops = layer_over(1)
     for ranks in (2, 4, 8):
         assert layer_over(ranks)[0] * ranks == kept

@@ -1,4 +1,6 @@
-"""Other ways round: whole rows of scores, work for idle ranks, rings in rings, and a checkpoint that leaves attention alone."""
+"""Other ways round: whole rows of scores, work for idle ranks, rings in rings, and a checkpoint that leaves
+attention alone.
+"""
 
 from collections import Counter
 from fractions import Fraction
@@ -38,7 +40,7 @@ from minitrain.simulate.replay import replay
 from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, over, whole
 from tests.parallel import TOLERANCE, small
 
-# ---- ring self-attention ---------------------------------------------------------------------------------------------
+# ---- ring self-attention ----------------------------------------------------------------------------------
 
 
 def row_peaks(tokens):
@@ -63,7 +65,9 @@ def row_peaks(tokens):
 
 
 def test_ring_self_attention():
-    """Equal to full attention; two passes of n-1 steps; rows of T scores on T/n queries are stored, O(T²/n)."""
+    """Equal to full attention; two passes of n-1 steps; rows of T scores on T/n queries are stored,
+    O(T²/n).
+    """
 
     def rank():
         group, found = collectives.world(), []
@@ -92,7 +96,7 @@ def test_ring_self_attention():
         assert by_blocks < forward / (tokens / 32)
 
 
-# ---- DistFlashAttention ----------------------------------------------------------------------------------------------
+# ---- DistFlashAttention ----------------------------------------------------------------------------------
 
 
 def test_balanced_schedules_are_complete():
@@ -212,7 +216,9 @@ def attention_time(core, n, tokens=1024):
 
 
 def layer_step(way, group, x, where):
-    """A layer forward and backward, its core a ring: as it is, computed again, or computed again but for attention."""
+    """A layer forward and backward, its core a ring: as it is, computed again, or computed again but for
+    attention.
+    """
     settings = dict(rings=Rings((group,), zigzag, True), kernel=FUSED)
     core = (
         Sparing(partial(ring_forward, **settings), partial(ring_backward, **settings))
@@ -239,8 +245,9 @@ def layer_step(way, group, x, where):
 
 
 def test_dist_flash_attn():
-    """n // 2 + 1 rounds instead of n, on the clock too, where the round of triangles is half a round; a checkpoint that computes no
-    attention again, with the same gradients."""
+    """n // 2 + 1 rounds instead of n, on the clock too, where the round of triangles is half a round; a
+    checkpoint that computes no attention again, with the same gradients.
+    """
     for n in (4, 5):
         assert abs(attention_time(partial(ring_attention, causal=True), n) - (n - 1 / 2)) < 0.01
         assert (
@@ -296,7 +303,7 @@ def test_sparing_refuses_what_was_not_there_the_first_time():
             core(q, q, q)
 
 
-# ---- BurstAttention --------------------------------------------------------------------------------------------------
+# ---- BurstAttention --------------------------------------------------------------------------------------
 
 
 def ideal(flops, inside, across, per_node):
@@ -337,7 +344,9 @@ def burst_steps(core, tokens, nodes, devices):
 
 
 def test_burst_attention():
-    """Equal to full attention by either side of backward, bytes by formula; exposed = max(0, t_comm - t_comp) a step in both rings."""
+    """Equal to full attention by either side of backward, bytes by formula; exposed = max(0, t_comm - t_comp)
+    a step in both rings.
+    """
 
     def rank():
         mesh, found = Mesh(dp=2, tp=2), {}

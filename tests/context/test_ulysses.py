@@ -1,4 +1,6 @@
-"""Ulysses and dynamic sequence parallelism: equal to attention on one device, bytes beside Megatron's, clear refusals."""
+"""Ulysses and dynamic sequence parallelism: equal to attention on one device, bytes beside Megatron's, clear
+refusals.
+"""
 
 from functools import partial
 
@@ -23,7 +25,7 @@ from tests.parallel import check_refusals
 TOLERANCE = 1e-12
 
 
-# ---- one device ------------------------------------------------------------------------------------------------------
+# ---- one device ------------------------------------------------------------------------------------------
 
 
 def whole_attention(q, k, v, causal):
@@ -108,7 +110,7 @@ def test_without_it_the_result_is_another(broken):
     assert min(launch.run(rank, ranks=4)) > 1e-3
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------
+# ---- bytes -----------------------------------------------------------------------------------------------
 
 B, T, D = 2, 16, 32
 CONFIG = GPTConfig(vocab_size=64, d_model=D, num_layers=1, num_heads=8, max_positions=T, positions="rope")
@@ -119,7 +121,9 @@ def block(core=naive_attention, config=CONFIG):
 
 
 def one_layer(way):
-    """A layer in forward and backward: bytes sent in forward, in both, the number of calls; output, gradients of x and weights."""
+    """A layer in forward and backward: bytes sent in forward, in both, the number of calls; output, gradients
+    of x and weights.
+    """
     group = world()
     x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D)
     positions = split(torch.arange(T), contiguous, group, 0)
@@ -144,7 +148,9 @@ def one_layer(way):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ulysses(ranks):
-    """A layer as on one device; 4 (P-1)/P · N·h/P elements where Megatron's sequence parallelism sends 4 (P-1)/P · N·h: P times less."""
+    """A layer as on one device; 4 (P-1)/P · N·h/P elements where Megatron's sequence parallelism sends 4
+    (P-1)/P · N·h: P times less.
+    """
     layer, x = block(), torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D).requires_grad_()
     y = layer(x, torch.arange(T))
     y.square().sum().backward()
@@ -192,7 +198,7 @@ def test_memory():
     assert [dryrun.run(core_memory, rank=1, ranks=ranks) for ranks in (2, 8)] == [9, 9]
 
 
-# ---- dynamic ---------------------------------------------------------------------------------------------------------
+# ---- dynamic ---------------------------------------------------------------------------------------------
 
 FRAMES, PATCHES = 8, 16
 SPATIAL_TEMPORAL = GPTConfig(
@@ -205,7 +211,9 @@ def layer_along(layer, positions=None):
 
 
 def video(way, group):
-    """A spatial and a temporal layer on x[B, T/n, S, D]: what was sent in forward and in both, the result and its gradients."""
+    """A spatial and a temporal layer on x[B, T/n, S, D]: what was sent in forward and in both, the result and
+    its gradients.
+    """
     x = torch.linspace(-1, 1, B * FRAMES * PATCHES * D, dtype=torch.float64).view(B, FRAMES, PATCHES, D).sin()
     x = (x if group is None else split(x, contiguous, group)).clone().requires_grad_()
     ulysses = partial(ulysses_attention, group=group, core=causal_attention)
@@ -229,7 +237,9 @@ def video(way, group):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_dsp(ranks):
-    """A spatial-temporal block: as on one device, with 2 all-to-alls of M/P where Ulysses sends 4 and on a flat sequence 8: 50 to 75 % less."""
+    """A spatial-temporal block: as on one device, with 2 all-to-alls of M/P where Ulysses sends 4 and on a
+    flat sequence 8: 50 to 75 % less.
+    """
     *_, expected, weights = video("one device", None)
     unit = 8 * B * FRAMES * PATCHES * D // ranks * (ranks - 1) // ranks
     sent = {}
@@ -250,7 +260,9 @@ def test_dsp(ranks):
 
 
 def test_stages_switch_only_when_they_must():
-    """Five stages over three dims: each dim is cut while nobody needs it, and the one needed last is cut next."""
+    """Five stages over three dims: each dim is cut while nobody needs it, and the one needed last is cut
+    next.
+    """
 
     def rank():
         x = torch.arange(2 * 4 * 4 * 6 * 3, dtype=torch.float64).view(2, 4, 4, 6, 3)
@@ -271,7 +283,9 @@ def test_stages_switch_only_when_they_must():
 
 
 def test_switch_and_its_adjoint():
-    """Both ways it is the identity; <switch x, y> = <x, switch' y>; to_heads does the same to several tensors at once."""
+    """Both ways it is the identity; <switch x, y> = <x, switch' y>; to_heads does the same to several tensors
+    at once.
+    """
 
     def rank():
         group, rng = world(), torch.Generator().manual_seed(world().rank())
@@ -290,7 +304,7 @@ def test_switch_and_its_adjoint():
         assert abs(left - right) < TOLERANCE
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------
 
 
 def ulysses_on(heads, kv_heads=None, layout=contiguous, length=3, kv_length=None, dtype=torch.float32):

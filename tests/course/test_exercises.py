@@ -35,7 +35,7 @@ def with_answers(path, answers):
 
 SOLUTIONS = {task.answer.name: task.answer.source for task in FIRST.tasks}
 
-# ---- notebooks -------------------------------------------------------------------------------------------------------
+# ---- notebooks --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", CHAPTERS)
@@ -47,7 +47,9 @@ def test_the_notebooks_are_made_from_the_source_of_today(number):
 
 
 def edited_by_the_reader(path):
-    """git knows another version, and what differs are answers: the copy of somebody who works on the exercises."""
+    """git knows another version, and what differs are answers: the copy of somebody who works on the
+    exercises.
+    """
     status = subprocess.run(
         ["git", "status", "--porcelain", "--", path.name], cwd=path.parent, capture_output=True
     )
@@ -139,7 +141,7 @@ def test_a_bad_source_names_its_line(tmp_path, header, problem):
         book.read_cells(path)
 
 
-# ---- grading ---------------------------------------------------------------------------------------------------------
+# ---- grading ---------------------------------------------------------------------------------------------
 
 
 def test_the_report_of_a_notebook(judge, tmp_path):
@@ -226,7 +228,7 @@ def test_exact_numbers_add_up_in_every_order_and_real_ones_do_not():
     )
 
 
-# ---- in a kernel -----------------------------------------------------------------------------------------------------
+# ---- in a kernel -----------------------------------------------------------------------------------------
 
 
 def test_the_visible_checks_run_in_a_notebook_and_say_what_is_wrong(tmp_path):

@@ -1,7 +1,7 @@
 """Answers that cheat, hang, eat the machine or look for the checks: no points, and nothing of them is left.
 
-Each adversary is an answer cell for the task `total` of chapter 00. Where an attack needs walls to fail, the same
-attack is run without walls as a control: there it succeeds, so the walls and nothing else stop it.
+Each adversary is an answer cell for the task `total` of chapter 00. Where an attack needs walls to fail, the
+same attack is run without walls as a control: there it succeeds, so the walls and nothing else stop it.
 """
 
 import os

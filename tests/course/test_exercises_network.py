@@ -1,5 +1,5 @@
-"""What the judge believes: frames that cannot hurt, a network that counts what gloo counts, and failures called by
-their names.
+"""What the judge believes: frames that cannot hurt, a network that counts what gloo counts, and failures
+called by their names.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from minitrain.course.grading.network import Network
 from minitrain.course.grading.trial import Failure
 from minitrain.ledger import Ledger
 
-# ---- frames ----------------------------------------------------------------------------------------------------------
+# ---- frames -----------------------------------------------------------------------------------------------
 
 plain_values = st.recursive(
     st.none()
@@ -94,7 +94,7 @@ def test_a_strangers_bytes_give_frames_or_one_kind_of_error(data, with_length):
             pass
 
 
-# ---- the network -----------------------------------------------------------------------------------------------------
+# ---- the network -----------------------------------------------------------------------------------------
 
 
 def message(kind, peer, op, shape=(2,), dtype="float32"):
@@ -140,7 +140,7 @@ def test_nobody_can_go_on_only_when_all_that_run_wait_in_vain():
     )
 
 
-# ---- the whole way ---------------------------------------------------------------------------------------------------
+# ---- the whole way ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +251,9 @@ def overlapped(group):
 
 @pytest.mark.parametrize("function, order", [("at_the_end", "fff.."), ("overlapped", "f..f..f..")])
 def test_sending_while_computing_shows_in_the_order_of_events(judge, function, order):
-    """Gradients come from the judge, layer by layer. The messages of all-reduces stand between them, or all come last."""
+    """Gradients come from the judge, layer by layer. The messages of all-reduces stand between them, or all
+    come last.
+    """
     names = ("first", "second", "third")
     secrets = [{name: torch.full((2,), 1.0 + i + rank) for i, name in enumerate(names)} for rank in range(2)]
     outcome = judge.run(Code([FETCHES], function), 2, [(), ()], secrets=secrets)

@@ -22,7 +22,9 @@ def test_stubs_get_nothing_solutions_everything_and_wrong_ones_are_caught_by_nam
 
 
 def test_prove_sees_a_check_that_catches_nothing(judge):
-    """The control of the proof: with blind checks, every wrong solution is reported, and so is a broken solution."""
+    """The control of the proof: with blind checks, every wrong solution is reported, and so is a broken
+    solution.
+    """
     last = [cell for cell in FIRST.cells if cell.role == "given" or cell.name.startswith("relay_bytes")]
     blind = [
         book.Cell("check", cell.name, "# Blind\n", cell.attributes) if cell.role == "check" else cell

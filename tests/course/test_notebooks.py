@@ -1,4 +1,6 @@
-"""What nbval does not see: outputs that are missing, cells run out of order, numbers that differ from run to run."""
+"""What nbval does not see: outputs that are missing, cells run out of order, numbers that differ from run to
+run.
+"""
 
 import json
 import re

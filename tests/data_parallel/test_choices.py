@@ -1,4 +1,6 @@
-"""What a choice of sharding costs: real ranks and dry ones send the formulas' bytes, and the search is exhaustive."""
+"""What a choice of sharding costs: real ranks and dry ones send the formulas' bytes, and the search is
+exhaustive.
+"""
 
 import ast
 import inspect
@@ -40,7 +42,7 @@ def held(choice, parameters=PSI):
     return sum(memory_bytes(choice, parameters).values())
 
 
-# ---- the formulas of the papers --------------------------------------------------------------------------------------
+# ---- the formulas of the papers --------------------------------------------------------------------------
 
 
 def test_named_choices_hold_what_zero_says():
@@ -57,7 +59,9 @@ def test_named_choices_hold_what_zero_says():
 
 
 def test_named_choices_send_what_zero_says():
-    """On one node with one microbatch: 2Ψ(N-1)/N elements up to stage 2, 3Ψ(N-1)/N for stage 3; all of them inside."""
+    """On one node with one microbatch: 2Ψ(N-1)/N elements up to stage 2, 3Ψ(N-1)/N for stage 3; all of them
+    inside.
+    """
     for ranks in (1, 2, 4, 64):
         cluster = Cluster(ranks, per_node=ranks)
         for name, times in (("DDP", 2), ("ZeRO-1", 2), ("ZeRO-2", 2), ("ZeRO-3", 3), ("MiCS", 3)):
@@ -120,11 +124,12 @@ def test_a_finer_cut_holds_less_and_sends_more(per_node, nodes, microbatches):
     )
 
 
-# ---- the same choices on ranks ---------------------------------------------------------------------------------------
+# ---- the same choices on ranks ---------------------------------------------------------------------------
 
 
 def train(choice, mesh, data, start, microbatches=1, second_hop=True):
-    """Momentum SGD on a vector, its states cut as chosen; every axis of the mesh is 2, the innermost one cuts first.
+    """Momentum SGD on a vector, its states cut as chosen; every axis of the mesh is 2, the innermost one cuts
+    first.
 
     The loss of a microbatch is the sum of scale · w²/2 + shift · w, so its gradient is scale · w + shift.
     """
@@ -200,7 +205,9 @@ def test_every_choice_trains_like_one_process_and_sends_the_formula():
 
 
 def expected_bytes(choice, size, cluster, microbatches, element_bytes, steps=1):
-    """The formula's bytes for elements of another size, and the gather with which `train` shows its result."""
+    """The formula's bytes for elements of another size, and the gather with which `train` shows its
+    result.
+    """
     sent = traffic(choice, size, cluster, microbatches)
     shown = traffic_by_term(Choice(choice.parameters, choice.parameters, choice.parameters), size, cluster)
     shown = shown["reduce-scatter the gradients"]  # the same bytes as one gather
@@ -236,7 +243,7 @@ def test_every_chain_of_8_ranks_and_every_word_of_64_send_the_formula(ranks, per
         assert sent == expected_bytes(choice, 128, cluster, 2, 4), choice
 
 
-# ---- the search ------------------------------------------------------------------------------------------------------
+# ---- the search ------------------------------------------------------------------------------------------
 
 
 def brute_force_factors(ranks, per_node):

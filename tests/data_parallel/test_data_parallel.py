@@ -1,4 +1,6 @@
-"""Data parallelism in all its forms equals one process; each loses the equality when its collective is taken away."""
+"""Data parallelism in all its forms equals one process; each loses the equality when its collective is taken
+away.
+"""
 
 import math
 
@@ -97,7 +99,9 @@ def gradients_of(model, tokens, targets, count):
 
 
 def test_pytorch_ddp():
-    """Gradients equal the whole batch's; 2(n-1)/n of their bytes; ceil(bytes / bucket) all-reduces, begun during backward."""
+    """Gradients equal the whole batch's; 2(n-1)/n of their bytes; ceil(bytes / bucket) all-reduces, begun
+    during backward.
+    """
 
     def rank(bucket_bytes, width):
         group = collectives.world()
@@ -153,7 +157,9 @@ def test_buckets_start_in_one_order_on_every_rank_and_before_backward_ends():
 
 
 def test_horovod():
-    """Ranks whose gradients become ready in different orders still issue one sequence of collectives; the result is DDP's."""
+    """Ranks whose gradients become ready in different orders still issue one sequence of collectives; the
+    result is DDP's.
+    """
 
     def rank():
         group = collectives.world()
@@ -237,7 +243,9 @@ def test_grad_accum_zero():
 
 
 def test_temporary_buffers():
-    """The fused fp32 buffer of a 1.5-billion-parameter model is 6 GB; a bucket is as small as you like. Dry, one rank of 64."""
+    """The fused fp32 buffer of a 1.5-billion-parameter model is 6 GB; a bucket is as small as you like. Dry,
+    one rank of 64.
+    """
 
     def rank(fused):
         model, group = GPT(presets["gpt2-xl"]), collectives.world()
@@ -316,7 +324,9 @@ def server_run(servers, staleness, steps=5, lr=0.05):
 
 
 def test_parameter_server():
-    """Synchronous, it is all-reduce SGD; n workers put nS into one server and take nS out, where a ring rank sends 2(n-1)/n S."""
+    """Synchronous, it is all-reduce SGD; n workers put nS into one server and take nS out, where a ring rank
+    sends 2(n-1)/n S.
+    """
     steps, size = 5, 7 * 8
     for ranks in (2, 4):
         results = launch.run(server_run, 1, 0, ranks=ranks)

@@ -1,4 +1,6 @@
-"""Hybrid sharding and ZeRO++: ten words equal one process and send what choices.py says; ZeRO++ sends a quarter and stays close."""
+"""Hybrid sharding and ZeRO++: ten words equal one process and send what choices.py says; ZeRO++ sends a
+quarter and stays close.
+"""
 
 import math
 
@@ -70,7 +72,9 @@ def test_without_the_second_hop_nodes_train_apart(references):
 
 
 def account(make, microbatches=1, config=EVEN):
-    """One step in bf16: (Ψ with padding, bytes by axis, live bytes by kind after it, all-reduces, elements of each buffer)."""
+    """One step in bf16: (Ψ with padding, bytes by axis, live bytes by kind after it, all-reduces, elements of
+    each buffer).
+    """
     group = collectives.world()
     mesh = Mesh(inter=2, intra=group.size() // 2)
     model = GPT(config, dtype=torch.bfloat16)
@@ -151,7 +155,9 @@ def test_mics_reduces_across_groups_once_a_step():
 
 
 def test_hybrid_sharding_crosses_hosts_with_less_than_the_paper_says():
-    """FSDP section 3.2.2, GPUs a host G, ranks W: cross-host bytes of a rank at most 2M(W-1)/(GW); full sharding 3M(W-1)/W."""
+    """FSDP section 3.2.2, GPUs a host G, ranks W: cross-host bytes of a rank at most 2M(W-1)/(GW); full
+    sharding 3M(W-1)/W.
+    """
 
     def rank():
         return account(in_words("III")), account(in_words("GGG"))
@@ -162,7 +168,7 @@ def test_hybrid_sharding_crosses_hosts_with_less_than_the_paper_says():
         assert full["inter"] <= 3 * M * (W - 1) / W
 
 
-# ---- ZeRO++ ------------------------------------------------------------------------------------------------------------
+# ---- ZeRO++ ----------------------------------------------------------------------------------------------
 
 
 def plus_plus(**settings):
@@ -196,7 +202,9 @@ def test_without_quantisation_it_is_zero_3(references):
 
 
 def test_zero_plus_plus_sends_a_quarter_between_nodes():
-    """3M -> 0.5M + 0 + 0.25M times (N-1)/N a node, and the scales beside it: 4 bytes a block, for weights and for gradients."""
+    """3M -> 0.5M + 0 + 0.25M times (N-1)/N a node, and the scales beside it: 4 bytes a block, for weights and
+    for gradients.
+    """
 
     def rank():
         return {
@@ -265,7 +273,7 @@ def test_the_copy_in_the_node_is_counted():
         assert held - without == 2 * count // 2
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------
 
 
 def test_bad_input_gets_one_line():

@@ -1,4 +1,6 @@
-"""What every Sync promises: optimizers of any kind, stand-ins for them, states for any layout, bytes and memory in a pipeline."""
+"""What every Sync promises: optimizers of any kind, stand-ins for them, states for any layout, bytes and
+memory in a pipeline.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +20,7 @@ from tests.parallel import TOLERANCE, Outcome, Problem, difference, rows_of_prob
 PROBLEM = Problem(config=small(tied=False), clip=None)  # 29 words: padded under tp
 
 
-# ---- optimizers ----------------------------------------------------------------------------------------------------------
+# ---- optimizers ------------------------------------------------------------------------------------------
 
 EARLY = {
     "dp2": [
@@ -39,7 +41,9 @@ def adagrad(params):
 
 
 class Ramp(torch.optim.Optimizer):
-    """The same rule, but its sums start as a ramp over each whole parameter, and it does not make again what gets lost."""
+    """The same rule, but its sums start as a ramp over each whole parameter, and it does not make again what
+    gets lost.
+    """
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -76,7 +80,9 @@ def by_hand(make):
 
 @pytest.mark.parametrize("shape", EARLY)
 def test_an_optimizer_that_has_states_when_it_is_built(shape):
-    """Equal to one process, element by element: each rank takes its part of the first states, which were made of stand-ins."""
+    """Equal to one process, element by element: each rank takes its part of the first states, which were made
+    of stand-ins.
+    """
 
     def rank(make):
         return [train_parallel(PROBLEM, Strategy(**way), make_optimizer=make) for way in EARLY[shape]]
@@ -119,7 +125,9 @@ def test_without_an_optimizer_there_are_gradients_and_no_updates():
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3, "IGG"])
 def test_stand_ins_are_named_whole_and_weightless(zero):
-    """Under tp and ZeRO an optimizer is asked about parameters as one process has them, and pays nothing for it."""
+    """Under tp and ZeRO an optimizer is asked about parameters as one process has them, and pays nothing for
+    it.
+    """
     whole = {name: list(param.shape) for name, param in GPT(PROBLEM.config, device="meta").named_parameters()}
 
     def rank():
@@ -149,7 +157,7 @@ def test_stand_ins_are_named_whole_and_weightless(zero):
         assert all(held <= 8 and trainable for _, held, trainable in seen.values())
 
 
-# ---- states --------------------------------------------------------------------------------------------------------------
+# ---- states ----------------------------------------------------------------------------------------------
 
 LAYOUTS = [
     dict(dp=2, tp=2, zero=1),
@@ -173,7 +181,9 @@ def adamw(params):
 
 @pytest.mark.parametrize("words", [29, 9])
 def test_a_state_goes_from_any_layout_to_any_other(words):
-    """Two steps in one layout, two in the next, and so on round: equal to one process throughout. 9 words over tp=4 leave a rank with none."""
+    """Two steps in one layout, two in the next, and so on round: equal to one process throughout. 9 words
+    over tp=4 leave a rank with none.
+    """
     problem = Problem(config=small(vocab_size=words, tied=words == 9), batch_sizes=(8,) * (2 * len(LAYOUTS)))
 
     def rank(layouts):
@@ -208,7 +218,7 @@ def test_a_state_goes_from_any_layout_to_any_other(words):
                 ), (layout, name)
 
 
-# ---- a pipeline ------------------------------------------------------------------------------------------------------------
+# ---- a pipeline ------------------------------------------------------------------------------------------
 
 DEEP = Problem(config=small(tied=False, num_layers=8), batch_sizes=(24,), clip=None)
 
@@ -236,8 +246,9 @@ def one_step(zero, microbatches, schedule, dp, watch=None):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_what_zero_sends_in_a_pipeline(schedule):
-    """Stage 1 sends gradients once a step, 2 and 3 after each backward: m times; stage 3 gathers for each forward and each backward (I and
-    W together are one). The same on real ranks and in dry runs of more."""
+    """Stage 1 sends gradients once a step, 2 and 3 after each backward: m times; stage 3 gathers for each
+    forward and each backward (I and W together are one). The same on real ranks and in dry runs of more.
+    """
     sends = {
         1: lambda m: (1, 1),
         2: lambda m: (1, m),
@@ -257,7 +268,9 @@ def test_what_zero_sends_in_a_pipeline(schedule):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
 def test_zero3_in_a_pipeline_is_never_whole(schedule):
-    """At any moment two units of a stage at most, one in use and one on its way; none after a step, when parameters read as NaN."""
+    """At any moment two units of a stage at most, one in use and one on its way; none after a step, when
+    parameters read as NaN.
+    """
 
     def rank(reshard=True):
         peak = 0

@@ -1,4 +1,6 @@
-"""ZeRO 1, 2 and 3: equal to one process, bytes and memory as the paper says, states that load anywhere, clear refusals."""
+"""ZeRO 1, 2 and 3: equal to one process, bytes and memory as the paper says, states that load anywhere, clear
+refusals.
+"""
 
 import copy
 import math
@@ -53,7 +55,9 @@ def made(way):
 
 
 def problems():
-    """Tied, frozen, masked, clipped, uneven; with 1 and with 3 microbatches (the fewest rows of a rank: 2)."""
+    """Tied, frozen, masked, clipped, uneven; with 1 and with 3 microbatches (the fewest rows of a rank:
+    2).
+    """
     return [Problem(batch_sizes=BATCHES), Problem(batch_sizes=(12, 12, 13), microbatches=3)]
 
 
@@ -156,7 +160,7 @@ def test_mixed_precision_gives_the_bits_of_data_parallelism(way):
     assert launch.run(rank, ranks=4) == [True] * 4
 
 
-# ---- bytes on the wire -----------------------------------------------------------------------------------------------
+# ---- bytes on the wire -----------------------------------------------------------------------------------
 
 
 def untied(**changes):
@@ -164,7 +168,9 @@ def untied(**changes):
 
 
 def traffic(way, problem):
-    """(bytes gathered, bytes reduce-scattered, number of reduce-scatters, bytes of all whole buffers) of one step."""
+    """(bytes gathered, bytes reduce-scattered, number of reduce-scatters, bytes of all whole buffers) of one
+    step.
+    """
     group = collectives.world()
     model = problem.model()
     for param in model.parameters():
@@ -198,7 +204,9 @@ def test_bytes_sent_equal_the_formulas(ranks):
 
 
 def test_grad_accum_zero_calls():
-    """One optimizer step of m microbatches: stage 2 reduce-scatters m times, stage 1 and `keep` once (per bucket)."""
+    """One optimizer step of m microbatches: stage 2 reduce-scatters m times, stage 1 and `keep` once (per
+    bucket).
+    """
 
     def rank():
         return {
@@ -212,7 +220,9 @@ def test_grad_accum_zero_calls():
 
 
 def test_zero1_pp_tp():
-    """A pipeline's m microbatches: stage 1 pays (RS + AG) once, stage 2 m RS + AG; what stage 2 saves of gradients is small."""
+    """A pipeline's m microbatches: stage 1 pays (RS + AG) once, stage 2 m RS + AG; what stage 2 saves of
+    gradients is small.
+    """
 
     def rank():
         return [traffic(way, untied(microbatches=3)) for way in ("stage 1", "stage 2")]
@@ -223,7 +233,9 @@ def test_zero1_pp_tp():
 
 
 def test_weight_update_sharding():
-    """Xu et al.: the bytes of an all-reduce, 1/n of the optimizer's work on each rank, the same weights everywhere."""
+    """Xu et al.: the bytes of an all-reduce, 1/n of the optimizer's work on each rank, the same weights
+    everywhere.
+    """
 
     def rank():
         group, problem = collectives.world(), untied()
@@ -257,7 +269,7 @@ def test_weight_update_sharding():
         assert mine == (all_of_them + padding) / 4 and spread == 0
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------
 
 
 def states(way, config, dtype=torch.bfloat16, length=8):
@@ -296,7 +308,9 @@ EVEN = GPTConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, max_posit
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_zero_1_2_3_states_take_what_the_paper_says(ranks):
-    """16Ψ, (4 + 12/N)Ψ, (2 + 14/N)Ψ, 16Ψ/N, kind by kind, on every rank; sizes here divide, so to the byte."""
+    """16Ψ, (4 + 12/N)Ψ, (2 + 14/N)Ψ, 16Ψ/N, kind by kind, on every rank; sizes here divide, so to the
+    byte.
+    """
 
     def rank():
         return {way: states(way, EVEN)[:2] for way in FORMULAS}
@@ -373,7 +387,9 @@ def test_fsdp_trains_as_torchs_fully_shard():
 
 
 def test_zero_2_frees_what_it_has_sent():
-    """Gradients alive at any moment of backward: the shards, a bucket filling up, and the one under way in its buffer."""
+    """Gradients alive at any moment of backward: the shards, a bucket filling up, and the one under way in
+    its buffer.
+    """
 
     def rank(stage, bucket_bytes):
         group = collectives.world()
@@ -395,7 +411,9 @@ def test_zero_2_frees_what_it_has_sent():
 
 @pytest.mark.parametrize("stage", [Zero2, Zero3])
 def test_accumulating_whole_gradients_costs_their_memory_and_saves_the_sends(stage):
-    """Two microbatches, both ways: `keep` holds all of the gradient between them, `scatter` a shard, and sends twice."""
+    """Two microbatches, both ways: `keep` holds all of the gradient between them, `scatter` a shard, and
+    sends twice.
+    """
 
     def rank(how):
         group = collectives.world()
@@ -438,7 +456,9 @@ CONFIG_7B = GPTConfig(
 
 
 def test_zero_table_1_from_a_dry_run():
-    """7.5B, 128B and 1T: bytes a parameter are counted on one rank of N, for a model of 7.5 billion in bf16."""
+    """7.5B, 128B and 1T: bytes a parameter are counted on one rank of N, for a model of 7.5 billion in
+    bf16.
+    """
     per_parameter = {}
     for n in (1, 4, 16, 64, 256, 1024):
         for way in ("stage 1", "stage 2", "stage 3") if n == 64 else ("stage 3",) if n == 1024 else ():
@@ -465,7 +485,7 @@ def test_a_quarter_and_an_eighth_are_limits():
     ]
 
 
-# ---- time ------------------------------------------------------------------------------------------------------------
+# ---- time ------------------------------------------------------------------------------------------------
 
 
 def test_prefetch_hides_communication_on_64_h100():
@@ -495,7 +515,7 @@ def test_prefetch_hides_communication_on_64_h100():
     assert exposed[True] < 0.6 * exposed[False]
 
 
-# ---- modules, recomputation, evaluation --------------------------------------------------------------------------------
+# ---- modules, recomputation, evaluation ------------------------------------------------------------------
 
 
 class Nested(nn.Module):
@@ -522,7 +542,9 @@ class Nested(nn.Module):
 
 
 def test_nested_units_and_recomputation():
-    """A unit inside a unit keeps its own parameters; recomputation gathers nothing more; both give the plain gradients."""
+    """A unit inside a unit keeps its own parameters; recomputation gathers nothing more; both give the plain
+    gradients.
+    """
 
     def rank(recompute, nested):
         group = collectives.world()
@@ -574,7 +596,7 @@ def test_evaluation_gathers_once_and_leaves_nothing_whole():
         assert worst < TOLERANCE and left == 0 and readable_inside and unreadable_after
 
 
-# ---- states ------------------------------------------------------------------------------------------------------------
+# ---- states ----------------------------------------------------------------------------------------------
 
 
 def trained(stage, steps, state=None, full=None):
@@ -656,7 +678,7 @@ def test_loading_a_state_of_another_kind_is_refused():
         assert "another model" in cut and "stranger" in model and "layers.1.attention.q.weight" in model
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------
 
 
 def refusals():

@@ -1,4 +1,6 @@
-"""The units that ZeRO-3 finds by itself: in plain modules, containers in containers, shared and repeated ones; and those it cannot use."""
+"""The units that ZeRO-3 finds by itself: in plain modules, containers in containers, shared and repeated
+ones; and those it cannot use.
+"""
 
 import pytest
 import torch
@@ -165,7 +167,9 @@ def test_units_of_our_model():
 
 
 def train(kind, units=None):
-    """(furthest gradient from one process, peak of gathered bytes in the second forward, the same if the model were one unit)"""
+    """(furthest gradient from one process, peak of gathered bytes in the second forward, the same if the
+    model were one unit)
+    """
     group, peaks = collectives.world(), []
     for given in (units, lambda model: []):
         model, plain = made(kind), made(kind)
@@ -231,7 +235,9 @@ def refused(kind):
 
 @pytest.mark.parametrize("kind, name", [(Functional, "Linear of b."), (Iterated, "Sequential of stages.")])
 def test_a_unit_that_never_ran_forward_is_an_error(kind, name):
-    """Its parameters read as NaN; what the message advises works (a ReLU given by hand has no parameters, and is refused)."""
+    """Its parameters read as NaN; what the message advises works (a ReLU given by hand has no parameters, and
+    is refused).
+    """
     for first, second in launch.run(refused, kind, ranks=2):
         assert f"unit {name}" in first and "never ran forward" in first and "\n" not in first
         assert second == "nothing" if kind is Functional else "unit ReLU has no parameters" in second

@@ -1,4 +1,6 @@
-"""A dry run equals the real run to the byte, event by event, is cheap at any size, and names the line at fault."""
+"""A dry run equals the real run to the byte, event by event, is cheap at any size, and names the line at
+fault.
+"""
 
 import functools
 import gc
@@ -156,7 +158,7 @@ def test_other_operators_equal_the_real_ones(function):
     assert dryrun.run(account, ranks=1) == account()
 
 
-# ---- size ------------------------------------------------------------------------------------------------------------
+# ---- size ------------------------------------------------------------------------------------------------
 
 
 def test_one_rank_of_131072():
@@ -165,7 +167,8 @@ def test_one_rank_of_131072():
     assert ledger.flops == launch.run(training, "none", CONFIG, 1, 1, ranks=1)[0].flops
     size = sum(p.nbytes for p in GPT(CONFIG).parameters())
     assert ledger.payload_bytes() == size and ledger.num_calls() > 1
-    # chunks of 131,072 parts are one element or none, so of each bucket up to two elements more or less are sent
+    # chunks of 131,072 parts are one element or none, so of each bucket up to two elements more or less are
+    # sent
     assert abs(ledger.sent_bytes() - 2 * (ranks - 1) / ranks * size) <= 2 * 4 * ledger.num_calls()
 
 
@@ -217,7 +220,7 @@ def test_a_step_of_gpt3_as_one_rank_of_1024():
     )  # uneven chunks, as above
 
 
-# ---- what a dry run cannot know, and how it ends ---------------------------------------------------------------------
+# ---- what a dry run cannot know, and how it ends ---------------------------------------------------------
 
 OUTSIDE = torch.ones(3)
 
@@ -354,7 +357,7 @@ def test_not_inside_a_process_group():
         dryrun.run(lambda: dryrun.run(lambda: None), rank=3, ranks=5)
 
 
-# ---- what goes in and what comes out ---------------------------------------------------------------------------------
+# ---- what goes in and what comes out ---------------------------------------------------------------------
 
 
 def test_arguments_are_passed_without_their_data():

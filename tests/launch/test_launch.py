@@ -51,7 +51,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-# ---- what a rank finds -----------------------------------------------------------------------------------------------
+# ---- what a rank finds -----------------------------------------------------------------------------------
 
 
 def describe():
@@ -118,7 +118,7 @@ def test_groups_work_and_collectives_are_checked_by_default(monkeypatch):
     launch.run(mismatch)  # gloo reinterprets the bytes and says nothing
 
 
-# ---- functions travel ------------------------------------------------------------------------------------------------
+# ---- functions travel ------------------------------------------------------------------------------------
 
 
 def test_lambdas_closures_and_classes_made_on_the_spot():
@@ -283,7 +283,7 @@ def test_from_threads_at_the_same_time():
     assert launch.run(dist.get_rank) == [0, 1], "the helper outlives the thread that started it"
 
 
-# ---- prints ----------------------------------------------------------------------------------------------------------
+# ---- prints ----------------------------------------------------------------------------------------------
 
 
 def test_prints_come_in_rank_order_and_warnings_to_stderr(capsys):
@@ -341,7 +341,7 @@ def test_native_noise_is_shown_after_a_failure():
     assert "the driver says no" in caught.value.traceback
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------
+# ---- bad input -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -389,11 +389,13 @@ def test_far_too_many_ranks_warn(monkeypatch):
         assert launch.run(dist.get_rank, ranks=numpy.int64(64 * os.cpu_count())) == 64 * os.cpu_count()
 
 
-# ---- nothing is open, nothing stays ----------------------------------------------------------------------------------
+# ---- nothing is open, nothing stays ----------------------------------------------------------------------
 
 
 def open_things() -> dict:
-    """Once it no longer changes: the helper closes its ends of a launch just after it has said that all is over."""
+    """Once it no longer changes: the helper closes its ends of a launch just after it has said that all is
+    over.
+    """
     last, now = None, look_around()
     while last != now:
         time.sleep(0.2)
@@ -493,7 +495,9 @@ def test_failures_leave_nothing_open():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpus():
-    """A GPU per rank: NCCL; more ranks than GPUs: gloo, GPUs shared. Had the helper touched CUDA, ranks could not."""
+    """A GPU per rank: NCCL; more ranks than GPUs: gloo, GPUs shared. Had the helper touched CUDA, ranks could
+    not.
+    """
 
     def look():
         x = torch.full((2,), float(dist.get_rank()), device=launch.device())
@@ -510,7 +514,9 @@ def test_gpus():
 
 
 def test_two_hundred_launches():
-    """No failure, no stall, no file, process or shared memory left. (A TCP store stalls 5 s in one start of five.)"""
+    """No failure, no stall, no file, process or shared memory left. (A TCP store stalls 5 s in one start of
+    five.)
+    """
 
     def step():
         x = torch.ones(1000)

@@ -1,6 +1,7 @@
 """Every way a rank can fail ends the launch, names the rank and the line, and leaves no process.
 
-Each function below fails on one of three ranks while the others wait for it in a collective, where they would stay.
+Each function below fails on one of three ranks while the others wait for it in a collective, where they would
+stay.
 """
 
 import ctypes
@@ -54,7 +55,7 @@ def wait_for_no_children() -> None:
         time.sleep(0.02)
 
 
-# ---- exceptions ------------------------------------------------------------------------------------------------------
+# ---- exceptions ------------------------------------------------------------------------------------------
 
 
 def before_a_collective():
@@ -115,7 +116,9 @@ def test_different_errors_are_all_named():
 
 
 def test_the_neighbours_of_a_rank_that_raises_hear_nothing(tmp_path):
-    """Its sockets stay open until the caller has decided; a lost connection would be an error of the wrong rank."""
+    """Its sockets stay open until the caller has decided; a lost connection would be an error of the wrong
+    rank.
+    """
 
     def fail():
         dist.barrier()
@@ -167,7 +170,7 @@ def test_a_module_the_ranks_do_not_have(tmp_path, monkeypatch):
     assert "ranks 0, 1, 2 raised ImportError: not any more" in str(failing(gone.work))
 
 
-# ---- processes that end ----------------------------------------------------------------------------------------------
+# ---- processes that end ----------------------------------------------------------------------------------
 
 
 def segfault():
@@ -249,7 +252,7 @@ def test_mismatched_collectives_name_both_lines():
     assert line_of(swapped, "all_gather") in error and line_of(swapped, "all_reduce") in error
 
 
-# ---- hangs -----------------------------------------------------------------------------------------------------------
+# ---- hangs -----------------------------------------------------------------------------------------------
 
 
 def asleep():
@@ -336,7 +339,7 @@ def test_a_rank_that_does_not_start_is_named():
     wait_for_no_children()
 
 
-# ---- the helper and the caller ---------------------------------------------------------------------------------------
+# ---- the helper and the caller ---------------------------------------------------------------------------
 
 
 def test_a_dead_helper_is_replaced():

@@ -1,4 +1,6 @@
-"""The same program under torchrun: `run` starts nothing and uses the ranks that exist; here two nodes of two ranks."""
+"""The same program under torchrun: `run` starts nothing and uses the ranks that exist; here two nodes of two
+ranks.
+"""
 
 import os
 import socket
@@ -69,7 +71,9 @@ def torchrun(program: str, folder, nodes: int, ranks_per_node: int) -> list[tupl
 
 
 def test_two_nodes(tmp_path):
-    """Results reach all ranks in rank order; an error that all ranks come to is raised on all, and the job goes on."""
+    """Results reach all ranks in rank order; an error that all ranks come to is raised on all, and the job
+    goes on.
+    """
     (first, second) = torchrun(
         """
         import os

@@ -1,4 +1,6 @@
-"""What Linux is asked about a rank's threads: a rank on gloo and its event loops are calm, the caller and what torch makes are not."""
+"""What Linux is asked about a rank's threads: a rank on gloo and its event loops are calm, the caller and
+what torch makes are not.
+"""
 
 import ctypes
 import os

@@ -11,7 +11,9 @@ CONFIG = GPTConfig(vocab_size=29, d_model=16, num_layers=2, num_heads=2, max_pos
 
 
 def loss_of_the_batch(seed_by_rank=False):
-    """The whole program: this rank's rows, its share of the loss, one sum. Returns (loss, tokens this rank worked on)."""
+    """The whole program: this rank's rows, its share of the loss, one sum. Returns (loss, tokens this rank
+    worked on).
+    """
     group = collectives.world()
     model = GPT(CONFIG, seed=group.rank() if seed_by_rank else 0, dtype=torch.float64)
     tokens, targets = random_tokens(
@@ -22,7 +24,9 @@ def loss_of_the_batch(seed_by_rank=False):
 
 
 def test_spmd():
-    """One function on 1, 2, 4 and 8 ranks: the same loss everywhere, and the rows of the batch dealt out once, unevenly."""
+    """One function on 1, 2, 4 and 8 ranks: the same loss everywhere, and the rows of the batch dealt out
+    once, unevenly.
+    """
     ((loss, batch),) = launch.run(loss_of_the_batch, ranks=1)
     for ranks in (2, 4, 8):
         results = launch.run(loss_of_the_batch, ranks=ranks)

@@ -1,4 +1,6 @@
-"""The kernel's count of bytes beside the ledger's, and the finding that made minitrain write its own collectives."""
+"""The kernel's count of bytes beside the ledger's, and the finding that made minitrain write its own
+collectives.
+"""
 
 import pytest
 import torch

@@ -38,14 +38,15 @@ def account(function, *args):
     return ledger
 
 
-# ---- FLOPs -----------------------------------------------------------------------------------------------------------
+# ---- FLOPs -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", ["triangle", "square"])
 @pytest.mark.parametrize("core, backward_over_forward", [(naive_attention, 2), (causal_attention, 2.5)])
 def test_flops_of_a_layer_are_24bsh2_and_4bs2h(core, backward_over_forward, causal):
-    """Backward is twice the forward; a fused core computes its scores anew and has 2.5 times its own, and by default counts
-    those of the triangle. Attention in matmuls makes the square, whatever is asked."""
+    """Backward is twice the forward; a fused core computes its scores anew and has 2.5 times its own, and by
+    default counts those of the triangle. Attention in matmuls makes the square, whatever is asked.
+    """
     block = Block(CONFIG, "layers.1", attention=core)
     x = torch.randn(B, T, D, requires_grad=True)
     with Ledger(causal=causal) as ledger:
@@ -116,7 +117,8 @@ def tensor(*shape):
         (4, lambda: tensor(4) @ tensor(4)),
         (2 * 3 * 4 * 5, lambda: torch.einsum("abc,cd->abd", tensor(2, 3, 4), tensor(4, 5))),
         (3 * 3 * 4 * 5, lambda: (tensor(3, 4) @ tensor(4, 5)).sum().backward()),
-        # out 6x6, 2 in-channels a group, 3x3 filter, 8 out-channels; the gradients of x and of the weight take as much each
+        # out 6x6, 2 in-channels a group, 3x3 filter, 8 out-channels; the gradients of x and of the weight
+        # take as much each
         (
             3 * 2 * 36 * 2 * 9 * 8,
             lambda: F.conv2d(tensor(2, 4, 8, 8), tensor(8, 2, 3, 3), groups=2).sum().backward(),
@@ -155,8 +157,10 @@ def of_kernel(packet, queries, keys, is_causal):
 
 @pytest.mark.parametrize("packet", ATTENTION, ids=str)
 def test_a_causal_kernel_counts_what_its_mask_leaves(packet):
-    """Top left, as F.scaled_dot_product_attention documents; torch's flash kernel for CUDA aligns a mask that is not square
-    to the lower right, and is called with one by torch.nn.attention.bias.causal_lower_right alone."""
+    """Top left, as F.scaled_dot_product_attention documents; torch's flash kernel for CUDA aligns a mask that
+    is not square to the lower right, and is called with one by torch.nn.attention.bias.causal_lower_right
+    alone.
+    """
     backward, lower_right = (
         "backward" in str(packet),
         "flash_attention" in str(packet) and "cpu" not in str(packet),
@@ -183,7 +187,9 @@ def test_the_mask_that_is_counted_is_the_one_that_is_applied(queries, keys):
 
 
 def test_a_mask_of_numbers_spares_nothing():
-    """A bias makes the model hand over a mask as a tensor: the kernel computes all scores, and so says the ledger."""
+    """A bias makes the model hand over a mask as a tensor: the kernel computes all scores, and so says the
+    ledger.
+    """
     q, k, v = (torch.randn(1, 2, 16, 4) for _ in range(3))
     assert (
         account(lambda: causal_attention(q, k, v, bias=torch.zeros(2, 16, 16))).flops == 4 * 2 * 16 * 16 * 4
@@ -196,7 +202,7 @@ def test_a_convention_that_does_not_exist_is_refused():
         Ledger(causal="half")
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------
+# ---- bytes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,11 +235,13 @@ def test_bytes_of_operators(expected, function):
     assert all(event.bytes and type(event) is Compute for event in ledger.events)
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------
 
 
 def allocators_peak(function) -> int:
-    """The most that torch's CPU allocator had given out at once beyond what it had at the start, by its own events."""
+    """The most that torch's CPU allocator had given out at once beyond what it had at the start, by its own
+    events.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     live = most = 0
@@ -286,7 +294,9 @@ def test_memory_by_kind():
 
 
 def test_kinds_of_what_was_there_before():
-    """A ledger opened in the middle of training knows weights, gradients, state and master copies by their owners."""
+    """A ledger opened in the middle of training knows weights, gradients, state and master copies by their
+    owners.
+    """
     model = nn.Linear(10, 10, bias=False).bfloat16()
     optimizer = AdamW(model.parameters(), master_dtype=torch.float32)
     model(torch.ones(1, 10, dtype=torch.bfloat16)).sum().backward()
@@ -373,7 +383,7 @@ def test_timeline():
     assert [event.name for event in ledger.events] == ["zeros", "add", "mul"]
 
 
-# ---- communication ---------------------------------------------------------------------------------------------------
+# ---- communication ---------------------------------------------------------------------------------------
 
 
 def one_of_each():
@@ -487,7 +497,7 @@ def test_a_collective_adds_up_in_buffers_and_its_additions_are_its_own():
         assert kinds["buffers"] == 3 * 1000 and kinds["activations"] == 8000 and computes == []
 
 
-# ---- what is left behind ---------------------------------------------------------------------------------------------
+# ---- what is left behind ---------------------------------------------------------------------------------
 
 
 def hooks():

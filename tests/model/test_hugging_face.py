@@ -1,4 +1,6 @@
-"""Weights under Hugging Face's names give the logits of Hugging Face's forward, written down here anew; and what is refused."""
+"""Weights under Hugging Face's names give the logits of Hugging Face's forward, written down here anew; and
+what is refused.
+"""
 
 from dataclasses import replace
 

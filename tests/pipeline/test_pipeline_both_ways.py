@@ -1,4 +1,6 @@
-"""Pipelines in both directions, Chimera, Hanayo, DualPipe: the published formulas exactly, from the lists; real ranks equal one process."""
+"""Pipelines in both directions, Chimera, Hanayo, DualPipe: the published formulas exactly, from the lists;
+real ranks equal one process.
+"""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -53,7 +55,7 @@ def stages_of(schedule: Schedule) -> list[list[int]]:
     return [schedule.stages_of(rank) for rank in range(len(schedule.ranks))]
 
 
-# ---- every size ------------------------------------------------------------------------------------------------------
+# ---- every size ------------------------------------------------------------------------------------------
 
 SIZES = [
     *(chimera(p, m) for p in (2, 4, 6) for m in (2, p, p + 2, 3 * p)),
@@ -76,7 +78,7 @@ def test_everything_is_done_once_and_nobody_waits_for_ever():
         ] == list(map(len, schedule.ranks))
 
 
-# ---- Chimera ---------------------------------------------------------------------------------------------------------
+# ---- Chimera ---------------------------------------------------------------------------------------------
 
 
 def test_chimera():
@@ -105,7 +107,7 @@ def test_a_last_unit_that_is_not_full(p, whole, rest):
     assert simulate(chimera(p, whole * p + rest), EQUAL).makespan == 2 * p * whole + 2 * p + rest - 2
 
 
-# ---- Hanayo ----------------------------------------------------------------------------------------------------------
+# ---- Hanayo ----------------------------------------------------------------------------------------------
 
 
 def test_hanayo():
@@ -145,7 +147,7 @@ def test_more_waves_wait_for_more_messages():
     assert times == [12, Fraction(45, 4), 12]
 
 
-# ---- DualPipe --------------------------------------------------------------------------------------------------------
+# ---- DualPipe --------------------------------------------------------------------------------------------
 
 TIMES = [(1, 1, 1), (3, 3, 2), (4, 4, 1), (2, 2, 0)]  # F = I >= W
 
@@ -211,7 +213,9 @@ def exchanged(entry):
 
 @pytest.mark.parametrize("p", [4, 8, 12])
 def test_which_part_of_the_bubble_is_what(p):
-    """Of the middle ranks each rank outside costs F + (F&B - B) + (I - W): the published term where F = I. Outer ranks lack pairs."""
+    """Of the middle ranks each rank outside costs F + (F&B - B) + (I - W): the published term where F = I.
+    Outer ranks lack pairs.
+    """
     schedule, costs = dualpipe(p, 3 * p), Costs(F=10, I=10, W=3, FB=19)
     run, pairs = (
         simulate(schedule, costs),
@@ -241,7 +245,7 @@ def folded_entry(entry):
     return entry._replace(microbatch=entry.microbatch % 10)
 
 
-# ---- real ranks ------------------------------------------------------------------------------------------------------
+# ---- real ranks ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -262,7 +266,9 @@ def test_copies_of_stages_and_copies_of_data():
 
 
 def test_clipping_is_at_work():
-    """Else the equalities above would not see that a parameter that stands twice, or four times, was counted once."""
+    """Else the equalities above would not see that a parameter that stands twice, or four times, was counted
+    once.
+    """
     norm = torch.stack([grad.norm() for grad in reference(PROBLEM).grads.values()]).norm()
     assert abs(norm.item() - PROBLEM.clip) < 1e-5
 
@@ -301,7 +307,7 @@ def test_without_weight_gradients_it_does_not():
     assert error_when(broken, dualpipe_v(2, 8)) > 1e-3
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

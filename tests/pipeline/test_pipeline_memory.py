@@ -1,4 +1,6 @@
-"""Pipelines that save memory: recomputation just in time, activations kept by a partner, a loss over all microbatches at once."""
+"""Pipelines that save memory: recomputation just in time, activations kept by a partner, a loss over all
+microbatches at once.
+"""
 
 import random
 from collections import Counter
@@ -50,7 +52,9 @@ def reference():
 
 
 def on_rank(schedule, problem=PROBLEM):
-    """(this rank's run, a batch): what parallelize makes of a model over as many ranks as the schedule has."""
+    """(this rank's run, a batch): what parallelize makes of a model over as many ranks as the schedule
+    has.
+    """
     strategy = Strategy(pp=len(schedule.ranks), microbatches=schedule.microbatches, precision="float64")
     run = parallelize(
         problem.config, strategy, lambda params: AdamW(params, lr=problem.lr), seed=3, schedule=schedule
@@ -58,11 +62,13 @@ def on_rank(schedule, problem=PROBLEM):
     return run, run.batch(rows_of_problem(problem, 0), 0)
 
 
-# ---- Varuna ----------------------------------------------------------------------------------------------------------
+# ---- Varuna ----------------------------------------------------------------------------------------------
 
 
 def test_varuna():
-    """The atlas's row: never longer than GPipe with recomputation, and deviations pay when links are uneven."""
+    """The atlas's row: never longer than GPipe with recomputation, and deviations pay when links are
+    uneven.
+    """
     for p, m in GRID:
         for costs in (Costs(F=1, R=1, B=2), Costs(F=2, R=2, B=3), Costs(F=1, R=1, B=2, send=1)):
             ours, theirs = varuna(p, m, costs), recomputed(gpipe(p, m))
@@ -111,7 +117,9 @@ def test_recomputed_equals_one_process(ranks, schedule):
 
 
 def saved_by_action(schedule):
-    """{action: bytes that autograd saved in it}, and for each F what the interpreter holds of it afterwards."""
+    """{action: bytes that autograd saved in it}, and for each F what the interpreter holds of it
+    afterwards.
+    """
     run, batch = on_rank(schedule)
     saved, held = {}, {}
 
@@ -157,11 +165,13 @@ def test_control_recomputation_is_needed():
     assert max((outcome.grads[name] - reference().grads[name]).abs().max() for name in outcome.grads) > 1e-6
 
 
-# ---- random numbers of what is computed again ------------------------------------------------------------------------
+# ---- random numbers of what is computed again ------------------------------------------------------------
 
 
 class Dropped(nn.Module):
-    """Half of x·w, doubled: in a backward through other masks than the forward's the gradient of w is not the loss."""
+    """Half of x·w, doubled: in a backward through other masks than the forward's the gradient of w is not the
+    loss.
+    """
 
     def __init__(self):
         super().__init__()
@@ -249,11 +259,13 @@ def test_varuna_refuses():
             call()
 
 
-# ---- BPipe -----------------------------------------------------------------------------------------------------------
+# ---- BPipe -----------------------------------------------------------------------------------------------
 
 
 def test_bpipe():
-    """The atlas's row: at most ceil((p+2)/2) on every rank, no slow-down, and the same training with activations that really move."""
+    """The atlas's row: at most ceil((p+2)/2) on every rank, no slow-down, and the same training with
+    activations that really move.
+    """
     assert [peak(bpipe(8, 16), rank) for rank in range(8)] == [5, 5, 5, 5, 4, 5, 5, 5]
     for p in (*range(1, 10), 16):
         for m in (1, p // 2 + 1, p, p + 1, 2 * p + 3, 32):
@@ -273,8 +285,9 @@ MANY = Problem(config=small(num_layers=4), batch_sizes=(6, 11), microbatches=6)
 
 
 def held_at_most(schedule, interpreter):
-    """Bytes for backwards that this rank held at most, after any step of its program, and after its first F; and the most activations
-    alive after an action; sent."""
+    """Bytes for backwards that this rank held at most, after any step of its program, and after its first F;
+    and the most activations alive after an action; sent.
+    """
     run, batch = on_rank(schedule, MANY)
     runner, held, alive = run.runner, [], []
     if type(runner) is not interpreter:
@@ -301,7 +314,9 @@ def held_at_most(schedule, interpreter):
 
 
 def test_activations_are_held_where_the_lists_say():
-    """Bytes of saved tensors here and on the way, in no step of a program more than the limit; and the ledger's account of every tensor."""
+    """Bytes of saved tensors here and on the way, in no step of a program more than the limit; and the
+    ledger's account of every tensor.
+    """
     plain, lists, balanced = (
         launch.run(held_at_most, schedule, interpreter, ranks=4)
         for schedule, interpreter in (
@@ -347,7 +362,9 @@ def counted(ledger):
 
 
 def test_a_dry_run_of_bpipe_equals_the_real_one():
-    """On all ranks, event by event; a host is given what the dry run of the lender says, and says so if it is not."""
+    """On all ranks, event by event; a host is given what the dry run of the lender says, and says so if it is
+    not.
+    """
     schedule, lent = bpipe(4, 6), {}
     for rank, (real, learned) in enumerate(launch.run(events_of, schedule, ranks=4)):
         dry, found = dryrun.run(events_of, schedule, lent, rank=rank, ranks=4)
@@ -360,7 +377,9 @@ def test_a_dry_run_of_bpipe_equals_the_real_one():
 
 
 def test_moves_run_beside_what_is_computed():
-    """Between the issue of every move and the wait for it there are all operators of an F or a B, on both ends."""
+    """Between the issue of every move and the wait for it there are all operators of an F or a B, on both
+    ends.
+    """
     schedule = bpipe(4, 6)
     for rank, (ledger, _) in enumerate(launch.run(events_of, schedule, ranks=4)):
         issued, beside = {}, []
@@ -389,7 +408,9 @@ def test_moves_run_beside_what_is_computed():
 
 
 def test_what_moves_is_counted_on_both_ends():
-    """In the programs, from the post of a receive until its send is known to be over: all that a rank holds, and of it the guests."""
+    """In the programs, from the post of a receive until its send is known to be over: all that a rank holds,
+    and of it the guests.
+    """
     for p, m in [(4, 4), (4, 8), (5, 13), (6, 6), (8, 8), (8, 19), (16, 32)]:
         schedule = bpipe(p, m)
         limit = max(peak(schedule, rank) for rank in range(p))
@@ -435,7 +456,9 @@ def test_moves_come_in_fours(missing):
 
 
 def test_bpipe_refuses():
-    """A list is in order, but rank 0 has no room for F0.1 before E0.0 has left, and rank 2 takes it only behind what needs F0.1."""
+    """A list is in order, but rank 0 has no room for F0.1 before E0.0 has left, and rank 2 takes it only
+    behind what needs F0.1.
+    """
     ranks = (
         [F(0, 0), Action("E", 0, 0), F(0, 1), Action("L", 0, 0), B(0, 0), B(0, 1)],
         [F(1, 0), F(1, 1), B(1, 0), B(1, 1)],
@@ -450,7 +473,7 @@ def test_bpipe_refuses():
         bpipe(0, 3)
 
 
-# ---- DISTMM ----------------------------------------------------------------------------------------------------------
+# ---- DISTMM ----------------------------------------------------------------------------------------------
 
 SAMPLES = torch.randn(
     2, 11, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
@@ -471,7 +494,9 @@ class Towers(nn.Module):
 
 
 def trained_by_parts(whole):
-    """The gradients, summed over ranks: 11 samples on 2 ranks in 3 microbatches each. Not `whole`: each by its own negatives."""
+    """The gradients, summed over ranks: 11 samples on 2 ranks in 3 microbatches each. Not `whole`: each by
+    its own negatives.
+    """
     group, towers = collectives.world(), Towers()
     microbatches = SAMPLES.split((6, 5), dim=1)[group.rank()].tensor_split(3, dim=1)
     if whole:
@@ -496,7 +521,9 @@ def test_only_embeddings_travel():
 
 
 def test_distmm():
-    """The atlas's row: gradients of gathered embeddings are those of the full batch, and doubled microbatches wait half as long."""
+    """The atlas's row: gradients of gathered embeddings are those of the full batch, and doubled microbatches
+    wait half as long.
+    """
     towers = Towers()
     exact = contrastive_loss(*towers(SAMPLES))
     exact.backward()

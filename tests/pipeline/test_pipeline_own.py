@@ -1,4 +1,6 @@
-"""Stages and schedules of the reader's own: plain modules, lists of plain tuples, stages in which nothing is trained or nothing is a number."""
+"""Stages and schedules of the reader's own: plain modules, lists of plain tuples, stages in which nothing is
+trained or nothing is a number.
+"""
 
 from functools import partial
 
@@ -147,7 +149,9 @@ def test_plain_modules_and_stages_without_parameters():
 
 @pytest.mark.parametrize("frozen", [(0,), (2,), (3,), (0, 1), (1, 2, 3), (0, 1, 2, 3)], ids=str)
 def test_frozen_stages(frozen):
-    """At the start, in the middle, at the end, all; whole and split backwards; gradients are right elsewhere, and None here."""
+    """At the start, in the middle, at the end, all; whole and split backwards; gradients are right elsewhere,
+    and None here.
+    """
     for case, difference in far([("plain modules", frozen, schedule) for schedule in SCHEDULES]):
         assert difference < TOLERANCE, case
 

@@ -1,4 +1,6 @@
-"""Planners by time: PipeDream's, DAPPLE's, AutoPipe's. Each plan against every other plan there is, each time against the simulator."""
+"""Planners by time: PipeDream's, DAPPLE's, AutoPipe's. Each plan against every other plan there is, each time
+against the simulator.
+"""
 
 import random
 from fractions import Fraction
@@ -36,7 +38,7 @@ def timed(schedule: Schedule, stages) -> Measured:
     )
 
 
-# ---- cuts ------------------------------------------------------------------------------------------------------------
+# ---- cuts ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -97,7 +99,7 @@ def test_pipedream_replicates_what_is_slow():
     assert plan == (4, ((range(2), 1), (range(2, 3), 3)))  # 3 copies of the stage that has no weights to sum
 
 
-# ---- DAPPLE ----------------------------------------------------------------------------------------------------------
+# ---- DAPPLE ----------------------------------------------------------------------------------------------
 
 
 def random_stages(draw, p):
@@ -157,7 +159,9 @@ def every_plan(layers, cluster):
 
 
 def test_dapple_planner():
-    """The chosen cut, replication and placement equal trying everything; the plan, simulated with its links, takes what was predicted."""
+    """The chosen cut, replication and placement equal trying everything; the plan, simulated with its links,
+    takes what was predicted.
+    """
     same, kinds = 0, set()
     for seed in range(6):
         draw = random.Random(seed)
@@ -185,7 +189,7 @@ def test_dapple_planner():
     assert same >= 5 and len(kinds) > 1, (same, kinds)  # the paper's three placements nearly always suffice
 
 
-# ---- AutoPipe --------------------------------------------------------------------------------------------------------
+# ---- AutoPipe --------------------------------------------------------------------------------------------
 
 
 def units_of(layers: range, blocks: int) -> range:
@@ -195,14 +199,18 @@ def units_of(layers: range, blocks: int) -> range:
 
 
 def gpt_units(draw, blocks):
-    """Embedding, (attention, MLP) of every block, head: the head of a large vocabulary weighs as much as several blocks."""
+    """Embedding, (attention, MLP) of every block, head: the head of a large vocabulary weighs as much as
+    several blocks.
+    """
     attention, mlp = draw.randint(3, 6), draw.randint(6, 9)
     forward = [draw.randint(1, 3), *[attention, mlp] * blocks, draw.randint(5, 40)]
     return forward, [2 * time for time in forward]
 
 
 def test_autopipe():
-    """Balance: never slower than whole layers cut evenly. Slicing: half a forward less for each link of the warm-up."""
+    """Balance: never slower than whole layers cut evenly. Slicing: half a forward less for each link of the
+    warm-up.
+    """
     best = 0
     for seed in range(30):
         draw = random.Random(seed)

@@ -1,4 +1,6 @@
-"""The step that is checked afterwards, inside the pipeline: losses, parameters and norms of clipping with a stop, to 1e-12, on real ranks."""
+"""The step that is checked afterwards, inside the pipeline: losses, parameters and norms of clipping with a
+stop, to 1e-12, on real ranks.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -60,7 +62,9 @@ CLIP = sorted(reference(1.0)[1])[STEPS // 2]  # about half of the steps are clip
 
 
 class Poisoned:
-    """The sync of a run; it leaves something that is no number in the gradient of one parameter, wherever that stands."""
+    """The sync of a run; it leaves something that is no number in the gradient of one parameter, wherever
+    that stands.
+    """
 
     def __init__(self, sync):
         self.sync, self.step = sync, 0
@@ -76,7 +80,9 @@ class Poisoned:
 
 
 def train(schedule, shape, problem, plant=lambda post, run: None, stop=False):
-    """(losses, norms, parameters, which steps were run again) of this rank; with `stop`, clipping by an all-reduce."""
+    """(losses, norms, parameters, which steps were run again) of this rank; with `stop`, clipping by an
+    all-reduce.
+    """
     strategy = Strategy(**shape, microbatches=problem.microbatches, precision="float64")
     run = parallelize(
         problem.config,
@@ -167,7 +173,9 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_equals_clipping_with_a_stop(name):
-    """Steps that clip, steps that do not, and one without a number; a rate that changes; the same answer on all ranks."""
+    """Steps that clip, steps that do not, and one without a number; a rate that changes; the same answer on
+    all ranks.
+    """
     ranks, schedule = REAL[name]
     found = launch.run(train, schedule, dict(dp=1, pp=ranks), PROBLEM, ranks=ranks)
     assert far(found) < TOLERANCE
@@ -261,7 +269,7 @@ def test_forwards_run_again_draw_again_what_they_drew():
     assert once == twice and once[0] == once[1] and control[0] != once[0] and control[2] != once[2]
 
 
-# ---- controls --------------------------------------------------------------------------------------------------------
+# ---- controls --------------------------------------------------------------------------------------------
 
 
 def never_again(post, run):
@@ -288,7 +296,7 @@ def test_control_forwards_that_saw_other_weights_are_no_use():
         launch.run(train, zb_h1(2, 4), dict(dp=1, pp=2), PROBLEM, never_again, ranks=2)
 
 
-# ---- programs in two halves ------------------------------------------------------------------------------------------
+# ---- programs in two halves ------------------------------------------------------------------------------
 
 
 def test_what_fills_the_pipeline_is_received_before_the_check_and_nothing_else():

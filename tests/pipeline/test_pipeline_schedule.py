@@ -1,4 +1,6 @@
-"""Schedules as lists: what is refused, that nobody waits in a circle, and the formulas of GPipe, 1F1B, interleaving and breadth-first."""
+"""Schedules as lists: what is refused, that nobody waits in a circle, and the formulas of GPipe, 1F1B,
+interleaving and breadth-first.
+"""
 
 import random
 import subprocess
@@ -177,7 +179,7 @@ def everything() -> list[Schedule]:
     ]
 
 
-# ---- nobody gets stuck -------------------------------------------------------------------------------------------------
+# ---- nobody gets stuck -----------------------------------------------------------------------------------
 
 
 def test_every_schedule_passes_and_ends():
@@ -252,7 +254,9 @@ def test_a_receive_is_posted_two_entries_early_for_the_room_of_two_tensors():
 
 
 def waits(schedule: Schedule) -> list:
-    """Runs the programs with no data: a send is over when its receive is posted, and `Sent` waits for that. Who is left waiting."""
+    """Runs the programs with no data: a send is over when its receive is posted, and `Sent` waits for that.
+    Who is left waiting.
+    """
     programs = lower(schedule)
     position, sent, posted, done = [0] * len(programs), set(), set(), set()
     moved = True
@@ -325,7 +329,7 @@ def test_random_deadlocks_are_found():
     assert 50 < stuck < 250
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------
 
 REFUSED = {
     "F0.1 is missing": Schedule("", ((F(0, 0), B(0, 0), B(0, 1)),), 1, 2),
@@ -416,7 +420,7 @@ def test_longer_actions_never_end_earlier():
         )
 
 
-# ---- the systems -------------------------------------------------------------------------------------------------------
+# ---- the systems -----------------------------------------------------------------------------------------
 
 
 def in_flight_peaks(schedule: Schedule) -> list[int]:
@@ -492,7 +496,9 @@ def test_interleaved():
 
 
 def runs(schedule: Schedule, rank: int) -> Counter:
-    """How often the weights of each stage are gathered for a forward or a backward run, if only one stage's are held at a time."""
+    """How often the weights of each stage are gathered for a forward or a backward run, if only one stage's
+    are held at a time.
+    """
     return Counter(stage for (_, stage), _ in groupby(schedule.ranks[rank], key=lambda action: action[:2]))
 
 
@@ -505,7 +511,8 @@ def test_breadth_first():
         assert all(runs(wide, rank) == dict.fromkeys(wide.stages_of(rank), 2) for rank in range(p))
         for rank in range(p):
             ahead = min(2 * (p - rank - 1) + (v - 1) * p, m * v)
-            # the runs of p ahead and at the end, and between them no two neighbours alike: 2m a stage less those
+            # the runs of p ahead and at the end, and between them no two neighbours alike: 2m a stage less
+            # those
             assert runs(deep, rank).total() == 2 * (m * v - ahead) + 2 * (-(-ahead // p)) - (
                 2 if ahead % p else 0
             )
@@ -514,7 +521,9 @@ def test_breadth_first():
 
 
 class Clock(nn.Module):
-    """A stage without arithmetic: what travels is the time at which it was ready, and the rank's clock moves on."""
+    """A stage without arithmetic: what travels is the time at which it was ready, and the rank's clock moves
+    on.
+    """
 
     def __init__(self, now: list[int], forward: int, backward: int):
         super().__init__()
@@ -580,7 +589,9 @@ def test_pipeline_bubble():
 
 
 class Meter:
-    """What autograd keeps now and kept at most: each tensor handed over is held by a slip that dies with the graph."""
+    """What autograd keeps now and kept at most: each tensor handed over is held by a slip that dies with the
+    graph.
+    """
 
     def __init__(self, parameters):
         self.live, self.peak = 0, 0
@@ -636,7 +647,9 @@ def kept_at_most(schedule: Schedule) -> tuple[float, int]:
 
 
 def test_memory_imbalance():
-    """In units of what one microbatch keeps, by the saved-tensor meter on four ranks: 4, 3, 2, 1 for 1F1B, 8 for GPipe."""
+    """In units of what one microbatch keeps, by the saved-tensor meter on four ranks: 4, 3, 2, 1 for 1F1B, 8
+    for GPipe.
+    """
     schedules = one_f_one_b(4, 8), gpipe(4, 8), one_f_one_b(4, 2)
     measured = launch.run(lambda: [kept_at_most(schedule) for schedule in schedules], ranks=4)
     for schedule, outcome in zip(schedules, zip(*measured)):

@@ -1,4 +1,6 @@
-"""Schedules through PyTorch's files: ours run in its runtime on real ranks, its own are read, checked and simulated here."""
+"""Schedules through PyTorch's files: ours run in its runtime on real ranks, its own are read, checked and
+simulated here.
+"""
 
 import re
 from fractions import Fraction
@@ -53,7 +55,9 @@ def test_round_trip():
 
 
 def test_both_ends_name_their_messages_in_one_order():
-    """So that they end though each blocks until both ends are there, in whatever direction, as over one NCCL channel."""
+    """So that they end though each blocks until both ends are there, in whatever direction, as over one NCCL
+    channel.
+    """
     other = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
     for schedule in [
         one_f_one_b(4, 8),
@@ -108,7 +112,7 @@ def test_refusals(message):
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-# ---- on real ranks -----------------------------------------------------------------------------------------------------
+# ---- on real ranks ---------------------------------------------------------------------------------------
 
 
 def stage_of(number: int) -> nn.Module:
@@ -211,7 +215,9 @@ def test_theirs_runs_ours(ranks, tmp_path):
 
 
 def theirs(ranks: int, folder: str) -> dict[str, tuple[str, str]]:
-    """What PyTorch's own schedules say, in both formats; every rank knows all lists, so one rank's dump is enough."""
+    """What PyTorch's own schedules say, in both formats; every rank knows all lists, so one rank's dump is
+    enough.
+    """
     from torch.distributed.pipelining import schedules
 
     rank, found = collectives.world().rank(), {}

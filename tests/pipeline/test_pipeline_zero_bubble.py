@@ -1,4 +1,6 @@
-"""Backwards in two halves: bubbles and peaks of the papers from the lists, a list scheduler, and gradients of real ranks."""
+"""Backwards in two halves: bubbles and peaks of the papers from the lists, a list scheduler, and gradients of
+real ranks.
+"""
 
 import random
 from dataclasses import replace
@@ -49,7 +51,7 @@ def folded(p: int) -> list[int]:
     return [rank_of(stage, p) for stage in range(2 * p)]
 
 
-# ---- ZB-H1 and ZB-H2 ---------------------------------------------------------------------------------------------------
+# ---- ZB-H1 and ZB-H2 -------------------------------------------------------------------------------------
 
 
 def test_zero_bubble():
@@ -88,7 +90,9 @@ def test_the_smallest_m_and_a_long_w():
 
 
 def test_steps_in_a_row_wait_only_for_the_bubble():
-    """Two steps with no common stop between: the second adds its work and `bubble`, so with ZB-H2 nothing but its work."""
+    """Two steps with no common stop between: the second adds its work and `bubble`, so with ZB-H2 nothing but
+    its work.
+    """
     for p, m in [(2, 4), (4, 8), (4, 12), (8, 16)]:
         for make, wait in ((one_f_one_b, 3 * (p - 1)), (zb_h1, p - 1), (zb_h2, 0)):
             one, rows = make(p, m), []
@@ -107,7 +111,9 @@ def test_steps_in_a_row_wait_only_for_the_bubble():
 
 
 def test_interleaved_zero_bubble():
-    """ZB-H1's bubble in the times of a stage, 1/v of a rank's; 1F1B's memory, which is less than interleaved 1F1B's."""
+    """ZB-H1's bubble in the times of a stage, 1/v of a rank's; 1F1B's memory, which is less than interleaved
+    1F1B's.
+    """
     assert [entries for entries in zb_interleaved(4, 8, 1).ranks] == [
         entries for entries in zb_h1(4, 8).ranks
     ]
@@ -127,11 +133,13 @@ def test_interleaved_zero_bubble():
         }
 
 
-# ---- V shapes --------------------------------------------------------------------------------------------------------
+# ---- V shapes --------------------------------------------------------------------------------------------
 
 
 def test_v_shape():
-    """Memory of 1F1B's p microbatches: a third, a half, all; bubbles 2/3, 1/2 and 0 of 1F1B's; twice the messages."""
+    """Memory of 1F1B's p microbatches: a third, a half, all; bubbles 2/3, 1/2 and 0 of 1F1B's; twice the
+    messages.
+    """
     for p in (2, 3, 4, 5, 6, 8, 13):
         whole = waiting(
             one_f_one_b(p, 2 * p), Costs(F=2, I=2, W=2)
@@ -153,7 +161,7 @@ def test_v_shape():
         assert waiting(make(6, needed)) == waiting(make(6, 30))
 
 
-# ---- the list scheduler ------------------------------------------------------------------------------------------------
+# ---- the list scheduler ----------------------------------------------------------------------------------
 
 
 def test_greedy_keeps_its_limits_and_never_gets_stuck():
@@ -236,7 +244,7 @@ def test_bad_sizes():
         assert "\n" not in str(error.value)
 
 
-# ---- real ranks --------------------------------------------------------------------------------------------------------
+# ---- real ranks ------------------------------------------------------------------------------------------
 
 REAL = {
     "zb-h1": (4, zb_h1(4, 4)),
@@ -294,7 +302,9 @@ def test_i_and_w_cost_what_b_costs():
 
 
 def test_between_i_and_w_the_operands_of_the_products_stay():
-    """deferred.py: of each linear its input and the gradient of its output, and nothing else of what the forward kept."""
+    """deferred.py: of each linear its input and the gradient of its output, and nothing else of what the
+    forward kept.
+    """
     stage = dict(Stages(small(num_layers=4), {1: range(2, 4)}, dtype=torch.float64).items())[1]
     ledger = Ledger()
     with ledger:
@@ -326,11 +336,13 @@ def test_between_i_and_w_the_operands_of_the_products_stay():
     assert all(linear.weight.grad is not None for linear in linears)
 
 
-# ---- the step that is checked afterwards -----------------------------------------------------------------------------
+# ---- the step that is checked afterwards -----------------------------------------------------------------
 
 
 def test_post_validation():
-    """Equal to clipping by an all-reduced norm, wherever along the ranks the limit is passed; also when the norm is no number."""
+    """Equal to clipping by an all-reduced norm, wherever along the ranks the limit is passed; also when the
+    norm is no number.
+    """
 
     def rank():
         group, results = collectives.world(), []
@@ -361,6 +373,7 @@ def test_post_validation():
         assert torch.equal(before, pairs[1]) and not torch.isfinite(norm)
         return results + [taken_back]
 
-    # nothing is clipped; rank 0 sees at once that it is, and so all; only rank 2 does, the others go back; rank 1 does; no number
+    # nothing is clipped; rank 0 sees at once that it is, and so all; only rank 2 does, the others go back;
+    # rank 1 does; no number
     expected = [[False, False, True, True, True], [False, False, True, False, True], [False] * 5]
     assert launch.run(rank, ranks=3) == expected

@@ -68,7 +68,7 @@ def near(value, published, part):
     return abs(value / published - 1) <= part
 
 
-# ---- FLOPs and parameters, measured --------------------------------------------------------------------------------
+# ---- FLOPs and parameters, measured ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,9 @@ def near(value, published, part):
     ids=["llama", "gpt2", "mqa-parallel", "mla", "mla-without-query-latent"],
 )
 def test_flops_are_counted_exactly(config):
-    """The ledger's sum over operators is the formula's integer, forward and backward; torch's own counter agrees."""
+    """The ledger's sum over operators is the formula's integer, forward and backward; torch's own counter
+    agrees.
+    """
     batch, length = 2, 48
     tokens, targets = random_tokens(0, 0, 1, batch, length, config.vocab_size, seed=1)
     model = GPT(config, attention=naive_attention)
@@ -109,7 +111,9 @@ def test_flops_are_counted_exactly(config):
     "config", [presets["tiny"], replace(presets["tiny"], num_kv_heads=1)], ids=["mha", "mqa"]
 )
 def test_a_fused_core_counts_as_the_formula_of_the_same_name(config, causal, scores):
-    """Forward is the formula's integer; backward has 5 products where the formula has 4: a fused kernel keeps no scores."""
+    """Forward is the formula's integer; backward has 5 products where the formula has 4: a fused kernel keeps
+    no scores.
+    """
     tokens = torch.zeros(2, 64, dtype=torch.long)
     with Ledger(causal=causal) as ledger:
         with ledger.phase("forward"):
@@ -142,7 +146,9 @@ def test_triangle_and_square():
 
 
 def test_mfu():
-    """PaLM: 45.7 % without attention, 46.2 % with it, HFU 57.8 %. And the toy model does the FLOPs that MFU credits."""
+    """PaLM: 45.7 % without attention, 46.2 % with it, HFU 57.8 %. And the toy model does the FLOPs that MFU
+    credits.
+    """
     rate, devices, peak = 238.3e3, 6144, 275e12
     attention = 12 * 118 * 48 * 256 * 2048  # 12·L·H·Q·T of table 1 and section 2
     assert round(100 * mfu(rate, 6 * 540e9, devices, peak), 1) == 45.7
@@ -173,9 +179,10 @@ def test_parts_add_up():
     assert matmul_parameters(presets["gpt2"]) == 12 * 12 * 768**2 + 50_257 * 768
 
 
-# ---- published runs ------------------------------------------------------------------------------------------------
+# ---- published runs --------------------------------------------------------------------------------------
 
-# billions, heads, width, layers, GPUs, batch, TFLOP/s per GPU, % of peak, PFLOP/s of Narayanan et al. 2021, table 1
+# billions, heads, width, layers, GPUs, batch, TFLOP/s per GPU, % of peak, PFLOP/s of Narayanan et al. 2021,
+# table 1
 MEGATRON = [
     (1.7, 24, 2304, 24, 32, 512, 137, 44, 4.4),
     (3.6, 32, 3072, 30, 64, 512, 138, 44, 8.8),
@@ -212,7 +219,9 @@ def test_narayanan_table_1(row):
 
 
 def test_narayanan_flops_are_four_forwards():
-    """Equation 3 runs every block's forward twice; it is our count but for the output table, which it runs once."""
+    """Equation 3 runs every block's forward twice; it is our count but for the output table, which it runs
+    once.
+    """
     config = GPTConfig(
         vocab_size=51_200, d_model=12_288, num_layers=96, num_heads=96, activation="gelu", tied=True
     )
@@ -227,7 +236,8 @@ def test_train_time_equation():
     assert round(training_days(175e9, 300e9, 992, 147e12), 1) == 25.0
     assert round(training_days(175e9, 300e9, 992, 147e12, flops_per_parameter=8), 1) == 33.3
     assert round(1 - 25 / 57, 3) == 0.561
-    # GLM-130B: 46 of its 60 days; 135 TFLOP/s count the second forward, three quarters of them are the model's.
+    # GLM-130B: 46 of its 60 days; 135 TFLOP/s count the second forward, three quarters of them are the
+    # model's.
     assert round(training_days(130e9, 400e9, 768, 135e12, flops_per_parameter=8), 1) == 46.4
     assert round(100 * 135 / 312, 1) == 43.3 and round(100 * 135 / 312 * 3 / 4, 1) == 32.5
     # Llama 3.1 405B: 3.8e25 FLOPs are 67 days at 400 TFLOP/s; its model card counts 30.84M GPU hours.
@@ -285,7 +295,7 @@ def test_case_mixtral_deepseek2():
         mixture_parameters(presets["mistral-7b"], 8, 9)
 
 
-# ---- model states and checkpoints ----------------------------------------------------------------------------------
+# ---- model states and checkpoints ------------------------------------------------------------------------
 
 
 def one_step(config):
@@ -328,7 +338,9 @@ def test_zero_figure_1():
 
 
 def test_ckpt_size_980gb():
-    """14 bytes per parameter on disk: 980 GB for 70B, 5.67 TB for 405B; a file of the toy model is that and headers."""
+    """14 bytes per parameter on disk: 980 GB for 70B, 5.67 TB for 405B; a file of the toy model is that and
+    headers.
+    """
     assert checkpoint_bytes(70_000_000_000) == 980e9 == model_state_bytes(70_000_000_000) - 2 * 70_000_000_000
     assert checkpoint_bytes(405_000_000_000) == 5.67e12
     headers = []
@@ -343,7 +355,9 @@ def test_ckpt_size_980gb():
 
 
 def test_training_data_volume():
-    """15T tokens in 2 bytes are 30 TB, not the 300 sometimes quoted; Llama 3's vocabulary does not fit 2 bytes."""
+    """15T tokens in 2 bytes are 30 TB, not the 300 sometimes quoted; Llama 3's vocabulary does not fit 2
+    bytes.
+    """
     assert text_bytes(15e12, 2) == 30e12 and text_bytes(1e12, 2) == 2e12  # the second is WanJuan-CC
     assert [token_bytes(vocab) for vocab in (256, 257, 32_000, 65_536, 65_537, 128_256)] == [1, 2, 2, 2, 3, 3]
     assert [text_bytes(15e12, size) for size in (token_bytes(128_256), 4)] == [45e12, 60e12]
@@ -352,7 +366,7 @@ def test_training_data_volume():
     assert 100 * text_bytes(15e12, 2) == 3e15  # raw text before filtering
 
 
-# ---- activations ---------------------------------------------------------------------------------------------------
+# ---- activations -----------------------------------------------------------------------------------------
 
 
 def saved_by_a_layer(length, batch, width, heads, device):
@@ -370,7 +384,9 @@ def saved_by_a_layer(length, batch, width, heads, device):
     "s,b,h,a,device", [(32, 2, 64, 4, "cpu"), (48, 1, 32, 2, "cpu"), (2048, 1, 12_288, 96, "meta")]
 )
 def test_activations_memory(s, b, h, a, device):
-    """Korthikanti's sbh(34 + 5as/h), tensor by tensor, on a real layer in fp16 and on GPT-3's without data."""
+    """Korthikanti's sbh(34 + 5as/h), tensor by tensor, on a real layer in fp16 and on GPT-3's without
+    data.
+    """
     saved = saved_by_a_layer(s, b, h, a, device)
     statistics = [item for item in saved.saved if item.shape == (b, s, 1)]  # mean and deviation of two norms
     kept = [item for item in saved.saved if item not in statistics]
@@ -412,8 +428,8 @@ def test_activation_table_2():
 def test_no_tp_memory():
     """DeepSeek-V3's recomputation of norms and up-projections: bytes per token by formula and as really kept.
 
-    `checkpoint` also runs the down-projections and the core again, which DeepSeek's kernels need not; it keeps the same
-    tensors. The core here keeps its inputs only, as a fused kernel does.
+    `checkpoint` also runs the down-projections and the core again, which DeepSeek's kernels need not; it
+    keeps the same tensors. The core here keeps its inputs only, as a fused kernel does.
     """
     length, place = 64, dict(dtype=torch.bfloat16, device="meta")
     positions = torch.arange(length, device="meta")
@@ -448,11 +464,13 @@ def test_no_tp_memory():
     assert torch.equal(layer.out(out.transpose(1, 2).flatten(-2)), layer(x, torch.arange(5)))
 
 
-# ---- traffic -------------------------------------------------------------------------------------------------------
+# ---- traffic ---------------------------------------------------------------------------------------------
 
 
 def test_zero3_instead_of_3d():
-    """The batch at which gathered weights and reduced activations cost the same: searched for, and solved for."""
+    """The batch at which gathered weights and reduced activations cost the same: searched for, and solved
+    for.
+    """
     config, devices = presets["gpt3-175b"], 1024
     P, h, L = parameters(config), config.d_model, config.num_layers
     for t in (2, 4, 8):

@@ -1,4 +1,6 @@
-"""Grids for the matrices of a layer: formulas against hand numbers, the papers' tables and a replay; choice, refusals."""
+"""Grids for the matrices of a layer: formulas against hand numbers, the papers' tables and a replay; choice,
+refusals.
+"""
 
 import math
 from itertools import permutations
@@ -53,8 +55,9 @@ def test_one_dimension_by_hand():
 
 @pytest.mark.parametrize("ranks", [4, 16, 64, 256])
 def test_optimus_table_1(ranks):
-    """A layer forward: 1-D 4(p-1)/p bsh, 2-D log(p)/(2√p) (7 bsh + 12 h²); backward is as many trees, and rings in place of
-    their trees of sums."""
+    """A layer forward: 1-D 4(p-1)/p bsh, 2-D log(p)/(2√p) (7 bsh + 12 h²); backward is as many trees, and
+    rings in place of their trees of sums.
+    """
     tokens, width = 4096, 1024
     flat, square = (
         cost(transformer_layer(tokens, width), Grid(*grid))
@@ -107,7 +110,9 @@ def test_grids_that_exist():
 
 
 def test_where_two_dimensions_win():
-    """With many tokens: 2 (q² - 1)/q² against 5 (q - 1)/q², true of all q; with trees 5 log2(q)/q, true from q = 8."""
+    """With many tokens: 2 (q² - 1)/q² against 5 (q - 1)/q², true of all q; with trees 5 log2(q)/q, true from
+    q = 8.
+    """
     many = mlp(tokens=10**9, width=1024, inner=4096)
     assert crossover(many) == 4
     by_path = crossover(many, path=True)
@@ -141,7 +146,9 @@ def test_time_knows_the_node():
 
 
 def test_time_of_broadcasts_and_hops():
-    """On 4·4 a matrix crosses an axis in 4 blocks of 256: twice with each product, then 3 hops for its gradient's sums."""
+    """On 4·4 a matrix crosses an axis in 4 blocks of 256: twice with each product, then 3 hops for its
+    gradient's sums.
+    """
     square = cost(mlp(tokens=64, width=64, inner=64), Grid("2-D", 4))
     streamed, hopped = 2 * 2 * 4 * 256, 2 * 3 * 256
     assert seconds(square, EVEN) == pytest.approx(2 * 2 * (streamed + hopped) / 100)
@@ -157,7 +164,9 @@ def test_time_of_broadcasts_and_hops():
 
 
 def replayed(grid: Grid, order: str, described: Machine, tokens: int, width: int, inner: int) -> float:
-    """Seconds in which rank 0 communicates and does not compute, the axes a, b, c of the mesh in that order, outermost first."""
+    """Seconds in which rank 0 communicates and does not compute, the axes a, b, c of the mesh in that order,
+    outermost first.
+    """
 
     def rank():
         mesh = Mesh(**{axis: dict(zip("abc", grid.axes))[axis] for axis in order})
@@ -190,7 +199,9 @@ def replayed(grid: Grid, order: str, described: Machine, tokens: int, width: int
 
 
 def test_time_agrees_with_a_replay():
-    """64 ranks on nodes of 8 H100, large matrices: within 15 % of the modules themselves, replayed in the best of orders."""
+    """64 ranks on nodes of 8 H100, large matrices: within 15 % of the modules themselves, replayed in the
+    best of orders.
+    """
     h100, size = machine("h100"), (131_072, 8192, 32_768)
     links = Links(8, h100.intra_bytes_per_s, h100.inter_bytes_per_s)
     for grid in (Grid("1-D", 64), Grid("2-D", 8), Grid("2.5-D", 4, 4), Grid("3-D", 4)):
@@ -199,7 +210,9 @@ def test_time_agrees_with_a_replay():
 
 
 def test_the_axes_of_a_cube_take_turns():
-    """x of the first product and y of the second travel along one axis, 8 wide, what is between along the other, 16 wide."""
+    """x of the first product and y of the second travel along one axis, 8 wide, what is between along the
+    other, 16 wide.
+    """
     found = cost(mlp(tokens=32, width=8, inner=16), Grid("3-D", 2))
     assert found.forward_sent.elements == (64, 32, 128)  # 1/8 · (256 + 256), (128 + 128), (512 + 512)
     assert found.backward_sent.elements == (96, 64, 192)  # 1/8 · (512 + 256), 4 · 128, (512 + 1024)

@@ -1,4 +1,6 @@
-"""Planners under a limit of memory: mCAP, AdaPipe, MPress. Peaks against a dry run of the real code, plans against all plans there are."""
+"""Planners under a limit of memory: mCAP, AdaPipe, MPress. Peaks against a dry run of the real code, plans
+against all plans there are.
+"""
 
 import random
 from fractions import Fraction
@@ -27,7 +29,7 @@ def cuts_of(layers: int, stages: int):
         yield tuple(range(a, b) for a, b in zip(ends, ends[1:]))
 
 
-# ---- mCAP ------------------------------------------------------------------------------------------------------------
+# ---- mCAP ------------------------------------------------------------------------------------------------
 
 P, M, LENGTH = 3, 3, 128
 TOY = small(num_layers=4, d_model=32, vocab_size=500, max_positions=LENGTH, tied=False)
@@ -35,7 +37,9 @@ TOY = small(num_layers=4, d_model=32, vocab_size=500, max_positions=LENGTH, tied
 
 @cache
 def measured() -> dict:
-    """Peak bytes of every rank of 1F1B for every cut, by the ledgers of real runs: parameters, gradients, activations, messages."""
+    """Peak bytes of every rank of 1F1B for every cut, by the ledgers of real runs: parameters, gradients,
+    activations, messages.
+    """
     cuts = list(cuts_of(6, P))
 
     def rank():
@@ -69,7 +73,9 @@ def worst_error(peaks) -> float:
 
 
 def test_mcap():
-    """4 measured cuts predict the peaks of all 10 within 3%, and the chosen cut is the best of the 10 by measurement too."""
+    """4 measured cuts predict the peaks of all 10 within 3%, and the chosen cut is the best of the 10 by
+    measurement too.
+    """
     in_flight = [peak(one_f_one_b(P, M), rank) for rank in range(P)]
     assert in_flight == [3, 2, 1] and len(profiled(6, P)) == 4 and len(measured()) == 10
     asked = []
@@ -98,7 +104,7 @@ def test_smallest_peak_equals_brute_force(seed):
     assert largest[smallest_peak(8, 4, of)] == min(largest.values())
 
 
-# ---- AdaPipe ---------------------------------------------------------------------------------------------------------
+# ---- AdaPipe ---------------------------------------------------------------------------------------------
 
 
 @cache
@@ -179,11 +185,13 @@ def test_later_stages_recompute_less():
     )  # no cap, nothing recomputed
 
 
-# ---- MPress ----------------------------------------------------------------------------------------------------------
+# ---- MPress ----------------------------------------------------------------------------------------------
 
 
 def test_mpress():
-    """All ways of all tensors on small cases: the plan fits the cap, is the best that fits, and never worse than recomputation alone."""
+    """All ways of all tensors on small cases: the plan fits the cap, is the best that fits, and never worse
+    than recomputation alone.
+    """
     chosen, better = set(), 0
     for seed in range(12):
         draw = random.Random(seed)
@@ -208,7 +216,9 @@ def test_mpress():
 
 
 def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
-    """1F1B on 4 ranks, 2 tensors of 4 bytes a microbatch, a cap of 20: ranks 0 and 1 hold 32 and 24, ranks 2 and 3 16 and 8."""
+    """1F1B on 4 ranks, 2 tensors of 4 bytes a microbatch, a cap of 20: ranks 0 and 1 hold 32 and 24, ranks 2
+    and 3 16 and 8.
+    """
     tensors = mpress.tensors_at_peak(one_f_one_b(4, 8), Costs(F=2, B=4), layers=[4, 4], recompute=[1, 1])
     assert [sum(tensor.bytes for tensor in tensors if tensor.rank == rank) for rank in range(4)] == [
         32,

@@ -1,4 +1,6 @@
-"""Cuts of other shapes: DynaPipe's microbatches of unequal size and GraphPipe's graphs of stages, against every other choice there is."""
+"""Cuts of other shapes: DynaPipe's microbatches of unequal size and GraphPipe's graphs of stages, against
+every other choice there is.
+"""
 
 import random
 from fractions import Fraction
@@ -34,7 +36,7 @@ def groupings(things: list):
             yield [*groups[:i], [first, *groups[i]], *groups[i + 1 :]]
 
 
-# ---- DynaPipe: microbatches ------------------------------------------------------------------------------------------
+# ---- DynaPipe: microbatches ------------------------------------------------------------------------------
 
 
 def time(rows: int, length: int) -> int:
@@ -48,8 +50,10 @@ def step(groups, lengths, stages):
 
 
 def test_dynapipe():
-    """Microbatches as fast as the best of all groupings of 8 samples and of all runs of 10 sorted ones; less padding; no order is stuck;
-    and a plan, run on two ranks, has the loss and the gradients of one process."""
+    """Microbatches as fast as the best of all groupings of 8 samples and of all runs of 10 sorted ones; less
+    padding; no order is stuck; and a plan, run on two ranks, has the loss and the gradients of one
+    process.
+    """
     for seed in range(3):
         draw = random.Random(seed)
         lengths, stages, cap = (
@@ -203,7 +207,7 @@ def test_an_order_that_gets_stuck_is_refused():
         )
 
 
-# ---- DynaPipe: the adaptive schedule ---------------------------------------------------------------------------------
+# ---- DynaPipe: the adaptive schedule ---------------------------------------------------------------------
 
 
 def uneven(draw, p, m):
@@ -260,7 +264,9 @@ def test_adaptive_schedule_equals_one_process():
 
 
 def test_padding_less_changes_no_gradient():
-    """The gradients of planned microbatches, each padded to its own longest sample, are those of one batch padded to the longest of all."""
+    """The gradients of planned microbatches, each padded to its own longest sample, are those of one batch
+    padded to the longest of all.
+    """
     lengths, model = [8, 3, 5, 2, 7, 2], GPT(small(), seed=3, dtype=torch.float64)
     tokens = torch.randint(29, (6, 8), generator=torch.Generator().manual_seed(1))
     targets = torch.stack(
@@ -287,7 +293,7 @@ def test_padding_less_changes_no_gradient():
     assert (gradients(planned[1:]) - whole).abs().max() > 1e-6  # the control: a microbatch is lost
 
 
-# ---- GraphPipe -------------------------------------------------------------------------------------------------------
+# ---- GraphPipe -------------------------------------------------------------------------------------------
 
 DIAMOND = ((0, 1), (0, 2), (1, 3), (2, 3))  # a stage, two branches, and where they meet
 MEETING = ((0, 1), (1, 3), (2, 3))  # branches of 2 stages and of 1, and where they meet
@@ -296,7 +302,9 @@ CHAIN = ((0, 1), (1, 2), (2, 3))
 
 @pytest.mark.parametrize("m", [3, 4, 8, 16])
 def test_graphpipe(m):
-    """4 devices, two branches: depth 3 in place of 4, overhead (depth-1)/m, fewer activations in flight; and the planner finds it."""
+    """4 devices, two branches: depth 3 in place of 4, overhead (depth-1)/m, fewer activations in flight; and
+    the planner finds it.
+    """
     for edges, kept in [(DIAMOND, [3, 2, 2, 1]), (MEETING, [3, 2, 2, 1]), (CHAIN, [4, 3, 2, 1])]:
         deep = graphpipe.depth(4, edges)
         assert deep == (4 if edges == CHAIN else 3)

@@ -1,4 +1,6 @@
-"""Searched schedules: the shortest against all there are, optimality of 1F1B and of zero bubble, patterns with the period of the busiest rank."""
+"""Searched schedules: the shortest against all there are, optimality of 1F1B and of zero bubble, patterns
+with the period of the busiest rank.
+"""
 
 from fractions import Fraction
 from itertools import permutations, product
@@ -22,7 +24,7 @@ def longest_span(schedule: Schedule, costs: Costs) -> int:
     return max(spans[-1].end - spans[0].start for spans in simulate(schedule, costs).spans)
 
 
-# ---- the shortest --------------------------------------------------------------------------------------------------------
+# ---- the shortest ----------------------------------------------------------------------------------------
 
 
 def all_there_are(place, m, split):
@@ -93,7 +95,9 @@ def test_one_f_one_b_is_optimal():
 
 
 def test_zero_bubble_needs_2p_minus_1():
-    """With F = I = W = 1 a rank idles (p-1)(F+I-W) = p-1 with the memory of 1F1B, not at all with 2p-1, and a little with one less."""
+    """With F = I = W = 1 a rank idles (p-1)(F+I-W) = p-1 with the memory of 1F1B, not at all with 2p-1, and a
+    little with one less.
+    """
     for p, m in [(2, 3), (2, 4), (3, 5)]:
         idle = {
             limit: shortest(range(p), m, Costs(), limit, split=True, span=True)
@@ -109,11 +113,13 @@ def test_zero_bubble_needs_2p_minus_1():
     assert shortest(range(3), 4, Costs(), 3, split=True).time < shortest(range(3), 4, Costs(F=1, B=2), 3).time
 
 
-# ---- Tessel --------------------------------------------------------------------------------------------------------------
+# ---- Tessel ----------------------------------------------------------------------------------------------
 
 
 def test_tessel():
-    """The period is the work of the busiest rank; a line gives 1F1B; a V repeats without waiting; m more microbatches take m periods more."""
+    """The period is the work of the busiest rank; a line gives 1F1B; a V repeats without waiting; m more
+    microbatches take m periods more.
+    """
     for p in (1, 2, 3, 4, 6):
         pattern = repetend(range(p), WHOLE, p)
         assert pattern.period == 3

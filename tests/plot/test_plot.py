@@ -1,4 +1,6 @@
-"""The pictures: what is drawn is what was given, everything fits, files are small and equal for equal data."""
+"""The pictures: what is drawn is what was given, everything fits, files are small and equal for equal
+data.
+"""
 
 import subprocess
 import sys

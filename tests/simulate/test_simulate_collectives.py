@@ -1,4 +1,6 @@
-"""Costs of collectives: closed forms, played message by message, and what must hold for every group and size."""
+"""Costs of collectives: closed forms, played message by message, and what must hold for every group and
+size.
+"""
 
 from dataclasses import replace
 from math import ceil, log2, sqrt
@@ -105,7 +107,7 @@ def test_ring_and_tree_cross_where_the_algebra_says():
     assert 2 * p.tree_hops[0] == 30 and 2 * sum(p.ring_hops) == 49_150  # steps of the two at 24,576 ranks
 
 
-# ---- the same costs, from messages: two texts that share nothing but alpha + S/B ------------------------------------
+# ---- the same costs, from messages: two texts that share nothing but alpha + S/B -------------------------
 class Script:
     """Events of ranks that send messages; payloads in bytes."""
 
@@ -153,7 +155,7 @@ def test_a_chain_of_chunks_takes_depth_plus_chunks(n, chunks):
     assert chain.seconds() >= seconds("broadcast", S, place(range(n), FLAT), "ring") * (1 - 1e-5)
 
 
-# ---- what holds for every group, size and machine -------------------------------------------------------------------
+# ---- what holds for every group, size and machine --------------------------------------------------------
 groups = st.lists(st.integers(0, 31), min_size=1, max_size=16, unique=True)
 sizes = st.integers(0, 10**10)
 operations = st.sampled_from(sorted(ALGORITHMS))

@@ -49,7 +49,7 @@ def close(seconds):
     return pytest.approx(seconds, abs=1e-9)
 
 
-# ---- by hand -------------------------------------------------------------------------------------------------------
+# ---- by hand ---------------------------------------------------------------------------------------------
 def test_overlap_by_hand():
     # An all-reduce of 4 GB among two ranks takes 4 s. Both compute 3 s beside it, then wait 1 s.
     program = Program().compute(2, "backward")
@@ -77,7 +77,9 @@ def test_overlap_by_hand():
 
 @pytest.mark.parametrize("wait_between, seconds", [(False, 1 + 2 + 2), (True, 1 + 2 + 1 + 2)])
 def test_messages_follow_each_other_on_the_wire(wait_between, seconds):
-    """A latency of 1 s and 2 s of bytes, twice: the second message's latency passes while the first is on the wire."""
+    """A latency of 1 s and 2 s of bytes, twice: the second message's latency passes while the first is on the
+    wire.
+    """
     ranks = {rank: Program() for rank in PAIR}
     for program, op in zip(ranks.values(), ("send", "receive")):
         first = program.issue(op, "pp", PAIR, 2 * 10**9, seq=0)
@@ -155,7 +157,9 @@ def test_the_algorithm_can_be_fixed():
 
 # ---- published bubbles (Huang et al. 2019, Narayanan et al. 2021): schedules as messages, F = 1, B = 2, free network
 def pipeline(order, p, m):
-    """order(stage) -> [("F", microbatch) | ("B", microbatch), ...]; activations go down, gradients come back."""
+    """order(stage) -> [("F", microbatch) | ("B", microbatch), ...]; activations go down, gradients come
+    back.
+    """
     programs = {stage: Program() for stage in range(p)}
     for stage, program in programs.items():
         for kind, microbatch in order(stage):
@@ -195,7 +199,7 @@ def test_pipeline_bubble_equals_the_paper(schedule):
     )
 
 
-# ---- what goes wrong -----------------------------------------------------------------------------------------------
+# ---- what goes wrong -------------------------------------------------------------------------------------
 def both(first, second):
     return {0: first.events, 1: second.events}
 
@@ -246,9 +250,9 @@ def test_other_errors():
         replay({0: stranger.events}, UNIT)
 
 
-# ---- every program -------------------------------------------------------------------------------------------------
-# Four ranks on two nodes as a 2x2 grid. All run the same calls in the same order, as SPMD programs do, with computation
-# that differs by rank; a call is waited for at once or some steps later.
+# ---- every program ---------------------------------------------------------------------------------------
+# Four ranks on two nodes as a 2x2 grid. All run the same calls in the same order, as SPMD programs do, with
+# computation that differs by rank; a call is waited for at once or some steps later.
 GRID = Machine(
     "grid", DEVICE, 2, Link("in", 1e-3, 5 * GB, "made up"), Link("out", 4e-3, 2 * GB, "made up"), 1
 )
@@ -322,7 +326,8 @@ def transfer_s(event, grid=GRID):
 def longest_path(events, in_order):
     """Relax every constraint until nothing moves. Shares nothing with the replay but the costs.
 
-    With `in_order`, transfers of one group follow each other; without, only what waits and computation force remains.
+    With `in_order`, transfers of one group follow each other; without, only what waits and computation force
+    remains.
     """
     ends, step = {}, 0.0
     while True:
@@ -467,7 +472,8 @@ def test_trace_of_some_ranks(tmp_path):
 
 
 def test_long_runs_are_linear():
-    # 240,000 events in one pass: a quadratic replay would never end. A group of 16,384 is hashed once, not per call.
+    # 240,000 events in one pass: a quadratic replay would never end. A group of 16,384 is hashed once, not
+    # per call.
     members, events = tuple(range(16_384)), []
     for id in range(20_000):
         events += [
@@ -479,7 +485,7 @@ def test_long_runs_are_linear():
     assert sum(len(timeline.transfers(rank)) for rank in range(4)) == 80_000
 
 
-# ---- intervals -----------------------------------------------------------------------------------------------------
+# ---- intervals -------------------------------------------------------------------------------------------
 def test_intervals_joined_for_a_picture():
     assert join([(4, 5), (0, 1), (1, 2)]) == [(0, 2), (4, 5)]
     assert join([(0, 1), (2, 3)], gap=1) == [(0, 3)]

@@ -1,4 +1,6 @@
-"""What each grid promises, on the ranks it needs: the product, the bytes of every rank, and what a rank holds."""
+"""What each grid promises, on the ranks it needs: the product, the bytes of every rank, and what a rank
+holds.
+"""
 
 import torch
 from torch import nn
@@ -115,7 +117,9 @@ def kept_of(linear, x):
 
 
 def test_optimus_2d():
-    """A Transformer layer on 2×2 equals one process; a linear keeps b·s·h/p elements, where one dimension keeps b·s·h."""
+    """A Transformer layer on 2×2 equals one process; a linear keeps b·s·h/p elements, where one dimension
+    keeps b·s·h.
+    """
 
     def rank():
         groups, ours = square(), layer()
@@ -133,7 +137,9 @@ def test_optimus_2d():
 
 
 def test_tesseract_2p5d():
-    """2×2×2 on 8 ranks equals one process; each rank broadcasts half of what 2×2 does of the same activations."""
+    """2×2×2 on 8 ranks equals one process; each rank broadcasts half of what 2×2 does of the same
+    activations.
+    """
 
     def rank(depth):
         mesh = Mesh(depth=depth, row=2, column=2)
@@ -181,7 +187,9 @@ def test_tp_3d():
 
 
 def test_rtp():
-    """4 ranks with a batch each: output and gradients as unsplit; 1/n of the weight and one shard in flight; n-1 shards forward."""
+    """4 ranks with a batch each: output and gradients as unsplit; 1/n of the weight and one shard in flight;
+    n-1 shards forward.
+    """
 
     def rank():
         group = world()

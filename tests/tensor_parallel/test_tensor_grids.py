@@ -1,4 +1,6 @@
-"""Matrices on grids of ranks: SUMMA, Cannon, two dimensions and two and a half; equal to one process, bytes as promised."""
+"""Matrices on grids of ranks: SUMMA, Cannon, two dimensions and two and a half; equal to one process, bytes
+as promised.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -52,7 +54,7 @@ def sent(fn: Callable) -> tuple[object, int]:
     return result, ledger.sent_bytes()
 
 
-# ---- products --------------------------------------------------------------------------------------------------------
+# ---- products --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", [1, 2, 3])
@@ -111,7 +113,9 @@ def test_after_the_skew_cannon_speaks_to_neighbours_only():
 
 
 def test_each_rank_sends_its_share_on_any_grid():
-    """Over q steps a rank takes every place in the tree of a broadcast once: the formula holds per rank, not on average."""
+    """Over q steps a rank takes every place in the tree of a broadcast once: the formula holds per rank, not
+    on average.
+    """
 
     def rank(side, product):
         groups = grid(side)
@@ -143,7 +147,9 @@ def test_nothing_is_larger_than_a_block(product):
 
 
 def test_a_linear_needs_two_blocks_of_each_for_a_moment():
-    """x, W and y, this step's blocks and the next's; whose turn it is to send W copies it, to have Wᵀ in consecutive memory."""
+    """x, W and y, this step's blocks and the next's; whose turn it is to send W copies it, to have Wᵀ in
+    consecutive memory.
+    """
 
     def rank(side):
         groups, x, weight = grid(side), torch.zeros(16, 16), torch.zeros(16, 16)
@@ -202,7 +208,7 @@ def test_overlapped_issues_the_next_step_before_it_multiplies():
         assert dryrun.run(order, forward, ranks=9) == "iiww" + "iixww" * 2 + "x"
 
 
-# ---- layers: forward, gradients of the input and of every parameter --------------------------------------------------
+# ---- layers: forward, gradients of the input and of every parameter --------------------------------------
 
 CONFIGS = {
     "gated, rms, rope, grouped heads": dict(
@@ -217,7 +223,9 @@ POSITIONS = torch.arange(T)
 
 
 def filled(module: nn.Module) -> nn.Module:
-    """Every parameter is random, biases and norms too, and as large as its neighbours: nothing may hide in a zero."""
+    """Every parameter is random, biases and norms too, and as large as its neighbours: nothing may hide in a
+    zero.
+    """
     with torch.no_grad():
         for number, param in enumerate(module.parameters()):
             param.copy_(random(*param.shape, seed=100 + number) / 2 + (param.dim() == 1))
@@ -309,7 +317,9 @@ def test_a_block_equals_one_process():
 
 
 def test_without_its_collectives_it_does_not(monkeypatch):
-    """Controls: no broadcast in a product, no sum in a norm, no sum of a vector's gradient over the grid column."""
+    """Controls: no broadcast in a product, no sum in a norm, no sum of a vector's gradient over the grid
+    column.
+    """
 
     def rank(module, name, deaf):
         monkeypatch.setattr(module, name, deaf)
@@ -369,12 +379,14 @@ def test_training_equals_one_process():
             assert param.requires_grad == (apart(param, before) > 1e-3)
 
 
-# ---- memory and bytes of layers --------------------------------------------------------------------------------------
+# ---- memory and bytes of layers --------------------------------------------------------------------------
 
 
 def test_activations_and_weights_are_a_pth():
-    """A linear keeps b·s·h/p elements where one dimension keeps b·s·h; a block 1/p of what one process keeps, and the
-    mean and scale of its norms, a number a token, on each of the q columns; matrices 1/p, vectors 1/q."""
+    """A linear keeps b·s·h/p elements where one dimension keeps b·s·h; a block 1/p of what one process keeps,
+    and the mean and scale of its norms, a number a token, on each of the q columns; matrices 1/p, vectors
+    1/q.
+    """
     settings = dict(
         d_model=16, num_heads=4, d_ff=32, bias=True, norm="layer", activation="gelu", positions="none"
     )
@@ -435,7 +447,7 @@ def test_bytes_of_linear_and_norms(side):
         assert rms_norm == (ring * m // q // q, ring * m // q // q + ring * k // q // q)
 
 
-# ---- two and a half dimensions ---------------------------------------------------------------------------------------
+# ---- two and a half dimensions ---------------------------------------------------------------------------
 
 
 def test_two_and_a_half_dimensions_equal_one_process(monkeypatch):
@@ -523,7 +535,7 @@ def test_what_depth_saves_and_what_it_costs():
     assert volumes[4, 4][0] < volumes[8, 1][0] / 2 and volumes[4, 4][1] > volumes[8, 1][1]
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------
 
 
 def refusal(fn: Callable) -> str:

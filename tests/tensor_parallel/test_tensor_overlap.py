@@ -1,4 +1,6 @@
-"""Tensor parallelism that hides its communication: equal to the plain ways, the same bytes, hidden by the order of events."""
+"""Tensor parallelism that hides its communication: equal to the plain ways, the same bytes, hidden by the
+order of events.
+"""
 
 from functools import partial
 
@@ -26,7 +28,9 @@ WHOLE_DW = partial(ring_overlap.column, dw_by_slice=False), partial(ring_overlap
 
 
 def whole(bias=True, frozen=False):
-    """Two column matrices, a third whose one head all ranks share, and a row matrix; float64, alike on all ranks."""
+    """Two column matrices, a third whose one head all ranks share, and a row matrix; float64, alike on all
+    ranks.
+    """
     torch.manual_seed(1)
     modules = [
         nn.Linear(D, F, bias=bias),
@@ -40,7 +44,9 @@ def whole(bias=True, frozen=False):
 
 
 def passes(column, row, sequence_parallel, bias=True, frozen=False):
-    """Forward and backward of a small pair of layers: (output, dx, all gradients), and (bytes forward, bytes backward)."""
+    """Forward and backward of a small pair of layers: (output, dx, all gradients), and (bytes forward, bytes
+    backward).
+    """
     group = collectives.world()
     first, second, shared, last = whole(bias, frozen)
     torch.manual_seed(2)
@@ -170,7 +176,7 @@ def test_bfloat16_stays_near():
     assert max(launch.run(rank, ranks=4)) < 0.05
 
 
-# ---- a whole model -----------------------------------------------------------------------------------------------------
+# ---- a whole model ---------------------------------------------------------------------------------------
 
 PROBLEMS = {
     "grouped queries, tied, frozen": Problem(config=small(vocab_size=32)),
@@ -242,11 +248,13 @@ def test_without_one_hop_it_does_not(kind):
     assert all(apart > 1e-4 for apart in launch.run(rank, ranks=4))
 
 
-# ---- hidden: by the order of events ------------------------------------------------------------------------------------
+# ---- hidden: by the order of events ----------------------------------------------------------------------
 
 
 def words(events):
-    """The events as one word each: `issue`, `wait` and `product`; the rest of the computation is left out, repeats are joined."""
+    """The events as one word each: `issue`, `wait` and `product`; the rest of the computation is left out,
+    repeats are joined.
+    """
     found = []
     for event in events:
         word = {Issue: "issue", Wait: "wait"}.get(type(event)) or ("product" if event.flops else None)
@@ -302,11 +310,13 @@ def test_every_piece_but_the_last_is_summed_behind_a_product():
         assert column == [*["product", "issue"] * 4, "product", "wait"]
 
 
-# ---- time and memory on a machine we do not have -----------------------------------------------------------------------
+# ---- time and memory on a machine we do not have ---------------------------------------------------------
 
 
 def gpt3_layer(column, row, sequences, cut):
-    """Forward and backward of one layer of GPT-3, T=2048, as rank 0 of t=8: timeline on H100s, (bytes sent, FLOPs), peak bytes."""
+    """Forward and backward of one layer of GPT-3, T=2048, as rank 0 of t=8: timeline on H100s, (bytes sent,
+    FLOPs), peak bytes.
+    """
 
     def rank():
         group = collectives.world()
@@ -332,7 +342,9 @@ def gpt3_layer(column, row, sequences, cut):
 
 
 def test_less_is_exposed_in_a_layer_of_gpt3():
-    """But products of 256 tokens are bound by memory: by slices, the ring wants more tokens than one sequence has."""
+    """But products of 256 tokens are bound by memory: by slices, the ring wants more tokens than one sequence
+    has.
+    """
     ways = {
         "linear": (linear.column, linear.row, 1),
         "overlap": (overlap.column, overlap.row, 1),
@@ -370,7 +382,9 @@ def test_less_is_exposed_in_a_layer_of_gpt3():
 
 
 def test_the_ring_never_holds_the_whole():
-    """Peak bytes of the four passes in slices of B·T/t·D, with t = 8; what is F/t wide is small here, less than 1/2 in all."""
+    """Peak bytes of the four passes in slices of B·T/t·D, with t = 8; what is F/t wide is small here, less
+    than 1/2 in all.
+    """
 
     def rank():
         group = collectives.world()
@@ -403,7 +417,7 @@ def test_the_ring_never_holds_the_whole():
     assert gathered >= 8 and gathered_backward >= 16 and scattered >= 8
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------
 
 
 def test_what_is_refused():

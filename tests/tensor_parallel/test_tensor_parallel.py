@@ -1,4 +1,6 @@
-"""Tensor parallelism in one dimension: equal to one process, bytes and activations as the papers say, dropout, clear refusals."""
+"""Tensor parallelism in one dimension: equal to one process, bytes and activations as the papers say,
+dropout, clear refusals.
+"""
 
 from dataclasses import replace
 
@@ -101,7 +103,7 @@ def test_without_its_collective_it_fails(broken, references):
     assert max(difference(outcome, references[name]) for outcome in launch.run(rank, ranks=2)) > 1e-4
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------
+# ---- bytes -----------------------------------------------------------------------------------------------
 
 B, T, D = 2, 16, 32
 PLAIN = GPTConfig(vocab_size=64, d_model=D, num_layers=1, num_heads=4, max_positions=T)
@@ -117,7 +119,9 @@ def layer_of(config, group, ways, core=naive_attention, dtype=torch.float64):
 
 
 def one_layer(way):
-    """A layer forward and backward: what it sent by operation, as (calls, bytes); what it gave; how much of its matrices is here."""
+    """A layer forward and backward: what it sent by operation, as (calls, bytes); what it gave; how much of
+    its matrices is here.
+    """
     group = world()
     ways = {
         "plain": (linear.column, linear.row),
@@ -155,7 +159,9 @@ def whole_layer():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_megatron_tp_1d(ranks):
-    """A layer and its gradients as unsplit; exactly four all-reduces of b·s·h, 8(t-1)/t·bsh elements; 1/t of the weights."""
+    """A layer and its gradients as unsplit; exactly four all-reduces of b·s·h, 8(t-1)/t·bsh elements; 1/t of
+    the weights.
+    """
     expected, numel = whole_layer()
     for sent, found, cut in launch.run(one_layer, "plain", ranks=ranks):
         assert all((ours - theirs).abs().max() < TOLERANCE for ours, theirs in zip(found, expected))
@@ -228,7 +234,7 @@ def test_dry_run_counts_what_a_real_run_counts(way):
             assert dryrun.run(whole_step, shape, WAYS[way], rank=rank, ranks=ranks) == measured
 
 
-# ---- activations -----------------------------------------------------------------------------------------------------
+# ---- activations -----------------------------------------------------------------------------------------
 
 PAPER = dict(norm="layer", positions="learned", activation="gelu", bias=True, dropout=0.1)
 GPT3 = GPTConfig(vocab_size=64, d_model=12288, num_layers=1, num_heads=96, max_positions=2048, **PAPER)
@@ -252,7 +258,9 @@ def kept(config, length, batch, sequence_parallel):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_megatron_sp(ranks):
-    """sbh(10 + 24/t + 5as/ht), and sbh/t(34 + 5as/h): counted in what autograd saved on real ranks; and the same bytes are sent."""
+    """sbh(10 + 24/t + 5as/ht), and sbh/t(34 + 5as/h): counted in what autograd saved on real ranks; and the
+    same bytes are sent.
+    """
     config = GPTConfig(vocab_size=64, d_model=32, num_layers=1, num_heads=4, max_positions=16, **PAPER)
     for sequence_parallel in (False, True):
         expected = activation_bytes(16, 3, 32, 4, tensor_parallel=ranks, sequence_parallel=sequence_parallel)
@@ -272,13 +280,14 @@ def test_activations_of_gpt3():
     assert dryrun.run(kept, GPT3, 2048, 1, True, ranks=8) == 14.25 * sbh
 
 
-# ---- the vocabulary --------------------------------------------------------------------------------------------------
+# ---- the vocabulary --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", [40, 37, 9])
 def test_vocab_parallel(words):
-    """Equal to the dense loss, gradient included; 3·b·s elements are summed and nothing of size V. Also where words are left over, and
-    where the last of 4 ranks has none at all (9 words: 3, 3, 3, 0)."""
+    """Equal to the dense loss, gradient included; 3·b·s elements are summed and nothing of size V. Also where
+    words are left over, and where the last of 4 ranks has none at all (9 words: 3, 3, 3, 0).
+    """
 
     def rank():
         torch.manual_seed(0)
@@ -314,7 +323,9 @@ def test_vocab_parallel(words):
 
 
 def test_the_table_finds_its_rows():
-    """Of a vocabulary that divides, of one with padding, and of one that leaves the last rank without a word."""
+    """Of a vocabulary that divides, of one with padding, and of one that leaves the last rank without a
+    word.
+    """
 
     def rank(words):
         table = torch.arange(2 * words, dtype=torch.float64).view(words, 2)
@@ -335,8 +346,9 @@ def test_the_table_finds_its_rows():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_vocabulary_that_does_not_divide_trains_as_on_one_process(ranks):
-    """63 words, and 9 (on 4 ranks the last has none): tied or not, plain and along the sequence. Padding is 0 and stays 0 through AdamW's
-    steps with decay."""
+    """63 words, and 9 (on 4 ranks the last has none): tied or not, plain and along the sequence. Padding is 0
+    and stays 0 through AdamW's steps with decay.
+    """
     ways = [Problem(config=small(vocab_size=words, tied=tied)) for words in (63, 9) for tied in (True, False)]
 
     def rank():
@@ -379,13 +391,15 @@ def test_padding_that_takes_part_in_the_softmax_is_found():
     assert min(difference(outcome, reference) for outcome in launch.run(rank, ranks=2)) > 1e-4
 
 
-# ---- dropout ---------------------------------------------------------------------------------------------------------
+# ---- dropout ---------------------------------------------------------------------------------------------
 
 DROPPED = replace(CONFIGS["GPT-2: biases, learned positions"], dropout=0.3)
 
 
 def dropped_model(settings):
-    """Loss and a gradient of a model with dropout, and the masks that were made, whole in one process or of this rank of tp=2."""
+    """Loss and a gradient of a model with dropout, and the masks that were made, whole in one process or of
+    this rank of tp=2.
+    """
     drawn, make = [], DropMask.keep
 
     def keep(mask, *args):
@@ -410,8 +424,9 @@ def dropped_model(settings):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_is_that_of_one_process(sequence_parallel):
-    """Masks agree where ranks hold the same and differ where they do not: put together as activations are cut, they are those of one
-    process, which computes the very same."""
+    """Masks agree where ranks hold the same and differ where they do not: put together as activations are
+    cut, they are those of one process, which computes the very same.
+    """
 
     def rank():
         return dropped_model(dict(sequence_parallel=sequence_parallel))
@@ -453,7 +468,9 @@ def test_streams_go_on_and_take_one_number_a_call_from_torchs():
 
 
 def test_recomputation_draws_the_same_masks():
-    """torch's checkpoint around a cut block: its gradients are those without a checkpoint, with streams and with masks by place."""
+    """torch's checkpoint around a cut block: its gradients are those without a checkpoint, with streams and
+    with masks by place.
+    """
 
     def rank(by_place):
         grads, group = [], world()
@@ -481,7 +498,7 @@ def test_recomputation_draws_the_same_masks():
         assert one and other and torch.equal(first, second)  # the ranks, seeded apart, go on holding the same
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------
 
 
 def cut(strategy=Strategy(tp=2), **settings):
@@ -559,11 +576,13 @@ def test_refusals_are_one_line_on_every_rank():
     check_refusals(REFUSED, ranks=2)
 
 
-# ---- on machines -----------------------------------------------------------------------------------------------------
+# ---- on machines -----------------------------------------------------------------------------------------
 
 
 def test_a_cut_nvlink_costs_its_bandwidth():
-    """H800 is an H100 whose NVLink has 400 GB/s in place of 900: a large all-reduce takes 9/4 of the time, one of GPT-3 almost."""
+    """H800 is an H100 whose NVLink has 400 GB/s in place of 900: a large all-reduce takes 9/4 of the time,
+    one of GPT-3 almost.
+    """
 
     def rank(batch):
         with Ledger() as ledger:
@@ -579,7 +598,9 @@ def test_a_cut_nvlink_costs_its_bandwidth():
 
 
 def test_tensor_parallelism_stays_inside_the_node():
-    """A layer of GPT-3 on H100: what a rank gets done per second falls with t, and most where the group leaves its node of 8."""
+    """A layer of GPT-3 on H100: what a rank gets done per second falls with t, and most where the group
+    leaves its node of 8.
+    """
 
     def rank():
         block = layer_of(GPT3, world(), (linear.column, linear.row), dtype=torch.bfloat16)

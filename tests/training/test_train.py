@@ -1,4 +1,6 @@
-"""The training step, and whole runs: equal in any layout, resumed bit for bit or in another layout, stopped with one line on all ranks."""
+"""The training step, and whole runs: equal in any layout, resumed bit for bit or in another layout, stopped
+with one line on all ranks.
+"""
 
 import json
 import math
@@ -30,7 +32,7 @@ HYPER = Hyperparameters(steps=6, batch_size=7, length=16, lr=1e-2, warmup=2)
 TEXT = Text(b"It is not enough to have a good mind; the main thing is to use it well. " * 40, "Descartes")
 
 
-# ---- the step ----------------------------------------------------------------------------------------------
+# ---- the step --------------------------------------------------------------------------------------------
 
 
 class Diary(NoReducer):
@@ -77,7 +79,9 @@ def test_microbatches_add_up_to_the_batch():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_run_equals_one_process(ranks):
-    """Three steps with accumulation, uneven batches, unequal masks, clipping, a tied table and a frozen parameter."""
+    """Three steps with accumulation, uneven batches, unequal masks, clipping, a tied table and a frozen
+    parameter.
+    """
     problem = Problem(microbatches=2, batch_sizes=(12, 9, 11))
     reference = one_process(problem)
     for outcome in on_ranks(problem, lambda params, group: GradReducer(params, group, 3000), ranks):
@@ -96,7 +100,9 @@ def gradient_with_divisor(of_all_ranks):
 
 
 def test_a_mean_of_means_is_another_gradient():
-    """The control of the one divisor: dividing by local counts, then by the ranks, is wrong when the counts differ."""
+    """The control of the one divisor: dividing by local counts, then by the ranks, is wrong when the counts
+    differ.
+    """
     (whole,), right, wrong = (
         launch.run(gradient_with_divisor, flag, ranks=n) for flag, n in ((1, 1), (1, 4), (0, 4))
     )
@@ -135,11 +141,13 @@ def test_measure_peak_flops():
     assert 1e8 < measure_peak_flops(size=256) < 1e16
 
 
-# ---- the loop ----------------------------------------------------------------------------------------------
+# ---- the loop --------------------------------------------------------------------------------------------
 
 
 def start(config, strategy, hyper, out=None, text=TEXT, report_every=2, precision="float64"):
-    """A Trainer on this rank, which has gone on from the checkpoint in `out` if there is one, and what it said then."""
+    """A Trainer on this rank, which has gone on from the checkpoint in `out` if there is one, and what it
+    said then.
+    """
     train_text, held_out = text.split()
     run = parallelize(
         config,
@@ -180,7 +188,9 @@ def curves(a, b):
 
 
 def plain_loop(hyper, peaks):
-    """The same run with nothing of the Trainer, the Run or our optimizer in it: torch's AdamW and clipping, rates written out."""
+    """The same run with nothing of the Trainer, the Run or our optimizer in it: torch's AdamW and clipping,
+    rates written out.
+    """
     text, held_out = TEXT.split()
     model = GPT(CONFIG, seed=hyper.seed, dtype=torch.float64)
     params = list(model.parameters())
@@ -249,7 +259,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_whole_run_is_the_same_in_any_layout(dropout):
-    """Losses, held-out losses, norms, weights, moments and what is written; rows do not divide, and some weights are frozen."""
+    """Losses, held-out losses, norms, weights, moments and what is written; rows do not divide, and some
+    weights are frozen.
+    """
     config, hyper = (
         replace(CONFIG, dropout=dropout),
         replace(HYPER, frozen=("layers.1.norm1.*", "layers.2.attention.k.*")),
@@ -307,7 +319,9 @@ def test_a_run_resumed_in_its_own_layout_is_the_uninterrupted_one_bit_for_bit(tm
 
 
 def test_a_run_goes_on_in_another_layout(tmp_path):
-    """Saved by dp with ZeRO, gone on with as a pipeline, then with matrices cut, then by four ranks, and at last by one."""
+    """Saved by dp with ZeRO, gone on with as a pipeline, then with matrices cut, then by four ranks, and at
+    last by one.
+    """
     config, hyper = replace(CONFIG, dropout=0.2), replace(HYPER, steps=10)
     ((records, whole, _),) = launch.run(train, config, Strategy(), hyper, ranks=1)
 
@@ -365,7 +379,9 @@ def test_a_checkpoint_that_lacks_something_goes_on_elsewhere(tmp_path):
 
 
 def test_an_interrupt_at_any_moment_of_saving_loses_no_more_than_the_steps_since(tmp_path):
-    """Killed in the middle of each file, and between them: what is there is whole, and the run goes on to the same end."""
+    """Killed in the middle of each file, and between them: what is there is whole, and the run goes on to the
+    same end.
+    """
 
     def rank():
         records, whole, _ = train(CONFIG, Strategy(), HYPER)
@@ -398,7 +414,9 @@ def test_an_interrupt_at_any_moment_of_saving_loses_no_more_than_the_steps_since
 
 
 def test_zero_trains_on_every_rank_and_keeps_a_share():
-    """After 30 steps ranks agree to the bit, in what they compute and in their weights; of the moments each has its share."""
+    """After 30 steps ranks agree to the bit, in what they compute and in their weights; of the moments each
+    has its share.
+    """
     hyper = replace(HYPER, steps=30, batch_size=8, frozen=("layers.1.norm1.*",))
     layouts = [Strategy(dp=2), *(Strategy(dp=2, zero=zero) for zero in (1, 2, 3, "NNG", "GGG"))]
 
@@ -454,7 +472,9 @@ def said_by(call):
 
 
 def test_a_loss_that_is_no_number_stops_every_rank_before_it_is_saved(tmp_path):
-    """Also on ranks that do not compute it, and if only the update was bad: without clipping the norm is measured all the same."""
+    """Also on ranks that do not compute it, and if only the update was bad: without clipping the norm is
+    measured all the same.
+    """
     layouts = [Strategy(dp=2, zero=1), Strategy(pp=2, microbatches=2), Strategy(tp=2)]
 
     def break_weights(path):
@@ -602,7 +622,7 @@ def test_a_file_is_replaced_in_one_piece_or_not_at_all(tmp_path):
     assert path.read_bytes() == b"new" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-# ---- hyperparameters ---------------------------------------------------------------------------------------
+# ---- hyperparameters -------------------------------------------------------------------------------------
 
 
 def test_matrices_decay_and_masters_have_float32_at_least():

@@ -42,7 +42,7 @@ def refused(name: str, *args, **kwargs):
     raise Forbidden(name)
 
 
-# ---- the server --------------------------------------------------------------------------------------------
+# ---- the server ------------------------------------------------------------------------------------------
 
 
 def serve(control: socket.socket, package: str, hidden: str, walls: bool) -> None:
@@ -144,7 +144,7 @@ def sweep(ranks: list[int]) -> None:
             return
 
 
-# ---- one rank, from fork to freedom from every privilege ---------------------------------------------------
+# ---- one rank, from fork to freedom from every privilege -------------------------------------------------
 
 
 def become_rank(line: int, out: int, memory: confine.OwnMemory, limits: confine.Limits, walls: bool) -> None:
@@ -163,7 +163,7 @@ def become_rank(line: int, out: int, memory: confine.OwnMemory, limits: confine.
     sys.stdout = sys.stderr = open(1, "w", **text, closefd=False)
 
 
-# ---- one rank, from the inside -----------------------------------------------------------------------------
+# ---- one rank, from the inside ---------------------------------------------------------------------------
 
 
 def live(line: Line, memory: confine.OwnMemory) -> None:

@@ -88,7 +88,7 @@ def checksum(cell: dict) -> str:
     return hashlib.md5("".join(map(str, parts)).encode()).hexdigest()
 
 
-# ---- files -------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------
 
 
 def notebooks(of: Chapter) -> dict[Path, str]:

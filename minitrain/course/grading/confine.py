@@ -52,7 +52,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
     call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
 
 
-# ---- once, in the server -----------------------------------------------------------------------------------
+# ---- once, in the server ---------------------------------------------------------------------------------
 
 
 def separate_mounts() -> None:
@@ -124,7 +124,7 @@ def show(path: str, target: str) -> None:
     mount(path, target, "", MS_BIND | MS_REC)
 
 
-# ---- in the processes of each rank -------------------------------------------------------------------------
+# ---- in the processes of each rank -----------------------------------------------------------------------
 
 
 def die_with_parent() -> None:

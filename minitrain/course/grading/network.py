@@ -171,7 +171,7 @@ class Network:
             operation.done = True
             self._answer(operation)
 
-    # ---- when nothing moves any more -----------------------------------------------------------------------
+    # ---- when nothing moves any more ----------------------------------------------------------------------
 
     def _blocked(self) -> dict[int, list[Operation]]:
         """The operations each running rank waits for in vain."""
