@@ -30,9 +30,8 @@ def main(wanted: list[str]) -> int:
         rows = importlib.import_module(f"benchmarks.{name}").rows()
         measure.save(rows)
         for r in rows:
-            print(
-                f"{r.name:44} vs {r.peer:34} {r.ours:10.4g} {r.theirs:10.4g} {r.unit:4} ratio {r.ratio:5.2f} (goal {r.goal:.2f})"
-            )
+            times = f"{r.ours:10.4g} {r.theirs:10.4g} {r.unit:4}"
+            print(f"{r.name:44} vs {r.peer:34} {times} ratio {r.ratio:5.2f} (goal {r.goal:.2f})")
     return 0
 
 
