@@ -31,6 +31,7 @@ from minitrain.collectives.call_log import Call
 from minitrain.ledger.memory_meter import KINDS, MemoryMeter
 from minitrain.ledger.operators import FLOATS, Operator, describe, tensors
 from minitrain.simulate.events import Compute, Event, Issue, Wait
+from minitrain.tables import aligned
 from minitrain.torch_private import DispatchMode
 
 
@@ -166,13 +167,11 @@ class Ledger:
         rows = [(f"{op} {axis}", *traffic(op, axis)) for op, axis in calls]
         kinds = [(kind, live[kind], peak[kind]) for kind in KINDS]
         tables = (
-            _grid(head, *rows, ("total", *traffic())),
-            _grid(("computation", "FLOPs"), *self.flops_by_operator.items(), ("total", self.flops)),
-            _grid(
-                ("memory", "live bytes", "at the peak"), *kinds, ("total", self.live_bytes, self.peak_bytes)
-            ),
+            (head, *rows, ("total", *traffic())),
+            (("computation", "FLOPs"), *self.flops_by_operator.items(), ("total", self.flops)),
+            (("memory", "live bytes", "at the peak"), *kinds, ("total", self.live_bytes, self.peak_bytes)),
         )
-        return _Shown("\n\n".join(tables))
+        return _Shown("\n\n".join(map(aligned, tables)))
 
     # ---- what the instruments report ----------------------------------------------------------------------
 
@@ -273,10 +272,3 @@ class _Shown(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _grid(*rows: tuple) -> str:
-    """Names to the left, numbers to the right with their thousands set apart."""
-    lines = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in rows]
-    first, *others = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in lines)

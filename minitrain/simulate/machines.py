@@ -13,6 +13,8 @@ Published: NCCL counts on 20.6 of the 25 GB/s of an H100 NVLink (src/graph/topo.
 
 from dataclasses import dataclass
 
+from minitrain.tables import aligned
+
 GB = 1e9
 TFLOPS = 1e12
 
@@ -208,6 +210,4 @@ def describe() -> str:
         links = m.intra.name, f"{inside / GB:g}", f"{m.nics_per_node} x {m.inter.name}", f"{outside / GB:g}"
         cells = f"{rates[0]:g}", f"{rates[1]:g}", f"{rates[2]:.2f}", f"{m.devices_per_node}", *links
         rows.append((m.name, m.device.name, *cells, f"{inside / outside:.1f}x"))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    formats = [f"{side}{width}" for side, width in zip("<<>>>><><>>", widths)]
-    return "\n".join("  ".join(map(format, row, formats)).rstrip() for row in rows)
+    return aligned(rows, left=(0, 1, 6, 8))
