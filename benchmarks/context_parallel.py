@@ -1,10 +1,9 @@
-"""Attention over a cut sequence, causal, forward and backward: our zig-zag ring against torch's ring and
-against gathering all keys.
+"""Attention over a cut sequence, causal, forward and backward: ring against ring, keys gathered against the same.
 
 torch's `context_parallel` has no CPU kernel registered; its ring itself takes any kernel, so it is given the
-one that ours uses. It runs with its load balancing (the same zig-zag halves). The other peer gathers K and V
-with torch's collectives and calls the fused kernel twice: a rank's queries against all keys before them, and
-against their own; contiguous tokens, so the last rank has the most work. Peak memory is what torch's CPU
+one that ours uses. It runs with its load balancing (the same zig-zag halves). The peer of our gathered core
+gathers K and V with torch's collectives and calls the fused kernel twice: a rank's queries against all keys
+before them, and against their own; contiguous tokens, so the last rank has the most work. Peak memory is what torch's CPU
 allocator had given out at most during one forward and backward, each side in a launch of its own.
 """
 
@@ -29,6 +28,7 @@ from benchmarks.measure import (
 from minitrain import launch
 from minitrain.attention.kernel import FUSED, merge
 from minitrain.collectives.backends import renamed
+from minitrain.context.gathered import gathered_attention
 from minitrain.context.layout import contiguous, join, split, zigzag
 from minitrain.context.ring import ring_attention
 
@@ -101,10 +101,12 @@ class _Gathered(torch.autograd.Function):
 
 
 WAYS = {
-    "ours": (zigzag, lambda q, k, v, group: ring_attention(q, k, v, group=group, layout=zigzag)),
+    "ring": (zigzag, lambda q, k, v, group: ring_attention(q, k, v, group=group, layout=zigzag)),
     "torch's ring attention": (zigzag, _TorchsRing.apply),
-    "all keys gathered": (contiguous, _Gathered.apply),
+    "gathered": (zigzag, lambda q, k, v, group: gathered_attention(q, k, v, group=group, layout=zigzag)),
+    "all-gather by torch": (contiguous, _Gathered.apply),
 }
+PAIRS = (("ring", "torch's ring attention"), ("gathered", "all-gather by torch"))
 
 
 def step(way: str, length: int, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
@@ -124,9 +126,9 @@ def step(way: str, length: int, group: dist.ProcessGroup) -> Callable[[], list[T
     return run
 
 
-def turn(peer: str, length: int, rounds: int) -> tuple[list[float], list[float]]:
+def turn(mine: str, peer: str, length: int, rounds: int) -> tuple[list[float], list[float]]:
     stock, group = stock_group(), dist.group.WORLD
-    ours, theirs = step("ours", length, group), step(peer, length, stock)
+    ours, theirs = step(mine, length, group), step(peer, length, stock)
     times = in_turns(ours, theirs, rounds=rounds, meet=dist.barrier)
     for a, b in zip(ours(), theirs()):
         drift = (join(a, zigzag, group, 2) - join(b, WAYS[peer][0], group, 2)).abs().max().item()
@@ -145,16 +147,16 @@ def peak_bytes(way: str, length: int) -> int:
 
 def rows() -> list[Row]:
     table = []
-    for ranks, length, peer in itertools.product((2, 4), LENGTHS, list(WAYS)[1:]):
+    for ranks, length, (mine, peer) in itertools.product((2, 4), LENGTHS, PAIRS):
         launches = [
-            launch.run(turn, peer, length, TURNS, ranks=ranks, timeout_s=300, checked=False)
+            launch.run(turn, mine, peer, length, TURNS, ranks=ranks, timeout_s=300, checked=False)
             for _ in range(LAUNCHES)
         ]
         ours, theirs = slowest_then_median(one_after_the_other(launches))
-        name = f"attention, {length} tokens, cp={ranks}"
-        table.append(row(name, peer, ours * 1e3, theirs * 1e3, "ms", 0.9))
+        name = f"{mine}, {length} tokens, cp={ranks}"
+        table.append(row(name, peer, ours * 1e3, theirs * 1e3, "ms", 0.95))
         ours, theirs = (
-            max(launch.run(peak_bytes, way, length, ranks=ranks, checked=False)) for way in ("ours", peer)
+            max(launch.run(peak_bytes, way, length, ranks=ranks, checked=False)) for way in (mine, peer)
         )
         table.append(row(f"{name}, peak memory", peer, ours / 1e6, theirs / 1e6, "MB", 1.0))
     return table
