@@ -1,4 +1,4 @@
-"""Attention over a cut sequence, causal, forward and backward: ring against ring, keys gathered against the same.
+"""Attention over a cut sequence, causal, forward and backward: ring beside ring, gathered beside gathered.
 
 torch's `context_parallel` has no CPU kernel registered; its ring itself takes any kernel, so it is given the
 one that ours uses. It runs with its load balancing (the same zig-zag halves). The peer of our gathered core
