@@ -3,8 +3,8 @@
 torch's `context_parallel` has no CPU kernel registered; its ring itself takes any kernel, so it is given the
 one that ours uses. It runs with its load balancing (the same zig-zag halves). The peer of our gathered core
 gathers K and V with torch's collectives and calls the fused kernel twice: a rank's queries against all keys
-before them, and against their own; contiguous tokens, so the last rank has the most work. Peak memory is what torch's CPU
-allocator had given out at most during one forward and backward, each side in a launch of its own.
+before them, and against their own; contiguous tokens, so the last rank has the most work. Peak memory is what
+torch's CPU allocator had given out at most during one forward and backward, each side in a launch of its own.
 """
 
 import itertools
