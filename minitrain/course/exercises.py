@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minitrain.course.grading import assignment, book
@@ -55,7 +55,6 @@ class Report:
     seed: str
     elapsed_s: float
     note: str = ""
-    show_detail: bool = False
 
     @property
     def earned(self) -> int:
@@ -65,7 +64,7 @@ class Report:
     def points(self) -> int:
         return sum(result.points for result in self.results)
 
-    def table(self) -> str:
+    def table(self, detail: bool = False) -> str:
         lines, task = [f"exercises/{self.name}.ipynb{self.note}"], None
         for result in self.results:
             if result.task != task:
@@ -75,7 +74,7 @@ class Report:
             lines.append(f"  {result.earned:2}/{result.points}  {mark}  {result.title}")
             if result.message:
                 lines.append(f"            {result.message}")
-            if result.detail and self.show_detail:
+            if result.detail and detail:
                 lines += [f"            | {line}" for line in result.detail.splitlines()]
         lines += ["", f"total {self.earned}/{self.points} in {self.elapsed_s:.1f} s  (seed {self.seed})"]
         return "\n".join([*lines, *what_it_is(self.missing)])
@@ -87,7 +86,7 @@ class Grades:
 
     reports: list[Report]
 
-    def table(self) -> str:
+    def table(self, detail: bool = False) -> str:
         lines = [f"{report.earned:3}/{report.points}  {report.name}{report.note}" for report in self.reports]
         earned, points = sum(r.earned for r in self.reports), sum(r.points for r in self.reports)
         lines.append(f"{earned:3}/{points}  in all; `minitrain grade 00` shows a chapter check by check")
@@ -102,9 +101,8 @@ def grade(
     chapter: str | int | None = None,
     path: str | Path | None = None,
     *,
-    detail: bool = False,
     judge: Judge | None = None,
-    seed: str | None = None,
+    seed: str = "",
 ) -> Report | Grades:
     """Grade a chapter's notebook (or the one at `path`), or all chapters.
 
@@ -118,24 +116,21 @@ def grade(
         answers = {name: cell["source"] for name, cell in assignment.cells_in(path).items()}
         outdated = assignment.state(of, path) == "outdated"
         note = "  (its checks are not those of this version: graded with this version's)" if outdated else ""
-        return grade_answers(of, answers, judge, seed=seed, note=note, detail=detail)
+        return replace(grade_answers(of, answers, judge, seed), note=note)
 
 
 def grade_answers(
     of: book.Chapter,
     answers: dict[str, str],
     judge: Judge,
-    *,
-    seed: str | None = None,
+    seed: str = "",
     time_limit_s: float = TIME_LIMIT_S,
-    note: str = "",
-    detail: bool = False,
 ) -> Report:
     """Grade answer cells given as text, by grade_id."""
     started, seed, results = time.perf_counter(), seed or secrets.token_hex(4), []
     for task in of.tasks:
         results += results_of(of, task, answers.get(task.answer.name), judge, seed, time_limit_s)
-    return Report(of.path.stem, results, judge.missing, seed, time.perf_counter() - started, note, detail)
+    return Report(of.path.stem, results, judge.missing, seed, time.perf_counter() - started)
 
 
 def results_of(
@@ -195,7 +190,7 @@ def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
     faults = []
     solutions = {task.answer.name: task.answer.source for task in of.tasks}
     stubs = {name: assignment.stub_of(source) + "\n" for name, source in solutions.items()}  # "\n": it is run
-    empty, full = (grade_answers(of, answers, judge, seed=seed) for answers in (stubs, solutions))
+    empty, full = (grade_answers(of, answers, judge, seed) for answers in (stubs, solutions))
     if empty.earned or any(result.message != "not attempted yet" for result in empty.results):
         faults.append(f"a stub gets {empty.earned} points, or another message than 'not attempted yet'")
     failed = [result for result in full.results if result.property]

@@ -151,10 +151,8 @@ def test_the_report_of_a_notebook(judge, tmp_path):
         "total-sum": "pass  # a check that was cut out",
         "relay_bytes": "def relay_bytes(ranks, numel): return [0] * ranks",
     }
-    report = exercises.grade(
-        "00", with_answers(tmp_path / "mine.ipynb", answers), judge=judge, seed="1", detail=True
-    )
-    table = report.table()
+    report = exercises.grade("00", with_answers(tmp_path / "mine.ipynb", answers), judge=judge, seed="1")
+    table = report.table(detail=True)
     assert (report.earned, report.points) == (4, 10)
     assert "2/2  ok  Every rank holds its left neighbour's tensor" in table
     assert "own work" not in table and "not attempted yet" not in table

@@ -11,6 +11,7 @@ is a grade: ranks meet on the judge's network alone and cannot see the checks. W
 """
 
 import ast
+import functools
 import json
 import os
 import socket
@@ -142,7 +143,7 @@ class Judge:
         limits = confine.Limits(memory_limit_bytes, int(time_limit_s) + 2, self.processes, self.uid)
         try:
             with Trial(Network(ranks, hidden), self.server.pid, time_limit_s, memory_limit_bytes) as trial:
-                modules = imported_by(code.cells[:-1])
+                modules = sorted(frozenset().union(*map(imported_by, code.cells[:-1])))
                 self._request({"spawn": ranks, "limits": asdict(limits), "modules": modules}, trial.ends)
                 trial.wait_until_ready()
                 for rank in range(ranks):
@@ -168,14 +169,15 @@ class Judge:
             raise Broken(f"the server of answers has failed: {error}") from None
 
 
-def imported_by(given: Sequence[str]) -> list[str]:
-    """The modules that given cells import: the server loads them once, instead of every rank."""
-    nodes = [node for source in given for node in ast.walk(ast.parse(source))]
+@functools.cache
+def imported_by(source: str) -> frozenset[str]:
+    """The modules that a given cell imports: the server loads them once, instead of every rank."""
+    nodes = list(ast.walk(ast.parse(source)))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return sorted(names)
+    return frozenset(names)
 
 
 def give_users(pid: int, stranger: int | None) -> None:
