@@ -140,7 +140,7 @@ def grade(
     """Grade your exercise notebooks: points per task, and what to look at next."""
     from minitrain.course import exercises
 
-    typer.echo(exercises.grade(chapter).table(detail))
+    echo(exercises.grade(chapter).table(detail))
 
 
 @app.command()

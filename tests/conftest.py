@@ -1,12 +1,17 @@
-"""With --atlas (as `make test` runs it): every test that the atlas names must have run and passed, or the run
-fails.
+"""With --atlas (as `make test` runs it): every test that the atlas names must have run and passed, or the run fails.
 
+Tests run side by side, and ranks beside them: threads of a caller's small sums would only wait for each other (a
+check took 13 times as long), so torch gets one in every process, the notebooks' kernels too.
 Hypothesis draws the same examples in every run and never looks at the clock: a test that fails does so again.
 """
 
-import hypothesis
+import os
 
-from minitrain.course import atlas
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded
+
+import hypothesis  # noqa: E402
+
+from minitrain.course import atlas  # noqa: E402
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")
