@@ -1,8 +1,9 @@
-"""With --atlas (as `make test` runs it): every test that the atlas names must have run and passed, or the run fails.
+"""With --atlas (as `make test` runs it): every test that the atlas names must have run and passed, or the run
+fails.
 
-Tests run side by side, and ranks beside them: threads of a caller's small sums would only wait for each other (a
-check took 13 times as long), so torch gets one in every process, the notebooks' kernels too.
-Hypothesis draws the same examples in every run and never looks at the clock: a test that fails does so again.
+Tests run side by side, and ranks beside them: threads of a caller's small sums would only wait for each other
+(a check took 13 times as long), so torch gets one in every process, the notebooks' kernels too. Hypothesis
+draws the same examples in every run and never looks at the clock: a test that fails does so again.
 """
 
 import os
