@@ -276,8 +276,16 @@ def test_no_drawer_for_odds_and_ends():
 def test_every_module_says_what_it_is_and_fits_in_the_head():
     for path in SOURCES:
         text = path.read_text()
-        assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+        tree = ast.parse(text)
+        assert ast.get_docstring(tree), f"{path} has no docstring"
         assert text.count("\n") <= 320, f"{path} has {text.count(chr(10))} lines; split it by idea"
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (
+                said := ast.get_docstring(node)
+            ):
+                assert said.count("\n") < 20, (
+                    f"{path}: a docstring of more than 20 lines; the chapter derives"
+                )
 
 
 def test_a_forbidden_arrow_is_seen(tmp_path):

@@ -14,8 +14,7 @@ twice, and sums are in full precision: an error of half a step on each rank and,
 partial sums.
 Memory of a reduce-scatter besides flat, in bytes for each of its n·d numbers, float32 in whole blocks: 5 +
 4/block to quantise, 5 + m/d + 4/block to dequantise 4 bits (8 bits: 1 less), 4 + 4/L to add up the first hop;
-the largest is the peak. The gather holds the same, to dequantise, for what it returns, and with `out` that
-once more.
+the largest is the peak. The gather holds what dequantising takes, and with `out` its result once more.
 Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 and 3.3. Differs: codes and scales are one message;
 sums, not means; the hops of consecutive buffers do not overlap; no fused kernels.
 """

@@ -39,7 +39,9 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
-def run(call: bytes, ranks: int, timeout_s: float, start_timeout_s: float, checked: bool, echo: bool) -> list:
+def run_local(
+    call: bytes, ranks: int, timeout_s: float, start_timeout_s: float, checked: bool, echo: bool
+) -> list:
     launch = Launch(ranks, echo)
     try:
         # The ranks' own time-outs are longer than ours: the caller speaks, with the stacks of all ranks in

@@ -79,7 +79,7 @@ def run(
             "runs one rank of a world of any size",
             stacklevel=2,
         )
-    return local.run(pickled_call(fn, args), ranks, timeout_s, start_timeout_s, checked, echo)
+    return local.run_local(pickled_call(fn, args), ranks, timeout_s, start_timeout_s, checked, echo)
 
 
 def device() -> torch.device:

@@ -7,8 +7,7 @@ last tensor on it is gone: a weak reference tells. All births and deaths are wri
 
 A test compares them with the events of torch's own CPU allocator. A block that an operator reads and nobody
 was seen to make counts from the start. Unseen: memory never touched, scratch inside a kernel, the rounding of
-an allocator. Of a block that fits several kinds the first of this order holds, but buffers before
-activations:
+an allocator. Of several kinds that fit a block the first of this order holds, but buffers before activations:
 
     parameters         some nn.Parameter lies on it, or a tensor that an optimizer updates
     gradients          it was the .grad of a parameter at some moment (hence kinds are settled at the end)
@@ -16,8 +15,7 @@ activations:
     activations        everything else: what forward and backward make, and the batch
     buffers            scratch of a collective or of an optimizer's step, gathered parameters
 
-A block resized in place (`resize_`) is measured when it is next used, or announced. About 1 us per tensor
-seen.
+A block resized in place (`resize_`) is measured when it is next used, or announced.
 """
 
 import weakref
