@@ -53,7 +53,7 @@ _session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("sessi
 def judging(session: Session):
     """Within it `run_on_ranks` and `ask` execute the session's cells; what check cells print is dropped.
 
-    Checks compute on one thread: several would wait for each other while ranks have the cores (13 times slower).
+    Checks compute on one thread: on busy cores several wait for each other, 13 times slower.
     """
     token, threads = _session.set(session), torch.get_num_threads()
     torch.set_num_threads(1)

@@ -5,7 +5,7 @@ their order, and how many had to follow one another. The group knows send, recei
 `minitrain.collectives` builds its collectives from these, and `torch.distributed.all_reduce` says that there
 is no such thing.
 
-    send      is complete when the other side has asked for it, as on gloo; two ranks that send first both wait
+    send      is complete when the other side has asked for it, as on gloo: two ranks that send first wait
     receive   the data arrives when the rank waits for it, not before: what a rank can know when is known
 """
 
@@ -106,9 +106,7 @@ class WireGroup(dist.ProcessGroup):
         return received
 
     def _not_here(self, *args, **kwargs):
-        raise RuntimeError(
-            "this network only sends and receives; build collectives from these, or use minitrain's"
-        )
+        raise RuntimeError("this network only sends and receives; build collectives from these, or use ours")
 
     allreduce = reduce = broadcast = reduce_scatter = _reduce_scatter_base = _not_here
     allgather = _allgather_base = alltoall = alltoall_base = gather = scatter = _not_here
