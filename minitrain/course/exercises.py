@@ -14,6 +14,7 @@ points or none; one that cannot read an answer gives none.
 """
 
 import argparse
+import itertools
 import secrets
 import sys
 import tempfile
@@ -171,9 +172,7 @@ def failure_in(check: book.Cell, namespace: dict, session: Session, seed: str) -
         return failure
     except Broken:
         raise
-    except (
-        Exception
-    ) as error:  # an answer may return what a check cannot read; that costs the points, no more
+    except Exception as error:  # a check cannot read what an answer returned: that costs the points, no more
         what = f"{type(error).__name__}: {short(error)}"
         return Failure("data", f"the check cannot read what came back: {what}")
     return None
@@ -212,9 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m minitrain.course.exercises")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="write the notebooks of all chapters from exercises/source/*.py")
-    proving = commands.add_parser(
-        "prove", help="stubs get nothing, solutions all, wrong ones are caught by name"
-    )
+    proving = commands.add_parser("prove", help="stubs get nothing, solutions all, wrong ones are caught")
     proving.add_argument("chapter", nargs="?", help="such as 02; all when none is given")
     proving.add_argument("--draws", type=int, default=1, help="how often, each time with other draws (1)")
     comparing = commands.add_parser("nbgrader", help="our notebooks equal those that nbgrader makes")
@@ -225,13 +222,11 @@ def main(arguments: list[str] | None = None) -> int:
         written = "\n".join(f"wrote {path}" for path in assignment.build())
         print(written or "all notebooks are as they should be")
     elif wish.command == "prove":
+        numbers, faults = [wish.chapter] if wish.chapter else book.chapters(), []
         with Judge() as judge:
-            faults = [
-                f"draw {seed}: {fault}"
-                for number in ([wish.chapter] if wish.chapter else book.chapters())
-                for seed in range(wish.draws)
-                for fault in prove(book.chapter(number), judge, str(seed))
-            ]
+            for number, seed in itertools.product(numbers, range(wish.draws)):
+                found = prove(book.chapter(number), judge, str(seed))
+                faults += [f"draw {seed}: {fault}" for fault in found]
     else:
         with tempfile.TemporaryDirectory() as folder:
             faults = assignment.compare_with_nbgrader(wish.program, Path(folder))

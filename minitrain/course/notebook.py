@@ -72,10 +72,7 @@ def heading(path: Path) -> tuple[str, str]:
 
 
 def execute(
-    path: Path,
-    out: Path,
-    on_cell: Callable[[int, int], None] = lambda done, total: None,
-    cell_timeout_s: int = 300,
+    path: Path, out: Path, on_cell: Callable = lambda done, total: None, cell_timeout_s: int = 300
 ) -> float:
     """Run every cell of `path` in a fresh kernel and write the executed copy to `out`; returns the seconds.
 
@@ -94,21 +91,16 @@ def execute(
         on_cell(done, total)
 
     quiet = ["--log-level=ERROR"]  # without the kernel's remarks on every start
-    kernel = {
-        "kernel_name": "python3",
-        "extra_arguments": quiet,
-        "resources": {"metadata": {"path": str(path.parent)}},
-    }
-    watch = {"timeout": cell_timeout_s, "record_timing": False, "on_cell_executed": finished}
+    kernel = {"kernel_name": "python3", "resources": {"metadata": {"path": str(path.parent)}}}
+    watch = {"timeout": cell_timeout_s, "record_timing": False, "extra_arguments": quiet}
     try:
-        NotebookClient(notebook, **kernel, **watch).execute()
+        NotebookClient(notebook, on_cell_executed=finished, **kernel, **watch).execute()
         on_cell(total, total)  # what follows the last code cell is text
     except CellExecutionError as error:
         raise RuntimeError(f"{path.name} stopped in cell {done}: {error.ename}: {error.evalue}") from None
     except CellTimeoutError:
-        raise RuntimeError(
-            f"{path.name}: a cell ran longer than {cell_timeout_s} s and was stopped"
-        ) from None
+        what = f"a cell ran longer than {cell_timeout_s} s and was stopped"
+        raise RuntimeError(f"{path.name}: {what}") from None
     finally:
         out.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(normalised(notebook), out)

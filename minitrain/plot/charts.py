@@ -34,9 +34,7 @@ def timeline(timeline, ranks: Iterable[int] | None = None, title: str = "") -> F
     """A replayed step (`simulate.timeline.Timeline`): per rank its computation, then a lane per axis."""
     ranks = sorted(timeline.spans) if ranks is None else list(ranks)
     if not 0 < len(ranks) <= 16:
-        raise ValueError(
-            f"{len(ranks)} ranks cannot be read as a picture; choose 1 to 16, such as ranks=[0, 1]"
-        )
+        raise ValueError(f"{len(ranks)} ranks cannot be read as a picture; choose 1 to 16, as in ranks=[0]")
     step_s = timeline.step_s
     unit, scale = style.unit_for(step_s, "s")
     lanes = []
@@ -86,9 +84,7 @@ def _transfers(timeline, rank: int, axis: str) -> dict[str, list]:
 
 
 @style.styled
-def memory(
-    timeline: Sequence[tuple[int, Mapping[str, int]]], events: Sequence = (), title: str = ""
-) -> Figure:
+def memory(timeline: Sequence[tuple[int, Mapping]], events: Sequence = (), title: str = "") -> Figure:
     """Live bytes by kind over a run (`ledger.timeline()`); with `ledger.events` the phases are named."""
     at = numpy.array([index for index, _ in timeline], dtype=float)
     kinds = [kind for kind in timeline[0][1] if any(live[kind] for _, live in timeline)]
@@ -122,11 +118,11 @@ def _phases(events: Sequence) -> list[tuple[int, str]]:
 # ---- numbers ---------------------------------------------------------------------------------------------
 @style.styled
 def bars_by_kind(
-    rows: Mapping[str, Mapping[str, float]],
+    rows: Mapping[str, Mapping],
     *,
     title: str,
-    xlabel="",
-    unit="bytes",
+    xlabel: str = "",
+    unit: str = "bytes",
     limit: tuple | None = None,
 ) -> Figure:
     """A stacked bar per row, {row: {kind: amount}}; `limit=(80e9, "an H100 holds 80 GB")` is a line."""
@@ -156,9 +152,7 @@ def bars_by_kind(
 
 
 @style.styled
-def measured_beside_formula(
-    rows: Sequence[tuple[str, float, float]], *, title="Measured beside the formula", unit="bytes"
-) -> Figure:
+def measured_beside_formula(rows: Sequence, *, title="Measured beside the formula", unit="bytes") -> Figure:
     """(what, measured, formula): a dot in its ring is agreement; the ratio stands at the right."""
     labels, measured, formula = zip(*rows)
     y, m, f = range(len(rows)), numpy.array(measured, dtype=float), numpy.array(formula, dtype=float)
@@ -220,9 +214,9 @@ def loss_curves(losses: Series, *, title: str = "Loss", xlabel: str = "step") ->
 # ---- ranks and what they exchange ------------------------------------------------------------------------
 @style.styled
 def rank_grid(
-    shape: Mapping[str, int], *, axes: Sequence[str] = (), devices_per_node: int = 0, title: str = ""
+    shape: Mapping, *, axes: Sequence[str] = (), devices_per_node: int = 0, title: str = ""
 ) -> Figure:
-    """The ranks of a mesh (first axis outermost), a panel per axis in which one colour is one group.
+    """The ranks of a mesh {axis: size, outermost first}, a panel per axis in which one colour is one group.
 
     Where an axis has more groups than there are colours, only the groups of rank 0 are coloured.
     """
@@ -268,9 +262,7 @@ def _node_edges(ax: Axes, world: int, columns: int, devices_per_node: int) -> No
 
 
 @style.styled
-def chunk_matrix(
-    states: Sequence[Sequence[Sequence[int]]], *, titles: Sequence[str] = (), title: str = ""
-) -> Figure:
+def chunk_matrix(states: Sequence[Sequence], *, titles: Sequence[str] = (), title: str = "") -> Figure:
     """A collective step by step: `states[step][rank][chunk]` counts the ranks whose data is in that chunk."""
     num_ranks, num_chunks = len(states[0]), len(states[0][0])
     side, fontsize = (0.25, 7) if num_chunks <= 4 else (0.165, 6)

@@ -23,7 +23,7 @@ KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 
 @style.styled
 def schedule(
-    *simulations, title: str = "", peaks: Sequence[Sequence] | None = None, until: float | None = None
+    *simulations, title: str = "", peaks: Sequence | None = None, until: float | None = None
 ) -> Figure:
     """Ranks down, time to the right. `peaks[i][rank]` stands beside a row of panel i; `until` cuts it off."""
     rows = [len(simulation.spans) for simulation in simulations]
@@ -68,9 +68,7 @@ def _panel(ax: Axes, simulation, end: float, beside: Sequence | None) -> set[str
     return drawn
 
 
-def _box(
-    ax: Axes, entry, rank: int, start: float, stop: float, stages: Sequence[int], end: float
-) -> set[str]:
+def _box(ax: Axes, entry, rank: int, start: float, stop: float, stages: list, end: float) -> set[str]:
     if hasattr(entry, "kind"):
         parts, fontsize = [(entry, -0.42, 0.84)], 7
     else:

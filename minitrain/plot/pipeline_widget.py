@@ -84,9 +84,7 @@ def explore(first: str = "1F1B", second: str = "ZB-H1") -> ipywidgets.VBox:
         return ipywidgets.Dropdown(options=list(SCHEDULES), value=name, description=where)
 
     sizes = [slider("p", 1, 4, 8), slider("m", 1, 8, 24), slider("v", 1, 2, 4)]
-    costs = [
-        slider(f"cost {of}", low, value, 6) for of, low, value in (("F", 1, 2), ("I", 1, 2), ("W", 0, 2))
-    ]
+    costs = [slider("cost F", 1, 2, 6), slider("cost I", 1, 2, 6), slider("cost W", 0, 2, 6)]
     costs.append(slider("cost send", 0, 0, 6))
     menus = [menu("above", first), menu("below", second)]
     image, text = ipywidgets.Image(format="png"), ipywidgets.HTML()

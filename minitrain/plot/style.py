@@ -23,15 +23,10 @@ YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY, PALE = "#999999", "#E8E8E8"
 _WORK = {"forward": SKY, "backward": BLUE, "optimizer": GREEN, "compute": GREY}
 _TRANSFERS = {"communication": ORANGE, "exposed communication": VERMILLION, "wait": PALE}
-_STATE = {
-    "parameters": BLUE,
-    "gradients": ORANGE,
-    "optimizer state": GREEN,
-    "activations": SKY,
-    "buffers": PURPLE,
-}
+_STATE = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN}
+_SPACE = {"activations": SKY, "buffers": PURPLE}
 _ACTIONS = {"input gradient": PURPLE, "weight gradient": YELLOW, "recomputation": GREY, "idle": PALE}
-COLOURS = _WORK | _TRANSFERS | _STATE | _ACTIONS | {"measured": BLUE, "formula": BLACK}
+COLOURS = _WORK | _TRANSFERS | _STATE | _SPACE | _ACTIONS | {"measured": BLUE, "formula": BLACK}
 HATCHES = {"exposed communication": ("/////", "white"), "wait": (".....", GREY), "idle": (".....", GREY)}
 CYCLE = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, BLACK]  # for what has no meaning of its own
 MARKERS, DASHES = "o^sDvPX", ["-", "--", "-.", ":"]

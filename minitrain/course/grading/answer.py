@@ -67,9 +67,7 @@ def serve(control: socket.socket, package: str, hidden: str, walls: bool) -> Non
         request = json.loads(text or "{}")
         if "spawn" in request:
             for name in set(request["modules"]) - tried:
-                with contextlib.suppress(
-                    ImportError
-                ):  # the name of a function, say; if not, a rank will tell
+                with contextlib.suppress(ImportError):  # the name of a function; if not, a rank will tell
                     importlib.import_module(name)
             tried |= set(request["modules"])
             limits = confine.Limits(**request["limits"])

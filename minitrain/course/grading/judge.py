@@ -84,9 +84,7 @@ class Judge:
         self.server = subprocess.Popen(command, pass_fds=fds, stderr=subprocess.PIPE, **alone)
         theirs.close()
         root = os.geteuid() == 0
-        stranger = (
-            61184 + os.getpid() % 4000 if root else None
-        )  # an id nobody owns, another one for each judge
+        stranger = 61184 + os.getpid() % 4000 if root else None  # an id nobody owns, another for each judge
         if walls:
             self._hear("separate")
             give_users(self.server.pid, stranger)

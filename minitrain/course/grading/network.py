@@ -189,9 +189,8 @@ class Network:
 
     def waiting(self) -> str:
         """Who waits for whom, in one line."""
-        told = [
-            f"rank {rank} {ops[0] if ops else 'computes'}" for rank, ops in sorted(self._blocked().items())
-        ]
+        blocked = sorted(self._blocked().items())
+        told = [f"rank {rank} {waits[0] if waits else 'computes'}" for rank, waits in blocked]
         told += [f"rank {rank} has returned" for rank in range(self.ranks) if rank not in self.running]
         return "; ".join(told)
 

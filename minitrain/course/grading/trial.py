@@ -86,12 +86,10 @@ class Outcome:
 class Trial:
     """The judge's ends of lines and prints. `ends`: those for the ranks, line and prints in turn."""
 
-    def __init__(
-        self, network: Network, server_pid: int, time_limit_s: float, memory_limit_bytes: int
-    ) -> None:
-        self.network, self.server, self.time_limit_s = network, psutil.Process(server_pid), time_limit_s
+    def __init__(self, network: Network, server: int, time_limit_s: float, memory_bytes: int) -> None:
+        self.network, self.server, self.time_limit_s = network, psutil.Process(server), time_limit_s
         ranks, spare_bytes = network.ranks, max(1 << 30, psutil.virtual_memory().available // 2)
-        self.memory_limit_bytes = min(ranks * memory_limit_bytes, spare_bytes)
+        self.memory_limit_bytes = min(ranks * memory_bytes, spare_bytes)
         self.results, self.failures, self.moved, self.born = [None] * ranks, {}, 0.0, []
         self.lines, self.prints, self.ends, self.output = [], [], [], [bytearray() for _ in range(ranks)]
         for _ in range(ranks):
@@ -257,19 +255,16 @@ def memory_of(process: psutil.Process) -> int:
 
 def failure_of(rank: int, header: dict) -> Failure:
     """What a rank says about its own failure, as one of ours."""
-    kind, name, message, line, code = (header.get(key) for key in ("kind", "type", "message", "line", "code"))
+    kind, name, message, line, code = map(header.get, ("kind", "type", "message", "line", "code"))
     if kind == "stub":
         return NotAttempted()
-    kind, message, place = (
-        str(kind),
-        short(message),
-        f" (line {line}: {short(code)})" if type(line) is int else "",
-    )
+    place = f" (line {line}: {short(code)})" if type(line) is int else ""
+    message = short(message)
     property, what = {
         "not data": ("data", f"returned {message}; return tensors, numbers, text, or lists of them"),
         "forbidden": ("own work", f"this task asks you to write it yourself: it calls {message}{place}"),
         "memory": ("memory limit", f"asked for more memory than it may have{place}"),
-    }.get(kind, ("no error", f"raised {short(name)}: {message}{place}"))
+    }.get(str(kind), ("no error", f"raised {short(name)}: {message}{place}"))
     who = "" if kind == "forbidden" else f"rank {rank} "
     return Failure(property, who + what, plain(str(header.get("traceback", ""))))
 

@@ -106,9 +106,7 @@ class WireGroup(dist.ProcessGroup):
         return received
 
     def _not_here(self, *args, **kwargs):
-        raise RuntimeError(
-            "this network only sends and receives; build collectives from these, or use minitrain's"
-        )
+        raise RuntimeError("this network only sends and receives; build collectives from these, or use ours")
 
     allreduce = reduce = broadcast = reduce_scatter = _reduce_scatter_base = _not_here
     allgather = _allgather_base = alltoall = alltoall_base = gather = scatter = _not_here
