@@ -51,7 +51,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 # Imported by the helper once the caller or a rank has: building a torch.optim optimizer pulls in the first,
 # which takes as long as torch itself, and four ranks doing so at once on two cores would take 4 s in every
 # launch.
-HEAVY = (COMPILER, "pytest", "hypothesis")
+HEAVY = (COMPILER, "sympy", "pytest", "hypothesis")
 # torch.autograd.function.once_differentiable makes a reader's function refer to this module. It cannot be
 # imported, so cloudpickle would take it to pieces that do not fit together again; listed here, it travels by
 # its name.
