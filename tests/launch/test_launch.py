@@ -381,7 +381,7 @@ def test_a_rank_cannot_launch():
 
 
 def test_far_too_many_ranks_warn(monkeypatch):
-    monkeypatch.setattr(local, "run", lambda call, ranks, *rest: ranks)
+    monkeypatch.setattr(local, "run_local", lambda call, ranks, *rest: ranks)
     with pytest.warns(UserWarning, match="ranks on .* cores will mostly wait"):
         launch.run(dist.get_rank, ranks=64 * os.cpu_count() + 1)
     with warnings.catch_warnings():
