@@ -1,6 +1,6 @@
 """What minitrain uses of torch behind its public API: the place to look at when torch has a new version.
 
-Tested with torch 2.11 and 2.13; the bound in pyproject.toml follows. No other module names these
+Written for torch 2.11 to 2.13 and tested with 2.13; the bound in pyproject.toml follows. No other names these
 (tests/test_architecture.py).
 """
 
