@@ -56,9 +56,8 @@ class Run:
     def __post_init__(self):
         rows, tokens = self.strategy.data_axes, self.strategy.context_axes
         self.data_group = self.mesh.group(*rows)  # ranks with other rows
-        self.context_group = (
-            self.mesh.group(*tokens) if tokens else None
-        )  # with other tokens of the same rows
+        # Ranks with other tokens of the same rows.
+        self.context_group = self.mesh.group(*tokens) if tokens else None
         self.stage_group = self.mesh.group("pp") if self.runner else None  # with other layers
         self.token_group = self.mesh.group(*rows, *tokens)  # with other tokens
         self.loss_group = self.token_group  # whose losses are terms of the loss

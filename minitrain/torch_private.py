@@ -21,9 +21,8 @@ OpOverload = _ops.OpOverload
 schema_of = attrgetter("_schema")
 has_kernel = _C._dispatch_has_kernel_for_dispatch_key
 num_modes = _python_dispatch._len_torch_dispatch_stack
-outside_modes = (
-    _python_dispatch._disable_current_modes
-)  # real numbers in a dry run, and no line in an account
+# Inside this there are real numbers in a dry run, and no line in an account.
+outside_modes = _python_dispatch._disable_current_modes
 
 storage_id = attrgetter("_cdata")  # of a block of memory while it is alive; fake ones have no address
 grad_hooks = attrgetter("_post_accumulate_grad_hooks")  # of a parameter, in the order in which they run

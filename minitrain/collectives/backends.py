@@ -1,5 +1,4 @@
-"""What moves the data of a group: gloo (our algorithms), NCCL (its own), or nothing (a dry run). One object
-each.
+"""What moves the data of a group, an object each: gloo (our algorithms), NCCL, or nothing (a dry run).
 
     start(ch, group, job, in_background)   sets a collective in motion; returns (wait, is it done?)
     post(ch, group, sends, receives)       sets messages (call, tensor, peer) in motion; returns wait

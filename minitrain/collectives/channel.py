@@ -25,9 +25,9 @@ class Channel:
     """What we know of one process group. `backend` (backends.py) moves its data."""
 
     def __init__(self, group: ProcessGroup, backend):
-        self.group = weakref.proxy(
-            group
-        )  # channels are kept by group, and must not keep a destroyed group alive
+        # Channels are kept by group (arguments.py), and must not keep a destroyed group
+        # alive.
+        self.group = weakref.proxy(group)
         self.backend = backend
         self.members = tuple(get_process_group_ranks(group))
         self.who = call_log.span(self.members)

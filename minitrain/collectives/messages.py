@@ -135,7 +135,7 @@ def _transfer(
         return pack([x.to(first.device) for _, x, _ in incoming])
 
     handle = Handle(settle, finish, lambda: backend.at_once)
-    ch.unwaited.add(
-        handle
-    )  # if its owner drops it, the buffers must live until the network is done with them
+    # If its owner drops the handle, the buffers must live all the same until the network is done
+    # with them.
+    ch.unwaited.add(handle)
     return handle if async_op else handle.wait()

@@ -209,9 +209,9 @@ ALGORITHMS = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, al
 
 def move(ch: Channel, job: Job) -> None:
     """One collective to its end; in checked mode the members first compare what they call."""
-    tag = (
-        job.call.seq % 2**27 * 4
-    )  # of headers; the next two are for the data of the first and the second half
+    # This tag is for headers; the next two are for the data of the first and the second half of
+    # an all-reduce.
+    tag = job.call.seq % 2**27 * 4
     if checked.enabled:
         ours = checked.headers_of(job.call, job.send_sizes)
         theirs = torch.stack(ours)

@@ -192,10 +192,8 @@ def random_tokens(
     # Each row has a seed of its own, so a rank makes only the rows it holds.
     seeds = [torch.Generator().manual_seed(_hash(f"{seed}/{step}/{row}")) for row in rows]
     windows = torch.stack([torch.randint(vocab, (length + 1,), generator=generator) for generator in seeds])
-    tokens, targets = (
-        windows[:, :-1].clone(),
-        windows[:, 1:].clone(),
-    )  # views would share what is masked below
+    # Copies: views would share what is masked below.
+    tokens, targets = windows[:, :-1].clone(), windows[:, 1:].clone()
     if masked:
         for target, row in zip(targets, rows):
             target[length - length * row // batch_size :] = MASKED

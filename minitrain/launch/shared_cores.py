@@ -63,9 +63,8 @@ def schedule(thread: int, policy: int, slice_ns: int = 0) -> None:
     with suppress(ProcessLookupError):  # the thread has ended
         nice = os.getpriority(os.PRIO_PROCESS, thread)
         attr = SCHED_ATTR.pack(SCHED_ATTR.size, policy, 0, nice, 0, slice_ns, 0, 0)
-        ctypes.CDLL(None).syscall(
-            SCHED_SETATTR, thread, attr, 0
-        )  # a sandbox may forbid it: slower, not wrong
+        # A sandbox may forbid it: slower, not wrong.
+        ctypes.CDLL(None).syscall(SCHED_SETATTR, thread, attr, 0)
 
 
 def event_loops() -> list[int]:

@@ -195,9 +195,9 @@ class _Watch(DispatchMode):
         super().__init__()
         self._ledger, self._memory = ledger, ledger._memory
         self._describe = cache(partial(describe, causal=ledger.causal))
-        self._event = cache(
-            Compute
-        )  # equal events are one object: thousands would keep the garbage collector busy
+        # Equal events are one object: thousands would keep the garbage collector
+        # busy.
+        self._event = cache(Compute)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

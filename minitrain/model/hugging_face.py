@@ -81,9 +81,9 @@ def config_of(settings: Mapping) -> GPTConfig:
         )
     if kind == "llama":
         _only(settings, LLAMA_KNOWN)
-        rope = {"rope_theta": settings.get("rope_theta", 10_000.0)} | settings.get(
-            "rope_parameters", {}
-        )  # newer
+        newer = settings.get("rope_parameters", {})
+        # Older files have theta on top.
+        rope = {"rope_theta": settings.get("rope_theta", 10_000.0)} | newer
         _only(rope, {"rope_type": ("default",)})
         return GPTConfig(
             vocab_size=settings["vocab_size"],
