@@ -12,26 +12,18 @@
 #
 # - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
 # - A function that runs on ranks gets its `group` last: `group.rank()` says who you are, `group.size()` how many you are.
-# - Between ranks there is a network and nothing else. A `send` is over when the other side has asked for the message.
+# - Between ranks there is a network and nothing else: `collectives.send` and `collectives.receive`. A `send` is over when the
+#   other side has asked for the message.
 
 # %% given="setup"
 import torch
 
 from minitrain import collectives
-from minitrain.course.grading.checks import Draw, Failure, ask, expect, expect_equal, run_on_ranks
+
+# %% judge="tools"
+from minitrain.course.grading.checks import Draw, Failure, ask_each, expect, expect_equal, run_on_ranks
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
-ready_made = [
-    "exchange",
-    "rotate",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce_from",
-    "gather_from",
-]
 
 # %% [markdown]
 # ## 1. Pass it on, and nobody waits for ever (4 points)
@@ -74,15 +66,30 @@ def pass_on(x, group):
     ### END SOLUTION
 
 
+# %% judge="expect_passed_on"
+def expect_passed_on(given, hint):
+    """Run pass_on; every rank has its left neighbour's tensor, and sent its own once."""
+    outcome, ranks = run_on_ranks(pass_on, given), len(given)
+    expect_equal(outcome.results, given[-1:] + given[:-1], "left neighbour", hint)
+    expect(
+        outcome.sent_bytes == [given[0].nbytes] * ranks,
+        "bytes on the wire",
+        "each rank sends one tensor; does yours send more, or to more ranks?",
+    )
+    expect(
+        {(m.source, m.destination) for m in outcome.messages}
+        == {(r, (r + 1) % ranks) for r in range(ranks)},
+        "only neighbours",
+        "rank r sends to rank r+1 and to nobody else",
+    )
+    return outcome
+
+
 # %% check="pass_on-result" points=2
-# Every rank holds its left neighbour's tensor, and nobody waits for ever.
+# Every rank holds its left neighbour's tensor, each sends its own once, and nobody waits for ever.
 for ranks in (2, 4):
-    given = [torch.tensor([10.0 * rank, 1.0]) for rank in range(ranks)]
-    outcome = run_on_ranks(pass_on, given, forbid=ready_made)
-    expect_equal(
-        outcome.results,
-        given[-1:] + given[:-1],
-        "left neighbour",
+    expect_passed_on(
+        [torch.tensor([10.0 * rank, 1.0]) for rank in range(ranks)],
         "rank r returns what rank r-1 was given, and rank 0 what the last rank was given",
     )
 print("the visible checks pass")
@@ -90,42 +97,23 @@ print("the visible checks pass")
 for ranks in (3, draw.choice([5, 6, 7])):
     shape, dtype = (
         draw.choice([(3,), (2, 5), (4, 1, 2)]),
-        draw.choice([torch.float64, torch.int64, torch.bfloat16]),
+        draw.choice([torch.float64, torch.float32, torch.int64]),
     )
-    given = [draw.exact(*shape).to(dtype) for _ in range(ranks)]
-    outcome = run_on_ranks(pass_on, given, forbid=ready_made)
-    expect_equal(
-        outcome.results,
-        given[-1:] + given[:-1],
-        "left neighbour",
+    expect_passed_on(
+        [(draw.exact(*shape) * 2**45).to(dtype) for _ in range(ranks)],
         "does it work for an odd number of ranks, and for every shape and dtype?",
     )
 ### END HIDDEN TESTS
 
 # %% check="pass_on-cost" points=2
-# Each rank sends its tensor once, and neighbours do not wait in a long line.
-given = [torch.full((100,), float(rank)) for rank in range(4)]
-outcome = run_on_ranks(pass_on, given, forbid=ready_made)
-expect(
-    outcome.sent_bytes == [400] * 4,
-    "bytes on the wire",
-    "each rank sends one tensor; does yours send more, or to more ranks?",
+# Neighbours do not wait in a long line.
+expect_passed_on(
+    [torch.full((100,), float(rank)) for rank in range(4)], "first let it be right, then count"
 )
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-ranks = draw.integer(7, 9)
-given = [draw.exact(draw.integer(2, 30))] * ranks
-outcome = run_on_ranks(pass_on, given, forbid=ready_made)
-expect(
-    {(m.source, m.destination) for m in outcome.messages}
-    == {(r, (r + 1) % ranks) for r in range(ranks)},
-    "only neighbours",
-    "rank r sends to rank r+1 and to nobody else",
-)
-expect(
-    outcome.sent_bytes == [given[0].nbytes] * ranks,
-    "bytes on the wire",
-    "each rank sends one tensor",
+outcome = expect_passed_on(
+    [draw.exact(7) for _ in range(draw.integer(7, 9))], "first let it be right, then count"
 )
 expect(
     outcome.steps <= 3,
@@ -163,66 +151,48 @@ def total(x, group):
     ### END SOLUTION
 
 
+# %% judge="expect_total"
+def expect_total(given, hint):
+    """Run total; the sum is on every rank, and no more travels than two tensors for each rank but one."""
+    outcome, ranks = run_on_ranks(total, given), len(given)
+    expect_equal(outcome.results, [torch.stack(given).sum(0)] * ranks, "sum on every rank", hint)
+    expect(
+        sum(outcome.sent_bytes) <= 2 * (ranks - 1) * given[0].nbytes,
+        "bytes on the wire",
+        "who really needs to hear from everybody? count the messages as a function of n",
+    )
+
+
 # %% check="total-sum" points=2
-# Every rank returns the sum of all tensors, the same bits everywhere.
+# Every rank returns the sum of all tensors, with at most 2(n-1) tensors on the network.
 given = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]), torch.tensor([100.0, 200.0])]
-outcome = run_on_ranks(total, given, forbid=ready_made)
-expect_equal(
-    outcome.results,
-    [sum(given)] * 3,
-    "sum on every rank",
-    "rank 0 is not the only one who needs it",
-)
+expect_total(given, "rank 0 is not the only one who needs it")
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for ranks in draw.several([2, 3, 4, 5, 6], 2):
+for ranks in draw.several([2, 3, 4, 5, 6], 3):
     shape = draw.choice([(draw.integer(1, 40),), (draw.integer(1, 6), 3)])
-    given = [draw.exact(*shape) for _ in range(ranks)]
-    outcome = run_on_ranks(total, given, forbid=ready_made)
-    expect_equal(
-        outcome.results,
-        [torch.stack(given).sum(0)] * ranks,
-        "sum on every rank",
+    expect_total(
+        [draw.exact(*shape) for _ in range(ranks)],
         "for every number of ranks and every shape; is it a sum, and of all ranks?",
     )
-given = [draw.real(200) for _ in range(4)]
-outcome = run_on_ranks(total, given, forbid=ready_made)
+### END HIDDEN TESTS
+
+# %% check="total-bits" points=1
+# Sums whose digits depend on the order of the additions are the same bits everywhere.
+expect_total([torch.full((50,), 1.0)] * 4, "first let every rank return the sum")
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+given = [draw.real(200) for _ in range(5)]
+outcome = run_on_ranks(total, given)
+expect_equal(outcome.results, [sum(given)] * 5, "sum on every rank", "for all numbers", atol=1e-12)
 expect_equal(
     outcome.results,
-    outcome.results[:1] * 4,
+    outcome.results[:1] * 5,
     "same bits",
     "let every rank get its sum from the same additions in the same order",
 )
-### END HIDDEN TESTS
-
-# %% check="total-bytes" points=1
-# The network carries at most 2(n-1) tensors.
-given = [torch.full((50,), 1.0)] * 4
-outcome = run_on_ranks(total, given, forbid=ready_made)
-expect_equal(
-    outcome.results,
-    [sum(given)] * 4,
-    "sum on every rank",
-    "first let every rank return the sum, then count",
-)
 expect(
-    sum(outcome.sent_bytes) <= 2 * 3 * 200,
-    "bytes on the wire",
-    "who really needs to hear from everybody?",
-)
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-ranks = draw.integer(5, 7)
-given = [draw.exact(draw.integer(10, 60))] * ranks
-outcome = run_on_ranks(total, given, forbid=ready_made)
-expect_equal(
-    outcome.results,
-    [given[0] * ranks] * ranks,
-    "sum on every rank",
-    "first let every rank return the sum, then count",
-)
-expect(
-    sum(outcome.sent_bytes) <= 2 * (ranks - 1) * given[0].nbytes,
+    sum(outcome.sent_bytes) <= 2 * 4 * given[0].nbytes,
     "bytes on the wire",
     "count the messages as a function of n",
 )
@@ -261,37 +231,33 @@ def relay_bytes(ranks, numel):
     ### END SOLUTION
 
 
+# %% judge="expect_bytes"
+def expect_bytes(*cases, hint):
+    """The prediction for each (ranks, numel) is what ranks of the course send."""
+    for (ranks, numel), said in zip(cases, ask_each(relay_bytes, cases)):
+        measured = run_on_ranks(relay, [torch.zeros(numel)] * ranks).sent_bytes
+        expect_equal(said, measured, "bytes of each rank", hint)
+
+
 # %% check="relay_bytes-four" points=1
 # The bytes of four ranks.
-measured = run_on_ranks(relay, [torch.zeros(1000)] * 4).sent_bytes
-expect_equal(
-    ask(relay_bytes, 4, 1000),
-    measured,
-    "bytes of each rank",
-    "which ranks pass the tensor on, which ones answer, and how large is an element of what they send?",
-)
-print("the visible checks pass")
-
-# %% check="relay_bytes-any" points=2
-# The bytes of any number of ranks and any size.
-measured = run_on_ranks(relay, [torch.zeros(10)] * 2).sent_bytes
-expect_equal(
-    ask(relay_bytes, 2, 10),
-    measured,
-    "bytes of each rank",
-    "with two ranks, the first is not the last",
+expect_bytes(
+    (4, 1000),
+    hint="which ranks pass the tensor on, which ones answer, and how large is an element of what they send?",
 )
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for ranks, numel in (
+expect_bytes((4, 2 * draw.integer(20, 400)), hint="the same with another size")
+### END HIDDEN TESTS
+
+# %% check="relay_bytes-any" points=2
+# The bytes of any number of ranks and any size.
+expect_bytes((2, 10), hint="with two ranks, the first is not the last")
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+expect_bytes(
     (draw.integer(3, 6), 2 * draw.integer(20, 400) + 1),
     (draw.integer(3, 6), 2 * draw.integer(20, 400)),
-):
-    measured = run_on_ranks(relay, [torch.zeros(numel)] * ranks).sent_bytes
-    expect_equal(
-        ask(relay_bytes, ranks, numel),
-        measured,
-        "bytes of each rank",
-        "try an odd number of elements, and more ranks",
-    )
+    hint="try an odd number of elements, and more ranks",
+)
 ### END HIDDEN TESTS

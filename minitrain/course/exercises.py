@@ -26,7 +26,7 @@ from pathlib import Path
 
 from minitrain.course.grading import assignment, book
 from minitrain.course.grading.checks import Answer, Draw, Session, judging
-from minitrain.course.grading.judge import Judge
+from minitrain.course.grading.judge import Code, Judge
 from minitrain.course.grading.trial import Broken, Failure, NotAttempted, short
 
 TIME_LIMIT_S = 20.0  # for one run of an answer; the slowest honest one takes a second
@@ -138,11 +138,10 @@ def results_of(
     of: book.Chapter, task: book.Task, answer: str | None, judge: Judge, seed: str, time_limit_s=TIME_LIMIT_S
 ) -> Iterator[Result]:
     """Run the checks of one task, one after the other."""
-    given: dict = {"__name__": "exercise"}
-    for source in of.given:
-        exec(compile(source, "<given cell>", "exec"), given)
-    defined = frozenset({*task.names, *(name for source in of.given for name in book.defined_by(source))})
-    session = Session(judge, [*of.given, answer or ""], defined, time_limit_s)
+    cells, drivers = of.sources("given"), of.sources("driver")
+    code = Code(given=cells, answer=answer or "", drivers=drivers, names=task.names)
+    given, around = (frozenset().union(*map(book.defined_by, sources)) for sources in (cells, drivers))
+    session = Session(judge, code, given, around.union(task.names), time_limit_s)
     failure: Failure | None = None
     for check in task.checks:
         if answer is None:
@@ -152,8 +151,7 @@ def results_of(
         elif failure is not None and failure.property in ("time limit", "memory limit"):
             failure = Failure(failure.property, "not run, because of the check above")
         else:
-            names = {**given, **{name: Answer(name) for name in task.names}}
-            failure = failure_in(check, names, session, seed)
+            failure = failure_in(of, task, check, session, seed)
         points = int(check.attributes["points"])
         facts = task.title, check.name, check.title, points
         if failure is None:
@@ -162,9 +160,13 @@ def results_of(
             yield Result(*facts, 0, failure.property, str(failure), failure.detail)
 
 
-def failure_in(check: book.Cell, namespace: dict, session: Session, seed: str) -> Failure | None:
-    """Run one check cell before the judge."""
-    namespace["draw"] = Draw(f"{seed}/{check.name}")
+def failure_in(of: book.Chapter, task: book.Task, check: book.Cell, session: Session, seed: str) -> Failure | None:
+    """Run one check cell before the judge, behind read-only cells of its own; names of the answer are `Answer`s."""
+    answers = {name: Answer(name) for name in task.names}
+    namespace = {"__name__": "exercise", **answers}
+    for source in of.sources(*book.LOCKED):
+        exec(compile(source, "<read-only cell>", "exec"), namespace)
+    namespace |= {**answers, "draw": Draw(f"{seed}/{check.name}")}
     try:
         with judging(session):
             exec(compile(check.source, f"<check {check.name}>", "exec"), namespace)

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from minitrain.course.grading.book import Cell, Chapter, chapter, chapters
+from minitrain.course.grading.book import LOCKED, Cell, Chapter, chapter, chapters
 from minitrain.course.grading.judge import EXERCISES
 
 STUB = ["# YOUR CODE HERE", "raise NotImplementedError()"]
@@ -31,7 +31,7 @@ def source_notebook(cells: list[Cell]) -> dict:
 
 def source_cell(number: int, cell: Cell) -> dict:
     metadata = {}
-    if cell.role in ("given", "answer", "check"):
+    if cell.role in (*LOCKED, "answer", "check"):
         check, answer = cell.role == "check", cell.role == "answer"
         role = {"grade": check, "solution": answer, "locked": not answer, "task": False}
         points = {"points": int(cell.attributes["points"])} if check else {}

@@ -9,7 +9,9 @@ A header says what a cell is; its name becomes nbgrader's grade_id:
 
     # %% [markdown]                     text
     # %%                                code for the reader (a demonstration); the judge does not run it
-    # %% given="setup"                  read-only code that answers and checks can use
+    # %% given="setup"                  read-only code that answers can use, and drivers and checks
+    # %% driver="train"                 read-only code that calls an answer on ranks; no answer sees it
+    # %% judge="expect_sum"             read-only code for checks; it stays where the score is made
     # %% answer="total"                 the student's; ### BEGIN SOLUTION to ### END SOLUTION is cut out
     # %% check="total-sum" points=2     read-only; ### BEGIN HIDDEN TESTS to ### END HIDDEN TESTS is cut out
 
@@ -26,7 +28,8 @@ from minitrain.course.grading.judge import EXERCISES
 from minitrain.course.notebook import key_among, numbered
 
 HEADER = re.compile(r"^# %%(?P<markdown> \[markdown\])?(?P<attributes>( \w+=(\"[^\"]*\"|\d+))*)$")
-ROLES = ("given", "answer", "check", "wrong")
+ROLES = ("given", "driver", "judge", "answer", "check", "wrong")
+LOCKED = ("given", "driver", "judge")
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,8 @@ class Chapter:
     path: Path
     cells: list[Cell]
 
-    @property
-    def given(self) -> list[str]:
-        return [cell.source for cell in self.cells if cell.role == "given"]
+    def sources(self, *roles: str) -> list[str]:
+        return [cell.source for cell in self.cells if cell.role in roles]
 
     @property
     def tasks(self) -> list[Task]:
@@ -98,6 +100,19 @@ def defined_by(source: str) -> set[str]:
     return names
 
 
+def not_there(source: str) -> str:
+    """The first module of minitrain that this code imports and ranks do not have."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "minitrain":
+            if node.module != "minitrain" or [alias.name for alias in node.names] != ["collectives"]:
+                return node.module
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "minitrain":
+                    return alias.name
+    return ""
+
+
 def chapters() -> dict[str, Path]:
     """The chapters that have exercises: {"00": source, ...}."""
     return numbered(EXERCISES / "source", ".py")
@@ -124,12 +139,14 @@ def read_cells(path: Path) -> list[Cell]:
         name = attributes.pop(role, "")
         named = name not in names and re.fullmatch(r"[\w-]+", name)
         bad = ""
-        if role in ("given", "answer", "check") and not named:
+        if role in (*LOCKED, "answer", "check") and not named:
             bad = f"{name!r} must be a name of its own of letters, digits, _ and -"
         elif role == "check" and not attributes.get("points", "").isdigit():
             bad = "a check needs points=1 or more"
         elif role == "check" and not any(cell.role == "answer" for cell in cells):
             bad = "a check needs an answer before it"
+        elif role in ("given", "driver", "answer") and (module := not_there("\n".join(lines))):
+            bad = f"a rank cannot import {module}; of minitrain it has `from minitrain import collectives`"
         if bad:
             raise ValueError(f"{path.name}:{start}: {bad}")
         names.add(name)

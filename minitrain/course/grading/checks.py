@@ -4,6 +4,7 @@
     expect_equal(outcome.results, [x0 + x1 + x2] * 3, "the sum", "every rank returns the sum of all tensors")
     expect(max(outcome.sent_bytes) <= limit, "bytes on the wire", "each rank may send its tensor once")
     ask(predicted_bytes, 4, 1000)                  predicted_bytes(4, 1000) in a process of its own
+    ask_each(zb_h1, [(2, 4), (3, 9)])              the results of both calls, two of them, whatever the answer does
 
 In a notebook `total` is the student's function and travels by value. Before the judge it is an `Answer`: a
 name. The ranks execute the student's cell themselves, so that nothing of it ever runs where the score is
@@ -18,13 +19,13 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
 import torch
 
-from minitrain.course.grading.frames import name_of
+from minitrain.course.grading.inside.frames import name_of
 from minitrain.course.grading.judge import Code, Judge
 from minitrain.course.grading.trial import Failure, Outcome
 
@@ -38,11 +39,12 @@ class Answer:
 
 @dataclass
 class Session:
-    """The judge and the cells that ranks execute, while a check cell runs before the judge."""
+    """The judge, and the cells that ranks execute, while a check cell runs before the judge."""
 
     judge: Judge
-    cells: Sequence[str]
-    defined: frozenset[str]
+    code: Code
+    given: frozenset[str]  # functions that ranks can call without the answer
+    around: frozenset[str]  # names of the answer, and of drivers
     time_limit_s: float
 
 
@@ -74,28 +76,42 @@ def notebook_judge() -> Judge:
 def run_on_ranks(fn: Callable | Answer, inputs: Sequence, **rules) -> Outcome:
     """fn(*inputs[r], group) on rank r of len(inputs); an input that is no tuple is one argument.
 
-    Rules: forbid, secrets, time_limit_s, memory_limit_bytes, budget_bytes, as in Judge.run. Raises Failure.
+    Rules: `collectives="all_reduce .."`, what a rank has beside send, receive and barrier; autograd, secrets,
+    time_limit_s, memory_limit_bytes, budget_bytes as in Judge.run. Raises Failure.
     """
-    given = [entry if isinstance(entry, tuple) else (entry,) for entry in inputs]
-    session = _session.get()
-    if session is None:
-        file = getattr(getattr(fn, "__code__", None), "co_filename", "")
-        code = Code(pickled=cloudpickle.dumps(fn), sources={file: "".join(linecache.getlines(file))})
-        outcome = notebook_judge().run(code, len(given), given, **rules)
-        print(outcome.prints, end="\n" if outcome.prints else "")
-        return outcome
-    name = fn.name if isinstance(fn, Answer) else fn.__name__
-    if name not in session.defined:
-        raise ValueError(f"ranks cannot know {name}; define it in a given cell or in the answer")
-    rules["time_limit_s"] = min(session.time_limit_s, rules.get("time_limit_s", session.time_limit_s))
-    return session.judge.run(Code(cells=session.cells, call=name), len(given), given, **rules)
+    outcome = _run(fn, [[entry if isinstance(entry, tuple) else (entry,)] for entry in inputs], rules)
+    return replace(outcome, results=[result for (result,) in outcome.results])
 
 
 def ask(fn: Callable | Answer | Any, *arguments, **rules) -> Any:
     """fn(*arguments) in a process of its own, without a network; for an answer that is a value, the value."""
+    return ask_each(fn, [arguments], **rules)[0]
+
+
+def ask_each(fn: Callable | Answer | Any, cases: Sequence[tuple], **rules) -> list:
+    """[fn(*case) for case in cases], one call after the other in one process; as many results as cases."""
     if not callable(fn) and not isinstance(fn, Answer):
-        return fn
-    return run_on_ranks(fn, [arguments], network=False, **rules).results[0]
+        return [fn] * len(cases)
+    return _run(fn, [list(cases)], {"network": False, **rules}).results[0]
+
+
+def _run(fn: Callable | Answer, calls: list, rules: dict) -> Outcome:
+    session, collectives = _session.get(), rules.pop("collectives", "")
+    if session is None:
+        file = getattr(getattr(fn, "__code__", None), "co_filename", "")
+        sources = {file: "".join(linecache.getlines(file))}
+        code = Code(pickled=cloudpickle.dumps(fn), sources=sources, collectives=collectives)
+        outcome = notebook_judge().run(code, calls, **rules)
+        print(outcome.prints, end="\n" if outcome.prints else "")
+        return outcome
+    name = fn.name if isinstance(fn, Answer) else fn.__name__
+    code = replace(session.code, call=name, collectives=collectives)
+    if name in session.given:  # what the course itself does is measured where no answer is
+        code = replace(code, answer="", names=(), drivers=())
+    elif name not in session.around:
+        raise ValueError(f"ranks cannot know {name}; the answer, a given cell or a driver defines what they call")
+    rules["time_limit_s"] = min(session.time_limit_s, rules.get("time_limit_s", session.time_limit_s))
+    return session.judge.run(code, calls, **rules)
 
 
 def expect(condition: bool, property: str, hint: str) -> None:
@@ -154,7 +170,17 @@ class Draw:
         return self.random.sample(list(options), count)
 
     def exact(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Multiples of 1/16 below 64: sums of 1,024 are exact in float32 and wider dtypes, in every order."""
+        """Numbers below 8 with all the digits that let a sum of 16 be exact in every order: compare with atol=0.
+
+        49 bits in float64, 20 in float32: they do not survive in half as many bytes. Their products round.
+        """
+        digits = {torch.float64: 48, torch.float32: 19}[dtype]
+        whole = torch.randint(-(2**digits), 2**digits, shape, generator=self._generator())
+        return (whole | 1).to(dtype) * 2.0 ** (3 - digits)
+
+    def few(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Multiples of 1/16 below 64: sums of 1,024, and of their products in float64, are exact. They fit in
+        two bytes, so what travels must be more than these."""
         return torch.randint(-1023, 1024, shape, generator=self._generator()).to(dtype) / 16
 
     def real(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

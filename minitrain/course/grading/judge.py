@@ -1,50 +1,57 @@
 """The judge: starts the server of answers, gives each rank its inputs, and takes back data.
 
     with Judge() as judge:
-        outcome = judge.run(Code(cells=[...], call="total"), ranks=4, inputs=[(x0,), (x1,), (x2,), (x3,)])
+        code = Code(given=["import torch"], answer="def total(x, group): ...", names=["total"], call="total")
+        outcome = judge.run(code, ranks=4, calls=[[(x0,)], [(x1,)], [(x2,)], [(x3,)]])
         outcome.results, outcome.sent_bytes, outcome.messages, outcome.steps
 
 The judge plays the network between the ranks (trial.py), so what an `Outcome` says beside the results was
 measured out of the answer's reach. A broken rule is a `Failure` that names it. Behind walls (confine.py) this
-is a grade: ranks meet on the judge's network alone and cannot see the checks. Where the system has none,
-`Judge.missing` says why and it is a self-check. Not covered: accomplices who signal by timing, locks or tags.
+is a grade: ranks meet on the judge's network alone and see neither checks nor the package. Where the system
+lacks some, `Judge.missing` says which, and it is a self-check.
 """
 
-import ast
-import functools
 import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from minitrain.course.grading import confine
-from minitrain.course.grading.frames import pack, tensor_bytes
-from minitrain.course.grading.network import Network
+from minitrain.course.grading import kit
+from minitrain.course.grading.inside.frames import pack, tensor_bytes
+from minitrain.course.grading.network import HELD_LIMIT_BYTES, Network
 from minitrain.course.grading.trial import Broken, Failure, Outcome, Trial
 
-PACKAGE = Path(__file__).resolve().parents[2]
+HERE, PACKAGE = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
 EXERCISES = PACKAGE.parent / "exercises"
 MOST_RANKS = 16
 
 
 @dataclass(frozen=True)
 class Code:
-    """What ranks execute: cells in order and a name they define, or a pickled function (and its text)."""
+    """What ranks execute: cells, and a name that the answer or a driver defines; or a pickled function and its text.
 
-    cells: Sequence[str] = ()
+    `names` are those that the answer is asked for; `collectives` what `minitrain.collectives` has beside
+    `kit.ALWAYS`.
+    """
+
+    given: Sequence[str] = ()
+    answer: str = ""
+    drivers: Sequence[str] = ()
+    names: Sequence[str] = ()
     call: str = ""
+    collectives: str = ""
     pickled: bytes = b""
     sources: dict[str, str] = field(default_factory=dict)
 
 
 class Judge:
-    """Holds the server of answers. `walls=False` leaves the namespaces out, as on a system that has none."""
+    """Holds the server of answers. `walls=False` leaves the walls out, as on a system that has none."""
 
     def __init__(self, walls: bool = True) -> None:
         self.wanted, self.missing, self.server = walls, "", None
@@ -59,46 +66,37 @@ class Judge:
         """Start the server if it does not run; `run` does so by itself. Takes as long as importing torch."""
         if self.server is not None and self.server.poll() is None:
             return
-        self.missing = "" if self.wanted else "it was told to do without"
-        for walls in (True, False) if self.wanted else (False,):
-            self.close()
-            try:
-                return self._start(walls)
-            except OSError as error:
-                self.missing = f"this system refuses them ({error})"
-                failure = error
         self.close()
-        raise Broken(f"answers cannot be run: {failure}")
-
-    def _start(self, walls: bool) -> None:
         self.control, theirs = socket.socketpair()
-        home = confine.PRIVATE if walls else "/tmp"
         environ = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
-        environ |= {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
-        environ |= {"PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-        environ |= {"CUDA_VISIBLE_DEVICES": ""}
-        program = [sys.executable, "-P", "-s", "-m", "minitrain.course.grading.answer", str(theirs.fileno())]
-        command = [*program, str(PACKAGE), str(EXERCISES), "walls" if walls else "limits"]
+        environ |= {"PATH": "/usr/bin:/bin:/sbin", "HOME": "/", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "2"}
+        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        order = [theirs.fileno(), [str(PACKAGE), str(EXERCISES)], self.wanted]
+        program = f"import sys; sys.path.insert(0, {str(HERE)!r}); from inside import server; del sys.path[0]; "
+        program += f"import socket; server.serve(socket.socket(fileno={order[0]}), *{order[1:]!r})"
         alone = {"env": environ, "cwd": "/", "start_new_session": True, "stdin": subprocess.DEVNULL}
-        fds = [theirs.fileno()]
+        command, fds = [sys.executable, "-P", "-s", "-c", program], [theirs.fileno()]
         self.server = subprocess.Popen(command, pass_fds=fds, stderr=subprocess.PIPE, **alone)
         theirs.close()
-        root = os.geteuid() == 0
-        stranger = 61184 + os.getpid() % 4000 if root else None  # an id nobody owns, another for each judge
-        if walls:
-            self._hear("separate")
-            give_users(self.server.pid, stranger)
-            self.control.sendall(b".")
-        self._hear("ready")
-        self.uid = (confine.NOBODY if walls else stranger) if root else None
-        self.processes = 128 + (0 if walls or root else threads_of(os.getuid()))
+        try:
+            self.missing = self._heard()["missing"]
+        except OSError as error:
+            self.close()
+            raise Broken(f"answers cannot be run: {error}") from None
+        root, first = os.geteuid() == 0, 61184 + os.getpid() % 256 * MOST_RANKS
+        self.users = [first + rank for rank in range(MOST_RANKS)] if root else None  # ids that nobody owns
+        self.threads = 128 + (0 if root else threads_of(os.getuid()))
 
-    def _hear(self, word: str) -> None:
-        """The server's next word. Raises OSError with what it says instead."""
-        if self.control.recv(8, socket.MSG_WAITALL).rstrip() != word.encode():
-            said = self.server.stderr.read().decode(errors="replace").strip().splitlines()
-            last = said[-1] if said else "the server of answers has ended"
-            raise OSError(last.partition("] ")[2] or last)
+    def _heard(self) -> dict:
+        """The server's next words. Raises OSError with what it says instead."""
+        text = b""
+        while not text.endswith(b"\n"):
+            part = self.control.recv(4096)
+            if not part:
+                said = self.server.stderr.read().decode(errors="replace").strip().splitlines()
+                raise OSError(said[-1] if said else "the server of answers has ended")
+            text += part
+        return json.loads(text)
 
     def close(self) -> None:
         """The server ends with its control line, after it has ended everything below it."""
@@ -115,40 +113,41 @@ class Judge:
     def run(
         self,
         code: Code,
-        ranks: int,
-        inputs: Sequence[tuple],
+        calls: Sequence[Sequence[tuple]],
         *,
         network: bool = True,
-        forbid: Sequence[str] = (),
+        autograd: bool = True,
         secrets: Sequence[dict] | None = None,
         time_limit_s: float = 20.0,
         memory_limit_bytes: int = 1 << 29,
         budget_bytes: int | None = None,
     ) -> Outcome:
-        """Run `code` on `ranks` processes, rank r with inputs[r] and, if there is a `network`, the group.
+        """Run `code` on len(calls) processes, rank r once with each tuple of calls[r]; results come as lists.
 
-        `forbid` names functions of minitrain.collectives that raise; `secrets[r]` are tensors rank r fetches
-        by name; `budget_bytes` is what a rank may allocate beyond its inputs, held by the kernel. Raises
-        Failure.
+        With a `network` each call gets the group last. `secrets[r]` are tensors rank r fetches by name;
+        `budget_bytes` is what a rank may allocate beyond its inputs, held by the kernel. Raises Failure.
         """
-        if not 1 <= ranks <= MOST_RANKS or len(inputs) != ranks:
-            raise ValueError(f"{ranks} ranks, {len(inputs)} inputs; 1 to {MOST_RANKS} ranks get a tuple each")
-        order = {"is": "start", "cells": list(code.cells), "call": code.call, "sources": code.sources}
-        order |= {"ranks": ranks, "network": network, "forbid": list(forbid), "budget_bytes": budget_bytes}
-        order["time_limit_s"] = max(0.1, time_limit_s - 0.3)
+        ranks = len(calls)
+        if not 1 <= ranks <= MOST_RANKS or len(set(map(len, calls))) > 1:
+            raise ValueError(f"{ranks} ranks; 1 to {MOST_RANKS} get as many calls each")
+        order = {"is": "start", "ranks": ranks, "network": network, "budget_bytes": budget_bytes, **vars(code)}
+        order |= {"collectives": kit.source(code.collectives), "no_autograd": not autograd}
+        order |= {"time_limit_s": max(0.1, time_limit_s - 0.3), "pickled": None}
         hidden = [{name: tensor_bytes(x) for name, x in own.items()} for own in secrets or [{}] * ranks]
+        held = HELD_LIMIT_BYTES if budget_bytes is None else ranks * budget_bytes
         self.start()
-        limits = confine.Limits(memory_limit_bytes, int(time_limit_s) + 2, self.processes, self.uid)
+        limits = {"memory_bytes": memory_limit_bytes, "cpu_s": int(time_limit_s) + 2, "threads": self.threads}
+        spawn = {"spawn": ranks, "limits": limits, "users": self.users and self.users[:ranks]}
         try:
-            with Trial(Network(ranks, hidden), self.server.pid, time_limit_s, memory_limit_bytes) as trial:
-                modules = sorted(frozenset().union(*map(imported_by, code.cells[:-1])))
-                self._request({"spawn": ranks, "limits": asdict(limits), "modules": modules}, trial.ends)
+            network = Network(ranks, hidden, held)
+            with Trial(network, self.server.pid, time_limit_s, memory_limit_bytes) as trial:
+                self._request(spawn, trial.ends)
                 trial.wait_until_ready()
                 for rank in range(ranks):
-                    tree, packed = pack(inputs[rank])
-                    trial.tell(rank, {**order, "rank": rank, "arguments": tree}, code.pickled)
-                    trial.tell(rank, {"is": "inputs"}, packed)
-                outcome = trial.play()
+                    tree, packed = pack(list(calls[rank]))
+                    trial.tell(rank, {**order, "rank": rank}, code.pickled)
+                    trial.tell(rank, {"is": "inputs", "value": tree}, packed)
+                outcome = trial.play(len(calls[0]))
         except Failure:
             self._request({"sweep": True})
             raise
@@ -161,31 +160,10 @@ class Judge:
     def _request(self, request: dict, ends: Sequence[int] = ()) -> None:
         try:
             socket.send_fds(self.control, [json.dumps(request).encode()], ends)
-            self._hear("done")
+            self._heard()
         except OSError as error:
             self.close()
             raise Broken(f"the server of answers has failed: {error}") from None
-
-
-@functools.cache
-def imported_by(source: str) -> frozenset[str]:
-    """The modules that a given cell imports: the server loads them once, instead of every rank."""
-    nodes = list(ast.walk(ast.parse(source)))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return frozenset(names)
-
-
-def give_users(pid: int, stranger: int | None) -> None:
-    """Give a user namespace its users, which only we outside may. Root gets a second, an id nobody owns."""
-    for kind, mine in (("uid", os.geteuid()), ("gid", os.getegid())):
-        if stranger is None and kind == "gid":
-            Path(f"/proc/{pid}/setgroups").write_text("deny")
-        users = [(confine.NOBODY, mine)] if stranger is None else [(0, mine), (confine.NOBODY, stranger)]
-        text = "\n".join(f"{inside} {outside} 1" for inside, outside in users)
-        Path(f"/proc/{pid}/{kind}_map").write_text(text)
 
 
 def threads_of(uid: int) -> int:

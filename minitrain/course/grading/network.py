@@ -8,16 +8,18 @@ A pure state machine. Each frame of a rank goes in (`post`, `wait`); answers to 
     fetch                a secret is handed over when nothing else moves, as if computing took longer than the
                          network: what is sent while others compute is under way before the next secret
 
-Not counted: what two accomplices could hide in the tag of a message or in the moment they send it.
+A message has no name, at least one byte, and a group out of at most `MOST_GROUPS`; a rank stands in one barrier
+at a time. Not counted: what accomplices could say by the moment of a message, or by its group (6 bits).
 Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978, defines the order of steps.
 """
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from minitrain.course.grading.frames import BadFrame, tensor_size
+from minitrain.course.grading.inside.frames import BadFrame, tensor_size
 
-HELD_LIMIT_BYTES = 1 << 29
+HELD_LIMIT_BYTES = 1 << 28
+MOST_OPEN, MOST_GROUPS = 4096, 64  # operations of a rank that are not over, groups of a run
 
 
 class Mismatch(Exception):
@@ -67,10 +69,10 @@ class Operation:
 
 
 class Network:
-    """`secrets[rank]` maps the names a rank may fetch to bytes."""
+    """`secrets[rank]` maps the names a rank may fetch to bytes; `held` bytes may be under way at once."""
 
-    def __init__(self, ranks: int, secrets: list[dict[str, bytes]]) -> None:
-        self.ranks, self.secrets = ranks, secrets
+    def __init__(self, ranks: int, secrets: list[dict[str, bytes]], held: int = HELD_LIMIT_BYTES) -> None:
+        self.ranks, self.secrets, self.most_held_bytes = ranks, secrets, held
         self.messages: list[Message] = []
         self.events: list[Event] = []
         self.replies: deque[tuple[int, int, bytes]] = deque()  # (rank, op, data) to be sent
@@ -78,6 +80,7 @@ class Network:
         self.asked: list[Operation] = []  # secrets not handed over yet
         self._known = [0] * ranks  # the largest step among the messages a rank has received
         self._operations: dict[tuple[int, int], Operation] = {}
+        self._open, self._groups = [0] * ranks, set()
         self._offers: dict[tuple, deque[Operation]] = defaultdict(deque)
         self._barriers: dict[tuple, list[Operation]] = defaultdict(list)
         self._held_bytes = 0
@@ -87,6 +90,9 @@ class Network:
         op, kind = frame.get("op"), frame["is"]
         if type(op) is not int or (rank, op) in self._operations:
             raise BadFrame("an operation without a number of its own")
+        if self._open[rank] == MOST_OPEN:
+            raise BadFrame(f"{MOST_OPEN} messages are under way; wait for some of them")
+        self._open[rank] += 1
         operation = self._operations[rank, op] = Operation(rank, op, kind)
         if kind == "fetch":
             name = str(frame.get("name"))
@@ -126,38 +132,49 @@ class Network:
             self._held_bytes -= len(operation.data)
         self.replies.append((operation.rank, operation.op, operation.data))
         del self._operations[operation.rank, operation.op]
+        self._open[operation.rank] -= 1
 
     def _meet(self, operation: Operation, frame: dict) -> None:
-        members = frame.get("members")
-        known = type(members) is list and all(type(m) is int for m in members)
-        if not known or operation.rank not in members:
-            raise BadFrame("a barrier needs its members")
-        here = self._barriers[str(frame.get("key")), tuple(members)]
+        here = self._barriers[self._group(operation.rank, frame)]
+        if any(operation.rank == other.rank for barrier in self._barriers.values() for other in barrier):
+            raise BadFrame("a rank stands in one barrier at a time")
         here.append(operation)
-        if len(here) == len(members):
+        if len(here) == len(frame["members"]):
             for other in here:
                 other.done = True
                 self.events.append(Event("barrier", other.rank))
                 self._answer(other)
             here.clear()
 
+    def _group(self, rank: int, frame: dict) -> tuple[int, ...]:
+        """The members of the group an operation belongs to. Raises BadFrame."""
+        members = frame.get("members")
+        known = type(members) is list and all(type(m) is int and 0 <= m < self.ranks for m in members)
+        if not known or rank not in members or len(set(members)) < len(members):
+            raise BadFrame("an operation needs the members of its group")
+        self._groups.add(tuple(members))
+        if len(self._groups) > MOST_GROUPS:
+            raise BadFrame(f"more than {MOST_GROUPS} groups")
+        return tuple(members)
+
     def _match(self, operation: Operation, frame: dict, data: bytes) -> None:
-        peer, key, sending = frame.get("peer"), str(frame.get("key")), operation.kind == "send"
+        peer, sending = frame.get("peer"), operation.kind == "send"
+        group = self._group(operation.rank, frame)
         size = tensor_size(frame.get("dtype"), frame.get("shape"))
-        if type(peer) is not int or not 0 <= peer < self.ranks or (sending and size != len(data)):
-            raise BadFrame("a message needs a peer and its bytes")
+        if type(peer) is not int or peer not in group or size == 0 or (sending and size != len(data)):
+            raise BadFrame("a message needs a peer in its group and bytes")
         operation.peer, operation.data, operation.size = peer, data, size
         operation.dtype, operation.shape = frame["dtype"], frame["shape"]
         if sending:
             operation.step = self._known[operation.rank] + 1
             self.events.append(Event("send", operation.rank, peer, size))
             self._held_bytes += size
-            if self._held_bytes > HELD_LIMIT_BYTES:
+            if self._held_bytes > self.most_held_bytes:
                 raise BadFrame("too many bytes are under way at once")
         ends = (operation.rank, peer) if sending else (peer, operation.rank)
-        others = self._offers["receive" if sending else "send", *ends, key]
+        others = self._offers["receive" if sending else "send", *ends, group]
         if not others:
-            self._offers[operation.kind, *ends, key].append(operation)
+            self._offers[operation.kind, *ends, group].append(operation)
             return
         self._deliver(*((operation, others.popleft()) if sending else (others.popleft(), operation)))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from minitrain.course.grading.frames import BadFrame, Line, unpack
+from minitrain.course.grading.inside.frames import PAYLOAD_LIMIT_BYTES, BadFrame, Line, unpack
 from minitrain.course.grading.network import Event, Message, Mismatch, Network
 
 RULES = {
@@ -38,11 +38,14 @@ PATIENCE_S = 30.0  # for a rank to be forked, and for one to take what it has as
 
 
 class Failure(Exception):
-    """A broken rule: `property` names it, `message` says how, `detail` is what was printed or raised."""
+    """A broken rule: `property` names it, `message` says how, `detail` is what was printed or raised.
+
+    All that an answer can make us show passes here: one line, and text that cannot paint on a terminal.
+    """
 
     def __init__(self, property: str, message: str, detail: str = "") -> None:
-        super().__init__(f"{property}: {message}")
-        self.property, self.message, self.detail = property, message, detail
+        self.property, self.message, self.detail = property, short(message, 2000), plain(detail)
+        super().__init__(f"{property}: {self.message}")
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows in place of our stack: the broken rule, and what the answer's side said."""
@@ -90,6 +93,7 @@ class Trial:
         self.network, self.server, self.time_limit_s = network, psutil.Process(server), time_limit_s
         ranks, spare_bytes = network.ranks, max(1 << 30, psutil.virtual_memory().available // 2)
         self.memory_limit_bytes = min(ranks * memory_bytes, spare_bytes)
+        self.deadline = None
         self.results, self.failures, self.moved, self.born = [None] * ranks, {}, 0.0, []
         self.lines, self.prints, self.ends, self.output = [], [], [], [bytearray() for _ in range(ranks)]
         for _ in range(ranks):
@@ -97,7 +101,7 @@ class Trial:
             ours.settimeout(PATIENCE_S)
             readable, writable = os.pipe()
             os.set_blocking(readable, False)
-            self.lines.append(Line(ours))
+            self.lines.append(Line(ours, PAYLOAD_LIMIT_BYTES))
             self.prints.append(readable)
             self.ends += [theirs.detach(), writable]
 
@@ -128,6 +132,8 @@ class Trial:
                 raise Broken(f"rank {rank} of an exercise could not be started: {said}")
 
     def tell(self, rank: int, header: dict, payload: bytes) -> None:
+        if self.deadline is not None:  # who does not take what it asked for has no longer than the others
+            self.lines[rank].sock.settimeout(max(0.01, self.deadline - time.monotonic()))
         try:
             self.lines[rank].send(header, payload)
         except TimeoutError:
@@ -135,8 +141,9 @@ class Trial:
         except OSError:
             pass  # it is gone, and we shall hear so
 
-    def play(self) -> Outcome:
-        """Be the network until every rank has returned. Raises Failure."""
+    def play(self, calls: int = 1) -> Outcome:
+        """Be the network until every rank has returned a list of so many results. Raises Failure."""
+        self.calls = calls
         try:
             self._play()
         except Failure as failure:
@@ -149,7 +156,7 @@ class Trial:
 
     def _play(self) -> None:
         now = time.monotonic()
-        deadline, self.moved, looked = now + self.time_limit_s, now, now
+        self.deadline, self.moved, looked = now + self.time_limit_s, now, now
         with selectors.DefaultSelector() as selector:
             for rank, line in enumerate(self.lines):
                 selector.register(line.sock, selectors.EVENT_READ, (self._listen, rank))
@@ -167,19 +174,19 @@ class Trial:
                 while self.network.replies:
                     rank, op, data = self.network.replies.popleft()
                     self.tell(rank, {"is": "done", "op": op}, data)
-                self._end_what_cannot_go_on(deadline)
+                self._end_what_cannot_go_on()
                 if time.monotonic() - looked > MEMORY_LOOK_S:
                     self._look_at_memory()
                     looked = time.monotonic()
 
-    def _end_what_cannot_go_on(self, deadline: float) -> None:
+    def _end_what_cannot_go_on(self) -> None:
         now, network = time.monotonic(), self.network
         stuck = network.stuck(surely=False)
         if self.failures and (stuck or not network.running or now - self.moved > GRACE_S):
             raise self.failures[min(self.failures)]  # if several ranks fail alike, always the same one speaks
         if stuck and (network.stuck(surely=True) or now - self.moved > QUIET_S):
             raise Failure("no deadlock", f"nobody can go on: {network.waiting()}")
-        if now > deadline:
+        if now > self.deadline:
             raise Failure("time limit", f"not done after {self.time_limit_s:g} s; {network.waiting()}")
 
     def _listen(self, rank: int) -> bool:
@@ -203,6 +210,8 @@ class Trial:
         match header["is"]:
             case "return":
                 self.results[rank] = unpack(header.get("value"), payload)
+                if type(self.results[rank]) is not list or len(self.results[rank]) != self.calls:
+                    raise BadFrame(f"{self.calls} results are wanted")
                 return False
             case "raise":
                 raise failure_of(rank, header)
@@ -274,7 +283,7 @@ def plain(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
-def short(text: object) -> str:
-    """The same on one line of 200 letters."""
+def short(text: object, most: int = 200) -> str:
+    """The same on one line of so many letters."""
     line = " ".join(plain(str(text)).split())
-    return line if len(line) <= 200 else line[:197] + "..."
+    return line if len(line) <= most else line[: most - 3] + "..."

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-HEADER_LIMIT_BYTES, PAYLOAD_LIMIT_BYTES = 1 << 20, 1 << 28
+HEADER_LIMIT_BYTES, PAYLOAD_LIMIT_BYTES = 1 << 20, 1 << 26  # of what a rank sends to the judge
 _DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128"
 DTYPES = {name: getattr(torch, name) for name in _DTYPES.split()}
 
@@ -31,10 +31,10 @@ class NotData(TypeError):
 
 
 class Line:
-    """One end of a stream socket that carries frames."""
+    """One end of a stream socket that carries frames; one that announces more than `most` bytes is broken."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
+    def __init__(self, sock: socket.socket, most: int = 1 << 40) -> None:
+        self.sock, self.most = sock, most
         self._buffer, self._header = bytearray(), None
 
     def send(self, header: dict, payload: bytes = b"") -> None:
@@ -78,14 +78,13 @@ class Line:
         del self._buffer[:size]
         return frame
 
-    @staticmethod
-    def _parsed(text: bytes) -> dict:
+    def _parsed(self, text: bytes) -> dict:
         try:
             header = json.loads(text)
             size, _ = header["bytes"], header["is"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise BadFrame("the header is not a JSON object with 'is' and 'bytes'") from None
-        if type(size) is not int or not 0 <= size <= PAYLOAD_LIMIT_BYTES:
+        if type(size) is not int or not 0 <= size <= self.most:
             raise BadFrame("the payload is too long")
         return header
 

@@ -1,0 +1,210 @@
+"""Walls around an answer: a rank puts them up before the first line of it runs, and cannot take them down.
+
+    files      Landlock: it reads Python, its packages and the system's libraries, and writes nothing
+    calls      seccomp: the system calls that torch needs. No socket, process, signal to others, keyring, lock,
+               memfd, shared memory, or futex that another process could see; the rest is not permitted
+    amounts    private memory (all it can have: a budget holds for mmap too), threads, CPU seconds, descriptors
+    user       where root grades: an id nobody owns, another for each rank, which keeps one right, to read
+
+Neither needs a right, so root and an ordinary user get the same walls, in a container too. Where a system lacks
+one (`Walls.missing` says which), the others stay and the report calls itself a self-check. Not covered: bugs of
+the kernel; accomplices who signal by timing or, where root does not grade, by the access times of libraries.
+landlock(7), seccomp(2), libseccomp's filters; the limits are setrlimit(2)'s, and only Linux holds to all.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import struct
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LINUX = sys.platform == "linux"
+SYSTEM = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/nix/store", "/dev/null", "/dev/urandom"]
+READ_FILE, READ_DIR = 1 << 2, 1 << 3
+RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many rights to files each version of Landlock knows; later ones 16
+SYSCALLS = {  # which libc does not know; the same number on every machine
+    "mount_setattr": 442,
+    "landlock_create_ruleset": 444,
+    "landlock_add_rule": 445,
+    "landlock_restrict_self": 446,
+}
+PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, FILTER, PR_SET_NO_NEW_PRIVS = 1, 8, 22, 2, 38
+NEWNS, NOATIME, ATIME, MS_PRIVATE, AT_FDCWD, AT_RECURSIVE = 0x20000, 0x10, 0x70, 1 << 18, -100, 0x8000
+MAY_READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: packages in a home that the stranger could not enter
+MAP_SHARED, CLONE_THREAD, FUTEX_PRIVATE, FUTEX_OPERATION = 1, 0x10000, 128, 127
+FUTEX_WAIT, FUTEX_WAIT_BITSET = 0, 9
+F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC = 1, 2, 3, 1030
+TCGETS, FIONCLEX, FIOCLEX = 0x5401, 0x5450, 0x5451
+
+ALLOWED = """
+    read readv pread64 write writev lseek close dup dup2 dup3 poll ppoll select pselect6 sendto recvfrom
+    open openat stat lstat fstat newfstatat statx access faccessat faccessat2 readlink readlinkat getdents64 getcwd
+    munmap mprotect mremap madvise brk membarrier
+    rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack restart_syscall exit exit_group
+    set_robust_list get_robust_list rseq gettid getpid getppid getuid geteuid getgid getegid
+    sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min
+    clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time getrandom uname getrusage times
+    arch_prctl getrlimit set_tid_address epoll_create1 epoll_ctl epoll_wait epoll_pwait""".split()
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Program(ctypes.Structure):
+    """struct sock_fprog: how many instructions of 8 bytes, and where."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+
+
+def call(function: str, *args) -> int:
+    """A function of libc or system call. Raises OSError with its name."""
+    known = function not in SYSCALLS
+    answer = getattr(libc, function)(*args) if known else libc.syscall(SYSCALLS[function], *args)
+    if answer < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}: {os.strerror(number)}")
+    return answer
+
+
+# ---- once, in the server ---------------------------------------------------------------------------------
+
+
+class Walls:
+    """What the server prepares for all ranks. `missing`: what this system lacks, "" if nothing."""
+
+    def __init__(self, wanted: bool, hidden: Sequence[str]) -> None:
+        self.files = self.calls = None
+        lacks = [] if wanted else ["it was told to do without"]
+        for kind, prepare in (("files", readable_files), ("calls", allowed_calls)):
+            if wanted:
+                try:
+                    setattr(self, kind, prepare(hidden) if kind == "files" else prepare())
+                except (OSError, ImportError, RuntimeError) as error:
+                    lacks.append(f"this system has no walls for {kind} ({error})")
+        self.missing = "; ".join(lacks)
+
+
+def visible_paths() -> list[str]:
+    """What an answer may read: the system's libraries, this Python and its packages."""
+    python = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.realpath(sys.executable))}
+    packages = {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
+    return [path for path in [*SYSTEM, *sorted(python | packages)] if os.path.exists(path)]
+
+
+def readable_files(hidden: Sequence[str]) -> int:
+    """A Landlock ruleset that lets `visible_paths` be read. Raises OSError if that would show `hidden`."""
+    if not LINUX:
+        raise OSError(f"{sys.platform} has no Landlock")
+    version = call("landlock_create_ruleset", None, 0, 1)
+    handled = struct.pack("Q", (1 << RIGHTS.get(version, 16)) - 1)
+    ruleset = call("landlock_create_ruleset", handled, len(handled), 0)
+    for path in visible_paths():
+        for secret in hidden:
+            if Path(secret).is_relative_to(os.path.realpath(path)):
+                raise OSError(f"{secret} lies inside {path}, which an answer must be able to read")
+        below = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rights = READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE
+        call("landlock_add_rule", ruleset, 1, struct.pack("=Qi", rights, below), 0)
+        os.close(below)
+    with contextlib.suppress(OSError):  # root: reading a library leaves no trace that another rank could see
+        call("unshare", NEWNS)
+        attributes = (ctypes.c_uint64 * 4)(NOATIME, ATIME, MS_PRIVATE, 0)
+        call("mount_setattr", AT_FDCWD, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
+    return ruleset
+
+
+def allowed_calls() -> bytes:
+    """A seccomp filter as the kernel reads it, made by libseccomp."""
+    if not LINUX:
+        raise OSError(f"{sys.platform} has no seccomp")
+    from pyseccomp import ALLOW, EQ, ERRNO, MASKED_EQ, Arg, SyscallFilter
+
+    rules = SyscallFilter(ERRNO(errno.EPERM))
+    for name in ALLOWED:
+        with contextlib.suppress(OSError):  # not every machine has each of them
+            rules.add_rule(ALLOW, name)
+    rules.add_rule(ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; libc then takes clone
+    rules.add_rule(ALLOW, "clone", Arg(0, MASKED_EQ, CLONE_THREAD, CLONE_THREAD))
+    rules.add_rule(ALLOW, "mmap", Arg(3, MASKED_EQ, MAP_SHARED, 0))
+    rules.add_rule(ALLOW, "futex", Arg(1, MASKED_EQ, FUTEX_PRIVATE, FUTEX_PRIVATE))
+    for wait in (FUTEX_WAIT, FUTEX_WAIT_BITSET):  # for the end of a thread; to wake another process stays forbidden
+        rules.add_rule(ALLOW, "futex", Arg(1, MASKED_EQ, FUTEX_OPERATION, wait))
+    for command in (F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC):
+        rules.add_rule(ALLOW, "fcntl", Arg(1, EQ, command))
+    for request in (TCGETS, FIONCLEX, FIOCLEX):
+        rules.add_rule(ALLOW, "ioctl", Arg(1, EQ, request))
+    rules.add_rule(ALLOW, "prlimit64", Arg(0, EQ, 0))
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()
+
+
+# ---- in each rank ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one rank may take, and the user to become (None: stay who we are)."""
+
+    memory_bytes: int = 1 << 30
+    cpu_s: int = 60
+    threads: int = 128
+    uid: int | None = None
+
+
+def confine_rank(limits: Limits, walls: Walls, statm: int | None) -> None:
+    """Give up everything an answer does not need, for good: a hard limit cannot be raised again."""
+    limit("CORE", 0)
+    limit("FSIZE", 0)
+    limit("NOFILE", 128)
+    limit("CPU", limits.cpu_s)
+    limit("NPROC", limits.threads)
+    limit("DATA", private_bytes(statm) + limits.memory_bytes)
+    if limits.uid is not None:
+        become(limits.uid)
+    if LINUX:
+        call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        die_with_parent()  # a change of user clears it
+    if walls.files is not None:
+        call("landlock_restrict_self", walls.files, 0)
+        os.close(walls.files)
+    if walls.calls is not None:
+        program = ctypes.create_string_buffer(walls.calls, len(walls.calls))
+        call("prctl", PR_SET_SECCOMP, FILTER, ctypes.byref(Program(len(program) // 8, ctypes.addressof(program))), 0, 0)
+
+
+def become(uid: int) -> None:
+    """Change from root to `uid`, with one right left: to read. Landlock says what."""
+    keeps = LINUX and call("prctl", PR_SET_KEEPCAPS, 1, 0, 0, 0) == 0
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    if keeps:
+        version = (ctypes.c_uint32 * 2)(0x20080522, 0)
+        call("capset", version, (ctypes.c_uint32 * 6)(MAY_READ_ALL, MAY_READ_ALL, 0, 0, 0, 0))
+
+
+def die_with_parent() -> None:
+    if LINUX:
+        call("prctl", PR_SET_PDEATHSIG, 9, 0, 0, 0)
+
+
+def private_bytes(statm: int | None) -> int:
+    """Memory that is this process's own, by the kernel's count; `statm` is its open /proc/self/statm."""
+    if statm is None:
+        return 1 << 32
+    return int(os.pread(statm, 200, 0).split()[5]) * resource.getpagesize()
+
+
+def limit(what: str, most: int) -> None:
+    which = getattr(resource, f"RLIMIT_{what}")
+    hard = resource.getrlimit(which)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    with contextlib.suppress(ValueError, OSError):  # macOS does not know all of them
+        resource.setrlimit(which, (most, most))

@@ -1,0 +1,136 @@
+"""One run of an answer: read what to run from the line, run it, send back what came of it.
+
+    the answer's namespace    given cells, then the answer; its `minitrain` holds the collectives the task lists
+    the driver's namespace    given cells once more, the names the task asks for, and the code that calls them
+
+Nothing else of an answer's namespace is ever used, so what it defines or replaces there stays there. What comes
+back is data: no verdict is made here, so there is none to forge. A rank that ends without its frame has
+returned nothing.
+"""
+
+import contextlib
+import faulthandler
+import linecache
+import os
+import sys
+import traceback
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+
+from . import confine, wire
+from .frames import Line, NotData, pack, unpack
+
+CELL = "<your answer>"
+
+
+def live(line: Line, statm: int | None) -> None:
+    line.send({"is": "ready"})
+    start, pickled = line.receive()
+    arguments, packed = line.receive()
+    group = wire.join(line, start["rank"], start["ranks"]) if start["network"] else None
+    torch.manual_seed(0)
+    with_collectives(start.pop("collectives"))
+    for name, text in start["sources"].items():
+        remember(name, text)
+    faulthandler.dump_traceback_later(start["time_limit_s"], file=2)
+    try:
+        fn = cloudpickle.loads(pickled) if pickled else defined(start)
+        calls = unpack(arguments["value"], packed)
+        if start["budget_bytes"] is not None:
+            confine.limit("DATA", confine.private_bytes(statm) + start["budget_bytes"])
+        with nothing_recorded() if start["no_autograd"] else contextlib.nullcontext():
+            ends = [group] if group is not None else []
+            results = [fn(*call, *ends) if callable(fn) else fn for call in calls]
+        tree, payload = pack(results)
+        frame = {"is": "return", "value": tree}
+    except BaseException as error:  # SystemExit too: its author must hear what ended the answer
+        frame, payload = described(error), b""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    line.send(frame, payload)
+    os._exit(0)
+
+
+class NotListed(AttributeError):
+    """The answer called something this task asks it to write, or to do without."""
+
+
+def with_collectives(source: str) -> None:
+    """A `minitrain` that has these collectives (their text, from kit.py) and nothing else."""
+    package, collectives = ModuleType("minitrain"), ModuleType("minitrain.collectives")
+    exec(source, collectives.__dict__)
+    package.collectives = collectives
+
+    def not_listed(name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotListed(name)
+
+    collectives.__getattr__ = not_listed
+    sys.modules |= {"minitrain": package, "minitrain.collectives": collectives}
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+    sys.path[:] = [path for path in sys.path if not os.path.exists(os.path.join(path, "minitrain"))]
+
+
+def defined(start: dict) -> Any:
+    """What the judge wants to call: a name of the answer, or a driver around such names."""
+    if not start["names"]:
+        return run_cells(start["given"], {})[start["call"]]
+    answer = run_cells([*start["given"], start["answer"]])
+    lost = [name for name in start["names"] if name not in answer]
+    if lost:
+        raise NameError(f"the answer cell defines no {lost[0]}")
+    names = {name: answer[name] for name in start["names"]}
+    if start["call"] in names:
+        return names[start["call"]]
+    return run_cells(start["given"] + start["drivers"], names)[start["call"]]
+
+
+def run_cells(cells: list[str], names: dict | None = None) -> dict:
+    """Execute cells in one namespace, an answer last; `names` are there from the start and at the end."""
+    namespace = {"__name__": "exercise", **(names or {})}
+    for number, source in enumerate(cells):
+        name = CELL if names is None and number == len(cells) - 1 else f"<given cell {number + 1}>"
+        remember(name, source)
+        exec(compile(source, name, "exec"), namespace)
+    namespace.update(names or {})
+    return namespace
+
+
+def nothing_recorded() -> contextlib.AbstractContextManager:
+    """No operation is recorded for a backward, whatever the answer asks for."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+    return torch._C._ExcludeDispatchKeyGuard(keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+
+
+def remember(filename: str, source: str) -> None:
+    """Let tracebacks show lines of a file that does not exist here."""
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+
+
+def described(error: BaseException) -> dict:
+    """An exception as data: its type, message and line of the answer, without the frames that are ours."""
+    trace = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in trace.stack if frame.filename not in {__file__, wire.__file__}]
+    trace.stack = traceback.StackSummary.from_list(frames)
+    own = [frame for frame in frames if frame.filename == CELL or "ipykernel" in frame.filename]
+    where, code = (own[-1].lineno, own[-1].line) if own else (None, "")
+    if isinstance(error, SyntaxError) and error.filename == CELL:
+        where, code = error.lineno, error.text
+    raised_here = isinstance(error, NotImplementedError) and frames[-1:] == own[-1:]
+    no_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    imports = isinstance(error, ImportError) and (error.name or "").split(".")[0] == "minitrain"
+    kinds = {"not data": isinstance(error, NotData), "forbidden": isinstance(error, NotListed) or imports}
+    kinds |= {"stub": raised_here, "memory": no_memory, "error": True}
+    return {
+        "is": "raise",
+        "kind": next(kind for kind, so in kinds.items() if so),
+        "type": type(error).__name__,
+        "message": str(error)[:500],
+        "line": where,
+        "code": (code or "").strip()[:200],
+        "traceback": "".join(trace.format())[-8000:],
+    }

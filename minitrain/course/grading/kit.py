@@ -1,0 +1,208 @@
+"""The collectives of an exercise, over the send and receive of its group: a rank gets those its task lists.
+
+    source("all_reduce send")      the text of these functions and of what they call: what travels to the ranks
+
+The bytes are those of `minitrain.collectives` (with n ranks and S the whole tensor: all_reduce 2(n-1)/n S,
+all_gather, reduce_scatter and all_to_all (n-1)/n S, broadcast (n-1) S from the source). Differs: pieces go
+straight to whom they are for, along dim 0. Sums are taken in rank order. `async_op=True` returns a handle; its
+`wait()` returns the result. Calls of a group are carried out one after the other, but messages and rotate start
+at once: none of these while an asynchronous collective of the same group is under way.
+"""
+
+import ast
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+IMPORTS = "import functools\nfrom concurrent.futures import ThreadPoolExecutor\n\nimport torch\n\n\n"
+ALWAYS = ("send", "receive", "barrier")
+
+
+@functools.cache
+def source(names: str = "") -> str:
+    """The text of the collectives in `names` and of `ALWAYS`. Raises ValueError for one that is not here."""
+    functions = {node.name: node for node in ast.parse(Path(__file__).read_text()).body if hasattr(node, "name")}
+    del functions["source"]
+    wanted, taken = [*ALWAYS, *names.split()], {}
+    while wanted:
+        name = wanted.pop()
+        if name not in functions:
+            known = ", ".join(name for name in functions if not name.startswith("_"))
+            raise ValueError(f"the network of exercises has no {name}; there are {known}")
+        if name not in taken:
+            taken[name] = ast.unparse(functions[name])
+            calls = {node.id for node in ast.walk(functions[name]) if isinstance(node, ast.Name)}
+            wanted += calls & functions.keys()
+    return IMPORTS + "\n\n\n".join(taken.values())
+
+
+# ---- messages --------------------------------------------------------------------------------------------
+
+
+def send(x, to, group, *, async_op=False):
+    """Send x to rank `to` of the group; it is over when that rank has asked for it."""
+    sending = group.send([x.detach().contiguous()], to)
+    return sending if async_op else sending.wait() and None
+
+
+def receive(like, source, group, *, async_op=False):
+    """The tensor that rank `source` sends, with the shape and dtype of `like`."""
+    x = torch.empty_like(like, memory_format=torch.contiguous_format)
+    arriving = group.recv([x], source)
+
+    class Handle:
+        def wait(self):
+            arriving.wait()
+            return x
+
+    return Handle() if async_op else Handle().wait()
+
+
+def barrier(group):
+    """Return when every member has called it."""
+    group.barrier().wait()
+
+
+# ---- collectives -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _lane(group):
+    """The thread in which the asynchronous calls of a group are carried out, one after the other."""
+    lane = ThreadPoolExecutor(1)
+    lane.busy = False
+    return lane
+
+
+def _perform(act, group, async_op):
+    """act() now, behind the calls that are under way, or in the background."""
+
+    class Handle:
+        def __init__(self, future):
+            self.wait = future.result
+
+    lane = _lane(group)
+    if async_op:
+        lane.busy = True
+        return Handle(lane.submit(act))
+    return lane.submit(act).result() if lane.busy else act()
+
+
+def _swap(leaving, arriving, group):
+    """Piece j of `leaving` goes to rank j, piece j of `arriving` comes from there; None is no message."""
+    moves = [group.send([x.contiguous()], to) for to, x in enumerate(leaving) if x is not None]
+    moves += [group.recv([x], source) for source, x in enumerate(arriving) if x is not None]
+    for move in moves:
+        move.wait()
+
+
+def _others(pieces, rank):
+    return [None if other == rank else piece for other, piece in enumerate(pieces)]
+
+
+def all_reduce(x, group, *, op="sum", out=None, async_op=False):
+    """The sum over the group, or with op="max" the maximum; `out=x` works in place."""
+    n, rank, src = group.size(), group.rank(), x.detach().contiguous()
+
+    def act():
+        flat = src.view(-1)
+        pieces = list(flat.tensor_split(n))
+        terms = [torch.empty_like(pieces[rank]) for _ in range(n)]
+        _swap(_others(pieces, rank), _others(terms, rank), group)
+        terms[rank] = pieces[rank]
+        total = terms[0].clone()
+        for term in terms[1:]:
+            total = torch.maximum(total, term) if op == "max" else total + term
+        results = [total if other == rank else torch.empty_like(piece) for other, piece in enumerate(pieces)]
+        _swap(_others([total] * n, rank), _others(results, rank), group)
+        result = torch.cat(results).view(src.shape)
+        return result if out is None else out.detach().copy_(result)
+
+    return _perform(act, group, async_op)
+
+
+def all_gather(x, group, *, async_op=False):
+    """Everyone's x [d, ..], concatenated in rank order: [n·d, ..]."""
+    n, rank, src = group.size(), group.rank(), x.detach().contiguous()
+
+    def act():
+        out = src.new_empty(n * src.shape[0], *src.shape[1:])
+        pieces = out.chunk(n)
+        pieces[rank].copy_(src)
+        _swap(_others([src] * n, rank), _others(pieces, rank), group)
+        return out
+
+    return _perform(act, group, async_op)
+
+
+def reduce_scatter(x, group, *, async_op=False):
+    """This rank's piece [d, ..] of the sum of everyone's x [n·d, ..]."""
+    n, rank, src = group.size(), group.rank(), x.detach().contiguous()
+    if src.shape[0] % n:
+        raise ValueError(f"reduce_scatter: {src.shape[0]} rows do not divide by {n} ranks; pad them")
+
+    def act():
+        pieces = src.chunk(n)
+        terms = [torch.empty_like(pieces[rank]) for _ in range(n)]
+        _swap(_others(pieces, rank), _others(terms, rank), group)
+        terms[rank] = pieces[rank]
+        total = terms[0].clone()
+        for term in terms[1:]:
+            total += term
+        return total
+
+    return _perform(act, group, async_op)
+
+
+def all_to_all(x, group, *, send_sizes=None, receive_sizes=None, async_op=False):
+    """Piece j of x along dim 0 goes to rank j; what arrives is concatenated in rank order. Equal pieces, unless sizes say."""
+    n, rank, src = group.size(), group.rank(), x.detach().contiguous()
+    leaving_rows = send_sizes or [src.shape[0] // n] * n
+    arriving_rows = receive_sizes or leaving_rows
+    if sum(leaving_rows) != src.shape[0]:
+        raise ValueError(f"all_to_all: pieces of {leaving_rows} rows are not the {src.shape[0]} of x")
+
+    def act():
+        out = src.new_empty(sum(arriving_rows), *src.shape[1:])
+        leaving, arriving = src.split(leaving_rows), out.split(arriving_rows)
+        arriving[rank].copy_(leaving[rank])
+        _swap(_others(leaving, rank), _others(arriving, rank), group)
+        return out
+
+    return _perform(act, group, async_op)
+
+
+def broadcast(x, source, group, *, async_op=False):
+    """The source's x, on every rank; elsewhere x only says shape and dtype."""
+    n, rank, src = group.size(), group.rank(), x.detach().contiguous()
+
+    def act():
+        if rank == source:
+            _swap(_others([src] * n, rank), [], group)
+            return src.clone()
+        out = torch.empty_like(src)
+        _swap([], [out if other == source else None for other in range(n)], group)
+        return out
+
+    return _perform(act, group, async_op)
+
+
+def rotate(x, group, shift=1, *, async_op=False):
+    """x goes to rank + shift of the group, cyclically; returns what comes from rank - shift. x may be a tuple."""
+    n, rank = group.size(), group.rank()
+    given = [part.detach().contiguous() for part in (x if isinstance(x, tuple) else (x,))]
+    to, source = (rank + shift) % n, (rank - shift) % n
+
+    arrived = [part.clone() if to == rank else torch.empty_like(part) for part in given]
+    moves = [] if to == rank else [group.send([part], to) for part in given]
+    moves += [] if to == rank else [group.recv([part], source) for part in arrived]
+
+    class Handle:
+        def wait(self):
+            for move in moves:
+                move.wait()
+            return tuple(arrived) if isinstance(x, tuple) else arrived[0]
+
+    return Handle() if async_op else Handle().wait()
