@@ -271,7 +271,7 @@ def failure_of(rank: int, header: dict) -> Failure:
     message = short(message)
     property, what = {
         "not data": ("data", f"returned {message}; return tensors, numbers, text, or lists of them"),
-        "forbidden": ("own work", f"this task asks you to write it yourself: it calls {message}{place}"),
+        "forbidden": ("own work", f"this task asks you to write it yourself: it {message}{place}"),
         "memory": ("memory limit", f"asked for more memory than it may have{place}"),
     }.get(str(kind), ("no error", f"raised {short(name)}: {message}{place}"))
     who = "" if kind == "forbidden" else f"rank {rank} "

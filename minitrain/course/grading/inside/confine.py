@@ -44,7 +44,7 @@ TCGETS, FIONCLEX, FIOCLEX = 0x5401, 0x5450, 0x5451
 
 ALLOWED = """
     read readv pread64 write writev lseek close dup dup2 dup3 poll ppoll select pselect6 sendto recvfrom
-    open openat stat lstat fstat newfstatat statx access faccessat faccessat2 readlink readlinkat getdents64 getcwd
+    open openat mkdir mkdirat stat lstat fstat newfstatat statx access faccessat faccessat2 readlink readlinkat getdents64 getcwd
     munmap mprotect mremap madvise brk membarrier
     rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack restart_syscall exit exit_group
     set_robust_list get_robust_list rseq gettid getpid getppid getuid geteuid getgid getegid

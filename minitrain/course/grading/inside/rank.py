@@ -14,7 +14,7 @@ import linecache
 import os
 import sys
 import traceback
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -33,6 +33,8 @@ def live(line: Line, statm: int | None) -> None:
     group = wire.join(line, start["rank"], start["ranks"]) if start["network"] else None
     torch.manual_seed(0)
     with_collectives(start.pop("collectives"))
+    if start["no_autograd"]:
+        without_autograd()
     for name, text in start["sources"].items():
         remember(name, text)
     faulthandler.dump_traceback_later(start["time_limit_s"], file=2)
@@ -41,9 +43,8 @@ def live(line: Line, statm: int | None) -> None:
         calls = unpack(arguments["value"], packed)
         if start["budget_bytes"] is not None:
             confine.limit("DATA", confine.private_bytes(statm) + start["budget_bytes"])
-        with nothing_recorded() if start["no_autograd"] else contextlib.nullcontext():
-            ends = [group] if group is not None else []
-            results = [fn(*call, *ends) if callable(fn) else fn for call in calls]
+        ends = [group] if group is not None else []
+        results = [fn(*call, *ends) if callable(fn) else fn for call in calls]
         tree, payload = pack(results)
         frame = {"is": "return", "value": tree}
     except BaseException as error:  # SystemExit too: its author must hear what ended the answer
@@ -100,10 +101,17 @@ def run_cells(cells: list[str], names: dict | None = None) -> dict:
     return namespace
 
 
-def nothing_recorded() -> contextlib.AbstractContextManager:
-    """No operation is recorded for a backward, whatever the answer asks for."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
-    return torch._C._ExcludeDispatchKeyGuard(keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+def without_autograd() -> None:
+    """Every way that torch has to a derivative says that this task is to do without."""
+
+    def refuse(*args, **kwargs):
+        raise NotListed("autograd")
+
+    engine = SimpleNamespace(run_backward=refuse, queue_callback=refuse)
+    torch.autograd.Variable._execution_engine = engine
+    torch.autograd.forward_ad.enter_dual_level = torch._C._enter_dual_level = refuse
+    for name in ("_grad_increment_nesting", "_jvp_increment_nesting"):  # torch.func
+        setattr(torch._C._functorch, name, refuse)
 
 
 def remember(filename: str, source: str) -> None:
@@ -122,14 +130,19 @@ def described(error: BaseException) -> dict:
         where, code = error.lineno, error.text
     raised_here = isinstance(error, NotImplementedError) and frames[-1:] == own[-1:]
     no_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-    imports = isinstance(error, ImportError) and (error.name or "").split(".")[0] == "minitrain"
-    kinds = {"not data": isinstance(error, NotData), "forbidden": isinstance(error, NotListed) or imports}
+    message = str(error)
+    if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "minitrain":
+        message = f"imports {error.name}"
+        error = NotListed(message)
+    elif isinstance(error, NotListed):
+        message = f"calls {message}"
+    kinds = {"not data": isinstance(error, NotData), "forbidden": isinstance(error, NotListed)}
     kinds |= {"stub": raised_here, "memory": no_memory, "error": True}
     return {
         "is": "raise",
         "kind": next(kind for kind, so in kinds.items() if so),
         "type": type(error).__name__,
-        "message": str(error)[:500],
+        "message": message[:500],
         "line": where,
         "code": (code or "").strip()[:200],
         "traceback": "".join(trace.format())[-8000:],
