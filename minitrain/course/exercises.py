@@ -5,6 +5,7 @@
         build                 write the notebooks of all chapters from exercises/source/*.py
         prove [02]            stubs get nothing, solutions all, wrong ones are caught by name
         prove 02 --draws 9    the same, with nine different draws: is a mistake caught by luck alone?
+        attack [02]           ten answers that know nothing, against every task, and the walk-arounds: none earns
         nbgrader PROGRAM      our notebooks equal those that nbgrader makes
 
 Of the student's notebook only the answer cells are read, by their grade_id; given cells and checks come from
@@ -14,6 +15,7 @@ points or none; one that cannot read an answer gives none.
 """
 
 import argparse
+import functools
 import itertools
 import secrets
 import sys
@@ -23,8 +25,9 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import CodeType
 
-from minitrain.course.grading import assignment, book
+from minitrain.course.grading import assignment, attacks, book
 from minitrain.course.grading.checks import Answer, Draw, Session, judging
 from minitrain.course.grading.judge import Code, Judge
 from minitrain.course.grading.trial import Broken, Failure, NotAttempted, short
@@ -160,16 +163,23 @@ def results_of(
             yield Result(*facts, 0, failure.property, str(failure), failure.detail)
 
 
-def failure_in(of: book.Chapter, task: book.Task, check: book.Cell, session: Session, seed: str) -> Failure | None:
+@functools.cache
+def compiled(source: str, name: str) -> CodeType:
+    return compile(source, name, "exec")
+
+
+def failure_in(
+    of: book.Chapter, task: book.Task, check: book.Cell, session: Session, seed: str
+) -> Failure | None:
     """Run one check cell before the judge, behind read-only cells of its own; names of the answer are `Answer`s."""
     answers = {name: Answer(name) for name in task.names}
     namespace = {"__name__": "exercise", **answers}
     for source in of.sources(*book.LOCKED):
-        exec(compile(source, "<read-only cell>", "exec"), namespace)
+        exec(compiled(source, "<read-only cell>"), namespace)
     namespace |= {**answers, "draw": Draw(f"{seed}/{check.name}")}
     try:
         with judging(session):
-            exec(compile(check.source, f"<check {check.name}>", "exec"), namespace)
+            exec(compiled(check.source, f"<check {check.name}>"), namespace)
     except Failure as failure:
         return failure
     except Broken:
@@ -197,16 +207,36 @@ def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
     failed = [result for result in full.results if result.property]
     faults += [f"the solution fails {one.check}: {one.message} {one.detail}" for one in failed]
     for task in of.tasks:
-        wrong = [cell for cell in of.wrong if cell.name == task.answer.name]
-        if len(wrong) < 3:
-            faults.append(f"{task.answer.name} has {len(wrong)} wrong solutions; write at least three")
-        for cell in wrong:
-            results = results_of(of, task, cell.source, judge, seed)
-            found = next((result.property for result in results if result.property), "nothing")
-            wanted, why = cell.attributes["fails"], cell.attributes["why"]
-            if found != wanted:
-                faults.append(f"{cell.name}, {why}: found {found!r}, not {wanted!r}")
-    return [f"{of.number}: {fault}" for fault in faults]
+        count = sum(cell.name == task.answer.name for cell in of.wrong)
+        faults += [f"{task.answer.name} has {count} wrong solutions; write at least three"] * (count < 3)
+    return [f"{of.number}: {fault}" for fault in faults] + wrong_ones(of, of.wrong, judge, seed)
+
+
+def wrong_ones(of: book.Chapter, wrong: list[book.Cell], judge: Judge, seed: str = "0") -> list[str]:
+    """Which wrong solutions are not caught by the property they name, and which walk-arounds earn anything."""
+    faults, tasks = [], {task.answer.name: task for task in of.tasks}
+    for cell in wrong:
+        results = results_of(of, tasks[cell.name], cell.source, judge, seed)
+        wanted, why = cell.attributes["fails"], f"{of.number}: {cell.name}, {cell.attributes['why']}"
+        if "around" in cell.attributes:
+            results = list(results)
+            earned = sum(result.earned for result in results)
+            faults += [f"{why}: earns {earned} points"] * bool(earned)
+        found = next((result.property for result in results if result.property), "nothing")
+        faults += [f"{why}: found {found!r}, not {wanted!r}"] * (found != wanted)
+    return faults
+
+
+def attack(of: book.Chapter, judge: Judge, seed: str = "0") -> tuple[int, list[str]]:
+    """How many answers were tried that know nothing of their task, and which of them earned something."""
+    tried, faults = 0, []
+    for task in of.tasks:
+        for kind, answer in attacks.generic(of, task):
+            results = list(results_of(of, task, answer, judge, seed))
+            earned, tried = sum(result.earned for result in results), tried + 1
+            if earned:
+                faults.append(f"{of.number}: {task.answer.name}, {kind}: earns {earned} points")
+    return tried, faults
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -216,6 +246,8 @@ def main(arguments: list[str] | None = None) -> int:
     proving = commands.add_parser("prove", help="stubs get nothing, solutions all, wrong ones are caught")
     proving.add_argument("chapter", nargs="?", help="such as 02; all when none is given")
     proving.add_argument("--draws", type=int, default=1, help="how often, each time with other draws (1)")
+    attacking = commands.add_parser("attack", help="answers that know nothing of their task earn nothing")
+    attacking.add_argument("chapter", nargs="?", help="such as 02; all when none is given")
     comparing = commands.add_parser("nbgrader", help="our notebooks equal those that nbgrader makes")
     comparing.add_argument("program", help="an nbgrader executable, best in an environment of its own")
     wish = parser.parse_args(arguments)
@@ -229,6 +261,18 @@ def main(arguments: list[str] | None = None) -> int:
             for number, seed in itertools.product(numbers, range(wish.draws)):
                 found = prove(book.chapter(number), judge, str(seed))
                 faults += [f"draw {seed}: {fault}" for fault in found]
+    elif wish.command == "attack":
+        numbers, faults, tried, around = [wish.chapter] if wish.chapter else book.chapters(), [], 0, 0
+        with Judge() as judge:
+            for of in map(book.chapter, numbers):
+                count, found = attack(of, judge)
+                walks = [cell for cell in of.wrong if "around" in cell.attributes]
+                faults += found + wrong_ones(of, walks, judge)
+                tried, around = tried + count, around + len(walks)
+        print(
+            f"{tried + around} answers tried ({tried} know nothing of their task, {around} walk around it),"
+        )
+        print(f"{tried + around - len(faults)} held")
     else:
         with tempfile.TemporaryDirectory() as folder:
             faults = assignment.compare_with_nbgrader(wish.program, Path(folder))

@@ -109,7 +109,9 @@ def _run(fn: Callable | Answer, calls: list, rules: dict) -> Outcome:
     if name in session.given:  # what the course itself does is measured where no answer is
         code = replace(code, answer="", names=(), drivers=())
     elif name not in session.around:
-        raise ValueError(f"ranks cannot know {name}; the answer, a given cell or a driver defines what they call")
+        raise ValueError(
+            f"ranks cannot know {name}; the answer, a given cell or a driver defines what they call"
+        )
     rules["time_limit_s"] = min(session.time_limit_s, rules.get("time_limit_s", session.time_limit_s))
     return session.judge.run(code, calls, **rules)
 

@@ -70,9 +70,15 @@ class Judge:
         self.control, theirs = socket.socketpair()
         environ = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
         environ |= {"PATH": "/usr/bin:/bin:/sbin", "HOME": "/", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "2"}
-        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": "/"}
+        environ |= {
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCHINDUCTOR_CACHE_DIR": "/",
+        }
         order = [theirs.fileno(), [str(PACKAGE), str(EXERCISES)], self.wanted]
-        program = f"import sys; sys.path.insert(0, {str(HERE)!r}); from inside import server; del sys.path[0]; "
+        program = (
+            f"import sys; sys.path.insert(0, {str(HERE)!r}); from inside import server; del sys.path[0]; "
+        )
         program += f"import socket; server.serve(socket.socket(fileno={order[0]}), *{order[1:]!r})"
         alone = {"env": environ, "cwd": "/", "start_new_session": True, "stdin": subprocess.DEVNULL}
         command, fds = [sys.executable, "-P", "-s", "-c", program], [theirs.fileno()]
@@ -130,7 +136,13 @@ class Judge:
         ranks = len(calls)
         if not 1 <= ranks <= MOST_RANKS or len(set(map(len, calls))) > 1:
             raise ValueError(f"{ranks} ranks; 1 to {MOST_RANKS} get as many calls each")
-        order = {"is": "start", "ranks": ranks, "network": network, "budget_bytes": budget_bytes, **vars(code)}
+        order = {
+            "is": "start",
+            "ranks": ranks,
+            "network": network,
+            "budget_bytes": budget_bytes,
+            **vars(code),
+        }
         order |= {"collectives": kit.source(code.collectives), "no_autograd": not autograd}
         order |= {"time_limit_s": max(0.1, time_limit_s - 0.3), "pickled": None}
         hidden = [{name: tensor_bytes(x) for name, x in own.items()} for own in secrets or [{}] * ranks]

@@ -23,7 +23,9 @@ ALWAYS = ("send", "receive", "barrier")
 @functools.cache
 def source(names: str = "") -> str:
     """The text of the collectives in `names` and of `ALWAYS`. Raises ValueError for one that is not here."""
-    functions = {node.name: node for node in ast.parse(Path(__file__).read_text()).body if hasattr(node, "name")}
+    functions = {
+        node.name: node for node in ast.parse(Path(__file__).read_text()).body if hasattr(node, "name")
+    }
     del functions["source"]
     wanted, taken = [*ALWAYS, *names.split()], {}
     while wanted:

@@ -27,7 +27,12 @@ from pathlib import Path
 LINUX = sys.platform == "linux"
 SYSTEM = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/nix/store", "/dev/null", "/dev/urandom"]
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
-RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many rights to files each version of Landlock knows; later ones 16
+RIGHTS = {
+    1: 13,
+    2: 14,
+    3: 15,
+    4: 15,
+}  # how many rights to files each version of Landlock knows; later ones 16
 SYSCALLS = {  # which libc does not know; the same number on every machine
     "mount_setattr": 442,
     "landlock_create_ruleset": 444,
@@ -132,7 +137,10 @@ def allowed_calls() -> bytes:
     rules.add_rule(ALLOW, "clone", Arg(0, MASKED_EQ, CLONE_THREAD, CLONE_THREAD))
     rules.add_rule(ALLOW, "mmap", Arg(3, MASKED_EQ, MAP_SHARED, 0))
     rules.add_rule(ALLOW, "futex", Arg(1, MASKED_EQ, FUTEX_PRIVATE, FUTEX_PRIVATE))
-    for wait in (FUTEX_WAIT, FUTEX_WAIT_BITSET):  # for the end of a thread; to wake another process stays forbidden
+    for wait in (
+        FUTEX_WAIT,
+        FUTEX_WAIT_BITSET,
+    ):  # for the end of a thread; to wake another process stays forbidden
         rules.add_rule(ALLOW, "futex", Arg(1, MASKED_EQ, FUTEX_OPERATION, wait))
     for command in (F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC):
         rules.add_rule(ALLOW, "fcntl", Arg(1, EQ, command))
@@ -176,7 +184,14 @@ def confine_rank(limits: Limits, walls: Walls, statm: int | None) -> None:
         os.close(walls.files)
     if walls.calls is not None:
         program = ctypes.create_string_buffer(walls.calls, len(walls.calls))
-        call("prctl", PR_SET_SECCOMP, FILTER, ctypes.byref(Program(len(program) // 8, ctypes.addressof(program))), 0, 0)
+        call(
+            "prctl",
+            PR_SET_SECCOMP,
+            FILTER,
+            ctypes.byref(Program(len(program) // 8, ctypes.addressof(program))),
+            0,
+            0,
+        )
 
 
 def become(uid: int) -> None:

@@ -1,7 +1,7 @@
 """The server of answers: it has torch loaded, forks ranks and ends them; it runs, reads and holds no answer.
 
-    judge  ── control ──  server    {"spawn": ranks, "limits": {..}} with two descriptors a rank, {"sweep": true}
-    judge  ── line ─────  rank      runs one call (rank.py)
+judge  ── control ──  server    {"spawn": ranks, "limits": {..}} with two descriptors a rank, {"sweep": true}
+judge  ── line ─────  rank      runs one call (rank.py)
 """
 
 import contextlib
