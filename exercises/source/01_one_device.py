@@ -90,10 +90,10 @@ expect_equal(
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 cases = []
-for tied in (True, False):
+for tied, many in zip((True, False), draw.several([1, 10**12], 2)):
     kv_heads, head_dim = draw.choice([1, 2, 3]), draw.choice([8, 16, 32])
     heads = kv_heads * draw.integer(2, 4)
-    layers = draw.integer(2, 6) * draw.choice([1, 10**12])
+    layers = draw.integer(2, 6) * many
     sizes = (heads * head_dim, layers, heads, kv_heads, head_dim, draw.integer(100, 900))
     cases.append((draw.integer(50, 500), *sizes, tied))
 expect_built(cases, "number of parameters", "for any size, and with the output table tied or not")
@@ -348,11 +348,10 @@ def expect_row_by_row(batches, property, hint, width=16, **rules):
 
 
 def expect_in_memory(budget_bytes):
-    """Six microbatches; one alone needs 100 MB, two at a time 160, all of them 270."""
-    many = [microbatch(draw.integer(15, 17), 512) for _ in range(6)]
-    expect_row_by_row(
-        [many], "equals the whole batch", "first let it be right", 64, budget_bytes=budget_bytes
-    )
+    """Four microbatches; one alone needs 155 MB, two at a time 220, all of them 380."""
+    many = [microbatch(draw.integer(64, 66), 512) for _ in range(4)]
+    hint = "first let it be right"
+    expect_row_by_row([many], "equals the whole batch", hint, 32, budget_bytes=budget_bytes)
 
 
 # %% check="accumulate-equal" points=2
@@ -386,10 +385,10 @@ expect_row_by_row(
     "a second step",
     "what was in param.grad belongs to the batch before",
 )
-expect_in_memory(215_000_000)  # not those of all microbatches
+expect_in_memory(300_000_000)  # not those of all microbatches
 ### END HIDDEN TESTS
 
 # %% check="accumulate-memory" points=1
 # One microbatch's activations are alive at a time.
-expect_in_memory(130_000_000)
+expect_in_memory(188_000_000)
 print("the visible checks pass")
