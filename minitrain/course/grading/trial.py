@@ -44,8 +44,8 @@ class Failure(Exception):
     """
 
     def __init__(self, property: str, message: str, detail: str = "") -> None:
-        self.property, self.message, self.detail = property, short(message, 2000), plain(detail)
-        super().__init__(f"{property}: {self.message}")
+        self.property, self.message, self.detail = short(property), short(message, 2000), plain(detail)
+        super().__init__(f"{self.property}: {self.message}")
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows in place of our stack: the broken rule, and what the answer's side said."""
