@@ -13,7 +13,6 @@ import json
 from pathlib import Path
 
 from minitrain.course.grading.book import LOCKED, Cell, Chapter, chapter, chapters
-from minitrain.course.grading.judge import EXERCISES
 
 STUB = ["# YOUR CODE HERE", "raise NotImplementedError()"]
 
