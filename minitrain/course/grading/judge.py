@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
+from psutil import process_iter, virtual_memory
 
 from minitrain.course.grading import kit
 from minitrain.course.grading.inside.frames import pack, tensor_bytes
@@ -140,11 +140,12 @@ class Judge:
         hidden = [{name: tensor_bytes(x) for name, x in own.items()} for own in secrets or [{}] * ranks]
         held = HELD_LIMIT_BYTES if budget_bytes is None else ranks * budget_bytes
         self.start()
+        memory_limit_bytes = min(memory_limit_bytes, max(1 << 30, virtual_memory().available // 2) // ranks)
         limits = {"memory_bytes": memory_limit_bytes, "cpu_s": int(time_limit_s) + 2, "threads": self.threads}
         spawn = {"spawn": ranks, "limits": limits, "users": self.users and self.users[:ranks]}
         try:
             network = Network(ranks, hidden, held)
-            with Trial(network, self.server.pid, time_limit_s, memory_limit_bytes) as trial:
+            with Trial(network, self.server.pid, time_limit_s) as trial:
                 self._request(spawn, trial.ends)
                 trial.wait_until_ready()
                 for rank in range(ranks):
@@ -172,5 +173,5 @@ class Judge:
 
 def threads_of(uid: int) -> int:
     """How many threads a user has: where processes are limited per user, those count too."""
-    all_ = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
+    all_ = (process.info for process in process_iter(["uids", "num_threads"]))
     return sum(info["num_threads"] or 0 for info in all_ if info["uids"] and info["uids"].real == uid)
