@@ -13,7 +13,8 @@
 # - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
 # - On a grid of q×q ranks, rank i·q + j stands in row i and column j. `row` is the group of the q ranks in your row, `column` that of your
 #   column. Inside `row` you are told apart by your column: `row.rank()` is j, and `column.rank()` is i.
-# - Between ranks there is a network and nothing else; `minitrain.collectives` is the door to it.
+# - Between ranks there is a network and nothing else: `collectives.send` and `collectives.receive`, and in task 2 `broadcast`, in tasks 3 and 4
+#   `rotate`.
 #
 # Tasks 1 to 3 multiply C = A·B. Every matrix is cut into q×q blocks, and rank i·q + j holds A(i, j) and B(i, j) and returns C(i, j):
 #
@@ -24,20 +25,16 @@
 # et al. 2021 (arXiv:2105.14450).
 
 # %% given="setup"
-import math
-
 import torch
-import torch.distributed as dist
 
 from minitrain import collectives
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
+
+# %% judge="tools"
+import math
+
+from minitrain.course.grading.checks import Draw, ask_each, expect, expect_equal, run_on_ranks
 
 draw = Draw()  # hidden checks draw sizes, grids and values
-
-
-def whole_numbers(draw, *shape):
-    """From -4 to 4: products and their sums are exact in float64, in every order."""
-    return (draw.exact(*shape) * 16).remainder(9) - 4
 
 
 # %% [markdown]
@@ -66,90 +63,85 @@ def meeting(algorithm, rank, side, step):
     ### END SOLUTION
 
 
-# %% given="expect_meetings"
-def meetings(side):
-    """What `meeting` says of each algorithm, step and rank."""
-    return {
-        algorithm: [
-            [meeting(algorithm, rank, side, step) for rank in range(side**2)]
-            for step in range(side)
-        ]
-        for algorithm in ("summa", "cannon")
-    }
-
-
+# %% judge="expect_meetings"
 def expect_meetings(side):
-    """Ask for all steps of a grid, and look at them property by property."""
-    said = ask(meetings, side)
-    for algorithm, steps in said.items():
-        for blocks in sum(steps, []):
-            expect(
-                isinstance(blocks, (list, tuple))
-                and len(blocks) == 2
-                and all(
-                    isinstance(block, (list, tuple))
-                    and len(block) == 2
-                    and all(type(n) is int for n in block)
-                    for block in blocks
-                ),
-                "two blocks",
-                "return two pairs of whole numbers: row and column of a block of A, then of a block of B",
-            )
-            expect(
-                all(0 <= n < side for block in blocks for n in block),
-                "inside the grid",
-                "rows and columns count from 0 to q-1; where does a block arrive that leaves the grid?",
-            )
-        for step, of_ranks in enumerate(steps):
-            for rank, (a, b) in enumerate(of_ranks):
-                expect(
-                    a[0] == rank // side and b[1] == rank % side,
-                    "its row of A, its column of B",
-                    f"{algorithm}: A moves along rows only and B along columns only, so A's row and B's column are the rank's own",
-                )
-                expect(
-                    a[1] == b[0],
-                    "blocks that fit",
-                    f"{algorithm}: in a term A(i, s)·B(s, j) both blocks have the same s; a pair was returned that is no term of C(i, j)",
-                )
-        for rank in range(side**2):
-            expect(
-                len({steps[step][rank][0][1] for step in range(side)}) == side,
-                "every term once",
-                f"{algorithm}: over the q steps a rank needs each term of its sum, and none twice",
-            )
-    for step, of_ranks in enumerate(said["summa"]):
+    """Ask for all steps of a grid, and look at them property by property; returns {case: (block of A, block of B)}."""
+    cases = [
+        (algorithm, rank, side, step)
+        for algorithm in ("summa", "cannon")
+        for step in range(side)
+        for rank in range(side**2)
+    ]
+    said = dict(zip(cases, ask_each(meeting, cases)))
+    for (algorithm, rank, _, step), blocks in said.items():
+        pairs = [blocks, *blocks] if isinstance(blocks, (list, tuple)) else [None]
         expect(
-            all(a[1] == step for a, _ in of_ranks),
+            all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs)
+            and all(type(n) is int for block in blocks for n in block),
+            "two blocks",
+            "return two pairs of whole numbers: row and column of a block of A, then of a block of B",
+        )
+        expect(
+            all(0 <= n < side for block in blocks for n in block),
+            "inside the grid",
+            "rows and columns count from 0 to q-1; where does a block arrive that leaves the grid?",
+        )
+        a, b = blocks
+        expect(
+            a[0] == rank // side and b[1] == rank % side,
+            "its row of A, its column of B",
+            f"{algorithm}: A moves along rows only and B along columns only, so A's row and B's column are the rank's own",
+        )
+        expect(
+            a[1] == b[0],
+            "blocks that fit",
+            f"{algorithm}: in a term A(i, s)·B(s, j) both blocks have the same s; a pair was returned that is no term of C(i, j)",
+        )
+        expect(
+            algorithm == "cannon" or a[1] == step,
             "SUMMA: all alike",
             "in SUMMA all ranks take the same term at the same step",
         )
-    for rank, (a, b) in enumerate(said["cannon"][0]):
-        i, j = divmod(rank, side)
+    for rank in range(side**2):
         expect(
-            a[1] == (i + j) % side,
-            "Cannon: the skew",
-            "A(i, j) goes i places to the left; which block has then come to column j? Try a row that is neither 0 nor 1",
+            len({said["cannon", rank, side, step][0][1] for step in range(side)}) == side,
+            "every term once",
+            "cannon: over the q steps a rank needs each term of its sum, and none twice",
         )
-    for before, after in zip(said["cannon"], said["cannon"][1:]):
-        for rank in range(side**2):
-            right = rank // side * side + (rank + 1) % side
-            expect(
-                tuple(after[rank][0]) == tuple(before[right][0]),
-                "Cannon: one place left",
-                "what is here now was one place further right a step ago",
-            )
+    return said
 
 
 # %% check="meeting-all" points=1
 # The blocks of each step, in both algorithms.
 expect_meetings(2)
-expect_meetings(3)
+said = expect_meetings(3)
+in_the_text = [[[1, 0], [0, 2]], [[1, 1], [1, 2]]]
+expect_equal(
+    [[list(block) for block in said["cannon", 5, 3, step]] for step in (0, 1)],
+    in_the_text,
+    "Cannon: the example",
+    "rank 5 of the text; which blocks has the skew brought to it, and which ones a shift later?",
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for side in (1, 4, draw.integer(5, 9)):
-    expect_meetings(side)
+    said = expect_meetings(side)
+    for rank in range(side**2):
+        i, j = divmod(rank, side)
+        expect(
+            said["cannon", rank, side, 0][0][1] == (i + j) % side,
+            "Cannon: the skew",
+            "A(i, j) goes i places to the left; which block has then come to column j? Try a row that is neither 0 nor 1",
+        )
+        for step in range(1, side):
+            right = i * side + (j + 1) % side
+            expect(
+                said["cannon", rank, side, step][0] == said["cannon", right, side, step - 1][0],
+                "Cannon: one place left",
+                "what is here now was one place further right a step ago",
+            )
 ### END HIDDEN TESTS
+
 
 # %% [markdown]
 # ## 2. SUMMA (3 points)
@@ -159,7 +151,7 @@ for side in (1, 4, draw.integer(5, 9)):
 #
 # Multiply with the read-only `multiply(s, a, b, group)`. It returns A(i, s)·B(s, j) times a factor that belongs to s and comes from outside
 # when it is asked for; your sum so is Σ_s factor_s·A(i, s)·B(s, j). Give it `row` or `column` as the group. That moment is written down among
-# your messages. Call it once for each s.
+# your messages. Call it once for each s, when both blocks are here. Of the collectives you have `broadcast(x, source, group)`.
 #
 # Graded: the product; the bytes, at most q-1 blocks of A and q-1 blocks of B sent by each rank; and how much is here at a time. When a
 # product is asked for, the blocks of this step may have arrived, and those of the next one (`async_op=True`), and no others. What
@@ -170,16 +162,6 @@ for side in (1, 4, draw.integer(5, 9)):
 
 
 # %% given="multiply"
-def row_and_column(side, group):
-    """The groups `row` and `column` of this rank."""
-    i, j = divmod(group.rank(), side)
-    members = (
-        [i * side + other for other in range(side)],
-        [other * side + j for other in range(side)],
-    )
-    return [dist.new_group(ranks, use_local_synchronization=True) for ranks in members]
-
-
 def multiply(s, a, b, group):
     """A(i, s) [m, k] times B(s, j) [k, n] -> [m, n], times the factor of s, which comes from outside."""
     return group.fetch(f"factor {s}", a.new_empty(())) * (a @ b)
@@ -196,7 +178,20 @@ def summa(a, b, row, column):
     ### END SOLUTION
 
 
-# %% given="grids"
+# %% driver="grids"
+import torch.distributed as dist
+
+
+def row_and_column(side, group):
+    """The groups `row` and `column` of this rank."""
+    i, j = divmod(group.rank(), side)
+    members = (
+        [i * side + other for other in range(side)],
+        [other * side + j for other in range(side)],
+    )
+    return [dist.new_group(ranks, use_local_synchronization=True) for ranks in members]
+
+
 def summa_on_a_rank(a, b, side, group):
     return summa(a, b, *row_and_column(side, group))
 
@@ -205,48 +200,41 @@ def cannon_on_a_rank(a, b, side, group):
     return cannon(a, b, *row_and_column(side, group))
 
 
-def blocks_of(matrix, side):
-    """The blocks in rank order."""
-    return [block.contiguous() for rows in matrix.chunk(side, 0) for block in rows.chunk(side, 1)]
+# %% judge="expect_product"
+def in_the_text():
+    """Blocks of A and of B in rank order, and factors."""
+    numbers = torch.arange(1.0, 9.0, dtype=torch.float64).view(8, 1, 1)
+    return list(numbers[:4]), list(numbers[4:]), [torch.ones((), dtype=torch.float64)] * 2
 
 
-def product_of(on_a_rank, a_blocks, b_blocks, factors):
-    """Run the answer on a grid with these blocks and factors, look at its product, and return the outcome."""
+def drawn(side, m, k, n):
+    """The same with drawn numbers, in blocks [m, k] and [k, n]."""
+    blocks = [[draw.real(*shape) for _ in range(side**2)] for shape in ((m, k), (k, n))]
+    return *blocks, [1 + draw.real() ** 2 for _ in range(side)]
+
+
+def product_of(on_a_rank, collectives, a_blocks, b_blocks, factors):
+    """Run the answer on a grid, look at its product, and return the outcome."""
     side = len(factors)
     outcome = run_on_ranks(
         on_a_rank,
         [(a, b, side) for a, b in zip(a_blocks, b_blocks)],
+        collectives=collectives,
         secrets=[{f"factor {s}": factor for s, factor in enumerate(factors)}] * side**2,
     )
-    for rank, said in enumerate(outcome.results):
-        i, j = divmod(rank, side)
-        wanted = sum(
-            factor * (a_blocks[i * side + s] @ b_blocks[s * side + j])
-            for s, factor in enumerate(factors)
-        )
-        expect_equal(
-            said,
-            wanted,
-            "the product",
-            "C(i, j) on rank i·q + j: are all q terms there, each once, with blocks and factor of the "
-            f"same s? (seen at rank {rank} of {side}×{side})",
-        )
+    expect_equal(
+        outcome.results,
+        [
+            sum(factors[s] * (a_blocks[i * side + s] @ b_blocks[s * side + j]) for s in range(side))
+            for i in range(side)
+            for j in range(side)
+        ],
+        "the product",
+        "C(i, j) on rank i·q + j: are all q terms there, each once, with blocks and factor of the "
+        f"same s? ({side}×{side} ranks)",
+        atol=1e-11,
+    )
     return outcome
-
-
-def drawn_product(on_a_rank, draw, side, m, k, n):
-    """Blocks [m, k] and [k, n] of drawn numbers. Returns (outcome, bytes of a block of A, of a block of B)."""
-    a_blocks, b_blocks = (
-        [whole_numbers(draw, *shape) for _ in range(side**2)] for shape in ([m, k], [k, n])
-    )
-    factors = [
-        torch.tensor(float(factor)).double() for factor in draw.several(range(1, side + 3), side)
-    ]
-    return (
-        product_of(on_a_rank, a_blocks, b_blocks, factors),
-        a_blocks[0].nbytes,
-        b_blocks[0].nbytes,
-    )
 
 
 def sent_by(outcome, rank, side):
@@ -264,82 +252,105 @@ def sent_by(outcome, rank, side):
     return sent
 
 
-def arrived_before_products(outcome, rank, side):
-    """For each product of a rank, in order: (s, bytes that have arrived along the row, along the column)."""
+def expect_in_time(outcome, rank, side, block_bytes, needed, allowed):
+    """When a rank asks for its t-th product, what it needs has arrived along row and column, and not more than is allowed.
+
+    needed(t, order) and allowed(t, order) are two numbers of blocks; order is every s, as the rank asked for them.
+    """
     arrived, found = [0, 0], []
     for event in outcome.events:
         if event.rank == rank and event.kind == "receive":
             arrived[event.peer // side != rank // side] += event.bytes
         elif event.rank == rank and event.kind == "fetch":
             found.append((int(event.name.split()[1]), *arrived))
-    return found
+    order = [s for s, *_ in found]
+    expect(sorted(order) == list(range(side)), "every term once", "call multiply once for each s")
+    for t, (_, *arrived) in enumerate(found):
+        for have, block, low, high in zip(
+            arrived, block_bytes, needed(t, order), allowed(t, order)
+        ):
+            expect(
+                have >= low * block,
+                "a product of what is here",
+                "fewer blocks had come than the steps until here bring; was a factor asked for before its blocks?",
+            )
+            expect(
+                have <= high * block,
+                "one step at a time",
+                "a product was computed when blocks of later steps than the next had arrived; who needs them so early?",
+            )
+
+
+# %% judge="expect_summa"
+def expect_summa(a_blocks, b_blocks, factors, ahead=2):
+    """The product, by steps: no rank sends more than it must, or has blocks of more than `ahead` steps to come."""
+    side, block_bytes = len(factors), (a_blocks[0].nbytes, b_blocks[0].nbytes)
+    outcome = product_of(summa_on_a_rank, "broadcast", a_blocks, b_blocks, factors)
+    expect(
+        max(outcome.sent_bytes) <= (side - 1) * sum(block_bytes),
+        "bytes on the wire",
+        "the blocks that a rank sends are q-1 of A and q-1 of B in all steps together; what else is on its way?",
+    )
+    for rank in range(side**2):
+        i, j = divmod(rank, side)
+
+        def blocks(count, order):
+            return len(set(order[:count]) - {j}), len(set(order[:count]) - {i})
+
+        expect_in_time(
+            outcome,
+            rank,
+            side,
+            block_bytes,
+            lambda t, order: blocks(t + 1, order),
+            lambda t, order: blocks(t + 1 + ahead, order),
+        )
+    return outcome, block_bytes
 
 
 # %% check="summa-product" points=1
-# Every rank returns its block of the product.
-one = torch.ones((), dtype=torch.float64)
-product_of(
-    summa_on_a_rank,
-    blocks_of(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double(), 2),
-    blocks_of(torch.tensor([[5.0, 6.0], [7.0, 8.0]]).double(), 2),
-    [one, one],
-)
-drawn_product(summa_on_a_rank, draw, 2, 2, 3, 4)
+# Every rank returns its block of the product, step by step.
+expect_summa(*in_the_text())
+expect_summa(*drawn(2, 2, 3, 4))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for side in (3, draw.choice([1, 2])):
-    drawn_product(summa_on_a_rank, draw, side, *draw.several(range(1, 6), 3))
-drawn_product(summa_on_a_rank, draw, 4, 2, 1, 3)
+for side in (4, 3, draw.choice([1, 2])):
+    expect_summa(*drawn(side, *draw.several(range(1, 6), 3)))
 ### END HIDDEN TESTS
 
 
 # %% check="summa-bytes" points=1
-# A rank sends at most q-1 blocks of A and q-1 blocks of B, in its row and its column.
+# A rank sends at most q-1 blocks of A along its row and q-1 blocks of B along its column.
 def expect_bytes_of_summa(side, m, k, n):
-    outcome, a_bytes, b_bytes = drawn_product(summa_on_a_rank, draw, side, m, k, n)
+    outcome, block_bytes = expect_summa(*drawn(side, m, k, n))
     for rank in range(side**2):
         for messages, block, name in zip(
-            sent_by(outcome, rank, side),
-            (a_bytes, b_bytes),
-            ("A along the row", "B along the column"),
+            sent_by(outcome, rank, side), block_bytes, ("A along the row", "B along the column")
         ):
             expect(
                 sum(message.bytes for message in messages) <= (side - 1) * block,
                 "bytes on the wire",
-                f"{name}: the blocks that a rank sends are q-1 in all steps together; what else is on its way? (seen at rank {rank})",
+                f"{name}: q-1 blocks in all steps together (seen at rank {rank})",
             )
 
 
 expect_bytes_of_summa(2, 4, 5, 3)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for side in (2, 3):
+for side in (3, 4):
     expect_bytes_of_summa(side, *draw.several(range(3, 10), 3))
 ### END HIDDEN TESTS
 
 
 # %% check="summa-live" points=1
 # When a product is asked for, only blocks of this step and the next have arrived.
-def expect_step_by_step(side, m, k, n):
-    outcome, a_bytes, b_bytes = drawn_product(summa_on_a_rank, draw, side, m, k, n)
-    for rank in range(side**2):
-        i, j = divmod(rank, side)
-        found = arrived_before_products(outcome, rank, side)
-        for t, (_, a_arrived, b_arrived) in enumerate(found):
-            soon = {s for s, _, _ in found[: t + 2]}
-            expect(
-                a_arrived <= len(soon - {j}) * a_bytes and b_arrived <= len(soon - {i}) * b_bytes,
-                "one step at a time",
-                "a product was computed when blocks of later steps than the next had arrived; who needs them so early?",
-            )
-
-
-expect_step_by_step(3, 2, 3, 1)
+expect_summa(*drawn(3, 2, 3, 1), ahead=1)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_step_by_step(3, *draw.several(range(1, 8), 3))
-expect_step_by_step(4, *draw.several(range(1, 8), 3))
+for side in (3, 4):
+    expect_summa(*drawn(side, *draw.several(range(1, 8), 3)), ahead=1)
 ### END HIDDEN TESTS
+
 
 # %% [markdown]
 # ## 3. Cannon's algorithm (2 points)
@@ -351,7 +362,7 @@ expect_step_by_step(4, *draw.several(range(1, 8), 3))
 # 2. **q-1 shifts**: the block of A that is here to the left neighbour, the block of B that is here to the upper neighbour, cyclically.
 #
 # There are q products and q-1 shifts. `collectives.rotate(x, group, shift)` sends x to rank + shift of the group, cyclically, and returns what
-# comes from rank - shift; a shift of 0 or of -1 is fine. All ranks of a group must call it with the same shift.
+# comes from rank - shift; a shift of 0 or of -1 is fine. All ranks of a group must call it with the same shift. It is the one collective that you have.
 #
 # Multiply with `multiply(s, a, b, group)` as in task 2: s says which A(i, s) and B(s, j) you have here. Again the blocks of this step and of the
 # next may have arrived when a product is asked for, and no more.
@@ -374,68 +385,65 @@ def cannon(a, b, row, column):
     ### END SOLUTION
 
 
-# %% check="cannon-product" points=1
-# Every rank returns its block of the product.
-one = torch.ones((), dtype=torch.float64)
-product_of(
-    cannon_on_a_rank,
-    blocks_of(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double(), 2),
-    blocks_of(torch.tensor([[5.0, 6.0], [7.0, 8.0]]).double(), 2),
-    [one, one],
-)
-drawn_product(cannon_on_a_rank, draw, 2, 2, 3, 4)
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-for side in (3, draw.choice([1, 2])):
-    drawn_product(cannon_on_a_rank, draw, side, *draw.several(range(1, 6), 3))
-drawn_product(cannon_on_a_rank, draw, 4, 2, 1, 3)
-### END HIDDEN TESTS
-
-
-# %% check="cannon-neighbours" points=1
-# One message for the skew, q-1 to the neighbour, and no block arrives too early.
-def expect_neighbours(side, m, k, n):
-    outcome, *block_bytes = drawn_product(cannon_on_a_rank, draw, side, m, k, n)
+# %% judge="expect_cannon"
+def expect_cannon(a_blocks, b_blocks, factors, exactly=False):
+    """The product, between neighbours. Unless `exactly`, the skew may be many shifts, and one shift more may follow."""
+    side, block_bytes = len(factors), (a_blocks[0].nbytes, b_blocks[0].nbytes)
+    outcome = product_of(cannon_on_a_rank, "rotate", a_blocks, b_blocks, factors)
     for rank in range(side**2):
-        i, j = divmod(rank, side)
+        places = i, j = divmod(rank, side)
         left, up = sent_by(outcome, rank, side)
         ways = (
             [(rank - message.destination) % side for message in left],
             [(rank - message.destination) // side % side for message in up],
         )
-        for messages, way, skew, block in zip((left, up), ways, (i, j), block_bytes):
+        for messages, way, skew, block in zip((left, up), ways, places, block_bytes):
             wanted = sorted([1] * (side - 1) + [skew] * (skew > 0))
             expect(
-                len(way) <= len(wanted),
+                not exactly or len(way) <= len(wanted),
                 "q-1 shifts",
                 "more messages than one for the skew and q-1 shifts; is the skew one message, and who needs what leaves after the last product?",
             )
             expect(
-                sorted(way) == wanted,
+                sorted(way) == wanted if exactly else set(way) <= {1, skew},
                 "neighbours only",
                 "after one message for the skew, A goes one place left and B one place up, q-1 times; somebody else was spoken to, or nobody",
             )
             expect(
-                sum(message.bytes for message in messages) <= len(wanted) * block,
+                sum(m.bytes for m in messages) <= (len(wanted) if exactly else side + skew) * block,
                 "bytes on the wire",
                 "a message is one block",
             )
-        for t, (_, a_arrived, b_arrived) in enumerate(arrived_before_products(outcome, rank, side)):
-            shifts = min(t + 1, side - 1)
-            expect(
-                a_arrived <= (shifts + (i > 0)) * block_bytes[0]
-                and b_arrived <= (shifts + (j > 0)) * block_bytes[1],
-                "one step at a time",
-                "a product was computed when blocks of later steps than the next had arrived; who needs them so early?",
-            )
+        skews = [place > 0 if exactly else place for place in places]
+        expect_in_time(
+            outcome,
+            rank,
+            side,
+            block_bytes,
+            lambda t, _: (t + (i > 0), t + (j > 0)),
+            lambda t, _: [min(t + 1, side - 1) + skew for skew in skews],
+        )
 
 
-expect_neighbours(2, 2, 3, 1)
+# %% check="cannon-product" points=1
+# Every rank returns its block of the product, and speaks to neighbours after the skew.
+expect_cannon(*in_the_text())
+expect_cannon(*drawn(2, 2, 3, 4))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_neighbours(3, *draw.several(range(1, 8), 3))
-expect_neighbours(4, *draw.several(range(1, 8), 3))
+for side in (3, draw.choice([1, 2]), 4):
+    expect_cannon(*drawn(side, *draw.several(range(1, 6), 3)))
 ### END HIDDEN TESTS
+
+# %% check="cannon-neighbours" points=1
+# One message for the skew, q-1 to the neighbour, and no block arrives too early.
+expect_cannon(*drawn(2, 2, 3, 1), exactly=True)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for side in (3, 4):
+    expect_cannon(*drawn(side, *draw.several(range(1, 8), 3)), exactly=True)
+### END HIDDEN TESTS
+
 
 # %% [markdown]
 # ## 4. Weights that travel, and their gradients (2 points)
@@ -489,70 +497,40 @@ def rotated_backward(dy, x, weight, group):
     ### END SOLUTION
 
 
-# %% given="rotation"
-def backward_on_a_rank(dy, x, weight, group):
-    return rotated_backward(dy, x, weight, group)
+# %% judge="expect_rotated"
+def expect_rotated(rows, shard_rows, width, exactly=False):
+    """With rows[r] rows on rank r both gradients come of shards on their way round the ring.
 
-
-def rotated_of(draw, rows, shard_rows, width):
-    """Run the answer with rows[r] rows on rank r, look at both gradients, and return (the outcome, bytes of a shard)."""
-    ranks = range(len(rows))
-    xs, dys = (
-        [whole_numbers(draw, m, size) for m in rows] for size in (width, len(rows) * shard_rows)
+    Unless `exactly`, a rank may send one shard more, and sums may begin and end where they like.
+    """
+    ranks, ring = len(rows), range(len(rows))
+    xs, dys = ([draw.real(m, size) for m in rows] for size in (width, ranks * shard_rows))
+    weights = [draw.real(shard_rows, width) for _ in ring]
+    names = [f"{name} {s}" for name in ("dX", "dW") for s in ring]
+    factors = [{name: 1 + draw.real() ** 2 for name in names} for _ in ring]
+    inputs = list(zip(dys, xs, weights))
+    outcome = run_on_ranks(rotated_backward, inputs, collectives="rotate", secrets=factors)
+    for said in outcome.results:
+        two = isinstance(said, (list, tuple)) and len(said) == 2
+        expect(two, "two gradients", "return dx and dweight")
+    pieces = [dy.chunk(ranks, dim=1) for dy in dys]
+    expect_equal(
+        [said[0] for said in outcome.results],
+        [sum(factors[r][f"dX {s}"] * (pieces[r][s] @ weights[s]) for s in ring) for r in ring],
+        "gradient of x",
+        "each shard with the columns of dY that belong to it; whose shard is here after t hops?",
+        atol=1e-11,
     )
-    weights = [whole_numbers(draw, shard_rows, width) for _ in ranks]
-    factors = [
-        {
-            f"{name} {s}": torch.tensor(float(draw.integer(1, 4))).double()
-            for name in ("dX", "dW")
-            for s in ranks
-        }
-        for _ in ranks
-    ]
-    outcome = run_on_ranks(backward_on_a_rank, list(zip(dys, xs, weights)), secrets=factors)
-    pieces = [dy.chunk(len(rows), dim=1) for dy in dys]
-    for rank, said in enumerate(outcome.results):
-        expect(
-            isinstance(said, (list, tuple)) and len(said) == 2,
-            "two gradients",
-            "return dx and dweight",
-        )
-        expect_equal(
-            said[0],
-            sum(factors[rank][f"dX {s}"] * (pieces[rank][s] @ weights[s]) for s in ranks),
-            "gradient of x",
-            f"each shard with the columns of dY that belong to it; whose shard is here after t hops? (seen at rank {rank} of {len(rows)})",
-        )
-        expect_equal(
-            said[1],
-            sum(factors[r][f"dW {rank}"] * (pieces[r][rank].T @ xs[r]) for r in ranks),
-            "gradient of the weight",
-            "the terms of all ranks, of the rank's own shard; where does each sum begin, and where does it end? "
-            f"(seen at rank {rank} of {len(rows)})",
-        )
-    return outcome, weights[0].nbytes
-
-
-# %% check="rotated_backward-gradients" points=1
-# Each rank's own dX, and the gradient of its shard summed over all ranks.
-rotated_of(draw, [2, 2], 1, 3)
-rotated_of(draw, [1, 2, 3], 2, 3)
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-for ranks in (1, 2, 4, draw.choice([3, 5])):
-    rotated_of(
-        draw, [draw.integer(1, 5) for _ in range(ranks)], draw.integer(1, 4), draw.integer(2, 6)
+    expect_equal(
+        [said[1] for said in outcome.results],
+        [sum(factors[r][f"dW {s}"] * (pieces[r][s].T @ xs[r]) for r in ring) for s in ring],
+        "gradient of the weight",
+        "the terms of all ranks, of the rank's own shard; where does each sum begin, and where does it end?",
+        atol=1e-11,
     )
-### END HIDDEN TESTS
-
-
-# %% check="rotated_backward-ring" points=1
-# Twice p-1 shards to the next rank, and only a few here at once.
-def expect_ring(rows, shard_rows, width):
-    outcome, shard = rotated_of(draw, rows, shard_rows, width)
-    ranks = len(rows)
+    shard = weights[0].nbytes
     expect(
-        max(outcome.sent_bytes) <= 2 * (ranks - 1) * shard,
+        max(outcome.sent_bytes) <= (2 * (ranks - 1) + (not exactly)) * shard,
         "bytes on the wire",
         "p-1 hops take a weight to all others, and p-1 hops take a gradient home; who needs what is sent beyond that?",
     )
@@ -561,40 +539,64 @@ def expect_ring(rows, shard_rows, width):
         "next rank only",
         "in a ring everything goes to the next rank; who else was spoken to?",
     )
-    for rank in range(ranks):
-        arrived, done = 0, {"dX": 0, "dW": 0}
+    for rank in ring:
+        arrived, done = 0, []
         for event in outcome.events:
             if event.rank == rank and event.kind == "receive":
                 arrived += event.bytes
             elif event.rank == rank and event.kind == "fetch":
-                term, s = event.name.split()
-                if (
-                    term == "dX"
-                ):  # weights that may have come: those of so many hops, and one; gradients: one a term, and one
-                    hops = (rank - int(s)) % ranks
-                    expect(
-                        arrived
-                        <= (min(ranks - 1, hops + 1) + min(ranks - 1, done["dW"] + 1)) * shard,
-                        "one shard at a time",
-                        "a term of dX was computed when shards had come that it does not need yet; must W be whole anywhere?",
-                    )
-                else:  # weights that must have come: one for each term of dX but the first; gradients: those of the hops before the last
-                    hops = (rank - 1 - int(s)) % ranks
-                    expect(
-                        arrived >= (max(0, done["dX"] - 1) + hops - 1) * shard,
-                        "sums that travel",
-                        "a term of dW was computed long before the sum arrived that it joins; who keeps it until then?",
-                    )
-                done[term] += 1
+                expect_shards_in_time(ranks, rank, arrived / shard, done, event.name, exactly)
+                done.append(event.name)
+        expect(sorted(done) == sorted(names), "every term once", "two products for each shard")
 
 
-expect_ring([1, 2, 1, 2], 2, 3)
+def expect_shards_in_time(ranks, rank, arrived, done, name, exactly):
+    """`arrived` shards, weights and sums together, are what a rank may have when it asks for the factor of this term."""
+    term, s = name.split()
+    dx, dw = (sum(one.startswith(kind) for one in done) for kind in ("dX", "dW"))
+    if term == "dX":
+        # weights: those of so many hops have come, and perhaps one; sums: one a term, and one more or less
+        hops = (rank - int(s)) % ranks
+        expect(
+            arrived >= hops + max(0, dw - 2),
+            "a term of what is here",
+            "a factor was asked for before what it belongs to had come: a shard of W, or the sum a term joins",
+        )
+        expect(
+            arrived <= min(ranks - 1, hops + 1) + min(ranks - 1, dw + 1),
+            "one shard at a time",
+            "a term of dX was computed when shards had come that it does not need yet; must W be whole anywhere?",
+        )
+    else:
+        # weights: one for each term of dX but the first; sums: those of the hops before the last
+        hops = (rank - 1 - int(s)) % ranks if exactly else dw
+        expect(
+            arrived >= max(0, dx - 1) + hops - 1,
+            "sums that travel",
+            "a term of dW was computed long before the sum arrived that it joins; who keeps it until then?",
+        )
+
+
+# %% check="rotated_backward-gradients" points=1
+# Each rank's own dX, and the gradient of its shard summed over all ranks, round the ring.
+expect_rotated([2, 2], 1, 3)
+expect_rotated([1, 2, 3], 2, 3)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_ring(
-    [draw.integer(1, 5) for _ in range(draw.integer(4, 6))], draw.integer(1, 4), draw.integer(3, 9)
-)
+for ranks in (1, 2, 4, draw.choice([3, 5])):
+    rows = [draw.integer(1, 5) for _ in range(ranks)]
+    expect_rotated(rows, draw.integer(1, 4), draw.integer(2, 6))
 ### END HIDDEN TESTS
+
+# %% check="rotated_backward-ring" points=1
+# Twice p-1 shards to the next rank, and only a few here at once.
+expect_rotated([1, 2, 1, 2], 2, 3, exactly=True)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+rows = [draw.integer(1, 5) for _ in range(draw.integer(4, 6))]
+expect_rotated(rows, draw.integer(1, 4), draw.integer(3, 9), exactly=True)
+### END HIDDEN TESTS
+
 
 # %% [markdown]
 # ## 5. How many elements a rank sends (2 points)
@@ -642,15 +644,7 @@ def crossover(tokens, width, inner):
     ### END SOLUTION
 
 
-# %% given="counting"
-def elements_in(cases):
-    return [elements_sent(*case) for case in cases]
-
-
-def crossovers_in(cases):
-    return [crossover(*case) for case in cases]
-
-
+# %% judge="counting"
 HINTS = {
     "1-D": "how large is the sum, and how often does all of it pass a rank in an all-reduce? the first product needs no sum",
     "2-D": "two products; q-1 blocks of each of two matrices, and a block has both dims cut",
@@ -662,7 +656,7 @@ HINTS = {
 
 def expect_elements(*cases):
     """Cases (arguments of elements_sent, elements of the left matrices, of the weights and of the results that are sent by a rank)."""
-    said = ask(elements_in, [case for case, _ in cases])
+    said = ask_each(elements_sent, [case for case, _ in cases])
     for count, (case, wanted) in zip(said, cases):
         expect(
             type(count) is int, "whole numbers", "elements are ints; which division gives an int?"
@@ -672,7 +666,7 @@ def expect_elements(*cases):
 
 def expect_crossovers(property, hint, *cases):
     """Cases (arguments of crossover, p)."""
-    for said, (_, wanted) in zip(ask(crossovers_in, [case for case, _ in cases]), cases):
+    for said, (_, wanted) in zip(ask_each(crossover, [case for case, _ in cases]), cases):
         expect(
             type(said) is int and math.isqrt(said) ** 2 == said >= 4,
             "a square",

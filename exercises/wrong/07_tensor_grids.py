@@ -14,21 +14,21 @@ def meeting(algorithm, rank, side, step):
     return (i, (j + min(i, 1) + step) % side), ((i + min(j, 1) + step) % side, j)
 
 
-# %% wrong="meeting" fails="Cannon: the skew" why="blocks go right and down: right at q = 2"
+# %% wrong="meeting" fails="Cannon: the example" why="blocks go right and down: right at q = 2"
 def meeting(algorithm, rank, side, step):
     i, j = divmod(rank, side)
     s = step if algorithm == "summa" else (-i - j - step) % side
     return (i, s), (s, j)
 
 
-# %% wrong="meeting" fails="Cannon: the skew" why="off by one step: the first shift comes before the first product"
+# %% wrong="meeting" fails="Cannon: the example" why="off by one step: the first shift comes before the first product"
 def meeting(algorithm, rank, side, step):
     i, j = divmod(rank, side)
     s = step if algorithm == "summa" else (i + j + step + 1) % side
     return (i, s), (s, j)
 
 
-# %% wrong="meeting" fails="Cannon: one place left" why="the skew is right, the shifts go the other way"
+# %% wrong="meeting" fails="Cannon: the example" why="the skew is right, the shifts go the other way"
 def meeting(algorithm, rank, side, step):
     i, j = divmod(rank, side)
     s = step if algorithm == "summa" else (i + j - step) % side
@@ -58,15 +58,18 @@ def meeting(algorithm, rank, side, step):
 
 # %% wrong="summa" fails="one step at a time" why="gathers its row of A and its column of B, which sends just as much, then multiplies"
 def summa(a, b, row, column):
-    of_row = collectives.all_gather(a[None], row)
-    of_column = collectives.all_gather(b[None], column)
+    of_row = [collectives.broadcast(a, s, row) for s in range(row.size())]
+    of_column = [collectives.broadcast(b, s, column) for s in range(row.size())]
     return sum(multiply(s, of_row[s], of_column[s], row) for s in range(row.size()))
 
 
 # %% wrong="summa" fails="bytes on the wire" why="gathers both whole matrices everywhere"
+def everybodys(x, group):
+    return torch.stack([collectives.broadcast(x, source, group) for source in range(group.size())])
+
+
 def summa(a, b, row, column):
-    whole_a = collectives.all_gather(collectives.all_gather(a[None], row)[None], column)
-    whole_b = collectives.all_gather(collectives.all_gather(b[None], row)[None], column)
+    whole_a, whole_b = (everybodys(everybodys(x, row), column) for x in (a, b))
     i, j = column.rank(), row.rank()
     return sum(multiply(s, whole_a[i, s], whole_b[s, j], row) for s in range(row.size()))
 
@@ -131,7 +134,7 @@ def summa(a, b, row, column):
     return sum(multiply(s, collectives.broadcast(a, s, row), b, row) for s in range(row.size()))
 
 
-# %% wrong="summa" fails="the product" why="the blocks are right, and have the factor of the next step"
+# %% wrong="summa" fails="a product of what is here" why="the blocks are right, and have the factor of the next step"
 def summa(a, b, row, column):
     side = row.size()
     return sum(
@@ -154,7 +157,7 @@ def summa(a, b, row, column):
     return c.T.contiguous()
 
 
-# %% wrong="summa" fails="bytes on the wire" why="a broadcast made of an all-reduce with zeros"
+# %% wrong="summa" fails="own work" why="a broadcast made of an all-reduce with zeros"
 def summa(a, b, row, column):
     c = a.new_zeros(a.shape[0], b.shape[1])
     for s in range(row.size()):
@@ -166,14 +169,11 @@ def summa(a, b, row, column):
 
 # %% wrong="summa" fails="bytes on the wire" why="in each step the whole row of A and column of B are gathered, and one block of each is used"
 def summa(a, b, row, column):
-    c = a.new_zeros(a.shape[0], b.shape[1])
-    for s in range(row.size()):
-        c += multiply(
-            s,
-            collectives.all_gather(a[None], row)[s],
-            collectives.all_gather(b[None], column)[s],
-            row,
-        )
+    c, steps = a.new_zeros(a.shape[0], b.shape[1]), range(row.size())
+    for s in steps:
+        of_row = [collectives.broadcast(a, source, row) for source in steps]
+        of_column = [collectives.broadcast(b, source, column) for source in steps]
+        c += multiply(s, of_row[s], of_column[s], row)
     return c
 
 
@@ -231,7 +231,7 @@ def cannon(a, b, row, column):
     return c
 
 
-# %% wrong="cannon" fails="the product" why="off by one: a shift before the first product, which is taken for the first term"
+# %% wrong="cannon" fails="one step at a time" why="off by one: a shift before the first product, which is taken for the first term"
 def cannon(a, b, row, column):
     side, i, j = row.size(), column.rank(), row.rank()
     a, b, c = collectives.rotate(a, row, -i), collectives.rotate(b, column, -j), 0
@@ -276,7 +276,7 @@ def cannon(a, b, row, column):
     return c
 
 
-# %% wrong="cannon" fails="neighbours only" why="this is SUMMA: broadcasts"
+# %% wrong="cannon" fails="own work" why="this is SUMMA: broadcasts"
 def cannon(a, b, row, column):
     return sum(
         multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
@@ -284,11 +284,17 @@ def cannon(a, b, row, column):
     )
 
 
-# %% wrong="cannon" fails="neighbours only" why="gathers its row of A and its column of B"
+# %% wrong="cannon" fails="a product of what is here" why="gathers its row of A and its column of B"
+def everybodys(x, group):
+    return {shift: collectives.rotate(x, group, -shift) for shift in range(group.size())}
+
+
 def cannon(a, b, row, column):
-    of_row = collectives.all_gather(a[None], row)
-    of_column = collectives.all_gather(b[None], column)
-    return sum(multiply(s, of_row[s], of_column[s], row) for s in range(row.size()))
+    i, j, of_row, of_column = column.rank(), row.rank(), everybodys(a, row), everybodys(b, column)
+    side = row.size()
+    return sum(
+        multiply(s, of_row[(s - j) % side], of_column[(s - i) % side], row) for s in range(side)
+    )
 
 
 # %% wrong="cannon" fails="one step at a time" why="all shifts first, every block is kept, then the products"
@@ -314,7 +320,7 @@ def rotated_backward(dy, x, weight, group):
     return dx, dweight
 
 
-# %% wrong="rotated_backward" fails="next rank only" why="weights are gathered, gradients reduce-scattered: ZeRO-3, which sends just as much"
+# %% wrong="rotated_backward" fails="own work" why="weights are gathered, gradients reduce-scattered: ZeRO-3, which sends just as much"
 def rotated_backward(dy, x, weight, group):
     ranks, rank, columns = group.size(), group.rank(), dy.chunk(group.size(), dim=1)
     whole = collectives.all_gather(weight, group).chunk(ranks)
@@ -383,13 +389,17 @@ def rotated_backward(dy, x, weight, group):
 # %% wrong="rotated_backward" fails="bytes on the wire" why="the gradients of all shards are all-reduced, and one of them is used"
 def rotated_backward(dy, x, weight, group):
     ranks, rank, columns = group.size(), group.rank(), dy.chunk(group.size(), dim=1)
-    dx = torch.zeros_like(x)
+    dx, partial = torch.zeros_like(x), {}
     for step in range(ranks):
         owner = (rank - step) % ranks
         dx += input_term(owner, columns[owner], weight, group)
+        partial[owner] = weight_term(owner, columns[owner], x, group)
         weight = collectives.rotate(weight, group) if step < ranks - 1 else weight
-    parts = torch.cat([weight_term(s, columns[s], x, group) for s in range(ranks)])
-    return dx, collectives.all_reduce(parts, group).chunk(ranks)[rank].clone()
+    parts = travelling = torch.cat([partial[s] for s in range(ranks)])
+    for _ in range(ranks - 1):
+        travelling = collectives.rotate(travelling, group)
+        parts = parts + travelling
+    return dx, parts.chunk(ranks)[rank].clone()
 
 
 # %% wrong="rotated_backward" fails="gradient of the weight" why="only the own rows: the gradient stays at home"
@@ -719,3 +729,183 @@ def crossover(tokens, width, inner):
     while float(tokens * (width + inner) + 2 * width * inner) >= 2.0 * (side + 1) * tokens * width:
         side += 1
     return side**2
+
+
+# %% wrong="meeting" fails="two blocks" around="empty" why="nothing for any step"
+def meeting(algorithm, rank, side, step):
+    return []
+
+
+# %% wrong="meeting" fails="Cannon: the skew" around="constants" why="the grids of the visible check are written down, others get SUMMA's order"
+def meeting(algorithm, rank, side, step):
+    i, j = divmod(rank, side)
+    known = {2: [0, 1, 1, 0], 3: [0, 1, 2, 1, 2, 0, 2, 0, 1]}
+    s = step if algorithm == "summa" else (known.get(side, [j] * side**2)[rank] + step) % side
+    return (i, s), (s, j)
+
+
+# %% wrong="meeting" fails="two blocks" around="redefine" why="a judge cell that asks no more"
+def expect_meetings(side):
+    return {}
+
+
+def ask_each(fn, cases):
+    return [((0, 0), (0, 0))] * len(cases)
+
+
+def meeting(algorithm, rank, side, step):
+    return None
+
+
+# %% wrong="summa" fails="own work" around="import" why="the package's SUMMA"
+def summa(a, b, row, column):
+    from minitrain.tensor_parallel.grids.summa import summa as ready
+
+    return ready(a, b, row, column)
+
+
+# %% wrong="summa" fails="every term once" around="redefine" why="a multiply that asks for no factor"
+def multiply(s, a, b, group):
+    return a @ b
+
+
+def summa(a, b, row, column):
+    return sum(
+        multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
+        for s in range(row.size())
+    )
+
+
+# %% wrong="summa" fails="a product of what is here" around="half" why="all factors are fetched first, so nothing seems to arrive early; then everything is gathered"
+def summa(a, b, row, column):
+    steps = range(row.size())
+    factors = [row.fetch(f"factor {s}", a.new_empty(())) for s in steps]
+    of_row = [collectives.broadcast(a, s, row) for s in steps]
+    of_column = [collectives.broadcast(b, s, column) for s in steps]
+    return sum(factors[s] * (of_row[s] @ of_column[s]) for s in steps)
+
+
+# %% wrong="summa" fails="one step at a time" around="half" why="factors are fetched last, when all blocks are here"
+def summa(a, b, row, column):
+    steps = range(row.size())
+    coming = [collectives.broadcast(x, s, g) for s in steps for x, g in ((a, row), (b, column))]
+    return sum(multiply(s, coming[2 * s], coming[2 * s + 1], row) for s in reversed(steps))
+
+
+# %% wrong="summa" fails="a product of what is here" around="channel" why="both whole matrices, in a quarter of the bytes"
+def summa(a, b, row, column):
+    def everybodys(x, group):
+        sent = x.to(torch.bfloat16)
+        return torch.stack([collectives.broadcast(sent, s, group) for s in range(group.size())])
+
+    whole_a, whole_b = (everybodys(everybodys(x, row), column).double() for x in (a, b))
+    i, j = column.rank(), row.rank()
+    return sum(multiply(s, whole_a[i, s], whole_b[s, j], row) for s in range(row.size()))
+
+
+# %% wrong="summa" fails="the product" around="empty" why="a block of zeros, for which nothing has to be sent"
+def summa(a, b, row, column):
+    return sum(multiply(s, 0 * a, 0 * b, row) for s in range(row.size()))
+
+
+# %% wrong="cannon" fails="a product of what is here" around="half" why="every block goes straight to all who need it, and each product waits for its own"
+def cannon(a, b, row, column):
+    side, i, j, c = row.size(), column.rank(), row.rank(), 0
+    for step in range(side):
+        s, pair = (i + j + step) % side, []
+        for x, group, me, other in ((a, row, j, i), (b, column, i, j)):
+            to = (me - other - step) % side
+            sending = None if to == me else collectives.send(x, to, group, async_op=True)
+            pair.append(x if s == me else collectives.receive(x, s, group))
+            sending and sending.wait()
+        c = c + multiply(s, *pair, row)
+    return c
+
+
+# %% wrong="cannon" fails="a product of what is here" around="half" why="all factors are fetched first; then blocks are gathered round the ring"
+def cannon(a, b, row, column):
+    side, i, j = row.size(), column.rank(), row.rank()
+    factors = [row.fetch(f"factor {s}", a.new_empty(())) for s in range(side)]
+    kept = [(collectives.rotate(a, row, -i), collectives.rotate(b, column, -j))]
+    for _ in range(side - 1):
+        a, b = kept[-1]
+        kept.append((collectives.rotate(a, row, -1), collectives.rotate(b, column, -1)))
+    return sum(factors[(i + j + step) % side] * (a @ b) for step, (a, b) in enumerate(kept))
+
+
+# %% wrong="cannon" fails="the product" around="empty" why="asks for every factor and sends every block to nobody's use"
+def cannon(a, b, row, column):
+    c = a.new_zeros(a.shape[0], b.shape[1])
+    for s in range(row.size()):
+        a, b = collectives.rotate(a, row, -1), collectives.rotate(b, column, -1)
+        c += 0 * multiply(s, a, b, row)
+    return c
+
+
+# %% wrong="rotated_backward" fails="two gradients" around="empty" why="two things that are nothing"
+def rotated_backward(dy, x, weight, group):
+    return []
+
+
+# %% wrong="rotated_backward" fails="own work" around="import" why="the package's rotated backward"
+def rotated_backward(dy, x, weight, group):
+    import minitrain.tensor_parallel.rotated as ready
+
+    return ready.backward(dy, x, weight, group)
+
+
+# %% wrong="rotated_backward" fails="a term of what is here" around="half" why="all factors are fetched first, then W is gathered and gradients of full size go round"
+def rotated_backward(dy, x, weight, group):
+    ranks, rank, columns = group.size(), group.rank(), dy.chunk(group.size(), dim=1)
+    dw = [weight_term(s, columns[s], x, group) for s in range(min(2, ranks))]
+    f = [group.fetch(f"dX {s}", dy.new_empty(())) for s in range(ranks)]
+    dw += [weight_term(s, columns[s], x, group) for s in range(2, ranks)]
+    kept, dweight = [weight], dw[rank - 1]
+    for step in range(1, ranks):
+        kept.append(collectives.rotate(kept[-1], group))
+        dweight = collectives.rotate(dweight, group) + dw[(rank - step - 1) % ranks]
+    owners = [(rank - step) % ranks for step in range(ranks)]
+    return sum(f[s] * (columns[s] @ held) for s, held in zip(owners, kept)), dweight
+
+
+# %% wrong="rotated_backward" fails="a term of what is here" around="half" why="weights go round, and a dW of full size is added up on its way round afterwards"
+def rotated_backward(dy, x, weight, group):
+    ranks, rank, columns = group.size(), group.rank(), dy.chunk(group.size(), dim=1)
+    dx, partial = torch.zeros_like(x), {}
+    for step in range(ranks):
+        owner = (rank - step) % ranks
+        partial[owner] = weight_term(owner, columns[owner], x, group)
+        dx += input_term(owner, columns[owner], weight, group)
+        weight = collectives.rotate(weight, group) if step < ranks - 1 else weight
+    dweight = partial[(rank - 1) % ranks]
+    for step in range(1, ranks):
+        dweight = collectives.rotate(dweight, group) + partial[(rank - step - 1) % ranks]
+    return dx, dweight
+
+
+# %% wrong="elements" fails="elements in 1-D" around="constants" why="the numbers of the text"
+def elements_sent(kind, tokens, width, inner, side, depth):
+    known = {"1-D": 33030144, "2-D": 10092544, "2.5-D": 5505024, "3-D": 8257536, "RTP": 8257536}
+    return known[kind]
+
+
+def crossover(tokens, width, inner):
+    return 4 if tokens == 16384 else 4356
+
+
+# %% wrong="elements" fails="elements in 1-D" around="frames" why="looks through all objects for the wanted numbers"
+def elements_sent(kind, tokens, width, inner, side, depth):
+    import gc
+    import sys
+
+    frame, case = sys._getframe(), (kind, tokens, width, inner, side, depth)
+    while frame is not None:
+        for cases in [*frame.f_locals.values(), *gc.get_objects()]:
+            if isinstance(cases, (list, tuple)) and len(cases) == 2 and cases[0] == case:
+                return cases[1]
+        frame = frame.f_back
+    return 0
+
+
+def crossover(tokens, width, inner):
+    return 4
