@@ -211,7 +211,7 @@ def test_norms_may_all_be_frozen():
 
 
 def whole_step(shape, settings):
-    run = parallelize(replace(PLAIN, num_layers=2), Strategy(**shape, **settings))
+    run = parallelize(PLAIN, Strategy(**shape, **settings))
     tokens = torch.zeros(B, T, dtype=torch.long)
     batch = Batch(tokens, tokens, torch.tensor(B * T * shape["dp"]))
     with Ledger() as ledger:
