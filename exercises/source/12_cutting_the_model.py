@@ -559,9 +559,9 @@ expect_kept(
     ([5, 5], [4, 4], 4, 0, 8, 8, 10),
 )
 print("the visible checks pass")
-
-
 ### BEGIN HIDDEN TESTS
+
+
 def alike(p, s, m, units):
     """Units that are all alike: only how many fit is the question."""
     n, size, time, fit = (
