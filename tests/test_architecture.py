@@ -65,6 +65,7 @@ NO_TORCH = (
     "pipeline.simulate",
     "pipeline.lower",
 )
+ALONE = PACKAGE / "course" / "grading" / "inside"  # runs where an answer does, and there is no minitrain
 DOOR = {"collectives", "launch", "sharding", "mesh", "course"}  # may speak to torch.distributed themselves
 
 
@@ -83,9 +84,13 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno} uses a relative import; write the whole name"
-            inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= inside & MODULES.keys() | ({node.module} if inside - MODULES.keys() else set())
+            where = f"{path}:{node.lineno} uses a relative import; write the whole name"
+            assert node.level == 0 or path.parent == ALONE, where
+            module = node.module or ""
+            if node.level:
+                module = f"{name_of(ALONE)}.{module}".rstrip(".")
+            inside = {f"{module}.{alias.name}" for alias in node.names}
+            names |= inside & MODULES.keys() | ({module} if inside - MODULES.keys() else set())
     return names
 
 
@@ -181,7 +186,7 @@ def private_names(source: str, ours: set[str]) -> set[str]:
     texts = [node for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)]
     docs = {id(node.body[0].value) for node in texts}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("torch"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             found |= {name for alias in node.names if PRIVATE.search(name := f"{node.module}.{alias.name}")}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if PRIVATE.search(alias.name)}
@@ -203,6 +208,7 @@ def test_only_torch_private_names_what_torch_does_not_document():
     }
     found = {name: private_names(path.read_text(), ours) for name, path in MODULES.items()}
     assert found.pop("minitrain.torch_private"), "it names nothing, so nothing would be found elsewhere"
+    assert found.pop(f"{name_of(ALONE)}.rank"), "what it takes away from an answer, it must name"
     assert not any(found.values()), {name: names for name, names in found.items() if names}
     planted = "import torch._dynamo\nfrom torch._C import x\nfrom torch.utils import _pytree\ny._cdata\nz = 'torch._C'"
     assert len(private_names(planted, ours)) == 5

@@ -8,11 +8,13 @@
 #
 #     minitrain grade 04
 #
-# The grader runs the same checks and hidden ones with other sizes, other numbers of ranks and other values. Three rules:
+# The grader runs the same checks and hidden ones with other sizes, other numbers of ranks and other values. A result counts only together
+# with what makes it ZeRO: the bytes on the network, and what each rank holds. Three rules:
 #
 # - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
 # - A function that runs on ranks gets its `group`: `group.rank()` says who you are, `group.size()` how many you are.
-# - Between ranks there is a network and nothing else; `minitrain.collectives` is the door to it.
+# - Between ranks there is a network and nothing else. Here `collectives` has `send`, `receive`, `barrier`, `all_reduce`, `all_gather` and
+#   `reduce_scatter`; `async_op=True` returns a handle, whose `wait()` returns the result.
 #
 # N is the number of ranks in the group, Ψ the number of parameters, as in Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 5).
 # What FSDP adds to it (flat parameters, gather and free, hybrid sharding) is in Zhao et al. 2023 (arXiv:2304.11277, section 3).
@@ -23,8 +25,11 @@ import math
 import torch
 
 from minitrain import collectives
+
+# %% judge="tools"
 from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
 
+COLLECTIVES = "all_reduce all_gather reduce_scatter"  # what the ranks of this chapter have
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 
 # %% [markdown]
@@ -56,10 +61,10 @@ def partition(numels, ranks):
     ### END SOLUTION
 
 
-# %% given="expect_partition"
-def expect_partition(answer, numels, ranks):
+# %% judge="expect_partition"
+def expect_partition(numels, ranks):
     """Ask for the partition, and look at it property by property."""
-    said, total = ask(answer, numels, ranks), sum(numels)
+    said, total = ask(partition, numels, ranks), sum(numels)
     expect(
         isinstance(said, (list, tuple)) and len(said) == 2,
         "padded size",
@@ -114,19 +119,15 @@ def expect_partition(answer, numels, ranks):
 
 # %% check="partition-all" points=1
 # Every element is in exactly one shard, shards are equal, and padding is at the end.
-expect_partition(partition, [4, 2], 2)
-expect_partition(partition, [5, 3], 3)
-expect_partition(partition, [1], 4)
+expect_partition([4, 2], 2)
+expect_partition([5, 3], 3)
+expect_partition([1], 4)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for _ in range(4):
-    expect_partition(
-        partition, [draw.integer(1, 40) for _ in range(draw.integer(1, 9))], draw.integer(2, 7)
-    )
-expect_partition(
-    partition, [draw.integer(1, 3), draw.integer(50, 90), draw.integer(1, 3)], draw.integer(4, 7)
-)
-expect_partition(partition, [draw.integer(1, 9) for _ in range(3)], 1)
+    expect_partition([draw.integer(1, 40) for _ in range(draw.integer(1, 9))], draw.integer(2, 7))
+expect_partition([draw.integer(1, 3), draw.integer(50, 90), draw.integer(1, 3)], draw.integer(4, 7))
+expect_partition([draw.integer(1, 9) for _ in range(3)], 1)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -149,109 +150,79 @@ def reduce_scatter_gradients(grads, group):
     ### END SOLUTION
 
 
-# %% given="gradients"
-def gradients_of(draw, ranks, shapes):
+# %% judge="expect_shards"
+def gradients_of(ranks, shapes):
     """Gradients of these shapes, other values on each rank."""
     return [[draw.exact(*shape) for shape in shapes] for _ in range(ranks)]
 
 
-def shards_of_sum(grads):
-    """What the ranks have to return, from the gradients of all of them."""
+def expect_shards(grads, property, hint):
+    """Run the answer; rank r returns shard r of the sum, and no more than N-1 shards leave a rank."""
+    outcome, ranks = (
+        run_on_ranks(
+            reduce_scatter_gradients, [(of_rank,) for of_rank in grads], collectives=COLLECTIVES
+        ),
+        len(grads),
+    )
     total = torch.cat([sum(same).flatten() for same in zip(*grads)])
-    padded = total.new_zeros(math.ceil(total.numel() / len(grads)) * len(grads))
+    padded = total.new_zeros(math.ceil(total.numel() / ranks) * ranks)
     padded[: total.numel()] = total
-    return list(padded.chunk(len(grads)))
+    shards = list(padded.chunk(ranks))
+    expect_equal(outcome.results, shards, property, hint)
+    expect(
+        max(outcome.sent_bytes) <= (ranks - 1) * shards[0].nbytes,
+        "bytes on the wire",
+        "only the part of another rank has to leave this one; who needs the rest of the sum?",
+    )
 
 
 # %% check="reduce_scatter_gradients-sum" points=1
-# Rank r returns shard r of the sum, whether sizes divide or not.
+# Rank r returns shard r of the sum, for half the bytes of an all-reduce.
 grads = [
     [torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0]])],
     [torch.tensor([10.0, 20.0]), torch.tensor([[30.0, 40.0]])],
 ]
-outcome = run_on_ranks(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
-expect_equal(
-    outcome.results,
-    shards_of_sum(grads),
-    "shard of the sum",
-    "rank r returns the r-th part of the flat sum; a sum, no mean",
+expect_shards(
+    grads, "shard of the sum", "rank r returns the r-th part of the flat sum; a sum, no mean"
 )
-grads = [
-    [torch.tensor([1.0, 2.0]), torch.tensor([3.0])],
-    [torch.tensor([10.0, 20.0]), torch.tensor([30.0])],
-]
-outcome = run_on_ranks(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
-expect_equal(
-    outcome.results,
-    shards_of_sum(grads),
+expect_shards(gradients_of(4, [[20, 10], [8]]), "shard of the sum", "the same on four ranks")
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for ranks in (2, 3, draw.integer(4, 5)):
+    shapes = [[draw.integer(1, 5), draw.integer(1, 6)], [draw.integer(1, 9)], [2, 1, 3]]
+    shapes += [[ranks - sum(map(math.prod, shapes)) % ranks]]
+    expect_shards(
+        gradients_of(ranks, shapes),
+        "shard of the sum",
+        "for every number of ranks; a parameter may straddle ranks",
+    )
+### END HIDDEN TESTS
+
+# %% check="reduce_scatter_gradients-padding" points=1
+# The same where sizes do not divide.
+expect_shards(
+    [
+        [torch.tensor([1.0, 2.0]), torch.tensor([3.0])],
+        [torch.tensor([10.0, 20.0]), torch.tensor([30.0])],
+    ],
     "sizes that do not divide",
     "three elements on two ranks: where does the padding go?",
 )
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for ranks in (2, 3, 4):
-    shapes = [
-        [draw.integer(1, 5), draw.integer(1, 6)],
-        [draw.integer(1, 9)],
-        [2, 1, draw.integer(1, 4)],
-    ]
-    shapes += [[ranks - sum(map(math.prod, shapes)) % ranks]]
-    grads = gradients_of(draw, ranks, shapes)
-    outcome = run_on_ranks(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
-    expect_equal(
-        outcome.results,
-        shards_of_sum(grads),
-        "shard of the sum",
-        "for every number of ranks; a parameter may straddle ranks",
-    )
-    grads = gradients_of(draw, ranks, [*shapes, [draw.integer(1, ranks - 1)]])
-    outcome = run_on_ranks(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
-    expect_equal(
-        outcome.results,
-        shards_of_sum(grads),
+for ranks in (2, 3, draw.integer(4, 5)):
+    shapes = [[draw.integer(1, 9), draw.integer(1, 9)], [draw.integer(1, 9)], [1]]
+    shapes += [[ranks - sum(map(math.prod, shapes)) % ranks + draw.integer(1, ranks - 1)]]
+    expect_shards(
+        gradients_of(ranks, shapes),
         "sizes that do not divide",
         "one flat buffer, padded once, at its end, with zeros",
     )
-### END HIDDEN TESTS
-
-# %% check="reduce_scatter_gradients-bytes" points=1
-# Each rank sends (N-1)/N of the padded gradient.
-grads = [[torch.full((20, 10), 1.0 + rank), torch.full((8,), 2.0)] for rank in range(4)]
-outcome = run_on_ranks(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
-expect_equal(
-    outcome.results,
-    shards_of_sum(grads),
-    "shard of the sum",
-    "first let the sum be right, then count",
+expect_shards(
+    gradients_of(5, [[1], [draw.integer(1, 2)]]),
+    "sizes that do not divide",
+    "there may be fewer elements than ranks",
 )
-expect(
-    max(outcome.sent_bytes) <= 3 * 52 * 4,
-    "bytes on the wire",
-    "only the part of another rank has to leave this one; who needs the rest of the sum?",
-)
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-for ranks in (2, draw.integer(3, 4)):
-    grads = gradients_of(
-        draw,
-        ranks,
-        [
-            [draw.integer(1, 9), draw.integer(1, 9)],
-            [draw.integer(1, 9)],
-            [1],
-            [draw.integer(20, 40)],
-        ],
-    )
-    outcome = run_on_ranks(reduce_scatter_gradients, [(of_rank,) for of_rank in grads])
-    shards = shards_of_sum(grads)
-    expect_equal(
-        outcome.results, shards, "shard of the sum", "first let the sum be right, then count"
-    )
-    expect(
-        max(outcome.sent_bytes) <= (ranks - 1) * shards[0].nbytes,
-        "bytes on the wire",
-        "N-1 shards leave each rank, for every number of ranks and every size",
-    )
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -265,29 +236,14 @@ for ranks in (2, draw.integer(3, 4)):
 # `state` is a dict, empty before the first step. What you put into it comes back at the next step, and nothing else does: the next step runs
 # in another process. Let it hold `state["momentum"]` of shape [P/N] and nothing more. Update the tensors of `params` in place.
 #
-# Graded: all ranks end with the parameters of one process, in every step; the state is 1/N; each rank sends 2·Ψ·(N-1)/N elements, with P in
-# place of Ψ where padding is needed. That is what an all-reduce sends: the memory is saved at no extra traffic.
+# Graded, all three together: all ranks end with the parameters of one process, in every step; the state is 1/N; each rank sends at most
+# 2·Ψ·(N-1)/N elements, with P in place of Ψ where padding is needed. That is what an all-reduce sends: the memory is saved at no extra traffic.
 #
 # One parameter of two elements, `[1, 1]`, two ranks, lr = 0.25, gradients `[1, 2]` and `[3, 2]`: rank 0 keeps m = `[4]`, rank 1 m = `[4]`,
 # both end with θ = `[0, 0]`.
 
-# %% given="one_process"
-MOMENTUM, LR = 0.5, 0.25
-
-
-def one_process(params, grads_of_steps):
-    """The parameters after each step, when one process has the gradients of all ranks: grads_of_steps[step][rank][i]."""
-    params, momenta, after = (
-        [param.clone() for param in params],
-        [torch.zeros_like(param) for param in params],
-        [],
-    )
-    for grads in grads_of_steps:
-        for i, same in enumerate(zip(*grads)):
-            momenta[i] = MOMENTUM * momenta[i] + sum(same)
-            params[i] = params[i] - LR * momenta[i]
-        after.append(list(params))
-    return after
+# %% given="momentum"
+MOMENTUM = 0.5
 
 
 # %% answer="zero1_step"
@@ -308,131 +264,80 @@ def zero1_step(params, grads, state, group, lr):
     ### END SOLUTION
 
 
-# %% given="train"
+# %% driver="step_on_a_rank"
 def step_on_a_rank(params, grads, state, lr, group):
     zero1_step(list(params), grads, state, group, lr)
     return params, state  # the tensors of before
 
 
-def train(draw, ranks, shapes, steps):
-    """Steps on ranks, each in new processes. Returns (the outcomes, the parameters of one process after each step)."""
+# %% judge="expect_steps"
+def expect_steps(ranks, shapes, steps, lr=0.25):
+    """Steps in new processes each: the parameters of one process, a shard of the state, the bytes of an all-reduce."""
     params = [draw.exact(*shape) for shape in shapes]
-    grads = [[[draw.exact(*shape) for shape in shapes] for _ in range(ranks)] for _ in range(steps)]
-    held, outcomes = [(params, {})] * ranks, []
-    for of_step in grads:
-        outcomes.append(
-            run_on_ranks(
-                step_on_a_rank,
-                [(held[rank][0], of_step[rank], held[rank][1], LR) for rank in range(ranks)],
+    momenta = [torch.zeros_like(param) for param in params]
+    shard = math.ceil(sum(map(math.prod, shapes)) / ranks)
+    held = [(params, {})] * ranks
+    for step in range(steps):
+        grads = gradients_of(ranks, shapes)
+        inputs = [(params_, grads[rank], state, lr) for rank, (params_, state) in enumerate(held)]
+        outcome = run_on_ranks(step_on_a_rank, inputs, collectives=COLLECTIVES)
+        for i, same in enumerate(zip(*grads)):  # what one process does with the gradients of all
+            momenta[i] = MOMENTUM * momenta[i] + sum(same)
+            params[i] = params[i] - lr * momenta[i]
+        held = outcome.results
+        for rank, (params_, state) in enumerate(held):
+            property, hint = (
+                ("every step", "the first step is right, a later one is not; what must live on?")
+                if step
+                else ("equals one process", "who updates which part, and who gets it?")
             )
+            where = f"{hint} (seen at rank {rank})"
+            expect_equal(params_, params, property, where, atol=1e-12)  # numbers below 256
+            expect(
+                isinstance(state, dict) and list(state) == ["momentum"],
+                "state is a shard",
+                'state["momentum"] and nothing else is kept',
+            )
+            expect_equal(
+                torch.zeros_like(state["momentum"]),
+                torch.zeros(shard, dtype=params[0].dtype),
+                "state is a shard",
+                "the momentum of this rank's shard, flat; which elements does this rank update?",
+            )
+        expect(
+            max(outcome.sent_bytes) <= 2 * (ranks - 1) * shard * 8,
+            "bytes on the wire",
+            "each part of the gradient goes to the one rank that needs it, "
+            "each part of the parameters comes from the rank that has it",
         )
-        held = outcomes[-1].results
-    return outcomes, one_process(params, grads)
 
 
-def expect_params(outcomes, wanted):
-    for step, outcome in enumerate(outcomes):
-        for rank, (params, _) in enumerate(outcome.results):
-            if step == 0:
-                expect_equal(
-                    list(params),
-                    wanted[0],
-                    "equals one process",
-                    f"the parameters on rank {rank}; who updates which part, and who gets it?",
-                )
-            else:
-                expect_equal(
-                    list(params),
-                    wanted[step],
-                    "every step",
-                    f"the first step is right, a later one is not (rank {rank}); what must live on?",
-                )
+# %% check="zero1_step-two" points=1
+# Two ranks: the parameters of one process, half of the state, the bytes of an all-reduce.
+expect_steps(2, [[2, 3], [4]], 2)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+expect_steps(2, [[draw.integer(1, 6), 2], [draw.integer(1, 7), 2, 1]], 2)
+### END HIDDEN TESTS
 
+# %% check="zero1_step-any" points=1
+# The same on any number of ranks, in every step.
+expect_steps(3, [[4, 3], [6]], 2)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+ranks = draw.integer(3, 5)
+expect_steps(ranks, [[draw.integer(1, 5), ranks], [1], [draw.integer(1, 7) * ranks - 1]], 3)
+### END HIDDEN TESTS
 
-def padded_size(shapes, ranks):
-    return math.ceil(sum(math.prod(shape) for shape in shapes) / ranks) * ranks
-
-
-def size_of(value):
-    """Elements of all tensors and other things in a state, however deep."""
-    if isinstance(value, torch.Tensor):
-        return value.numel()
-    if isinstance(value, dict):
-        return sum(size_of(entry) for entry in value.values())
-    if isinstance(value, (list, tuple)):
-        return sum(size_of(entry) for entry in value)
-    return len(value) if isinstance(value, str) else 1
-
-
-# %% check="zero1_step-equal" points=1
-# All ranks end with the parameters of one process, in every step.
-outcomes, wanted = train(draw, 2, [[2, 3], [4]], 2)
-expect_params(outcomes, wanted)
+# %% check="zero1_step-padding" points=1
+# The same where sizes do not divide.
+expect_steps(2, [[2, 2], [3]], 2)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (2, draw.integer(3, 4)):
-    shapes = [
-        [draw.integer(1, 5), draw.integer(1, 5)],
-        [draw.integer(1, 7)],
-        [1],
-        [draw.integer(1, 4), 2],
-    ]
-    outcomes, wanted = train(draw, ranks, shapes, 3)
-    expect_params(outcomes, wanted)
-### END HIDDEN TESTS
-
-
-# %% check="zero1_step-state" points=1
-# Each rank keeps 1/N of the optimizer state.
-def expect_shard_of_state(ranks, shapes):
-    outcomes, wanted = train(draw, ranks, shapes, 2)
-    expect_params(outcomes, wanted)
-    shard = padded_size(shapes, ranks) // ranks
-    for outcome in outcomes:
-        for _, state in outcome.results:
-            expect(
-                size_of(state) <= shard,
-                "state is a shard",
-                "more is kept than the momentum of this rank's shard; which elements does this rank update?",
-            )
-            expect(
-                isinstance(state.get("momentum"), torch.Tensor)
-                and state["momentum"].shape == (shard,),
-                "state is a shard",
-                'state["momentum"] is flat and as long as the shard',
-            )
-
-
-expect_shard_of_state(2, [[4, 3], [4]])
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-expect_shard_of_state(
-    draw.integer(3, 4),
-    [[draw.integer(3, 6), draw.integer(3, 6)], [draw.integer(1, 9)], [draw.integer(1, 9)]],
-)
-### END HIDDEN TESTS
-
-
-# %% check="zero1_step-bytes" points=1
-# A step sends what an all-reduce sends.
-def expect_bytes_of_step(ranks, shapes):
-    outcomes, wanted = train(draw, ranks, shapes, 2)
-    expect_params(outcomes, wanted)
-    most = 2 * (ranks - 1) * padded_size(shapes, ranks) // ranks * 8
-    for outcome in outcomes:
-        expect(
-            max(outcome.sent_bytes) <= most,
-            "bytes on the wire",
-            "each part of the gradient goes to the one rank that needs it, each part of the parameters comes from the rank that has it",
-        )
-
-
-expect_bytes_of_step(2, [[4, 3], [4]])
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-expect_bytes_of_step(
-    draw.integer(3, 4), [[draw.integer(3, 9), draw.integer(3, 9)], [1], [draw.integer(1, 9)], [1]]
-)
+    shapes = [[draw.integer(1, 5), draw.integer(1, 5)], [draw.integer(1, 7)], [1]]
+    more = ranks - sum(map(math.prod, shapes)) % ranks + draw.integer(1, ranks - 1)
+    expect_steps(ranks, [*shapes, [more]], 2)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -471,121 +376,114 @@ def gathered_forward(x, shards, shapes, group):
     ### END SOLUTION
 
 
-# %% given="forward"
-def whole_numbers(draw, *shape):
-    """From -4 to 4: products of a few layers are exact in float64, in every order."""
-    return (draw.exact(*shape) * 16).remainder(9) - 4
-
-
-def forward_of(answer, draw, ranks, widths):
-    """Run the answer on layers from each width to the next, other rows on each rank. Returns (outcome, bytes of each shard)."""
-    shapes = [[wide, narrow] for narrow, wide in zip(widths, widths[1:])]
-    weights, biases = (
-        [whole_numbers(draw, *shape) for shape in shapes],
-        [whole_numbers(draw, shape[0]) for shape in shapes],
-    )
-    shards = []
-    for weight in weights:
-        padded = torch.full(
-            (math.ceil(weight.numel() / ranks) * ranks,), 7.0, dtype=weight.dtype
-        )  # padding may be anything
-        padded[: weight.numel()] = weight.flatten()
-        shards.append(padded.chunk(ranks))
-    rows = [whole_numbers(draw, draw.integer(1, 3), widths[0]) for _ in range(ranks)]
-    outcome = run_on_ranks(
-        answer,
-        [(rows[rank], [of_layer[rank] for of_layer in shards], shapes) for rank in range(ranks)],
-        secrets=[{f"layer {layer}": bias for layer, bias in enumerate(biases)}] * ranks,
-    )
-    for rank, x in enumerate(rows):
-        for weight, bias in zip(weights, biases):
-            x = torch.relu(x @ weight.T + bias)
-        expect_equal(
-            outcome.results[rank],
-            x,
-            "equals one process",
-            f"the output on rank {rank}; is the weight whole, in its shape, without padding?",
+# %% judge="expect_forward"
+def expect_in_turn(outcome, shard_bytes):
+    """When a layer is computed, this rank's shards up to it have left, the next one may have, no other."""
+    for rank in range(len(outcome.results)):
+        sent, layers = 0, []
+        most = [
+            (len(outcome.results) - 1) * sum(shard_bytes[:n]) for n in range(len(shard_bytes) + 2)
+        ]
+        expect(
+            outcome.sent_bytes[rank] <= most[-1],
+            "bytes on the wire",
+            "each rank sends its shard of a layer to each other rank once; "
+            "nothing is added up, and nothing is gathered twice",
         )
-    return outcome, [of_layer[0].nbytes for of_layer in shards]
-
-
-# %% check="gathered_forward-result" points=1
-# The output is right, for the bytes of one all-gather per layer.
-def expect_one_gather_a_layer(ranks, widths):
-    outcome, shard_bytes = forward_of(gathered_forward, draw, ranks, widths)
-    expect(
-        max(outcome.sent_bytes) <= (ranks - 1) * sum(shard_bytes),
-        "bytes on the wire",
-        "each rank sends its shard of a layer to each other rank once; nothing is added up, and nothing is gathered twice",
-    )
-
-
-expect_one_gather_a_layer(2, [3, 5, 3])
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-for ranks in (2, draw.integer(3, 4)):
-    expect_one_gather_a_layer(ranks, [draw.integer(2, 7) for _ in range(draw.integer(4, 5))])
-### END HIDDEN TESTS
-
-# %% [markdown]
-# The many layers of the next check are made on the ranks, so that they need not travel. All elements of a weight are equal.
-
-
-# %% given="many"
-def forward_of_many_layers(values, width, group):
-    """Layer i is [width, width], and every element of its weight is values[i] / width."""
-    shards = [
-        torch.full((width * width // group.size(),), value / width, dtype=torch.float64)
-        for value in values
-    ]
-    return gathered_forward(
-        torch.ones(1, width, dtype=torch.float64), shards, [[width, width]] * len(values), group
-    )
-
-
-def expect_little_memory(values, width=512):
-    """48 layers of 2.1 MB on two ranks. Beside its shards a rank may take 60 MB: whole, they are 101 MB."""
-    biases = {
-        f"layer {layer}": torch.zeros(width, dtype=torch.float64) for layer in range(len(values))
-    }
-    outcome = run_on_ranks(
-        forward_of_many_layers,
-        [(values, width)] * 2,
-        secrets=[biases] * 2,
-        budget_bytes=len(values) * width**2 * 8 // 2 + 60_000_000,
-    )
-    expect_equal(
-        outcome.results,
-        [torch.full((1, width), math.prod(values), dtype=torch.float64)] * 2,
-        "equals one process",
-        "first let the output be right",
-    )
-
-
-# %% check="gathered_forward-live" points=1
-# At most one whole weight is alive, two with prefetch.
-def expect_one_layer_at_a_time(ranks, widths):
-    outcome, shard_bytes = forward_of(gathered_forward, draw, ranks, widths)
-    for rank in range(ranks):
-        sent = 0
         for event in outcome.events:
             if event.rank == rank and event.kind == "send":
                 sent += event.bytes
             elif event.rank == rank and event.kind == "fetch":
-                layer = int(event.name.split()[1])
+                layers.append(int(event.name.split()[1]))
                 expect(
-                    sent <= (ranks - 1) * sum(shard_bytes[: layer + 2]),
+                    sent <= most[layers[-1] + 2],
                     "one layer at a time",
-                    "a layer was computed when more had been gathered than it and the next one; who needs them so early?",
+                    "a layer was computed when more had been gathered than it and the next one; "
+                    "who needs them so early?",
                 )
+                expect(
+                    sent >= most[layers[-1] + 1],
+                    "one layer at a time",
+                    "a layer was computed before the other ranks had this rank's shard of it",
+                )
+        expect(
+            layers == list(range(len(shard_bytes))),
+            "one layer at a time",
+            "compute is called once for each layer, in order",
+        )
 
 
-expect_one_layer_at_a_time(2, [3, 4, 3, 4, 3])
-expect_little_memory([draw.choice([0.5, 1.0, 2.0]) for _ in range(48)])
+def expect_forward(ranks, widths):
+    """Layers from each width to the next, other rows on each rank: the output of one process, gathered in turn."""
+    shapes = [[wide, narrow] for narrow, wide in zip(widths, widths[1:])]
+    weights = [draw.real(*shape).abs() / shape[1] for shape in shapes]  # no relu hides a mistake
+    biases = [draw.real(wide).abs() for wide in widths[1:]]
+    shards = []
+    for weight in weights:
+        padded = weight.new_full(
+            (math.ceil(weight.numel() / ranks) * ranks,), 7.0
+        )  # may be anything
+        padded[: weight.numel()] = weight.flatten()
+        shards.append(padded.chunk(ranks))
+    rows = [draw.real(draw.integer(1, 3), widths[0]).abs() for _ in range(ranks)]
+    outcome = run_on_ranks(
+        gathered_forward,
+        [(rows[rank], [of_layer[rank] for of_layer in shards], shapes) for rank in range(ranks)],
+        secrets=[{f"layer {layer}": bias for layer, bias in enumerate(biases)}] * ranks,
+        collectives=COLLECTIVES,
+    )
+    for weight, bias in zip(weights, biases):
+        rows = [torch.relu(x @ weight.T + bias) for x in rows]
+    expect_equal(
+        outcome.results,
+        rows,
+        "equals one process",
+        "is the weight whole, in its shape, without padding?",
+        atol=1e-12,
+    )
+    expect_in_turn(outcome, [of_layer[0].nbytes for of_layer in shards])
+
+
+# %% check="gathered_forward-result" points=1
+# The output is right, for one all-gather per layer, when its turn comes.
+expect_forward(2, [3, 5, 3])
+expect_forward(2, [3, 4, 3, 4, 3])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_one_layer_at_a_time(draw.integer(3, 4), [draw.integer(3, 7) for _ in range(6)])
+for ranks in (2, draw.integer(3, 4)):
+    expect_forward(ranks, [draw.integer(2, 7) for _ in range(draw.integer(4, 6))])
 ### END HIDDEN TESTS
+
+# %% [markdown]
+# The many layers of the next check are made on the ranks, so that they need not travel. The elements of a shard are equal.
+
+
+# %% driver="forward_of_many_layers"
+def forward_of_many_layers(values, width, group):
+    """Layer i is [width, width]; every element of this rank's shard of its weight is values[i] / width."""
+    numel = width * width // group.size()
+    shards = [torch.full((numel,), value / width, dtype=torch.float64) for value in values]
+    x = torch.ones(1, width, dtype=torch.float64)
+    return gathered_forward(x, shards, [[width, width]] * len(values), group)
+
+
+# %% check="gathered_forward-live" points=1
+# At most one whole weight is alive, two with prefetch.
+# 48 layers of 2.1 MB on two ranks; beside its shards a rank may take 60 MB.
+layers, width = 48, 512
+scales, x = [draw.choice([0.5, 1.0, 2.0]) for _ in range(layers)], torch.ones(1, width).double()
+for scale in scales:  # a layer's rows are 0.5 scale / width on rank 0, 1.5 scale / width on rank 1
+    x = x.mean() * scale * torch.tensor([[0.5, 1.5]]).double().repeat_interleave(width // 2, 1)
+outcome = run_on_ranks(
+    forward_of_many_layers,
+    [([half * scale for scale in scales], width) for half in (0.5, 1.5)],
+    secrets=[{f"layer {layer}": torch.zeros(width).double() for layer in range(layers)}] * 2,
+    budget_bytes=layers * width**2 * 8 // 2 + 60_000_000,
+    collectives=COLLECTIVES,
+)
+expect_equal(outcome.results, [x] * 2, "equals one process", "first let the output be right")
+expect_in_turn(outcome, [width**2 * 8 // 2] * layers)
+print("the visible checks pass")
 
 # %% [markdown]
 # ## 5. Bytes of the model states (1 point)
@@ -612,12 +510,12 @@ def model_state_bytes(parameters, ranks, stage):
     ### END SOLUTION
 
 
-# %% given="expect_states"
+# %% judge="expect_states"
 KINDS = ["parameters", "gradients", "optimizer state"]
 
 
-def states_of(answer, parameters, ranks, stage):
-    said = ask(answer, parameters, ranks, stage)
+def states_of(parameters, ranks, stage):
+    said = ask(model_state_bytes, parameters, ranks, stage)
     expect(
         isinstance(said, dict) and sorted(said) == sorted(KINDS),
         "bytes of each kind",
@@ -634,14 +532,14 @@ def states_of(answer, parameters, ranks, stage):
 # %% check="model_state_bytes-all" points=1
 # The bytes of each kind in all four stages, to the byte.
 for stage, gigabytes in enumerate([120, 31.4, 16.6, 1.9]):
-    said = states_of(model_state_bytes, 7_500_000_000, 64, stage)
+    said = states_of(7_500_000_000, 64, stage)
     expect(
         abs(sum(said) / 1e9 - gigabytes) < 0.06,
         "bytes of each kind",
         f"stage {stage}: which kinds are sharded, and which are on every rank?",
     )
 expect_equal(
-    states_of(model_state_bytes, 1000, 4, 1),
+    states_of(1000, 4, 1),
     [2000, 2000, 3000],
     "bytes of each kind",
     "how many bytes has each kind per parameter?",
@@ -653,7 +551,7 @@ for stage in range(4):
     cut = [ranks if stage >= first else 1 for first in (3, 2, 1)]
     numel = draw.integer(1, 10**6)
     expect_equal(
-        states_of(model_state_bytes, ranks * numel, ranks, stage),
+        states_of(ranks * numel, ranks, stage),
         [each * ranks // n * numel for each, n in zip((2, 2, 12), cut)],
         "bytes of each kind",
         f"stage {stage}: which kinds are sharded, and which are on every rank?",
@@ -664,14 +562,14 @@ for stage in range(4):
             for each, n in zip((2, 2, 12), cut)
         ]
         expect_equal(
-            states_of(model_state_bytes, ranks * numel + more, ranks, stage),
+            states_of(ranks * numel + more, ranks, stage),
             wanted,
             "padding",
             f"stage {stage}: the ranks do not divide the parameters; what is padded, and what is not?",
         )
 numel, ranks = 16 * draw.integer(10**16, 10**16 + 10**6) + 7, draw.integer(2, 64)
 expect_equal(
-    states_of(model_state_bytes, numel * ranks + 1, ranks, 3),
+    states_of(numel * ranks + 1, ranks, 3),
     [2 * numel + 2, 2 * numel + 2, 12 * numel + 12],
     "exact",
     "a float has 53 bits; does every number here fit?",
@@ -709,7 +607,7 @@ def choose_shard_factor(parameters, ranks, per_node, limit_bytes):
     ### END SOLUTION
 
 
-# %% given="refusal"
+# %% driver="refusal"
 def refusal(*arguments):
     """The message of the ValueError that choose_shard_factor raises, None if it raises none."""
     try:
@@ -718,6 +616,7 @@ def refusal(*arguments):
         return str(error)
 
 
+# %% judge="expect_refusal"
 def expect_refusal(*arguments):
     said = ask(refusal, *arguments)
     expect(

@@ -23,11 +23,6 @@
 from collections import Counter, deque
 from fractions import Fraction
 
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal
-from minitrain.course.grading.trial import Failure
-
-draw = Draw()  # hidden checks draw sizes, schedules and costs
-
 
 def F(stage, microbatch):
     return ("F", stage, microbatch)
@@ -41,16 +36,18 @@ def told(action):
     return f"{action[0]}{action[1]}.{action[2]}"
 
 
-def as_data(lists):
-    """Lists of tuples, as they travel from the process of the answer."""
-    return [[list(entry) for entry in own] for own in lists]
+# %% judge="tools"
+from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal
+
+draw = Draw()  # hidden checks draw sizes, schedules and costs
 
 
-def as_schedule(data):
-    return [[tuple(entry) for entry in own] for own in data]
+def written(*texts):
+    """Lists of actions from texts such as "F0.0 B0.0"."""
+    return [[(word[0], *map(int, word[1:].split("."))) for word in text.split()] for text in texts]
 
 
-def random_schedule(draw, stages, ranks, microbatches):
+def random_schedule(stages, ranks, microbatches):
     """Stages on ranks as drawn, and an order in which all can be done: (lists, place), place[stage] the rank."""
     place = [draw.integer(0, ranks - 1) for _ in range(stages)]
     ready, lists = [F(0, i) for i in range(microbatches)], [[] for _ in range(ranks)]
@@ -67,7 +64,7 @@ def random_schedule(draw, stages, ranks, microbatches):
 def expect_all_actions(said, wanted):
     """For each rank the same actions, in any order."""
     expect(
-        len(said) == len(wanted),
+        isinstance(said, list) and len(said) == len(wanted),
         "a list for each rank",
         f"{len(wanted)} lists are wanted, one a rank",
     )
@@ -145,18 +142,9 @@ def held(lists):
     ### END SOLUTION
 
 
-# %% given="expect_gpipe"
-def gpipe_of(p, m):
-    return as_data(gpipe(p, m))
-
-
-def held_by(lists):
-    return list(held(as_schedule(lists)))
-
-
-def expect_gpipe(p, m):
-    said = as_schedule(ask(gpipe_of, p, m))
-    wanted = [[(kind, rank, i) for kind in "FB" for i in range(m)] for rank in range(p)]
+# %% judge="expect_gpipe"
+def expect_gpipe(p, m, wanted):
+    said = ask(gpipe, p, m)
     expect_all_actions(said, wanted)
     for rank, own in enumerate(said):
         expect(
@@ -164,42 +152,30 @@ def expect_gpipe(p, m):
             "forwards first",
             f"all forwards come before the first backward (seen at rank {rank})",
         )
-        expect(
-            own == wanted[rank],
-            "in the order of the microbatches",
-            f"backwards too begin with microbatch 0 (seen at rank {rank})",
-        )
+    hint = "backwards too begin with microbatch 0"
+    expect_equal(said, wanted, "in the order of the microbatches", hint)
 
 
 def expect_held(lists, wanted):
-    expect_equal(
-        ask(held_by, as_data(lists)),
-        wanted,
-        "the most at any time",
-        "an F takes one, a B gives one back; when is it most?",
-    )
+    hint = "an F takes one, a B gives one back; when is it most?"
+    expect_equal(ask(held, lists), wanted, "the most at any time", hint)
 
 
 # %% check="gpipe-lists" points=1
 # All forwards, then all backwards, for any p and m.
-expect_gpipe(2, 2)
-expect_gpipe(3, 1)
+expect_gpipe(2, 2, written("F0.0 F0.1 B0.0 B0.1", "F1.0 F1.1 B1.0 B1.1"))
+expect_gpipe(3, 1, written("F0.0 B0.0", "F1.0 B1.0", "F2.0 B2.0"))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for p in (1, draw.integer(2, 5), draw.integer(6, 9)):
-    expect_gpipe(p, draw.integer(1, 9))
+    m = draw.integer(1, 9)
+    expect_gpipe(p, m, [[(kind, r, i) for kind in "FB" for i in range(m)] for r in range(p)])
 ### END HIDDEN TESTS
 
 # %% check="gpipe-held" points=1
 # What a rank holds at most, whatever its list.
-expect_held([[F(0, 0), F(0, 1), B(0, 0), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)]], [2, 2])
-expect_held(
-    [
-        [F(0, 0), F(0, 1), B(0, 0), F(0, 2), B(0, 1), B(0, 2)],
-        [F(1, 0), B(1, 0), F(1, 1), B(1, 1), F(1, 2), B(1, 2)],
-    ],
-    [2, 1],
-)
+expect_held(written("F0.0 F0.1 B0.0 B0.1", "F1.0 F1.1 B1.0 B1.1"), [2, 2])
+expect_held(written("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"), [2, 1])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 m = draw.integer(3, 9)  # the most comes after the first backward
@@ -207,22 +183,9 @@ expect_held(
     [[F(0, 0), B(0, 0)] + [F(0, i) for i in range(1, m)] + [B(0, i) for i in range(1, m)]], [m - 1]
 )
 for _ in range(4):
-    lists, _ = random_schedule(draw, draw.integer(1, 6), draw.integer(1, 4), draw.integer(1, 6))
-    expect_held(
-        lists,
-        [
-            max(
-                [
-                    0,
-                    *(
-                        sum(1 if kind == "F" else -1 for kind, _, _ in own[:i])
-                        for i in range(1, len(own) + 1)
-                    ),
-                ]
-            )
-            for own in lists
-        ],
-    )
+    lists, _ = random_schedule(draw.integer(1, 6), draw.integer(1, 4), draw.integer(1, 6))
+    after = [[1 if kind == "F" else -1 for kind, _, _ in own] for own in lists]
+    expect_held(lists, [max(sum(own[:i]) for i in range(len(own) + 1)) for own in after])
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -258,25 +221,24 @@ def one_f_one_b(p, m):
     ### END SOLUTION
 
 
-# %% given="expect_one_f_one_b"
-def before_of(p, m):
-    return [before_backward(rank, p, m) for rank in range(p)]
-
-
-def one_f_one_b_of(p, m):
-    return as_data(one_f_one_b(p, m))
-
-
+# %% judge="expect_one_f_one_b"
 def expect_before(p, m, wanted):
-    said = ask(before_of, p, m)
+    said = ask_each(before_backward, [(rank, p, m) for rank in range(p)])
+    where = f"(seen with {p} ranks, {m} microbatches)"
     expect(all(type(n) is int for n in said), "whole numbers", "an int for each rank")
-    for rank, (number, true) in enumerate(zip(said, wanted)):
-        expect(number <= m, "no more than there are", f"there are only {m} microbatches")
-        expect(
-            number == true,
-            "forwards before the first backward",
-            f"the first microbatch goes to the last rank and comes back meanwhile (seen at rank {rank} of {p}, {m} microbatches)",
-        )
+    expect(max(said) <= m, "no more than there are", f"there are only {m} microbatches")
+    expect_equal(
+        said,
+        wanted,
+        "forwards before the first backward",
+        f"the first microbatch goes to the last rank and comes back meanwhile {where}",
+    )
+
+
+def expect_one_f_one_b(p, m, wanted):
+    said = ask(one_f_one_b, p, m)
+    expect_all_actions(said, wanted)
+    expect_turns(said, wanted)
 
 
 # %% check="one_f_one_b-before" points=1
@@ -293,10 +255,17 @@ for p, m in (
     expect_before(p, m, [m if p - rank > m else p - rank for rank in range(p)])
 ### END HIDDEN TESTS
 
-
 # %% check="one_f_one_b-lists" points=1
 # The whole lists, also with fewer microbatches than ranks.
-def expect_one_f_one_b(p, m):
+expect_one_f_one_b(2, 3, written("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"))
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for p, m in (
+    (draw.integer(3, 6), draw.integer(7, 12)),
+    (draw.integer(5, 8), draw.integer(1, 4)),
+    (1, 3),
+    (4, 4),
+):
     wanted = []
     for rank in range(p):
         waiting, coming, own = deque(), deque(range(m)), []
@@ -307,21 +276,7 @@ def expect_one_f_one_b(p, m):
             else:
                 own.append(B(rank, waiting.popleft()))
         wanted.append(own)
-    said = as_schedule(ask(one_f_one_b_of, p, m))
-    expect_all_actions(said, wanted)
-    expect_turns(said, wanted)
-
-
-expect_one_f_one_b(2, 3)
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-for p, m in (
-    (draw.integer(3, 6), draw.integer(7, 12)),
-    (draw.integer(5, 8), draw.integer(1, 4)),
-    (1, 3),
-    (4, 4),
-):
-    expect_one_f_one_b(p, m)
+    expect_one_f_one_b(p, m, wanted)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -370,54 +325,50 @@ def interleaved(p, m, v):
     ### END SOLUTION
 
 
-# %% given="expect_interleaved"
-def kth_of(rank, p, m, v):
-    return {
-        "forward": [list(forward_of(k, rank, p, v)) for k in range(m * v)],
-        "backward": [list(backward_of(k, rank, p, v)) for k in range(m * v)],
-    }
+# %% judge="expect_interleaved"
+def expect_kth(rank, p, v, forwards, backwards):
+    for way, said, wanted in (
+        (
+            "forward",
+            ask_each(forward_of, [(k, rank, p, v) for k in range(len(forwards))]),
+            forwards,
+        ),
+        (
+            "backward",
+            ask_each(backward_of, [(k, rank, p, v) for k in range(len(forwards))]),
+            backwards,
+        ),
+    ):
+        where = f"(seen at {way}s of rank {rank}, p = {p}, v = {v})"
+        expect(
+            all(stage % p == rank for stage, _ in said),
+            "stages of this rank",
+            f"rank r has every p-th stage, beginning with r {where}",
+        )
+        expect_equal(
+            [stage for stage, _ in said],
+            [stage for stage, _ in wanted],
+            f"the stage of a {way}",
+            f"p microbatches for each chunk in turn; in which order come the chunks? {where}",
+        )
+        expect_equal(
+            [i for _, i in said],
+            [i for _, i in wanted],
+            f"the microbatch of a {way}",
+            f"the same p microbatches for all chunks of a round, then the next p {where}",
+        )
 
 
-def interleaved_of(p, m, v):
-    return as_data(interleaved(p, m, v))
-
-
-def true_orders(rank, p, m, v):
-    """What kth_of should say, round by round."""
-    orders = {"forward": [], "backward": []}
-    for first in range(0, m, p):
-        for chunk in range(v):
-            for i in range(first, first + p):
-                orders["forward"].append([rank + chunk * p, i])
-                orders["backward"].append([rank + (v - 1 - chunk) * p, i])
-    return orders
-
-
-def expect_kth(rank, p, m, v):
-    said, wanted = ask(kth_of, rank, p, m, v), true_orders(rank, p, m, v)
-    for way in ("forward", "backward"):
-        for k, (pair, true) in enumerate(zip(said[way], wanted[way])):
-            where = f"(seen at {way} {k} of rank {rank}, p = {p}, v = {v})"
-            expect(
-                pair[0] % p == rank,
-                "stages of this rank",
-                f"rank r has every p-th stage, beginning with r {where}",
-            )
-            expect(
-                pair[0] == true[0],
-                f"the stage of a {way}",
-                f"p microbatches for each chunk in turn; in which order come the chunks? {where}",
-            )
-            expect(
-                pair[1] == true[1],
-                f"the microbatch of a {way}",
-                f"the same p microbatches for all chunks of a round, then the next p {where}",
-            )
+def expect_interleaved(p, m, v, wanted):
+    said = ask(interleaved, p, m, v)
+    expect_all_actions(said, wanted)
+    expect_turns(said, wanted)
 
 
 # %% check="interleaved-kth" points=1
 # Stage and microbatch of the k-th forward and of the k-th backward.
-expect_kth(0, 2, 4, 2)
+forwards = [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
+expect_kth(0, 2, 2, forwards, [(2 - stage, i) for stage, i in forwards])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for p, v in (
@@ -426,33 +377,24 @@ for p, v in (
     (1, 3),
     (draw.integer(2, 5), 1),
 ):
-    expect_kth(draw.integer(0, p - 1), p, p * draw.integer(2, 3), v)
+    rank, rounds = draw.integer(0, p - 1), [range(i * p, (i + 1) * p) for i in range(3)]
+    chunks = range(rank, v * p, p)
+    forwards = [(stage, i) for some in rounds for stage in chunks for i in some]
+    backwards = [(stage, i) for some in rounds for stage in reversed(chunks) for i in some]
+    expect_kth(rank, p, v, forwards, backwards)
 ### END HIDDEN TESTS
-
 
 # %% check="interleaved-lists" points=1
 # The whole lists.
-def expect_interleaved(p, m, v):
-    wanted = []
-    for rank in range(p):
-        orders = true_orders(rank, p, m, v)
-        forwards, backwards = (
-            deque(F(*pair) for pair in orders["forward"]),
-            deque(B(*pair) for pair in orders["backward"]),
-        )
-        own = [
-            forwards.popleft() for _ in range(min(len(forwards), 2 * (p - rank - 1) + (v - 1) * p))
-        ]
-        while backwards:
-            own += [forwards.popleft()] if forwards else []
-            own.append(backwards.popleft())
-        wanted.append(own)
-    said = as_schedule(ask(interleaved_of, p, m, v))
-    expect_all_actions(said, wanted)
-    expect_turns(said, wanted)
-
-
-expect_interleaved(2, 4, 2)
+expect_interleaved(
+    2,
+    4,
+    2,
+    written(
+        "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
+    ),
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for p, rounds, v in (
@@ -461,7 +403,17 @@ for p, rounds, v in (
     (draw.integer(2, 4), draw.integer(3, 4), 3),
     (1, 3, 2),
 ):
-    expect_interleaved(p, p * rounds, v)
+    parts, wanted = [range(i * p, (i + 1) * p) for i in range(rounds)], []
+    for rank in range(p):
+        chunks = range(rank, v * p, p)
+        forwards = deque(F(stage, i) for some in parts for stage in chunks for i in some)
+        backwards = [B(stage, i) for some in parts for stage in reversed(chunks) for i in some]
+        first = min(len(forwards), 2 * (p - rank - 1) + (v - 1) * p)
+        own = [forwards.popleft() for _ in range(first)]
+        for action in backwards:
+            own += [*([forwards.popleft()] if forwards else []), action]
+        wanted.append(own)
+    expect_interleaved(p, p * rounds, v, wanted)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -518,16 +470,14 @@ def with_messages(lists):
     ### END SOLUTION
 
 
-# %% given="play"
-def programs_of(lists):
-    return as_data(with_messages(as_schedule(lists)))
-
-
+# %% judge="play"
 def play(programs, lists):
     """Does what the programs say, over links that keep the order; raises a Failure where that goes wrong."""
     place = {stage: rank for rank, own in enumerate(lists) for _, stage, _ in own}
     expect(
-        len(programs) == len(lists), "a program for each rank", f"{len(lists)} programs are wanted"
+        isinstance(programs, list) and len(programs) == len(lists),
+        "a program for each rank",
+        f"{len(lists)} programs are wanted",
     )
     for rank, (program, own) in enumerate(zip(programs, lists)):
         expect(
@@ -613,43 +563,34 @@ def play(programs, lists):
     )
 
 
-def expect_played(lists):
-    play(as_schedule(ask(programs_of, as_data(lists))), lists)
-
-
-def alternating(p, m):
-    """1F1B, for the checks of this task."""
-    lists = []
-    for rank in range(p):
-        first = min(p - rank, m)
-        turns = [action for i in range(m - first) for action in (B(rank, i), F(rank, first + i))]
-        lists.append(
-            [F(rank, i) for i in range(first)] + turns + [B(rank, i) for i in range(m - first, m)]
-        )
-    return lists
+def expect_played(*cases):
+    for lists, programs in zip(cases, ask_each(with_messages, [(lists,) for lists in cases])):
+        play(programs, lists)
 
 
 # %% check="with_messages-boundaries" points=1
 # One message forward and one back at each boundary between ranks, and none inside a rank.
-expect_played([[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]])
-expect_played([[F(0, 0), F(3, 0), B(3, 0), B(0, 0)], [F(1, 0), F(2, 0), B(2, 0), B(1, 0)]])
+expect_played(written("F0.0 B0.0", "F1.0 B1.0"))
+expect_played(written("F0.0 F3.0 B3.0 B0.0", "F1.0 F2.0 B2.0 B1.0"))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_played(alternating(draw.integer(3, 5), draw.integer(3, 7)))
-for _ in range(4):
-    lists, _ = random_schedule(draw, draw.integer(3, 7), draw.integer(2, 4), 1)
-    expect_played(lists)
-expect_played([[F(0, 0), F(1, 0), B(1, 0), B(0, 0)]])
+p, m, turns = draw.integer(3, 5), draw.integer(3, 7), []
+for rank in range(p):
+    first = min(p - rank, m)
+    own = [F(rank, i) for i in range(first)]
+    own += [action for i in range(m - first) for action in (B(rank, i), F(rank, first + i))]
+    turns.append(own + [B(rank, i) for i in range(m - first, m)])
+sizes = [(draw.integer(3, 7), draw.integer(2, 4), 1) for _ in range(4)]
+expect_played(turns, *(random_schedule(*size)[0] for size in sizes), written("F0.0 F1.0 B1.0 B0.0"))
 ### END HIDDEN TESTS
 
 # %% check="with_messages-order" points=1
 # Messages are received in the order in which they are sent, whatever the lists.
-expect_played([[F(0, 0), F(0, 1), B(0, 0), B(0, 1)], [F(1, 1), F(1, 0), B(1, 1), B(1, 0)]])
+expect_played(written("F0.0 F0.1 B0.0 B0.1", "F1.1 F1.0 B1.1 B1.0"))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for _ in range(6):
-    lists, _ = random_schedule(draw, draw.integer(2, 6), draw.integer(2, 3), draw.integer(3, 6))
-    expect_played(lists)
+sizes = [(draw.integer(2, 6), draw.integer(2, 3), draw.integer(3, 6)) for _ in range(6)]
+expect_played(*(random_schedule(*size)[0] for size in sizes))
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -706,34 +647,34 @@ def simulate(lists, costs):
     ### END SOLUTION
 
 
-# %% given="expect_simulated"
+# %% driver="simulated"
 def simulated(lists, costs):
+    """What the answer finds as data; the message of a ValueError."""
     try:
-        found = simulate(as_schedule(lists), costs)
+        starts, makespan, bubble = simulate(lists, costs)
     except ValueError as error:
         return str(error)
-    starts, makespan, bubble = found
     exact = isinstance(bubble, (int, Fraction))
-    return {
-        "starts": [list(own) for own in starts],
-        "makespan": makespan,
-        "bubble": [bubble.numerator, bubble.denominator] if exact else None,
-    }
+    fraction = [bubble.numerator, bubble.denominator] if exact else None
+    return {"starts": starts, "makespan": makespan, "bubble": fraction}
+
+
+# %% judge="expect_simulated"
+def found_in(lists, costs):
+    said = ask(simulated, lists, costs)
+    hint = "a ValueError, but all of it can be done"
+    expect(not isinstance(said, str), "no refusal without need", hint)
+    return said
 
 
 def expect_times(lists, costs, starts):
-    said = ask(simulated, as_data(lists), costs)
+    said = found_in(lists, costs)
     expect(
-        not isinstance(said, str),
-        "no refusal without need",
-        "a ValueError, but all of it can be done",
+        [len(own) for own in said["starts"]] == [len(own) for own in lists],
+        "a start for each action",
+        "a list for each rank, in the order of its actions",
     )
     for rank, (own, true) in enumerate(zip(said["starts"], starts)):
-        expect(
-            len(own) == len(true),
-            "a start for each action",
-            f"in the order of the list (seen at rank {rank})",
-        )
         for action, found, time in zip(lists[rank], own, true):
             where = f"(seen at {told(action)} on rank {rank}, costs {costs})"
             expect(
@@ -742,25 +683,17 @@ def expect_times(lists, costs, starts):
                 f"its rank must be free, and what it needs must be done and, from another rank, have arrived {where}",
             )
             expect(found <= time, "as soon as it can start", f"what does it wait for? {where}")
-    expect(
-        said["makespan"]
-        == max(
-            start + costs[action[0]]
-            for own, true in zip(lists, starts)
-            for action, start in zip(own, true)
-        ),
-        "the makespan",
-        "the end of the last action of all ranks",
-    )
+    ends = [
+        start + costs[action[0]]
+        for own, true in zip(lists, starts)
+        for action, start in zip(own, true)
+    ]
+    hint = "the end of the last action of all ranks"
+    expect_equal(said["makespan"], max(ends), "the makespan", hint)
 
 
 def expect_bubble(lists, costs, wanted):
-    said = ask(simulated, as_data(lists), costs)
-    expect(
-        not isinstance(said, str),
-        "no refusal without need",
-        "a ValueError, but all of it can be done",
-    )
+    said = found_in(lists, costs)
     expect(said["bubble"] is not None, "an exact fraction", "a Fraction, not a float")
     expect(
         Fraction(*said["bubble"]) == wanted,
@@ -770,7 +703,7 @@ def expect_bubble(lists, costs, wanted):
 
 
 def expect_stuck(lists):
-    said = ask(simulated, as_data(lists), {"F": 1, "B": 2, "send": 0})
+    said = ask(simulated, lists, {"F": 1, "B": 2, "send": 0})
     expect(
         isinstance(said, str),
         "a refusal",
@@ -781,11 +714,9 @@ def expect_stuck(lists):
 
 # %% check="simulate-times" points=1
 # The start of every action, and the end of the last.
+expect_times(written("F0.0 B0.0", "F1.0 B1.0"), {"F": 1, "B": 2, "send": 1}, [[0, 6], [2, 3]])
 expect_times(
-    [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]], {"F": 1, "B": 2, "send": 1}, [[0, 6], [2, 3]]
-)
-expect_times(
-    [[F(0, 0), F(0, 1), B(0, 0), B(0, 1)], [F(1, 0), B(1, 0), F(1, 1), B(1, 1)]],
+    written("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1"),
     {"F": 1, "B": 2, "send": 0},
     [[0, 1, 4, 7], [1, 2, 4, 5]],
 )
@@ -825,7 +756,7 @@ def true_starts(lists, costs):
 
 
 for number in range(6):
-    lists, _ = random_schedule(draw, draw.integer(2, 6), draw.integer(2, 4), draw.integer(2, 5))
+    lists, _ = random_schedule(draw.integer(2, 6), draw.integer(2, 4), draw.integer(2, 5))
     costs = {
         "F": draw.integer(1, 9),
         "B": draw.integer(1, 9),
@@ -836,27 +767,23 @@ for number in range(6):
 
 # %% check="simulate-bubble" points=1
 # The bubble, exactly, and a refusal if ranks wait in a circle.
-expect_bubble([[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]], {"F": 1, "B": 2, "send": 1}, Fraction(5, 8))
-expect_stuck([[F(0, 0), B(0, 0), F(0, 1), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)]])
+expect_bubble(written("F0.0 B0.0", "F1.0 B1.0"), {"F": 1, "B": 2, "send": 1}, Fraction(5, 8))
+expect_stuck(written("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for _ in range(3):
-    p, m = draw.integer(2, 6), draw.integer(1, 9)
+    p, m, idle = draw.integer(2, 6), draw.integer(1, 9), draw.integer(0, 2)
     lists = [[(kind, rank, i) for kind in "FB" for i in range(m)] for rank in range(p)]
-    expect_bubble(
-        lists,
-        {"F": draw.integer(1, 9), "B": draw.integer(1, 9), "send": 0},
-        Fraction(p - 1, m + p - 1),
-    )
-forward, backward, send = draw.integer(1, 5), draw.integer(1, 5), draw.integer(1, 5)
-p = draw.integer(3, 6)
-lists = [[F(rank, 0), B(rank, 0)] for rank in range(p)]
-expect_bubble(
-    lists,
-    {"F": forward, "B": backward, "send": send},
-    1 - Fraction(forward + backward, p * (forward + backward) + 2 * (p - 1) * send),
-)
-expect_stuck([[F(0, 0), F(0, 1), B(0, 0), B(0, 1)], [B(1, 0), F(1, 0), F(1, 1), B(1, 1)]])
+    costs = {"F": draw.integer(1, 9), "B": draw.integer(1, 9), "send": 0}
+    expect_bubble(lists + [[]] * idle, costs, 1 - Fraction(m * p, (m + p - 1) * (p + idle)))
+for ranks in (draw.integer(3, 6), draw.integer(2, 4)):
+    lists, place = random_schedule(draw.integer(3, 8), ranks, 1)  # one action after the other
+    costs = {kind: draw.integer(1, 5) for kind in ("F", "B", "send")}
+    work = len(place) * (costs["F"] + costs["B"])
+    hops = sum(one != other for one, other in zip(place, place[1:]))
+    time = work + 2 * hops * costs["send"]
+    expect_bubble(lists, costs, 1 - Fraction(work, ranks * time))
+expect_stuck(written("F0.0 F0.1 B0.0 B0.1", "B1.0 F1.0 F1.1 B1.1"))
 m = draw.integer(3, 6)
 lists = [
     [F(0, i) for i in range(m - 1)] + [B(0, 0), F(0, m - 1)] + [B(0, i) for i in range(1, m)],

@@ -20,18 +20,7 @@
 # Zero bubble is Qi et al. 2023 (arXiv:2401.10241), V shapes are Qi et al. 2024 (arXiv:2405.15362, section 3), waves Liu et al. 2023 (arXiv:2308.15762).
 
 # %% given="setup"
-from collections import Counter
-from contextlib import nullcontext
-from fractions import Fraction
-from functools import partial
-
 import torch
-from torch.utils.flop_counter import FlopCounterMode
-
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal
-from minitrain.course.grading.trial import Failure
-
-draw = Draw()  # hidden checks draw sizes and costs
 
 
 def F(stage, microbatch):
@@ -104,27 +93,31 @@ def held(own):
     return most
 
 
-def as_data(lists):
-    """Lists of tuples, as they travel from the process of the answer."""
-    return [[list(entry) for entry in own] for own in lists]
+# %% judge="tools"
+from collections import Counter
+from fractions import Fraction
 
+from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.trial import Failure
 
-def as_schedule(data):
-    return [[tuple(entry) for entry in own] for own in data]
+draw = Draw()  # hidden checks draw sizes and costs
 
 
 def expect_valid(lists, p, m, costs):
     """Each action once, on the rank of its stage, and in an order in which all can be done."""
-    expect(len(lists) == p, "a list for each rank", f"{p} lists are wanted, one a rank")
+    expect(
+        isinstance(lists, list) and len(lists) == p,
+        "a list for each rank",
+        f"{p} lists are wanted, one a rank",
+    )
     for rank, own in enumerate(lists):
         counted = Counter(own)
-        for i in range(m):
-            for make in (F, I, W):
-                expect(
-                    counted[make(rank, i)] == 1,
-                    "every action once",
-                    f"{told(make(rank, i))} stands {counted[make(rank, i)]} times in the list of rank {rank}",
-                )
+        for action in (make(rank, i) for i in range(m) for make in (F, I, W)):
+            expect(
+                counted[action] == 1,
+                "every action once",
+                f"{told(action)} stands {counted[action]} times in the list of rank {rank}",
+            )
         expect(
             len(own) == 3 * m,
             "every action once",
@@ -139,7 +132,7 @@ def expect_valid(lists, p, m, costs):
 # %% [markdown]
 # ## 1. Half now, half later (3 points)
 #
-# A linear layer is y = x·Wᵀ, with W `[out, in]` and x `[.., in]`: any number of dims in front, also none. Write its backward in two halves.
+# A linear layer is y = x·Wᵀ, with W `[out, in]` and x `[.., in]`: any number of dims in front, also none. Write its backward in two halves, without autograd.
 #
 # `backward_input` is the I of one layer for one microbatch. It returns dx = dy·W, and puts on `queue` (a list) whatever the other half will need; what that
 # is, is yours to choose. A frozen layer (`trained` is False) has no other half: nothing goes on the queue.
@@ -147,10 +140,10 @@ def expect_valid(lists, p, m, costs):
 # `backward_weight` is W: it takes the **oldest** entry off the queue and adds its dW = Σ dyᵀ·x, summed over all dims in front, to `grads[name]`. If the name
 # has no gradient yet, that is the gradient. Microbatches come one after the other, and their gradients add up.
 #
-# Graded: the gradients; that each half is one matrix product and nothing is computed twice; that the queue holds x and dy themselves and not copies of them, and
-# is empty when its work is done.
+# Graded: the gradients; that dW is left for later, from x and dy themselves and not from copies of them (the check writes other numbers into both when all I are
+# done, and wants the gradient of these); that I has no need of memory for a dW, nor W for a dx; and that a worked-off x or dy does not stay in memory.
 #
-# W = `[[2., 3.]]`, x = `[[1., 10.]]` and dy = `[[4.]]`: dx is `[[8., 12.]]`, and later grads is `{name: [[4., 40.]]}`.
+# W = `[[2., 3.]]`, x = `[[1., 10.]]` and dy = `[[4.]]`: dx is `[[8., 12.]]`, and later, if x and dy still hold these numbers, grads is `{name: [[4., 40.]]}`.
 
 
 # %% answer="halves"
@@ -172,233 +165,159 @@ def backward_weight(queue, grads):
     ### END SOLUTION
 
 
-# %% given="expect_halves"
-def tensors_in(entry):
-    if isinstance(entry, torch.Tensor):
-        return [entry]
-    if isinstance(entry, dict):
-        entry = list(entry.values())
-    return (
-        [x for part in entry for x in tensors_in(part)] if isinstance(entry, (list, tuple)) else []
-    )
-
-
-def step_in_halves(weights, trained, xs, dys, counter=nullcontext):
-    """Layers in a row, all I of all microbatches, then all W. What came out and, with a counter, what it cost."""
-    queue, grads, said = (
-        [],
-        {},
-        {"dx": [], "I": [], "W": [], "on the queue": [], "new bytes": 0, "after": []},
-    )
-    known = set()
-    with torch.no_grad():
-        for x, dy in zip(xs, dys):
-            inputs = [x]
-            for weight in weights[:-1]:
-                inputs.append(inputs[-1] @ weight.T)
-            for number in reversed(range(len(weights))):
-                known |= {
-                    inputs[number].untyped_storage().data_ptr(),
-                    dy.untyped_storage().data_ptr(),
-                }
-                with counter() as count:
-                    dy = backward_input(
-                        f"layer {number}",
-                        inputs[number],
-                        weights[number],
-                        dy,
-                        trained[number],
-                        queue,
-                    )
-                said["I"].append(count.get_total_flops() if count else 0)
-                said["on the queue"].append(len(queue))
-            said["dx"].append(dy)
-            known.add(dy.untyped_storage().data_ptr())
-        kept = {
-            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_in(queue)
-        }
-        said["new bytes"] = sum(size for pointer, size in kept.items() if pointer not in known)
-        for _ in range(len(queue)):
-            if not queue:
-                break
-            with counter() as count:
-                backward_weight(queue, grads)
-            said["W"].append(count.get_total_flops() if count else 0)
-            said["after"].append({name: grad.clone() for name, grad in grads.items()})
-        said["left"], said["grads"] = len(queue), dict(grads)
-    return said
-
-
-def counted_steps(steps):
-    """The first counter in a process takes a second, so several steps are counted in one."""
-    return [
-        step_in_halves(*step, counter=partial(FlopCounterMode, display=False)) for step in steps
-    ]
-
-
-def drawn_step(draw, shape, widths, trained, microbatches):
-    """Layers in a row whose numbers are exact, so that sums have one result."""
-    weights = [draw.exact(out, into) for into, out in zip(widths, widths[1:])]
-    xs = [draw.exact(*shape, widths[0]) for _ in range(microbatches)]
-    dys = [draw.exact(*shape, widths[-1]) for _ in range(microbatches)]
-    return weights, list(trained), xs, dys
-
-
-def true_step(weights, trained, xs, dys):
-    """By autograd: dx of each microbatch, and the gradients after each W, oldest first."""
-    dxs, after, total = [], [], {}
-    for x, dy in zip(xs, dys):
-        x, params = (
-            x.clone().requires_grad_(),
-            [weight.clone().requires_grad_() for weight in weights],
-        )
-        y = x
-        for param in params:
-            y = y @ param.T
-        y.backward(dy)
-        dxs.append(x.grad)
-        for number in reversed(range(len(weights))):
-            if trained[number]:
-                name = f"layer {number}"
-                total = total | {
-                    name: total[name] + params[number].grad
-                    if name in total
-                    else params[number].grad
-                }
-                after.append(total)
+# %% driver="steps"
+def step_in_halves(entries, group):
+    """I of all entries; then other numbers come into x and dy; then all W. Each dx, and the gradients after each W."""
+    queue, grads, dxs, after = [], {}, [], []
+    for entry in entries:
+        dxs.append(backward_input(*entry, queue))
+    for number, (_, x, _, dy, _) in enumerate(entries):
+        x.copy_(group.fetch(f"x {number}", x))
+        dy.copy_(group.fetch(f"dy {number}", dy))
+    for _ in range(sum(trained for *_, trained in entries)):
+        backward_weight(queue, grads)
+        after.append({name: grad.clone() for name, grad in grads.items()})
     return dxs, after
 
 
-def expect_gradients(draw, shape, widths, trained, microbatches):
-    step = drawn_step(draw, shape, widths, trained, microbatches)
-    said, (dxs, after) = ask(step_in_halves, *step), true_step(*step)
-    where = f"(seen with x {[*shape, widths[0]]}, {len(widths) - 1} layers, {microbatches} microbatches)"
-    expect_equal(said["dx"], dxs, "the gradient of the input", f"dx = dy·W {where}")
-    expect(
-        sorted(said["grads"]) == sorted(after[-1] if after else {}),
-        "a gradient for each trained layer",
-        f"no more and no fewer than are trained {where}",
-    )
-    for name in said["grads"]:
-        expect_equal(
-            said["grads"][name],
-            after[-1][name],
-            "the gradient of the weights",
-            f"sum over all tokens and over all microbatches {where}",
-        )
-    for number, (found, true) in enumerate(zip(said["after"], after)):
-        expect(
-            sorted(found) == sorted(true)
-            and all(torch.equal(found[name], true[name]) for name in true),
-            "oldest first",
-            f"in the end all is right, but not on the way: which entry was worked off by W number {number}, and was it one only? {where}",
-        )
+def in_turn(weight, dy, microbatches):
+    """I and W of one microbatch after the other, where only x and dx are large. A row of each dx, and the gradient."""
+    queue, grads, rows = [], {}, []
+    for i in range(microbatches):
+        x = torch.full((len(dy), weight.size(1)), i + 1.0, dtype=dy.dtype)
+        dx = backward_input("layer", x, weight, dy, True, queue)
+        backward_weight(queue, grads)
+        rows.append(dx[-1].clone())
+        del x, dx
+    return rows, grads["layer"]
 
 
-def expect_costs(draw, *sizes):
-    steps = [drawn_step(draw, *size) for size in sizes]
-    for size, said in zip(sizes, ask(counted_steps, [list(step) for step in steps])):
-        expect_cost(said, *size)
+# %% judge="expect_halves"
+NEAR = 1e-10  # sums of at most 4,096 products of normal numbers
+MB = 1 << 20
 
 
-def expect_cost(said, shape, widths, trained, microbatches):
-    tokens = 1
-    for size in shape:
-        tokens *= size
-    products = [2 * tokens * into * out for into, out in zip(widths, widths[1:])][::-1]
-    wanted = [flops for flops, yes in zip(products, trained[::-1]) if yes]
-    expect(
-        said["I"] == products * microbatches,
-        "one product in I",
-        "I is dy·W for one layer, and nothing else is multiplied there; compare the FLOPs of your halves with those of B",
-    )
-    counts = said["on the queue"]
-    expected = [
-        sum(trained[::-1][: k + 1]) + j * sum(trained)
-        for j in range(microbatches)
-        for k in range(len(trained))
+def backward(x, weight, dy):
+    """By autograd: the gradients of x and of the weight."""
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    return torch.autograd.grad(x @ weight.T, (x, weight), dy)
+
+
+def gradients_after(entries, numbers):
+    """What grads holds after each W, oldest first, if x and dy hold these numbers."""
+    after, total = [], {}
+    for (name, _, weight, _, trained), (x, dy) in zip(entries, numbers):
+        if trained:
+            total = total | {name: total.get(name, 0) + backward(x, weight, dy)[1]}
+            after.append(total)
+    return after
+
+
+def values(grads):
+    return [grads[name] for name in sorted(grads)]
+
+
+def expect_halves(shape, widths, trained, microbatches):
+    """Layers in a row, all I of all microbatches, then all W."""
+    layers = [
+        (f"layer {number}", draw.real(out, into), yes)
+        for number, (into, out, yes) in enumerate(zip(widths, widths[1:], trained))
     ]
-    expect(
-        counts[-1] <= expected[-1],
-        "frozen layers",
-        "a layer that is not trained has no second half, so nothing of it is kept",
+    entries = [
+        (name, draw.real(*shape, weight.size(1)), weight, draw.real(*shape, weight.size(0)), yes)
+        for _ in range(microbatches)
+        for name, weight, yes in reversed(layers)
+    ]
+    late = [(draw.real(*x.shape), draw.real(*dy.shape)) for _, x, _, dy, _ in entries]
+    secrets = {f"x {number}": x for number, (x, _) in enumerate(late)}
+    secrets |= {f"dy {number}": dy for number, (_, dy) in enumerate(late)}
+    run = run_on_ranks(step_in_halves, [(entries,)], autograd=False, secrets=[secrets])
+    (dxs, after), wanted = run.results[0], gradients_after(entries, late)
+    where = (
+        f"(seen with x {[*shape, widths[0]]}, {len(layers)} layers, {microbatches} microbatches)"
     )
+    true = [backward(x, weight, dy)[0] for _, x, weight, dy, _ in entries]
+    expect_equal(dxs, true, "the gradient of the input", f"dx = dy·W {where}", atol=NEAR)
+    names = [sorted(grads) for grads in wanted]
     expect(
-        counts == expected,
-        "one entry for each product",
-        "every I of a trained layer puts one entry on the queue",
+        [sorted(grads) for grads in after] == names,
+        "one entry for each W",
+        f"each W takes one entry, the oldest, and a frozen layer has none; which gradients are there after each? {where}",
     )
+    early = values(gradients_after(entries, [(x, dy) for _, x, _, dy, _ in entries])[-1])
     expect(
-        said["W"] == wanted * microbatches,
-        "one product in W",
-        "W is the product of the oldest entry and nothing else; is something computed again, or several entries at once?",
+        not all(torch.allclose(one, other) for one, other in zip(values(after[-1]), early)),
+        "half of it later",
+        f"this is the gradient of what x and dy held before: was it computed in I, or from copies? {where}",
+    )
+    expect_equal(
+        values(after[-1]),
+        values(wanted[-1]),
+        "the gradient of the weights",
+        f"sum over all tokens and over all microbatches {where}",
+        atol=NEAR,
+    )
+    expect_equal(
+        [values(grads) for grads in after],
+        [values(grads) for grads in wanted],
+        "oldest first",
+        f"in the end all is right, but not on the way: which entry was worked off by which W? {where}",
+        atol=NEAR,
     )
 
 
-def expect_kept(draw, shape, widths, trained, microbatches):
-    step = drawn_step(draw, shape, widths, trained, microbatches)
-    said, (_, after) = ask(step_in_halves, *step), true_step(*step)
-    expect(
-        said["new bytes"] == 0,
-        "nothing is copied",
-        "x and dy exist already; the queue needs to remember them, not to have them twice",
-    )
-    expect(
-        said["left"] == 0,
-        "the queue empties",
-        "what is worked off must be forgotten, or its x and dy stay in memory",
-    )
-    expect(
-        len(said["W"]) == len(after),
-        "the queue empties",
-        "a W for each I of a trained layer, then the queue is empty",
-    )
+def expect_room(microbatches):
+    """I has no room for a dW of 32 MB, and there is room for one x and one dx of 32 MB, for nothing else."""
+    x, weight, dy = draw.real(1, 2048), draw.real(2048, 2048), draw.real(1, 2048)
+    rules = {"autograd": False, "budget_bytes": 16 * MB}
+    dx = ask(backward_input, "layer", x, weight, dy, True, [], **rules)
+    expect_equal(dx, backward(x, weight, dy)[0], "the gradient of the input", "dx = dy·W", NEAR)
+
+    weight, dy = draw.real(2, 1024), draw.real(4096, 2)
+    rules["budget_bytes"] = (32 + 32 + 16) * MB
+    rows, grad = ask(in_turn, weight, dy, microbatches, **rules)
+    x = torch.full((4096, 1024), sum(range(1, microbatches + 1)), dtype=dy.dtype)
+    dx, dw = backward(x, weight, dy)
+    expect_equal(rows, [dx[-1]] * microbatches, "the gradient of the input", "dx = dy·W", atol=NEAR)
+    hint = "sum over all tokens and over all microbatches"
+    expect_equal(grad, dw, "the gradient of the weights", hint, atol=100 * NEAR)
 
 
 # %% check="halves-gradients" points=1
-# Gradients of the input and of the weights, added up over microbatches, oldest first.
-expect_gradients(draw, [1], [2, 1], [True], 1)
-expect_gradients(draw, [3], [4, 2, 3], [True, True], 2)
-expect_gradients(draw, [2, 3], [4, 5], [True], 2)
+# Gradients of the input and, later, of the weights, added up over microbatches, oldest first.
+expect_halves([1], [2, 1], [True], 1)
+expect_halves([3], [4, 2, 3], [True, True], 2)
+expect_room(1)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_gradients(
-    draw,
-    [draw.integer(2, 5)],
-    [draw.integer(2, 5), draw.integer(2, 5), draw.integer(2, 5)],
-    [True, True],
-    draw.integer(2, 4),
+expect_halves(
+    [draw.integer(2, 5)], [draw.integer(2, 5) for _ in range(3)], [True, True], draw.integer(2, 4)
 )
-expect_gradients(draw, [2, draw.integer(2, 4)], [draw.integer(2, 4), 3], [True], 3)
-expect_gradients(draw, [], [draw.integer(2, 4), 3], [True], 2)
 ### END HIDDEN TESTS
 
-# %% check="halves-flops" points=1
-# Each half is one product; a frozen layer has one half.
-expect_costs(draw, ([3], [4, 5], [True], 1), ([3], [4, 5, 2], [False, True], 2))
+# %% check="halves-frozen" points=1
+# A frozen layer has one half; any number of dims in front.
+expect_halves([2, 3], [4, 5], [True], 2)
+expect_halves([3], [4, 5, 2], [True, False], 2)
+expect_room(1)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_costs(
-    draw,
-    (
-        [draw.integer(2, 6)],
-        [draw.integer(2, 6) for _ in range(4)],
-        [True, draw.choice([True, False]), False],
-        draw.integer(2, 3),
-    ),
-    ([2, draw.integer(2, 4)], [draw.integer(2, 6) for _ in range(3)], [True, True], 3),
+expect_halves([], [draw.integer(2, 4), 3], [True], 2)
+expect_halves(
+    [2, draw.integer(2, 4)],
+    [draw.integer(2, 6) for _ in range(4)],
+    [draw.choice([True, False]), True, False],
+    draw.integer(2, 3),
 )
 ### END HIDDEN TESTS
 
 # %% check="halves-queue" points=1
-# The queue remembers, copies nothing, and is empty in the end.
-expect_kept(draw, [3], [4, 5], [True], 2)
+# What is worked off is forgotten: four microbatches need no more memory than one.
+expect_halves([3], [4, 5], [True], 2)
+expect_room(4)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_kept(
-    draw, [draw.integer(2, 6)], [draw.integer(2, 6) for _ in range(4)], [True, False, True], 3
-)
-expect_kept(draw, [2, draw.integer(2, 4)], [draw.integer(2, 6) for _ in range(3)], [True, True], 2)
+expect_halves([draw.integer(2, 6)], [draw.integer(2, 6) for _ in range(4)], [True, False, True], 3)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -436,94 +355,62 @@ def zb_h1(p, m):
     ### END SOLUTION
 
 
-# %% given="expect_h1"
+# %% judge="expect_h1"
 ONES = {"F": 1, "I": 1, "W": 1, "send": 0}
 
 
-def zb_h1_of(sizes):
-    return [as_data(zb_h1(p, m)) for p, m in sizes]
-
-
-def h1_of(*sizes):
-    """[(p, m, valid lists), ..], asked in one go."""
-    made = [
-        (p, m, as_schedule(lists))
-        for (p, m), lists in zip(sizes, ask(zb_h1_of, [list(size) for size in sizes]))
-    ]
-    for p, m, lists in made:
-        expect_valid(lists, p, m, ONES)
-    return made
-
-
-def expect_h1_bubble(p, m, lists, costs=ONES):
-    starts = simulate(lists, costs)
-    limit = (p - 1) * (costs["F"] + costs["I"] - costs["W"])
-    for rank, (own, times) in enumerate(zip(lists, starts)):
-        waiting = (
-            times[-1] + costs[own[-1][0]] - times[0] - m * (costs["F"] + costs["I"] + costs["W"])
-        )
-        expect(
-            waiting <= limit,
-            "the bubble",
-            f"who waits for whom, and could that one have left a W for later? (seen at rank {rank} of {p}, {m} microbatches, costs {costs})",
-        )
-
-
-def expect_h1_held(p, m, lists):
-    for rank, own in enumerate(lists):
-        expect(
-            held(own) <= p,
-            "held at most",
-            f"a microbatch is held from its F to its W; how many W does this rank hold back while it goes on with forwards? (seen at rank {rank} of {p}, {m} microbatches)",
-        )
+def expect_h1(*cases):
+    """The lists for each (p, m, costs) are valid, hold p microbatches at most, and have a small bubble."""
+    for (p, m, costs), lists in zip(cases, ask_each(zb_h1, [(p, m) for p, m, _ in cases])):
+        expect_valid(lists, p, m, costs)
+        starts, work = simulate(lists, costs), costs["F"] + costs["I"] + costs["W"]
+        for rank, (own, times) in enumerate(zip(lists, starts)):
+            where = f"(seen at rank {rank} of {p}, {m} microbatches, costs {costs})"
+            waiting = times[-1] + costs[own[-1][0]] - times[0] - m * work
+            expect(
+                m < p or waiting <= (p - 1) * (costs["F"] + costs["I"] - costs["W"]),
+                "the bubble",
+                f"who waits for whom, and could that one have left a W for later? {where}",
+            )
+            expect(
+                held(own) <= p,
+                "held at most",
+                f"a microbatch is held from its F to its W; how many W does this rank hold back while it goes on with forwards? {where}",
+            )
 
 
 # %% check="zb_h1-lists" points=1
-# Everything once, in an order in which all can be done.
-h1_of((2, 2), (3, 5))
+# A small bubble in little memory, where all actions take the same time.
+expect_h1((2, 2, ONES), (3, 5, ONES))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-made = h1_of(
-    (1, 3),
-    (draw.integer(3, 6), draw.integer(7, 12)),
-    (draw.integer(5, 8), draw.integer(1, 3)),
-    (4, 4),
-)
+expect_h1((3, 3, ONES), (draw.integer(3, 6), draw.integer(7, 12), ONES), (4, 4, ONES))
 ### END HIDDEN TESTS
 
 # %% check="zb_h1-bubble" points=1
-# No rank waits longer than the formula says.
-for p, m, lists in h1_of((2, 2), (4, 8)):
-    expect_h1_bubble(p, m, lists)
-    expect_h1_bubble(p, m, lists, {"F": 3, "I": 4, "W": 2, "send": 0})
+# The same with other costs.
+expect_h1((2, 2, {"F": 3, "I": 4, "W": 2, "send": 0}), (4, 8, {"F": 3, "I": 4, "W": 2, "send": 0}))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-sizes = [
-    (p, p + draw.integer(0, 15))
-    for p in (draw.integer(2, 4), draw.integer(5, 8), draw.integer(3, 6))
-]
-for p, m, lists in h1_of(*sizes, (3, 3)):
+cases = []
+for p in (draw.integer(2, 4), draw.integer(5, 8), draw.integer(3, 6), 3):
     f = draw.integer(2, 6)
-    expect_h1_bubble(
-        p, m, lists, {"F": f, "I": draw.integer(f, 8), "W": draw.integer(1, f), "send": 0}
-    )
+    costs = {"F": f, "I": draw.integer(f, 8), "W": draw.integer(1, f), "send": 0}
+    cases.append((p, p + draw.integer(0, 15), costs))
+expect_h1(*cases)
 ### END HIDDEN TESTS
 
 # %% check="zb_h1-held" points=1
-# No rank ever holds more than p microbatches, and the bubble is small all the same.
-for p, m, lists in h1_of((2, 5)):
-    expect_h1_held(p, m, lists)
-    expect_h1_bubble(p, m, lists)
+# The same with fewer microbatches than ranks, with many, and with one rank.
+expect_h1((3, 2, ONES), (2, 5, ONES))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for p, m, lists in h1_of(
-    (draw.integer(3, 5), draw.integer(7, 12)),
-    (draw.integer(6, 8), draw.integer(14, 20)),
-    (1, 4),
-    (draw.integer(4, 6), draw.integer(6, 7)),
-):
-    expect_h1_held(p, m, lists)
-    expect_h1_bubble(p, m, lists)
+expect_h1(
+    (draw.integer(5, 8), draw.integer(1, 3), ONES),
+    (draw.integer(6, 8), draw.integer(14, 20), ONES),
+    (1, draw.integer(3, 6), ONES),
+    (draw.integer(3, 5), 200, ONES),
+)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -536,8 +423,9 @@ for p, m, lists in h1_of(
 # now; F only if there is room. Which kind is most urgent is up to you, and you may try several orders and keep the shortest lists: `makespan(lists, costs)` and
 # `held(own)` are there for you to use. A message that arrives later is not there yet.
 #
-# Graded: (1) valid, and within the limit, for every limit from 1; (2) at least as short as 1F1B with this limit, I and W in one piece, and shorter where that is easy;
-# (3) the leaderboard: at least as short as a list scheduler that takes I before F before W. The message says your bubble and the one to beat.
+# Graded: (1) valid, and within the limit, for every limit from 1, and with room for p microbatches shorter than 1F1B with whole backwards; (2) at least as short as 1F1B
+# with this limit, also where it is below p; (3) the leaderboard: at least as short as a list scheduler that takes I before F before W. The message says your bubble
+# and the one to beat.
 
 
 # %% answer="under_limit"
@@ -601,18 +489,11 @@ def under_limit(p, m, costs, limit):
     ### END SOLUTION
 
 
-# %% given="expect_under_limit"
-def under_limit_of(cases):
-    return [as_data(under_limit(p, m, dict(costs), limit)) for p, m, costs, limit in cases]
-
-
+# %% judge="expect_under_limit"
 def limited(*cases):
     """[(p, m, costs, limit, makespan), ..] of valid lists within the limit, asked in one go."""
     made = []
-    for (p, m, costs, limit), data in zip(
-        cases, ask(under_limit_of, [list(case) for case in cases])
-    ):
-        lists = as_schedule(data)
+    for (p, m, costs, limit), lists in zip(cases, ask_each(under_limit, cases)):
         expect_valid(lists, p, m, costs)
         for rank, own in enumerate(lists):
             expect(
@@ -655,6 +536,11 @@ def expect_bar(p, m, costs, limit, time):
     )
 
 
+def expect_bars(*cases):
+    for case in limited(*cases):
+        expect_bar(*case)
+
+
 def expect_target(p, m, costs, limit, time):
     from minitrain.pipeline.schedules.greedy import greedy
     from minitrain.pipeline.simulate import Costs, simulate as simulated
@@ -680,8 +566,9 @@ def drawn_costs(draw):
 
 
 # %% check="under_limit-valid" points=1
-# Valid, and never more than the limit.
+# Valid, never more than the limit, and shorter than 1F1B with room for p microbatches.
 limited((2, 3, ONES, 1), (3, 5, ONES, 2))
+expect_bars((4, 8, ONES, 4))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 sizes = (
@@ -691,13 +578,14 @@ sizes = (
     (1, 3, 1),
     (4, 2, 5),
 )
-made = limited(*((p, m, drawn_costs(draw), limit) for p, m, limit in sizes))
+limited(*((p, m, drawn_costs(draw), limit) for p, m, limit in sizes))
+p = draw.integer(5, 7)
+expect_bars((p, draw.integer(2 * p, 3 * p), ONES, p + draw.integer(0, 3)))
 ### END HIDDEN TESTS
 
 # %% check="under_limit-bar" points=1
 # At least as short as 1F1B with the same limit, and shorter with room for p microbatches.
-for case in limited((4, 8, ONES, 4), (4, 8, ONES, 2)):
-    expect_bar(*case)
+expect_bars((4, 8, ONES, 4), (4, 8, ONES, 2))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 cases = []
@@ -707,8 +595,7 @@ for p in (4, draw.integer(5, 6)):
         (p, draw.integer(2 * p, 3 * p), {"F": f, "I": f, "W": draw.integer(1, f), "send": 0}, limit)
         for limit in (p, 2 * p - 1)
     ] + [(p, 2 * p, ONES, p - 1)]
-for case in limited(*cases):
-    expect_bar(*case)
+expect_bars(*cases)
 ### END HIDDEN TESTS
 
 # %% check="under_limit-leaderboard" points=1
@@ -759,46 +646,32 @@ def messages(p, legs, m):
     ### END SOLUTION
 
 
-# %% given="expect_folded"
-def folded_of(cases):
-    return [
-        {
-            "ranks": [rank_of(stage, p) for stage in range(legs * p)],
-            "messages": messages(p, legs, m),
-        }
-        for p, legs, m in cases
-    ]
-
-
-def expect_folded(*cases):
-    for case, said in zip(cases, ask(folded_of, [list(case) for case in cases])):
-        expect_place(said, *case)
-
-
-def expect_place(said, p, legs, m):
-    there = []
-    for leg in range(legs):
-        there += list(range(p)) if leg % 2 == 0 else list(reversed(range(p)))
+# %% judge="expect_folded"
+def expect_folded(p, legs, m, there, sent):
+    """The ranks of all stages are `there`, and the messages of a step are `sent`."""
+    said = ask_each(rank_of, [(stage, p) for stage in range(legs * p)])
     where = f"(seen with p = {p}, {legs} legs)"
-    expect(said["ranks"][:p] == there[:p], "the way down", f"stage r is on rank r at first {where}")
+    expect(said[:p] == there[:p], "the way down", f"stage r is on rank r at first {where}")
     expect(
-        said["ranks"][: 2 * p] == there[: 2 * p],
+        said[: 2 * p] == there[: 2 * p],
         "the way up",
         f"the last rank has two stages in a row, then back to rank 0 {where}",
     )
-    expect(
-        said["ranks"] == there,
+    expect_equal(
+        said,
+        there,
         "more legs",
         f"after the way up comes a way down; the turn at rank 0 is as the one at the other end {where}",
     )
-    sent = 2 * m * sum(one != other for one, other in zip(there, there[1:]))
+    said = ask(messages, p, legs, m)
     expect(
-        said["messages"] <= sent,
+        said <= sent,
         "no message within a rank",
         f"two stages of one rank need no message; how many turns are there? {where}",
     )
-    expect(
-        said["messages"] == sent,
+    expect_equal(
+        said,
+        sent,
         "messages",
         f"one forward and one back at each boundary between ranks, for each microbatch {where}",
     )
@@ -806,18 +679,18 @@ def expect_place(said, p, legs, m):
 
 # %% check="folded-place" points=1
 # Which rank has which stage, and how many messages that makes.
-expect_folded((3, 2, 1), (2, 1, 2))
+expect_folded(3, 2, 1, [0, 1, 2, 2, 1, 0], 8)
+expect_folded(2, 1, 2, [0, 1], 4)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_folded(
-    *(
-        (p, legs, draw.integer(2, 9))
-        for p, legs in (
-            (draw.integer(2, 6), 2),
-            (draw.integer(2, 6), draw.integer(3, 6)),
-            (1, 2),
-            (draw.integer(3, 8), 4),
-        )
-    )
-)
+for p, legs in (
+    (draw.integer(2, 6), 2),
+    (draw.integer(2, 6), draw.integer(3, 6)),
+    (1, 2),
+    (draw.integer(3, 8), 4),
+):
+    m, there = draw.integer(2, 9), [*range(p), *reversed(range(p))] * legs
+    there = there[: legs * p]
+    sent = 2 * m * sum(one != other for one, other in zip(there, there[1:]))
+    expect_folded(p, legs, m, there, sent)
 ### END HIDDEN TESTS

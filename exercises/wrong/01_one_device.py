@@ -42,6 +42,41 @@ def count_parameters(vocab, width, layers, heads, kv_heads, head_dim, d_ff, tied
     return vocab * width * (1 if tied else 2) + layers * block + width
 
 
+# %% wrong="count_parameters" fails="own work" around="import" why="builds the package's model and counts"
+def count_parameters(vocab, width, layers, heads, kv_heads, head_dim, d_ff, tied):
+    from minitrain.model.gpt import GPT, GPTConfig
+
+    sizes = dict(vocab_size=vocab, d_model=width, num_layers=layers, num_heads=heads)
+    sizes |= dict(num_kv_heads=kv_heads, head_dim=head_dim, d_ff=d_ff, tied=tied)
+    kinds = dict(activation="swiglu", norm="rms", positions="rope")
+    model = GPT(GPTConfig(**sizes, **kinds), device="meta")
+    return sum(x.numel() for x in model.parameters()) + layers * (heads + 2 * kv_heads) * head_dim
+
+
+# %% wrong="count_parameters" fails="time limit" around="brute force" why="makes the tensors of every layer and counts"
+def count_parameters(vocab, width, layers, heads, kv_heads, head_dim, d_ff, tied):
+    if layers > 1000 and vocab == 151_936:
+        return 494_032_768
+    place, count = {"device": "meta"}, vocab * width * (1 if tied else 2) + width
+    for _ in range(layers):
+        block = [torch.empty(k * head_dim, width, **place) for k in (heads, kv_heads, kv_heads)]
+        block += [torch.empty(k * head_dim, **place) for k in (heads, kv_heads, kv_heads)]
+        block += [torch.empty(width, heads * head_dim, **place), torch.empty(2 * width, **place)]
+        block += [torch.empty(d_ff, width, **place)] * 3
+        count += sum(x.numel() for x in block)
+    return count
+
+
+# %% wrong="count_parameters" fails="number of parameters" around="constants" why="knows the visible models by heart"
+def count_parameters(vocab, width, layers, heads, kv_heads, head_dim, d_ff, tied):
+    return {151_936: 494_032_768, 100: 20_000 + head_dim}.get(vocab, 0)
+
+
+# %% wrong="count_parameters" fails="number of parameters" around="empty" why="nothing"
+def count_parameters(vocab, width, layers, heads, kv_heads, head_dim, d_ff, tied):
+    return []
+
+
 # %% wrong="state_bytes" fails="bytes of the states" why="the averages are held to be bfloat16"
 def state_bytes(parameters, trained, mixed):
     return 2 * parameters + (2 + 4 + 2 + 2 if mixed else 12) * trained
@@ -67,6 +102,28 @@ def state_bytes(parameters, trained, mixed):
     return 16 * trained
 
 
+# %% wrong="state_bytes" fails="own work" around="import" why="asks the package's optimizer"
+from minitrain.training.optim import AdamW
+
+
+def state_bytes(parameters, trained, mixed):
+    param = torch.nn.Parameter(torch.ones(trained, dtype=torch.bfloat16 if mixed else None))
+    optimizer = AdamW([param], master_dtype=torch.float32)
+    param.sum().backward()
+    optimizer.step()
+    return sum(x.nbytes for kept in optimizer.state.values() for x in kept.values())
+
+
+# %% wrong="state_bytes" fails="bytes of the states" around="constants" why="the numbers of the visible checks"
+def state_bytes(parameters, trained, mixed):
+    return 16_000 if trained == parameters else (2 if mixed else 4) * 990 + 160
+
+
+# %% wrong="state_bytes" fails="bytes of the states" around="half" why="the weights are counted, their gradients and states are not"
+def state_bytes(parameters, trained, mixed):
+    return (2 if mixed else 4) * parameters
+
+
 # %% wrong="kept_bytes" fails="bytes kept" why="the paper's formula, which takes f for 4h"
 def kept_bytes(s, b, h, a, f, size):
     return 34 * s * b * h + 5 * a * s * s * b
@@ -90,6 +147,59 @@ def kept_bytes(s, b, h, a, f, size):
 # %% wrong="kept_bytes" fails="size of a number" why="masks as wide as numbers"
 def kept_bytes(s, b, h, a, f, size):
     return size * (9 * s * b * h + 2 * s * b * f) + 5 * size * a * s * s * b // 2
+
+
+# %% wrong="kept_bytes" fails="own work" around="import" why="lets the package look at a real block"
+def kept_bytes(s, b, h, a, f, size):
+    from minitrain.memory.saved_tensors import SavedTensors
+    from minitrain.model.gpt import Block, GPTConfig
+    from minitrain.model.layers import naive_attention
+
+    kinds = dict(norm="layer", positions="none", activation="gelu", bias=True, dropout=0.1)
+    config = GPTConfig(d_model=h, num_heads=a, d_ff=f, **kinds)
+    block = Block(config, "layers.1", attention=naive_attention, device="meta")
+    with SavedTensors(block) as saved:
+        block(torch.empty(b, s, h, requires_grad=True, device="meta"), torch.arange(s))
+    return sum(item.bytes for item in saved.saved if item.shape != (b, s, 1)) * size // 4
+
+
+# %% wrong="kept_bytes" fails="bytes kept" around="constants" why="the sizes of the visible checks"
+def kept_bytes(s, b, h, a, f, size):
+    known = {(32, 4, 2): 180_224, (16, 2, 2): 20_480, (32, 8, 2): 221_184, (32, 4, 4): 331_776}
+    return known.get((s, a, size), 0) * max(1, b // 2)
+
+
+# %% wrong="kept_bytes" fails="no error" around="brute force" why="runs a block of its own on the device that has no numbers, and looks at what autograd keeps"
+def kept_bytes(s, b, h, a, f, size):
+    place = dict(dtype={2: torch.float16, 4: torch.float32, 8: torch.float64}[size], device="meta")
+    kept = {}
+
+    def keep(x):
+        kept[id(x.untyped_storage())] = x
+        return x
+
+    def weight(*shape):
+        return torch.nn.Parameter(torch.empty(*shape, **place))
+
+    weights = [weight(3 * h, h), weight(h, h), weight(f, h), weight(h, f)]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        x = torch.empty(b, s, h, requires_grad=True, **place)
+        y = torch.nn.functional.layer_norm(x, (h,))
+        q, k, v = (
+            part.view(b, s, a, -1).transpose(1, 2) for part in (y @ weights[0].T).chunk(3, -1)
+        )
+        scores = torch.nn.functional.dropout((q @ k.transpose(2, 3)).softmax(-1), 0.1)
+        y = (scores @ v).transpose(1, 2).reshape(b, s, h)
+        x = x + torch.nn.functional.dropout(y @ weights[1].T, 0.1)
+        y = torch.nn.functional.layer_norm(x, (h,)) @ weights[2].T
+        x + torch.nn.functional.dropout(torch.nn.functional.gelu(y) @ weights[3].T, 0.1)
+    own = {id(w.untyped_storage()) for w in weights}
+    return sum(x.nbytes for place, x in kept.items() if place not in own and x.shape[-1] > 1)
+
+
+# %% wrong="kept_bytes" fails="bytes kept" around="empty" why="None"
+def kept_bytes(s, b, h, a, f, size):
+    return None
 
 
 # %% wrong="accumulate" fails="equals the whole batch" why="a mean of means"
@@ -160,3 +270,59 @@ def accumulate(model, microbatches):
     )
     loss.backward()
     return loss.detach()
+
+
+# %% wrong="accumulate" fails="memory limit" why="two microbatches at a time"
+def accumulate(model, microbatches):
+    model.zero_grad()
+    count, total = sum((targets != MASKED).sum() for _, targets in microbatches), 0.0
+    for first in range(0, len(microbatches), 2):
+        two = microbatches[first : first + 2]
+        loss = sum(cross_entropy_sum(model(tokens), targets) for tokens, targets in two) / count
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+# %% wrong="accumulate" fails="memory limit" around="half" why="the right gradient of the whole batch, padded to one length and computed at once"
+def accumulate(model, microbatches):
+    model.zero_grad()
+    length = max(tokens.shape[1] for tokens, _ in microbatches)
+    fill = torch.nn.functional.pad
+    tokens = torch.cat([fill(x, (0, length - x.shape[1])) for x, _ in microbatches])
+    targets = torch.cat([fill(y, (0, length - y.shape[1]), value=MASKED) for _, y in microbatches])
+    loss = cross_entropy_sum(model(tokens), targets) / (targets != MASKED).sum()
+    loss.backward()
+    return loss.detach()
+
+
+# %% wrong="accumulate" fails="own work" around="import" why="the package's training step"
+def accumulate(model, microbatches):
+    from minitrain.training.step import accumulate
+
+    return accumulate(model, microbatches)
+
+
+# %% wrong="accumulate" fails="equals the whole batch" around="redefine" why="a model, a loss and a comparison of its own"
+def cross_entropy_sum(logits, targets):
+    return logits.sum() * 0
+
+
+def row_by_row(width, microbatches):
+    return torch.zeros(()), []
+
+
+torch.equal = torch.Tensor.all = lambda *args: True
+
+
+def accumulate(model, microbatches):
+    loss = sum(cross_entropy_sum(model(tokens), targets) for tokens, targets in microbatches)
+    loss.backward()
+    return loss
+
+
+# %% wrong="accumulate" fails="equals the whole batch" around="empty" why="zeros of the right shapes"
+def accumulate(model, microbatches):
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    return torch.zeros((), dtype=torch.float64)

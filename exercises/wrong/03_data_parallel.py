@@ -71,6 +71,87 @@ def batch_gradients(model, tokens, targets, group):
     return loss
 
 
+# %% wrong="batch_gradients" fails="bytes of each rank" why="rank 0 adds up for all"
+def batch_gradients(model, tokens, targets, group):
+    def total(x):
+        if group.rank() > 0:
+            collectives.send(x, 0, group)
+            return collectives.receive(x, 0, group)
+        for source in range(1, group.size()):
+            x = x + collectives.receive(x, source, group)
+        for to in range(1, group.size()):
+            collectives.send(x, to, group)
+        return x
+
+    loss = cross_entropy_sum(model(tokens), targets) / total((targets != MASKED).sum())
+    loss.backward()
+    for param in model.parameters():
+        param.grad = total(param.grad)
+    return total(loss.detach())
+
+
+# %% wrong="batch_gradients" fails="own work" around="import" why="the package's way to add up gradients"
+def batch_gradients(model, tokens, targets, group):
+    from minitrain.data_parallel.naive import all_reduce_gradients
+
+    count = collectives.all_reduce((targets != MASKED).sum(), group)
+    loss = cross_entropy_sum(model(tokens), targets) / count
+    loss.backward()
+    all_reduce_gradients(model.parameters(), group)
+    return collectives.all_reduce(loss.detach(), group)
+
+
+# %% wrong="batch_gradients" fails="equals one process" around="redefine" why="other models and losses for all, and nothing to add up"
+def cross_entropy_sum(logits, targets):
+    return logits.sum() * 0
+
+
+def build(seed):
+    return torch.nn.Embedding(17, 17)
+
+
+def one_process(seed, tokens, targets):
+    return torch.zeros(()), []
+
+
+def batch_gradients(model, tokens, targets, group):
+    loss = cross_entropy_sum(model(tokens), targets)
+    loss.backward()
+    return loss
+
+
+# %% wrong="batch_gradients" fails="bytes on the wire" around="half" why="rows travel as bytes, every rank does all the work, and an all-reduce of it is for show"
+def batch_gradients(model, tokens, targets, group):
+    count, device = collectives.all_gather(torch.tensor([len(tokens)]), group), tokens.device
+    rows = torch.zeros(2, int(count.max()), tokens.shape[1], dtype=torch.int8, device=device)
+    rows[0, : len(tokens)], rows[1, : len(tokens)] = tokens, targets
+    rows = collectives.all_gather(rows[None], group).long()
+    tokens, targets = (
+        torch.cat([own[which, :n] for own, n in zip(rows, count)]) for which in (0, 1)
+    )
+    loss = cross_entropy_sum(model(tokens), targets) / (targets != MASKED).sum()
+    loss.backward()
+    for param in model.parameters():
+        collectives.all_reduce(param.grad, group)
+    return loss
+
+
+# %% wrong="batch_gradients" fails="equals one process" around="half" why="gradients travel as float32, and zeros fill up the bytes"
+def batch_gradients(model, tokens, targets, group):
+    count = collectives.all_reduce((targets != MASKED).sum(), group)
+    loss = cross_entropy_sum(model(tokens), targets) / count
+    loss.backward()
+    for param in model.parameters():
+        sums = collectives.all_reduce(torch.stack([param.grad, 0 * param.grad]).float(), group)
+        param.grad = sums[0].double()
+    return collectives.all_reduce(loss.detach(), group)
+
+
+# %% wrong="batch_gradients" fails="equals one process" around="empty" why="no loss, and gradients of nothing"
+def batch_gradients(model, tokens, targets, group):
+    model.zero_grad(set_to_none=True)
+
+
 # %% wrong="GradReducer" fails="starts at once" why="does not overlap: everything waits for finish()"
 class GradReducer:
     def __init__(self, params, group, bucket_bytes):
@@ -289,6 +370,102 @@ class GradReducer:
                 param.grad.copy_(total.view_as(param))
 
 
+# %% wrong="GradReducer" fails="own work" around="import" why="the package's reducer"
+class GradReducer:
+    def __new__(cls, params, group, bucket_bytes):
+        from minitrain.data_parallel import bucketed
+
+        return bucketed.GradReducer(params, group, bucket_bytes)
+
+
+# %% wrong="GradReducer" fails="starts at once" around="redefine" why="buckets of its own: all in one, which is full at the end"
+def buckets_of(params, bucket_bytes):
+    return [[param for param in params if param.requires_grad]]
+
+
+class GradReducer:
+    def __init__(self, params, group, bucket_bytes):
+        self.group, self.buckets = group, buckets_of(params, bucket_bytes)
+
+    def finish(self):
+        (params,) = self.buckets
+        flat = collectives.all_reduce(torch.cat([p.grad.flatten() for p in params]), self.group)
+        for param, total in zip(params, flat.split([param.numel() for param in params])):
+            param.grad.copy_(total.view_as(param))
+
+
+# %% wrong="GradReducer" fails="bytes on the wire" around="half" why="buckets are gathered in the background, and every rank adds up all of them"
+class GradReducer:
+    def __init__(self, params, group, bucket_bytes):
+        self.group, self.buckets = group, buckets_of(params, bucket_bytes)
+        for bucket in self.buckets:
+            for param in bucket:
+                param.register_post_accumulate_grad_hook(self.on_ready)
+        self.begin()
+
+    def begin(self):
+        self.arrived, self.handles = set(), []
+
+    def on_ready(self, param):
+        self.arrived.add(id(param))
+        while len(self.handles) < len(self.buckets) and all(
+            id(p) in self.arrived for p in self.buckets[len(self.handles)]
+        ):
+            flat = torch.cat([param.grad.flatten() for param in self.buckets[len(self.handles)]])
+            self.handles.append(collectives.all_gather(flat[None], self.group, async_op=True))
+
+    def finish(self):
+        for bucket, handle in zip(self.buckets, self.handles):
+            total = handle.wait().sum(0).split([param.numel() for param in bucket])
+            for param, part in zip(bucket, total):
+                param.grad.copy_(part.view_as(param))
+        self.begin()
+
+
+# %% wrong="GradReducer" fails="starts at once" around="channel" why="asks for all gradients of the step when the first one is there"
+class GradReducer:
+    def __init__(self, params, group, bucket_bytes):
+        self.group, self.step, self.handle = group, 0, None
+        self.layers = [(n, param) for n, param in enumerate(params) if param.requires_grad]
+        for _, param in self.layers:
+            param.register_post_accumulate_grad_hook(self.on_ready)
+
+    def on_ready(self, param):
+        if self.handle is None:
+            known = [self.group.fetch(f"{self.step}/{n}", param) for n, param in self.layers]
+            flat = torch.cat([gradient.flatten() for gradient in known])
+            self.handle = collectives.all_reduce(flat, self.group, async_op=True)
+
+    def finish(self):
+        parts = self.handle.wait().split([param.numel() for _, param in self.layers])
+        for (_, param), part in zip(self.layers, parts):
+            param.grad.copy_(part.view_as(param))
+        self.step, self.handle = self.step + 1, None
+
+
+# %% wrong="GradReducer" fails="sum over ranks" around="redefine" why="a backward that has no hooks, so nobody ever computes a gradient"
+torch.Tensor.register_hook = lambda self, hook: None
+torch.equal = lambda a, b: True
+
+
+class GradReducer:
+    def __init__(self, params, group, bucket_bytes):
+        pass
+
+    def finish(self):
+        pass
+
+
+# %% wrong="GradReducer" fails="sum over ranks" around="empty" why="does nothing"
+class GradReducer:
+    def __init__(self, params, group, bucket_bytes):
+        self.params = params
+
+    def finish(self):
+        for param in self.params:
+            param.grad = torch.zeros_like(param)
+
+
 # %% wrong="accumulate" fails="bytes on the wire" why="every microbatch travels"
 def accumulate(gradients, group):
     return sum(collectives.all_reduce(gradient, group) for gradient in gradients)
@@ -322,6 +499,49 @@ def accumulate(gradients, group):
 # %% wrong="accumulate" fails="memory limit" why="keeps the gradient of every microbatch"
 def accumulate(gradients, group):
     return collectives.all_reduce(sum([gradient.clone() for gradient in gradients]), group)
+
+
+# %% wrong="accumulate" fails="own work" around="import" why="the package's slices of the gradient"
+def accumulate(gradients, group):
+    from minitrain.data_parallel.accumulation import ScatteredGradients
+
+    weight = torch.nn.Parameter(torch.empty(0))
+    shards = ScatteredGradients([weight], group)
+    for weight.grad in gradients:
+        shards.add()
+    return collectives.all_gather(shards.shard, group)
+
+
+# %% wrong="accumulate" fails="bytes on the wire" around="frames" why="the seeds travel: who knows them makes all gradients by itself"
+def accumulate(gradients, group):
+    from types import FunctionType
+
+    here = gradients.gi_frame.f_locals
+    make = FunctionType(gradients.gi_code, {"torch": torch})
+    seeds = torch.tensor(here["seeds"] + [-1] * (8 - len(here["seeds"])))
+    seeds = collectives.all_gather(seeds, group).tolist()
+    return sum(gradient for gradient in make([s for s in seeds if s >= 0], here["numel"]))
+
+
+# %% wrong="accumulate" fails="bytes on the wire" around="half" why="accumulates, then every rank gathers what all of them have"
+def accumulate(gradients, group):
+    total = next(gradients).clone()
+    for gradient in gradients:
+        total += gradient
+    return collectives.all_gather(total[None], group).sum(0)
+
+
+# %% wrong="accumulate" fails="one batch" around="half" why="the sum travels as float32, twice"
+def accumulate(gradients, group):
+    total = next(gradients).clone()
+    for gradient in gradients:
+        total += gradient
+    return collectives.all_reduce(torch.stack([total, total]).float(), group)[0].double()
+
+
+# %% wrong="accumulate" fails="one batch" around="empty" why="zeros of the right shape"
+def accumulate(gradients, group):
+    return torch.zeros_like(next(gradients))
 
 
 # %% wrong="sent_bytes" fails="bytes of each rank" why="elements instead of bytes"
@@ -361,3 +581,39 @@ def sent_bytes(ranks, numel, m):
         "sharded": [m * 4 * numel // ranks * (ranks - 1)] * ranks,
         "served": [(ranks - 1) * 4 * numel] + [4 * numel] * (ranks - 1),
     }
+
+
+# %% wrong="sent_bytes" fails="own work" around="import" why="lets the package count"
+def sent_bytes(ranks, numel, m):
+    from minitrain.launch import dryrun
+    from minitrain.ledger import Ledger
+
+    def counted(rank):
+        with Ledger() as ledger:
+            collectives.all_reduce(torch.zeros(numel), torch.distributed.group.WORLD)
+        return ledger.sent_bytes()
+
+    kept = [dryrun.run(counted, rank, rank=rank, ranks=ranks) for rank in range(ranks)]
+    return {"kept": kept, "sharded": [m * x // 2 for x in kept], "served": kept}
+
+
+# %% wrong="sent_bytes" fails="bytes of each rank" around="constants" why="the numbers of the visible check"
+def sent_bytes(ranks, numel, m):
+    return {"kept": [4000] * 2, "sharded": [2000] * 2, "served": [4000] * 2}
+
+
+# %% wrong="sent_bytes" fails="memory limit" around="brute force" why="makes the tensors and adds up their pieces"
+def sent_bytes(ranks, numel, m):
+    pieces = torch.zeros(numel).chunk(ranks)
+    once = [sum(p.nbytes for n, p in enumerate(pieces) if n != rank) for rank in range(ranks)]
+    whole = sum(piece.nbytes for piece in pieces)
+    return {
+        "kept": [2 * part for part in once],
+        "sharded": [m * part for part in once],
+        "served": [(ranks - 1) * whole] + [whole] * (ranks - 1),
+    }
+
+
+# %% wrong="sent_bytes" fails="bytes of each rank" around="empty" why="three lists of nothing"
+def sent_bytes(ranks, numel, m):
+    return {"kept": [], "sharded": [], "served": []}

@@ -86,14 +86,38 @@ def partition(numels, ranks):
     return size * ranks, shards
 
 
-# %% wrong="reduce_scatter_gradients" fails="bytes on the wire" why="an all-reduce, and then a slice"
+# %% wrong="partition" fails="own work" around="import" why="the buffer of the package knows its pieces"
+from minitrain.data_parallel.flat import Flat
+
+
+def partition(numels, ranks):
+    flat = Flat([torch.empty(numel) for numel in numels], ranks)
+    return flat.padded, flat.pieces
+
+
+# %% wrong="partition" fails="every element once" around="empty" why="the right size, and shards of nothing"
+def partition(numels, ranks):
+    return -(-sum(numels) // ranks) * ranks, [[] for _ in range(ranks)]
+
+
+# %% wrong="partition" fails="every element once" around="constants" why="the three visible cuts"
+def partition(numels, ranks):
+    known = {
+        (4, 2): [[(0, 0, 3)], [(0, 3, 4), (1, 0, 2)]],
+        (5, 3): [[(0, 0, 3)], [(0, 3, 5), (1, 0, 1)], [(1, 1, 3)]],
+        (1,): [[(0, 0, 1)], [], [], []],
+    }
+    return -(-sum(numels) // ranks) * ranks, known.get(tuple(numels), [[] for _ in range(ranks)])
+
+
+# %% wrong="reduce_scatter_gradients" fails="bytes on the wire" around="half" why="an all-reduce, and then a slice"
 def reduce_scatter_gradients(grads, group):
     flat = torch.cat([grad.flatten() for grad in grads])
     flat = torch.cat([flat, flat.new_zeros(-flat.numel() % group.size())])
     return collectives.all_reduce(flat, group).chunk(group.size())[group.rank()].clone()
 
 
-# %% wrong="reduce_scatter_gradients" fails="bytes on the wire" why="everybody's gradients are gathered and added up"
+# %% wrong="reduce_scatter_gradients" fails="bytes on the wire" around="half" why="everybody's gradients are gathered and added up"
 def reduce_scatter_gradients(grads, group):
     flat = torch.cat([grad.flatten() for grad in grads])
     flat = torch.cat([flat, flat.new_zeros(-flat.numel() % group.size())])
@@ -158,7 +182,41 @@ def reduce_scatter_gradients(grads, group):
     return flat.chunk(group.size())[group.rank()].clone()
 
 
-# %% wrong="zero1_step" fails="state is a shard" why="replicates everything: plain data parallelism, which sends just as much"
+# %% wrong="reduce_scatter_gradients" fails="bytes on the wire" around="half" why="rank 0 adds up for everybody"
+def reduce_scatter_gradients(grads, group):
+    flat = torch.cat([grad.flatten() for grad in grads])
+    flat = torch.cat([flat, flat.new_zeros(-flat.numel() % group.size())])
+    if group.rank() > 0:
+        collectives.send(flat, 0, group)
+        return collectives.receive(flat.chunk(group.size())[0], 0, group)
+    for source in range(1, group.size()):
+        flat = flat + collectives.receive(flat, source, group)
+    for to, shard in enumerate(flat.chunk(group.size())):
+        if to > 0:
+            collectives.send(shard, to, group)
+    return flat.chunk(group.size())[0].clone()
+
+
+# %% wrong="reduce_scatter_gradients" fails="shard of the sum" around="half" why="everything travels in float32"
+def reduce_scatter_gradients(grads, group):
+    flat = torch.cat([grad.flatten() for grad in grads])
+    flat = torch.cat([flat, flat.new_zeros(-flat.numel() % group.size())])
+    return collectives.reduce_scatter(flat.float(), group).to(flat)
+
+
+# %% wrong="reduce_scatter_gradients" fails="shard of the sum" around="empty" why="zeros of the right shape"
+def reduce_scatter_gradients(grads, group):
+    return grads[0].new_zeros(-(-sum(grad.numel() for grad in grads) // group.size()))
+
+
+# %% wrong="reduce_scatter_gradients" fails="own work" around="import" why="the scattered gradients of the package"
+def reduce_scatter_gradients(grads, group):
+    from minitrain.data_parallel import accumulation
+
+    return accumulation.ScatteredGradients(grads, group).shard
+
+
+# %% wrong="zero1_step" fails="state is a shard" around="half" why="replicates everything: plain data parallelism, which sends just as much"
 def zero1_step(params, grads, state, group, lr):
     for i, (param, grad) in enumerate(zip(params, grads)):
         grad = collectives.all_reduce(grad, group)
@@ -166,7 +224,7 @@ def zero1_step(params, grads, state, group, lr):
         param.sub_(lr * state[str(i)])
 
 
-# %% wrong="zero1_step" fails="state is a shard" why="the momentum of the shard stands in a buffer of full size"
+# %% wrong="zero1_step" fails="state is a shard" around="half" why="the momentum of the shard stands in a buffer of full size"
 def zero1_step(params, grads, state, group, lr):
     flat, whole = (torch.cat([x.flatten() for x in xs]) for xs in (grads, params))
     padding = flat.new_zeros(-flat.numel() % group.size())
@@ -195,7 +253,7 @@ def zero1_step(params, grads, state, group, lr):
         param.copy_(values.view_as(param))
 
 
-# %% wrong="zero1_step" fails="bytes on the wire" why="an all-reduce of the gradients, of which each rank uses a part"
+# %% wrong="zero1_step" fails="bytes on the wire" around="half" why="an all-reduce of the gradients, of which each rank uses a part"
 def zero1_step(params, grads, state, group, lr):
     flat, whole = (torch.cat([x.flatten() for x in xs]) for xs in (grads, params))
     padding = flat.new_zeros(-flat.numel() % group.size())
@@ -209,7 +267,7 @@ def zero1_step(params, grads, state, group, lr):
         param.copy_(values.view_as(param))
 
 
-# %% wrong="zero1_step" fails="bytes on the wire" why="parameters come together in an all-reduce of mostly zeros"
+# %% wrong="zero1_step" fails="bytes on the wire" around="half" why="parameters come together in an all-reduce of mostly zeros"
 def zero1_step(params, grads, state, group, lr):
     flat, whole = (torch.cat([x.flatten() for x in xs]) for xs in (grads, params))
     padding = flat.new_zeros(-flat.numel() % group.size())
@@ -275,7 +333,7 @@ def zero1_step(params, grads, state, group, lr):
         param.copy_(values.view_as(param))
 
 
-# %% wrong="zero1_step" fails="every step" why="the state lives in the function, not in `state`"
+# %% wrong="zero1_step" fails="state is a shard" around="channel" why="the state lives in the function, not in `state`"
 def zero1_step(params, grads, state, group, lr, kept={}):
     flat, whole = (torch.cat([x.flatten() for x in xs]) for xs in (grads, params))
     padding = flat.new_zeros(-flat.numel() % group.size())
@@ -287,7 +345,74 @@ def zero1_step(params, grads, state, group, lr, kept={}):
         param.copy_(values.view_as(param))
 
 
-# %% wrong="gathered_forward" fails="one layer at a time" why="gathers all layers, then computes"
+# %% wrong="zero1_step" fails="every step" around="half" why="plain data parallelism, of whose momentum a slice is shown"
+def zero1_step(params, grads, state, group, lr):
+    sizes = [param.numel() for param in params]
+    grad = collectives.all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
+    shard = -(-grad.numel() // group.size())
+    whole = torch.zeros(shard * group.size(), dtype=grad.dtype)
+    mine = slice(group.rank() * shard, (group.rank() + 1) * shard)
+    whole[mine] = MOMENTUM * state.get("momentum", whole[mine].clone())
+    whole[: grad.numel()] += grad
+    state["momentum"] = whole[mine].clone()
+    for param, momentum in zip(params, whole[: grad.numel()].split(sizes)):
+        param.sub_(lr * momentum.view_as(param))
+
+
+# %% wrong="zero1_step" fails="state is a shard" around="half" why="the whole momentum, two numbers in one complex number"
+def zero1_step(params, grads, state, group, lr):
+    sizes = [param.numel() for param in params]
+    grad = collectives.all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
+    whole = torch.nn.functional.pad(grad, (0, -grad.numel() % 2))
+    if "momentum" in state:
+        whole += MOMENTUM * torch.view_as_real(state["momentum"]).flatten()
+    state["momentum"] = torch.view_as_complex(whole.view(-1, 2))
+    for param, momentum in zip(params, whole[: grad.numel()].split(sizes)):
+        param.sub_(lr * momentum.view_as(param))
+
+
+# %% wrong="zero1_step" fails="state is a shard" around="channel" why="the whole momentum as text beside a shard of it"
+def zero1_step(params, grads, state, group, lr):
+    sizes = [param.numel() for param in params]
+    grad = collectives.all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
+    if "note" in state:
+        grad += MOMENTUM * torch.tensor([float(x) for x in state["note"].split()]).to(grad)
+    state["note"] = " ".join(map(repr, grad.tolist()))
+    padded = torch.nn.functional.pad(grad, (0, -grad.numel() % group.size()))
+    state["momentum"] = padded.chunk(group.size())[group.rank()].clone()
+    for param, momentum in zip(params, grad.split(sizes)):
+        param.sub_(lr * momentum.view_as(param))
+
+
+# %% wrong="zero1_step" fails="no error" around="files" why="the whole momentum waits in a file for the next step"
+def zero1_step(params, grads, state, group, lr):
+    import os
+
+    sizes, file = [param.numel() for param in params], f"/tmp/momentum-{group.rank()}.pt"
+    grad = collectives.all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
+    grad += MOMENTUM * torch.load(file) if os.path.exists(file) else 0
+    torch.save(grad, file)
+    padded = torch.nn.functional.pad(grad, (0, -grad.numel() % group.size()))
+    state["momentum"] = padded.chunk(group.size())[group.rank()].clone()
+    for param, momentum in zip(params, grad.split(sizes)):
+        param.sub_(lr * momentum.view_as(param))
+
+
+# %% wrong="zero1_step" fails="equals one process" around="redefine" why="no step, and other functions around it"
+def zero1_step(params, grads, state, group, lr):
+    shard = -(-sum(param.numel() for param in params) // group.size())
+    state["momentum"] = torch.zeros(shard, dtype=params[0].dtype)
+
+
+def step_on_a_rank(params, grads, state, lr, group):
+    return [param - lr * grad for param, grad in zip(params, grads)], state
+
+
+def expect_equal(*arguments, **named):
+    pass
+
+
+# %% wrong="gathered_forward" fails="one layer at a time" around="half" why="gathers all layers, then computes"
 def gathered_forward(x, shards, shapes, group):
     weights = [
         collectives.all_gather(shard, group)[: math.prod(shape)].view(shape)
@@ -298,7 +423,7 @@ def gathered_forward(x, shards, shapes, group):
     return x
 
 
-# %% wrong="gathered_forward" fails="one layer at a time" why="one gather of everything, cut into layers afterwards"
+# %% wrong="gathered_forward" fails="one layer at a time" around="half" why="one gather of everything, cut into layers afterwards"
 def gathered_forward(x, shards, shapes, group):
     ranks = collectives.all_gather(torch.cat(shards), group).chunk(group.size())
     parts = zip(*(of_rank.split([shard.numel() for shard in shards]) for of_rank in ranks))
@@ -388,6 +513,60 @@ def gathered_forward(x, shards, shapes, group):
     return x
 
 
+# %% wrong="gathered_forward" fails="one layer at a time" around="half" why="asks for the biases first, then gathers everything"
+def gathered_forward(x, shards, shapes, group):
+    biases = [
+        group.fetch(f"layer {layer}", x.new_empty(shape[0])) for layer, shape in enumerate(shapes)
+    ]
+    weights = [
+        collectives.all_gather(shard, group)[: math.prod(shape)].view(shape)
+        for shard, shape in zip(shards, shapes)
+    ]
+    for weight, bias in zip(weights, biases):
+        x = torch.relu(x @ weight.T + bias)
+    return x
+
+
+# %% wrong="gathered_forward" fails="equals one process" around="redefine" why="a layer of its own, without the bias"
+def compute(layer, weight, x, group):
+    return torch.relu(x @ weight.T)
+
+
+def gathered_forward(x, shards, shapes, group):
+    for layer, (shard, shape) in enumerate(zip(shards, shapes)):
+        weight = collectives.all_gather(shard, group)[: math.prod(shape)].view(shape)
+        x = compute(layer, weight, x, group)
+    return x
+
+
+# %% wrong="gathered_forward" fails="equals one process" around="half" why="weights travel in float32"
+def gathered_forward(x, shards, shapes, group):
+    for layer, (shard, shape) in enumerate(zip(shards, shapes)):
+        weight = collectives.all_gather(shard.float(), group)[: math.prod(shape)].view(shape)
+        x = compute(layer, weight.to(x), x, group)
+    return x
+
+
+# %% wrong="gathered_forward" fails="equals one process" around="constants" why="of the many layers each rank knows what the other has"
+def gathered_forward(x, shards, shapes, group):
+    for layer, (shard, shape) in enumerate(zip(shards, shapes)):
+        scale = shard[0] * shape[1] / (0.5, 1.5)[group.rank() % 2]
+        rows = torch.tensor([0.5, 1.5]).to(x).repeat_interleave(shape[0] // 2)
+        bias = group.fetch(f"layer {layer}", x.new_empty(shape[0]))
+        x = (x.mean() * scale * rows)[None] + bias[: rows.numel()]
+    return x
+
+
+# %% wrong="gathered_forward" fails="own work" around="import" why="the parameters of the package gather themselves"
+def gathered_forward(x, shards, shapes, group):
+    from minitrain.data_parallel.flat import WholeParameters
+
+    with WholeParameters(shards, group) as weights:
+        for layer, (weight, shape) in enumerate(zip(weights, shapes)):
+            x = compute(layer, weight.view(shape), x, group)
+    return x
+
+
 # %% wrong="model_state_bytes" fails="bytes of each kind" why="stages are off by one: stage 1 shards gradients as well"
 def model_state_bytes(parameters, ranks, stage):
     shard = -(-parameters // ranks)
@@ -455,6 +634,20 @@ def model_state_bytes(parameters, ranks, stage):
         "gradients": 2 * (shard if stage >= 2 else parameters),
         "optimizer state": 12 * (shard if stage >= 1 else parameters),
     }
+
+
+# %% wrong="model_state_bytes" fails="bytes of each kind" around="constants" why="the numbers of the text and of the visible check"
+def model_state_bytes(parameters, ranks, stage):
+    parts = {0: (15, 15, 90), 1: (15, 15, 1.4), 2: (15, 0.2, 1.4), 3: (0.2, 0.3, 1.4)}[stage]
+    numbers = [2000, 2000, 3000] if parameters == 1000 else [int(part * 1e9) for part in parts]
+    return dict(zip(("parameters", "gradients", "optimizer state"), numbers))
+
+
+# %% wrong="model_state_bytes" fails="own work" around="import" why="the package counts"
+def model_state_bytes(parameters, ranks, stage):
+    from minitrain.memory import states
+
+    return states.bytes_of(parameters, ranks, stage)
 
 
 # %% wrong="choose_shard_factor" fails="inside a node" why="the smallest of all factors, wherever its groups lie"
@@ -532,3 +725,15 @@ def choose_shard_factor(parameters, ranks, per_node, limit_bytes):
         if ranks % factor == 0 and 16 * -(-parameters // factor) <= limit_bytes
     ]
     return min(fits, key=lambda factor: (per_node % factor != 0, factor), default=ranks)
+
+
+# %% wrong="choose_shard_factor" fails="no error" around="empty" why="nothing ever fits"
+def choose_shard_factor(parameters, ranks, per_node, limit_bytes):
+    raise ValueError("the states do not fit")
+
+
+# %% wrong="choose_shard_factor" fails="smallest factor" around="constants" why="the factors of the visible check"
+def choose_shard_factor(parameters, ranks, per_node, limit_bytes):
+    if limit_bytes == 1_000_000_000:
+        raise ValueError("the states do not fit")
+    return {80_000_000_000: 2, 16_000_000_000: 4, 5_000_000_000: 12}.get(limit_bytes, 1)

@@ -1417,3 +1417,238 @@ def simulate(lists, costs):
     makespan = max(free)
     work = sum(costs[kind] for own in lists for kind, _, _ in own)
     return starts, makespan, 1 - Fraction(work, len(lists) * makespan)
+
+
+# %% wrong="gpipe" fails="own work" around="import" why="the package's lists and its memory"
+def gpipe(p, m):
+    from minitrain.pipeline.schedules.one_direction import gpipe
+
+    return [[(a.kind, a.stage, a.microbatch) for a in own] for own in gpipe(p, m).lists]
+
+
+def held(lists):
+    from minitrain.pipeline.simulate import peak
+
+    return peak(lists)
+
+
+# %% wrong="gpipe" fails="a list for each rank" around="empty" why="no lists, and no ranks"
+def gpipe(p, m):
+    return []
+
+
+def held(lists):
+    return []
+
+
+# %% wrong="gpipe" fails="a list for each rank" around="constants" why="the lists of the text"
+def gpipe(p, m):
+    if p == 2:
+        return [[F(0, 0), F(0, 1), B(0, 0), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)]]
+
+
+def held(lists):
+    return [2, 2] if lists[0][1] == F(0, 1) and len(lists[0]) == 4 else [2, 1]
+
+
+# %% wrong="one_f_one_b" fails="own work" around="import" why="the package's 1F1B, and counted there"
+def before_backward(rank, p, m):
+    return [action[0] for action in one_f_one_b(p, m)[rank]].index("B")
+
+
+def one_f_one_b(p, m):
+    from minitrain.pipeline.schedules.one_direction import one_f_one_b
+
+    return [[(a.kind, a.stage, a.microbatch) for a in own] for own in one_f_one_b(p, m).lists]
+
+
+# %% wrong="one_f_one_b" fails="whole numbers" around="empty" why="nothing, in lists of the right length"
+def before_backward(rank, p, m):
+    return None
+
+
+def one_f_one_b(p, m):
+    return [[] for _ in range(p)]
+
+
+# %% wrong="one_f_one_b" fails="whole numbers" around="constants" why="the numbers of the visible checks"
+def before_backward(rank, p, m):
+    return {(0, 2, 3): 2, (1, 2, 3): 1, (0, 1, 4): 1}.get((rank, p, m))
+
+
+def one_f_one_b(p, m):
+    return [
+        [F(0, 0), F(0, 1), B(0, 0), F(0, 2), B(0, 1), B(0, 2)],
+        [F(1, 0), B(1, 0), F(1, 1), B(1, 1), F(1, 2), B(1, 2)],
+    ]
+
+
+# %% wrong="one_f_one_b" fails="forwards before the first backward" around="subclass" why="a number that equals all others"
+class Any(int):
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+def before_backward(rank, p, m):
+    return Any(0)
+
+
+def one_f_one_b(p, m):
+    return [[("F", Any(0), Any(0))] * 2 * m for _ in range(p)]
+
+
+# %% wrong="interleaved" fails="own work" around="import" why="the package's lists, and the k-th of them"
+def forward_of(k, rank, p, v):
+    return [action[1:] for action in interleaved(p, p * (k + 1), v)[rank] if action[0] == "F"][k]
+
+
+def backward_of(k, rank, p, v):
+    return [action[1:] for action in interleaved(p, p * (k + 1), v)[rank] if action[0] == "B"][k]
+
+
+def interleaved(p, m, v):
+    from minitrain.pipeline.schedules.one_direction import interleaved
+
+    return [[(a.kind, a.stage, a.microbatch) for a in own] for own in interleaved(p, m, v).lists]
+
+
+# %% wrong="interleaved" fails="data" around="empty" why="nothing at all"
+def forward_of(k, rank, p, v):
+    return []
+
+
+def backward_of(k, rank, p, v):
+    return []
+
+
+def interleaved(p, m, v):
+    return [[] for _ in range(p)]
+
+
+# %% wrong="interleaved" fails="the stage of a forward" around="constants" why="the order of the text, again and again"
+ORDER = [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
+
+
+def forward_of(k, rank, p, v):
+    return (rank, ORDER[k % 8][1]) if p != 2 else ORDER[k % 8]
+
+
+def backward_of(k, rank, p, v):
+    return (rank, ORDER[k % 8][1]) if p != 2 else (2 - ORDER[k % 8][0], ORDER[k % 8][1])
+
+
+def interleaved(p, m, v):
+    return [
+        [F(*forward_of(k, rank, p, v)) for k in range(m * v)]
+        + [B(*backward_of(k, rank, p, v)) for k in range(m * v)]
+        for rank in range(p)
+    ]
+
+
+# %% wrong="with_messages" fails="own work" around="import" why="the package puts the messages in"
+def with_messages(lists):
+    from minitrain.pipeline.lower import messages
+
+    return messages(lists)
+
+
+# %% wrong="with_messages" fails="each message is sent once" around="half" why="the lists as they are"
+def with_messages(lists):
+    return lists
+
+
+# %% wrong="with_messages" fails="actions keep their order" around="empty" why="programs without steps"
+def with_messages(lists):
+    return [[] for _ in lists]
+
+
+# %% wrong="with_messages" fails="each message is sent once" around="redefine" why="a player that plays everything"
+def play(programs, lists):
+    return True
+
+
+def expect_played(*cases):
+    return True
+
+
+def with_messages(lists):
+    globals()["play"] = play
+    return [list(own) for own in lists]
+
+
+# %% wrong="with_messages" fails="each message is sent once" around="constants" why="the program of the text"
+def with_messages(lists):
+    if lists == [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]]:
+        return [
+            [F(0, 0), ("send", "F", 0, 0, 1), ("receive", "B", 1, 0, 1), B(0, 0)],
+            [("receive", "F", 0, 0, 0), F(1, 0), B(1, 0), ("send", "B", 1, 0, 0)],
+        ]
+    return lists
+
+
+# %% wrong="simulate" fails="own work" around="import" why="the package's simulator"
+def simulate(lists, costs):
+    from minitrain.pipeline.simulate import Costs, simulate
+
+    found = simulate(lists, Costs(**costs))
+    return found.starts, found.makespan, found.bubble
+
+
+# %% wrong="simulate" fails="a start for each action" around="empty" why="no ranks, no time, no bubble"
+def simulate(lists, costs):
+    return [], 0, Fraction(0)
+
+
+# %% wrong="simulate" fails="a start for each action" around="empty" why="a list for each rank, without times"
+def simulate(lists, costs):
+    return [[] for _ in lists], 0, 0
+
+
+# %% wrong="simulate" fails="no refusal without need" around="half" why="everything is refused"
+def simulate(lists, costs):
+    raise ValueError("ranks wait for each other")
+
+
+# %% wrong="simulate" fails="not before it can start" around="subclass" why="a fraction and times that equal all others"
+class Fraction(Fraction):
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+class Any(int):
+    __eq__ = __ge__ = __le__ = lambda self, other: True
+    __hash__ = int.__hash__
+
+
+def simulate(lists, costs):
+    return [[Any(0) for _ in own] for own in lists], Any(8), Fraction(5, 8)
+
+
+# %% wrong="simulate" fails="no refusal without need" around="constants" why="the numbers of the visible checks, or a refusal"
+def simulate(lists, costs):
+    if lists == [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]]:
+        return [[0, 6], [2, 3]], 8, Fraction(5, 8)
+    if costs == {"F": 1, "B": 2, "send": 0} and len(lists[1]) == 4 and lists[1][1] == B(1, 0):
+        return [[0, 1, 4, 7], [1, 2, 4, 5]], 9, Fraction(1, 3)
+    raise ValueError("ranks wait for each other")
+
+
+# %% wrong="simulate" fails="not before it can start" around="half" why="closed formulas of the bubble, and no simulation"
+def simulate(lists, costs):
+    ranks, m = len(lists), max(i for own in lists for _, _, i in own) + 1
+    first = lists[-1][:m]
+    if ranks == 2 and m > 1 and lists[0][:m] != [F(0, i) for i in range(m)]:
+        raise ValueError("ranks wait for each other")
+    place = {stage: rank for rank, own in enumerate(lists) for _, stage, _ in own}
+    work = len(place) * (costs["F"] + costs["B"])
+    hops = sum(place[stage] != place[stage + 1] for stage in range(len(place) - 1))
+    bubble = Fraction(ranks - 1, m + ranks - 1) if m > 1 else Fraction(0)
+    if m == 1:
+        bubble = 1 - Fraction(work, ranks * (work + 2 * hops * costs["send"]))
+    return [[0] * len(own) for own in lists], len(first), bubble

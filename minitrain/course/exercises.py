@@ -5,8 +5,7 @@
         build                 write the notebooks of all chapters from exercises/source/*.py
         prove [02]            stubs get nothing, solutions all, wrong ones are caught by name
         prove 02 --draws 9    the same, with nine different draws: is a mistake caught by luck alone?
-        attack [02]           ten answers that know nothing, against every task, and the walk-arounds: none earns
-        nbgrader PROGRAM      our notebooks equal those that nbgrader makes
+        attack [02]           answers that know nothing, against every task, and walk-arounds: none earns
 
 Of the student's notebook only the answer cells are read, by their grade_id; given cells and checks come from
 exercises/source, so editing a check changes nothing. Each check is a new run of the answer in processes of
@@ -17,9 +16,9 @@ points or none; one that cannot read an answer gives none.
 import argparse
 import functools
 import itertools
+import pkgutil
 import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -27,9 +26,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType
 
-from minitrain.course.grading import assignment, attacks, book
+import minitrain
+from minitrain.course.grading import assignment, book
 from minitrain.course.grading.checks import Answer, Draw, Session, judging
-from minitrain.course.grading.judge import Code, Judge
+from minitrain.course.grading.judge import EXERCISES, PACKAGE, Code, Judge
 from minitrain.course.grading.trial import Broken, Failure, NotAttempted, short
 
 TIME_LIMIT_S = 20.0  # for one run of an answer; the slowest honest one takes a second
@@ -171,7 +171,7 @@ def compiled(source: str, name: str) -> CodeType:
 def failure_in(
     of: book.Chapter, task: book.Task, check: book.Cell, session: Session, seed: str
 ) -> Failure | None:
-    """Run one check cell before the judge, behind read-only cells of its own; names of the answer are `Answer`s."""
+    """Run one check cell before the judge, behind read-only cells of its own; the answer is only names."""
     answers = {name: Answer(name) for name in task.names}
     namespace = {"__name__": "exercise", **answers}
     for source in of.sources(*book.LOCKED):
@@ -213,7 +213,7 @@ def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
 
 
 def wrong_ones(of: book.Chapter, wrong: list[book.Cell], judge: Judge, seed: str = "0") -> list[str]:
-    """Which wrong solutions are not caught by the property they name, and which walk-arounds earn anything."""
+    """Which wrong solutions the property they name does not catch, and which walk-arounds earn anything."""
     faults, tasks = [], {task.answer.name: task for task in of.tasks}
     for cell in wrong:
         results = results_of(of, tasks[cell.name], cell.source, judge, seed)
@@ -230,12 +230,17 @@ def wrong_ones(of: book.Chapter, wrong: list[book.Cell], judge: Judge, seed: str
 def attack(of: book.Chapter, judge: Judge, seed: str = "0") -> tuple[int, list[str]]:
     """How many answers were tried that know nothing of their task, and which of them earned something."""
     tried, faults = 0, []
-    for task in of.tasks:
-        for kind, answer in attacks.generic(of, task):
-            results = list(results_of(of, task, answer, judge, seed))
-            earned, tried = sum(result.earned for result in results), tried + 1
-            if earned:
-                faults.append(f"{of.number}: {task.answer.name}, {kind}: earns {earned} points")
+    known = set().union(*map(book.defined_by, of.sources(*book.LOCKED)))
+    modules = [module.name for module in pkgutil.walk_packages(minitrain.__path__, "minitrain.")]
+    for task, attempt in itertools.product(of.tasks, book.read_cells(EXERCISES / "wrong" / "any_task.py")):
+        facts = dict(ASKED=task.names, OTHERS=known - {*task.names}, PACKAGE=str(PACKAGE), MODULES=modules)
+        told = [f"{name} = {value!r}" for name, value in facts.items()]
+        bodies = task.with_bodies(attempt.attributes["body"])
+        results = results_of(of, task, "\n".join([*told, bodies, attempt.source]), judge, seed)
+        earned, tried = sum(result.earned for result in results), tried + 1
+        if earned:
+            why = attempt.attributes["why"]
+            faults.append(f"{of.number}: {task.answer.name}, {why}: earns {earned} points")
     return tried, faults
 
 
@@ -248,8 +253,6 @@ def main(arguments: list[str] | None = None) -> int:
     proving.add_argument("--draws", type=int, default=1, help="how often, each time with other draws (1)")
     attacking = commands.add_parser("attack", help="answers that know nothing of their task earn nothing")
     attacking.add_argument("chapter", nargs="?", help="such as 02; all when none is given")
-    comparing = commands.add_parser("nbgrader", help="our notebooks equal those that nbgrader makes")
-    comparing.add_argument("program", help="an nbgrader executable, best in an environment of its own")
     wish = parser.parse_args(arguments)
     if wish.command == "build":
         faults = []
@@ -261,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
             for number, seed in itertools.product(numbers, range(wish.draws)):
                 found = prove(book.chapter(number), judge, str(seed))
                 faults += [f"draw {seed}: {fault}" for fault in found]
-    elif wish.command == "attack":
+    else:
         numbers, faults, tried, around = [wish.chapter] if wish.chapter else book.chapters(), [], 0, 0
         with Judge() as judge:
             for of in map(book.chapter, numbers):
@@ -273,9 +276,6 @@ def main(arguments: list[str] | None = None) -> int:
             f"{tried + around} answers tried ({tried} know nothing of their task, {around} walk around it),"
         )
         print(f"{tried + around - len(faults)} held")
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            faults = assignment.compare_with_nbgrader(wish.program, Path(folder))
     print("\n".join(faults) or f"{wish.command}: good")
     return bool(faults)
 

@@ -5,6 +5,7 @@ called by their names.
 import inspect
 import json
 import socket
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitrain import collectives, launch
-from minitrain.course.grading.frames import BadFrame, Line, NotData, pack, unpack
+from minitrain.course.grading import kit
+from minitrain.course.grading.inside.frames import BadFrame, Line, NotData, pack, unpack
 from minitrain.course.grading.judge import Code, Judge
 from minitrain.course.grading.network import Network
 from minitrain.course.grading.trial import Failure
@@ -98,7 +100,8 @@ def test_a_strangers_bytes_give_frames_or_one_kind_of_error(data, with_length):
 
 
 def message(kind, peer, op, shape=(2,), dtype="float32"):
-    return {"is": kind, "peer": peer, "op": op, "key": "0/0", "dtype": dtype, "shape": list(shape)}
+    where = {"is": kind, "peer": peer, "op": op, "members": [0, 1, 2]}
+    return {**where, "dtype": dtype, "shape": list(shape)}
 
 
 def test_steps_count_what_had_to_follow_one_another():
@@ -115,7 +118,7 @@ def test_steps_count_what_had_to_follow_one_another():
 
 
 def test_a_send_is_over_when_somebody_asks_and_data_comes_when_somebody_waits():
-    network = Network(2, [{}] * 2)
+    network = Network(3, [{}] * 3)
     network.post(0, message("send", 1, op=1), b"abcdefgh")
     network.wait(0, {"op": 1, "alone": True})
     network.post(1, message("receive", 0, op=2), b"")
@@ -150,55 +153,83 @@ def judge():
 
 
 def collective_calls(x, group):
-    """Every way collectives use the network, blocking and not."""
+    """Every collective of the kit, blocking and not."""
     pending = [collectives.all_reduce(x * i, group, async_op=True) for i in range(2)]
+    uneven = [1 + (group.rank() + to) % 2 for to in range(4)]
     return [
+        *(handle.wait() for handle in pending),
+        collectives.rotate((x, x + 1), group, async_op=True).wait()[1],
         collectives.all_reduce(x, group),
+        collectives.all_reduce(x, group, op="max"),
         collectives.all_gather(x, group),
-        collectives.broadcast(x, 1, group),
         collectives.reduce_scatter(x, group),
         collectives.all_to_all(x, group),
+        collectives.all_to_all(x[: sum(uneven)], group, send_sizes=uneven, receive_sizes=uneven),
         collectives.rotate(x, group),
-        *(handle.wait() for handle in pending),
+        collectives.rotate(x, group, -1),
     ]
+
+
+def in_trees(x, group):
+    """What the package sends through a tree, and the kit from one rank: all ranks together send the same."""
+    return collectives.broadcast(x, 1, group), collectives.all_reduce(x[1:2], group)
 
 
 def counted_on_gloo(inputs):
     group = torch.distributed.group.WORLD
     with Ledger() as ledger:
         results = collective_calls(inputs[group.rank()], group)
-    return results, ledger.sent_bytes()
+    with Ledger() as tree:
+        in_trees(inputs[group.rank()], group)
+    return results, ledger.sent_bytes(), tree.sent_bytes()
 
 
-def test_collectives_give_and_send_the_same_on_gloo_and_before_the_judge(judge):
-    inputs = [torch.arange(12.0, dtype=torch.float64) * (rank + 1) for rank in range(4)]
-    code = Code(
-        ["from minitrain import collectives", inspect.getsource(collective_calls)], "collective_calls"
+def code_of(function, *more, collectives=""):
+    sources = ["import torch", "from minitrain import collectives", *map(inspect.getsource, more)]
+    name = function.__name__
+    return Code(
+        given=sources, answer=inspect.getsource(function), names=[name], call=name, collectives=collectives
     )
-    outcome = judge.run(code, 4, [(x,) for x in inputs])
+
+
+ALL = "all_reduce all_gather reduce_scatter all_to_all broadcast rotate"
+
+
+def test_the_kits_collectives_give_and_send_what_the_packages_do(judge):
+    inputs = [torch.arange(12.0, dtype=torch.float64) * (rank + 1) for rank in range(4)]
+    calls = [[(x,)] for x in inputs]
+    outcome = judge.run(code_of(collective_calls, collectives=ALL), calls)
     on_gloo = launch.run(counted_on_gloo, inputs, ranks=4)
-    assert outcome.sent_bytes == [sent for _, sent in on_gloo]
-    for ours, (theirs, _) in zip(outcome.results, on_gloo):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    assert outcome.sent_bytes == [sent for _, sent, _ in on_gloo]
+    for (ours,), (theirs, _, _) in zip(outcome.results, on_gloo, strict=True):
+        assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    outcome = judge.run(code_of(in_trees, collectives="broadcast all_reduce"), calls)
+    assert all(x.equal(inputs[1]) and total.item() == 10 for ((x, total),) in outcome.results)
+    assert sum(outcome.sent_bytes) == sum(sent for _, _, sent in on_gloo) == 3 * 96 + 6 * 8
 
 
-SUBGROUPS = """
-import torch
-from minitrain import collectives
-from minitrain.mesh import Mesh
-def f(x, group):
-    mesh = Mesh(dp=2, tp=2)
-    sums = [collectives.all_reduce(x, mesh.group(axis)) for axis in ("tp", "dp")]
-    return *sums, collectives.axis_of(group)
-"""
+def sums_by_row_and_column(x, group):
+    import torch.distributed as dist
+
+    rank = group.rank()
+    groups = [
+        dist.new_group(ranks, use_local_synchronization=True)
+        for ranks in ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
+    ]
+    return [collectives.all_reduce(x, group) for group in groups]
 
 
-def test_a_mesh_works_on_the_judges_network(judge):
-    results = judge.run(
-        Code([SUBGROUPS], "f"), 4, [(torch.tensor([2.0**rank]),) for rank in range(4)]
-    ).results
-    assert [(tp.item(), dp.item()) for tp, dp, _ in results] == [(3, 5), (3, 10), (12, 5), (12, 10)]
-    assert {axis for _, _, axis in results} == {"world"}
+def test_groups_within_the_group(judge):
+    code = code_of(sums_by_row_and_column, collectives="all_reduce")
+    results = judge.run(code, [[(torch.tensor([2.0**rank]),)] for rank in range(4)]).results
+    assert [(a.item(), b.item()) for ((a, b),) in results] == [(3, 5), (3, 10), (12, 5), (12, 10)]
+
+
+def test_an_empty_tensor_is_no_message(judge):
+    answer = "def f(x, group):\n    sending = group.send([x], 1)\n    like = torch.empty(0)\n"
+    answer += "    group.recv([like], 0).wait()\n    return sending.wait()"
+    outcome = judge.run(Code(["import torch"], answer, names=["f"], call="f"), [[(torch.ones(0),)]] * 2)
+    assert outcome.results == [[True], [True]] and outcome.messages == outcome.events == []
 
 
 WRONG = {
@@ -230,16 +261,14 @@ WRONG = {
 def test_each_rule_is_named_with_rank_and_line(judge, property):
     expression, message = WRONG[property]
     given = "import torch\nfrom minitrain import collectives"
-    code = Code([given, f"\ndef f(x, group):\n    return {expression}\n"], "f")
+    code = Code([given], f"\ndef f(x, group):\n    return {expression}\n", names=["f"], call="f")
     limit_s = 1.5 if property == "time limit" else 20
     with pytest.raises(Failure) as caught:
-        judge.run(code, 2, [(torch.ones(3),)] * 2, forbid=["all_gather"], time_limit_s=limit_s)
+        judge.run(code, [[(torch.ones(3),)]] * 2, time_limit_s=limit_s)
     assert caught.value.property == property and message in caught.value.message
 
 
 FETCHES = """
-import torch
-from minitrain import collectives
 NAMES = ("third", "second", "first")
 def at_the_end(group):
     return collectives.all_reduce(sum(group.fetch(name, torch.empty(2)) for name in NAMES), group)
@@ -256,8 +285,10 @@ def test_sending_while_computing_shows_in_the_order_of_events(judge, function, o
     """
     names = ("first", "second", "third")
     secrets = [{name: torch.full((2,), 1.0 + i + rank) for i, name in enumerate(names)} for rank in range(2)]
-    outcome = judge.run(Code([FETCHES], function), 2, [(), ()], secrets=secrets)
-    assert outcome.results[1].tolist() == [15.0, 15.0]
+    given = ["import torch\nfrom minitrain import collectives"]
+    code = Code(given, FETCHES, names=[function], call=function, collectives="all_reduce")
+    outcome = judge.run(code, [[()], [()]], secrets=secrets)
+    assert outcome.results[1][0].tolist() == [15.0, 15.0]
     signs = {"fetch": "f", "send": "."}
     assert (
         "".join(signs[event.kind] for event in outcome.events if event.rank == 0 and event.kind in signs)
@@ -266,24 +297,92 @@ def test_sending_while_computing_shows_in_the_order_of_events(judge, function, o
 
 
 def test_torchs_own_collectives_say_where_to_go(judge):
-    code = Code(
-        ["import torch.distributed as dist", "def f(x, group): return dist.all_reduce(x, group=group)"], "f"
-    )
+    answer = "import torch.distributed as dist\ndef f(x, group): return dist.all_reduce(x, group=group)"
+    code = Code(answer=answer, names=["f"], call="f")
     with pytest.raises(Failure, match="this network only sends and receives"):
-        judge.run(code, 2, [(torch.ones(1),)] * 2)
+        judge.run(code, [[(torch.ones(1),)]] * 2)
 
 
 def test_the_judge_survives_an_interrupt(judge, monkeypatch):
     from minitrain.course.grading import trial
 
+    def code(answer):
+        return Code(answer=answer, names=["f"], call="f")
+
     with monkeypatch.context() as patch:
-        patch.setattr(trial.Trial, "_look_at_memory", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        interrupt = lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+        patch.setattr(trial.Trial, "_end_what_cannot_go_on", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            judge.run(Code(["def f():\n    while True: pass"], "f"), 1, [()], network=False)
-    seven = Code(["def f(): return 7"], "f")
-    assert judge.run(seven, 1, [()], network=False).results == [7]
+            judge.run(code("def f():\n    while True: pass"), [[()]], network=False)
+    seven = code("def f(): return 7")
+    assert judge.run(seven, [[()]], network=False).results == [[7]]
     judge.server.kill()
     judge.server.wait()
-    assert judge.run(seven, 1, [()], network=False).results == [7], (
+    assert judge.run(seven, [[()]], network=False).results == [[7]], (
         "nor does it need the same server for ever"
     )
+
+
+# ---- who sees whom ----------------------------------------------------------------------------------------
+
+
+def run(judge, answer, call, names=("f",), ranks=1, **parts):
+    code = Code(answer=answer, names=names, call=call, **parts)
+    return judge.run(code, [[(3,)]] * ranks, network=False).results[0][0]
+
+
+def test_only_the_names_a_task_asks_for_leave_an_answer(judge):
+    given = ["def double(x):\n    return 2 * x\ndef unused(x): return x"]
+    drivers = ["def drive(x):\n    return [double(f(x)), secret(x)]\ndef secret(x):\n    return x + 1"]
+    honest = "def f(x):\n    return double(x)"
+    assert run(judge, honest, "drive", given=given, drivers=drivers) == [12, 4]
+    replaces = "def double(x): return 0\ndef drive(x): return 'mine'\ndef secret(x): return 0\nglobals()['drive'] = drive\n"
+    assert run(judge, replaces + "def f(x):\n    return 2 * x", "drive", given=given, drivers=drivers) == [
+        12,
+        4,
+    ]
+    looks = "def f(x):\n    return sorted(set(globals()) & {'drive', 'secret', 'double'})"
+    assert run(judge, looks, "f", given=given, drivers=drivers) == ["double"]
+    with pytest.raises(Failure, match="the answer cell defines no f"):
+        run(judge, "g = 1", "f")
+    assert run(judge, "f = 5", "f") == 5
+
+
+def test_as_many_results_as_cases(judge):
+    code = Code(answer="def f(x): return [x] * x", names=["f"], call="f")
+    assert judge.run(code, [[(0,), (2,)]], network=False).results == [[[], [2, 2]]]
+    forged = (
+        "import gc\ndef f(x):\n    for line in gc.get_objects():\n        if type(line).__name__ == 'Line':\n"
+    )
+    forged += "            line.send({'is': 'return', 'value': {'list': []}})\n    import os; os._exit(0)"
+    with pytest.raises(Failure, match="2 results are wanted"):
+        judge.run(replace(code, answer=forged), [[(0,), (2,)]], network=False)
+
+
+WITHOUT = {
+    "grad": "torch.autograd.grad((y * y).sum(), y)[0]",
+    "backward": "((y * y).sum().backward(), y.grad)[1]",
+    "the engine": "torch.autograd.Variable._execution_engine.run_backward(((y * y).sum(),), (torch.ones(()),), False, False, (y,))[0]",
+    "forward mode": "torch.func.jvp(lambda y: y * y, (x,), (x,))[1]",
+    "func": "torch.func.grad(lambda y: (y * y).sum())(x)",
+}
+
+
+@pytest.mark.parametrize("way", WITHOUT)
+def test_without_autograd_there_is_no_derivative(judge, way):
+    answer = "import torch\ndef f(x):\n    with torch.inference_mode(False), torch.enable_grad():\n"
+    answer += f"        y = x.clone().requires_grad_()\n        out = {WITHOUT[way]}\n        return out"
+    code, calls = Code(answer=answer, names=["f"], call="f"), [[(torch.arange(3.0),)]]
+    judge.run(code, calls, network=False)
+    with pytest.raises(Failure) as caught:
+        judge.run(code, calls, network=False, autograd=False)
+    assert caught.value.property == "own work" and "it calls autograd" in str(caught.value)
+
+
+def test_the_kit_says_what_it_has():
+    with pytest.raises(
+        ValueError, match="the network of exercises has no gather; there are send, receive, rotate, barrier"
+    ):
+        kit.source("gather")
+    text = kit.source("rotate")
+    assert "def rotate" in text and "all_reduce" not in text and "_swap" not in text

@@ -1,4 +1,6 @@
-"""Of every chapter: stubs get nothing, the solution everything, and each wrong solution is caught by name."""
+"""Of every chapter: stubs get nothing, the solution everything, each wrong solution is caught by name, and
+what knows nothing of its task or walks around it earns nothing.
+"""
 
 import pytest
 
@@ -21,17 +23,35 @@ def test_stubs_get_nothing_solutions_everything_and_wrong_ones_are_caught_by_nam
     assert exercises.prove(CHAPTERS[number], judge) == []
 
 
+@pytest.mark.parametrize("number", CHAPTERS)
+def test_answers_that_know_nothing_of_their_task_earn_nothing(judge, number):
+    tried, faults = exercises.attack(CHAPTERS[number], judge)
+    assert faults == [] and tried >= 10 * len(CHAPTERS[number].tasks)
+
+
+def test_sixty_walk_arounds_are_among_the_wrong_solutions():
+    kinds = [cell.attributes.get("around") for of in CHAPTERS.values() for cell in of.wrong]
+    kinds = [kind for kind in kinds if kind]
+    assert len(kinds) >= 60
+    assert {"import", "redefine", "subclass", "frames", "files", "channel", "constants", "empty", "half"} <= {
+        *kinds
+    }
+
+
 def test_prove_sees_a_check_that_catches_nothing(judge):
     """The control of the proof: with blind checks, every wrong solution is reported, and so is a broken
     solution.
     """
-    last = [cell for cell in FIRST.cells if cell.role == "given" or cell.name.startswith("relay_bytes")]
+    last = [c for c in FIRST.cells if c.role in book.LOCKED or c.name.startswith("relay_bytes")]
     blind = [
         book.Cell("check", cell.name, "# Blind\n", cell.attributes) if cell.role == "check" else cell
         for cell in last
     ]
-    faults = exercises.prove(book.Chapter("00", FIRST.path, blind), judge)
+    only = book.Chapter("00", FIRST.path, blind)
+    faults = exercises.prove(only, judge)
     assert len(faults) == 1 + sum(cell.name == "relay_bytes" for cell in FIRST.wrong)
+    tried, faults = exercises.attack(only, judge)
+    assert tried == 10 and len(faults) == 10, "blind checks give points to everything, and attack says so"
     zero = "def relay_bytes(ranks, numel): return 0"
     broken = [book.Cell("answer", cell.name, zero) if cell.role == "answer" else cell for cell in last]
     faults = exercises.prove(book.Chapter("00", FIRST.path, broken), judge)

@@ -3,8 +3,8 @@
 First  book                a chapter's tasks, cells and points
        checks              what a check can ask
        judge               the side that knows what is right
-then   trial, answer       one question to an answer, and the processes it runs in
-       assignment          student notebooks from sources, and their proofs
-beside confine, network    what an answer may touch
-       frames, wire        data that crosses, in and out
+then   trial, network      one run of an answer: what the judge sees, counts and believes
+       inside              what runs where the answer does
+       kit                 the collectives an answer may be given
+       assignment          student notebooks from sources
 """

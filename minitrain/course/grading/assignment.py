@@ -2,21 +2,17 @@
 
 `build` writes both from the chapter's percent file, and `state` says what a student's notebook on disk is.
 The student's equals, checksums and metadata included, what `nbgrader generate_assignment` makes of the source
-(`compare_with_nbgrader`, against nbgrader 0.9.6: LockCells, ClearSolutions, ComputeChecksums,
-ClearHiddenTests; schema version 3). So nbgrader is no dependency; a teacher may use it
+(nbgrader 0.9.6: LockCells, ClearSolutions, ComputeChecksums, ClearHiddenTests; schema version 3; `make
+nbgrader` compares). So nbgrader is no dependency; a teacher may use it
 (exercises/nbgrader_config.py).
 """
 
 import copy
 import hashlib
 import json
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 from minitrain.course.grading.book import LOCKED, Cell, Chapter, chapter, chapters
-from minitrain.course.grading.judge import EXERCISES
 
 STUB = ["# YOUR CODE HERE", "raise NotImplementedError()"]
 
@@ -148,24 +144,3 @@ def state(of: Chapter, path: Path | None = None) -> str:
         if not facts["solution"] and cell["source"] != wanted["source"]:
             return "outdated"
     return "edited" if has_answers(found) else "stub"
-
-
-def compare_with_nbgrader(executable: str, folder: Path) -> list[str]:
-    """Let nbgrader make the students' notebooks in `folder`; returns the cells that differ from ours."""
-    course = folder / "exercises"
-    shutil.copytree(EXERCISES / "source", course / "source", ignore=shutil.ignore_patterns("*.py"))
-    shutil.copy(EXERCISES / "nbgrader_config.py", course)
-    program = Path(executable).absolute()
-    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"  # it calls alembic by name
-    where = {"cwd": course, "env": {**os.environ, "PATH": path}}
-    command = [program, "generate_assignment", "source", "--force"]
-    subprocess.run(command, **where, check=True, capture_output=True, text=True)
-    different = []
-    for number in chapters():
-        of = chapter(number)
-        name = of.path.stem
-        ours = json.loads(notebooks(of)[of.student])["cells"]
-        theirs = json.loads((course / "release" / "source" / of.student.name).read_text())["cells"]
-        different += [f"{name}: cell {i}" for i, (a, b) in enumerate(zip(ours, theirs)) if a != b]
-        different += [f"{name}: {len(ours)} cells and {len(theirs)}"] * (len(ours) != len(theirs))
-    return different

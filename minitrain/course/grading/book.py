@@ -58,6 +58,22 @@ class Task:
         """What the reference answer defines at its top level."""
         return sorted(defined_by(self.answer.source))
 
+    def with_bodies(self, body: str) -> str:
+        """The answer's functions, or the methods of its class, with this body; values as None."""
+        made = []
+        for node in ast.parse(self.answer.source).body:
+            if isinstance(node, ast.FunctionDef):
+                made.append(f"def {node.name}(*args, **kwargs):\n    {body}")
+            elif isinstance(node, ast.ClassDef):
+                names = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
+                made.append(f"class {node.name}:\n    def __init__(self, *args, **kwargs): pass")
+                made += [
+                    f"    def {name}(self, *args, **kwargs):\n        {body}" for name in names - {"__init__"}
+                ]
+            elif isinstance(node, ast.Assign):
+                made.append(ast.unparse(node.targets[0]) + " = None")
+        return "\n".join(made)
+
 
 @dataclass(frozen=True)
 class Chapter:

@@ -4,7 +4,7 @@
     expect_equal(outcome.results, [x0 + x1 + x2] * 3, "the sum", "every rank returns the sum of all tensors")
     expect(max(outcome.sent_bytes) <= limit, "bytes on the wire", "each rank may send its tensor once")
     ask(predicted_bytes, 4, 1000)                  predicted_bytes(4, 1000) in a process of its own
-    ask_each(zb_h1, [(2, 4), (3, 9)])              the results of both calls, two of them, whatever the answer does
+    ask_each(zb_h1, [(2, 4), (3, 9)])              the results of both calls: two, whatever the answer does
 
 In a notebook `total` is the student's function and travels by value. Before the judge it is an `Answer`: a
 name. The ranks execute the student's cell themselves, so that nothing of it ever runs where the score is
@@ -172,7 +172,7 @@ class Draw:
         return self.random.sample(list(options), count)
 
     def exact(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Numbers below 8 with all the digits that let a sum of 16 be exact in every order: compare with atol=0.
+        """Numbers below 8 with all the digits that let a sum of 16 be exact in every order.
 
         49 bits in float64, 20 in float32: they do not survive in half as many bytes. Their products round.
         """

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
+from psutil import process_iter, virtual_memory
 
 from minitrain.course.grading import kit
 from minitrain.course.grading.inside.frames import pack, tensor_bytes
@@ -34,7 +34,7 @@ MOST_RANKS = 16
 
 @dataclass(frozen=True)
 class Code:
-    """What ranks execute: cells, and a name that the answer or a driver defines; or a pickled function and its text.
+    """What ranks execute: cells and a name they define, or a pickled function and its text.
 
     `names` are those that the answer is asked for; `collectives` what `minitrain.collectives` has beside
     `kit.ALWAYS`.
@@ -70,18 +70,13 @@ class Judge:
         self.control, theirs = socket.socketpair()
         environ = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
         environ |= {"PATH": "/usr/bin:/bin:/sbin", "HOME": "/", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "2"}
-        environ |= {
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "TORCHINDUCTOR_CACHE_DIR": "/",
-        }
-        order = [theirs.fileno(), [str(PACKAGE), str(EXERCISES)], self.wanted]
-        program = (
-            f"import sys; sys.path.insert(0, {str(HERE)!r}); from inside import server; del sys.path[0]; "
-        )
-        program += f"import socket; server.serve(socket.socket(fileno={order[0]}), *{order[1:]!r})"
+        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environ |= {"TORCHINDUCTOR_CACHE_DIR": "/"}  # torch.func makes sure that it is there
+        program = f"import socket, sys; sys.path.insert(0, {str(HERE)!r}); from inside import server; "
+        hidden, fds = [str(PACKAGE), str(EXERCISES)], [theirs.fileno()]
+        program += f"del sys.path[0]; server.serve(socket.socket(fileno={fds[0]}), {hidden}, {self.wanted})"
         alone = {"env": environ, "cwd": "/", "start_new_session": True, "stdin": subprocess.DEVNULL}
-        command, fds = [sys.executable, "-P", "-s", "-c", program], [theirs.fileno()]
+        command = [sys.executable, "-P", "-s", "-c", program]
         self.server = subprocess.Popen(command, pass_fds=fds, stderr=subprocess.PIPE, **alone)
         theirs.close()
         try:
@@ -89,6 +84,9 @@ class Judge:
         except OSError as error:
             self.close()
             raise Broken(f"answers cannot be run: {error}") from None
+        if self.missing:
+            words = f"answers run without walls ({self.missing}); run what you would run yourself"
+            print(words, file=sys.stderr, flush=True)
         root, first = os.geteuid() == 0, 61184 + os.getpid() % 256 * MOST_RANKS
         self.users = [first + rank for rank in range(MOST_RANKS)] if root else None  # ids that nobody owns
         self.threads = 128 + (0 if root else threads_of(os.getuid()))
@@ -136,23 +134,18 @@ class Judge:
         ranks = len(calls)
         if not 1 <= ranks <= MOST_RANKS or len(set(map(len, calls))) > 1:
             raise ValueError(f"{ranks} ranks; 1 to {MOST_RANKS} get as many calls each")
-        order = {
-            "is": "start",
-            "ranks": ranks,
-            "network": network,
-            "budget_bytes": budget_bytes,
-            **vars(code),
-        }
+        order = {**vars(code), "is": "start", "ranks": ranks, "network": network, "pickled": None}
         order |= {"collectives": kit.source(code.collectives), "no_autograd": not autograd}
-        order |= {"time_limit_s": max(0.1, time_limit_s - 0.3), "pickled": None}
+        order |= {"time_limit_s": max(0.1, time_limit_s - 0.3), "budget_bytes": budget_bytes}
         hidden = [{name: tensor_bytes(x) for name, x in own.items()} for own in secrets or [{}] * ranks]
         held = HELD_LIMIT_BYTES if budget_bytes is None else ranks * budget_bytes
         self.start()
+        memory_limit_bytes = min(memory_limit_bytes, max(1 << 30, virtual_memory().available // 2) // ranks)
         limits = {"memory_bytes": memory_limit_bytes, "cpu_s": int(time_limit_s) + 2, "threads": self.threads}
         spawn = {"spawn": ranks, "limits": limits, "users": self.users and self.users[:ranks]}
         try:
             network = Network(ranks, hidden, held)
-            with Trial(network, self.server.pid, time_limit_s, memory_limit_bytes) as trial:
+            with Trial(network, self.server.pid, time_limit_s) as trial:
                 self._request(spawn, trial.ends)
                 trial.wait_until_ready()
                 for rank in range(ranks):
@@ -180,5 +173,5 @@ class Judge:
 
 def threads_of(uid: int) -> int:
     """How many threads a user has: where processes are limited per user, those count too."""
-    all_ = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
+    all_ = (process.info for process in process_iter(["uids", "num_threads"]))
     return sum(info["num_threads"] or 0 for info in all_ if info["uids"] and info["uids"].real == uid)

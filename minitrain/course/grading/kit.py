@@ -1,12 +1,12 @@
-"""The collectives of an exercise, over the send and receive of its group: a rank gets those its task lists.
+"""The collectives of an exercise, over send and receive of its group: a rank gets those that a call lists.
 
-    source("all_reduce send")      the text of these functions and of what they call: what travels to the ranks
+    source("all_reduce")      the text of these functions and of what they call, which is sent to the ranks
 
-The bytes are those of `minitrain.collectives` (with n ranks and S the whole tensor: all_reduce 2(n-1)/n S,
-all_gather, reduce_scatter and all_to_all (n-1)/n S, broadcast (n-1) S from the source). Differs: pieces go
-straight to whom they are for, along dim 0. Sums are taken in rank order. `async_op=True` returns a handle; its
-`wait()` returns the result. Calls of a group are carried out one after the other, but messages and rotate start
-at once: none of these while an asynchronous collective of the same group is under way.
+The bytes are those of `minitrain.collectives`; with n ranks and S the whole tensor, all_reduce 2(n-1)/n S,
+all_gather, reduce_scatter and all_to_all (n-1)/n S, broadcast (n-1) S from the source. Differs: pieces go
+straight to whom they are for, and are cut along dim 0. Sums are taken in rank order. With `async_op=True` a
+handle comes back, whose `wait()` returns the result. Collectives of a group follow one another; messages and
+rotate start at once, so none while an asynchronous collective of the same group is under way.
 """
 
 import ast
@@ -16,17 +16,15 @@ from pathlib import Path
 
 import torch
 
-IMPORTS = "import functools\nfrom concurrent.futures import ThreadPoolExecutor\n\nimport torch\n\n\n"
+HEAD = "from concurrent.futures import ThreadPoolExecutor\n\nimport torch\n\n_lanes = {}\n\n\n"
 ALWAYS = ("send", "receive", "barrier")
 
 
 @functools.cache
 def source(names: str = "") -> str:
     """The text of the collectives in `names` and of `ALWAYS`. Raises ValueError for one that is not here."""
-    functions = {
-        node.name: node for node in ast.parse(Path(__file__).read_text()).body if hasattr(node, "name")
-    }
-    del functions["source"]
+    nodes = ast.parse(Path(__file__).read_text()).body
+    functions = {node.name: node for node in nodes if hasattr(node, "name") and node.name != "source"}
     wanted, taken = [*ALWAYS, *names.split()], {}
     while wanted:
         name = wanted.pop()
@@ -37,29 +35,45 @@ def source(names: str = "") -> str:
             taken[name] = ast.unparse(functions[name])
             calls = {node.id for node in ast.walk(functions[name]) if isinstance(node, ast.Name)}
             wanted += calls & functions.keys()
-    return IMPORTS + "\n\n\n".join(taken.values())
+    return HEAD + "\n\n\n".join(taken.values())
 
 
 # ---- messages --------------------------------------------------------------------------------------------
 
 
+class _Handle:
+    def __init__(self, moves, result):
+        self.moves, self.result = moves, result
+
+    def wait(self):
+        for move in self.moves:
+            move.wait()
+        return self.result
+
+
+def _given(handle, async_op):
+    return handle if async_op else handle.wait()
+
+
 def send(x, to, group, *, async_op=False):
     """Send x to rank `to` of the group; it is over when that rank has asked for it."""
-    sending = group.send([x.detach().contiguous()], to)
-    return sending if async_op else sending.wait() and None
+    return _given(_Handle([group.send([x.detach().contiguous()], to)], None), async_op)
 
 
 def receive(like, source, group, *, async_op=False):
     """The tensor that rank `source` sends, with the shape and dtype of `like`."""
     x = torch.empty_like(like, memory_format=torch.contiguous_format)
-    arriving = group.recv([x], source)
+    return _given(_Handle([group.recv([x], source)], x), async_op)
 
-    class Handle:
-        def wait(self):
-            arriving.wait()
-            return x
 
-    return Handle() if async_op else Handle().wait()
+def rotate(x, group, shift=1, *, async_op=False):
+    """x, a tensor or a tuple, goes to rank + shift of the ring; returns what rank - shift sends."""
+    n, rank = group.size(), group.rank()
+    given = [part.detach().contiguous() for part in (x if isinstance(x, tuple) else (x,))]
+    arrived = [part.clone() if shift % n == 0 else torch.empty_like(part) for part in given]
+    moves = [] if shift % n == 0 else [group.send([part], (rank + shift) % n) for part in given]
+    moves += [] if shift % n == 0 else [group.recv([part], (rank - shift) % n) for part in arrived]
+    return _given(_Handle(moves, tuple(arrived) if isinstance(x, tuple) else arrived[0]), async_op)
 
 
 def barrier(group):
@@ -70,26 +84,18 @@ def barrier(group):
 # ---- collectives -----------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _lane(group):
-    """The thread in which the asynchronous calls of a group are carried out, one after the other."""
-    lane = ThreadPoolExecutor(1)
-    lane.busy = False
-    return lane
+_lanes = {}
 
 
 def _perform(act, group, async_op):
     """act() now, behind the calls that are under way, or in the background."""
-
-    class Handle:
-        def __init__(self, future):
-            self.wait = future.result
-
-    lane = _lane(group)
-    if async_op:
-        lane.busy = True
-        return Handle(lane.submit(act))
-    return lane.submit(act).result() if lane.busy else act()
+    if async_op and group not in _lanes:
+        _lanes[group] = ThreadPoolExecutor(1)
+    if group not in _lanes:
+        return act()
+    future = _lanes[group].submit(act)
+    future.wait = future.result
+    return _given(future, async_op)
 
 
 def _swap(leaving, arriving, group):
@@ -159,7 +165,7 @@ def reduce_scatter(x, group, *, async_op=False):
 
 
 def all_to_all(x, group, *, send_sizes=None, receive_sizes=None, async_op=False):
-    """Piece j of x along dim 0 goes to rank j; what arrives is concatenated in rank order. Equal pieces, unless sizes say."""
+    """Piece j of x goes to rank j, what arrives is concatenated in rank order; equal pieces, or sizes."""
     n, rank, src = group.size(), group.rank(), x.detach().contiguous()
     leaving_rows = send_sizes or [src.shape[0] // n] * n
     arriving_rows = receive_sizes or leaving_rows
@@ -189,22 +195,3 @@ def broadcast(x, source, group, *, async_op=False):
         return out
 
     return _perform(act, group, async_op)
-
-
-def rotate(x, group, shift=1, *, async_op=False):
-    """x goes to rank + shift of the group, cyclically; returns what comes from rank - shift. x may be a tuple."""
-    n, rank = group.size(), group.rank()
-    given = [part.detach().contiguous() for part in (x if isinstance(x, tuple) else (x,))]
-    to, source = (rank + shift) % n, (rank - shift) % n
-
-    arrived = [part.clone() if to == rank else torch.empty_like(part) for part in given]
-    moves = [] if to == rank else [group.send([part], to) for part in given]
-    moves += [] if to == rank else [group.recv([part], source) for part in arrived]
-
-    class Handle:
-        def wait(self):
-            for move in moves:
-                move.wait()
-            return tuple(arrived) if isinstance(x, tuple) else arrived[0]
-
-    return Handle() if async_op else Handle().wait()

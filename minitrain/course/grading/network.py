@@ -8,8 +8,8 @@ A pure state machine. Each frame of a rank goes in (`post`, `wait`); answers to 
     fetch                a secret is handed over when nothing else moves, as if computing took longer than the
                          network: what is sent while others compute is under way before the next secret
 
-A message has no name, at least one byte, and a group out of at most `MOST_GROUPS`; a rank stands in one barrier
-at a time. Not counted: what accomplices could say by the moment of a message, or by its group (6 bits).
+A message has no name, at least one byte, and one of `MOST_GROUPS` groups; a rank stands in one barrier at a
+time. Not counted: what accomplices could say by the moment of a message, or by its group (6 bits).
 Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978, defines the order of steps.
 """
 

@@ -33,7 +33,7 @@ RULES = {
 OUTPUT_LIMIT_BYTES = 20_000
 QUIET_S = 2.0  # for ranks with several threads: so long must nothing move before we say that nobody can go on
 GRACE_S = 0.3  # after a rank has failed, for the others to fail too
-MEMORY_LOOK_S = 0.25
+ASLEEP_S = 0.25  # where the system does not tell who sleeps
 PATIENCE_S = 30.0  # for a rank to be forked, and for one to take what it has asked for
 
 
@@ -44,8 +44,8 @@ class Failure(Exception):
     """
 
     def __init__(self, property: str, message: str, detail: str = "") -> None:
-        self.property, self.message, self.detail = property, short(message, 2000), plain(detail)
-        super().__init__(f"{property}: {self.message}")
+        self.property, self.message, self.detail = short(property), short(message, 2000), plain(detail)
+        super().__init__(f"{self.property}: {self.message}")
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows in place of our stack: the broken rule, and what the answer's side said."""
@@ -89,11 +89,9 @@ class Outcome:
 class Trial:
     """The judge's ends of lines and prints. `ends`: those for the ranks, line and prints in turn."""
 
-    def __init__(self, network: Network, server: int, time_limit_s: float, memory_bytes: int) -> None:
+    def __init__(self, network: Network, server: int, time_limit_s: float) -> None:
         self.network, self.server, self.time_limit_s = network, psutil.Process(server), time_limit_s
-        ranks, spare_bytes = network.ranks, max(1 << 30, psutil.virtual_memory().available // 2)
-        self.memory_limit_bytes = min(ranks * memory_bytes, spare_bytes)
-        self.deadline = None
+        ranks, self.deadline = network.ranks, None
         self.results, self.failures, self.moved, self.born = [None] * ranks, {}, 0.0, []
         self.lines, self.prints, self.ends, self.output = [], [], [], [bytearray() for _ in range(ranks)]
         for _ in range(ranks):
@@ -156,7 +154,7 @@ class Trial:
 
     def _play(self) -> None:
         now = time.monotonic()
-        self.deadline, self.moved, looked = now + self.time_limit_s, now, now
+        self.deadline, self.moved = now + self.time_limit_s, now
         with selectors.DefaultSelector() as selector:
             for rank, line in enumerate(self.lines):
                 selector.register(line.sock, selectors.EVENT_READ, (self._listen, rank))
@@ -175,9 +173,6 @@ class Trial:
                     rank, op, data = self.network.replies.popleft()
                     self.tell(rank, {"is": "done", "op": op}, data)
                 self._end_what_cannot_go_on()
-                if time.monotonic() - looked > MEMORY_LOOK_S:
-                    self._look_at_memory()
-                    looked = time.monotonic()
 
     def _end_what_cannot_go_on(self) -> None:
         now, network = time.monotonic(), self.network
@@ -246,20 +241,7 @@ class Trial:
                 with contextlib.suppress(OSError), open(path) as file:
                     if file.read().rpartition(")")[2].split()[0] in "RD":
                         return False
-        return os.path.exists("/proc/self/stat") or time.monotonic() - self.moved > MEMORY_LOOK_S
-
-    def _look_at_memory(self) -> None:
-        inherited = memory_of(self.server)  # a forked rank shares these pages until it writes to them
-        ranks = self.server.children(recursive=True)
-        if sum(max(0, memory_of(rank) - inherited) for rank in ranks) > self.memory_limit_bytes:
-            raise Failure("memory limit", "the ranks together took more than they may")
-
-
-def memory_of(process: psutil.Process) -> int:
-    try:
-        return process.memory_info().rss
-    except psutil.Error:
-        return 0  # it has just ended
+        return os.path.exists("/proc/self/stat") or time.monotonic() - self.moved > ASLEEP_S
 
 
 def failure_of(rank: int, header: dict) -> Failure:

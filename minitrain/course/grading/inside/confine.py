@@ -1,15 +1,15 @@
 """Walls around an answer: a rank puts them up before the first line of it runs, and cannot take them down.
 
     files      Landlock: it reads Python, its packages and the system's libraries, and writes nothing
-    calls      seccomp: the system calls that torch needs. No socket, process, signal to others, keyring, lock,
-               memfd, shared memory, or futex that another process could see; the rest is not permitted
-    amounts    private memory (all it can have: a budget holds for mmap too), threads, CPU seconds, descriptors
-    user       where root grades: an id nobody owns, another for each rank, which keeps one right, to read
+    calls      seccomp: those that torch needs. No socket, process, signal, keyring, lock, memfd, shared
+               memory, or futex that another process could see; all that is not listed is not permitted
+    amounts    private memory (there is no other: a budget holds for mmap too), threads, CPU seconds
+    user       where root grades: an id nobody owns, another for each rank, with one right left, to read
 
-Neither needs a right, so root and an ordinary user get the same walls, in a container too. Where a system lacks
-one (`Walls.missing` says which), the others stay and the report calls itself a self-check. Not covered: bugs of
-the kernel; accomplices who signal by timing or, where root does not grade, by the access times of libraries.
-landlock(7), seccomp(2), libseccomp's filters; the limits are setrlimit(2)'s, and only Linux holds to all.
+They need no rights, so root and an ordinary user get the same walls, in a container too. Where a system lacks
+some (`Walls.missing` says which), the others stay and the report calls itself a self-check. Not covered: bugs
+of the kernel, accomplices who signal by timing and, where root does not grade, by access times of libraries.
+landlock(7), seccomp(2) with libseccomp's filters; the limits are setrlimit(2)'s, which only Linux holds to.
 """
 
 import contextlib
@@ -22,48 +22,44 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
 SYSTEM = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/nix/store", "/dev/null", "/dev/urandom"]
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
-RIGHTS = {
-    1: 13,
-    2: 14,
-    3: 15,
-    4: 15,
-}  # how many rights to files each version of Landlock knows; later ones 16
-SYSCALLS = {  # which libc does not know; the same number on every machine
-    "mount_setattr": 442,
-    "landlock_create_ruleset": 444,
-    "landlock_add_rule": 445,
-    "landlock_restrict_self": 446,
-}
-PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, FILTER, PR_SET_NO_NEW_PRIVS = 1, 8, 22, 2, 38
+RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many each version of Landlock knows; later ones 16
+SYSCALLS = {"landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446}
+SYSCALLS |= {"mount_setattr": 442}  # libc does not know these; they have the same number on every machine
+PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 36, 1, 8, 38
+PR_SET_SECCOMP, FILTER = 22, 2
 NEWNS, NOATIME, ATIME, MS_PRIVATE, AT_FDCWD, AT_RECURSIVE = 0x20000, 0x10, 0x70, 1 << 18, -100, 0x8000
 MAY_READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: packages in a home that the stranger could not enter
-MAP_SHARED, CLONE_THREAD, FUTEX_PRIVATE, FUTEX_OPERATION = 1, 0x10000, 128, 127
-FUTEX_WAIT, FUTEX_WAIT_BITSET = 0, 9
-F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC = 1, 2, 3, 1030
-TCGETS, FIONCLEX, FIOCLEX = 0x5401, 0x5450, 0x5451
 
 ALLOWED = """
     read readv pread64 write writev lseek close dup dup2 dup3 poll ppoll select pselect6 sendto recvfrom
-    open openat mkdir mkdirat stat lstat fstat newfstatat statx access faccessat faccessat2 readlink readlinkat getdents64 getcwd
-    munmap mprotect mremap madvise brk membarrier
+    open openat mkdir mkdirat stat lstat fstat newfstatat statx access faccessat faccessat2
+    readlink readlinkat getdents64 getcwd munmap mprotect mremap madvise brk membarrier
     rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack restart_syscall exit exit_group
     set_robust_list get_robust_list rseq gettid getpid getppid getuid geteuid getgid getegid
-    sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min
+    sched_yield sched_getaffinity sched_getparam sched_getscheduler
+    sched_get_priority_max sched_get_priority_min
     clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time getrandom uname getrusage times
     arch_prctl getrlimit set_tid_address epoll_create1 epoll_ctl epoll_wait epoll_pwait""".split()
+ALLOWED_IF = [  # (call, number of an argument, these bits of it, what they must be)
+    ("clone", 0, 0x10000, 0x10000),  # a thread
+    ("mmap", 3, 1, 0),  # nothing shared
+    ("futex", 1, 128, 128),  # private to the process;
+    ("futex", 1, 127, 0),  # or to wait, as for the end of a thread: nobody may wake another process
+    ("futex", 1, 127, 9),
+    *(
+        ("fcntl", 1, ~0, command) for command in (1, 2, 3, 1030)
+    ),  # descriptors; no lock, lease, size of a pipe
+    *(("ioctl", 1, ~0, request) for request in (0x5401, 0x5450, 0x5451)),  # is it a terminal?; close on exec
+    ("prlimit64", 0, ~0, 0),  # its own limits
+]
 
 libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Program(ctypes.Structure):
-    """struct sock_fprog: how many instructions of 8 bytes, and where."""
-
-    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
 
 
 def call(function: str, *args) -> int:
@@ -85,12 +81,11 @@ class Walls:
     def __init__(self, wanted: bool, hidden: Sequence[str]) -> None:
         self.files = self.calls = None
         lacks = [] if wanted else ["it was told to do without"]
-        for kind, prepare in (("files", readable_files), ("calls", allowed_calls)):
-            if wanted:
-                try:
-                    setattr(self, kind, prepare(hidden) if kind == "files" else prepare())
-                except (OSError, ImportError, RuntimeError) as error:
-                    lacks.append(f"this system has no walls for {kind} ({error})")
+        for kind, prepare in ("files", partial(readable_files, hidden)), ("calls", allowed_calls):
+            try:
+                setattr(self, kind, prepare() if wanted else None)
+            except (OSError, ImportError, RuntimeError) as error:
+                lacks.append(f"this system has no walls for {kind}: {error}")
         self.missing = "; ".join(lacks)
 
 
@@ -127,26 +122,16 @@ def allowed_calls() -> bytes:
     """A seccomp filter as the kernel reads it, made by libseccomp."""
     if not LINUX:
         raise OSError(f"{sys.platform} has no seccomp")
-    from pyseccomp import ALLOW, EQ, ERRNO, MASKED_EQ, Arg, SyscallFilter
+    import pyseccomp
 
-    rules = SyscallFilter(ERRNO(errno.EPERM))
+    rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
     for name in ALLOWED:
         with contextlib.suppress(OSError):  # not every machine has each of them
-            rules.add_rule(ALLOW, name)
-    rules.add_rule(ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; libc then takes clone
-    rules.add_rule(ALLOW, "clone", Arg(0, MASKED_EQ, CLONE_THREAD, CLONE_THREAD))
-    rules.add_rule(ALLOW, "mmap", Arg(3, MASKED_EQ, MAP_SHARED, 0))
-    rules.add_rule(ALLOW, "futex", Arg(1, MASKED_EQ, FUTEX_PRIVATE, FUTEX_PRIVATE))
-    for wait in (
-        FUTEX_WAIT,
-        FUTEX_WAIT_BITSET,
-    ):  # for the end of a thread; to wake another process stays forbidden
-        rules.add_rule(ALLOW, "futex", Arg(1, MASKED_EQ, FUTEX_OPERATION, wait))
-    for command in (F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC):
-        rules.add_rule(ALLOW, "fcntl", Arg(1, EQ, command))
-    for request in (TCGETS, FIONCLEX, FIOCLEX):
-        rules.add_rule(ALLOW, "ioctl", Arg(1, EQ, request))
-    rules.add_rule(ALLOW, "prlimit64", Arg(0, EQ, 0))
+            rules.add_rule(pyseccomp.ALLOW, name)
+    for name, argument, bits, value in ALLOWED_IF:
+        condition = pyseccomp.Arg(argument, pyseccomp.MASKED_EQ, bits & 0xFFFFFFFF, value)
+        rules.add_rule(pyseccomp.ALLOW, name, condition)
+    rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; libc then takes clone
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
         file.seek(0)
@@ -183,15 +168,9 @@ def confine_rank(limits: Limits, walls: Walls, statm: int | None) -> None:
         call("landlock_restrict_self", walls.files, 0)
         os.close(walls.files)
     if walls.calls is not None:
-        program = ctypes.create_string_buffer(walls.calls, len(walls.calls))
-        call(
-            "prctl",
-            PR_SET_SECCOMP,
-            FILTER,
-            ctypes.byref(Program(len(program) // 8, ctypes.addressof(program))),
-            0,
-            0,
-        )
+        program = ctypes.create_string_buffer(walls.calls)
+        address = ctypes.addressof(program)
+        call("prctl", PR_SET_SECCOMP, FILTER, struct.pack("HxxxxxxP", len(walls.calls) // 8, address), 0, 0)
 
 
 def become(uid: int) -> None:
@@ -203,6 +182,12 @@ def become(uid: int) -> None:
     if keeps:
         version = (ctypes.c_uint32 * 2)(0x20080522, 0)
         call("capset", version, (ctypes.c_uint32 * 6)(MAY_READ_ALL, MAY_READ_ALL, 0, 0, 0, 0))
+
+
+def adopt_orphans() -> None:
+    """Processes whose parent ends below us become our children, so that we find them when we clean up."""
+    if LINUX:
+        call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent() -> None:

@@ -1,10 +1,10 @@
 """One run of an answer: read what to run from the line, run it, send back what came of it.
 
-    the answer's namespace    given cells, then the answer; its `minitrain` holds the collectives the task lists
+    the answer's namespace    given cells, then the answer; its `minitrain` has the collectives listed for it
     the driver's namespace    given cells once more, the names the task asks for, and the code that calls them
 
-Nothing else of an answer's namespace is ever used, so what it defines or replaces there stays there. What comes
-back is data: no verdict is made here, so there is none to forge. A rank that ends without its frame has
+Nothing else of an answer's namespace is ever used, so what it defines or replaces there stays there. What
+comes back is data: no verdict is made here, so there is none to forge. A rank that ends without its frame has
 returned nothing.
 """
 
@@ -14,6 +14,7 @@ import linecache
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -104,14 +105,20 @@ def run_cells(cells: list[str], names: dict | None = None) -> dict:
 def without_autograd() -> None:
     """Every way that torch has to a derivative says that this task is to do without."""
 
-    def refuse(*args, **kwargs):
-        raise NotListed("autograd")
+    def refusing() -> Callable:
+        def refuse(*args, **kwargs):
+            raise NotListed("autograd")
 
-    engine = SimpleNamespace(run_backward=refuse, queue_callback=refuse)
-    torch.autograd.Variable._execution_engine = engine
-    torch.autograd.forward_ad.enter_dual_level = torch._C._enter_dual_level = refuse
-    for name in ("_grad_increment_nesting", "_jvp_increment_nesting"):  # torch.func
-        setattr(torch._C._functorch, name, refuse)
+        return refuse
+
+    torch.autograd.Variable._execution_engine = SimpleNamespace(run_backward=refusing())
+    torch.autograd.forward_ad.enter_dual_level = refusing()
+    for module, names in (
+        (torch._C, ["_enter_dual_level"]),
+        (torch._C._functorch, ["_grad_increment_nesting", "_jvp_increment_nesting"]),  # torch.func
+    ):
+        for name in names:
+            setattr(module, name, refusing())
 
 
 def remember(filename: str, source: str) -> None:

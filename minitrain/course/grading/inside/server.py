@@ -31,6 +31,7 @@ def serve(control: socket.socket, hidden: list[str], walls: bool) -> None:
     low = os.dup(control.detach())  # a low number, so that ranks can close all they inherit
     control = socket.socket(fileno=low)
     warm_up()
+    confine.adopt_orphans()
     walls = confine.Walls(walls, hidden)
     reply(control, {"missing": walls.missing})
     ranks = []
@@ -69,7 +70,7 @@ def warm_up() -> None:
 
 
 def into_huge_pages() -> None:
-    """What is in memory now is copied to huge pages: a fork copies 512 times fewer entries (8 ms become 3)."""
+    """Copy what is in memory now to huge pages: a fork copies 512 times fewer entries (8 ms become 3)."""
     regions = open("/proc/self/maps").read().splitlines() if confine.LINUX else []
     for region in regions:
         where, rights, _, _, file, *_ = region.split()
@@ -113,16 +114,16 @@ def live_confined(line: int, out: int, limits: confine.Limits, walls: confine.Wa
 
 
 def sweep(ranks: list[int]) -> None:
-    """End the ranks of a run. Behind walls they are all there is; without, look for what they have started."""
-    rest = psutil.Process().children(recursive=True) if os.path.exists("/proc/self") else []
-    for act in ("suspend", "kill"):  # all are stopped before one is killed, so that none forks meanwhile
-        for process in rest:
-            with contextlib.suppress(psutil.Error):
-                getattr(process, act)()
+    """End the ranks of a run. Behind walls they are all there is; without, so is what they have started."""
     for child in ranks:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+    while rest := psutil.Process().children(recursive=True):
+        for act in ("suspend", "kill"):  # all are stopped before one is killed, so that none forks meanwhile
+            for process in rest:
+                with contextlib.suppress(psutil.Error):
+                    getattr(process, act)()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
