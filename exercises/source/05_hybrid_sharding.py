@@ -11,7 +11,7 @@
 # The grader runs the same checks and hidden ones with other sizes, other clusters and other values. A result counts only if no more
 # crosses the slow links than the task allows. Three rules:
 #
-# - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
+# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
 # - `intra` are the ranks of a node, `inter` the ranks of one place on every node; `intra.rank()` is the place, `inter.rank()` the node.
 # - Between ranks there is a network and nothing else. Here `collectives` has `send`, `receive`, `barrier`, `all_reduce`, `all_gather`,
 #   `reduce_scatter` and `broadcast`, for either group.

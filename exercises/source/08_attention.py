@@ -10,7 +10,7 @@
 #
 # The grader runs the same checks and hidden ones with other sizes and other values. Three rules:
 #
-# - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
+# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
 # - All functions here run on one process: there is no group and nothing is sent.
 # - Fast memory is small. Where a task says what may be in it, the rest must not be.
 #
