@@ -12,7 +12,7 @@
 #
 # - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
 # - A function that runs on ranks gets its `group`: `group.rank()` says who you are, `group.size()` how many you are.
-# - Between ranks there is a network and nothing else; `minitrain.collectives` is the door to it.
+# - Between ranks there is a network and nothing else: `collectives.send`, `collectives.receive`, and the collective that a task names.
 #
 # n is the number of ranks. A sequence has T tokens, each rank holds T/n of them, of every tensor: queries, keys, values. All masks are causal: a
 # query at position i sees the keys at positions j ≤ i. Tasks 2 and 3 are Liu et al. 2023 (Ring Attention, arXiv:2310.01889, section 3) in the
@@ -25,15 +25,24 @@ import math
 import torch
 
 from minitrain import collectives
+
+# %% judge="tools"
 from minitrain.context import layout
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal, run_on_ranks
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
+NEAR = 1e-10  # rounding takes a right answer some 1e-14 away, and float32 on the way 1e-7
 
 
 def places(rank, ranks, length):
-    """The positions of a rank's tokens in the zig-zag layout, as a tensor [T/n]."""
-    return torch.tensor([place for held in layout.zigzag(rank, ranks, length) for place in held])
+    """The positions of a rank's tokens in the zig-zag layout."""
+    return [place for held in layout.zigzag(rank, ranks, length) for place in held]
+
+
+def seen_tile(rank, owner, ranks, length):
+    """Booleans [T/n, T/n]: which key of the owner does which query of the rank see?"""
+    queries, keys = (torch.tensor(places(one, ranks, length)) for one in (rank, owner))
+    return keys <= queries.unsqueeze(-1)
 
 
 # %% [markdown]
@@ -76,19 +85,16 @@ def tiles(rank, owner):
     ### END SOLUTION
 
 
-# %% given="expect_zigzag"
+# %% driver="positions"
 def positions_of_all(ranks, length):
     """What every rank says, or the message of a refusal."""
     try:
-        return [list(positions(rank, ranks, length)) for rank in range(ranks)]
+        return [positions(rank, ranks, length) for rank in range(ranks)]
     except ValueError as error:
         return str(error)
 
 
-def tiles_of_all(ranks):
-    return [[tiles(rank, owner) for owner in range(ranks)] for rank in range(ranks)]
-
-
+# %% judge="expect_zigzag"
 def expect_positions(ranks, length):
     """Ask for the positions of all ranks, and look at them property by property."""
     said = ask(positions_of_all, ranks, length)
@@ -113,8 +119,9 @@ def expect_positions(ranks, length):
         "ascending",
         "the early piece comes first, and each piece from its first token on",
     )
-    expect(
-        said == [places(rank, ranks, length).tolist() for rank in range(ranks)],
+    expect_equal(
+        said,
+        [places(rank, ranks, length) for rank in range(ranks)],
         "an early and a late piece",
         f"each token is held once, but not by the right rank of {ranks}; whose early piece is the very first, and what is its late one?",
     )
@@ -132,36 +139,27 @@ def expect_refused_length(ranks, length):
 
 def expect_tiles(ranks):
     """Ask for the tiles of all pairs, and compare with the mask of one process."""
-    said = ask(tiles_of_all, ranks)
-    for rank in range(ranks):
-        for owner in range(ranks):
-            held = said[rank][owner]
-            expect(
-                isinstance(held, (list, tuple))
-                and [len(row) for row in held if isinstance(row, (list, tuple))] == [2, 2],
-                "two by two",
-                "a row for the early queries, a row for the late ones, and in each first the early keys",
-            )
-            seen = [
-                keys <= queries.unsqueeze(-1)
-                for queries in places(rank, ranks, 4 * ranks).chunk(2)
-                for keys in places(owner, ranks, 4 * ranks).chunk(2)
-            ]
-            wanted = [
-                "full" if tile.all() else "triangle" if tile.any() else "nothing" for tile in seen
-            ]
-            whose = (
-                "own keys"
-                if rank == owner
-                else "keys of a lower rank"
-                if owner < rank
-                else "keys of a higher rank"
-            )
-            expect(
-                [word for row in held for word in row] == wanted,
-                whose,
-                f"write down the four pieces of ranks {rank} and {owner} of {ranks}; which begins first, which query sees which key?",
-            )
+    pairs = [(rank, owner) for rank in range(ranks) for owner in range(ranks)]
+    for (rank, owner), held in zip(pairs, ask_each(tiles, pairs)):
+        expect(
+            isinstance(held, (list, tuple))
+            and [len(row) for row in held if isinstance(row, (list, tuple))] == [2, 2],
+            "two by two",
+            "a row for the early queries, a row for the late ones, and in each first the early keys",
+        )
+        mask = seen_tile(rank, owner, ranks, 4 * ranks)
+        seen = [tile for row in mask.chunk(2) for tile in row.chunk(2, -1)]
+        wanted = ["full" if t.all() else "triangle" if t.any() else "nothing" for t in seen]
+        whose = (
+            "own keys"
+            if rank == owner
+            else f"keys of a {'lower' if owner < rank else 'higher'} rank"
+        )
+        expect(
+            [word for row in held for word in row] == wanted,
+            whose,
+            f"write down the four pieces of ranks {rank} and {owner} of {ranks}; which begins first, which query sees which key?",
+        )
 
 
 # %% check="zigzag-positions" points=1
@@ -194,11 +192,11 @@ for ranks in (1, 3, draw.integer(5, 8)):
 # rank r-s; after n steps its queries have met all keys. What it knows by then is a pair (out, lse) for each query: the output as if there were no
 # other keys, and the logarithm of the sum that it was divided by.
 #
-# Two functions are read-only. `attend` gives the pair for the keys of one owner; the mask of the zig-zag layout is inside. Queries that see none
-# of these keys get out = 0 and lse = -inf. `merge` makes the pair of two sets of keys from their pairs.
+# Two functions are read-only. `attend` gives the pair for the keys of one owner. Queries that see none of these keys get out = 0 and
+# lse = -inf. `merge` makes the pair of two sets of keys from their pairs. Beside `send` and `receive` there is `collectives.rotate`.
 #
-# `attend` adds a number to all scores with that owner's keys. It comes from outside when it is asked for, and the moment is written down
-# among your messages. Call it once for each owner, also where nothing is seen. Graded:
+# The mask of the zig-zag layout, and a number for all scores with that owner's keys, come from outside when `attend` asks for them, and the
+# moment is written down among your messages. Call it once for each owner, also where nothing is seen. Graded:
 #
 # - the result, (out, lse) of this rank's queries with all keys;
 # - the ring: n-1 blocks of K and V leave each rank, all to the next one, and when a block is attended to, it and the next one may have come, and
@@ -210,18 +208,10 @@ for ranks in (1, 3, draw.integer(5, 8)):
 
 
 # %% given="attend"
-def scores_with(owner, q, k, group):
-    """This rank's q [H, T/n, K] and the owner's k [H, T/n, K] -> scores [H, T/n, T/n], -inf where the key comes later than the query."""
-    ranks, length = group.size(), group.size() * q.size(-2)
-    scores = q @ k.mT / math.sqrt(q.size(-1)) + group.fetch(f"keys of {owner}", q.new_empty(()))
-    return scores.masked_fill(
-        places(owner, ranks, length) > places(group.rank(), ranks, length).unsqueeze(-1), -math.inf
-    )
-
-
 def attend(owner, q, k, v, group):
     """This rank's q and the owner's k, v, each [H, T/n, K] -> out [H, T/n, K] and lse [H, T/n] of this block of keys alone."""
-    scores = scores_with(owner, q, k, group)
+    mask = group.fetch(f"keys of {owner}", q.new_empty(q.size(-2), k.size(-2)))
+    scores = q @ k.mT / math.sqrt(q.size(-1)) + mask
     lse = scores.logsumexp(-1)
     return (scores - finite(lse).unsqueeze(-1)).exp() @ v, lse
 
@@ -253,57 +243,37 @@ def ring_forward(q, k, v, group):
     ### END SOLUTION
 
 
-# %% given="rings"
-def forward_on_a_rank(q, k, v, group):
-    return ring_forward(q, k, v, group)
-
-
-def drawn_tokens(draw, ranks, heads, piece, width):
-    """q, k, v and dout of every rank, each a list of [H, T/n, K] with T/n = 2·piece, and biases[r][owner]."""
+# %% judge="rings"
+def drawn_tokens(ranks, heads, piece, width):
+    """q, k, v and dout of every rank, each a list of [H, T/n, K] with T/n = 2·piece, and masks[r][owner] [T/n, T/n]."""
     tensors = [[draw.real(heads, 2 * piece, width) for _ in range(ranks)] for _ in range(4)]
-    biases = [
-        [torch.tensor(eighths / 8).double() for eighths in draw.several(range(-24, 25), ranks)]
-        for _ in range(ranks)
-    ]
-    return *tensors, biases
+    masks = []
+    for rank in range(ranks):
+        numbers, tiles = draw.real(ranks), range(ranks)
+        seen = [seen_tile(rank, owner, ranks, 2 * piece * ranks) for owner in tiles]
+        masks.append([torch.where(seen[o], numbers[o], -math.inf) for o in tiles])
+    return *tensors, masks
 
 
-def named(biases):
-    return [{f"keys of {owner}": bias for owner, bias in enumerate(of_rank)} for of_rank in biases]
+def named(masks):
+    return [{f"keys of {owner}": mask for owner, mask in enumerate(own)} for own in masks]
 
 
-def one_process(qs, ks, vs, biases):
+def one_process(qs, ks, vs, masks):
     """[(out, lse)] of each rank, from all keys at once."""
-    ranks, tokens = len(qs), qs[0].size(-2)
-    keys, pairs = torch.cat([places(owner, ranks, ranks * tokens) for owner in range(ranks)]), []
-    for rank, q in enumerate(qs):
-        scores = q @ torch.cat(ks, -2).mT / math.sqrt(q.size(-1)) + torch.stack(
-            biases[rank]
-        ).repeat_interleave(tokens)
-        scores = scores.masked_fill(
-            keys > places(rank, ranks, ranks * tokens).unsqueeze(-1), -math.inf
-        )
-        pairs.append((scores.softmax(-1) @ torch.cat(vs, -2), scores.logsumexp(-1)))
+    pairs, k, v = [], torch.cat(ks, -2), torch.cat(vs, -2)
+    for q, own in zip(qs, masks):
+        scores = q @ k.mT / math.sqrt(q.size(-1)) + torch.cat(own, -1)
+        pairs.append((scores.softmax(-1) @ v, scores.logsumexp(-1)))
     return pairs
 
 
-def how_near(qs, backward=False):
-    """How far rounding may take an answer from one process, when no drawn number is larger than 8 (of normal ones, 1 in 10^15 is).
-
-    In units of 2**-53, with n ranks, T tokens, heads of width K: a score is at most A = 64·sqrt(K) + 3, and is wrong by (K+2)·A; lse by that,
-    by T+2 for the sum and by 2A for each of n merges; so a probability is wrong by a factor of E = (2K + T + 4n + 16)·(A + log T). An output is at
-    most 8. A gradient is a sum of at most T products of a probability, of (dout·v - dout·out), at most 128·K and as exact, and of 8.
-    """
-    ranks, tokens, width = len(qs), len(qs) * qs[0].size(-2), qs[0].size(-1)
-    factor = (2 * width + tokens + 4 * ranks + 16) * (64 * math.sqrt(width) + 3 + math.log(tokens))
-    return 2 * 2.0**-53 * factor * (tokens * 128 * width * 8 if backward else 8)
-
-
-def ring_of(draw, ranks, heads, piece, width):
-    """Run the ring on drawn tokens, look at its result, and return (the outcome, bytes of a block of K and V)."""
-    qs, ks, vs, _, biases = drawn_tokens(draw, ranks, heads, piece, width)
-    outcome = run_on_ranks(forward_on_a_rank, list(zip(qs, ks, vs)), secrets=named(biases))
-    for rank, (said, true) in enumerate(zip(outcome.results, one_process(qs, ks, vs, biases))):
+def ring_of(ranks, heads, piece, width):
+    """Run the ring on drawn tokens: the result, and n-1 blocks that came one at a time. (the outcome, bytes of K and V)"""
+    qs, ks, vs, _, masks = drawn_tokens(ranks, heads, piece, width)
+    given, rules = list(zip(qs, ks, vs)), {"collectives": "rotate", "secrets": named(masks)}
+    outcome = run_on_ranks(ring_forward, given, **rules)
+    for rank, (said, true) in enumerate(zip(outcome.results, one_process(qs, ks, vs, masks))):
         seen = f"(seen at rank {rank} of {ranks})"
         expect(isinstance(said, (list, tuple)) and len(said) == 2, "a pair", "return out and lse")
         expect_equal(
@@ -311,29 +281,52 @@ def ring_of(draw, ranks, heads, piece, width):
             true[0],
             "the output",
             f"whose keys are here at step s, and how much does each block count in the merge? {seen}",
-            atol=how_near(qs),
+            atol=NEAR,
         )
         expect_equal(
             said[1],
             true[1],
             "log-sum-exp",
             f"the output is right; lse is the logarithm of the sum over all keys {seen}",
-            atol=how_near(qs),
+            atol=NEAR,
         )
-    return outcome, ks[0].nbytes + vs[0].nbytes
+    block = ks[0].nbytes + vs[0].nbytes
+    expect(
+        outcome.sent_bytes == [(ranks - 1) * block] * ranks,
+        "bytes on the wire",
+        "n-1 hops take a block to all other ranks; what is sent beyond that, and who still needs it?",
+    )
+    expect_next_only(outcome)
+    for rank in range(ranks):
+        found = blocks_attended(outcome, rank, ranks)
+        for step, (_, come) in enumerate(found):
+            expect_one_at_a_time(come, step * block, min(ranks - 1, step + 1) * block)
+    return outcome, block
 
 
-def blocks_attended(outcome, rank):
-    """For each call of a rank, in order: (owner, bytes that the rank has sent by then, bytes that have come)."""
-    sent, come, found = 0, 0, []
+def blocks_attended(outcome, rank, ranks):
+    """For each call of a rank, in the order of the ring: (bytes that the rank has sent by then, bytes that have come)."""
+    sent, come, found, owners = 0, 0, [], []
     for event in outcome.events:
         if event.rank == rank and event.kind == "send":
             sent += event.bytes
         elif event.rank == rank and event.kind == "receive":
             come += event.bytes
         elif event.rank == rank and event.kind == "fetch":
-            found.append((int(event.name.split()[-1]), sent, come))
+            owners.append(int(event.name.split()[-1]))
+            found.append((sent, come))
+    hint = "call it for the keys of every rank, once, in the order in which they come"
+    in_turn = [(rank - step) % ranks for step in range(ranks)]
+    expect(owners == in_turn, "each block once", hint)
     return found
+
+
+def expect_one_at_a_time(come, least, most):
+    expect(
+        least <= come <= most,
+        "one block at a time",
+        "a block was attended to before it had come, or when later ones were here too; who keeps them until then?",
+    )
 
 
 def expect_next_only(outcome):
@@ -345,62 +338,32 @@ def expect_next_only(outcome):
     )
 
 
-def expect_each_once(found, ranks):
-    expect(
-        sorted(owner for owner, _, _ in found) == list(range(ranks)),
-        "each block once",
-        "call it for the keys of every rank, once",
-    )
-
-
 # %% check="ring_forward-result" points=1
-# Output and log-sum-exp of every rank's queries, with all keys.
-ring_of(draw, 2, 1, 1, 2)
-ring_of(draw, 3, 2, 2, 3)
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-for ranks in (1, 3, 4):
-    ring_of(draw, ranks, draw.integer(1, 3), draw.integer(1, 4), draw.integer(2, 5))
-### END HIDDEN TESTS
-
-
-# %% check="ring_forward-ring" points=1
-# n-1 blocks to the next rank, and never more than two here.
-def expect_a_ring(ranks, heads, piece, width):
-    outcome, block = ring_of(draw, ranks, heads, piece, width)
-    expect(
-        max(outcome.sent_bytes) <= (ranks - 1) * block,
-        "bytes on the wire",
-        "n-1 hops take a block to all other ranks; what is sent beyond that, and who still needs it?",
-    )
-    expect_next_only(outcome)
-    for rank in range(ranks):
-        found = blocks_attended(outcome, rank)
-        expect_each_once(found, ranks)
-        for step, (_, _, come) in enumerate(found):
-            expect(
-                come <= min(ranks - 1, step + 1) * block,
-                "one block at a time",
-                "a block was attended to when later ones had already come; who keeps them until then?",
-            )
-
-
-expect_a_ring(4, 2, 1, 2)
+# Output and log-sum-exp with all keys, from n-1 blocks of the rank before, one at a time.
+ring_of(2, 1, 1, 2)
+ring_of(3, 2, 2, 3)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (2, 3):
-    expect_a_ring(ranks, draw.integer(1, 3), draw.integer(1, 4), draw.integer(2, 5))
+    ring_of(ranks, draw.integer(1, 3), draw.integer(1, 4), draw.integer(2, 5))
+### END HIDDEN TESTS
+
+# %% check="ring_forward-ring" points=1
+# The same on any number of ranks, also on one.
+ring_of(4, 2, 1, 2)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for ranks in (1, 5):
+    ring_of(ranks, draw.integer(1, 3), draw.integer(1, 4), draw.integer(2, 5))
 ### END HIDDEN TESTS
 
 
 # %% check="ring_forward-overlap" points=1
 # While a block is attended to, it is on its way to the next rank, and the next one is on its way here.
 def expect_overlap(ranks, heads, piece, width):
-    outcome, block = ring_of(draw, ranks, heads, piece, width)
+    outcome, block = ring_of(ranks, heads, piece, width)
     for rank in range(ranks):
-        found = blocks_attended(outcome, rank)
-        expect_each_once(found, ranks)
-        for step, (_, sent, come) in enumerate(found):
+        for step, (sent, come) in enumerate(blocks_attended(outcome, rank, ranks)):
             expect(
                 sent >= min(ranks - 1, step + 1) * block,
                 "sent while computing",
@@ -432,11 +395,13 @@ for ranks in (3, 4):
 # computed its share, goes to o+2, o+3, .. and each adds its own. From rank o-1 it takes one last hop, home. The owner's own share never
 # travels; it is added at the end. That makes n-1 hops for K, V and n-1 for dK, dV.
 #
-# The read-only `attend_backward` returns the three shares. Like `attend` it asks for a number from outside; call it once for each owner. Graded:
+# The read-only `attend_backward` returns the three shares. Like `attend` it asks for the mask; call it once for each owner. Again there is
+# `collectives.rotate`. Graded:
 #
-# - the gradients;
-# - the ring: n-1 blocks and n-1 sums leave each rank, all to the next one. While a block is attended to, it is on its way on, and so is the sum
-#   that this rank completed in the step before. What comes meanwhile, the next block and the sum for this one, is waited for afterwards.
+# - the gradients, with n-1 blocks and n-1 sums that leave each rank, all to the next one. Who collects blocks, or keeps shares for later, needs n times
+#   the memory;
+# - the overlap: while a block is attended to, it is on its way on, and so is the sum that this rank completed in the step before. What comes
+#   meanwhile, the next block and the sum for this one, is waited for afterwards.
 #
 # Three ranks, the block of rank 0. Step 0: rank 0 keeps its share, K, V are on their way to rank 1. Step 1: rank 1 computes its share, K, V go on to
 # rank 2. Step 2: rank 2 computes its share, meanwhile rank 1's share arrives; the two are added. Then they go home: rank 0 has all three.
@@ -445,7 +410,8 @@ for ranks in (3, 4):
 # %% given="attend_backward"
 def attend_backward(owner, dout, q, k, v, out, lse, group):
     """The owner's k, v; dout, q and the final out, lse of this rank -> its shares of dq, dk, dv, each [H, T/n, K]."""
-    p = (scores_with(owner, q, k, group) - lse.unsqueeze(-1)).exp()
+    mask = group.fetch(f"keys of {owner}", q.new_empty(q.size(-2), k.size(-2)))
+    p = (q @ k.mT / math.sqrt(q.size(-1)) + mask - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
     return ds @ k, ds.mT @ q, p.mT @ dout
 
@@ -471,79 +437,62 @@ def ring_backward(dout, q, k, v, out, lse, group):
     ### END SOLUTION
 
 
-# %% given="rings_back"
-def backward_on_a_rank(dout, q, k, v, out, lse, group):
-    return ring_backward(dout, q, k, v, out, lse, group)
-
-
-def ring_back_of(draw, ranks, heads, piece, width):
-    """Run backward on drawn tokens, look at the gradients, and return (the outcome, bytes of a block of K and V, or of its gradients)."""
-    qs, ks, vs, douts, biases = drawn_tokens(draw, ranks, heads, piece, width)
+# %% judge="rings_back"
+def ring_back_of(ranks, heads, piece, width):
+    """Run backward on drawn tokens: the gradients, and n-1 blocks and n-1 sums that travelled. (the outcome, bytes of K and V)"""
+    qs, ks, vs, douts, masks = drawn_tokens(ranks, heads, piece, width)
     leaves = [[x.clone().requires_grad_() for x in xs] for xs in (qs, ks, vs)]
-    pairs = one_process(*leaves, biases)
+    pairs = one_process(*leaves, masks)
     sum((out * dout).sum() for (out, _), dout in zip(pairs, douts)).backward()
     kept = [(out.detach(), lse.detach()) for out, lse in pairs]
-    outcome = run_on_ranks(
-        backward_on_a_rank,
-        [(dout, q, k, v, *pair) for dout, q, k, v, pair in zip(douts, qs, ks, vs, kept)],
-        secrets=named(biases),
-    )
+    given = [(dout, q, k, v, *pair) for dout, q, k, v, pair in zip(douts, qs, ks, vs, kept)]
+    rules = {"collectives": "rotate", "secrets": named(masks)}
+    outcome = run_on_ranks(ring_backward, given, **rules)
     for rank, said in enumerate(outcome.results):
         seen = f"(seen at rank {rank} of {ranks})"
-        expect(
-            isinstance(said, (list, tuple)) and len(said) == 3,
-            "three gradients",
-            "return dq, dk and dv",
-        )
-        for name, gradient, xs, hint in zip(
-            ("dq", "dk", "dv"),
-            said,
-            leaves,
-            (
-                "the queries stay here; whose keys do they meet at step s, and are the shares of all blocks added?",
-                *[
-                    "your keys were on every rank: whose shares are missing, doubled, or those of another rank's keys?"
-                ]
-                * 2,
-            ),
-        ):
-            expect_equal(
-                gradient, xs[rank].grad, name, f"{hint} {seen}", atol=how_near(qs, backward=True)
-            )
-    return outcome, ks[0].nbytes + vs[0].nbytes
-
-
-# %% check="ring_backward-gradients" points=1
-# The gradients of this rank's queries, keys and values.
-ring_back_of(draw, 2, 1, 1, 2)
-ring_back_of(draw, 3, 2, 2, 3)
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-for ranks in (1, 3, 4):
-    ring_back_of(draw, ranks, draw.integer(1, 3), draw.integer(1, 4), draw.integer(2, 5))
-### END HIDDEN TESTS
-
-
-# %% check="ring_backward-ring" points=1
-# n-1 blocks and n-1 sums to the next rank, each on its way while the next share is computed.
-def expect_a_ring_back(ranks, heads, piece, width):
-    outcome, block = ring_back_of(draw, ranks, heads, piece, width)
+        three = isinstance(said, (list, tuple)) and len(said) == 3
+        expect(three, "three gradients", "return dq, dk and dv")
+        home = "your keys were on every rank: whose shares are missing, doubled, or those of another rank's keys?"
+        away = "the queries stay here; whose keys do they meet at step s, and are the shares of all blocks added?"
+        for name, gradient, xs, hint in zip(("dq", "dk", "dv"), said, leaves, (away, home, home)):
+            expect_equal(gradient, xs[rank].grad, name, f"{hint} {seen}", atol=NEAR)
+    block = ks[0].nbytes + vs[0].nbytes
     expect(
-        max(outcome.sent_bytes) <= 2 * (ranks - 1) * block,
+        outcome.sent_bytes == [2 * (ranks - 1) * block] * ranks,
         "bytes on the wire",
         "n-1 hops for K, V, and n-1 for the sum of dK, dV; what makes one hop more, or travels for nothing?",
     )
     expect_next_only(outcome)
     for rank in range(ranks):
-        found = blocks_attended(outcome, rank)
-        expect_each_once(found, ranks)
-        for step, (_, sent, come) in enumerate(found):
+        for step, (sent, come) in enumerate(blocks_attended(outcome, rank, ranks)):
             blocks, sums = min(ranks - 1, step + 1), max(0, step - 1)
+            expect_one_at_a_time(come, step * block, (blocks + sums) * block)
             expect(
-                come <= (blocks + sums) * block,
-                "one block at a time",
-                "a block was attended to when later ones had already come; who keeps them until then?",
+                sent >= (step + max(0, step - 2)) * block,
+                "no shares kept",
+                "a sum was still here two steps after this rank had added its share; who waits for it, and what does it wait for?",
             )
+    return outcome, block
+
+
+# %% check="ring_backward-gradients" points=1
+# The gradients of this rank's queries, keys and values, from blocks and sums that go round.
+ring_back_of(2, 1, 1, 2)
+ring_back_of(4, 2, 2, 3)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for ranks in (1, 3, 4, 5):
+    ring_back_of(ranks, draw.integer(1, 3), draw.integer(1, 4), draw.integer(2, 5))
+### END HIDDEN TESTS
+
+
+# %% check="ring_backward-overlap" points=1
+# Blocks and sums are on their way while the next share is computed.
+def expect_overlap_back(ranks, heads, piece, width):
+    outcome, block = ring_back_of(ranks, heads, piece, width)
+    for rank in range(ranks):
+        for step, (sent, come) in enumerate(blocks_attended(outcome, rank, ranks)):
+            blocks, sums = min(ranks - 1, step + 1), max(0, step - 1)
             expect(
                 sent >= blocks * block,
                 "sent while computing",
@@ -561,11 +510,11 @@ def expect_a_ring_back(ranks, heads, piece, width):
             )
 
 
-expect_a_ring_back(4, 2, 1, 2)
+expect_overlap_back(4, 2, 1, 2)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (2, 3):
-    expect_a_ring_back(ranks, draw.integer(1, 3), draw.integer(1, 4), draw.integer(2, 5))
+    expect_overlap_back(ranks, draw.integer(1, 3), draw.integer(1, 4), draw.integer(2, 5))
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -580,7 +529,7 @@ for ranks in (2, 3):
 #
 # Tokens lie contiguously here: rank r holds positions r·T/n to (r+1)·T/n - 1. Rank r gets heads r·H/n to (r+1)·H/n - 1, and K/V heads likewise; as
 # query head i uses K/V head i·H_kv // H, each rank then has the K/V heads that its queries use. The read-only `core` is any attention of one device.
-# (This one has no softmax, so that its numbers are exact.)
+# (This one has no softmax.) Beside `send` and `receive` there is `collectives.all_to_all`.
 #
 # Of every tensor a rank keeps 1/n and sends the rest, each piece to the one rank that needs it: (n-1)/n·(2H + 2H_kv)·B·T/n·K elements in all, or
 # 4Nh/P in the papers' words. Heads that n does not divide, of q or of k and v, are refused with a `ValueError` of one line, before anything is sent.
@@ -617,28 +566,27 @@ def ulysses(q, k, v, group):
     ### END SOLUTION
 
 
-# %% given="expect_ulysses"
-def ulysses_on_a_rank(q, k, v, group):
+# %% driver="ulysses_or_refusal"
+def ulysses_or_refusal(q, k, v, group):
     try:
         return ulysses(q, k, v, group)
     except ValueError as error:
-        return str(error)
+        return {"refused": str(error)}
 
 
-def ulysses_of(draw, ranks, batch, heads, kv_heads, tokens, width):
+# %% judge="expect_ulysses"
+def ulysses_of(ranks, batch, heads, kv_heads, tokens, width):
     """Run the answer with so many tokens on each rank. Returns (the outcome, what one process computes, cut)."""
-    q, k, v = (
-        (draw.exact(batch, h, ranks * tokens, width) * 16).remainder(9) - 4
-        for h in (heads, kv_heads, kv_heads)
-    )  # -4 to 4
+    q, k, v = (draw.real(batch, h, ranks * tokens, width) for h in (heads, kv_heads, kv_heads))
     cut = [[part.contiguous() for part in x.chunk(ranks, 2)] for x in (q, k, v, core(q, k, v))]
-    return run_on_ranks(ulysses_on_a_rank, list(zip(*cut[:3]))), cut[3]
+    given = list(zip(*cut[:3]))
+    return run_on_ranks(ulysses_or_refusal, given, collectives="all_to_all"), cut[3]
 
 
 def expect_ulysses(ranks, batch, heads, kv_heads, tokens, width):
-    outcome, wanted = ulysses_of(draw, ranks, batch, heads, kv_heads, tokens, width)
+    outcome, wanted = ulysses_of(ranks, batch, heads, kv_heads, tokens, width)
     expect(
-        not any(isinstance(said, str) for said in outcome.results),
+        not any(isinstance(said, dict) for said in outcome.results),
         "no refusal without need",
         "a ValueError, but n divides the heads",
     )
@@ -647,51 +595,28 @@ def expect_ulysses(ranks, batch, heads, kv_heads, tokens, width):
         wanted,
         "the output",
         f"who had these tokens, who had these heads, and in which order did the {ranks} pieces lie when they came?",
+        atol=NEAR,
     )
-    return outcome
-
-
-# %% check="ulysses-output" points=1
-# Every rank has the output of its tokens, all heads, also with fewer K/V heads.
-expect_ulysses(2, 1, 2, 2, 1, 1)
-expect_ulysses(2, 2, 4, 2, 3, 2)
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-for ranks in (1, 3, 4):
-    kv_heads = ranks * draw.integer(1, 2)
-    expect_ulysses(
-        ranks,
-        draw.integer(1, 3),
-        kv_heads * draw.integer(1, 3),
-        kv_heads,
-        draw.integer(1, 4),
-        draw.integer(2, 4),
-    )
-expect_ulysses(2, 2, 8, 4, draw.integer(2, 5), 3)
-### END HIDDEN TESTS
-
-
-# %% check="ulysses-bytes" points=1
-# Only what another rank needs is sent, and heads that do not divide are refused before that.
-def expect_bytes_of_ulysses(ranks, batch, heads, kv_heads, tokens, width):
-    outcome = expect_ulysses(ranks, batch, heads, kv_heads, tokens, width)
+    piece = (2 * heads + 2 * kv_heads) // ranks * batch * tokens * width * 8
+    pairs = {(one, other): 0 for one in range(ranks) for other in range(ranks) if one != other}
+    for message in outcome.messages:
+        pairs[message.source, message.destination] += message.bytes
     expect(
-        max(outcome.sent_bytes)
-        <= (ranks - 1) * (2 * heads + 2 * kv_heads) // ranks * batch * tokens * width * 8,
+        set(pairs.values()) <= {piece},
         "bytes on the wire",
         "of q, k, v and o every number is needed by one rank; who gets it beside that one, or are heads copied before they travel?",
     )
 
 
 def expect_refused_heads(ranks, heads, kv_heads):
-    outcome, _ = ulysses_of(draw, ranks, 1, heads, kv_heads, 2, 3)
+    outcome, _ = ulysses_of(ranks, 1, heads, kv_heads, 2, 3)
     expect(
-        all(isinstance(said, str) for said in outcome.results),
+        all(isinstance(said, dict) for said in outcome.results),
         "a refusal",
         f"{heads} heads and {kv_heads} K/V heads do not divide over {ranks} ranks: raise a ValueError, on all of them",
     )
     expect(
-        all(said.strip() and "\n" not in said for said in outcome.results),
+        all(said["refused"].strip() and "\n" not in said["refused"] for said in outcome.results),
         "a refusal",
         "say in one line what does not divide",
     )
@@ -702,15 +627,28 @@ def expect_refused_heads(ranks, heads, kv_heads):
     )
 
 
-expect_bytes_of_ulysses(2, 1, 4, 2, 3, 2)
+# %% check="ulysses-output" points=1
+# Every rank has the output of its tokens, all heads, and sent only what another rank needs.
+expect_ulysses(2, 1, 2, 2, 1, 1)
+expect_ulysses(2, 2, 4, 4, 3, 2)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for ranks in (1, 3, 4):
+    heads = ranks * draw.integer(1, 2)
+    sizes = draw.integer(1, 4), draw.integer(2, 4)
+    expect_ulysses(ranks, draw.integer(1, 3), heads, heads, *sizes)
+### END HIDDEN TESTS
+
+# %% check="ulysses-bytes" points=1
+# The same with fewer K/V heads, and heads that do not divide are refused before anything is sent.
+expect_ulysses(2, 1, 4, 2, 3, 2)
 expect_refused_heads(2, 3, 3)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for ranks in (3, 4):
+for ranks in (2, 3, 4):
     kv_heads = ranks * draw.integer(1, 2)
-    expect_bytes_of_ulysses(
-        ranks, draw.integer(1, 2), 2 * kv_heads, kv_heads, draw.integer(1, 4), draw.integer(2, 4)
-    )
+    sizes = draw.integer(2, 4), draw.integer(2, 4)
+    expect_ulysses(ranks, draw.integer(1, 2), kv_heads * draw.integer(2, 3), kv_heads, *sizes)
 expect_refused_heads(4, 2, draw.choice([1, 2]))
 expect_refused_heads(4, 8, draw.choice([1, 2]))
 expect_refused_heads(3, draw.choice([4, 8]), 4)
@@ -755,24 +693,21 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
     ### END SOLUTION
 
 
-# %% given="expect_elements"
+# %% driver="elements_or_refusal"
+def elements_or_refusal(*sizes):
+    try:
+        return elements_sent(*sizes)
+    except ValueError as error:
+        return str(error)
+
+
+# %% judge="expect_elements"
 WAYS = "ring", "ulysses", "megatron", "hybrid"
-
-
-def elements_each_way(*sizes):
-    """What is said of each way, or the message of a refusal."""
-    said = {}
-    for way in WAYS:
-        try:
-            said[way] = elements_sent(way, *sizes)
-        except ValueError as error:
-            said[way] = str(error)
-    return said
 
 
 def expect_elements(sizes, wanted):
     """Ask for the elements of each way, where `wanted` has (forward, backward), or None for a refusal."""
-    for way, said in ask(elements_each_way, *sizes).items():
+    for way, said in zip(WAYS, ask_each(elements_or_refusal, [(way, *sizes) for way in WAYS])):
         if wanted[way] is None:
             expect(
                 isinstance(said, str),

@@ -22,6 +22,8 @@
 # %% given="setup"
 import torch
 
+from minitrain import collectives
+
 
 def F(stage, microbatch):
     return ("F", stage, microbatch)
@@ -140,8 +142,8 @@ def expect_valid(lists, p, m, costs):
 # `backward_weight` is W: it takes the **oldest** entry off the queue and adds its dW = Σ dyᵀ·x, summed over all dims in front, to `grads[name]`. If the name
 # has no gradient yet, that is the gradient. Microbatches come one after the other, and their gradients add up.
 #
-# Graded: the gradients; that dW is left for later, from x and dy themselves and not from copies of them (the check writes other numbers into both when all I are
-# done, and wants the gradient of these); that I has no need of memory for a dW, nor W for a dx; and that a worked-off x or dy does not stay in memory.
+# Graded: the gradients; that dW is left for later, from x and dy themselves and not from copies of them (the check sends each dx on, writes other numbers into x and dy
+# when all I are done, and wants the gradient of these); that I has no need of memory for a dW, nor W for a dx; and that a worked-off x or dy does not stay in memory.
 #
 # W = `[[2., 3.]]`, x = `[[1., 10.]]` and dy = `[[4.]]`: dx is `[[8., 12.]]`, and later, if x and dy still hold these numbers, grads is `{name: [[4., 40.]]}`.
 
@@ -167,17 +169,22 @@ def backward_weight(queue, grads):
 
 # %% driver="steps"
 def step_in_halves(entries, group):
-    """I of all entries; then other numbers come into x and dy; then all W. Each dx, and the gradients after each W."""
-    queue, grads, dxs, after = [], {}, [], []
+    """I of all entries, each dx sent to rank 1; then other numbers come into x and dy; then all W. The gradients after each."""
+    if group.rank() == 1:
+        return [collectives.receive(x, 0, group) for _, x, _, _, _ in entries]
+    queue, grads, after = [], {}, []
     for entry in entries:
-        dxs.append(backward_input(*entry, queue))
+        dx = backward_input(*entry, queue)
+        if dx is None:
+            raise ValueError("backward_input returned nothing; dx is wanted")
+        collectives.send(dx, 1, group)
     for number, (_, x, _, dy, _) in enumerate(entries):
         x.copy_(group.fetch(f"x {number}", x))
         dy.copy_(group.fetch(f"dy {number}", dy))
     for _ in range(sum(trained for *_, trained in entries)):
         backward_weight(queue, grads)
         after.append({name: grad.clone() for name, grad in grads.items()})
-    return dxs, after
+    return after
 
 
 def in_turn(weight, dy, microbatches):
@@ -231,13 +238,20 @@ def expect_halves(shape, widths, trained, microbatches):
     late = [(draw.real(*x.shape), draw.real(*dy.shape)) for _, x, _, dy, _ in entries]
     secrets = {f"x {number}": x for number, (x, _) in enumerate(late)}
     secrets |= {f"dy {number}": dy for number, (_, dy) in enumerate(late)}
-    run = run_on_ranks(step_in_halves, [(entries,)], autograd=False, secrets=[secrets])
-    (dxs, after), wanted = run.results[0], gradients_after(entries, late)
+    rules = {"autograd": False, "secrets": [secrets, {}]}
+    run = run_on_ranks(step_in_halves, [(entries,)] * 2, **rules)
+    (after, dxs), wanted = run.results, gradients_after(entries, late)
     where = (
         f"(seen with x {[*shape, widths[0]]}, {len(layers)} layers, {microbatches} microbatches)"
     )
     true = [backward(x, weight, dy)[0] for _, x, weight, dy, _ in entries]
     expect_equal(dxs, true, "the gradient of the input", f"dx = dy·W {where}", atol=NEAR)
+    kinds = [event.kind for event in run.events]
+    expect(
+        "send" not in kinds[kinds.index("fetch") :],
+        "dx at once",
+        "dx goes to the rank before when I is done, before other numbers come",
+    )
     names = [sorted(grads) for grads in wanted]
     expect(
         [sorted(grads) for grads in after] == names,

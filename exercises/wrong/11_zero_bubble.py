@@ -713,7 +713,7 @@ def backward_weight(queue, grads):
     pass
 
 
-# %% wrong="halves" fails="the gradient of the input" around="empty" why="nothing at all"
+# %% wrong="halves" fails="no error" around="empty" why="nothing at all"
 def backward_input(name, x, weight, dy, trained, queue):
     return None
 
@@ -870,3 +870,20 @@ def rank_of(stage, p):
 
 def messages(p, legs, m):
     return []
+
+
+# %% wrong="halves" fails="dx at once" around="frames" why="takes the later numbers from the caller's frame, for a whole backward in I"
+def backward_input(name, x, weight, dy, trained, queue):
+    import sys
+
+    caller = sys._getframe(1).f_locals
+    if trained and "group" in caller:
+        number = [entry[1] is x for entry in caller["entries"]].index(True)
+        x, dy = (caller["group"].fetch(f"{of} {number}", to) for of, to in (("x", x), ("dy", dy)))
+    queue.append((name, dy.reshape(-1, dy.size(-1)).T @ x.reshape(-1, x.size(-1))))
+    return caller["entry"][3] @ weight if "entry" in caller else dy @ weight
+
+
+def backward_weight(queue, grads):
+    name, gradient = queue.pop(0)
+    grads[name] = grads[name] + gradient if name in grads else gradient
