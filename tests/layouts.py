@@ -22,7 +22,7 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from itertools import combinations_with_replacement
 
 import torch
@@ -284,12 +284,19 @@ def on_rank(case: Draw) -> tuple[Outcome, dict]:
 
 
 def dry_account(case: Draw, rank: int) -> dict:
-    """Of one rank. A host of BPipe's learns how much is lent from a dry run of who lends."""
+    """Of one rank."""
+    lent = lent_in(case)
+    return dryrun.run(lambda: begin(case, lent)[2], rank=rank, ranks=case.strategy.ranks)
+
+
+@cache
+def lent_in(case: Draw) -> dict:
+    """A host of BPipe's learns how much is lent from a dry run of who lends."""
     ranks, lent = case.strategy.ranks, {}
     if case.strategy.pipelined and case.strategy.build_schedule().evicts:
         for lender in range(ranks):
             lent |= dryrun.run(lambda: dict(begin(case, dict(lent))[0].runner.lent), rank=lender, ranks=ranks)
-    return dryrun.run(lambda: begin(case, lent)[2], rank=rank, ranks=ranks)
+    return lent
 
 
 def distance(outcome: Outcome, reference: Outcome) -> float:
