@@ -21,7 +21,14 @@ import torch
 from minitrain import collectives
 
 # %% judge="tools"
-from minitrain.course.grading.checks import Draw, Failure, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.checks import (
+    Draw,
+    Failure,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 
