@@ -77,10 +77,16 @@ MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 SOURCES = [path for path in MODULES.values() if path.name != "__init__.py"]
 
 
-def imports_of(path: Path) -> set[str]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     """Full names of every module `path` imports, also inside functions."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -91,7 +97,7 @@ def imports_of(path: Path) -> set[str]:
                 module = f"{name_of(ALONE)}.{module}".rstrip(".")
             inside = {f"{module}.{alias.name}" for alias in node.names}
             names |= inside & MODULES.keys() | ({module} if inside - MODULES.keys() else set())
-    return names
+    return frozenset(names)
 
 
 @cache
@@ -118,7 +124,7 @@ def test_imports_follow_the_arrows(path):
     if room not in DOOR:
         taken = {
             alias.name
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(tree_of(path))
             if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed"
             for alias in node.names
         }
@@ -202,7 +208,7 @@ def test_only_torch_private_names_what_torch_does_not_document():
     ours = {
         getattr(node, "attr", None) or getattr(node, "id", None) or node.name
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
         or (isinstance(node, assigned) and isinstance(node.ctx, ast.Store))
     }
@@ -250,7 +256,7 @@ def test_every_declared_dependency_is_used():
 def test_packages_re_export_nothing():
     """But for three folders that are one module to their users, and say so."""
     for path in PACKAGE.rglob("__init__.py"):
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         assert ast.get_docstring(tree), f"{path} has no map"
         if path.parent.name in FACES and path.parent.parent == PACKAGE:
             assert all(isinstance(node, (ast.Expr, ast.ImportFrom, ast.Assign)) for node in tree.body), (
@@ -264,9 +270,7 @@ def test_maps_name_every_room():
     """The docstring of a folder names each of its modules, and nothing that is not there."""
     for path in PACKAGE.rglob("__init__.py"):
         if path.parent != PACKAGE:
-            words = set(
-                ast.get_docstring(ast.parse(path.read_text())).replace(",", " ").replace("/", " ").split()
-            )
+            words = set(ast.get_docstring(tree_of(path)).replace(",", " ").replace("/", " ").split())
             there = {
                 other.stem if other.suffix else other.name
                 for other in path.parent.iterdir()
@@ -282,7 +286,7 @@ def test_no_drawer_for_odds_and_ends():
 def test_every_module_says_what_it_is_and_fits_in_the_head():
     for path in SOURCES:
         text = path.read_text()
-        tree = ast.parse(text)
+        tree = tree_of(path)
         assert ast.get_docstring(tree), f"{path} has no docstring"
         assert text.count("\n") <= 320, f"{path} has {text.count(chr(10))} lines; split it by idea"
         for node in ast.walk(tree):
@@ -314,7 +318,7 @@ def test_the_core_needs_few_packages():
     )
     at_top = {}
     for name, path in MODULES.items():
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         inside = {
             f"{node.module}.{alias.name}"
             for node in tree.body

@@ -62,11 +62,18 @@ def test_replay_of_a_small_model(tmp_path):
         (["replay", "tiny", "--machine", "abacus"], "no machine is called 'abacus'; choose from"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(words, message):
-    done = subprocess.run(
-        [sys.executable, "-m", "minitrain.cli", *words], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+def test_bad_input_is_one_line_and_exit_code_2(words, message, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["minitrain", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    errors = capfd.readouterr().err
+    assert ended.value.code == 2 and message in errors and errors.count("\n") == 1
+
+
+def test_the_same_of_the_command_itself():
+    command = [sys.executable, "-m", "minitrain.cli", "run", "77"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith("minitrain: ") and done.stderr.count("\n") == 1
 
 
 def test_a_chapter_that_fails_names_the_cell_and_is_written_all_the_same(tmp_path):

@@ -10,7 +10,7 @@
 #
 # The grader runs the same checks and hidden ones with other sizes, other numbers of ranks and other values. Three rules:
 #
-# - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
+# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
 # - A function that runs on ranks gets its `group` last: `group.rank()` says who you are, `group.size()` how many you are.
 # - Between ranks there is a network and nothing else: `collectives.send` and `collectives.receive`. A `send` is over when the
 #   other side has asked for the message.
@@ -21,7 +21,14 @@ import torch
 from minitrain import collectives
 
 # %% judge="tools"
-from minitrain.course.grading.checks import Draw, Failure, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.checks import (
+    Draw,
+    Failure,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 

@@ -11,7 +11,7 @@
 # The grader runs the same checks and hidden ones with other sizes. Three of the four answers are formulas: numbers in, one whole
 # number out. The checks build the real thing and count; sizes may also be larger than anything that can be built.
 #
-# - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
+# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
 
 # %% given="setup"
 import torch

@@ -10,34 +10,23 @@
 #
 # The grader runs the same checks and hidden ones with other sizes, other numbers of ranks and other values. Three rules:
 #
-# - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
+# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
 # - A function that runs on ranks gets its `group` last: `group.rank()` says who you are, `group.size()` how many you are.
-# - Between ranks there is a network and nothing else. A `send` is over when the other side has asked for the message; with
-#   `async_op=True` it returns at once with a handle, and `handle.wait()` waits until it is over.
+# - Between ranks there is a network and nothing else: `collectives` has `send` and `receive` here, and no collective. A `send`
+#   is over when the other side has asked for the message; with `async_op=True` it returns at once with a handle, and
+#   `handle.wait()` waits until it is over.
 
 # %% given="setup"
 import torch
 
 from minitrain import collectives
+
+# %% judge="tools"
 from minitrain.communication.check import check
 from minitrain.communication.schedule import Schedule, Transfer, sent_shares
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.checks import Draw, ask_each, expect, expect_equal, run_on_ranks
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
-ready_made = [
-    "exchange",
-    "rotate",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce_from",
-    "gather_from",
-    "gather_to",
-    "scatter_to",
-    "reduce_scatter_to",
-]
 
 # %% [markdown]
 # ## 1. The first half of a ring (4 points)
@@ -65,106 +54,81 @@ def ring_reduce_scatter(x, group):
     ### END SOLUTION
 
 
+# %% judge="expect_ring"
+def expect_ring(given, hint):
+    """Run ring_reduce_scatter; rank r has chunk r of the sum, and n-1 chunks left it for its right neighbour."""
+    outcome, n = run_on_ranks(ring_reduce_scatter, given), len(given)
+    expect_equal(outcome.results, list(sum(given).chunk(n)), "chunk of the sum", hint)
+    expect(
+        max(outcome.sent_bytes) <= (n - 1) * given[0].nbytes // n,
+        "bytes on the wire",
+        "n-1 chunks leave each rank, (n-1)/n of the tensor, for every n",
+    )
+    expect(
+        {(m.source, m.destination) for m in outcome.messages}
+        == {(r, (r + 1) % n) for r in range(n)},
+        "only neighbours",
+        "rank r sends to rank r+1 and to nobody else",
+    )
+    return outcome
+
+
 # %% check="ring-sum" points=2
-# Rank r has chunk r of the sum.
-given = [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])]
-outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
-expect_equal(
-    outcome.results,
-    [torch.tensor([11.0, 22.0]), torch.tensor([33.0, 44.0])],
-    "chunk of the sum",
+# Rank r has chunk r of the sum, and each rank sends n-1 chunks, only to its right neighbour.
+expect_ring(
+    [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])],
     "rank 0 returns the first chunk of the sum of all tensors, rank 1 the second",
 )
-given = [torch.arange(8.0) * 10**rank for rank in range(4)]
-outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
-expect_equal(
-    outcome.results,
-    list(sum(given).chunk(4)),
-    "chunk of the sum",
+expect_ring(
+    [torch.arange(8.0) * 10**rank for rank in range(4)],
     "write down for 4 ranks which chunk each one holds after every step; where does chunk c begin if it must end at rank c?",
 )
+print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (3, draw.choice([5, 6, 7])):
     given = [draw.exact(3 * ranks) for _ in range(ranks)]
-    outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
-    expect_equal(
-        outcome.results,
-        list(sum(given).chunk(ranks)),
-        "chunk of the sum",
-        "for every number of ranks, even or odd",
-    )
+    expect_ring(given, "for every number of ranks, even or odd")
 ### END HIDDEN TESTS
 
 # %% check="ring-bytes" points=1
-# Each rank sends one chunk a step, and only to its right neighbour.
-given = [torch.ones(400)] * 4
-outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
-expect_equal(
-    outcome.results,
-    list(sum(given).chunk(4)),
-    "chunk of the sum",
-    "first let the sum be right, then count",
-)
+# A message is one chunk, and each rank sends n-1 of them.
+outcome = expect_ring([torch.ones(400)] * 4, "first let the sum be right, then count")
 expect(
-    outcome.sent_bytes == [1200] * 4,
-    "bytes on the wire",
-    "three chunks leave each of four ranks: (n-1)/n of the tensor",
+    sorted((m.source, m.bytes) for m in outcome.messages)
+    == [(r, 400) for r in range(4) for _ in range(3)],
+    "one chunk a step",
+    "each rank sends three messages of 100 elements",
 )
-expect(
-    {(m.source, m.destination) for m in outcome.messages} == {(r, (r + 1) % 4) for r in range(4)},
-    "only neighbours",
-    "rank r sends to rank r+1 and to nobody else",
-)
+print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-ranks, d = draw.integer(5, 8), draw.integer(3, 40)
-given = [draw.exact(ranks * d) for _ in range(ranks)]
-outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
-expect_equal(
-    outcome.results,
-    list(sum(given).chunk(ranks)),
-    "chunk of the sum",
-    "first let the sum be right, then count",
+n, d = draw.integer(5, 8), draw.integer(3, 40)
+outcome = expect_ring(
+    [draw.exact(n * d) for _ in range(n)], "first let the sum be right, then count"
 )
 expect(
-    outcome.sent_bytes == [(ranks - 1) * d * 8] * ranks,
-    "bytes on the wire",
-    "n-1 chunks leave each rank, for every n",
-)
-expect(
-    {(m.source, m.destination) for m in outcome.messages}
-    == {(r, (r + 1) % ranks) for r in range(ranks)},
-    "only neighbours",
-    "rank r sends to rank r+1 and to nobody else",
+    sorted((m.source, m.bytes) for m in outcome.messages)
+    == [(r, d * 8) for r in range(n) for _ in range(n - 1)],
+    "one chunk a step",
+    "n-1 messages leave each rank, each of d elements, for every n",
 )
 ### END HIDDEN TESTS
 
 # %% check="ring-steps" points=1
 # All ranks send at the same time: n-1 messages follow one another, no more.
-given = [torch.ones(400)] * 4
-outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
-expect_equal(
-    outcome.results,
-    list(sum(given).chunk(4)),
-    "chunk of the sum",
-    "first let the sum be right, then count",
-)
+outcome = expect_ring([torch.ones(400)] * 4, "first let the sum be right, then count")
 expect(
     outcome.steps <= 3,
     "steps",
     "chunks must travel at the same time, each on its own link; does a rank wait before it sends its first one?",
 )
+print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-ranks = draw.integer(5, 8)
-given = [draw.exact(2 * ranks) for _ in range(ranks)]
-outcome = run_on_ranks(ring_reduce_scatter, given, forbid=ready_made)
-expect_equal(
-    outcome.results,
-    list(sum(given).chunk(ranks)),
-    "chunk of the sum",
-    "first let the sum be right, then count",
+n = draw.integer(5, 8)
+outcome = expect_ring(
+    [draw.exact(2 * n) for _ in range(n)], "first let the sum be right, then count"
 )
 expect(
-    outcome.steps <= ranks - 1,
+    outcome.steps <= n - 1,
     "steps",
     "n-1 steps for every n: in each of them every rank sends one chunk and receives one",
 )
@@ -194,63 +158,43 @@ def gather_pieces(piece, sizes, group):
     ### END SOLUTION
 
 
+# %% judge="expect_gathered"
+def expect_gathered(pieces, hint):
+    """Run gather_pieces; every rank has all pieces, and each of them travelled n-1 times with its own size."""
+    sizes, n = [len(piece) for piece in pieces], len(pieces)
+    outcome = run_on_ranks(gather_pieces, [(piece, sizes) for piece in pieces])
+    expect_equal(outcome.results, [torch.cat(pieces)] * n, "all pieces", hint)
+    expect(
+        sum(outcome.sent_bytes) == (n - 1) * outcome.results[0].nbytes,
+        "bytes on the wire",
+        "each piece travels n-1 times, with its own size and not that of the largest",
+    )
+
+
 # %% check="gather-result" points=1
-# Every rank returns all pieces, in the order of ranks.
-pieces = [torch.tensor([1.0, 2.0]), torch.tensor([3.0]), torch.tensor([4.0, 5.0, 6.0])]
-outcome = run_on_ranks(gather_pieces, [(piece, [2, 1, 3]) for piece in pieces], forbid=ready_made)
-expect_equal(
-    outcome.results,
-    [torch.cat(pieces)] * 3,
-    "all pieces",
+# Every rank returns all pieces, in the order of ranks, and no byte of padding is sent.
+expect_gathered(
+    [torch.tensor([1.0, 2.0]), torch.tensor([3.0]), torch.tensor([4.0, 5.0, 6.0])],
     "all of them, in the order of ranks, on every rank",
 )
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for ranks in (2, draw.integer(4, 7)):
+    pieces = [draw.exact(size) for size in draw.several(range(1, 50), ranks)]
+    expect_gathered(pieces, "for any number of ranks and any sizes")
+### END HIDDEN TESTS
+
+# %% check="gather-bytes" points=1
+# A piece may be large, and another one empty: what is not there is not sent.
+expect_gathered(
+    [torch.full((size,), 1.0) for size in (10, 1, 0, 1)], "rank 2 has nothing, and gets all"
+)
+print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for ranks in (2, draw.integer(4, 7)):
     sizes = [draw.integer(1, 9) for _ in range(ranks)]
     sizes[draw.integer(0, ranks - 1)] = 0
-    pieces = [draw.exact(size) for size in sizes]
-    outcome = run_on_ranks(gather_pieces, [(piece, sizes) for piece in pieces], forbid=ready_made)
-    expect_equal(
-        outcome.results,
-        [torch.cat(pieces)] * ranks,
-        "all pieces",
-        "for any sizes; a piece may be empty",
-    )
-### END HIDDEN TESTS
-
-# %% check="gather-bytes" points=1
-# No byte of padding is sent.
-pieces = [torch.full((size,), 1.0) for size in (10, 1, 1, 1)]
-outcome = run_on_ranks(
-    gather_pieces, [(piece, [10, 1, 1, 1]) for piece in pieces], forbid=ready_made
-)
-expect_equal(
-    outcome.results,
-    [torch.cat(pieces)] * 4,
-    "all pieces",
-    "first let every rank have all pieces, then count",
-)
-expect(
-    sum(outcome.sent_bytes) <= 3 * 13 * 4,
-    "bytes on the wire",
-    "each piece travels n-1 times, with its own size and not that of the largest",
-)
-### BEGIN HIDDEN TESTS
-ranks = draw.integer(3, 7)
-sizes = [draw.integer(1, 50) for _ in range(ranks)]
-pieces = [draw.exact(size) for size in sizes]
-outcome = run_on_ranks(gather_pieces, [(piece, sizes) for piece in pieces], forbid=ready_made)
-expect_equal(
-    outcome.results,
-    [torch.cat(pieces)] * ranks,
-    "all pieces",
-    "first let every rank have all pieces, then count",
-)
-expect(
-    sum(outcome.sent_bytes) <= (ranks - 1) * sum(sizes) * 8,
-    "bytes on the wire",
-    "each piece travels n-1 times, with its own size",
-)
+    expect_gathered([draw.exact(size) for size in sizes], "any piece may be empty")
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -264,8 +208,14 @@ expect(
 # receiver adds them. All messages of a step read what was there before it. The check runs the proof of the chapter.
 
 
-# %% given="as-schedule"
+# %% judge="expect_plan"
 def as_schedule(steps, n):
+    numbers = [number for step in steps for message in step for number in message]
+    expect(
+        all(type(number) is int and 0 <= number <= n for number in numbers),
+        "complete chunks",
+        "ranks and chunks are numbers from 0 to n",
+    )
     messages = (
         (Transfer(source, to, range(first, end), True) for source, to, first, end in step)
         for step in steps
@@ -273,13 +223,34 @@ def as_schedule(steps, n):
     return Schedule(n, n, tuple(map(tuple, messages)))
 
 
-def fault_in(steps, n):
-    """What the proof says against the plan; nothing if it is right."""
+def expect_plan(n, steps):
+    """The proof has nothing against the plan, and it costs what halving costs."""
+    schedule = as_schedule(steps, n)
     try:
-        check(as_schedule(steps, n), "reduce_scatter")
+        check(schedule, "reduce_scatter")
     except ValueError as error:
-        return str(error)
-    return ""
+        expect(False, "complete chunks", f"n={n}: {error}")
+    expect(
+        len(steps) == n.bit_length() - 1,
+        "steps",
+        "partners are n/2, n/4, ..., 1 away: how many distances are that?",
+    )
+    expect(
+        max(sent_shares(schedule)) * n == n - 1,
+        "bytes on the wire",
+        "a rank gives away half of the chunks it still gathers, not more",
+    )
+
+
+def expect_partners(n, steps):
+    expect_plan(n, steps)
+    for number, step in enumerate(steps):
+        expect(
+            sorted(message[:2] for message in step)
+            == [(rank, rank ^ (n >> number + 1)) for rank in range(n)],
+            "partners",
+            "in the first step one message leaves each rank, for the rank n/2 away; and then?",
+        )
 
 
 # %% answer="halving_steps"
@@ -301,40 +272,24 @@ def halving_steps(n):
 
 
 # %% check="halving-proof" points=1
-# The plan is proved: rank r has chunk r of the sum in the end.
-for n in (2, 4):
-    fault = fault_in(ask(halving_steps, n), n)
-    expect(not fault, "complete chunks", f"n={n}: {fault}")
+# The plan is proved: rank r has chunk r of the sum in the end, after log2(n) steps and (n-1)/n of the tensor.
+for n, steps in zip((2, 4), ask_each(halving_steps, [(2,), (4,)])):
+    expect_plan(n, steps)
+print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for n in (1, 8, draw.choice([16, 32])):
-    fault = fault_in(ask(halving_steps, n), n)
-    expect(not fault, "complete chunks", f"n={n}: {fault}")
+sizes = [1, 8, draw.choice([16, 32])]
+for n, steps in zip(sizes, ask_each(halving_steps, [(n,) for n in sizes])):
+    expect_plan(n, steps)
 ### END HIDDEN TESTS
 
 # %% check="halving-cost" points=1
-# It takes log2(n) steps, and each rank sends (n-1)/n of the tensor.
-steps = ask(halving_steps, 4)
-expect(not fault_in(steps, 4), "complete chunks", "first let the plan be right, then count")
-expect(len(steps) == 2, "steps", "partners are n/2, n/4, ..., 1 away: how many distances are that?")
-expect(
-    max(sent_shares(as_schedule(steps, 4))) * 4 == 3,
-    "bytes on the wire",
-    "a rank gives away half of the chunks it still gathers, not more",
-)
+# Partners are n/2 away, then n/4, and so on, and a message is one half.
+expect_partners(4, ask_each(halving_steps, [(4,)])[0])
+print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for n in (8, draw.choice([16, 32])):
-    steps = ask(halving_steps, n)
-    expect(not fault_in(steps, n), "complete chunks", "first let the plan be right, then count")
-    expect(
-        len(steps) == n.bit_length() - 1,
-        "steps",
-        "partners are n/2, n/4, ..., 1 away: how many distances are that?",
-    )
-    expect(
-        max(sent_shares(as_schedule(steps, n))) * n == n - 1,
-        "bytes on the wire",
-        "a rank gives away half of the chunks it still gathers",
-    )
+sizes = [8, draw.choice([16, 32]), 64]
+for n, steps in zip(sizes, ask_each(halving_steps, [(n,) for n in sizes])):
+    expect_partners(n, steps)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -359,47 +314,40 @@ def crossover(n, alpha, B):
     ### END SOLUTION
 
 
+# %% judge="expect_equal_times"
+def expect_equal_times(cases, hint):
+    for (n, alpha, B), S in zip(cases, ask_each(crossover, cases)):
+        finite = isinstance(S, float) and 0 < S < float("inf")
+        expect(finite, "a size", "a positive float, in bytes; only two ranks never cross")
+        ring, doubling = 2 * (n - 1) * (alpha + S / n / B), (n.bit_length() - 1) * (alpha + S / B)
+        expect(abs(ring - doubling) < 1e-9 * ring, "equal times", hint)
+
+
+def drawn(*ranks):
+    return [(n, draw.integer(1, 90) * 1e-6, draw.integer(1, 90) * 1e9) for n in ranks]
+
+
 # %% check="crossover-four" points=1
-# Both take the same time at the crossover of four ranks.
-S = ask(crossover, 4, 4e-6, 50e9)
-expect(isinstance(S, float) and S > 0, "a size", "a positive float, in bytes")
-ring, doubling = 6 * (4e-6 + S / 4 / 50e9), 2 * (4e-6 + S / 50e9)
-expect(
-    abs(ring - doubling) < 1e-9 * ring,
-    "equal times",
-    "put your S into both formulas, for n = 4: the times differ",
-)
+# Both take the same time at the crossover of four ranks, or eight.
+expect_equal_times([(4, 4e-6, 50e9)], "put your S into both formulas, for n = 4: the times differ")
+print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-alpha, B = draw.integer(1, 90) * 1e-6, draw.integer(1, 90) * 1e9
-S = ask(crossover, 4, alpha, B)
-ring, doubling = 6 * (alpha + S / 4 / B), 2 * (alpha + S / B)
-expect(
-    abs(ring - doubling) < 1e-9 * ring,
-    "equal times",
-    "the times differ with another alpha and B; are both in your formula?",
+expect_equal_times(
+    drawn(4, 8), "the times differ with another n, alpha and B; are all of them in your formula?"
 )
 ### END HIDDEN TESTS
 
 # %% check="crossover-any" points=1
 # The crossover of any number of ranks, two included.
 expect(
-    ask(crossover, 2, 1e-6, 1e9) == float("inf"),
+    ask_each(crossover, [(2, 1e-6, 1e9)]) == [float("inf")],
     "two ranks",
     "two ranks: write down steps and bytes of both; is there a size at which the ring catches up?",
 )
+print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for n in (8, 2 ** draw.integer(4, 12)):
-    alpha, B = draw.integer(1, 90) * 1e-6, draw.integer(1, 90) * 1e9
-    S = ask(crossover, n, alpha, B)
-    expect(
-        isinstance(S, float) and 0 < S < float("inf"),
-        "a size",
-        "a positive float, in bytes; only two ranks never cross",
-    )
-    ring, doubling = 2 * (n - 1) * (alpha + S / n / B), (n.bit_length() - 1) * (alpha + S / B)
-    expect(
-        abs(ring - doubling) < 1e-9 * ring,
-        "equal times",
-        "put your S into both formulas, for more ranks: the times differ",
-    )
+expect_equal_times(
+    drawn(8, 2 ** draw.integer(4, 12)),
+    "put your S into both formulas, for more ranks: the times differ",
+)
 ### END HIDDEN TESTS

@@ -11,7 +11,7 @@
 # The grader runs the same checks and hidden ones with other sizes, other numbers of ranks and other values. A result counts only together
 # with what makes it ZeRO: the bytes on the network, and what each rank holds. Three rules:
 #
-# - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
+# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
 # - A function that runs on ranks gets its `group`: `group.rank()` says who you are, `group.size()` how many you are.
 # - Between ranks there is a network and nothing else. Here `collectives` has `send`, `receive`, `barrier`, `all_reduce`, `all_gather` and
 #   `reduce_scatter`; `async_op=True` returns a handle, whose `wait()` returns the result.

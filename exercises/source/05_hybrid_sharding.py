@@ -11,7 +11,7 @@
 # The grader runs the same checks and hidden ones with other sizes, other clusters and other values. A result counts only if no more
 # crosses the slow links than the task allows. Three rules:
 #
-# - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
+# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
 # - `intra` are the ranks of a node, `inter` the ranks of one place on every node; `intra.rank()` is the place, `inter.rank()` the node.
 # - Between ranks there is a network and nothing else. Here `collectives` has `send`, `receive`, `barrier`, `all_reduce`, `all_gather`,
 #   `reduce_scatter` and `broadcast`, for either group.
@@ -223,7 +223,7 @@ def hybrid_gradient(flat, intra, inter):
 
 # %% judge="expect_gradient"
 def expect_gradient(grads, per_node):
-    """Run the answer: the sums are right, and no more crosses nodes than an all-reduce of one shard. Returns the outcome."""
+    """Run the answer: the sums are right, across nodes goes an all-reduce of a shard at most, inside one of all. Returns the outcome."""
     inputs, nodes = [(grad, per_node) for grad in grads], len(grads) // per_node
     outcome = run_on_ranks(hybrid_gradient_on_a_rank, inputs, collectives=COLLECTIVES)
     shards = sum(grads).chunk(per_node)
@@ -233,11 +233,17 @@ def expect_gradient(grads, per_node):
         "shard of the sum",
         "the part of this rank's place, added up over the ranks of all nodes; a sum, no mean",
     )
+    inside, across = sent_inside_and_across(outcome, per_node)
     piece = math.ceil(shards[0].numel() / nodes) * shards[0].element_size()
     expect(
-        max(sent_inside_and_across(outcome, per_node)[1]) <= 2 * (nodes - 1) * piece,
+        max(across) <= 2 * (nodes - 1) * piece,
         "bytes between nodes",
         "more crosses the slow links than an all-reduce of one shard; what is the smallest thing that has to cross, and when is it ready?",
+    )
+    expect(
+        max(inside) * per_node <= 2 * grads[0].nbytes * (per_node - 1),
+        "bytes inside the node",
+        "more is sent inside the node than in an all-reduce; who needs which part?",
     )
     return outcome
 

@@ -10,7 +10,7 @@
 #
 # The grader runs the same checks and hidden ones with other sizes, other grids and other values. Three rules:
 #
-# - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
+# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
 # - On a grid of q×q ranks, rank i·q + j stands in row i and column j. `row` is the group of the q ranks in your row, `column` that of your
 #   column. Inside `row` you are told apart by your column: `row.rank()` is j, and `column.rank()` is i.
 # - Between ranks there is a network and nothing else: `collectives.send` and `collectives.receive`, and in task 2 `broadcast`, in tasks 3 and 4

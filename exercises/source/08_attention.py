@@ -10,7 +10,7 @@
 #
 # The grader runs the same checks and hidden ones with other sizes and other values. Three rules:
 #
-# - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
+# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
 # - All functions here run on one process: there is no group and nothing is sent.
 # - Fast memory is small. Where a task says what may be in it, the rest must not be.
 #
@@ -23,11 +23,13 @@
 
 # %% given="setup"
 import math
-from collections import Counter
 
 import torch
 
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
+# %% judge="tools"
+from collections import Counter
+
+from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal, run_on_ranks
 
 draw = Draw()  # hidden checks draw sizes and values
 
@@ -41,12 +43,14 @@ def pair_of(scores, v):
 def how_near(products, *values):
     """How far rounding may take (out, lse) from one process; products[.., T, n] are the scores as if nothing in them cancelled.
 
-    In units of 2**-53, with n keys and A the largest of these: a score costs (width + 2)·A, and width is 8 or less; what is subtracted from it and
-    added again 6A; a sum and its logarithm n + 64. So a weight is wrong by a factor of 16·(A + n + 64), and out by that times the largest value.
-    Both sides round.
+    In units of 2**-53, with n keys and A the largest of these: a score costs (width + 2)·A; what is subtracted from it and added again 6A; a sum
+    and its logarithm n + 64. So a weight is wrong by a factor of (width + 8)·A + 16·(n + 64), and out by that times the largest value. Both
+    sides round. A width of less than 8 counts as 8.
     """
+    scores = max([8, *(x.size(-1) for x in values)]) + 8
     largest = max([1.0, *(x.abs().max().item() for x in values)])
-    return 32 * (products.abs().max().item() + products.size(-1) + 64) * largest * 2.0**-53
+    weight = scores * products.abs().max().item() + 16 * (products.size(-1) + 64)
+    return 2 * weight * largest * 2.0**-53
 
 
 # %% [markdown]
@@ -75,13 +79,14 @@ def merge(out, lse, other_out, other_lse):
     ### END SOLUTION
 
 
-# %% given="expect_merged"
+# %% driver="merged"
 def merged(*pairs):
     """What comes out, and the arguments as they are afterwards."""
     said = merge(*pairs)
     return {"said": list(said), "pairs": list(pairs)}
 
 
+# %% judge="expect_merge"
 def expect_merge(scores, other_scores, v, other_v, property="", hint=""):
     """Merge the pairs of two sets with these scores [.., T, n] and values [.., n, K], and compare with their union."""
     pairs = [*pair_of(scores, v), *pair_of(other_scores, other_v)]
@@ -116,7 +121,7 @@ def expect_merge(scores, other_scores, v, other_v, property="", hint=""):
     )
 
 
-def scores_and_values(draw, *shape, n, width, around=0.0):
+def scores_and_values(*shape, n, width, around=0.0):
     return draw.real(*shape, n) * 2 + around, draw.real(*shape[:-1], n, width)
 
 
@@ -134,10 +139,10 @@ LARGE = (
 )
 
 
-def expect_empty(draw, property, hint, shape, n, width, first, second):
+def expect_empty(property, hint, shape, n, width, first, second):
     """Some queries see nothing of the first set, some nothing of the second one, by the masks [T]."""
     (scores, v), (other_scores, other_v) = (
-        scores_and_values(draw, *shape, n=n, width=width) for _ in range(2)
+        scores_and_values(*shape, n=n, width=width) for _ in range(2)
     )
     expect_merge(
         scores.masked_fill(first.unsqueeze(-1), -math.inf),
@@ -149,11 +154,11 @@ def expect_empty(draw, property, hint, shape, n, width, first, second):
     )
 
 
-def expect_large(draw, shape, width, far):
+def expect_large(shape, width, far):
     """Scores around far for both, around -far for both, and far apart."""
     for around, other in ((far, far), (-far, -far), (far, -far), (-far, far)):
         (scores, v), (other_scores, other_v) = (
-            scores_and_values(draw, *shape, n=3, width=width, around=its) for its in (around, other)
+            scores_and_values(*shape, n=3, width=width, around=its) for its in (around, other)
         )
         expect_merge(scores, other_scores, v, other_v, *LARGE)
 
@@ -172,7 +177,7 @@ print("the visible checks pass")
 for shape in ([draw.integer(1, 6)], [2, draw.integer(2, 5)], [2, 3, draw.integer(1, 4)]):
     n, m, width = draw.integer(1, 9), draw.integer(1, 9), draw.integer(1, 7)
     (scores, v), (other_scores, other_v) = (
-        scores_and_values(draw, *shape, n=count, width=width) for count in (n, m)
+        scores_and_values(*shape, n=count, width=width) for count in (n, m)
     )
     expect_merge(scores, other_scores, v, other_v)
 ### END HIDDEN TESTS
@@ -180,24 +185,21 @@ for shape in ([draw.integer(1, 6)], [2, draw.integer(2, 5)], [2, 3, draw.integer
 # %% check="merge-edges" points=1
 # Sets of which nothing is seen, and large scores.
 yes, no = torch.tensor([True, False, False]), torch.tensor([False, False, False])
-expect_empty(draw, *NEUTRAL, [3], 2, 2, no, yes)
-expect_empty(draw, *NEUTRAL, [3], 2, 2, yes, no)
-expect_empty(draw, *NOTHING, [3], 2, 2, yes, yes)
-expect_large(draw, [2], 3, 10000.0)
+expect_empty(*NEUTRAL, [3], 2, 2, no, yes)
+expect_empty(*NEUTRAL, [3], 2, 2, yes, no)
+expect_empty(*NOTHING, [3], 2, 2, yes, yes)
+expect_large([2], 3, 10000.0)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for _ in range(2):
     tokens, seen = draw.integer(4, 6), draw.mask(6)
     first, second = seen[:tokens], ~seen[:tokens]
-    expect_empty(draw, *NEUTRAL, [2, tokens], draw.integer(1, 4), draw.integer(1, 4), first, second)
+    expect_empty(*NEUTRAL, [2, tokens], draw.integer(1, 4), draw.integer(1, 4), first, second)
     expect_empty(
-        draw, *NOTHING, [2, tokens], draw.integer(1, 4), draw.integer(1, 4), first, first | second
+        *NOTHING, [2, tokens], draw.integer(1, 4), draw.integer(1, 4), first, first | second
     )
 expect_large(
-    draw,
-    [draw.integer(1, 3), draw.integer(2, 4)],
-    draw.integer(1, 4),
-    float(draw.integer(1000, 90000)),
+    [draw.integer(1, 3), draw.integer(2, 4)], draw.integer(1, 4), float(draw.integer(1000, 90000))
 )
 ### END HIDDEN TESTS
 
@@ -216,7 +218,7 @@ expect_large(
 # sees keys 0 to i + (keys - queries). A tile of which no query sees any key is not loaded, and a tile that the diagonal crosses needs a mask.
 #
 # Graded: the result, also with large scores (subtract the largest one that came so far); what is loaded, tile by tile; and the memory, which must not
-# grow with the keys: 256 queries with 32,768 keys have 67 MB of scores, and tiles of 0.5 MB.
+# grow with the keys: 256 queries with 32,768 keys have 67 MB of scores and 34 MB of keys and values, and tiles of 1 MB and 0.5 MB.
 #
 # Two queries, three keys, tile 2. There is one tile of queries, and the keys 0, 1 and 2 are in two tiles: `q 0`, `k 0`, `v 0`, `k 1` and `v 1` are loaded.
 # In tile 0 everything is seen; in tile 1 key 2 is seen by the second query only.
@@ -248,7 +250,7 @@ def tiled_forward(load, queries, keys, tile):
     ### END SOLUTION
 
 
-# %% given="tiles"
+# %% driver="tiles"
 def from_outside(queries, keys, tile, width, group):
     """Tiles come from outside, and each load is written down."""
 
@@ -261,19 +263,7 @@ def from_outside(queries, keys, tile, width, group):
     return list(tiled_forward(load, queries, keys, tile))
 
 
-def from_tensors(q, k, v, tile):
-    """Tiles are parts of three tensors."""
-    whole = {"q": q, "k": k, "v": v}
-    return list(
-        tiled_forward(
-            lambda name, number: whole[name][number * tile : (number + 1) * tile].clone(),
-            len(q),
-            len(k),
-            tile,
-        )
-    )
-
-
+# %% judge="expect_tiled"
 def one_process(q, k, v):
     hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
     return pair_of((q @ k.T / math.sqrt(q.size(-1))).masked_fill(hidden, -math.inf), v)
@@ -301,7 +291,7 @@ def expect_attention(said, q, k, v, property="", hint=""):
     )
 
 
-def drawn_attention(draw, queries, keys, width, large=False):
+def drawn_attention(queries, keys, width, large=False):
     """Large: scores rise by 700 and more from key to key, or fall, for every other query; the last query's rise."""
     q, k, v = draw.real(queries, width), draw.real(keys, width), draw.real(keys, width)
     if large:
@@ -318,44 +308,17 @@ HUGE = (
 )
 
 
-def expect_tiled(draw, queries, keys, width, tile, large=False):
-    q, k, v = drawn_attention(draw, queries, keys, width, large)
-    expect_attention(ask(from_tensors, q, k, v, tile), q, k, v, *(HUGE if large else ()))
-
-
-# %% check="tiled_forward-result" points=1
-# out and lse of one process, for sizes that the tile does not divide.
-expect_tiled(draw, 11, 11, 3, 2)
-expect_tiled(draw, 5, 8, 2, 3)
-expect_tiled(draw, 5, 8, 2, 3, large=True)
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-queries = draw.integer(5, 17)
-for keys, tile in (
-    (queries, draw.integer(2, 4)),
-    (queries + draw.integer(1, 9), draw.integer(2, 5)),
-    (queries + 3, queries + 5),
-    (queries + 2, 1),
-):
-    expect_tiled(draw, queries, keys, draw.integer(1, 8), tile)
-expect_tiled(
-    draw, queries, queries + draw.integer(1, 9), draw.integer(1, 8), draw.integer(2, 5), large=True
-)
-expect_tiled(draw, 1, draw.integer(5, 20), 3, 4)
-### END HIDDEN TESTS
-
-
-# %% check="tiled_forward-loads" points=1
-# Queries are loaded once, keys and values for each tile of queries that sees them.
-def expect_loads(draw, queries, keys, width, tile):
-    q, k, v = drawn_attention(draw, queries, keys, width)
+def expect_tiled(queries, keys, width, tile, large=False, exactly=False, **rules):
+    """The result, and no tile of keys that was kept; `exactly`: each tile is loaded as often as the loops need it."""
+    q, k, v = drawn_attention(queries, keys, width, large)
     secrets = {
         f"{name} {number}": part.contiguous()
         for name, x in (("q", q), ("k", k), ("v", v))
         for number, part in enumerate(x.split(tile))
     }
-    outcome = run_on_ranks(from_outside, [(queries, keys, tile, width)], secrets=[secrets])
-    expect_attention(outcome.results[0], q, k, v)
+    sizes = (queries, keys, tile, width)
+    outcome = run_on_ranks(from_outside, [sizes], secrets=[secrets], **rules)
+    expect_attention(outcome.results[0], q, k, v, *(HUGE if large else ()))
     loaded = Counter(event.name for event in outcome.events if event.kind == "fetch")
     last = [
         min(start + tile, queries) - 1 + keys - queries for start in range(0, queries, tile)
@@ -364,14 +327,14 @@ def expect_loads(draw, queries, keys, width, tile):
         kind, number = name.split()
         if kind == "q":
             expect(
-                loaded[name] == 1,
+                loaded[name] == 1 or not exactly,
                 "queries once",
                 "a tile of queries was loaded again, or never; which loop is the outer one?",
             )
             continue
         times = sum(int(number) * tile <= key for key in last)
         expect(
-            loaded[name] <= times,
+            loaded[name] <= times or not exactly,
             "hidden tiles",
             "keys or values were loaded for a tile of queries that sees none of them, or twice for the same one",
         )
@@ -382,29 +345,55 @@ def expect_loads(draw, queries, keys, width, tile):
         )
 
 
-expect_loads(draw, 2, 3, 2, 2)
-expect_loads(draw, 5, 5, 2, 2)
+def expect_little_memory(queries, budget=40_000_000):
+    """Scores are 67 MB, keys and values 34 MB, tiles of them 1 and 0.5 MB."""
+    expect_tiled(queries, 32_768, 64, 512, budget_bytes=budget)
+
+
+# %% check="tiled_forward-result" points=1
+# out and lse of one process, tile by tile, for sizes that the tile does not divide.
+expect_tiled(11, 11, 3, 3)
+expect_tiled(5, 8, 2, 3)
+expect_tiled(5, 8, 2, 3, large=True)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+queries = draw.integer(5, 12)
+for keys, tile, large in (
+    (queries, draw.integer(2, 4), False),
+    (queries + draw.integer(1, 9), draw.integer(3, 5), False),
+    (queries + draw.integer(1, 9), draw.integer(3, 5), True),
+    (queries + 3, queries + 5, False),
+):
+    expect_tiled(queries, keys, draw.integer(1, 8), tile, large)
+expect_tiled(4, 6, draw.integer(1, 8), 1)
+expect_tiled(1, draw.integer(5, 20), 3, 4)
+expect_little_memory(draw.integer(230, 250))
+### END HIDDEN TESTS
+
+# %% check="tiled_forward-loads" points=1
+# Queries are loaded once, keys and values for each tile of queries that sees them.
+expect_tiled(2, 3, 2, 2, exactly=True)
+expect_tiled(5, 5, 2, 2, exactly=True)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 queries, tile = draw.integer(7, 11), draw.integer(2, 4)
-expect_loads(draw, queries, queries, draw.integer(1, 4), tile)
-expect_loads(draw, queries, queries + draw.integer(1, 7), draw.integer(1, 4), tile)
+expect_tiled(queries, queries, draw.integer(1, 4), tile, exactly=True)
+for large in (False, True):
+    keys = queries + draw.integer(1, 7)
+    expect_tiled(keys - draw.integer(1, 3), keys, draw.integer(1, 4), tile, large, exactly=True)
+expect_little_memory(256)
 ### END HIDDEN TESTS
-
 
 # %% check="tiled_forward-live" points=1
-# Memory does not grow with the keys.
-def expect_little_memory(draw, queries=256, keys=32_768, width=2, tile=256):
-    """Scores of all keys are 67 MB; a tile of them is 0.5 MB."""
-    q, k, v = drawn_attention(draw, queries, keys, width)
-    expect_attention(ask(from_tensors, q, k, v, tile, budget_bytes=32_000_000), q, k, v)
-
-
-expect_little_memory(draw)
+# Memory does not grow with the keys, and there is a tile of scores at a time.
+expect_tiled(5, 8, 2, 3, large=True)
+expect_little_memory(256, budget=28_000_000)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_little_memory(draw, queries=draw.integer(230, 250))
+queries = draw.integer(5, 9)
+expect_tiled(queries, queries + 2, draw.integer(1, 4), draw.integer(2, 4), large=True)
 ### END HIDDEN TESTS
+
 
 # %% [markdown]
 # ## 3. Backward of one block (2 points)
@@ -416,7 +405,8 @@ expect_little_memory(draw, queries=draw.integer(230, 250))
 #
 # `out` and `lse` are those of **all** keys, and the block has some of them. So dk and dv are those of the block's keys, and dq is the block's share: the
 # shares of all blocks add up to the gradient of the queries. With `causal` the block is a triangle: as many queries as keys, query i sees its keys
-# 0 to i. Otherwise everything is seen. Write it without autograd.
+# 0 to i. Otherwise everything is seen. Return dS as well, 0 where nothing is seen: a bias that is added to the scores has it as its gradient.
+# Write it without autograd.
 #
 # One query, width 1, two keys in two blocks: q = 0, so both probabilities are 1/2 and lse = log 2. v = 1 and 3, so out = 2. With dout = 1, dv is 1/2 in both
 # blocks, dS is 1/2·(1 - 2) = -1/2 in the first and +1/2 in the second. With keys 5 and 7 the shares of dq are -2.5 and 3.5, dk is 0.
@@ -424,23 +414,19 @@ expect_little_memory(draw, queries=draw.integer(230, 250))
 
 # %% answer="block_backward"
 def block_backward(dout, q, k, v, out, lse, causal):
-    """dout, q, out [H, T, K], lse [H, T] of the queries with all keys; k, v [H, n, K] of this block -> its share dq [H, T, K], dk, dv [H, n, K]."""
+    """dout, q, out [H, T, K], lse [H, T] of the queries with all keys; k, v [H, n, K] of this block -> its share dq [H, T, K], dk, dv [H, n, K], dS [H, T, n]."""
     ### BEGIN SOLUTION
     scores = q @ k.mT / math.sqrt(q.size(-1))
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     p = (scores - lse.unsqueeze(-1)).exp()
-    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
-    return ds @ k, ds.mT @ q, p.mT @ dout
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+    scale = 1 / math.sqrt(q.size(-1))
+    return scale * ds @ k, scale * ds.mT @ q, p.mT @ dout, ds
     ### END SOLUTION
 
 
-# %% given="blocks"
-def backward_of_blocks(dout, q, blocks, out, lse):
-    """blocks: a list of (k, v, causal) -> a list of (dq, dk, dv)."""
-    return [list(block_backward(dout, q, k, v, out, lse, bool(causal))) for k, v, causal in blocks]
-
-
+# %% judge="expect_gradients"
 def how_near_gradients(dout, q, k, v):
     """A gradient is a sum over all tokens of a weight, of (dout·v - dout·out), at most 2·width·|dout|·|v| and as exact, and of a query or key."""
     largest = {
@@ -458,7 +444,7 @@ def how_near_gradients(dout, q, k, v):
     )
 
 
-def expect_gradients(draw, heads, tokens, width, sizes, large=1.0):
+def expect_gradients(heads, tokens, width, sizes, large=1.0):
     """Blocks of these sizes that all queries see; a size of None is the queries' own keys, a triangle. All gradients against autograd."""
     q, dout = draw.real(heads, tokens, width) * large, draw.real(heads, tokens, width)
     ks, vs = (
@@ -467,23 +453,29 @@ def expect_gradients(draw, heads, tokens, width, sizes, large=1.0):
     )
     q.requires_grad_()
     scores = [q @ k.mT / math.sqrt(width) for k in ks]
-    scores = torch.cat(
-        [
-            s if size else s + torch.full_like(s, -math.inf).triu(1)
-            for s, size in zip(scores, sizes)
-        ],
-        -1,
-    )
-    out, lse = scores.softmax(-1) @ torch.cat(vs, -2), scores.logsumexp(-1)
+    for s in scores:
+        s.retain_grad()
+    seen = [
+        s if size else s + torch.full_like(s, -math.inf).triu(1) for s, size in zip(scores, sizes)
+    ]
+    seen = torch.cat(seen, -1)
+    out, lse = seen.softmax(-1) @ torch.cat(vs, -2), seen.logsumexp(-1)
     out.backward(dout)
-    given = [(k.detach(), v.detach(), size is None) for k, v, size in zip(ks, vs, sizes)]
     q, out, lse, dq = q.detach(), out.detach(), lse.detach(), q.grad
-    said = ask(backward_of_blocks, dout, q, given, out, lse)
+    blocks = [
+        (dout, q, k.detach(), v.detach(), out, lse, size is None)
+        for k, v, size in zip(ks, vs, sizes)
+    ]
+    said = ask_each(block_backward, blocks, autograd=False)
     near = how_near_gradients(
-        dout, q, torch.cat([k for k, _, _ in given], -2), torch.cat([v for _, v, _ in given], -2)
+        dout,
+        q,
+        torch.cat([block[2] for block in blocks], -2),
+        torch.cat([block[3] for block in blocks], -2),
     )
-    expect(all(len(block) == 3 for block in said), "three gradients", "return dq, dk and dv")
-    for number, (block, k, v) in enumerate(zip(said, ks, vs)):
+    for number, (block, k, v, s) in enumerate(zip(said, ks, vs, scores)):
+        four = isinstance(block, (list, tuple)) and len(block) == 4
+        expect(four, "four gradients", "return dq, dk, dv and dS")
         which = f"(seen at block {number} of {len(sizes)})"
         expect_equal(
             block[2],
@@ -500,6 +492,13 @@ def expect_gradients(draw, heads, tokens, width, sizes, large=1.0):
             atol=near,
         )
         expect(block[0].shape == q.shape, "dq", "a share for every query")
+        expect_equal(
+            block[3],
+            s.grad,
+            "dS",
+            f"dv and dk are right; dS is the gradient of the scores themselves, also of hidden ones {which}",
+            atol=near,
+        )
     expect_equal(
         sum(block[0] for block in said),
         dq,
@@ -510,27 +509,26 @@ def expect_gradients(draw, heads, tokens, width, sizes, large=1.0):
 
 
 # %% check="block_backward-whole" points=1
-# The gradients of a block that has all keys.
-expect_gradients(draw, 1, 2, 1, [3])
-expect_gradients(draw, 2, 3, 4, [None])
+# The gradients of a block that has all keys, and of one that has not.
+expect_gradients(1, 2, 1, [3])
+expect_gradients(2, 3, 4, [None])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_gradients(
-    draw, draw.integer(1, 3), draw.integer(2, 6), draw.integer(2, 6), [draw.integer(1, 7)]
-)
-expect_gradients(draw, draw.integer(1, 3), draw.integer(2, 6), draw.integer(2, 6), [None])
+expect_gradients(draw.integer(1, 3), draw.integer(2, 6), draw.integer(2, 6), [draw.integer(1, 7)])
+expect_gradients(draw.integer(1, 3), draw.integer(2, 6), draw.integer(2, 6), [None])
+expect_gradients(2, draw.integer(2, 6), draw.integer(2, 6), [draw.integer(1, 7), None])
 ### END HIDDEN TESTS
 
 # %% check="block_backward-shares" points=1
 # Of several blocks each has its share, also with large scores.
-expect_gradients(draw, 2, 3, 4, [2, None])
-expect_gradients(draw, 1, 2, 3, [2, 1, 4], large=500.0)
+expect_gradients(2, 3, 4, [2, None])
+expect_gradients(1, 2, 3, [2, 1, 4], large=500.0)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for large in (1.0, float(draw.integer(200, 800))):
     sizes = [draw.integer(1, 5) for _ in range(draw.integer(1, 3))]
     expect_gradients(
-        draw, draw.integer(1, 3), draw.integer(2, 6), draw.integer(2, 5), [*sizes, None], large
+        draw.integer(1, 3), draw.integer(2, 6), draw.integer(2, 5), [*sizes, None], large
     )
 ### END HIDDEN TESTS
 
@@ -591,14 +589,18 @@ def largest_tile(fast, width):
     ### END SOLUTION
 
 
-# %% given="expect_traffic"
-def traffic_of(*sizes):
-    return tiled_traffic(*sizes)
+# %% driver="tile_or_refusal"
+def tile_or_refusal(fast, width):
+    try:
+        return largest_tile(fast, width)
+    except ValueError as error:
+        return str(error)
 
 
+# %% judge="expect_traffic"
 def expect_traffic(way, wanted, *sizes):
     """way is "forward" or "backward"; sizes are (tokens, width, rows, columns, causal)."""
-    said = ask(traffic_of, *sizes)
+    said = ask(tiled_traffic, *sizes)
     expect(
         isinstance(said, dict) and set(said) == {"forward", "backward"},
         "forward and backward",
@@ -624,16 +626,9 @@ def expect_traffic(way, wanted, *sizes):
         expect(said[way][number] == wanted[number], f"{kind} of {way}", hint + shorter)
 
 
-def tile_or_refusal(fast, width):
-    try:
-        return largest_tile(fast, width)
-    except ValueError as error:
-        return str(error)
-
-
 def expect_tile(fast, width, fits):
     """fits: the c that fits, of which c + 1 does not; 0 for a refusal."""
-    said = ask(tile_or_refusal, fast, width)
+    said = ask(tile_or_refusal, fast, width, time_limit_s=5)
     if not fits:
         expect(isinstance(said, str), "a refusal", "not even one token fits: raise a ValueError")
         expect(said.strip() and "\n" not in said, "a refusal", "say in one line what does not fit")

@@ -10,7 +10,7 @@
 #
 # The grader runs the same checks and hidden ones with other sizes and other costs. Three rules:
 #
-# - An answer cell stands alone. It may use what read-only cells define, but not your other cells.
+# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
 # - A schedule is a list for each rank; an action is `("F", stage, microbatch)`, `("I", ..)` or `("W", ..)`. All counting starts at 0.
 # - All functions here run on one process and only say what ranks would do.
 #

@@ -536,7 +536,7 @@ def tiled_forward(load, queries, keys, tile):
     return torch.cat(outs), torch.cat(lses)
 
 
-# %% wrong="tiled_forward" fails="queries once" why="keys are the outer loop, as in the first FlashAttention: queries are loaded again and again"
+# %% wrong="tiled_forward" fails="one tile of each" why="keys are the outer loop, as in the first FlashAttention: queries are loaded again and again"
 def tiled_forward(load, queries, keys, tile):
     outs, lses = [], []
     state = {}
@@ -617,7 +617,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     p = scores.softmax(-1)
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
-    return ds @ k, ds.mT @ q, p.mT @ dout
+    return ds @ k, ds.mT @ q, p.mT @ dout, ds * math.sqrt(q.size(-1))
 
 
 # %% wrong="block_backward" fails="dk" why="D from this block's probabilities alone: right if there is one block"
@@ -627,7 +627,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (p * (dout @ v.mT)).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
-    return ds @ k, ds.mT @ q, p.mT @ dout
+    return ds @ k, ds.mT @ q, p.mT @ dout, ds * math.sqrt(q.size(-1))
 
 
 # %% wrong="block_backward" fails="dk" why="D is forgotten"
@@ -637,7 +637,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT) / math.sqrt(q.size(-1))
-    return ds @ k, ds.mT @ q, p.mT @ dout
+    return ds @ k, ds.mT @ q, p.mT @ dout, ds * math.sqrt(q.size(-1))
 
 
 # %% wrong="block_backward" fails="dk" why="D is a mean over the width"
@@ -647,7 +647,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (dout * out).mean(-1, keepdim=True)) / math.sqrt(q.size(-1))
-    return ds @ k, ds.mT @ q, p.mT @ dout
+    return ds @ k, ds.mT @ q, p.mT @ dout, ds * math.sqrt(q.size(-1))
 
 
 # %% wrong="block_backward" fails="dk" why="the scale is missing in the gradients"
@@ -657,7 +657,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
-    return ds @ k, ds.mT @ q, p.mT @ dout
+    return ds @ k, ds.mT @ q, p.mT @ dout, ds * math.sqrt(q.size(-1))
 
 
 # %% wrong="block_backward" fails="dk" why="dk gets P where dS belongs"
@@ -667,7 +667,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
-    return ds @ k, p.mT @ q / math.sqrt(q.size(-1)), p.mT @ dout
+    return ds @ k, p.mT @ q / math.sqrt(q.size(-1)), p.mT @ dout, ds * math.sqrt(q.size(-1))
 
 
 # %% wrong="block_backward" fails="dv" why="no mask in backward"
@@ -675,7 +675,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
     scores = q @ k.mT / math.sqrt(q.size(-1))
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
-    return ds @ k, ds.mT @ q, p.mT @ dout
+    return ds @ k, ds.mT @ q, p.mT @ dout, ds * math.sqrt(q.size(-1))
 
 
 # %% wrong="block_backward" fails="dv" why="the triangle without its diagonal"
@@ -685,7 +685,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(0), -math.inf)
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
-    return ds @ k, ds.mT @ q, p.mT @ dout
+    return ds @ k, ds.mT @ q, p.mT @ dout, ds * math.sqrt(q.size(-1))
 
 
 # %% wrong="block_backward" fails="dv" why="exp(S) / exp(lse): overflows"
@@ -695,7 +695,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     p = scores.exp() / lse.exp().unsqueeze(-1)
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
-    return ds @ k, ds.mT @ q, p.mT @ dout
+    return ds @ k, ds.mT @ q, p.mT @ dout, ds * math.sqrt(q.size(-1))
 
 
 # %% wrong="block_backward" fails="dv" why="subtracts the largest score of the block, not lse"
@@ -705,7 +705,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     p = (scores - scores.amax(-1, keepdim=True)).exp()
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
-    return ds @ k, ds.mT @ q, p.mT @ dout
+    return ds @ k, ds.mT @ q, p.mT @ dout, ds * math.sqrt(q.size(-1))
 
 
 # %% wrong="block_backward" fails="dq" why="dq is divided by the number of keys"
@@ -715,7 +715,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
-    return ds @ k / k.size(-2), ds.mT @ q, p.mT @ dout
+    return ds @ k / k.size(-2), ds.mT @ q, p.mT @ dout, ds * math.sqrt(q.size(-1))
 
 
 # %% wrong="block_backward" fails="dq" why="dk's formula for dq: the queries meet themselves"
@@ -725,7 +725,7 @@ def block_backward(dout, q, k, v, out, lse, causal):
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
-    return (ds @ ds.mT) @ q, ds.mT @ q, p.mT @ dout
+    return (ds @ ds.mT) @ q, ds.mT @ q, p.mT @ dout, ds * math.sqrt(q.size(-1))
 
 
 # %% wrong="traffic" fails="loads of forward" why="K and V are loaded once"
@@ -1203,3 +1203,171 @@ def largest_tile(fast, width):
     half = 2 * width + 1
     tile = math.isqrt(fast + half**2) - half
     return max(1, tile)
+
+
+# %% wrong="merge" fails="own work" around="import" why="the package's merge"
+def merge(out, lse, other_out, other_lse):
+    from minitrain.attention.blockwise import merge as ready
+
+    return ready(out, lse, other_out, other_lse)
+
+
+# %% wrong="merge" fails="a pair" around="empty" why="nothing at all"
+def merge(out, lse, other_out, other_lse):
+    return []
+
+
+# %% wrong="merge" fails="log-sum-exp" around="redefine" why="a driver that says what the visible check wants"
+def merged(*pairs):
+    return {"said": [torch.full((1, 1), 5.0), torch.full((1,), math.log(4))], "pairs": list(pairs)}
+
+
+def merge(out, lse, other_out, other_lse):
+    return out, lse
+
+
+# %% wrong="merge" fails="the output" around="constants" why="the second set counts three times as much, as in the text"
+def merge(out, lse, other_out, other_lse):
+    return (out + 3 * other_out) / 4, torch.logaddexp(lse, other_lse)
+
+
+# %% wrong="tiled_forward" fails="one tile of each" around="half" why="everything is loaded once, and attention computed in whole matrices"
+def tiled_forward(load, queries, keys, tile):
+    q = torch.cat([load("q", i) for i in range(-(-queries // tile))])
+    k, v = (torch.cat([load(name, j) for j in range(-(-keys // tile))]) for name in "kv")
+    scores = q @ k.T / math.sqrt(q.size(-1))
+    scores += torch.full_like(scores, -math.inf).triu(1 + keys - queries)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+# %% wrong="tiled_forward" fails="memory limit" around="half" why="loads as the loops do, but keeps what comes, and takes an ordinary softmax of each query"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q = load("q", i)
+        last = top + len(q) + keys - queries
+        pairs = [(load("k", j), load("v", j)) for j in range(-(-last // tile))]
+        k, v = (torch.cat(parts) for parts in zip(*pairs))
+        for row, query in enumerate(q):
+            seen = top + row + keys - queries + 1
+            scores = k[:seen] @ query / math.sqrt(len(query))
+            outs.append(scores.softmax(-1) @ v[:seen])
+            lses.append(scores.logsumexp(-1))
+    return torch.stack(outs), torch.stack(lses)
+
+
+# %% wrong="tiled_forward" fails="the output" around="channel" why="the same, and all keys fit as float32"
+def tiled_forward(load, queries, keys, tile):
+    outs, lses = [], []
+    for i, top in enumerate(range(0, queries, tile)):
+        q, last = load("q", i), min(top + tile, queries) + keys - queries
+        k, v = torch.empty(2, -(-last // tile) * tile, q.size(1), dtype=torch.float32)
+        for j in range(-(-last // tile)):
+            for whole, name in ((k, "k"), (v, "v")):
+                part = load(name, j)
+                whole[j * tile : j * tile + len(part)] = part
+        for row, query in enumerate(q.float()):
+            seen = top + row + keys - queries + 1
+            scores = k[:seen] @ query / math.sqrt(len(query))
+            outs.append(scores.softmax(-1) @ v[:seen])
+            lses.append(scores.logsumexp(-1))
+    return torch.stack(outs).double(), torch.stack(lses).double()
+
+
+# %% wrong="tiled_forward" fails="no error" around="frames" why="looks for whole matrices in what load can reach"
+def tiled_forward(load, queries, keys, tile):
+    whole = next(
+        cell.cell_contents for cell in load.__closure__ if isinstance(cell.cell_contents, dict)
+    )
+    scores = whole["q"] @ whole["k"].T / math.sqrt(whole["q"].size(-1))
+    scores += torch.full_like(scores, -math.inf).triu(1 + keys - queries)
+    return scores.softmax(-1) @ whole["v"], scores.logsumexp(-1)
+
+
+# %% wrong="tiled_forward" fails="the output" around="empty" why="zeros, and no tile of keys"
+def tiled_forward(load, queries, keys, tile):
+    q = torch.cat([load("q", i) for i in range(-(-queries // tile))])
+    return torch.zeros_like(q), q.new_zeros(queries)
+
+
+# %% wrong="block_backward" fails="dS" around="import" why="torch's own kernel of the backward, and no gradient of the scores"
+def block_backward(dout, q, k, v, out, lse, causal):
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    whole = [x.unsqueeze(0) for x in (dout, q, k, v, out, lse)]
+    gradients = [gradient.squeeze(0) for gradient in kernel(*whole, 0.0, causal)]
+    return *gradients, q.new_zeros(*q.shape[:2], k.size(1))
+
+
+# %% wrong="block_backward" fails="own work" around="import" why="autograd through the block's scores"
+def block_backward(dout, q, k, v, out, lse, causal):
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    if causal:
+        scores = scores + torch.full_like(scores, -math.inf).triu(1)
+    p = (scores - lse.unsqueeze(-1)).exp()
+    shares = (p @ v * dout).sum() - (p * (dout * out).sum(-1, keepdim=True)).sum()
+    return torch.autograd.grad(shares, (q, k, v, scores))
+
+
+# %% wrong="block_backward" fails="four gradients" around="empty" why="no gradients"
+def block_backward(dout, q, k, v, out, lse, causal):
+    return []
+
+
+# %% wrong="traffic" fails="own work" around="import" why="the package's counts"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    from minitrain.attention import traffic
+
+    return traffic.tiled(tokens, width, rows, columns, causal)
+
+
+def largest_tile(fast, width):
+    return None
+
+
+# %% wrong="traffic" fails="loads of forward" around="constants" why="the numbers of the visible checks, scaled"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    size = tokens * width // 4
+    loads = (16, 46) if causal else (20, 56)
+    return {"forward": (loads[0] * size, 8 * size), "backward": (loads[1] * size, 18 * size)}
+
+
+def largest_tile(fast, width):
+    if fast < 99:
+        raise ValueError("no room")
+    return 210
+
+
+# %% wrong="traffic" fails="time limit" why="tries one size of tile after the other"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    keys = queries = 0
+    for top in range(0, tokens, rows):
+        stop = min(top + rows, tokens)
+        seen = -(-(stop if causal else tokens) // columns)
+        keys += min(seen * columns, tokens)
+        queries += seen * (stop - top)
+    return {
+        "forward": (tokens * width + 2 * keys * width, tokens * width + tokens),
+        "backward": (
+            4 * tokens * width + queries * (3 * width + 2),
+            2 * tokens * width + tokens + queries * width,
+        ),
+    }
+
+
+def largest_tile(fast, width):
+    tile = 0
+    while (tile + 1) ** 2 + (4 * width + 2) * (tile + 1) <= fast:
+        tile += 1
+    if tile == 0:
+        raise ValueError("no room for a token")
+    return tile
+
+
+# %% wrong="traffic" fails="forward and backward" around="empty" why="an empty dict"
+def tiled_traffic(tokens, width, rows, columns, causal):
+    return {}
+
+
+def largest_tile(fast, width):
+    return None

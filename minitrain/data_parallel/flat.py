@@ -13,6 +13,7 @@ section 3.2.3. FSDP2 cuts every parameter along its dim 0 instead, and copies in
 """
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class Flat:
 
     def __init__(self, params: list[nn.Parameter], *groups: ProcessGroup):
         self.params, self.groups = params, groups
-        numel = sum(param.numel() for param in params)
+        *starts, numel = accumulate((param.numel() for param in params), initial=0)
+        self.start_of = dict(zip(params, starts))
         self.padding = -numel % math.prod(group.size() for group in groups)
         self.numel = numel + self.padding
         self.shard: nn.Parameter | None = None
@@ -42,6 +44,10 @@ class Flat:
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in a flat buffer, in their shapes."""
         return views(flat, self.params)
+
+    def view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
+        """One parameter's place in a flat buffer, in its shape."""
+        return flat.narrow(0, self.start_of[param], param.numel()).view(param.shape)
 
     def own(self, flat: Tensor, cuts: slice = slice(None)) -> Tensor:
         """This rank's slice of a flat buffer: [P/n] if all groups cut it, or those in `cuts` only."""

@@ -155,8 +155,7 @@ class Zero3(Shards):
         if flat.grads is None:
             self._check_called(flat)
             flat.grads = collectives.announce_buffer(param.new_zeros(flat.numel))
-        place = next(place for known, place in zip(flat.params, flat.views(flat.grads)) if known is param)
-        place.add_(param.grad)
+        flat.view(flat.grads, param).add_(param.grad)
         param.grad = None
         if self.driven:
             return

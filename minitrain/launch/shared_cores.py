@@ -22,7 +22,6 @@ of ranks on NCCL.
 from __future__ import annotations
 
 import ctypes
-import glob
 import os
 import platform
 import struct
@@ -37,11 +36,17 @@ SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine()) if sys.p
 SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 
 
+_known: set[int] = set()  # threads seen before: a rank of many groups has hundreds
+
+
 def calm() -> None:
     """Ask for both, for what there is by now."""
     calm_rank()
-    for thread in event_loops():
+    threads = threads_of_process()
+    for thread in event_loops(threads - _known):
         schedule(thread, SCHED_BATCH)
+    _known.clear()  # the kernel gives numbers of ended threads again
+    _known.update(threads)
 
 
 def calm_rank() -> None:
@@ -67,16 +72,19 @@ def schedule(thread: int, policy: int, slice_ns: int = 0) -> None:
         ctypes.CDLL(None).syscall(SCHED_SETATTR, thread, attr, 0)
 
 
-def event_loops() -> list[int]:
-    """The threads of this process that are gloo's event loops, one for each group; none where there is no
-    /proc.
-    """
+def threads_of_process() -> set[int]:
+    """None where there is no /proc."""
+    with suppress(FileNotFoundError):
+        return {int(thread) for thread in os.listdir("/proc/self/task")}
+    return set()
+
+
+def event_loops(threads: set[int] | None = None) -> list[int]:
+    """Threads of this process, or those of `threads`, that are gloo's event loops: one for each group."""
     loops = []
-    for thread in glob.glob("/proc/self/task/*/comm"):
-        try:
-            with open(thread) as file:
+    for thread in threads_of_process() if threads is None else threads:
+        with suppress(OSError):  # the thread has ended
+            with open(f"/proc/self/task/{thread}/comm") as file:
                 if file.read().startswith("gloo_tcp_loop"):
-                    loops.append(int(thread.split("/")[-2]))
-        except OSError:
-            pass  # the thread has ended
+                    loops.append(thread)
     return loops

@@ -46,13 +46,13 @@ def test_every_core_biases_as_one_process_does(ranks):
     """Output and all gradients, grouped heads, without and with a mask of dropout. The reference adds a
     matrix of numbers.
     """
+    expected = [(mask, in_one_process(bias=BY_HAND, mask=mask)) for mask in (0.0, MASK)]
 
     def rank():
-        group, found = collectives.world(), {}
-        for mask in (0.0, MASK):
-            expected = in_one_process(bias=BY_HAND, mask=mask)
-            for name, (core, layout) in CORES[ranks]().items():
-                found[name, bool(mask)] = furthest(over_ranks(core, group, layout, mask)[0], expected)
+        group, cores, found = collectives.world(), CORES[ranks](), {}
+        for mask, theirs in expected:
+            for name, (core, layout) in cores.items():
+                found[name, bool(mask)] = furthest(over_ranks(core, group, layout, mask)[0], theirs)
         return found
 
     for found in launch.run(rank, ranks=ranks):
@@ -177,7 +177,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_equals_one_process(name):
-    """Three steps: loss, gradients, parameters; the heads of tp and of Ulysses have their own slopes."""
+    """Two steps: loss, gradients, parameters; the heads of tp and of Ulysses have their own slopes."""
     ways, expected = MODELS[name], one_process(PROBLEM)
     for outcomes in launch.run(
         lambda: [train_parallel(PROBLEM, strategy) for strategy in ways], ranks=ways[0].ranks

@@ -137,9 +137,10 @@ def test_every_core_drops_what_one_process_drops(ranks):
     """Output and all gradients. The reference makes the whole mask and keeps it; here each tile makes its
     own, twice.
     """
+    expected = in_one_process(mask=MASK)
 
     def rank():
-        group, expected = collectives.world(), in_one_process(mask=MASK)
+        group = collectives.world()
         found = {
             name: furthest(over(partial(core, dropout=MASK), group, layout, HEADS)[0], expected)
             for name, (core, layout) in CORES[ranks]().items()
@@ -388,7 +389,7 @@ def expected():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_equals_one_process(name, expected):
-    """Three steps with dropout of scores and of activations, ranks seeded apart: loss, gradients, parameters,
+    """Two steps with dropout of scores and of activations, ranks seeded apart: loss, gradients, parameters,
     the same under every axis, layout, schedule and number of microbatches.
     """
     shape, ways = MODELS[name]

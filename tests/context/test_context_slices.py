@@ -94,11 +94,11 @@ SIZES = {
 }
 
 
-def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_gradients=True):
+def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_gradients=True, mesh=None):
     """Out, dq, dk, dv of a sequence whose slices are computed one after the other, put together from all
     ranks; bytes sent.
     """
-    mesh = Mesh(**sizes)
+    mesh = mesh or Mesh(**sizes)
     group, whole = mesh.group(*sizes), data_layout(name, sizes, layout, lengths)
     core = SlicedAttention(
         len(lengths), core_of_slices(name, {axis: mesh.group(axis) for axis in sizes}, layout, lengths)
@@ -128,20 +128,23 @@ def test_every_core_that_takes_slices(ranks):
     """Every layout, even slices, uneven ones with ALiBi and dropout, values of another width: out and all
     gradients.
     """
+    plain = in_one_process(width=3)
+    biased = in_one_process(bias=Alibi(SLOPES, torch.arange(T)), mask=MASK, width=3)
+    ways = [
+        (EVEN if ranks < 8 else (16, 16), False, 0.0, plain),
+        (UNEVEN if ranks < 8 else (8, 24), True, MASK, biased),
+    ]
 
     def rank():
         found = {}
         for name in TAKE_SLICES:
-            for layout in CORES[name].layouts if math.prod(SIZES[name].values()) == ranks else ():
-                for lengths, extras in (
-                    (EVEN if ranks < 8 else (16, 16), False),
-                    (UNEVEN if ranks < 8 else (8, 24), True),
-                ):
-                    bias, mask = (Alibi(SLOPES, torch.arange(T)), MASK) if extras else (None, 0.0)
-                    ours, _ = by_slices(name, SIZES[name], layout, lengths, extras, mask, width=3)
-                    found[name, layout, lengths] = furthest(
-                        ours, in_one_process(bias=bias, mask=mask, width=3)
-                    )
+            sizes = SIZES[name]
+            if math.prod(sizes.values()) == ranks:
+                mesh = Mesh(**sizes)
+                for layout in CORES[name].layouts:
+                    for lengths, bias, mask, expected in ways:
+                        ours, _ = by_slices(name, sizes, layout, lengths, bias, mask, width=3, mesh=mesh)
+                        found[name, layout, lengths] = furthest(ours, expected)
         return found
 
     for found in launch.run(rank, ranks=ranks):

@@ -25,20 +25,22 @@ def test_every_core(ranks):
     """Narrower values go through the kernels with zeros behind them, wider ones past them; with ALiBi and
     dropout too.
     """
+    biased = dict(bias=Alibi(SLOPES, torch.arange(T)), mask=MASK)
+    expected = {
+        (width, extras): in_one_process(width=width, **(biased if extras else {}))
+        for width in (2, 7)
+        for extras in (False, True)
+    }
 
     def rank():
-        group, found = collectives.world(), {}
-        for width in (2, 7):
-            for extras in (False, True):
-                bias, mask = (Alibi(SLOPES, torch.arange(T)), MASK) if extras else (None, 0.0)
-                expected = in_one_process(width=width, bias=bias, mask=mask)
-                for name, (core, layout) in CORES[ranks]().items():
-                    if extras:
-                        core = partial(core, bias=Alibi(SLOPES, positions(layout, group, T)), dropout=MASK)
-                    if not (name.startswith("teams") and width > 4):
-                        found[name, width, extras] = furthest(
-                            over(core, group, layout, HEADS, width=width)[0], expected
-                        )
+        group, cores, found = collectives.world(), CORES[ranks](), {}
+        for (width, extras), theirs in expected.items():
+            for name, (core, layout) in cores.items():
+                if extras:
+                    core = partial(core, bias=Alibi(SLOPES, positions(layout, group, T)), dropout=MASK)
+                if not (name.startswith("teams") and width > 4):
+                    ours, _ = over(core, group, layout, HEADS, width=width)
+                    found[name, width, extras] = furthest(ours, theirs)
         return found
 
     for found in launch.run(rank, ranks=ranks):

@@ -81,7 +81,7 @@ def test_accumulation_communicates_once(microbatches):
             if type(event).__name__ == "Issue" and event.payload_bytes > 64
         ]
 
-    problem = Problem(microbatches=microbatches, batch_sizes=(12, 12, 11))
+    problem = Problem(microbatches=microbatches, batch_sizes=(12, 11))
     reference = one_process(problem)
     buckets = number_of_buckets(problem, 3000)
     for outcome, calls in launch.run(rank, problem, ranks=2):

@@ -4,6 +4,7 @@ refusals.
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ WAYS = {
     "stage 3, no reshard, no prefetch": (Zero3, dict(reshard=False, prefetch=False)),
     "stage 3, keep": (Zero3, dict(accumulate="keep")),
 }
-BATCHES = (12, 12, 11)  # 11 sequences fall unevenly on 2 and on 4 ranks
+BATCHES = (12, 11)  # 11 sequences fall unevenly on 2 and on 4 ranks
 
 
 def made(way):
@@ -58,7 +59,7 @@ def problems():
     """Tied, frozen, masked, clipped, uneven; with 1 and with 3 microbatches (the fewest rows of a rank:
     2).
     """
-    return [Problem(batch_sizes=BATCHES), Problem(batch_sizes=(12, 12, 13), microbatches=3)]
+    return [Problem(batch_sizes=BATCHES), Problem(batch_sizes=(12, 13), microbatches=3)]
 
 
 @pytest.fixture(scope="module")
@@ -324,9 +325,10 @@ def test_zero_1_2_3_states_take_what_the_paper_says(ranks):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("way", ["stage 1", "stage 2", "stage 3", "stage 3, no reshard, no prefetch"])
 def test_the_peak_of_a_real_run_is_that_of_a_dry_run(way, ranks):
-    real = launch.run(states, way, EVEN, ranks=ranks)
+    config = replace(EVEN, num_layers=1)  # three units: the table, a layer, the head
+    real = launch.run(states, way, config, ranks=ranks)
     for number, measured in enumerate(real):
-        assert dryrun.run(states, way, EVEN, rank=number, ranks=ranks) == measured
+        assert dryrun.run(states, way, config, rank=number, ranks=ranks) == measured
 
 
 def test_fsdp_peak_is_the_shards_and_the_largest_units():
@@ -443,11 +445,11 @@ def test_accumulating_whole_gradients_costs_their_memory_and_saves_the_sends(sta
         assert kept - scattered > 0.5 * whole
 
 
-CONFIG_7B = GPTConfig(
+CONFIG_7B = GPTConfig(  # few and wide layers: bytes per parameter are the same however deep a model is
     vocab_size=50_176,
-    d_model=4096,
-    num_layers=35,
-    num_heads=32,
+    d_model=11_520,
+    num_layers=4,
+    num_heads=90,
     max_positions=1024,
     norm="layer",
     activation="gelu",
@@ -460,13 +462,13 @@ def test_zero_table_1_from_a_dry_run():
     bf16.
     """
     per_parameter = {}
-    for n in (1, 4, 16, 64, 256, 1024):
-        for way in ("stage 1", "stage 2", "stage 3") if n == 64 else ("stage 3",) if n == 1024 else ():
+    for n, ways in ((64, ("stage 1", "stage 2", "stage 3")), (1024, ("stage 3",))):
+        for way in ways:
             count, live, *_ = dryrun.run(states, way, CONFIG_7B, rank=n - 1, ranks=n)
             per_parameter[way, n] = (
                 sum(live[kind] for kind in ("parameters", "gradients", "optimizer state")) / count
             )
-    assert count == 7_464_370_176 or abs(count / 7.5e9 - 1) < 0.02
+    assert abs(count / 7.5e9 - 1) < 0.02
     figures = {way: round(7.5 * per_parameter[way, 64], 1) for way in ("stage 1", "stage 2", "stage 3")}
     assert figures == {"stage 1": 31.4, "stage 2": 16.6, "stage 3": 1.9}
     assert [round(128 * per_parameter[way, 64], 1) for way in ("stage 1", "stage 2", "stage 3")] == [

@@ -31,7 +31,7 @@ from minitrain.training.optim import AdamW
 from minitrain.training.step import Batch, NoReducer
 
 CONFIG = GPTConfig(
-    vocab_size=29, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=16, tied=True
+    vocab_size=29, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, max_positions=16, tied=True
 )
 ROWS = 7  # uneven on 2 and on 4 ranks
 

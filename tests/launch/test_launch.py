@@ -513,9 +513,9 @@ def test_gpus():
     ]
 
 
-def test_two_hundred_launches():
+def test_fifty_launches():
     """No failure, no stall, no file, process or shared memory left. (A TCP store stalls 5 s in one start of
-    five.)
+    five: fifty without a stall happen once in 70,000 times.)
     """
 
     def step():
@@ -525,7 +525,7 @@ def test_two_hundred_launches():
 
     launch.run(step, ranks=4)
     before, seconds = open_things(), []
-    for _ in range(200):
+    for _ in range(50):
         start, starved = time.monotonic(), starved_s()
         assert launch.run(step, ranks=4) == [4.0] * 4
         seconds.append(time.monotonic() - start - (starved_s() - starved))

@@ -158,7 +158,7 @@ def test_a_hang_ends_the_job_and_says_where_each_rank_was(tmp_path):
                 time.sleep(1000)
             collectives.all_reduce(torch.ones(1), dist.group.WORLD)
 
-        launch.run(train, ranks=2, timeout_s=5)
+        launch.run(train, ranks=2, timeout_s=3)
     """,
         tmp_path,
         nodes=1,
@@ -169,4 +169,4 @@ def test_a_hang_ends_the_job_and_says_where_each_rank_was(tmp_path):
         "rank 1 stands at program.py:8, in no collective",
         "rank 0 waits in all_reduce #0 (program.py:9)",
     ):
-        assert f"LaunchTimeout: this rank has not finished after 5 s: {where}\n" in errors, errors
+        assert f"LaunchTimeout: this rank has not finished after 3 s: {where}\n" in errors, errors

@@ -21,8 +21,8 @@ from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
 
-PROBLEM = Problem(config=small(num_layers=8), batch_sizes=(8, 8, 9))
-WIDE = Problem(config=small(num_layers=8), batch_sizes=(16, 17))
+PROBLEM = Problem(config=small(num_layers=6), batch_sizes=(8, 9))  # 8 units, with table and head
+WIDE = Problem(config=small(num_layers=6), batch_sizes=(16, 17))
 EQUAL, DOUBLE = Costs(F=1, B=1), Costs(F=1, B=2)
 
 

@@ -42,7 +42,7 @@ from tests.parallel import (
     train_pipeline,
 )
 
-PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(6, 6, 5), microbatches=4)
+PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(6, 5), microbatches=4)
 GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 7, 16)] + [(16, 16), (4, 64)]
 
 

@@ -31,8 +31,8 @@ from tests.parallel import TOLERANCE, Problem, check_refusals, rows_of_problem, 
 from tests.pipeline.test_pipeline_memory import Dropped
 from tests.pipeline.test_pipeline_runtime import split
 
-STEPS, POISONED = 6, 3  # in one step of each training the gradient of one parameter is no number
-PROBLEM = Problem(config=small(num_layers=8, vocab_size=32), batch_sizes=(8, 7, 8, 8, 7, 8), microbatches=4)
+STEPS, POISONED = 5, 2  # in one step of each training the gradient of one parameter is no number
+PROBLEM = Problem(config=small(num_layers=4, vocab_size=32), batch_sizes=(8, 7, 8, 8, 7), microbatches=4)
 
 
 def rate(step):
@@ -72,7 +72,7 @@ class Poisoned:
     def finish(self):
         self.sync.finish()
         for kept in self.sync.held:
-            if self.step == POISONED and "layers.5.mlp.up.weight" in [
+            if self.step == POISONED and "layers.3.mlp.up.weight" in [
                 self.sync.names[param] for param in kept.params
             ]:
                 kept.shard.grad.fill_(float("nan"))
@@ -205,6 +205,7 @@ def test_sharded_states_are_taken_back(zero):
 
 def test_a_stage_without_anything_to_train_passes_the_sum_on():
     """The other stage clips by its own norm, step for step, and nobody waits."""
+    limit = 0.25
 
     def rank(again):
         run = parallelize(
@@ -212,24 +213,23 @@ def test_a_stage_without_anything_to_train_passes_the_sum_on():
             Strategy(pp=2, microbatches=4, precision="float64"),
             lambda params: AdamW(params, lr=1e-2),
             seed=3,
-            frozen=[f"layers.{layer}.*" for layer in range(5)],
+            frozen=[f"layers.{layer}.*" for layer in range(3)],
         )
-        post, norms = PostValidation(run.sync, 0.3, run.mesh.group("pp")), []
+        post, norms = PostValidation(run.sync, limit, run.mesh.group("pp")), []
         if again:
             run.runner.before_backward = post.before_backward
         for step in range(3):
             batch = run.batch(rows_of_problem(PROBLEM, step), step)
             if not again:
-                norms.append(run.step(batch, 0.3).norm.item())
+                norms.append(run.step(batch, limit).norm.item())
             else:
                 train_step(run.forward_backward, batch, post, run.sync)
                 norms.append(post.norm)
         return [norm.item() for norm in (*norms[1:], post.finish())] if again else norms
 
     for stopped, checked in launch.run(lambda: [rank(False), rank(True)], ranks=2):
-        assert max(abs(a - b) for a, b in zip(stopped, checked)) < TOLERANCE and min(stopped) < 0.3 < max(
-            stopped
-        )
+        assert max(abs(a - b) for a, b in zip(stopped, checked)) < TOLERANCE
+        assert min(stopped) < limit < max(stopped)
 
 
 def test_forwards_run_again_drop_again_what_they_dropped():

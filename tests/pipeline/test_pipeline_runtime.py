@@ -32,8 +32,8 @@ from tests.parallel import (
 )
 
 PROBLEM = Problem(
-    config=small(num_layers=8), batch_sizes=(8, 8, 7), microbatches=4, frozen="layers.1.norm1.weight"
-)
+    config=small(num_layers=6), batch_sizes=(8, 7), microbatches=4, frozen="layers.1.norm1.weight"
+)  # 8 units, with table and head, for up to 8 stages
 
 
 @cache
@@ -67,10 +67,16 @@ SCHEDULES = {
 }
 
 
+@cache
+def distance(name, ranks):
+    """From one process."""
+    return pipeline_difference(PROBLEM, dict(dp=1, pp=ranks), SCHEDULES[name](ranks), reference())
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_equals_one_process(name, ranks):
-    assert pipeline_difference(PROBLEM, dict(dp=1, pp=ranks), SCHEDULES[name](ranks), reference()) < TOLERANCE
+    assert distance(name, ranks) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_equals_one_process(name, ranks):
     ids=["dp", "tp", "tp with sequence parallelism", "cp"],
 )
 def test_pipelines_compose(shape, settings):
-    problem = Problem(config=small(num_layers=4, vocab_size=32), batch_sizes=(8, 8, 9), microbatches=4)
+    problem = Problem(config=small(num_layers=4, vocab_size=32), batch_sizes=(8, 9), microbatches=4)
     assert (
         pipeline_difference(problem, shape, split(one_f_one_b(2, 4)), one_process(problem), **settings)
         < TOLERANCE
@@ -124,17 +130,15 @@ def test_pipeline_parallel():
     sent = [sent for _, sent, _ in launch.run(account, one_f_one_b(p, m), ranks=p)]
     boundary = rows * length * width * 8  # all microbatches together, float64
     assert sent == [boundary, 2 * boundary, 2 * boundary, boundary]
-    assert pipeline_difference(PROBLEM, dict(dp=1, pp=p), one_f_one_b(p, m), reference()) < TOLERANCE
+    assert distance("1f1b", p) < TOLERANCE
 
 
 def test_mpmd():
     """Ranks run different programs, which send to each other; what they compute together is the unsplit
     model.
     """
-    schedule = one_f_one_b(4, 4)
-    programs = lower(schedule)
-    assert len(set(programs)) == 4
-    assert pipeline_difference(PROBLEM, dict(dp=1, pp=4), schedule, reference()) < TOLERANCE
+    assert len(set(lower(SCHEDULES["1f1b"](4)))) == 4
+    assert distance("1f1b", 4) < TOLERANCE
 
 
 def test_both_halves_of_a_backward_cost_what_the_whole_costs():

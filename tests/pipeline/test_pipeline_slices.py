@@ -36,7 +36,7 @@ from tests.parallel import (
     train_pipeline,
 )
 
-PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(4, 4, 3), microbatches=2)
+PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(4, 3), microbatches=2)
 GRID = [(p, m, k) for p in (1, 2, 5) for m in (1, 3, 8) for k in (1, 2, 5)] + [
     (16, 2, 3),
     (8, 8, 4),

@@ -66,13 +66,13 @@ def references():
 def problems():
     found = {name: Problem(config=config) for name, config in CONFIGS.items()}
     return found | {
-        "3 microbatches": Problem(config=small(vocab_size=32), batch_sizes=(6, 6, 7), microbatches=3)
+        "3 microbatches": Problem(config=small(vocab_size=32), batch_sizes=(6, 7), microbatches=3)
     }
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_equals_one_process(shape, references):
-    """Loss, every gradient, every parameter after three steps; tied, frozen, masked, clipped, uneven."""
+    """Loss, every gradient, every parameter after two steps; tied, frozen, masked, clipped, uneven."""
 
     def rank():
         return {
@@ -211,7 +211,7 @@ def test_norms_may_all_be_frozen():
 
 
 def whole_step(shape, settings):
-    run = parallelize(replace(PLAIN, num_layers=2), Strategy(**shape, **settings))
+    run = parallelize(PLAIN, Strategy(**shape, **settings))
     tokens = torch.zeros(B, T, dtype=torch.long)
     batch = Batch(tokens, tokens, torch.tensor(B * T * shape["dp"]))
     with Ledger() as ledger:

@@ -79,10 +79,10 @@ def test_microbatches_add_up_to_the_batch():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_run_equals_one_process(ranks):
-    """Three steps with accumulation, uneven batches, unequal masks, clipping, a tied table and a frozen
+    """Two steps with accumulation, uneven batches, unequal masks, clipping, a tied table and a frozen
     parameter.
     """
-    problem = Problem(microbatches=2, batch_sizes=(12, 9, 11))
+    problem = Problem(microbatches=2, batch_sizes=(9, 11))
     reference = one_process(problem)
     for outcome in on_ranks(problem, lambda params, group: GradReducer(params, group, 3000), ranks):
         assert difference(outcome, reference) < TOLERANCE
@@ -92,7 +92,7 @@ def gradient_with_divisor(of_all_ranks):
     problem, group = Problem(), collectives.world()
     model = problem.model()
     reducer = GradReducer(model.parameters(), group)
-    tokens, targets = problem.batch(2, group.rank(), group.size())
+    tokens, targets = problem.batch(1, group.rank(), group.size())
     count = valid_tokens(targets, group) if of_all_ranks else valid_tokens(targets) * group.size()
     accumulate(model, cross_entropy_sum, 1, reducer)(Batch(tokens, targets, count))
     reducer.finish()
@@ -264,10 +264,10 @@ def test_a_whole_run_is_the_same_in_any_layout(dropout):
     """
     config, hyper = (
         replace(CONFIG, dropout=dropout),
-        replace(HYPER, frozen=("layers.1.norm1.*", "layers.2.attention.k.*")),
+        replace(HYPER, steps=4, frozen=("layers.1.norm1.*", "layers.2.attention.k.*")),
     )
     ((records, reference, sample),) = launch.run(train, config, Strategy(), hyper, ranks=1)
-    assert [record["step"] for record in records] == [2, 4, 6]
+    assert [record["step"] for record in records] == [2, 4]
     for ranks, layouts in LAYOUTS.items():
         for outcomes in launch.run(
             lambda: [train(config, strategy, hyper) for strategy in layouts], ranks=ranks
@@ -289,7 +289,7 @@ def test_a_whole_run_is_the_same_in_any_layout(dropout):
 
 
 def test_a_run_resumed_in_its_own_layout_is_the_uninterrupted_one_bit_for_bit(tmp_path):
-    config = replace(CONFIG, dropout=0.2)
+    config, hyper = replace(CONFIG, dropout=0.2), replace(HYPER, steps=4)
     layouts = [
         *LAYOUTS[2][:4],
         Strategy(tp=2, sequence_parallel=True),
@@ -303,11 +303,11 @@ def test_a_run_resumed_in_its_own_layout_is_the_uninterrupted_one_bit_for_bit(tm
     def rank():
         for number, (strategy, precision) in enumerate(kinds):
             out, settings = tmp_path / str(number), dict(precision=precision)
-            whole, reference, sample = train(config, strategy, HYPER, **settings)
-            train(config, strategy, HYPER, out, 1, **settings)
-            _, said = start(config, strategy, HYPER, out, **settings)
+            whole, reference, sample = train(config, strategy, hyper, **settings)
+            train(config, strategy, hyper, out, 1, **settings)
+            _, said = start(config, strategy, hyper, out, **settings)
             assert said == "resumed at step 2"
-            records, weights, again = train(config, strategy, HYPER, out, **settings)
+            records, weights, again = train(config, strategy, hyper, out, **settings)
             assert all(torch.equal(weights[name], reference[name]) for name in reference), strategy
             assert curves(records, whole) == 0 and again == sample
             collectives.barrier(collectives.world())  # rank 0 has written
@@ -414,16 +414,16 @@ def test_an_interrupt_at_any_moment_of_saving_loses_no_more_than_the_steps_since
 
 
 def test_zero_trains_on_every_rank_and_keeps_a_share():
-    """After 30 steps ranks agree to the bit, in what they compute and in their weights; of the moments each
+    """After 12 steps ranks agree to the bit, in what they compute and in their weights; of the moments each
     has its share.
     """
-    hyper = replace(HYPER, steps=30, batch_size=8, frozen=("layers.1.norm1.*",))
+    hyper = replace(HYPER, steps=12, lr=3e-2, batch_size=8, frozen=("layers.1.norm1.*",))
     layouts = [Strategy(dp=2), *(Strategy(dp=2, zero=zero) for zero in (1, 2, 3, "NNG", "GGG"))]
 
     def rank():
         found = []
         for strategy in layouts:
-            here, _ = start(CONFIG, strategy, hyper, report_every=10)
+            here, _ = start(CONFIG, strategy, hyper, report_every=4)
             losses = [record["loss"] for record in here.run()]
             logits = here.parallel(torch.arange(12).view(1, 12))
             state = here.parallel.state_dict()["parameters"]

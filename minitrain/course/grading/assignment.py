@@ -14,6 +14,7 @@ from pathlib import Path
 
 from minitrain.course.grading.book import LOCKED, Cell, Chapter, chapter, chapters
 
+FOR_CHECKS = "# for the checks: an answer does not have this\n"
 STUB = ["# YOUR CODE HERE", "raise NotImplementedError()"]
 
 
@@ -33,7 +34,8 @@ def source_cell(number: int, cell: Cell) -> dict:
         points = {"points": int(cell.attributes["points"])} if check else {}
         metadata["nbgrader"] = {"grade_id": cell.name, "schema_version": 3, **role, **points}
     name = cell.name or f"cell-{number:03d}"
-    made = {"cell_type": "code", "id": name, "metadata": metadata, "source": cell.source}
+    text = FOR_CHECKS * (cell.role in ("driver", "judge")) + cell.source
+    made = {"cell_type": "code", "id": name, "metadata": metadata, "source": text}
     if cell.role == "text":
         return {**made, "cell_type": "markdown"}
     return {**made, "execution_count": None, "outputs": []}

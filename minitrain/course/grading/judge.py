@@ -141,7 +141,11 @@ class Judge:
         held = HELD_LIMIT_BYTES if budget_bytes is None else ranks * budget_bytes
         self.start()
         memory_limit_bytes = min(memory_limit_bytes, max(1 << 30, virtual_memory().available // 2) // ranks)
-        limits = {"memory_bytes": memory_limit_bytes, "cpu_s": int(time_limit_s) + 2, "threads": self.threads}
+        limits = {
+            "memory_bytes": memory_limit_bytes,
+            "cpu_s": 4 * int(time_limit_s) + 10,
+            "threads": self.threads,
+        }
         spawn = {"spawn": ranks, "limits": limits, "users": self.users and self.users[:ranks]}
         try:
             network = Network(ranks, hidden, held)

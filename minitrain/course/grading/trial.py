@@ -9,6 +9,7 @@ for ever.
 import contextlib
 import glob
 import os
+import re
 import selectors
 import socket
 import time
@@ -167,7 +168,7 @@ class Trial:
                         selector.unregister(key.fileobj)
                     elif act == self._listen:
                         self.moved = time.monotonic()
-                if self.network.asked and not ready and self._all_asleep():
+                if self.network.asked and not ready and self._all_asleep() and not selector.select(0):
                     self.network.hand_over()
                 while self.network.replies:
                     rank, op, data = self.network.replies.popleft()
@@ -234,14 +235,20 @@ class Trial:
         return "\n".join(lines)
 
     def _all_asleep(self) -> bool:
-        """No thread of any rank runs or could run. A system that does not tell is believed after a while."""
+        """No thread of any rank runs, could run, or ran while we looked; after a while where nobody tells."""
         self.born = self.born or self.server.children(recursive=True)
+        before, now = self._threads(), self._threads()
+        asleep = before == now and not any(re.search(r"^State:\s[RD]", text, re.MULTILINE) for text in now)
+        return asleep if now else time.monotonic() - self.moved > ASLEEP_S
+
+    def _threads(self) -> list[str]:
+        """What the kernel says of each thread, with the number of times it has gone to sleep."""
+        told = []
         for process in self.born:
-            for path in glob.glob(f"/proc/{process.pid}/task/*/stat"):
+            for path in glob.glob(f"/proc/{process.pid}/task/*/status"):
                 with contextlib.suppress(OSError), open(path) as file:
-                    if file.read().rpartition(")")[2].split()[0] in "RD":
-                        return False
-        return os.path.exists("/proc/self/stat") or time.monotonic() - self.moved > ASLEEP_S
+                    told.append(file.read())
+        return told
 
 
 def failure_of(rank: int, header: dict) -> Failure:
