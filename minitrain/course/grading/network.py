@@ -20,6 +20,7 @@ from minitrain.course.grading.inside.frames import BadFrame, tensor_size
 
 HELD_LIMIT_BYTES = 1 << 28
 MOST_OPEN, MOST_GROUPS = 4096, 64  # operations of a rank that are not over, groups of a run
+MOST_EVENTS = 100_000  # of a run; the largest honest one has a few hundred
 
 
 class Mismatch(Exception):
@@ -90,8 +91,8 @@ class Network:
         op, kind = frame.get("op"), frame["is"]
         if type(op) is not int or (rank, op) in self._operations:
             raise BadFrame("an operation without a number of its own")
-        if self._open[rank] == MOST_OPEN:
-            raise BadFrame(f"{MOST_OPEN} messages are under way; wait for some of them")
+        if self._open[rank] == MOST_OPEN or len(self.events) > MOST_EVENTS:
+            raise BadFrame(f"more than {MOST_OPEN} messages under way, or {MOST_EVENTS:,} in all")
         self._open[rank] += 1
         operation = self._operations[rank, op] = Operation(rank, op, kind)
         if kind == "fetch":
