@@ -1,4 +1,6 @@
 """Mixture of experts: a layer of many MLPs in which each token visits few.
 
 First  router     where each token goes: a pure function of its scores, and the losses that keep it balanced
+then   dispatch   tokens to the ranks of their experts and back
+       experts    the work on rows that stand sorted by expert
 """

@@ -1,0 +1,156 @@
+"""Experts over ranks equal a loop over tokens in one process, and send what the routing table says, row by row."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitrain import collectives, launch
+from minitrain.ledger import Ledger
+from minitrain.moe import experts, router
+from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.router import NOWHERE
+
+N, D, WIDE, E = 42, 6, 10, 8
+mask = torch.arange(N) % 4 != 1
+
+
+def only(expert):
+    """All tokens on one expert."""
+    return lambda s, part: router.switch(s + 50.0 * F.one_hot(torch.tensor(expert), E).to(s.dtype))
+
+
+def without(expert):
+    """An expert that nobody visits."""
+    return lambda s, part: router.top_k(s - 50.0 * F.one_hot(torch.tensor(expert), E).to(s.dtype), 2)
+
+
+CASES = {
+    "top-2": lambda s, part: router.top_k(s, 2),
+    "masked": lambda s, part: router.top_k(s, 3, mask[part]),
+    "nobody": lambda s, part: router.top_k(s, 2, torch.zeros(len(s), dtype=torch.bool)),
+    "an expert without tokens": without(3),
+    "all on one expert": only(5),
+    "few nodes": lambda s, part: router.deepseek(s, 4, torch.zeros(E).to(s), nodes=4, node_limit=2),
+    "a place that is dropped": lambda s, part: router.top_k(s, 2)._without(
+        (torch.arange(N)[part] % 3 == 0)[:, None]
+    ),
+}
+
+
+def drawn():
+    generator = torch.Generator().manual_seed(0)
+    shapes = (N, D), (D, E), (E, D, WIDE), (E, WIDE, D)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def loss_of(y):
+    return (y * torch.linspace(1, 2, D, dtype=y.dtype)).square().sum()
+
+
+@cache
+def one_process(case):
+    """(y, gradients of x, router, up, down): token by token, choice by choice."""
+    x, gate, up, down = (tensor.requires_grad_() for tensor in drawn())
+    routing = CASES[case](x @ gate, slice(None))
+    y = []
+    for n in range(N):
+        choices = zip(routing.experts[n].tolist(), routing.weights[n])
+        y.append(sum((w * (F.gelu(x[n] @ up[e]) @ down[e]) for e, w in choices if e != NOWHERE), 0 * x[n]))
+    y = torch.stack(y)
+    loss_of(y).backward()
+    zero = torch.zeros(1, dtype=y.dtype)
+    return y.detach(), *(zero.expand_as(t) if t.grad is None else t.grad for t in (x, gate, up, down))
+
+
+def parts(ranks):
+    """Unequal numbers of tokens: half of them on rank 0."""
+    sizes = [N // 2] + [N // 2 // (ranks - 1)] * (ranks - 1) if ranks > 1 else [N]
+    return [slice(sum(sizes[:r]), sum(sizes[: r + 1])) for r in range(ranks)]
+
+
+def on_a_rank(case, work, wrong=""):
+    group = collectives.world()
+    part, own = (
+        parts(group.size())[group.rank()],
+        slice(*(E // group.size() * (group.rank() + i) for i in (0, 1))),
+    )
+    x, gate, up, down = drawn()
+    x, gate, up, down = (t.clone().requires_grad_() for t in (x[part], gate, up[own], down[own]))
+    routing = CASES[case](x @ gate, part)
+    with Ledger() as ledger:
+        way = Dispatch(routing, group)
+        rows = way.there(x)
+        y = getattr(experts, work)(rows, way.counts, up, down)
+        if wrong == "no inverse permutation":
+            way.turn = torch.arange(len(rows))
+        y = way.back(y, routing.weights * (routing.weights if wrong == "weights applied twice" else 1))
+        loss_of(y).backward()
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, gate, up, down)]
+    if wrong == "expert gradients summed over ep":
+        grads[2] = collectives.all_reduce(grads[2], group)
+    table = torch.zeros(group.size(), dtype=torch.long)
+    table += torch.tensor([(routing.experts // (E // group.size()) == r).sum() for r in range(group.size())])
+    return y.detach(), *grads, ledger.sent_bytes(), table, way.counts
+
+
+def all_cases():
+    return {(case, work): on_a_rank(case, work) for case in CASES for work in ("loop", "padded")}
+
+
+@cache
+def launched(ranks):
+    return launch.run(all_cases, ranks=ranks)
+
+
+def joined(outcomes):
+    """What the ranks have, as one process has it: tokens and experts side by side, the router's gradients added."""
+    y, x, gate, up, down = list(zip(*outcomes))[:5]
+    return torch.cat(y), torch.cat(x), sum(gate), torch.cat(up), torch.cat(down)
+
+
+@pytest.mark.parametrize("work", ["loop", "padded"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_equals_a_loop_over_tokens_in_one_process(ranks, case, work):
+    outcomes = [rank[case, work] for rank in launched(ranks)]
+    for found, wanted in zip(joined(outcomes), one_process(case), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_bytes_are_the_routing_table_times_the_width(ranks, case):
+    """Rows there, results back, and both again in backward; the table itself crosses once."""
+    outcomes = [rank[case, "loop"] for rank in launched(ranks)]
+    table = torch.stack([outcome[6] for outcome in outcomes])  # [rank, rank]: rows from one to the other
+    away = table * (1 - torch.eye(ranks, dtype=torch.long))
+    for rank, outcome in enumerate(outcomes):
+        rows = 2 * away[rank].sum() + 2 * away[:, rank].sum()
+        assert outcome[5] == int(rows) * D * 8 + (ranks - 1) * (E // ranks) * 8
+        assert outcome[7].sum() == table[:, rank].sum()
+
+
+@pytest.mark.parametrize(
+    "wrong", ["no inverse permutation", "weights applied twice", "expert gradients summed over ep"]
+)
+def test_mistakes_are_seen(wrong):
+    outcomes = launch.run(on_a_rank, "top-2", "loop", wrong, ranks=2)
+    pairs = zip(
+        outcomes[0][:1] + outcomes[0][3:4],
+        (one_process("top-2")[0][: N // 2], one_process("top-2")[3][: E // 2]),
+    )
+    assert max((found - wanted).abs().max() for found, wanted in pairs) > 1e-3
+
+
+def test_experts_that_do_not_divide_are_refused_before_anything_is_sent():
+    routing = router.top_k(torch.zeros(4, 6), 2)
+
+    class Four:
+        size = staticmethod(lambda: 4)
+
+    with pytest.raises(
+        ValueError, match="6 experts on 4 ranks; each rank gets as many, so ep divides the experts"
+    ):
+        Dispatch(routing, Four())
