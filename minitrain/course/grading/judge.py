@@ -146,8 +146,8 @@ class Judge:
         spawn = {"spawn": ranks, "limits": limits, "users": self.users and self.users[:ranks]}
         try:
             network = Network(ranks, hidden, held)
-            with Trial(network, self.server.pid, time_limit_s) as trial:
-                self._request(spawn, trial.ends)
+            with Trial(network, time_limit_s) as trial:
+                trial.pids = self._request(spawn, trial.ends)["ranks"]
                 trial.wait_until_ready()
                 for rank in range(ranks):
                     tree, packed = pack(list(calls[rank]))
@@ -163,10 +163,10 @@ class Judge:
         self._request({"sweep": True})
         return outcome
 
-    def _request(self, request: dict, ends: Sequence[int] = ()) -> None:
+    def _request(self, request: dict, ends: Sequence[int] = ()) -> dict:
         try:
             socket.send_fds(self.control, [json.dumps(request).encode()], ends)
-            self._heard()
+            return self._heard()
         except OSError as error:
             self.close()
             raise Broken(f"the server of answers has failed: {error}") from None

@@ -15,8 +15,6 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-import psutil
-
 from minitrain.course.grading.inside.frames import PAYLOAD_LIMIT_BYTES, BadFrame, Line, unpack
 from minitrain.course.grading.network import Event, Message, Mismatch, Network
 
@@ -90,10 +88,10 @@ class Outcome:
 class Trial:
     """The judge's ends of lines and prints. `ends`: those for the ranks, line and prints in turn."""
 
-    def __init__(self, network: Network, server: int, time_limit_s: float) -> None:
-        self.network, self.server, self.time_limit_s = network, psutil.Process(server), time_limit_s
+    def __init__(self, network: Network, time_limit_s: float) -> None:
+        self.network, self.time_limit_s, self.pids = network, time_limit_s, []
         ranks, self.deadline = network.ranks, None
-        self.results, self.failures, self.moved, self.born = [None] * ranks, {}, 0.0, []
+        self.results, self.failures, self.moved = [None] * ranks, {}, 0.0
         self.lines, self.prints, self.ends, self.output = [], [], [], [bytearray() for _ in range(ranks)]
         for _ in range(ranks):
             ours, theirs = socket.socketpair()
@@ -236,7 +234,6 @@ class Trial:
 
     def _all_asleep(self) -> bool:
         """No thread of any rank runs, could run, or ran while we looked; after a while where nobody tells."""
-        self.born = self.born or self.server.children(recursive=True)
         before, now = self._threads(), self._threads()
         asleep = before == now and not any(re.search(r"^State:\s[RD]", text, re.MULTILINE) for text in now)
         return asleep if now else time.monotonic() - self.moved > ASLEEP_S
@@ -244,8 +241,8 @@ class Trial:
     def _threads(self) -> list[str]:
         """What the kernel says of each thread, with the number of times it has gone to sleep."""
         told = []
-        for process in self.born:
-            for path in glob.glob(f"/proc/{process.pid}/task/*/status"):
+        for pid in self.pids:
+            for path in glob.glob(f"/proc/{pid}/task/*/status"):
                 with contextlib.suppress(OSError), open(path) as file:
                     told.append(file.read())
         return told

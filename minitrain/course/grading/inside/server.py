@@ -45,11 +45,11 @@ def serve(control: socket.socket, hidden: list[str], walls: bool) -> None:
             for fd in fds:
                 os.close(fd)
         else:
-            sweep(ranks)
+            sweep(ranks, walls)
             ranks = []
         if not text:
             break
-        reply(control, {"done": True})
+        reply(control, {"ranks": ranks})
 
 
 def reply(control: socket.socket, words: dict) -> None:
@@ -113,13 +113,13 @@ def live_confined(line: int, out: int, limits: confine.Limits, walls: confine.Wa
     rank.live(to_the_judge, statm)
 
 
-def sweep(ranks: list[int]) -> None:
+def sweep(ranks: list[int], walls: confine.Walls) -> None:
     """End the ranks of a run. Behind walls they are all there is; without, so is what they have started."""
     for child in ranks:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    while rest := psutil.Process().children(recursive=True):
+    while walls.calls is None and (rest := psutil.Process().children(recursive=True)):
         for act in ("suspend", "kill"):  # all are stopped before one is killed, so that none forks meanwhile
             for process in rest:
                 with contextlib.suppress(psutil.Error):
