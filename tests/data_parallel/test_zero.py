@@ -445,7 +445,8 @@ def test_accumulating_whole_gradients_costs_their_memory_and_saves_the_sends(sta
         assert kept - scattered > 0.5 * whole
 
 
-CONFIG_7B = GPTConfig(  # few and wide layers: bytes per parameter are the same however deep a model is
+# Few and wide layers: bytes per parameter are the same however deep a model is.
+CONFIG_7B = GPTConfig(
     vocab_size=50_176,
     d_model=11_520,
     num_layers=4,

@@ -31,9 +31,10 @@ from tests.parallel import (
     train_pipeline,
 )
 
+# 8 units, with table and head, for up to 8 stages.
 PROBLEM = Problem(
     config=small(num_layers=6), batch_sizes=(8, 7), microbatches=4, frozen="layers.1.norm1.weight"
-)  # 8 units, with table and head, for up to 8 stages
+)
 
 
 @cache
