@@ -215,7 +215,7 @@ def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
 def wrong_ones(of: book.Chapter, wrong: list[book.Cell], judge: Judge, seed: str = "0") -> list[str]:
     """Which wrong solutions the property they name does not catch, and which walk-arounds earn anything."""
     faults, tasks = [], {task.answer.name: task for task in of.tasks}
-    for cell in wrong:
+    for cell in (cell for cell in wrong if cell.name in tasks):
         results = results_of(of, tasks[cell.name], cell.source, judge, seed)
         wanted, why = cell.attributes["fails"], f"{of.number}: {cell.name}, {cell.attributes['why']}"
         if "around" in cell.attributes:

@@ -61,6 +61,7 @@ def edited_by_the_reader(path):
 def test_a_chapter_is_worth_ten_points_and_gives_nothing_away(number):
     of = CHAPTERS[number]
     points = [int(check.attributes["points"]) for task in of.tasks for check in task.checks]
+    assert {cell.name for cell in of.wrong} == {task.answer.name for task in of.tasks}
     assert sum(points) == 10 and len(of.tasks) >= 3 and all(task.title and task.checks for task in of.tasks)
     student = assignment.notebooks(of)[of.student]
     assert "BEGIN" not in student and "HIDDEN" not in student
