@@ -41,7 +41,7 @@ ALLOWED = """
     open openat mkdir mkdirat stat lstat fstat newfstatat statx access faccessat faccessat2
     readlink readlinkat getdents64 getcwd munmap mprotect mremap madvise brk membarrier
     rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack restart_syscall exit exit_group
-    set_robust_list get_robust_list rseq gettid getpid getppid getuid geteuid getgid getegid
+    setitimer set_robust_list get_robust_list rseq gettid getpid getppid getuid geteuid getgid getegid
     sched_yield sched_getaffinity sched_getparam sched_getscheduler
     sched_get_priority_max sched_get_priority_min
     clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time getrandom uname getrusage times
