@@ -6,6 +6,7 @@ What carries data past the counted network, or memory past the budget, is tried 
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -574,6 +575,20 @@ def test_nothing_is_left_when_the_judge_is_killed():
         judge.kill()
     gone, alive = psutil.wait_procs(family, timeout=20)
     assert len(family) == 3 and not alive, "the server and two ranks"
+
+
+def test_root_of_a_namespace_without_other_users_grades_behind_walls_too():
+    alone = ["unshare", "-Ur"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("cannot make a user namespace")
+    program = (
+        "from minitrain.course import exercises\nfrom minitrain.course.grading import book, judge\n"
+        "of = book.chapter('00')\nanswers = {task.answer.name: task.answer.source for task in of.tasks}\n"
+        "with judge.Judge() as j: print(exercises.grade_answers(of, answers, j).table())"
+    )
+    command = [*alone, sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert "total 10/10" in done.stdout and "self-check" not in done.stdout and not done.stderr
 
 
 def test_where_walls_are_missing_it_is_said_before_the_first_answer_runs(capsys, monkeypatch):

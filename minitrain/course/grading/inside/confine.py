@@ -175,11 +175,13 @@ def confine_rank(limits: Limits, walls: Walls, statm: int | None) -> None:
 
 def become(uid: int) -> None:
     """Change from root to `uid`, with one right left: to read. Landlock says what."""
-    keeps = LINUX and call("prctl", PR_SET_KEEPCAPS, 1, 0, 0, 0) == 0
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
-    if keeps:
+    if LINUX:
+        call("prctl", PR_SET_KEEPCAPS, 1, 0, 0, 0)
+    with contextlib.suppress(OSError):  # root of a namespace that has no other user
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    if LINUX:
         version = (ctypes.c_uint32 * 2)(0x20080522, 0)
         call("capset", version, (ctypes.c_uint32 * 6)(MAY_READ_ALL, MAY_READ_ALL, 0, 0, 0, 0))
 
