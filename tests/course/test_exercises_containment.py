@@ -296,13 +296,11 @@ def total(x, group):
 """
 
 
-def test_ranks_meet_nowhere_but_on_the_counted_network(judge, bare):
+def test_ranks_meet_nowhere_but_on_the_counted_network(judge):
     calls = [[(exercises.Draw(r).exact(7),)] for r in range(3)]
     code = Code(answer="import torch\n" + MEETS_ELSEWHERE, names=["total"], call="total")
     with pytest.raises(Failure, match="no place to meet"):
         judge.run(code, calls)
-    with pytest.raises(Failure):
-        bare.run(code, calls)  # files stay empty without walls too
 
 
 ATTEMPTS = """
@@ -378,14 +376,16 @@ def attempts():
         succeeded.append(name)
     return succeeded
 """
-CALM = (
-    "another process",
-    "a program",
-    "kills everybody",
-    "mounts",
-    "a new root",
-)  # not to be tried without walls
-FOR_ROOT_ALONE = {"sees a home", "writes to the package", "writes to a library", "removes a file"}
+HARMLESS = [  # what a control may really do
+    "a network",
+    "a unix socket",
+    "inotify",
+    "memfd",
+    "a lock on a library",
+    "a pipe, for its buffer",
+    "memory shared with children",
+    "how much memory is free",
+]
 
 
 def test_no_way_out_and_none_to_another_rank(judge, bare, monkeypatch):
@@ -393,18 +393,8 @@ def test_no_way_out_and_none_to_another_rank(judge, bare, monkeypatch):
     answer = f"import torch\nPACKAGE = {str(PACKAGE)!r}\n{ATTEMPTS}"
     code = Code(answer=answer, names=["attempts"], call="attempts")
     assert judge.run(code, [[()]], network=False).results == [[[]]]
-    calm = f"{answer}\nfor name in {CALM}: del ATTEMPTS[name]"
-    (found,) = bare.run(replace(code, answer=calm), [[()]], network=False).results[0]
-    most = {
-        "a network",
-        "a unix socket",
-        "inotify",
-        "memfd",
-        "shared memory",
-        "a lock on a library",
-        "a pipe, for its buffer",
-    }
-    assert most <= set(found), "the control: without walls these are there"
+    control = f"{answer}\nATTEMPTS = {{name: ATTEMPTS[name] for name in {HARMLESS}}}"
+    assert bare.run(replace(code, answer=control), [[()]], network=False).results == [[HARMLESS]]
 
 
 def test_every_rank_is_a_user_of_its_own(judge):
