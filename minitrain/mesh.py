@@ -69,6 +69,25 @@ class Mesh:
             self._groups[axis, numbers] = _new_group(members, axes)
         return self._groups[axis, numbers] if member else None
 
+    def blocks(
+        self, *axes: str, size: int, names: tuple[str, str], of: int | None = None
+    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Two groups for an axis inside others: `group(*axes)`, or of it each row of `of` ranks, in blocks of
+        `size` ranks: this one's block, and the ranks at its place in every block. The ledger calls them by
+        `names`. All ranks must ask."""
+        axes = self._in_mesh_order("blocks", axes)
+        ranks = of or self.size(*axes)
+        if self.size(*axes) % ranks or ranks % size:
+            raise ValueError(f"blocks of {size} ranks do not divide the {ranks} of {' x '.join(axes)}")
+        key = ("blocks", *axes, size, ranks)
+        if key not in self._groups:
+            number = self.rank(*axes)
+            first, here = number - number % ranks, number % ranks
+            members, start = self.members(*axes)[first : first + ranks], here - here % size
+            both = members[start : start + size], members[here % size :: size]
+            self._groups[key] = tuple(_new_group(some, (name,)) for some, name in zip(both, names))
+        return self._groups[key]
+
     def twin(self, *axes: str) -> dist.ProcessGroup:
         """A second group of the ranks of `group(*axes)`, with connections and streams of its own: a
         pipeline's messages in one direction must not queue behind those in the other."""

@@ -2,7 +2,8 @@
 
 Its passes, in this order:
     1 stages     the layers of this rank, built from the config and seeds by name; what is frozen
-    2 tp         every layer cut by heads, hidden units and words; the loss of the logits that are left
+    2 tp, ep     every layer cut by heads, hidden units and words; experts that tokens travel to; the loss of
+                 the logits that are left
     3 cp         attention over the ranks that hold the other tokens; slices of a sequence
     4 dropout    every mask a function of the place
     5 placements how each parameter is cut, over whom its gradient is a sum, who else holds it
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,9 @@ from minitrain.data_parallel.zero3 import Zero3
 from minitrain.mesh import Mesh
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
+from minitrain.model.mixture import RouterLosses, mixtures
+from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.parallel import cut, spread
 from minitrain.pipeline.eviction import Balanced
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
@@ -81,26 +86,33 @@ def parallelize(
         check_schedule(schedule, strategy)
     elif strategy.pipelined:
         schedule = strategy.build_schedule()
-    module = build(config, strategy, mesh, schedule, cuts, seed, device) if config else model
+    experts = ExpertGroups(strategy, mesh) if config and config.experts else None
+    module = build(config, strategy, mesh, schedule, cuts, seed, device, experts) if config else model
     freeze(module, frozen, config)
 
-    places, memory = Places(seed), None
+    places, memory, in_slices, losses = Places(seed), None, set(), None
     if config:
-        loss_fn = cut_model(module, config, strategy, mesh, loss_fn)
+        loss_fn, in_slices = cut_model(module, config, strategy, mesh, loss_fn)
+        if experts:
+            in_slices |= spread_experts(module, strategy, mesh, experts)
+            layers = {number: stage.layers for number, stage in module.items()}
+            losses = RouterLosses(layers, mesh.group("tp") if strategy.tp > 1 else None)
         memory = attend_over(module, strategy, mesh, schedule)
-        if config.dropout:
+        if config.dropout or experts:
             drop_by_place(module.layers, places, **parts_of_places(strategy, mesh))
-    sum_over(module, strategy, mesh)
+    sum_over(module, strategy, mesh, in_slices, experts)
     if schedule:
         share_stages(module, schedule, mesh)
     sync = make_sync(module, strategy, mesh, make_optimizer)
 
     if schedule is None:
-        forward_backward, played = accumulate(module, loss_fn, strategy.microbatches, sync, places.at), None
+        more = dict(router_loss=losses.taken) if losses else {}
+        forward_backward = accumulate(module, loss_fn, strategy.microbatches, sync, places.at, **more)
+        played = None
     else:
         sync.driven = True
         settings = dict(width=config.d_model, down=mesh.twin("pp"), check=False, memory=memory, at=places.at)
-        settings["length_over"] = strategy.tp if strategy.sequence_parallel else 1
+        settings |= dict(length_over=strategy.tp if strategy.sequence_parallel else 1, router_losses=losses)
         stages, units = dict(module.items()), on_each_rank(schedule, strategy.cp)
         kind = runner or (Balanced if schedule.evicts else Runner)
         forward_backward = played = kind(stages, units, mesh.group("pp"), loss_fn, sync, **settings)
@@ -131,8 +143,12 @@ def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
 # ---- 1: the layers of this rank --------------------------------------------------------------------------
 
 
-def build(config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule, cuts, seed, device) -> GPT | Stages:
+def build(
+    config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule, cuts, seed, device, experts
+) -> GPT | Stages:
     settings = dict(seed=seed, dtype=getattr(torch, strategy.precision), device=device)
+    if experts:
+        settings["expert_part"] = experts.part
     if schedule is None:
         return GPT(config, **settings)
     cuts, stages = cuts or even(config.num_layers, schedule.stages), schedule.stages
@@ -155,12 +171,56 @@ def freeze(module: nn.Module, patterns: Iterable[str], config: GPTConfig | None)
 
 def cut_model(
     module: GPT | Stages, config: GPTConfig, strategy: Strategy, mesh: Mesh, loss_fn: Callable
-) -> Callable:
-    """The loss of what this rank has of the logits."""
+) -> tuple[Callable, set[nn.Parameter]]:
+    """The loss of what this rank has of the logits; and the parameters that see a slice of the tokens."""
     if strategy.tp == 1:
-        return loss_fn
+        return loss_fn, set()
     how = dict(sequence_parallel=strategy.sequence_parallel, overlap=strategy.overlap)
-    return cut_layers(module.layers, config.head_dim, config.vocab_size, mesh.group("tp"), **how)
+    loss_fn = cut_layers(module.layers, config.head_dim, config.vocab_size, mesh.group("tp"), **how)
+    return loss_fn, seen_in_slices(module.layers) if strategy.sequence_parallel else set()
+
+
+class ExpertGroups:
+    """ep splits dp × cp into blocks of ranks that hold all experts together; the ranks at one place of every
+    block hold the same ones, and `summed_over` are these, inside a node first."""
+
+    def __init__(self, strategy: Strategy, mesh: Mesh):
+        self.group, self.way, names = None, None, ("ep", "edp")
+        self.part, self.summed_over = (0, 1), ()
+        if strategy.ep == 1:
+            return
+        *outer, inner = strategy.data_axes
+        rows, inside = (*strategy.data_axes, *strategy.context_axes), (inner, *strategy.context_axes)
+        self.group, beside = mesh.blocks(*rows, size=strategy.ep, names=names)
+        self.part, self.summed_over = (self.group.rank(), strategy.ep), (beside,)
+        if outer:  # two levels, of which the blocks take up the inner one first
+            node = mesh.size(*inside)
+            _, near = mesh.blocks(*inside, size=min(node, strategy.ep), names=names)
+            self.summed_over = (near, beside if strategy.ep > node else mesh.group(*outer))
+        self.way = partial(Dispatch, group=self.group)
+        if strategy.ep_node > 1:
+            names = ("ep_inside", "ep_across")
+            inside, across = mesh.blocks(*rows, size=strategy.ep_node, names=names, of=strategy.ep)
+            from minitrain.moe.two_level import TwoLevelDispatch
+
+            self.way = partial(TwoLevelDispatch, across=across, inside=inside)
+
+
+def spread_experts(
+    module: GPT | Stages, strategy: Strategy, mesh: Mesh, experts: ExpertGroups
+) -> set[nn.Parameter]:
+    """Experts over ep, each cut over tp; the parameters that see a slice of the tokens."""
+    in_slices, sequence = set(), strategy.sequence_parallel
+    rows = (*strategy.context_axes, *["tp"] * (strategy.tp > 1))
+    row_group = mesh.group(*rows) if rows else None
+    for layer in mixtures(module.layers):
+        if experts.group is not None:
+            spread(layer, experts.group, experts.way)
+        layer.row_group, layer.row_ranks = row_group, strategy.cp * (strategy.tp if sequence else 1)
+        if strategy.tp > 1:
+            own = partial(own_time, group=mesh.group("tp")) if sequence else None
+            in_slices |= set(cut(layer, mesh.group("tp"), own))
+    return in_slices
 
 
 def attend_over(module: GPT | Stages, strategy: Strategy, mesh: Mesh, schedule: Schedule | None):
@@ -198,16 +258,20 @@ def layout_of(strategy: Strategy, schedule: Schedule | None):
 # ---- 5: placements ---------------------------------------------------------------------------------------
 
 
-def sum_over(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
-    """A gradient is a sum over all ranks with other tokens: dp × cp, and tp for what sees a slice of them."""
+def sum_over(module: nn.Module, strategy: Strategy, mesh: Mesh, in_slices: set, experts) -> None:
+    """A gradient is a sum over all ranks with other tokens: dp × cp, and tp for what sees a slice of them;
+    for experts, which see the tokens of all ranks of ep, over what is left beside it."""
     *outer, inner = strategy.data_axes
     levels = [(axis,) for axis in outer] + [(inner, *strategy.context_axes)]
     groups = tuple(mesh.group(*names) for names in reversed(levels))  # inside a node first
-    with_tp, in_slices = groups, set()
-    if strategy.sequence_parallel:  # the group is made on every rank, used or not: see Mesh
-        with_tp, in_slices = (mesh.group(*levels[-1], "tp"), *groups[1:]), seen_in_slices(module.layers)
+    with_tp, spread_out = groups, set()
+    if strategy.sequence_parallel or experts and strategy.tp > 1:  # made on every rank, used or not: see Mesh
+        with_tp = (mesh.group(*levels[-1], "tp"), *groups[1:])
+    if experts and experts.group is not None:
+        spread_out = {param for layer in mixtures(module.layers) for param in layer.experts.parameters()}
     for param in module.parameters():
-        place(param, summed_over=with_tp if param in in_slices else groups)
+        over = experts.summed_over if param in spread_out else with_tp if param in in_slices else groups
+        place(param, summed_over=over)
 
 
 def share_stages(module: Stages, schedule: Schedule, mesh: Mesh) -> None:

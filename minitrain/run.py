@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,10 @@ from minitrain.data_parallel.sync import Sync
 from minitrain.mesh import Mesh
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, generate
+from minitrain.model.mixture import mixtures, move_biases
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
+from minitrain.sharding import placement
 from minitrain.strategy import Strategy
 from minitrain.training.step import Batch, StepResult, train_step, valid_tokens
 
@@ -82,6 +84,12 @@ class Run:
     def step(self, batch: Batch, clip: float | None = None) -> StepResult:
         """One step of the optimizer; the loss is this rank's term of the global batch's (`total`). With the
         strategy's `post_validation` the norm is that of the step before (0 in the first)."""
+        result = self._step(batch, clip)
+        if self.config and self.config.experts:
+            move_biases(self.model.layers, self._load_groups)
+        return result
+
+    def _step(self, batch: Batch, clip: float | None) -> StepResult:
         if self.late is None:
             return train_step(self.forward_backward, batch, self.sync, self.sync, clip, self.stage_group)
         limit = clip or math.inf
@@ -90,6 +98,11 @@ class Run:
             self.late.max_norm = limit
         loss, _ = train_step(self.forward_backward, batch, self.late, self.sync)
         return StepResult(loss, loss.new_zeros(()) if self.late.norm is None else self.late.norm)
+
+    def _load_groups(self, layer: nn.Module) -> list[ProcessGroup]:
+        """Over whose ranks the tokens of a router are spread: those of its weight's gradient."""
+        at = placement(layer.router.weight)
+        return [*at.summed_over, *([at.copies] if at.copies is not None else [])]
 
     def settle(self) -> None:
         """With `post_validation`: check the norm of the last step. The methods below do it themselves."""
@@ -176,6 +189,9 @@ class Run:
         """{"parameters": {name: whole}, "optimizer": {name: {..}}}, the same on every rank."""
         self.settle()
         full, group = self.sync.full_state_dict(), self.stage_group
+        if self.config:
+            kept = kept_buffers(self.model.layers)
+            full["parameters"] |= {name: buffer.clone() for name, buffer in kept.items()}
         if group is None:
             return full
         stages = [_broadcast(full, rank, group, self.device) for rank in range(group.size())]
@@ -189,6 +205,8 @@ class Run:
         self.settle()
         if self.config:
             check_names(state["parameters"], self.config)
+            for name, buffer in kept_buffers(self.model.layers).items():
+                buffer.copy_(state["parameters"][name])
             ours, kinds = set(self.sync.names.values()), ("parameters", "optimizer")
             state = {what: {n: value for n, value in state[what].items() if n in ours} for what in kinds}
         self.sync.load_full_state_dict(state)
@@ -196,12 +214,21 @@ class Run:
 
 def check_names(parameters: dict[str, Tensor], config: GPTConfig) -> None:
     """Is it the state of a model of this config?"""
-    wanted = {name: list(param.shape) for name, param in GPT(config, device="meta").named_parameters()}
+    model = GPT(config, device="meta")
+    wanted = {
+        name: list(x.shape) for name, x in (*model.named_parameters(), *kept_buffers(model.layers).items())
+    }
     found = {name: list(value.shape) for name, value in parameters.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             here, there = found.get(name, "not at all"), wanted.get(name, "has none")
             raise ValueError(f"the state has {name} {here}, this model {there}: it is of another model")
+
+
+def kept_buffers(layers: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """What is part of a model's state and no parameter, by its name in the whole: biases of routers."""
+    routed = {layer.name: layer.mlp.router for layer in layers if mixtures([layer])}
+    return {f"{name}.mlp.router.{n}": x for name, router in routed.items() for n, x in router.named_buffers()}
 
 
 def _broadcast(value: dict, source: int, group: ProcessGroup, device: torch.device) -> dict:

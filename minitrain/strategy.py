@@ -6,6 +6,7 @@
     pp    layers        stages, run by `schedule`            microbatches, chunks, slices, recompute
     cp    tokens        of the same rows, by `layout`        core: attention over them
     tp    matrices      the same tokens                      sequence_parallel, overlap
+    ep    experts       no ranks of its own: it splits dp · cp, whose tokens travel to them; `ep_node`
 
 `check(config, ranks)` refuses what cannot be, before any rank starts; `check_batch` does so for rows and
 length. It prints as the call that makes it, without defaults, and travels as JSON (`asdict`,
@@ -27,7 +28,7 @@ from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import Schedule
 
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
-AXES = ("dp", "pp", "cp", "tp", "ep")
+AXES = ("dp", "pp", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Strategy:
     pp: int = 1  # ranks with different layers
     cp: int = 1  # ranks with different tokens of the same rows
     tp: int = 1  # ranks with different parts of each matrix
-    ep: int = 1  # ranks with different experts
+    ep: int = 1  # of the dp x cp ranks, how many share out the experts
+    ep_node: int = 1  # of the ep ranks, how many are one node: a token then crosses to each node once
     zero: int | str = 0  # 0: replicated; 1, 2, 3: ZeRO; a word such as "III": hybrid sharding
     node: int = 1  # of the dp ranks, how many are one node (for a word)
     sequence_parallel: bool = False  # cut activations between the matrices over tp as well
@@ -57,7 +59,18 @@ class Strategy:
     bucket_bytes: int = 25_000_000  # of gradients that travel together
 
     def __post_init__(self):
-        for name in (*AXES, "node", "microbatches", "chunks", "slices", "inner", "ulysses", "bucket_bytes"):
+        sizes = (
+            "ep",
+            "ep_node",
+            "node",
+            "microbatches",
+            "chunks",
+            "slices",
+            "inner",
+            "ulysses",
+            "bucket_bytes",
+        )
+        for name in (*AXES, *sizes):
             if not isinstance(size := getattr(self, name), int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}={size!r}; use a whole number, 1 or more")
         if isinstance(self.zero, str) and self.zero.isdigit():
@@ -72,6 +85,7 @@ class Strategy:
         if self.dp % self.node:
             fits = " or ".join(map(str, divisors(self.dp)))
             raise ValueError(f"node={self.node} does not divide dp={self.dp}; a node has {fits} of its ranks")
+        self._check_experts()
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r}; use {', '.join(PRECISIONS)}")
         if self.tp == 1 and (self.sequence_parallel or self.overlap):
@@ -91,7 +105,7 @@ class Strategy:
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.pp * self.cp * self.tp * self.ep
+        return self.dp * self.pp * self.cp * self.tp
 
     @property
     def word(self) -> bool:
@@ -151,6 +165,20 @@ class Strategy:
 
     # ---- what cannot be -----------------------------------------------------------------------------------
 
+    def _check_experts(self) -> None:
+        ranks, node = self.dp * self.cp, self.node * self.cp
+        if ranks % self.ep:
+            fits = " or ".join(map(str, divisors(ranks)))
+            raise ValueError(f"ep={self.ep} does not divide dp x cp = {ranks} ranks; use ep {fits}")
+        if self.word and node % self.ep and self.ep % node:
+            cure = f"use ep {' or '.join(map(str, divisors(node)))}, or a multiple of {node}"
+            raise ValueError(f"ep={self.ep} with nodes of {node} dp x cp ranks; {cure}")
+        if self.ep % self.ep_node:
+            fits = " or ".join(map(str, divisors(self.ep)))
+            raise ValueError(
+                f"ep_node={self.ep_node} does not divide ep={self.ep}; a node has {fits} of its ranks"
+            )
+
     def _check_context(self) -> None:
         for name, table in (("core", cores.CORES), ("layout", cores.LAYOUTS)):
             if getattr(self, name) not in table:
@@ -181,8 +209,8 @@ class Strategy:
             raise ValueError(
                 f"{self._said(AXES, ' · ')} are {self.ranks} ranks, but the job has {ranks}; {cure}"
             )
-        if self.ep > 1:
-            raise ValueError(f"ep={self.ep}, but the model has no experts to share out; use ep=1")
+        if self.ep > 1 or config.experts:
+            check_expert_parallel(config, self)
         if self.tp > 1:
             check_tensor_parallel(config, self.tp)
         if self.cp > 1:
@@ -213,6 +241,30 @@ class Strategy:
             raise ValueError(f"T={length} is not a multiple of {pieces}; pad the sequence to {longer}")
         if self.slices > length:
             raise ValueError(f"slices={self.slices} of {length} tokens; use at most {length}")
+
+
+def check_expert_parallel(config: GPTConfig, strategy: Strategy) -> None:
+    """Experts that ep ranks can share out, and rows that are whole where a router looks at whole rows."""
+    if (c := config.experts) is None:
+        raise ValueError(f"ep={strategy.ep}, but the model has no experts to share out; use ep=1")
+    numbers = {c.num_experts, c.pyramid_experts or c.num_experts}
+    fits = [n for n in divisors(math.gcd(*numbers)) if strategy.dp * strategy.cp % n == 0]
+    if strategy.ep not in fits:
+        said = " and ".join(map(str, sorted(numbers)))
+        raise ValueError(
+            f"ep={strategy.ep} does not divide {said} experts; use ep {' or '.join(map(str, fits))}"
+        )
+    if config.expert_width % strategy.tp:
+        sizes = f"tp={strategy.tp} does not divide expert_width={config.expert_width}"
+        fits = " or ".join(map(str, divisors(config.expert_width)))
+        raise ValueError(f"{sizes}; each expert is cut over tp: use tp {fits}")
+    if c.router == "expert_choice" and max(strategy.cp, strategy.tp, strategy.slices) > 1:
+        why = "experts choose among all tokens of a row, and these are on several ranks or slices"
+        raise ValueError(f"router 'expert_choice': {why}; use cp=1, tp=1 and slices=1, or another router")
+    if c.whole_rows and strategy.slices > 1:
+        name = "capacity_factor" if c.capacity_factor else "balance_alpha"
+        why = f"{name} counts the tokens of whole rows, and slices={strategy.slices} come one by one"
+        raise ValueError(f"{why}; use {name}=0 (bias_speed of router 'deepseek' balances too), or slices=1")
 
 
 def check_tensor_parallel(config: GPTConfig, tp: int) -> None:

@@ -19,7 +19,8 @@ import typer
 from typer import Option
 
 from minitrain.model.config import GPTConfig, presets
-from minitrain.plan.accounting.parameters import parameters
+from minitrain.model.experts_config import ExpertsConfig
+from minitrain.plan.accounting.parameters import mlp_parameters, parameters
 from minitrain.strategy import Strategy
 from minitrain.training.flags import flags, options, taken
 from minitrain.training.hyperparameters import Hyperparameters
@@ -34,7 +35,8 @@ CUT = ("NNN", "NNG", "NGG", "GGG")
 @options(
     flags(Hyperparameters, short=dict(batch_size="--batch")),
     flags(Strategy),
-    flags(GPTConfig, unset=True, leave_out=("vocab_size",), short=MODEL),
+    flags(GPTConfig, unset=True, leave_out=("vocab_size", "experts"), short=MODEL),
+    flags(ExpertsConfig, unset=True),
 )
 def train(
     preset: Annotated[str, Option(help=f"{', '.join(presets)}; every field is a flag too")] = "tiny",
@@ -83,7 +85,15 @@ def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
 
     if preset not in presets:
         raise ValueError(f"unknown preset {preset!r}; there are {', '.join(presets)}")
-    changes = taken(GPTConfig, values)
+    changes, experts = taken(GPTConfig, values), taken(ExpertsConfig, values)
+    if experts:
+        before = presets[preset].experts
+        if before is None and "num_experts" not in experts:
+            name, value = next(iter(experts.items()))
+            raise ValueError(
+                f"{name}={value}, but preset {preset!r} has no experts; add num_experts, or use another"
+            )
+        changes["experts"] = replace(before, **experts) if before else ExpertsConfig(**experts)
     changes.setdefault("max_positions", max(values["length"], presets[preset].max_positions))
     return replace(presets[preset], vocab_size=VOCAB, **changes)
 
@@ -151,8 +161,18 @@ def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> i
     optimizer = 2 * weight if weight >= 4 else 12
     pieces = {"N": 1, "I": strategy.node * strategy.cp, "G": strategy.dp * strategy.cp}
     word = strategy.zero if strategy.word else CUT[strategy.zero]
-    here = sum(size / pieces[letter] for size, letter in zip((weight, weight, optimizer), word))
-    return int(parameters(config) * (here / (strategy.pp * strategy.tp) + saves * (weight + optimizer)))
+    spread, all_of_them = spread_parameters(config), parameters(config)
+    here = 0.0
+    for size, letter in zip((weight, weight, optimizer), word):  # ep cuts experts first, ZeRO what is left
+        beside = max(strategy.ep, pieces[letter])
+        here += size * ((all_of_them - spread) / pieces[letter] + spread / beside)
+    return int(here / (strategy.pp * strategy.tp) + saves * all_of_them * (weight + optimizer))
+
+
+def spread_parameters(config: GPTConfig) -> int:
+    """Those of experts, which ep spreads over ranks."""
+    counts = (config.experts_in(block) for block in range(1, config.num_layers + 1))
+    return sum(counts) * mlp_parameters(config, matrices_only=True, width=config.expert_width)
 
 
 # ---- on every rank ---------------------------------------------------------------------------------------

@@ -185,6 +185,7 @@ class Trainer:
 def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str) -> dict[str, Any]:
     """What makes a run the same run, in plain values (through JSON): a loader trusts no class."""
     model = {"model": model} if isinstance(model, str) else asdict(model)
+    model |= model.pop("experts", None) or {}  # by their own names
     return json.loads(json.dumps({**model, **asdict(hyper), "precision": precision}))
 
 

@@ -15,6 +15,7 @@ adds its column here: a field to draw, a word in FEATURES.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -35,10 +36,12 @@ from minitrain.data.batches import MASKED, Rows, random_tokens, rows_of
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.model.config import GPTConfig
+from minitrain.model.experts_config import FIXED, ROUTERS, ExpertsConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.model.mixture import RouterLosses, move_biases
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.named import CHUNKED, NAMES, SLICED
-from minitrain.run import Run
+from minitrain.run import Run, kept_buffers
 from minitrain.strategy import PARO_SHARDINGS, Strategy
 from minitrain.training.optim import AdamW
 
@@ -70,6 +73,21 @@ class Draw:
             if self.masked == "rows" and row in rows_of(0, self.strategy.dp, size) and self.strategy.dp > 1:
                 target[:] = MASKED
         return tokens, targets
+
+    @property
+    def numbers_decide(self) -> bool:
+        """Whether what a rank sends depends on what a router says, or on how many rows another rank has."""
+        if self.config.experts is None:
+            return False
+        cuts, visits = self.strategy.tp * self.strategy.cp * self.strategy.slices, self.config.experts.top_k
+        counts = {self.config.experts_in(block + 1) for block in range(self.config.num_layers)} - {0}
+        return (
+            self.config.experts.router != "balanced"
+            or self.batch_sizes[0] % (self.strategy.dp * self.strategy.microbatches) > 0
+            or self.strategy.cp > 1  # positions are not in a row
+            or cuts > 1
+            and (self.length % cuts > 0 or any(self.length // cuts * visits % experts for experts in counts))
+        )
 
     def make_optimizer(self, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Matrices decay, vectors do not; eps is large enough that rounding of gradients near 0 is not
@@ -105,9 +123,13 @@ def attempt(chance: random.Random) -> Draw:
     for _ in range(chance.choice((1, 2, 2, 3, 3))):
         axis = chance.choice(tuple(axes))
         axes[axis] *= chance.choice((2, 2, 2, 3)) if axis != "cp" else 2
-    if axes["dp"] * axes["pp"] * axes["cp"] * axes["tp"] > 8:
+    if math.prod(axes.values()) > 8:
         raise ValueError("more than 8 ranks")
     config = draw_config(chance)
+    if config.experts and axes["dp"] * axes["cp"] > 1 and chance.random() < 0.8:
+        splits = [n for n in range(2, 9) if axes["dp"] * axes["cp"] % n == 0]
+        axes["ep"] = chance.choice(splits)
+        axes["ep_node"] = 1
     strategy = draw_strategy(chance, axes)
     strategy.check(config, strategy.ranks)
     length = chance.choice((8, 9, 12, 15, 16, 24))
@@ -149,8 +171,28 @@ def draw_config(chance: random.Random) -> GPTConfig:
         tied=chance.random() < 0.5,
         embedding_norm=chance.random() < 0.2,
         dropout=chance.choice((0.0, 0.0, 0.2)),
+        experts=draw_experts(chance) if chance.random() < 0.35 else None,
         **(dict(kv_latent=8, rope_head_dim=2) if latent else {}),
     )
+
+
+def draw_experts(chance: random.Random) -> ExpertsConfig:
+    router = chance.choice((*ROUTERS, "top_k", "deepseek", "balanced"))
+    values = dict(num_experts=chance.choice((4, 8, 6)), top_k=FIXED.get(router) or chance.choice((1, 2, 3)))
+    values |= dict(
+        router=router, expert_width=chance.choice((None, 12)), shared_experts=chance.choice((0, 0, 1))
+    )
+    values |= dict(expert_every=chance.choice((1, 1, 2)), dense_first=chance.choice((0, 0, 1)))
+    values |= dict(capacity_factor=chance.choice((0.0, 0.0, 0.75, 1.5)))
+    values |= dict(balance_alpha=chance.choice((0.0, 0.05)), z_alpha=chance.choice((0.0, 0.01)))
+    if chance.random() < 0.2:
+        values |= dict(pyramid_layers=1, pyramid_experts=2 * values["num_experts"])
+    if router == "deepseek":
+        limit = chance.choice([limit for limit in (1, 2) if values["top_k"] % limit == 0])
+        values |= dict(
+            bias_speed=0.02, route_nodes=2, node_limit=limit, route_scale=chance.choice((1.0, 2.5))
+        )
+    return ExpertsConfig(**values)
 
 
 def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
@@ -212,21 +254,25 @@ def one_process(case: Draw) -> Outcome:
         param.requires_grad_(not matches(name, case))
     trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
     optimizer = as_torch_has_it(case.make_optimizer(list(trainable.values())))
-    losses = []
+    totals, losses = [], RouterLosses({0: model.layers})
     for step in range(STEPS):
         places.at(step, 0)
         tokens, targets = case.draw_rows(step, 0, 0, 1)
         optimizer.zero_grad()
-        loss = cross_entropy_sum(model(tokens), targets) / (targets != MASKED).sum()
+        loss = cross_entropy_sum(model(tokens), targets)
+        if (more := losses.taken()) is not None:
+            loss = loss + more
+        loss = loss / (targets != MASKED).sum()
         loss.backward()
         if case.clip:
             torch.nn.utils.clip_grad_norm_(trainable.values(), case.clip)
         optimizer.step()
-        losses.append(loss.item())
+        move_biases(model.layers, lambda layer: ())
+        totals.append(loss.item())
     return Outcome(
-        losses,
+        totals,
         {name: param.grad for name, param in trainable.items()},
-        {name: param.detach() for name, param in model.named_parameters()},
+        {name: param.detach() for name, param in model.named_parameters()} | kept_buffers(model.layers),
     )
 
 
@@ -330,7 +376,7 @@ def verdict(case: Draw, every_rank: bool = False) -> str:
     far = max(distance(outcome, reference) for outcome, _ in results)
     if not far < TOLERANCE:
         return f"is {far:.1e} from one process"
-    if case.strategy.post_validation:  # asks for a number, which a dry run has not
+    if case.strategy.post_validation or case.numbers_decide:  # asks for a number, which a dry run has not
         return ""
     some = (
         random.Random(repr(case)).sample(range(len(results)), min(2, len(results)))
@@ -371,6 +417,9 @@ FEATURES = {
     "pp": lambda s, c: s.pp > 1 and not s.build_schedule().splits_backward,
     "pp, I and W": lambda s, c: s.pp > 1 and s.build_schedule().splits_backward,
     "pp, slices": lambda s, c: s.slices > 1,
+    "experts": lambda s, c: c.config.experts is not None and s.ep == 1,
+    "ep": lambda s, c: s.ep > 1 and s.ep_node in (1, s.ep),
+    "ep, two levels": lambda s, c: 1 < s.ep_node < s.ep,
     "recompute": lambda s, c: s.recompute,
     "late clipping": lambda s, c: s.post_validation,
     "microbatches": lambda s, c: s.microbatches > 1,
@@ -380,6 +429,12 @@ FEATURES = {
     "clipping": lambda s, c: c.clip is not None,
     "ALiBi": lambda s, c: c.config.positions == "alibi",
     "GQA": lambda s, c: c.config.num_kv_heads < c.config.num_heads,
+    "shared experts": lambda s, c: c.config.experts is not None and c.config.experts.shared_experts > 0,
+    "capacity": lambda s, c: c.config.experts is not None and c.config.experts.capacity_factor > 0,
+    "router losses": lambda s, c: (
+        c.config.experts is not None and c.config.experts.balance_alpha + c.config.experts.z_alpha > 0
+    ),
+    "bias without a loss": lambda s, c: c.config.experts is not None and c.config.experts.bias_speed > 0,
 }
 
 

@@ -19,8 +19,9 @@ PACKAGE = ROOT / "minitrain"
 FLOORS = [
     {"torch_private", "tables"},
     {"collectives", "attention", "data", "simulate"},
-    {"mesh", "sharding", "model", "ledger", "launch"},
+    {"mesh", "sharding", "ledger", "launch"},
     {
+        "model",
         "data_parallel",
         "tensor_parallel",
         "context",
@@ -37,10 +38,11 @@ FLOORS = [
     {"run", "parallelize", "plot", "course", "trainer"},
     {"train_command", "cli", "__main__"},
 ]
-TECHNIQUES = FLOORS[3]
+TECHNIQUES = FLOORS[3] - {"model"}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 BASE = {"torch_private", "tables", "collectives", "attention", "sharding"}  # all a technique may lean on
 NEIGHBOURS = {
+    ("model", "moe"),
     ("parallelize", "run"),
     ("trainer", "run"),
     ("cli", "train_command"),
@@ -56,6 +58,7 @@ NO_TORCH = (
     "plot.style",
     "strategy",
     "model.config",
+    "model.experts_config",
     "course.atlas",
     "course.notebook",
     "training.flags",

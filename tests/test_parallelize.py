@@ -125,8 +125,8 @@ def test_refusals_are_one_line_on_every_rank():
         "sequence 16 > max_positions 8": lambda: built(cp=2).batch(rows(length=16), 0),
         "a batch of 1 rows for dp=2 x microbatches=1": lambda: built(dp=2).batch(rows(1), 0),
         "ep=2, but the model has no experts": lambda: built(ep=2),
-        "dp=1 · pp=1 · cp=1 · tp=1 · ep=1 are 1 ranks, but the job has 2; dp=2 would fit": lambda: built(),
-        "dp=1 · pp=1 · cp=1 · tp=3 · ep=1 are 3 ranks, but the job has 2; choose sizes whose product is 2": lambda: (
+        "dp=1 · pp=1 · cp=1 · tp=1 are 1 ranks, but the job has 2; dp=2 would fit": lambda: built(),
+        "dp=1 · pp=1 · cp=1 · tp=3 are 3 ranks, but the job has 2; choose sizes whose product is 2": lambda: (
             built(tp=3)
         ),
         "zero=4; use 0 (no sharding)": lambda: built(dp=2, zero=4),

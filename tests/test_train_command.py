@@ -269,7 +269,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         code, _, err = minitrain("train", "--dp", 3)
         assert (
             code == 2
-            and err.count("dp=3 · pp=1 · cp=1 · tp=1 · ep=1 are 3 ranks, but the job has 2")
+            and err.count("dp=3 · pp=1 · cp=1 · tp=1 are 3 ranks, but the job has 2")
             == err.count("\n")
             == lines
         )
@@ -295,7 +295,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--dp 0", "dp=0; use a whole number, 1 or more"),
         ("--heads 5", "num_heads 5"),
         ("--tp 3", "tp=3 does not divide num_heads=4"),
-        ("--ep 2", "ep=2, but the model has no experts to share out; use ep=1"),
+        ("--dp 2 --ep 2", "ep=2, but the model has no experts to share out; use ep=1"),
         (
             "--cp 2 --length 18",
             "T=18 is not a multiple of 4 pieces (cp=2, layout='zigzag'); pad the sequence to 20",

@@ -38,10 +38,21 @@ def shifted(z: Tensor, places: int) -> Tensor:
 
 def keep(p: float, seed: Tensor | int, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """int64 `[B]`, `[H]`, `[Tq]`, `[Tk]`, global numbers -> bool `[B, H, Tq, Tk]`: True at a rate 1-p."""
-    state = mix(torch.as_tensor(seed, dtype=torch.int64, device=keys.device).clone())
-    for place in (rows[:, None, None, None], heads[:, None, None], queries[:, None], keys):
-        state = mix(state + (place + 1) * GAMMA)
+    state = hashed(seed, rows[:, None, None, None], heads[:, None, None], queries[:, None], keys)
     return state >= round(p * 2**64) - 2**63
+
+
+def uniform(seed: Tensor | int, rows: Tensor, positions: Tensor) -> Tensor:
+    """int64 `[B]` and `[B, T]` -> float64 `[B, T]`, 53 bits in [0, 1)."""
+    return shifted(hashed(seed, rows[:, None], positions), 11).double() * 2.0**-53
+
+
+def hashed(seed: Tensor | int, *places: Tensor) -> Tensor:
+    """64 bits for every combination of these coordinates, which fit each other's shapes."""
+    state = mix(torch.as_tensor(seed, dtype=torch.int64, device=places[-1].device).clone())
+    for place in places:
+        state = mix(state + (place + 1) * GAMMA)
+    return state
 
 
 class DropMask(NamedTuple):
@@ -123,11 +134,24 @@ def drop_scores(core: Callable, places: Places, site: str, part: int = 0) -> Cal
     return run
 
 
+def draws_by_place(places: Places, site: str) -> Callable[[Tensor], Tensor]:
+    """positions `[B, T]` -> a number in [0, 1) for each, whichever rank draws it (a router's)."""
+
+    def draws(positions: Tensor) -> Tensor:
+        rows = torch.arange(places.first_row, places.first_row + len(positions), device=positions.device)
+        return uniform(places.seed_of(site), rows, positions)
+
+    return draws
+
+
 def drop_by_place(layers: Iterable[nn.Module], places: Places, part: int = 0, own: Callable = all_of) -> None:
-    """Every dropout of these layers, in place: of activations (row, position, channel) and of scores."""
+    """Every dropout of these layers, in place: of activations (row, position, channel), of scores, and what
+    routers draw."""
     for layer in layers:
         for name, module in list(layer.named_children()):
             if isinstance(module, nn.Dropout):
                 setattr(layer, name, DropRows(module.p, places, f"{layer.name}.{name}", own))
+        if hasattr(layer, "mlp") and hasattr(layer.mlp, "router"):
+            layer.mlp.router.draws = draws_by_place(places, f"{layer.name}.router")
         if hasattr(layer, "attention"):
             layer.attention.core = drop_scores(layer.attention.core, places, f"{layer.name}.scores", part)

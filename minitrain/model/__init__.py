@@ -3,5 +3,8 @@
 First  config              GPTConfig: every size and choice; presets of published models
        layers              attention, MLP, norms
        gpt                 blocks, embedding, head, whole models and stages of them
-beside hugging_face        the same weights under Hugging Face's names, and where conventions differ
+then   experts_config      which MLPs are experts, and how a token finds them
+       mixture             a router and its experts in the place of an MLP (routers: moe/)
+beside fields              what both configs check alike
+       hugging_face        the same weights under Hugging Face's names, and where conventions differ
 """

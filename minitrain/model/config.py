@@ -12,8 +12,12 @@ FLOPs depend on it: Llama 3.1's rescaled RoPE, GPT-3's alternating sparse attent
 positions.
 """
 
-import difflib
-from dataclasses import dataclass, fields
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.fields import check_choice, check_least, check_names, check_types, divisors
 
 CHOICES = {
     "norm": ("rms", "layer"),
@@ -43,29 +47,26 @@ class GPTConfig:
     rope_fraction: float = 1.0  # the part of each head that is rotated (GPT-NeoX: 1/4)
     activation: str = "swiglu"  # or geglu, gelu, gelu_tanh, fastgelu
     residual: str = "pre"  # or parallel, post, deepnorm: where norms and sums stand; see model.Block
-    bias: bool = False  # in the linears and norms of the blocks; the head never has one
+    bias: bool = False  # in the linears and norms of the blocks; head, routers and experts never have one
     tied: bool = False  # the head uses the token table
     embedding_norm: bool = False  # BLOOM: a norm right after the token table
     dropout: float = 0.0  # on attention probabilities and on both outputs of a block
     kv_latent: int = 0  # > 0: multi-head latent attention with a key-value latent this wide
     query_latent: int = 0  # MLA: width of the query latent; 0: queries come straight from the input
     rope_head_dim: int = 0  # MLA: width of the rotated part of each head
+    experts: ExpertsConfig | None = None  # mixture of experts in the place of MLPs; None: all are dense
 
     def __new__(cls, *args, **settings):
-        names = [field.name for field in fields(cls)]
-        for name in settings:
-            if name not in names:
-                raise ValueError(f"unknown setting {name!r}; {_meant(name, names)}")
+        check_names(cls, settings)
         return super().__new__(cls)
 
     def __post_init__(self):
-        self._check_types()
-        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}; use at least 1")
+        if isinstance(self.experts, dict):  # as plain values travel
+            object.__setattr__(self, "experts", ExpertsConfig(**self.experts))
+        check_types(self, leave_out=("experts",))
+        check_least(self, 1, ("vocab_size", "d_model", "num_layers", "num_heads", "max_positions"))
         for name, choices in CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"{name} = {value!r}; {_meant(value, choices)}")
+            check_choice(self, name, choices)
         width, heads = self.d_model, self.num_heads
         if _derived(self.head_dim) and width % heads:
             near = sorted(sorted(divisors(width), key=lambda n: abs(n - heads))[:2])
@@ -77,18 +78,11 @@ class GPTConfig:
         self._check_attention()
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout = {self.dropout}; must be in [0, 1)")
+        self._check_experts()
         if self.norm_eps <= 0 or self.rope_theta <= 0:
             raise ValueError(
                 f"norm_eps = {self.norm_eps} and rope_theta = {self.rope_theta} must both be > 0"
             )
-
-    def _check_types(self):
-        for field in fields(self):
-            value, kind = getattr(self, field.name), int if field.default is None else type(field.default)
-            fits = isinstance(value, (int, float) if kind is float else kind) or value is field.default
-            if not fits or (isinstance(value, bool) and kind is not bool):
-                found = type(value).__name__
-                raise ValueError(f"{field.name} = {value!r} is {found}; expected {kind.__name__}")
 
     def _derive(self, name: str, value: int):
         if _derived(getattr(self, name)):
@@ -118,6 +112,26 @@ class GPTConfig:
             cure = "RoPE turns pairs and needs an even one"
             raise ValueError(f"rotated head size {self.rotated_dim} is odd; {cure}")
 
+    def _check_experts(self):
+        if self.experts is None:
+            return
+        if not isinstance(self.experts, ExpertsConfig):
+            raise ValueError(f"experts = {self.experts!r}; use an ExpertsConfig, or None")
+        blocks, pyramid = self.experts.blocks(self.num_layers), self.experts.pyramid_layers
+        if not blocks or pyramid > len(blocks):
+            sizes = f"expert_every {self.experts.expert_every}, dense_first {self.experts.dense_first}"
+            found = f"{len(blocks)} of {self.num_layers} blocks have experts ({sizes})"
+            raise ValueError(f"{found}; use at least {max(1, pyramid)}, or experts=None")
+
+    def experts_in(self, block: int) -> int:
+        """Of block 1 .. L; 0: its MLP is dense."""
+        return self.experts.in_block(block, self.num_layers) if self.experts else 0
+
+    @property
+    def expert_width(self) -> int:
+        """The F of one expert."""
+        return (self.experts and self.experts.expert_width) or self.d_ff
+
     @property
     def rotated_dim(self) -> int:
         """Width of the part of a head that RoPE turns."""
@@ -130,15 +144,6 @@ class Derived(int):
 
 def _derived(value: int | None) -> bool:
     return value is None or isinstance(value, Derived)
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _meant(given: str, allowed) -> str:
-    near = difflib.get_close_matches(given, allowed, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
 
 
 def _gpt2(width: int, num_layers: int, num_heads: int, **other) -> GPTConfig:
@@ -157,6 +162,7 @@ def _llama(width: int, num_layers: int, num_heads: int, num_kv_heads: int, d_ff:
     return GPTConfig(d_model=width, num_layers=num_layers, d_ff=d_ff, **heads, **other)
 
 
+_DEEPSEEK_V3 = dict(kv_latent=512, query_latent=1536, rope_head_dim=64, head_dim=128, norm_eps=1e-6)
 _LLAMA3 = dict(vocab_size=128_256, max_positions=8192, rope_theta=500_000.0)
 _NEOX = dict(vocab_size=50_432, max_positions=2048, positions="rope", rope_fraction=0.25, tied=False)
 _BLOOM = dict(vocab_size=250_880, max_positions=2048, positions="alibi", embedding_norm=True)
@@ -166,6 +172,14 @@ presets = {
     # For laptops: text as bytes, so 256 tokens.
     "tiny": GPTConfig(d_model=64, num_layers=2, num_heads=4, max_positions=256),
     "small": GPTConfig(d_model=256, num_layers=6, num_heads=8, max_positions=512),
+    "tiny-moe": GPTConfig(
+        d_model=64,
+        num_layers=2,
+        num_heads=4,
+        max_positions=256,
+        d_ff=96,
+        experts=ExpertsConfig(num_experts=8, top_k=2, balance_alpha=0.01),
+    ),
     "medium": GPTConfig(d_model=1024, num_layers=8, num_heads=16, num_kv_heads=8, max_positions=1024),
     # Radford et al. 2019 (the repository's readme corrects the paper's 117M to 124M).
     "gpt2": _gpt2(768, 12, 12),
@@ -185,4 +199,40 @@ presets = {
     "llama3-8b": _llama(4096, 32, 32, 8, 14_336, **_LLAMA3),
     "llama3-70b": _llama(8192, 80, 64, 8, 28_672, **_LLAMA3),
     "llama3.1-405b": _llama(16_384, 126, 128, 8, 53_248, **(_LLAMA3 | dict(max_positions=131_072))),
+    # Jiang et al. 2024, table 1: Mistral 7B's layers with 8 experts each.
+    "mixtral-8x7b": _llama(
+        4096,
+        32,
+        32,
+        8,
+        14_336,
+        vocab_size=32_000,
+        max_positions=32_768,
+        rope_theta=1e6,
+        experts=ExpertsConfig(8, 2),
+    ),
+    # DeepSeek-AI 2024, section 4.2, without the multi-token prediction module.
+    "deepseek-v3": _llama(
+        7168,
+        61,
+        128,
+        128,
+        18_432,
+        vocab_size=129_280,
+        max_positions=4096,
+        **_DEEPSEEK_V3,
+        experts=ExpertsConfig(
+            256,
+            8,
+            "deepseek",
+            expert_width=2048,
+            shared_experts=1,
+            dense_first=3,
+            balance_alpha=1e-4,
+            bias_speed=1e-3,
+            route_nodes=8,
+            node_limit=4,
+            route_scale=2.5,
+        ),
+    ),
 }

@@ -16,6 +16,8 @@ Zeng et al. 2022 (GLM-130B), arXiv:2210.02414, section 2.1. Differs: weights are
 the CPU.
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 from collections import Counter
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.layers import MLP, Attention, Dropout, LatentAttention, Linear, causal_attention, norm
+from minitrain.model.mixture import MixtureOfExperts
 
 __all__ = ["GPT", "Block", "GPTConfig", "Stages", "cross_entropy_sum", "generate", "presets", "seed_of"]
 
@@ -79,12 +82,17 @@ class Block(nn.Module):
     deepnorm   norm(alpha·x + f(x))                      for depth: alpha = sqrt(2L), smaller weights
     """
 
-    def __init__(self, config: GPTConfig, name: str, attention: Callable = causal_attention, **place):
+    def __init__(
+        self, config: GPTConfig, name: str, attention: Callable = causal_attention, part=0, parts=1, **place
+    ):
         super().__init__()
         self.config, self.name = config, name
         kind = LatentAttention if config.kv_latent else Attention
         self.norm1, self.attention = norm(config, **place), kind(config, attention, **place)
-        self.norm2, self.mlp = norm(config, **place), MLP(config, **place)
+        self.norm2, experts = norm(config, **place), config.experts_in(int(name.split(".")[-1]))
+        self.mlp = (
+            MixtureOfExperts(config, experts, part, parts, **place) if experts else MLP(config, **place)
+        )
         self.dropout1, self.dropout2 = Dropout(config.dropout), Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -92,7 +100,9 @@ class Block(nn.Module):
             return self.dropout1(self.attention(x, positions), positions)
 
         def mlp(x):
-            return self.dropout2(self.mlp(x), positions)
+            return self.dropout2(self.mlp(x, *places), positions)
+
+        places = (positions,) if isinstance(self.mlp, MixtureOfExperts) else ()
 
         match self.config.residual:
             case "pre":
@@ -143,7 +153,9 @@ class GPT(nn.Module):
         device: torch.device | str | None = None,
         attention: Callable = causal_attention,
         layers: Iterable[int] | None = None,
+        expert_part: tuple[int, int] = (0, 1),
     ):
+        """`expert_part` (i, n): of every layer of experts the i-th n-th, from 0."""
         super().__init__()
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             choices = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
@@ -154,11 +166,17 @@ class GPT(nn.Module):
             if not 0 <= number <= last:
                 raise ValueError(f"layer {number}; this model has layers 0 (embedding) to {last} (head)")
             kind = Embedding if number == 0 else Head if number == last else Block
-            extra = dict(attention=attention) if kind is Block else {}
+            extra = {}
+            if kind is Block:
+                extra = dict(attention=attention, part=expert_part[0], parts=expert_part[1])
             self.layers.add_module(str(number), kind(config, f"layers.{number}", **extra, **place))
         share_table(config, self.layers)
         for name, parameter in self.named_parameters():
-            initialise(parameter, name, config, seed)
+            initialise(parameter, name, config, seed, expert_part[0])
+
+    def items(self) -> list[tuple[int, GPT]]:
+        """The slices by stage, as those of `Stages`: this one."""
+        return [(0, self)]
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """tokens `[B, T]` -> logits `[B, T, V]`; a slice takes and gives what its first and last layer do."""
@@ -219,8 +237,9 @@ def seed_of(name: str, seed: int = 0) -> int:
 
 
 @torch.no_grad()
-def initialise(parameter: Tensor, name: str, config: GPTConfig, seed: int):
-    """Fills one parameter from its global name. A dry run does the same operators, for the same account."""
+def initialise(parameter: Tensor, name: str, config: GPTConfig, seed: int, part: int = 0):
+    """Fills one parameter from its global name; of stacked experts, the part that is here, each from its
+    own. A dry run does the same operators, for the same account."""
     fake = type(parameter) is not nn.Parameter
     if parameter.is_meta or (fake and not parameter.is_cpu):  # no memory; or a GPU that torch may not know
         return
@@ -229,16 +248,25 @@ def initialise(parameter: Tensor, name: str, config: GPTConfig, seed: int):
         return
     if config.tied and name == f"layers.{config.num_layers + 1}.out.weight":
         name = "layers.0.tokens"  # a stage with the head only: the same table
+    if parameter.dim() == 3:
+        first = part * len(parameter)
+        for number, expert in enumerate(parameter, start=first):
+            _draw(expert, seed_of(f"{name}.{number}", seed), _std(name, expert, config))
+    else:
+        _draw(parameter, seed_of(name, seed), _std(name, parameter, config))
+
+
+def _draw(parameter: Tensor, seed: int, std: float) -> None:
     in_place = parameter.is_cpu and parameter.dtype == torch.float32
     values = parameter if in_place else torch.empty(parameter.shape, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed_of(name, seed))
-    values.normal_(0.0, _std(name, parameter, config), generator=generator)
+    values.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
     if not in_place:
         parameter.copy_(values)
 
 
 def _std(name: str, parameter: Tensor, config: GPTConfig) -> float:
-    number, module = int(name.split(".")[1]), name.split(".")[-2]
+    number, *_, module, last = int(name.split(".")[1]), *name.split(".")
+    module = last if module == "experts" else module
     if not 1 <= number <= config.num_layers:
         return 0.02  # the tables
     if config.residual in ("post", "deepnorm"):  # Xavier, as in 2017

@@ -270,13 +270,13 @@ class MLP(nn.Module):
 
     project = staticmethod(project)
 
-    def __init__(self, config: GPTConfig, **place):
+    def __init__(self, config: GPTConfig, width: int | None = None, **place):
         super().__init__()
-        self.activation = config.activation
-        self.up = Linear(config.d_model, config.d_ff, bias=config.bias, **place)
+        self.activation, width = config.activation, width or config.d_ff
+        self.up = Linear(config.d_model, width, bias=config.bias, **place)
         if config.activation in GATED:
-            self.gate = Linear(config.d_model, config.d_ff, bias=config.bias, **place)
-        self.down = Linear(config.d_ff, config.d_model, bias=config.bias, **place)
+            self.gate = Linear(config.d_model, width, bias=config.bias, **place)
+        self.down = Linear(width, config.d_model, bias=config.bias, **place)
 
     def forward(self, x: Tensor) -> Tensor:
         act = ACTIVATIONS[self.activation]

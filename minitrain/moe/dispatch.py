@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.moe.router import NOWHERE, Routing
+from minitrain.moe.router import Routing
 
 
 class Dispatch:
-    """The way of one batch, made from its routing. `counts` [E/n]: the rows of each expert that is here."""
+    """The way of one batch, made from its routing. `counts` [E/n]: the rows of each expert that is here, and
+    `sizes` the same as numbers, if the routing knows them."""
 
     def __init__(self, routing: Routing, group: ProcessGroup | None = None) -> None:
         experts, n = routing.probs.shape[1], 1 if group is None else group.size()
@@ -33,21 +34,28 @@ class Dispatch:
             raise ValueError(
                 f"{experts} experts on {n} ranks; each rank gets as many, so ep divides the experts"
             )
-        chosen = routing.experts.flatten()
-        order = chosen.argsort(stable=True)[(chosen == NOWHERE).sum() :]  # by expert, then by token
+        chosen, counts = routing.experts.flatten(), routing.counts
+        order = chosen.argsort(stable=True)  # by expert, then by token
+        if routing.sizes is None:
+            order = order[len(order) - int(counts.sum()) :]  # those that go nowhere come first
         self.group, self.choices = group, order
         self.tokens, self.num_tokens = order // routing.experts.shape[1], len(routing.experts)
-        counts = routing.counts
         if group is None:
-            self.counts, self.turn = counts, None
+            self.counts, self.turn, self.sizes = counts, None, routing.sizes and list(routing.sizes)
             return
         # row s of `arriving`: how many rows rank s has for each expert of this rank
-        arriving = collectives.all_to_all(counts, group).view(n, -1)
+        arriving, here = collectives.all_to_all(counts, group).view(n, -1), experts // n
         self.counts = arriving.sum(0)
-        self.send_sizes = counts.view(n, -1).sum(1).tolist()
-        self.receive_sizes = arriving.sum(1).tolist()
-        which = torch.arange(experts // n, device=counts.device).repeat(n)  # the expert of each piece
-        self.turn = which.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        if routing.sizes is None:
+            self.send_sizes = counts.view(n, -1).sum(1).tolist()
+            self.receive_sizes, self.sizes = arriving.sum(1).tolist(), None
+        else:  # a dry run: every rank has as many tokens
+            own = routing.sizes[group.rank() * here : (group.rank() + 1) * here]
+            self.send_sizes = [sum(routing.sizes[first : first + here]) for first in range(0, experts, here)]
+            self.receive_sizes, self.sizes = [sum(own)] * n, [n * size for size in own]
+        which = torch.arange(here, device=counts.device).repeat(n)  # the expert of each piece
+        which = which.repeat_interleave(arriving.flatten(), output_size=sum(self.receive_sizes))
+        self.turn = which.argsort(stable=True)
 
     def there(self, x: Tensor) -> Tensor:
         """x [N, D] -> [R, D], the rows of this rank's experts, one expert after the other."""

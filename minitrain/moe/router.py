@@ -7,7 +7,7 @@
     top_k            the k best, softmax over these k                          Mixtral: Jiang et al. 2024, 2.1
     deepseek         sigmoid; a bias chooses and does not weigh; few nodes     DeepSeek-V3 2024, 2.1.2
     expert_choice    each expert takes its C best tokens                       Zhou et al. 2022, section 3.2
-    balanced         in turn, whatever the scores say                          for dry runs
+    balanced         in turn, by position, whatever the scores say             for dry runs
 
 Of equal scores the lower index wins, on every device. A token that `mask` leaves out goes nowhere: expert -1
 and weight 0, as does a choice that is dropped. Gradients flow through weights and probs, never through the
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 NOWHERE = -1
 
@@ -32,28 +32,52 @@ class Routing:
     experts: Tensor  # [N, k] integers, NOWHERE for none
     weights: Tensor  # [N, k], 0 for none
     probs: Tensor  # [N, E], rows add up to 1, or to 0 where a token is masked
+    sizes: tuple[int, ...] | None = None  # `counts` in a dry run, where tensors have no numbers
 
     @property
     def counts(self) -> Tensor:
         """[E] how many tokens each expert gets."""
-        chosen = self.experts[self.experts != NOWHERE]
-        return torch.bincount(chosen, minlength=self.probs.shape[1])
+        return counts_of(self.experts.flatten(), self.probs.shape[1])
 
-    def within(self, capacity: int) -> "Routing":
+    def within(self, capacity: int, places: Tensor | None = None) -> "Routing":
         """No expert gets more than `capacity` tokens: first choices before second ones, then in their order.
 
-        What is dropped keeps nothing of its weight: the token lives on in the residual stream alone.
+        What is dropped keeps nothing of its weight: the token lives on in the residual stream alone. `places`
+        [N, k] are those of `places_of`, where the tokens are not a group of their own.
         """
         if capacity < 1:
             raise ValueError(f"capacity = {capacity}; an expert needs room for at least 1 token")
-        in_order = self.experts.T.reshape(-1)  # all first choices, then all second ones
-        hits = in_order[:, None] == torch.arange(self.probs.shape[1], device=in_order.device)
-        place = (hits.cumsum(0) * hits).sum(1).view(self.experts.T.shape).T  # 1 for the first to arrive
-        return self._without(place > capacity)
+        return self.without((places_of(self.experts) if places is None else places) > capacity)
 
-    def _without(self, dropped: Tensor) -> "Routing":
+    def without(self, dropped: Tensor) -> "Routing":
+        """The same, and the choices that are True in `dropped` [N, k] go nowhere."""
         experts = self.experts.masked_fill(dropped, NOWHERE)
-        return replace(self, experts=experts, weights=self.weights.masked_fill(dropped, 0.0))
+        weights = self.weights.masked_fill(dropped, 0.0)
+        return replace(self, experts=experts, weights=weights, sizes=None)
+
+
+def counts_of(experts: Tensor, num_experts: int) -> Tensor:
+    """[.., M] choices -> [.., E]: how many there are of each."""
+    found = experts.new_zeros(*experts.shape[:-1], num_experts + 1)
+    try:
+        return found.scatter_add_(-1, experts + 1, torch.ones_like(experts))[..., 1:]
+    except (IndexError, RuntimeError):
+        if not (experts >= num_experts).any():
+            raise
+        rule = f"experts are 0 to {num_experts - 1}; shared ones have no number, every token visits them"
+        raise ValueError(f"a token is sent to expert {int(experts.max())}, but {rule}") from None
+
+
+def places_of(experts: Tensor) -> Tensor:
+    """[.., T, k] choices -> [.., T, k]: which of its expert's tokens each is, from 1 on, of all T.
+
+    All first choices come before all second ones."""
+    in_order = experts.transpose(-1, -2).flatten(-2)
+    order = in_order.argsort(stable=True, dim=-1)
+    alike = in_order.gather(-1, order)
+    numbers = torch.arange(1, alike.shape[-1] + 1, device=alike.device) - torch.searchsorted(alike, alike)
+    places = torch.empty_like(in_order).scatter_(-1, order, numbers)
+    return places.unflatten(-1, (experts.shape[-1], -1)).transpose(-1, -2)
 
 
 # ---- routers ---------------------------------------------------------------------------------------------
@@ -70,7 +94,7 @@ def gshard(scores: Tensor, draws: Tensor, mask: Tensor | None = None) -> Routing
     routing = _routed(scores.softmax(-1), _best(_checked(scores, 2), 2), mask, normalised=True)
     stays = torch.zeros_like(routing.experts, dtype=torch.bool)
     stays[:, 1] = 2 * routing.weights[:, 1].detach() <= draws
-    return routing._without(stays)
+    return routing.without(stays)
 
 
 def top_k(scores: Tensor, k: int, mask: Tensor | None = None) -> Routing:
@@ -130,11 +154,23 @@ def expert_choice(scores: Tensor, capacity: int, mask: Tensor | None = None) -> 
     return _routed(probs, picked, mask)
 
 
-def balanced(scores: Tensor, k: int, mask: Tensor | None = None) -> Routing:
-    """Token n visits experts nk, nk + 1, .. in turn, with equal weights: every expert gets N·k/E tokens."""
-    tokens, experts = _checked(scores, k, values=False).shape
-    turns = torch.arange(tokens * k, device=scores.device).view(tokens, k) % experts
-    return _routed(scores.softmax(-1), turns, mask, normalised=True)
+def balanced(scores: Tensor, k: int, positions: Tensor, mask: Tensor | None = None) -> Routing:
+    """Token t of a row visits experts t·k, t·k + 1, .. in turn: of a row's T tokens every expert gets T·k/E.
+
+    `positions` [B, T], B·T = N. Without numbers (a dry run) they are taken to be 0 to T - 1.
+    """
+    (_, experts), (rows, length) = _checked(scores, k, values=False).shape, positions.shape
+    turns = (positions.reshape(-1, 1) * k + torch.arange(k, device=scores.device)) % experts
+    routing = _routed(scores.softmax(-1), turns, mask, normalised=True)
+    if not without_numbers(scores):
+        return routing
+    each, more = divmod(length * k, experts)
+    return replace(routing, sizes=tuple(rows * (each + (expert < more)) for expert in range(experts)))
+
+
+def without_numbers(x: Tensor) -> bool:
+    """Is it a dry run's?"""
+    return x.is_meta or type(x) not in (Tensor, nn.Parameter)
 
 
 def _checked(scores: Tensor, k: int, values: bool = True) -> Tensor:
@@ -159,12 +195,13 @@ def _routed(probs: Tensor, experts: Tensor, mask: Tensor | None, normalised: boo
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
     nowhere = experts == NOWHERE
+    routing = Routing(experts, weights, probs)
     if mask is not None:
         if mask.shape != probs.shape[:1]:
             wanted = f"a mask has one entry for each of {probs.shape[0]} tokens"
             raise ValueError(f"mask {list(mask.shape)}; {wanted}")
-        nowhere, probs = nowhere | ~mask[:, None], probs * mask[:, None]
-    return Routing(experts, weights, probs)._without(nowhere)
+        routing, nowhere = replace(routing, probs=probs * mask[:, None]), nowhere | ~mask[:, None]
+    return routing.without(nowhere)
 
 
 # ---- what keeps it balanced ------------------------------------------------------------------------------
@@ -185,15 +222,26 @@ def balance_loss(
     """
     counts = routing.counts if counts is None else counts
     tokens = _tokens_of(routing) if tokens is None else tokens
-    share = counts.to(routing.probs.dtype) / counts.sum().clamp(min=1)
-    return alpha * len(counts) * (share * routing.probs.sum(0)).sum() / max(1, int(tokens))
+    return alpha * balance_sum(routing.probs, counts) / max(1, int(tokens))
+
+
+def balance_sum(probs: Tensor, counts: Tensor) -> Tensor:
+    """E · sum_e f_e · sum_n probs_ne of tokens [.., N, E], f_e their shares of `counts` [.., E]: summed over
+    all groups of tokens. In the uniform case a token adds 1."""
+    shares = counts.to(probs.dtype) / counts.sum(-1, keepdim=True).clamp(min=1)
+    return counts.shape[-1] * (shares * probs.sum(-2)).sum()
 
 
 def z_loss(scores: Tensor, alpha: float, mask: Tensor | None = None, tokens: int | None = None) -> Tensor:
     """alpha · mean of logsumexp(scores)²: keeps scores small (Zoph et al. 2022, ST-MoE, eq. 5)."""
+    tokens = (len(scores) if mask is None else int(mask.sum())) if tokens is None else int(tokens)
+    return alpha * z_sum(scores, mask) / max(1, tokens)
+
+
+def z_sum(scores: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The sum of logsumexp(scores)² over the tokens."""
     squares = scores.logsumexp(-1).square()
-    squares = squares if mask is None else squares[mask]
-    return alpha * squares.sum() / max(1, len(squares) if tokens is None else int(tokens))
+    return (squares if mask is None else squares * mask).sum()
 
 
 def moved_bias(bias: Tensor, counts: Tensor, speed: float) -> Tensor:

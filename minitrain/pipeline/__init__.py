@@ -6,7 +6,7 @@ First  schedule            a schedule is a list for each rank; what makes one ri
 then   lower, runtime      messages put in; the interpreter on real ranks
        deferred            a backward in two halves, dx now and dW later
        partition           where to cut a model into stages
-       fits                does a stage fit into a pipeline?
+       fits, units         does a stage fit into a pipeline? a batch in microbatches and slices
 beside eviction            activations that leave for another rank (BPipe)
        sliced_attention    slices of a sequence as units
        post_validation     clipping without a common stop

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +32,7 @@ from minitrain.pipeline.fits import check_boundary, check_fits, takes_positions
 from minitrain.pipeline.lower import Program, Receive, Reduce, Send, Sent, Step, lower, pause, user_of
 from minitrain.pipeline.random_state import drawing_from, random_state, set_random_state
 from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W
-
-Unit = tuple[Tensor, Tensor, Tensor]  # tokens, targets, positions
+from minitrain.pipeline.units import Unit, cut_evenly, first_rows
 
 
 @dataclass(slots=True)
@@ -43,6 +41,7 @@ class Kept:
 
     x: Tensor  # the input
     end: object = None  # where the graph of the output begins
+    also: Tensor | None = None  # a loss that the stage has found itself
     later: Deferred | None = None  # the products to come
     drawn: tuple[Tensor, ...] = ()  # the random state before
 
@@ -55,9 +54,10 @@ class Runner:
     communicate themselves. `around("F1.2")` is entered around each action: `ledger.phase` makes an account by
     action. `memory` holds what a slice leaves to later ones (SliceMemory; `SliceMemory({})` for stages
     without attention). `cut(batch, schedule)` gives the units, if rows are not to fall evenly on them.
-    `at(step, first_row)` is told which rows of the global batch come next. `before_backward`, if set, is
-    called once a step before the rank's first backward; where it says True, on all ranks alike, the forwards
-    until then run again (post_validation.py)."""
+    `at(step, first_row)` is told which rows of the global batch come next. `router_losses.taken(stage)` gives
+    what a stage's forward adds to the loss by itself. `before_backward`, if set, is called once a step before
+    the rank's first backward; where it says True, on all ranks alike, the forwards until then run again
+    (post_validation.py)."""
 
     methods = {"F": "forward", "R": "forward_again", "B": "backward", "I": "backward", "W": "weights"}
 
@@ -79,6 +79,7 @@ class Runner:
         memory=None,
         cut: Callable[..., list[Unit]] | None = None,
         at: Callable[[int, int], None] = lambda step, first_row: None,
+        router_losses=None,
     ):
         check_fits(stages, schedule, group)
         if schedule.slices > 1 and memory is None:
@@ -91,7 +92,7 @@ class Runner:
         some = next((x for x in tensors if x.is_floating_point()), torch.empty(0))
         self.dtype, self.device = dtype or some.dtype, torch.device(device or some.device)
         self.width, self.length_over, self.around = width, length_over, around
-        self.memory, self.cut, self.at = memory, cut or cut_evenly, at
+        self.memory, self.cut, self.at, self.router_losses = memory, cut or cut_evenly, at, router_losses
         self.with_positions = {number for number, stage in stages.items() if takes_positions(stage)}
         self.uses = Counter(param for stage in stages.values() for param in stage.parameters())
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}
@@ -139,6 +140,8 @@ class Runner:
         self.loss = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
         if self.memory:
             self.memory.clear()
+        if self.router_losses:
+            self.router_losses.forget()
 
     @cached_property
     def halves(self) -> tuple[Program, Program]:
@@ -182,6 +185,8 @@ class Runner:
         self.kept[stage, unit] = kept = Kept(x, drawn=random_state(self.device) if again else ())
         with torch.set_grad_enabled(not again):
             y = self.run_stage(stage, unit, kept)
+        if kept.also is not None:
+            self.loss += kept.also.detach()
         if stage == self.schedule.stages - 1:
             self.loss += y.detach()
         else:
@@ -202,6 +207,8 @@ class Runner:
             y = self.run(stage, kept.x, positions)
         if stage == self.schedule.stages - 1:
             y = self.loss_fn(y, targets) / self.batch.num_valid
+        also = self.router_losses.taken(stage) if self.router_losses else None
+        kept.also = None if also is None else also / self.batch.num_valid
         if y.requires_grad:
             kept.end = y if y.dim() == 0 else torch.autograd.graph.get_gradient_edge(y)
         return y
@@ -214,6 +221,7 @@ class Runner:
         kept = self.kept[stage, unit] if action.kind == "I" else self.kept.pop((stage, unit))
         dy = None if stage == self.schedule.stages - 1 else self.take(self.schedule.backward(stage + 1, unit))
         ends = [(kept.end, dy)] if kept.end is not None else []
+        ends += [(kept.also, None)] if kept.also is not None and kept.also.requires_grad else []
         ends += self.memory.ends(stage, unit) if self.memory else []
         self.at(getattr(self.batch, "step", 0), self.first_rows[unit])  # a layer may be computed again
         if ends:
@@ -225,7 +233,7 @@ class Runner:
             if dx is None:  # the stage lets no gradient through, and its neighbour waits for one
                 dx = torch.zeros(self.shape(unit), dtype=self.dtype, device=self.device)
             self.give(action, dx)
-        kept.x = kept.end = None
+        kept.x = kept.end = kept.also = None
 
     def weights(self, action: Action) -> None:
         self.kept.pop((action.stage, action.microbatch)).later.weights()
@@ -288,29 +296,6 @@ class Runner:
             found, expected = f"{list(y.shape)} {y.dtype}", f"{list(self.shape(unit))} {self.dtype}"
             rule = "cut the model where its width is the one given"
             raise ValueError(f"stage {stage} gives {found}, stage {stage + 1} expects {expected}; {rule}")
-
-
-def first_rows(units: list[Unit], slices: int, first_row: int) -> list[int]:
-    """Of each unit of a batch, its first row in the global batch: slices of a microbatch have the same."""
-    before = accumulate((len(tokens) for tokens, *_ in units[::slices]), initial=first_row)
-    return [row for row, _ in zip(before, units[::slices]) for _ in range(slices)]
-
-
-def cut_evenly(batch, schedule: Schedule) -> list[Unit]:
-    """The units of a batch. Rows may fall unevenly on the microbatches."""
-    (rows, length), slices, lengths = batch.tokens.shape, schedule.slices, schedule.lengths
-    name, microbatches = schedule.name, schedule.microbatches // slices
-    if rows < microbatches:
-        raise ValueError(f"{name}: {microbatches} microbatches, but this rank has {rows} rows; use fewer")
-    if length < slices:
-        raise ValueError(f"{name}: {slices} slices of {length} tokens; use at most {length}")
-    if lengths and sum(lengths) != length:
-        raise ValueError(f"{name}: slices of {lengths} tokens are {sum(lengths)}, the batch has {length}")
-    ends = list(accumulate(lengths))[:-1] or slices
-    plain = batch.positions is None
-    positions = torch.arange(length, device=batch.tokens.device) if plain else batch.positions
-    rows = zip(batch.tokens.tensor_split(microbatches), batch.targets.tensor_split(microbatches))
-    return [unit for row in rows for unit in zip(*(x.tensor_split(ends, dim=-1) for x in (*row, positions)))]
 
 
 def neighbours(program: Program, number: int) -> str:

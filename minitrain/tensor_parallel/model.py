@@ -49,7 +49,9 @@ def cut_layers(
             if not hasattr(layer.attention, "q"):
                 raise ValueError("tensor parallelism does not cut latent attention (kv_latent)")
             cut_attention(layer.attention, head_dim, group, column, row)
-            cut_mlp(layer.mlp, group, column, row)
+            mlp = getattr(layer.mlp, "shared", layer.mlp)  # beside experts, which are cut where they are sent
+            if mlp is not None:
+                cut_mlp(mlp, group, column, row)
         elif hasattr(layer, "out"):
             whole, layer.out = layer.out.weight, linear.ColumnLinear(layer.out, group, column, pad=True)
             if whole in tables:

@@ -107,11 +107,13 @@ def accumulate(
     num_microbatches: int,
     reducer: Reducer,
     at: Callable[[int, int], None] = lambda step, first_row: None,
+    router_loss: Callable[[], Tensor | None] = lambda: None,
 ) -> Callable[[Batch], Tensor]:
     """A `forward_backward` that runs this rank's rows in microbatches, one after the other, and adds up.
 
     `loss_fn(logits, targets)` is a sum over tokens. Gradients add up locally and travel once, in the last
-    backward. `at(step, first_row)` is told which rows of the global batch come next (dropout.Places).
+    backward. `at(step, first_row)` is told which rows of the global batch come next (dropout.Places);
+    `router_loss()` is asked after each forward for terms that layers have found themselves.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: use at least 1")
@@ -128,7 +130,10 @@ def accumulate(
             reducer.enabled = number == num_microbatches
             at(batch.step, first_row)
             first_row += len(tokens)
-            loss = loss_fn(model(tokens, *places), targets) / batch.num_valid
+            loss = loss_fn(model(tokens, *places), targets)
+            if (more := router_loss()) is not None:
+                loss = loss + more
+            loss = loss / batch.num_valid
             loss.backward()
             total = total + loss.detach()
         return total

@@ -33,7 +33,7 @@ CASES = {
     "an expert without tokens": without(3),
     "all on one expert": only(5),
     "few nodes": lambda s, part: router.deepseek(s, 4, torch.zeros(E).to(s), nodes=4, node_limit=2),
-    "a place that is dropped": lambda s, part: router.top_k(s, 2)._without(
+    "a place that is dropped": lambda s, part: router.top_k(s, 2).without(
         (torch.arange(N)[part] % 3 == 0)[:, None]
     ),
 }

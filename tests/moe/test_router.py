@@ -147,7 +147,7 @@ def test_capacity_drops_the_last_to_come_and_second_choices_before_first(capacit
 
 def test_balance_loss_is_alpha_when_uniform_and_alpha_times_experts_when_collapsed():
     flat = torch.zeros(N, E, dtype=torch.float64)
-    even = router.balanced(flat, 1)
+    even = router.balanced(flat, 1, torch.arange(len(flat))[None])
     assert even.counts.tolist() == [N // E] * E
     assert router.balance_loss(even, 0.01).item() == pytest.approx(0.01, abs=1e-15)
     sure = flat.clone()

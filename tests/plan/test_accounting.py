@@ -14,6 +14,7 @@ from minitrain.data.batches import random_tokens
 from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig, presets
+from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT, Block, cross_entropy_sum
 from minitrain.model.layers import LatentAttention, RMSNorm, causal_attention, naive_attention
 from minitrain.plan.accounting.compute import (
@@ -33,10 +34,10 @@ from minitrain.plan.accounting.memory import (
     zero_bytes,
 )
 from minitrain.plan.accounting.parameters import (
+    active_parameters,
     attention_parameters,
     matmul_parameters,
     megatron_parameters,
-    mixture_parameters,
     parameter_table,
     parameters,
 )
@@ -60,7 +61,7 @@ DEEPSEEK_V2 = GPTConfig(
     query_latent=1536,
     rope_head_dim=64,
 )
-DEEPSEEK_V3 = replace(DEEPSEEK_V2, vocab_size=129_280, d_model=7168, num_layers=61, d_ff=18_432)
+DEEPSEEK_V3 = presets["deepseek-v3"]
 PAPER_LAYER = dict(norm="layer", positions="none", activation="gelu", bias=True, dropout=0.1)
 
 
@@ -274,25 +275,55 @@ def test_published_rates():
 
 
 def test_case_mixtral_deepseek2():
-    mixtral = mixture_parameters(presets["mistral-7b"], 8, 2)
-    assert mixtral == (46_702_792_704, 12_879_925_248)
-    assert near(mixtral[0], 46.7e9, 0.01) and near(mixtral[1], 12.9e9, 0.01)
-    total, active = mixture_parameters(
-        DEEPSEEK_V2, 160, 6, expert_d_ff=1536, shared_experts=2, dense_layers=1
-    )
-    assert total == 235_741_434_880 and near(total, 236e9, 0.01)
-    table = DEEPSEEK_V2.vocab_size * DEEPSEEK_V2.d_model
-    assert near(active - table, 21e9, 0.01)  # Mistral counts the token table as active, DeepSeek does not
-    total, active = mixture_parameters(
-        DEEPSEEK_V3, 256, 8, expert_d_ff=2048, shared_experts=1, dense_layers=3
-    )
-    assert near(total, 671e9, 0.01) and near(
-        active - DEEPSEEK_V3.vocab_size * DEEPSEEK_V3.d_model, 37e9, 0.011
-    )
-    dense = mixture_parameters(presets["mistral-7b"], 1, 1)
-    assert dense[0] == dense[1] == parameters(presets["mistral-7b"]) + 32 * 4096  # one expert and its router
-    with pytest.raises(ValueError, match="top_k 9 of 8 experts; use 1 to 8"):
-        mixture_parameters(presets["mistral-7b"], 8, 9)
+    mixtral = presets["mixtral-8x7b"]
+    assert (parameters(mixtral), active_parameters(mixtral)) == (46_702_792_704, 12_879_925_248)
+    v2 = ExpertsConfig(160, 6, expert_width=1536, shared_experts=2, dense_first=1)
+    v2 = replace(DEEPSEEK_V2, experts=v2)
+    assert parameters(v2) == 235_741_434_880 and near(parameters(v2), 236e9, 0.01)
+    assert near(active_parameters(v2, token_table=False), 21e9, 0.01)  # as DeepSeek counts
+    one = replace(presets["mistral-7b"], experts=ExpertsConfig(1, 1))  # one expert and its router
+    assert parameters(one) == active_parameters(one) == parameters(presets["mistral-7b"]) + 32 * 4096
+    with pytest.raises(ValueError, match="top_k = 9 of 8 experts; use 1 to 8; shared experts have no number"):
+        ExpertsConfig(8, 9)
+
+
+def test_case_deepseek_v3():
+    v3 = presets["deepseek-v3"]
+    assert parameters(v3) == 671_026_404_352 and near(parameters(v3), 671e9, 1e-3)
+    assert active_parameters(v3, token_table=False) == 36_625_358_848
+    assert near(active_parameters(v3, token_table=False), 37e9, 0.011)
+
+
+def test_pr_moe_has_as_many_parameters_as_published():
+    """DeepSpeed-MoE, table 1: standard MoE-128, and residual experts in a pyramid (52.8 and 31.4, recomputed)."""
+    for width, layers, heads, standard, pyramid, wanted in (
+        (2048, 24, 16, ExpertsConfig(128, 1, "switch", expert_every=2), (64, 128), (52.8, 31.4)),
+        (1024, 24, 16, ExpertsConfig(128, 1, "switch", expert_every=2), (32, 64), (13.2, 4.1)),
+    ):
+        shape = dict(vocab_size=50_257, d_model=width, num_layers=layers, num_heads=heads, max_positions=2048)
+        shape |= dict(norm="layer", positions="learned", activation="gelu", bias=True, tied=True)
+        few, many = pyramid
+        residual = replace(
+            standard, num_experts=few, shared_experts=1, pyramid_layers=2, pyramid_experts=many
+        )
+        found = [parameters(GPTConfig(**shape, experts=experts)) / 1e9 for experts in (standard, residual)]
+        assert [round(each, 1) for each in found] == list(wanted), found
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "shared", "every other"])
+def test_flops_of_experts_are_those_of_the_experts_that_a_token_visits(name):
+    experts = ExpertsConfig(8, 2, "balanced")
+    if name == "shared":
+        experts = replace(experts, shared_experts=2, expert_width=16)
+    if name == "every other":
+        experts = replace(experts, expert_every=2)
+    config = replace(presets["tiny-moe"], experts=experts)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    with Ledger() as ledger:
+        model = GPT(config)
+        cross_entropy_sum(model(tokens), tokens).backward()
+    assert sum(param.numel() for param in model.parameters()) == parameters(config)
+    assert ledger.flops == tokens.numel() * flops_per_token(config, 16)
 
 
 # ---- model states and checkpoints ------------------------------------------------------------------------

@@ -567,7 +567,7 @@ REFUSED = {
     "sequence_parallel=True is about the ranks of tp, and tp=1; use tp > 1": lambda: cut(
         Strategy(dp=2, sequence_parallel=True)
     ),
-    "dp=1 · pp=1 · cp=1 · tp=4 · ep=1 are 4 ranks, but the job has 2": lambda: cut(Strategy(tp=4)),
+    "dp=1 · pp=1 · cp=1 · tp=4 are 4 ranks, but the job has 2": lambda: cut(Strategy(tp=4)),
     "seed = 0.5 is float": lambda: RandomStates(0.5, world()),
 }
 

@@ -3,7 +3,7 @@
     dense      V·D + L·(attention + MLP + norms) + norm + V·D      the last V·D only if the head is not tied
     a block    12·D² + 13·D      MHA, biases, LayerNorm, F = 4D
     GQA        2·D·H·K + 2·D·H_kv·K
-    mixture    E experts in the place of one MLP, of which a token is sent to top_k
+    mixture    E experts and a router in the place of an MLP, of which a token visits top_k
 
 Narayanan et al. 2021, arXiv:2104.04473, equation 2 (without the last norm, 2·D); DeepSeek-AI 2024
 (DeepSeek-V2), arXiv:2405.04434, section 2.1 (MLA); Jiang et al. 2024 (Mixtral), arXiv:2401.04088, section
@@ -21,12 +21,15 @@ def parameters(config: GPTConfig) -> int:
 def parameter_table(config: GPTConfig) -> dict[str, int]:
     """The same number by place; the parts add up to `parameters(config)`."""
     table, layers = config.vocab_size * config.d_model, config.num_layers
+    routed = [block for block in range(1, layers + 1) if config.experts_in(block)]
     norms = 2 * layers + (config.residual in ("pre", "parallel")) + config.embedding_norm
+    experts = sum(experts_parameters(config, block) for block in routed)
     return {
         "token table": table,
         "position table": config.max_positions * config.d_model if config.positions == "learned" else 0,
         "attention": layers * attention_parameters(config),
-        "MLP": layers * mlp_parameters(config),
+        "MLP": (layers - len(routed)) * mlp_parameters(config),
+        **({"experts": experts} if routed else {}),
         "norms": norms * _norm(config, config.d_model),
         "output table": 0 if config.tied else table,
     }
@@ -45,34 +48,46 @@ def attention_parameters(config: GPTConfig, matrices_only: bool = False) -> int:
     return down + up + H * K * D + norms + bias * (config.kv_latent + R + config.query_latent + D)
 
 
-def mlp_parameters(config: GPTConfig, matrices_only: bool = False) -> int:
-    """One layer's MLP: two matrices, or three with a gate."""
-    inwards = 2 if config.activation in GATED else 1
+def mlp_parameters(config: GPTConfig, matrices_only: bool = False, width: int | None = None) -> int:
+    """One layer's MLP: two matrices, or three with a gate; of the config's width F or another one."""
+    inwards, width = 2 if config.activation in GATED else 1, width or config.d_ff
     bias = config.bias and not matrices_only
-    return (inwards + 1) * config.d_model * config.d_ff + bias * (inwards * config.d_ff + config.d_model)
+    return (inwards + 1) * config.d_model * width + bias * (inwards * width + config.d_model)
+
+
+def experts_parameters(config: GPTConfig, block: int, visited: int | None = None) -> int:
+    """Router, experts and shared experts of a block; or so many `visited` experts in the place of all."""
+    c, experts, width = config.experts, config.experts_in(block), config.expert_width
+    one = mlp_parameters(config, matrices_only=True, width=width)
+    shared = mlp_parameters(config, visited is not None, c.shared_experts * width) if c.shared_experts else 0
+    return config.d_model * experts + (experts if visited is None else visited) * one + shared
+
+
+def active_parameters(config: GPTConfig, token_table: bool = True) -> int:
+    """Those that work on one token: of experts the `top_k` that it visits.
+
+    Counts both tables, as Mistral's 12.9B for Mixtral does; DeepSeek's 37B leave the token table out.
+    """
+    idle = sum(
+        (experts - config.experts.top_k) * mlp_parameters(config, True, config.expert_width)
+        for block in range(1, config.num_layers + 1)
+        if (experts := config.experts_in(block))
+    )
+    return parameters(config) - idle - (0 if token_table else config.vocab_size * config.d_model)
 
 
 def matmul_parameters(config: GPTConfig) -> int:
     """The N of 6·N: weights that multiply a token. The output table counts, tied or not."""
-    block = attention_parameters(config, matrices_only=True) + mlp_parameters(config, matrices_only=True)
-    return config.num_layers * block + config.vocab_size * config.d_model
-
-
-def mixture_parameters(
-    config: GPTConfig, num_experts: int, top_k: int, *, expert_d_ff=None, shared_experts=0, dense_layers=0
-) -> tuple[int, int]:
-    """(all, active for one token) when all MLPs but the first `dense_layers` become experts with a router.
-
-    Active counts both tables, attention, router, `top_k` and the shared experts, as Mistral's 12.9B for
-    Mixtral does; DeepSeek's 21B and 37B leave the token table out.
-    """
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k {top_k} of {num_experts} experts; use 1 to {num_experts}")
-    mlp, layers = mlp_parameters(config), config.num_layers - dense_layers
-    expert = mlp * (expert_d_ff or config.d_ff) // config.d_ff
-    rest = parameters(config) - layers * mlp + layers * config.d_model * num_experts
-    everything, active = (rest + layers * expert * (n + shared_experts) for n in (num_experts, top_k))
-    return everything, active
+    attention, mlp = (
+        attention_parameters(config, matrices_only=True),
+        mlp_parameters(config, matrices_only=True),
+    )
+    blocks = range(1, config.num_layers + 1)
+    inside = sum(
+        experts_parameters(config, block, config.experts.top_k) if config.experts_in(block) else mlp
+        for block in blocks
+    )
+    return config.num_layers * attention + inside + config.vocab_size * config.d_model
 
 
 def cached_elements(config: GPTConfig) -> int:

@@ -1,0 +1,228 @@
+"""A mixture of experts in the place of an MLP: many experts, of which a token visits a few.
+
+    scores[N, E] = x[N, D] · W_router        routing = router(scores)
+    y_n = Σ_j weight_nj · expert_nj(x_n) + shared(x_n)
+    up (and gate) [E, D, F], down [E, F, D]: parameters grow with E, arithmetic with top_k
+
+Three things are swapped to put it on ranks (moe/parallel.py), none of which the layer knows: `dispatch`, the
+way of rows to their experts and back; `experts`; and `enter` and `leave`, which give each rank tokens of its
+own. A token whose position is negative is padding: it visits nobody. Capacity and the balance loss count per
+row of the batch, over `row_group`, the ranks with the row's other tokens. In evaluation nobody is dropped.
+
+The router's losses are terms of the loss, found by the forward that made them and taken by who runs it
+(`RouterLosses`). In a dry run scores have no numbers, so every expert gets as many tokens.
+Shazeer et al. 2017, arXiv:1701.06538, section 2; Jiang et al. 2024 (Mixtral), arXiv:2401.04088, section 2.1;
+DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 2.1.2; Rajbhandari et al. 2022 (DeepSpeed-MoE),
+arXiv:2201.05596, section 4.1. Differs: capacity and balance are of rows, so that no layout changes them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain import collectives
+from minitrain.model.config import GATED, GPTConfig
+from minitrain.model.layers import ACTIVATIONS, MLP, Linear
+from minitrain.moe import experts as ways
+from minitrain.moe import router
+from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.router import NOWHERE, Routing, without_numbers
+
+
+class Router(nn.Module):
+    """x [N, D] -> Routing. `bias` [E], of deepseek alone, is moved by `move_biases`, trained by nobody."""
+
+    def __init__(self, config: GPTConfig, num_experts: int, **place):
+        super().__init__()
+        self.config, self.draws = config.experts, partial(torch.rand_like, dtype=torch.float64)
+        self.weight = Linear(config.d_model, num_experts, bias=False, **place).weight
+        if self.config.router == "deepseek":
+            exact = torch.promote_types(self.weight.dtype, torch.float32)
+            self.register_buffer("bias", torch.zeros(num_experts, **(place | dict(dtype=exact))))
+        self.load: Tensor | int = 0  # [E] how many tokens chose each expert since the last step
+
+    def scores(self, x: Tensor) -> Tensor:
+        """In float32 at least: a few bits decide where a token goes."""
+        exact = torch.promote_types(x.dtype, torch.float32)
+        return nn.functional.linear(x.to(exact), self.weight.to(exact))
+
+    def forward(self, scores: Tensor, positions: Tensor, mask: Tensor | None) -> Routing:
+        """scores [N, E] of tokens at `positions` [B, T], N = B·T."""
+        c = self.config
+        if c.router == "balanced" or without_numbers(scores):
+            return router.balanced(scores, c.top_k, positions, mask)
+        match c.router:
+            case "switch":
+                return router.switch(scores, mask)
+            case "gshard":
+                draws = self.draws(positions) if self.training else torch.zeros_like(positions)
+                return router.gshard(scores, draws.flatten(), mask)
+            case "deepseek":
+                limit = c.node_limit or c.route_nodes
+                where = dict(nodes=c.route_nodes, node_limit=limit, scale=c.route_scale)
+                return router.deepseek(scores, c.top_k, self.bias, mask, **where)
+            case "expert_choice":
+                return self.by_row(scores, len(positions), mask)
+        return router.top_k(scores, c.top_k, mask)
+
+    def by_row(self, scores: Tensor, rows: int, mask: Tensor | None) -> Routing:
+        """Experts choose among the tokens of a row, as many in each."""
+        tokens, experts = len(scores) // rows, scores.shape[1]
+        room = min(
+            tokens, router.capacity_of(tokens, experts, self.config.top_k, self.config.capacity_factor or 1)
+        )
+        masks = [None] * rows if mask is None else mask.chunk(rows)
+        parts = [router.expert_choice(part, room, own) for part, own in zip(scores.chunk(rows), masks)]
+        widest = max(part.experts.shape[1] for part in parts)
+
+        def joined(name: str, missing: float) -> Tensor:
+            found = (getattr(part, name) for part in parts)
+            return torch.cat([nn.functional.pad(x, (0, widest - x.shape[1]), value=missing) for x in found])
+
+        return Routing(
+            joined("experts", NOWHERE), joined("weights", 0.0), torch.cat([part.probs for part in parts])
+        )
+
+
+class Experts(nn.Module):
+    """The experts that are here, stacked: rows [R, D] sorted by expert, `counts` [E] of them -> [R, D]."""
+
+    def __init__(self, config: GPTConfig, num_experts: int, **place):
+        super().__init__()
+        self.act, self.way = ACTIVATIONS[config.activation], ways.grouped
+        inwards, outwards = (
+            (num_experts, config.d_model, config.expert_width),
+            (num_experts, config.expert_width, config.d_model),
+        )
+        self.up = nn.Parameter(torch.empty(inwards, **place))
+        self.gate = nn.Parameter(torch.empty(inwards, **place)) if config.activation in GATED else None
+        self.down = nn.Parameter(torch.empty(outwards, **place))
+
+    def forward(self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None) -> Tensor:
+        return self.way(rows, counts, self.up, self.down, self.act, gate=self.gate, sizes=sizes)
+
+
+class MixtureOfExperts(nn.Module):
+    """`part` of `parts`: with experts spread over ranks, this one makes only its own."""
+
+    def __init__(self, config: GPTConfig, num_experts: int, part: int = 0, parts: int = 1, **place):
+        super().__init__()
+        self.config, self.num_experts = config.experts, num_experts
+        self.first = part * (num_experts // parts)
+        self.router = Router(config, num_experts, **place)
+        self.experts = Experts(config, num_experts // parts, **place)
+        width = config.experts.shared_experts * config.expert_width
+        self.shared = MLP(config, width, **place) if width else None
+        self.dispatch: Callable[[Routing], Dispatch] = Dispatch
+        self.enter, self.leave = _as_they_are, lambda y, length: y
+        self.row_group: ProcessGroup | None = None
+        self.row_ranks = 1  # over how many ranks the rows of the input are cut
+        self.noted: Tensor | None = None  # the router's losses of the last forward, a sum over tokens
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [B, T, D] at `positions` [T] or [B, T]."""
+        own, at, padded = self.enter(x, positions)
+        routing = self.route(own, at, padded, x.shape[1] * self.row_ranks)
+        way = self.dispatch(routing)
+        rows = self.experts(way.there(own.flatten(0, 1)), way.counts, way.sizes)
+        y = self.leave(way.back(rows, routing.weights.to(x.dtype)).view_as(own), x.shape[1])
+        return y if self.shared is None else y + self.shared(x)
+
+    def route(self, x: Tensor, positions: Tensor, padded: bool, row_length: int) -> Routing:
+        """Of x [B, T, D], this rank's tokens of rows of that length."""
+        scores = self.router.scores(x.flatten(0, 1))
+        may_be_padding = (padded or positions.dim() > 1) and not without_numbers(x)
+        positions = positions.expand(x.shape[:2])
+        mask = (positions >= 0).flatten() if may_be_padding else None
+        routing = self.router(scores, positions, mask)
+        chosen, c = routing.experts.view(*x.shape[:2], -1), self.config
+        whole = self.in_whole_rows(chosen, positions) if c.whole_rows else (chosen, None)
+        self.note(scores, routing, whole[0], mask)
+        drops = c.router not in ("expert_choice", "balanced") and routing.sizes is None
+        if c.capacity_factor and self.training and drops:
+            room = router.capacity_of(row_length, self.num_experts, c.top_k, c.capacity_factor)
+            places = self.own_places(*whole, x.shape[1])
+            routing = routing.within(room, places.flatten(0, 1))
+        return routing
+
+    def in_whole_rows(self, chosen: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The choices of all tokens [B, T, k] of the rows, as ranks have them, and the tokens' order."""
+        if self.row_group is None:
+            return chosen, None
+        at = collectives.all_gather(positions.contiguous(), self.row_group, 1)
+        return collectives.all_gather(chosen, self.row_group, 1), at.argsort(stable=True, dim=1)
+
+    def own_places(self, chosen: Tensor, order: Tensor | None, length: int) -> Tensor:
+        """Among the tokens of its expert in its row, the place of each of this rank's choices."""
+        if order is None:
+            return router.places_of(chosen)
+        order = order[..., None].expand_as(chosen)
+        places = router.places_of(chosen.gather(1, order))
+        places = torch.empty_like(places).scatter_(1, order, places)
+        return places.narrow(1, self.row_group.rank() * length, length)
+
+    def note(self, scores: Tensor, routing: Routing, chosen: Tensor, mask: Tensor | None) -> None:
+        """Losses and load of this rank's tokens: who chose whom, before anybody is dropped."""
+        c, self.noted = self.config, None
+        if c.balance_alpha:
+            counts = router.counts_of(chosen.flatten(1), self.num_experts)
+            self.noted = c.balance_alpha * router.balance_sum(
+                routing.probs.unflatten(0, (len(chosen), -1)), counts
+            )
+        if c.z_alpha:
+            z = c.z_alpha * router.z_sum(scores, mask)
+            self.noted = z if self.noted is None else self.noted + z
+        if self.training and torch.is_grad_enabled():
+            self.router.load = self.router.load + routing.counts
+
+
+def _as_they_are(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, bool]:
+    return x, positions, False
+
+
+class RouterLosses:
+    """Of layers by the stage that they are on: `taken(stage)` right after its forward."""
+
+    def __init__(self, layers: Mapping[int, Iterable[nn.Module]], tokens_over: ProcessGroup | None = None):
+        """`tokens_over`: ranks (of tp) that share out the tokens of this one, and report one loss."""
+        self.routed = {stage: list(mixtures(found)) for stage, found in layers.items()}
+        self.tokens_over = tokens_over
+
+    def taken(self, stage: int = 0) -> Tensor | None:
+        """The sum over tokens, with its graph."""
+        noted = [layer.noted for layer in self.routed[stage] if layer.noted is not None]
+        for layer in self.routed[stage]:
+            layer.noted = None
+        if not noted:
+            return None
+        loss = torch.stack(noted).sum()
+        return loss if self.tokens_over is None else collectives.reduce_from(loss, self.tokens_over)
+
+    def forget(self) -> None:
+        """The forwards since the last step are done again."""
+        for layers in self.routed.values():
+            for layer in layers:
+                layer.router.load, layer.noted = 0, None
+
+
+def mixtures(layers: Iterable[nn.Module]) -> list[MixtureOfExperts]:
+    found = (getattr(layer, "mlp", None) for layer in layers)
+    return [mlp for mlp in found if isinstance(mlp, MixtureOfExperts)]
+
+
+@torch.no_grad()
+def move_biases(
+    layers: Iterable[nn.Module], groups: Callable[[MixtureOfExperts], Iterable[ProcessGroup]]
+) -> None:
+    """After a step: every router's bias follows the load of the whole batch, summed over these groups; 8
+    bytes an expert and layer."""
+    for layer in mixtures(layers):
+        if layer.config.bias_speed:
+            load = layer.router.load
+            for group in groups(layer):
+                load = collectives.all_reduce(load, group)
+            layer.router.bias.copy_(router.moved_bias(layer.router.bias, load, layer.config.bias_speed))
+        layer.router.load = 0
