@@ -57,15 +57,15 @@ class ExpertsConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}; use 0 or more, finite")
         if self.expert_width is not None:
             check_least(self, 1, ("expert_width",))
-        fewest = min(self.num_experts, self.pyramid_experts if self.pyramid_layers else self.num_experts)
+        if bool(self.pyramid_layers) != bool(self.pyramid_experts):
+            sizes = f"pyramid_layers = {self.pyramid_layers}, pyramid_experts = {self.pyramid_experts}"
+            raise ValueError(f"{sizes}; a pyramid needs both")
+        fewest = min(self.num_experts, self.pyramid_experts or self.num_experts)
         if self.top_k > fewest:
             cure = f"use 1 to {fewest}; shared experts have no number and come on top"
             raise ValueError(f"top_k = {self.top_k} of {fewest} experts; {cure}")
         if self.top_k != (wanted := FIXED.get(self.router, self.top_k)):
             raise ValueError(f"top_k = {self.top_k}; router {self.router!r} is for top_k = {wanted}")
-        if bool(self.pyramid_layers) != bool(self.pyramid_experts):
-            sizes = f"pyramid_layers = {self.pyramid_layers}, pyramid_experts = {self.pyramid_experts}"
-            raise ValueError(f"{sizes}; a pyramid needs both")
         self._check_nodes()
 
     def _check_nodes(self):

@@ -1,0 +1,382 @@
+"""A layer of experts in a model: what it computes, what it sends, what a step makes of its router, what it refuses."""
+
+import math
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitrain import collectives, launch
+from minitrain.data.batches import Rows, random_tokens
+from minitrain.launch import dryrun
+from minitrain.ledger import Ledger
+from minitrain.model.config import GPTConfig, presets
+from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.model.mixture import MixtureOfExperts, RouterLosses, mixtures, move_biases
+from minitrain.moe import parallel, router
+from minitrain.moe.dispatch import Dispatch
+from minitrain.parallelize import parallelize
+from minitrain.plan.accounting.compute import forward_flops_per_token
+from minitrain.plan.accounting.parameters import active_parameters, parameters
+from minitrain.run import kept_buffers
+from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW
+
+SHAPE = dict(vocab_size=29, d_model=16, num_layers=2, num_heads=4, d_ff=24, max_positions=32)
+
+
+def config(**experts) -> GPTConfig:
+    return GPTConfig(**SHAPE, experts=ExpertsConfig(**(dict(num_experts=4, top_k=2) | experts)))
+
+
+def layer(c: GPTConfig, seed: int = 0) -> MixtureOfExperts:
+    torch.manual_seed(seed)
+    mixture = MixtureOfExperts(c, c.experts.num_experts, dtype=torch.float64)
+    for param in mixture.parameters():
+        torch.nn.init.normal_(param, std=0.3)
+    return mixture
+
+
+def drawn(rows=3, length=8, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, length, SHAPE["d_model"], dtype=torch.float64, generator=generator)
+
+
+# ---- what it computes ------------------------------------------------------------------------------------
+
+
+def by_hand(mixture, x, choose):
+    """Token by token. `choose(probs, logits)` -> {expert: weight}, in the order of its choices."""
+    c, experts, out = mixture.config, mixture.experts, torch.zeros_like(x)
+    room = math.inf
+    if c.capacity_factor:
+        room = math.ceil(c.top_k * x.shape[1] / c.num_experts * c.capacity_factor)
+    for b, row in enumerate(x):
+        chosen = [choose(F.linear(token, mixture.router.weight)) for token in row]
+        held = dict.fromkeys(range(c.num_experts), 0)
+        for turn in range(c.top_k):  # all first choices before all second ones
+            for t, choices in enumerate(chosen):
+                expert, weight = list(choices.items())[turn]
+                held[expert] += 1
+                if held[expert] <= room:
+                    hidden = F.silu(row[t] @ experts.gate[expert]) * (row[t] @ experts.up[expert])
+                    out[b, t] += weight * (hidden @ experts.down[expert])
+    if mixture.shared is not None:
+        shared = mixture.shared
+        out = out + shared.down(F.silu(shared.gate(x)) * shared.up(x))
+    return out
+
+
+def mixtral(scores):
+    best = scores.topk(2)
+    return dict(zip(best.indices.tolist(), best.values.softmax(-1)))
+
+
+def switch(scores):
+    return {int(scores.argmax()): scores.softmax(-1).max()}
+
+
+@pytest.mark.parametrize(
+    "choose, experts",
+    [
+        (mixtral, {}),
+        (mixtral, dict(capacity_factor=0.75, shared_experts=2, expert_width=5)),
+        (switch, dict(router="switch", top_k=1, capacity_factor=1.0)),
+    ],
+)
+def test_a_layer_is_what_a_loop_over_tokens_says(choose, experts):
+    mixture, x = layer(config(**experts)), drawn()
+    assert torch.allclose(mixture(x, torch.arange(8)), by_hand(mixture, x, choose), atol=1e-12, rtol=0)
+
+
+def test_in_evaluation_nobody_is_dropped_and_nothing_is_counted():
+    roomy, narrow = layer(config()), layer(config(capacity_factor=0.25))
+    x, at = drawn(), torch.arange(8)
+    assert not torch.equal(narrow(x, at), roomy(x, at))
+    narrow.router.load = 0
+    assert torch.equal(narrow.eval()(x, at), roomy.eval()(x, at)) and narrow.router.load == 0
+
+
+def test_a_token_at_a_negative_position_visits_nobody_and_changes_nobody():
+    c = config(capacity_factor=0.5, balance_alpha=0.1, z_alpha=0.1)
+    mixture, x = layer(c), drawn()
+    at = torch.arange(8).repeat(3, 1)
+    at[:, 5:] = -1
+    y, noted = mixture(x, at), mixture.noted
+    assert torch.equal(y[:, 5:], torch.zeros_like(y[:, 5:]))
+    other = x.clone()
+    other[:, 5:] = drawn(seed=2)[:, 5:]
+    assert torch.equal(mixture(other, at)[:, :5], y[:, :5]) and torch.equal(mixture.noted, noted)
+
+
+def test_losses_are_sums_over_tokens_of_rows():
+    c = config(balance_alpha=0.3, z_alpha=0.7)
+    mixture, x = layer(c), drawn()
+    mixture(x, torch.arange(8))
+    wanted = 0.0
+    for row in x:
+        routing = router.top_k(mixture.router.scores(row), 2)
+        wanted += 8 * router.balance_loss(routing, 0.3)
+        wanted += 8 * router.z_loss(mixture.router.scores(row), 0.7)
+    assert torch.allclose(mixture.noted, wanted, atol=1e-12, rtol=0)
+    model = GPT(c, dtype=torch.float64)
+    losses = RouterLosses({0: model.layers})
+    model(torch.zeros(1, 8, dtype=torch.int64))
+    assert losses.taken() > 0 and losses.taken() is None, "taken once"
+
+
+def test_the_bias_goes_up_where_few_came_and_is_trained_by_nobody():
+    c = config(router="deepseek", bias_speed=0.5, num_experts=4, top_k=1)
+    model = GPT(c, dtype=torch.float64)
+    (first, second) = mixtures(model.layers)
+    model(torch.zeros(2, 8, dtype=torch.int64) + torch.arange(8))
+    load = first.router.load
+    assert load.sum() == 16 and "bias" not in dict(first.router.named_parameters())
+    move_biases(model.layers, lambda layer: ())
+    assert torch.equal(first.router.bias, 0.5 * torch.sign(4.0 - load)) and first.router.load == 0
+    names = [f"layers.{n}.mlp.router.bias" for n in (1, 2)]
+    assert list(kept_buffers(model.layers)) == names and second.router.bias.dtype == torch.float64
+    half = GPT(c, dtype=torch.bfloat16)
+    assert half.layers[1].mlp.router.bias.dtype == torch.float32, "steps of 0.001 would be lost"
+
+
+def test_which_blocks_have_experts():
+    def counts(layers=8, **values):
+        c = GPTConfig(
+            **(SHAPE | dict(num_layers=layers)), experts=ExpertsConfig(**(dict(num_experts=4) | values))
+        )
+        model = GPT(c, device="meta")
+        return [len(block.mlp.experts.up) if mixtures([block]) else 0 for block in model.layers[1:-1]]
+
+    assert counts() == [4] * 8
+    assert counts(expert_every=2) == [0, 4] * 4
+    assert counts(dense_first=3) == [0, 0, 0, 4, 4, 4, 4, 4]
+    assert counts(expert_every=2, pyramid_layers=2, pyramid_experts=16) == [0, 4, 0, 4, 0, 16, 0, 16]
+
+
+def test_an_expert_has_the_same_weights_on_any_number_of_ranks():
+    whole = GPT(config(), seed=3)
+    for parts in (2, 4):
+        for part in range(parts):
+            ours = GPT(config(), seed=3, expert_part=(part, parts)).layers[1].mlp.experts
+            size = 4 // parts
+            for name, param in ours.named_parameters():
+                theirs = whole.layers[1].mlp.experts.get_parameter(name)
+                assert torch.equal(param, theirs[part * size : (part + 1) * size])
+    up = whole.layers[1].mlp.experts.up
+    assert not torch.equal(up[0], up[1]), "each has a seed of its own"
+
+
+# ---- what it sends ---------------------------------------------------------------------------------------
+
+
+@cache
+def sent():
+    """Of every rank of dp 2 x tp 2 with 2 ranks of ep: bytes over ep and tp of a layer, forward and both, with
+    duplicates dropped and without; and the routing table."""
+
+    def rank():
+        from minitrain.mesh import Mesh
+
+        mesh, c = Mesh(dp=2, tp=2), config()
+        ep, tp, found = mesh.group("dp"), mesh.group("tp"), {}
+        for drops in (True, False):
+            mixture = layer(c)
+            whole = mixture.experts
+            own = slice(2 * ep.rank(), 2 * ep.rank() + 2)
+            for name in ("up", "gate", "down"):
+                setattr(whole, name, torch.nn.Parameter(getattr(whole, name)[own].detach().clone()))
+            parallel.spread(mixture, ep, partial(Dispatch, group=ep))
+            if drops:
+                parallel.cut(mixture, tp)
+            x = drawn(rows=2, length=9, seed=ep.rank()).requires_grad_()
+            with Ledger() as ledger:
+                y = mixture(x, torch.arange(9))
+                forward = ledger.sent_bytes("all_to_all", "dp")
+                y.square().sum().backward()
+            both = ledger.sent_bytes("all_to_all", "dp"), ledger.sent_bytes("all_to_all", "tp")
+            found[drops] = (y.detach(), x.grad, forward, *both)
+        table = router.top_k(layer(c).router.scores(x.flatten(0, 1)), 2).experts.view(2, 9, 2)
+        return found, table
+
+    return launch.run(rank, ranks=4)
+
+
+def test_duplicates_are_dropped_under_tp_and_the_bytes_are_those_of_the_table():
+    """Forward, a rank sends its tokens' choices that are elsewhere, and back what others chose here."""
+    D, counts_bytes = SHAPE["d_model"], 2 * 8
+    results, slices = sent(), (slice(0, 5), slice(5, 9))  # 9 tokens on 2 ranks of tp
+    for number, (found, table) in enumerate(results):
+        data, tensor = divmod(number, 2)
+        (y, dx, *_), (twice, dx_twice, *_) = found[True], found[False]
+        assert torch.allclose(y, twice, atol=1e-12) and torch.allclose(dx, dx_twice, atol=1e-12)
+        away, here = table // 2 != data, results[2 * (1 - data)][1] // 2 == data
+        assert found[False][2] == int(away.sum() + here.sum()) * D * 8 + counts_bytes
+        part = slices[tensor]
+        assert found[True][2] == int(away[:, part].sum() + here[:, part].sum()) * D * 8 + counts_bytes
+        assert all(found[drops][3] - counts_bytes == 2 * (found[drops][2] - counts_bytes) for drops in found)
+    # over the ranks of tp, dropping leaves exactly one of t
+    rows = {drops: sum(found[drops][3] - counts_bytes for found, _ in results) for drops in (True, False)}
+    assert rows[False] == 2 * rows[True] > 0
+
+
+def test_rows_are_gathered_over_tp_and_their_sums_scattered():
+    D, results = SHAPE["d_model"], sent()
+    for number, (found, _) in enumerate(results):
+        data, tensor = divmod(number, 2)
+
+        def rows_at(part):
+            """At this rank of ep, from the tokens of one rank of tp: of both ranks of ep."""
+            tables = (
+                results[2 * source][1][:, :5] if part == 0 else results[2 * source][1][:, 5:]
+                for source in (0, 1)
+            )
+            return sum(int((table // 2 == data).sum()) for table in tables)
+
+        mine, theirs = rows_at(tensor), rows_at(1 - tensor)
+        assert found[True][4] == 2 * (mine + theirs) * D * 8, "in and out, forward and backward"
+
+
+# ---- in a run --------------------------------------------------------------------------------------------
+
+
+def test_a_state_goes_from_any_layout_to_any_other_with_the_biases_of_its_routers():
+    c = config(router="deepseek", bias_speed=0.01, shared_experts=1)
+    first, then = Strategy(dp=2, tp=2, ep=2, zero=1), Strategy(dp=2, pp=2, ep=2, zero=3, schedule="zb_h1")
+
+    def rank(strategy, state=None):
+        strategy = replace(strategy, precision="float64")
+        run = parallelize(c, strategy, partial(AdamW, lr=1e-2), seed=4)
+        rows = Rows(lambda step, r, n: random_tokens(step, r, n, 4, 8, 29, seed=5), 4, 8)
+        if state is not None:
+            run.load_state_dict(state)
+        losses = [run.total(run.step(run.batch(rows, step)).loss).item() for step in range(2)]
+        return losses, run.state_dict()
+
+    one, after = launch.run(rank, Strategy(), ranks=1)[0]
+    results = launch.run(rank, first, ranks=4)
+    assert all(abs(a - b) < 1e-12 for losses, _ in results for a, b in zip(losses, one))
+    name = "layers.2.mlp.router.bias"
+    for _, state in results:
+        assert state["parameters"].keys() == after["parameters"].keys() and after["parameters"][name].any()
+        assert all(
+            torch.allclose(state["parameters"][n], after["parameters"][n], atol=1e-12)
+            for n in after["parameters"]
+        )
+    wanted, _ = launch.run(rank, Strategy(), after, ranks=1)[0]
+    resumed = launch.run(rank, then, results[3][1], ranks=4)
+    assert all(abs(a - b) < 1e-12 for losses, _ in resumed for a, b in zip(losses, wanted))
+
+
+@pytest.mark.parametrize(
+    "preset, ranks, total, active",
+    [
+        ("deepseek-v3", 64, 671_026_404_352, 36_625_603_584),
+        ("mixtral-8x7b", 8, 46_702_792_704, 12_748_853_248),
+    ],
+)
+def test_presets_dry_run_on_ranks_that_share_out_their_experts(preset, ranks, total, active):
+    """Parameters with the experts of all, FLOPs of the active ones, bytes of k choices a token."""
+    c, length = presets[preset], 32  # of which every expert gets as many choices
+
+    def rank():
+        run = parallelize(c, Strategy(dp=ranks, ep=ranks, precision="bfloat16"), device="meta")
+        rows = Rows(
+            lambda s, r, n: random_tokens(s, r, n, ranks, length, c.vocab_size, seed=0), ranks, length
+        )
+        batch = run.batch(rows, 0)
+        with Ledger() as ledger:
+            run.evaluate(batch)
+        routed = mixtures(run.model.layers)
+        spread = sum(param.numel() for layer in routed for param in layer.experts.parameters())
+        counts = len(routed) * c.experts.num_experts * 8 * (ranks - 1) // ranks
+        rows = ledger.sent_bytes("all_to_all", "ep") - counts
+        return sum(p.numel() for p in run.model.parameters()), spread, ledger.flops, rows, len(routed)
+
+    here, spread, flops, rows, layers = dryrun.run(rank, rank=ranks // 3, ranks=ranks)
+    assert here + (ranks - 1) * spread == parameters(c) == total
+    assert active_parameters(c, token_table=False) == active
+    assert flops == length * forward_flops_per_token(c, length)
+    away = length * c.experts.top_k * (ranks - 1) // ranks
+    assert rows == layers * 2 * away * c.d_model * 2, "there and back"
+
+
+# ---- bad input -------------------------------------------------------------------------------------------
+
+MOE = config()
+REFUSED = {
+    "top_k = 5 of 4 experts; use 1 to 4; shared experts have no number": lambda: config(top_k=5),
+    "top_k = 3 of 2 experts": lambda: config(top_k=3, pyramid_layers=1, pyramid_experts=2),
+    "capacity_factor = -1.0; use 0 or more": lambda: config(capacity_factor=-1.0),
+    "router = 'top-k'; did you mean 'top_k'": lambda: config(router="top-k"),
+    "router 'switch' is for top_k = 1": lambda: config(router="switch"),
+    "unknown setting 'experts'; ": lambda: ExpertsConfig(experts=4),
+    "node_limit = 4 of route_nodes = 2; use at most 2": lambda: config(
+        router="deepseek", route_nodes=2, node_limit=4
+    ),
+    "4 experts, route_nodes 3": lambda: config(router="deepseek", route_nodes=3),
+    "bias_speed = 0.1 is for router 'deepseek', not 'top_k'": lambda: config(bias_speed=0.1),
+    "a pyramid needs both": lambda: config(pyramid_layers=1),
+    "0 of 2 blocks have experts": lambda: config(dense_first=2),
+    "experts = 8; use an ExpertsConfig": lambda: GPTConfig(**SHAPE, experts=8),
+    "ep=3 does not divide dp x cp = 4 ranks; use ep 1 or 2 or 4": lambda: Strategy(dp=2, cp=2, ep=3),
+    "ep=8 does not divide 4 experts; use ep 1 or 2 or 4": lambda: Strategy(dp=8, ep=8).check(MOE, 8),
+    "ep=2, but the model has no experts": lambda: Strategy(dp=2, ep=2).check(GPTConfig(**SHAPE), 2),
+    "ep_node=3 does not divide ep=4": lambda: Strategy(dp=4, ep=4, ep_node=3),
+    "ep=3 with nodes of 2 dp x cp ranks": lambda: Strategy(dp=6, ep=3, zero="III", node=2),
+    "tp=4 does not divide expert_width=6": lambda: Strategy(tp=4).check(config(expert_width=6), 4),
+    "router 'expert_choice': experts choose among all tokens of a row": lambda: Strategy(cp=2).check(
+        config(router="expert_choice"), 2
+    ),
+    "balance_alpha counts the tokens of whole rows, and slices=2": lambda: Strategy(
+        pp=2, slices=2, schedule="terapipe"
+    ).check(config(balance_alpha=0.1), 2),
+    "capacity = 0; an expert needs room": lambda: router.top_k(torch.zeros(4, 4), 2).within(0),
+    "scores of token 2 are not finite": lambda: router.top_k(
+        torch.zeros(4, 4).index_fill(0, torch.tensor(2), math.nan), 2
+    ),
+    "mask \\[3\\]; a mask has one entry for each of 4 tokens": lambda: router.top_k(
+        torch.zeros(4, 4), 2, torch.ones(3, dtype=torch.bool)
+    ),
+    "a token is sent to expert 4, but experts are 0 to 3; shared ones have no number": lambda: Dispatch(
+        router.Routing(torch.full((2, 1), 4), torch.ones(2, 1), torch.ones(2, 4) / 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_bad_input_is_one_line(said):
+    with pytest.raises(ValueError, match=said) as error:
+        REFUSED[said]()
+    assert "\n" not in str(error.value)
+
+
+def test_scores_without_a_number_end_the_launch_and_name_the_token():
+    def rank():
+        run = parallelize(MOE, Strategy(dp=2, ep=2))
+        if collectives.world().rank() == 1:
+            with torch.no_grad():
+                run.model.layers[1].mlp.router.weight.fill_(math.nan)
+        rows = Rows(lambda step, r, n: random_tokens(step, r, n, 2, 8, 29, seed=0), 2, 8)
+        run.step(run.batch(rows, 0))
+
+    with pytest.raises(launch.RankError, match="rank 1 raised ValueError: scores of token 0 are not finite"):
+        launch.run(rank, ranks=2, timeout_s=30)
+
+
+def test_the_loss_falls_and_balance_costs_no_expert():
+    """Two steps of a tiny model: every parameter of router and experts has a gradient."""
+    model = GPT(config(balance_alpha=0.01), dtype=torch.float64)
+    tokens = torch.randint(0, 29, (4, 16), generator=torch.Generator().manual_seed(0))
+    losses, optimizer = RouterLosses({0: model.layers}), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = cross_entropy_sum(model(tokens[:, :-1]), tokens[:, 1:]) + losses.taken()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    assert seen[-1] < seen[0] and all(param.grad.any() for param in model.parameters())
