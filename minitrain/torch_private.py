@@ -39,6 +39,7 @@ efficient = aten._scaled_dot_product_efficient_attention
 efficient_backward = aten._scaled_dot_product_efficient_attention_backward
 cudnn = aten._scaled_dot_product_cudnn_attention
 cudnn_backward = aten._scaled_dot_product_cudnn_attention_backward
+grouped_product = aten._grouped_mm  # what torch.nn.functional.grouped_mm runs
 
 # Tensors without numbers, their errors, ranks without a network: imported when asked for, in half a second.
 FAKE = "torch._subclasses.fake_tensor"

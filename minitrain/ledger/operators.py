@@ -150,6 +150,13 @@ def _matrix_vector(matrix: Tensor, *args, **kwargs) -> int:
     return 2 * matrix.numel()
 
 
+def _grouped_product(a: Tensor, b: Tensor, *args, **kwargs) -> int:
+    """Every row of a [R, D] meets one matrix of b [E, D, F]; or b is [R, F], and each row adds to one [D, F]
+    (a is then [D, R]).
+    """
+    return 2 * a.numel() * b.shape[-1]
+
+
 # Forward: scores = Q·Kᵀ, out = P·V. Backward: scores once more, dP = dO·Vᵀ, dV = Pᵀ·dO, dQ = dS·K, dK =
 # dSᵀ·Q.
 ATTENTION = {
@@ -164,6 +171,7 @@ ATTENTION = {
 }
 OUR_FORMULAS = {
     aten.convolution_backward: _convolution_backward,
+    torch_private.grouped_product: _grouped_product,
     aten.mv: _matrix_vector,
     aten.dot: _matrix_vector,
     aten.vdot: _matrix_vector,
