@@ -59,18 +59,57 @@ class Dispatch:
 
     def there(self, x: Tensor) -> Tensor:
         """x [N, D] -> [R, D], the rows of this rank's experts, one expert after the other."""
-        rows = x[self.tokens]
+        rows = x.index_select(0, self.tokens)
         if self.group is None:
             return rows
         sizes = {"send_sizes": self.send_sizes, "receive_sizes": self.receive_sizes}
-        return collectives.all_to_all(rows, self.group, **sizes)[self.turn]
+        return _Turned.apply(collectives.all_to_all(rows, self.group, **sizes), self.turn, inverse(self.turn))
 
     def back(self, y: Tensor, weights: Tensor) -> Tensor:
         """y [R, D] of this rank's experts -> [N, D]: for each token of this rank the sum of its choices."""
         if self.group is not None:
             sizes = {"send_sizes": self.receive_sizes, "receive_sizes": self.send_sizes}
-            home = torch.empty_like(self.turn)
-            home[self.turn] = torch.arange(len(home), device=home.device)
-            y = collectives.all_to_all(y[home], self.group, **sizes)
-        weighed = y * weights.flatten()[self.choices, None]
-        return y.new_zeros(self.num_tokens, y.shape[1]).index_add(0, self.tokens, weighed)
+            y = _Turned.apply(y, inverse(self.turn), self.turn)
+            y = collectives.all_to_all(y, self.group, **sizes)
+        return combined(y, weights.flatten().index_select(0, self.choices), self.tokens, self.num_tokens)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Where each entry of a permutation stands."""
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+
+
+def combined(y: Tensor, weights: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+    """[N, D]: row r of y [A, D] times weights[r] [A], added to token tokens[r]."""
+    return _Combined.apply(y, weights, tokens, num_tokens)
+
+
+class _Turned(torch.autograd.Function):
+    """Rows in another order. Written out, for autograd would add the gradient's rows to zeros."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, drows: Tensor):
+        return drows.index_select(0, ctx.back), None, None
+
+
+class _Combined(torch.autograd.Function):
+    """Written out, for `index_add` keeps what it adds, [A, D], of which it needs nothing but the shape."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, weights: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+        ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, weights, tokens)
+        return y.new_zeros(num_tokens, y.shape[1]).index_add_(0, tokens, y * weights[:, None])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dtokens: Tensor):
+        y, weights, tokens = ctx.saved_tensors
+        drows = dtokens.index_select(0, tokens)
+        dweights = None if y is None else (drows * y).sum(1)
+        return drows.mul_(weights[:, None]), dweights, None, None
