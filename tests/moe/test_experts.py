@@ -3,9 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from minitrain import launch
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
-from minitrain.moe import experts
+from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.moe import experts, router
+from minitrain.moe.dispatch import Dispatch
 
 E, D, WIDE = 5, 8, 16
 SIZES = {
@@ -17,28 +23,32 @@ SIZES = {
 ACTS = {"gelu": (F.gelu, False), "silu, gated": (F.silu, True)}
 
 
-def drawn(sizes, gated, dtype=torch.float64, rows=None):
+def drawn(rows, gated, dtype=torch.float64):
+    """Rows, up, down and gate."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (sum(sizes) if rows is None else rows, D), (E, D, WIDE), (E, WIDE, D), (E, D, WIDE)
-    values = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
-    values = [(value / 4).requires_grad_() for value in values]
+    shapes = (rows, D), (E, D, WIDE), (E, WIDE, D), (E, D, WIDE)
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) / 4 for shape in shapes]
+    values = [value.to(dtype).requires_grad_() for value in values]
     return values if gated else [*values[:3], None]
 
 
 def by_row(rows, sizes, up, down, act, gate):
     """One row after the other."""
-    owner = [e for e, size in enumerate(sizes) for _ in range(size)]
-    y = [
-        (act(r @ up[e]) if gate is None else act(r @ gate[e]) * (r @ up[e])) @ down[e]
-        for r, e in zip(rows, owner)
-    ]
+    y, owners = [], [e for e, size in enumerate(sizes) for _ in range(size)]
+    for row, e in zip(rows, owners):
+        y.append((act(row @ up[e]) if gate is None else act(row @ gate[e]) * (row @ up[e])) @ down[e])
     return torch.stack(y) if y else 0 * rows
 
 
 def outcome(y, *leaves):
-    """y and the gradients of what is a leaf, of a loss in which every element counts differently."""
-    (y * torch.linspace(1, 2, y.numel(), dtype=y.dtype).view(y.shape)).square().sum().backward()
+    """y and the gradients of the leaves, of a loss in which every element counts differently."""
+    (y * torch.linspace(1, 2, y.numel()).to(y).view(y.shape)).square().sum().backward()
     return y.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves if x is not None)
+
+
+def close(found, wanted, atol=1e-12):
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -46,13 +56,11 @@ def outcome(y, *leaves):
 @pytest.mark.parametrize("way", experts.WAYS)
 def test_equals_one_row_after_the_other(way, case, act):
     sizes, (act, gated) = SIZES[case], ACTS[act]
-    rows, up, down, gate = drawn(sizes, gated)
+    rows, up, down, gate = drawn(sum(sizes), gated)
     found = outcome(experts.WAYS[way](rows, torch.tensor(sizes), up, down, act, gate), rows, up, down, gate)
     assert all(x.grad is not None for x in (rows, up, down))  # zeros, not None, where nobody came
-    rows, up, down, gate = drawn(sizes, gated)
-    wanted = outcome(by_row(rows, sizes, up, down, act, gate), rows, up, down, gate)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    rows, up, down, gate = drawn(sum(sizes), gated)
+    close(found, outcome(by_row(rows, sizes, up, down, act, gate), rows, up, down, gate))
 
 
 def test_flops_are_those_of_the_rows_and_of_what_was_padded():
@@ -60,10 +68,200 @@ def test_flops_are_those_of_the_rows_and_of_what_was_padded():
     worked = {"loop": 16, "grouped": 16, "padded": E * 7, "blocked": sum(experts.whole_blocks(sizes, 16))}
     for act, gated in ACTS.values():
         for way, rows_worked in worked.items():
-            rows, up, down, gate = drawn(sizes, gated)
+            rows, up, down, gate = drawn(sum(sizes), gated)
             with Ledger() as ledger:
                 with ledger.phase("forward"):
                     y = experts.WAYS[way](rows, torch.tensor(sizes), up, down, act, gate)
                 y.square().sum().backward()
             forward = (2 + gated) * 2 * rows_worked * D * WIDE
             assert ledger.flops_by_phase == {"": 2 * forward, "forward": forward}
+
+
+@pytest.mark.parametrize("block", [1, 3, 16])
+def test_blocks_hold_at_most_one_block_less_a_row_of_zeros_each(block):
+    """MegaBlocks: nothing is dropped, padding is below E · block whatever the load, and that bound is reached."""
+    for sizes in (*SIZES.values(), [1] * E, [block] * E, [100, 0, 0, 0, 1]):
+        room = experts.whole_blocks(sizes, block)
+        assert all(size % block == 0 for size in room)
+        padding = sum(room) - sum(sizes)
+        assert 0 <= padding <= E * (block - 1)
+        assert padding == E * (block - 1) or sizes != [1] * E
+        rows, up, down, _ = drawn(sum(sizes), False)
+        y = experts.blocked(rows, torch.tensor(sizes), up, down, block=block)
+        close([y], [by_row(rows, sizes, up, down, F.gelu, None)])
+    with pytest.raises(ValueError, match="block = 0; a block has 1 row or more"):
+        experts.whole_blocks([1], 0)
+
+
+class Held(nn.Module):
+    """Matrices as parameters, so that they do not count as kept."""
+
+    def __init__(self, *matrices):
+        super().__init__()
+        self.matrices = nn.ParameterList(matrices)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_kept_are_the_rows_and_the_layer_before_act(gated):
+    sizes = SIZES["uneven"]
+    rows, up, down, gate = drawn(16, gated)
+    held = Held(up, down, *([gate] * gated))
+    matrices = held.matrices[0], held.matrices[1], F.silu, held.matrices[2] if gated else None
+    kept = {}
+    for way in experts.WAYS:
+        with SavedTensors(held) as saved:
+            experts.WAYS[way](rows, torch.tensor(sizes), *matrices)
+        kept[way] = saved.bytes
+    assert kept["grouped"] == 16 * (D + (1 + gated) * WIDE) * 8
+    assert (
+        kept["loop"] >= kept["grouped"] + (1 + gated) * 16 * WIDE * 8
+    )  # and act's results, and their products
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_what_act_makes_lives_for_one_turn(gated):
+    sizes = SIZES["uneven"]
+    rows, up, down, gate = drawn(16, gated)
+    with Ledger() as ledger:
+        y = experts.grouped(rows, torch.tensor(sizes), up, down, F.silu, gate, sizes=sizes)
+        forward = ledger.peak_bytes
+    matrices = (2 + gated) * up.nbytes
+    kept = rows.nbytes + (1 + gated) * 16 * WIDE * 8 + y.nbytes
+    turn = max(2 * WIDE if gated else 0, WIDE + D) * max(sizes) * 8
+    assert forward == matrices + kept + turn
+
+
+def test_counts_are_asked_for_only_if_they_are_not_given():
+    """A dry run has no numbers: with `sizes` it gives the account of a real run, without it says what it lacks."""
+
+    def step(way, given):
+        sizes = SIZES["uneven"]
+        rows, up, down, gate = (t.detach().requires_grad_() for t in drawn(16, True))
+        with Ledger() as ledger:
+            counts = torch.tensor(sizes)
+            way(
+                rows, counts, up, down, F.silu, gate, sizes=sizes if given else None
+            ).square().sum().backward()
+        return ledger.flops, ledger.peak_bytes, len(ledger.events)
+
+    for way in experts.WAYS.values():
+        assert dryrun.run(step, way, True, ranks=1) == launch.run(step, way, True, ranks=1)[0]
+
+
+def test_frozen_experts_cost_no_products():
+    sizes = SIZES["uneven"]
+    product = 2 * 16 * D * WIDE
+    for frozen, spared in (((1, 2, 3), 3), ((2,), 1), ((0,), 2)):  # rows are behind two products, up and gate
+        leaves = drawn(16, True)
+        for index in frozen:
+            leaves[index].requires_grad_(False)
+        rows, up, down, gate = leaves
+        with Ledger() as ledger:
+            experts.grouped(rows, torch.tensor(sizes), up, down, F.silu, gate).square().sum().backward()
+        assert ledger.flops == (9 - spared) * product
+        assert all((leaf.grad is None) == (index in frozen) for index, leaf in enumerate(leaves))
+
+
+# ---- torch's grouped product -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("case", [case for case in SIZES if case != "no rows"])
+def test_torchs_grouped_product_gives_the_same(case, act):
+    """Its CPU kernel, in float32; what `grouped` uses on a GPU."""
+    sizes, (act, gated) = SIZES[case], ACTS[act]
+    outcomes = []
+    for way in (experts.by_kernel, experts.loop):
+        rows, up, down, gate = drawn(sum(sizes), gated, torch.float32)
+        y = way(rows, torch.tensor(sizes), up, down, act, gate)
+        outcomes.append(outcome(y, rows, up, down, gate))
+    close(*outcomes, atol=1e-5)
+    rows, up, down, gate = drawn(sum(sizes), gated, torch.float32)
+    with Ledger() as ledger:
+        experts.by_kernel(
+            rows, torch.tensor(sizes), up, down, act, gate
+        ).sum().backward()  # an expanded gradient
+    assert ledger.flops == 3 * (2 + gated) * 2 * sum(sizes) * D * WIDE
+
+
+def test_which_way_a_device_and_a_dtype_take():
+    def has_kernel(device, dtype, width=WIDE, rows=16):
+        with FakeTensorMode():
+            shapes = (rows, D), (E, D, width), (E, width, D)
+            return experts.has_kernel(*(torch.empty(s, device=device, dtype=dtype) for s in shapes))
+
+    assert has_kernel("cuda", torch.bfloat16)
+    assert not has_kernel("cuda", torch.bfloat16, width=12)  # 24 bytes a row
+    assert not has_kernel("cuda", torch.bfloat16, rows=0)
+    assert not any(has_kernel("cuda", dtype) for dtype in (torch.float32, torch.float64, torch.float16))
+    assert not any(has_kernel("cpu", dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU: its grouped product is not run")
+def test_on_a_gpu():
+    outcomes = []
+    for way in (experts.grouped, experts.loop):
+        leaves = [t.detach().cuda().requires_grad_() for t in drawn(16, True, torch.bfloat16)]
+        rows, up, down, gate = leaves
+        y = way(rows, torch.tensor(SIZES["uneven"], device="cuda"), up, down, F.silu, gate)
+        outcomes.append(outcome(y, *leaves))
+    close(*outcomes, atol=1e-2)
+
+
+# ---- through indices -------------------------------------------------------------------------------------
+
+TOKENS = 11
+mask = torch.arange(TOKENS) % 4 != 1
+ROUTED = {
+    "top-2": lambda scores: router.top_k(scores, 2),
+    "top-3, masked": lambda scores: router.top_k(scores, 3, mask),
+    "some dropped": lambda scores: router.top_k(scores, 2).within(3),
+    "nobody": lambda scores: router.top_k(scores, 2, mask & False),
+}
+
+
+def gathered(x, way, weights, *matrices):
+    """Copies of the rows, the experts, and results on their way back."""
+    return way.back(experts.grouped(way.there(x), way.counts, *matrices), weights)
+
+
+def scattered(x, way, weights, *matrices):
+    return experts.scattered(x, way.tokens, weights.flatten()[way.choices], way.counts, *matrices)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("case", ROUTED)
+def test_scattermoe(case, gated):
+    """Reading x and adding to the result through indices: equal, gradients of the routing included."""
+    outcomes = []
+    for layer in (scattered, gathered):
+        x, up, down, gate = drawn(TOKENS, gated)
+        scores = (x.detach() @ torch.linspace(-1, 1, D * E).view(D, E).sin().to(x)).requires_grad_()
+        routing = ROUTED[case](scores)
+        y = layer(x, Dispatch(routing), routing.weights, up, down, F.silu, gate)
+        outcomes.append(outcome(y, x, up, down, gate, scores))
+    close(*outcomes)
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_scattermoe_keeps_no_row(weighed):
+    """k·T·D elements less, the copies of the tokens; and as many again, the results, where weights learn."""
+    x, up, down, gate = drawn(TOKENS, True)
+    held, k = Held(up, down, gate), 3
+    kept = []
+    for layer in (gathered, scattered):
+        with SavedTensors(held) as saved:
+            scores = x @ torch.ones(D, E, dtype=x.dtype, requires_grad=True)  # the router keeps x, in both
+            routing = router.top_k(scores, k)
+            weights = routing.weights if weighed else routing.weights.detach()
+            layer(x, Dispatch(routing), weights, *held.matrices[:2], F.silu, held.matrices[2])
+        kept.append(sum(s.bytes for s in saved.saved if s.dtype == x.dtype))
+    assert kept[0] - kept[1] == (1 + weighed) * k * TOKENS * D * 8
+
+
+def test_counts_that_are_not_those_of_the_rows_are_refused():
+    rows, up, down, gate = drawn(16, False)
+    for way in experts.WAYS.values():
+        with pytest.raises(ValueError, match=r"counts \[3, 3, 3, 3, 3\] add up to 15, but there are 16 rows"):
+            way(rows, torch.tensor([3] * 5), up, down)
