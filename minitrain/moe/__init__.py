@@ -6,4 +6,5 @@ then   dispatch   tokens to the ranks of their experts and back
        parallel   a layer of experts (model/mixture.py) over the ranks of ep and tp
        experts    the work on rows that stand sorted by expert, in several ways
        turns      one expert after the other, forward and backward by hand
+       two_level  dispatch and all-to-all over nodes: what crosses between them crosses once
 """

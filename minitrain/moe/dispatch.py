@@ -79,8 +79,8 @@ def inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
 
 
-def combined(y: Tensor, weights: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
-    """[N, D]: row r of y [A, D] times weights[r] [A], added to token tokens[r]."""
+def combined(y: Tensor, weights: Tensor | None, tokens: Tensor, num_tokens: int) -> Tensor:
+    """[N, D]: row r of y [A, D], times weights[r] if there are weights, added to token tokens[r]."""
     return _Combined.apply(y, weights, tokens, num_tokens)
 
 
@@ -102,9 +102,10 @@ class _Combined(torch.autograd.Function):
     """Written out, for `index_add` keeps what it adds, [A, D], of which it needs nothing but the shape."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, weights: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+    def forward(ctx, y: Tensor, weights: Tensor | None, tokens: Tensor, num_tokens: int) -> Tensor:
         ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, weights, tokens)
-        return y.new_zeros(num_tokens, y.shape[1]).index_add_(0, tokens, y * weights[:, None])
+        weighed = y if weights is None else y * weights[:, None]
+        return y.new_zeros(num_tokens, y.shape[1]).index_add_(0, tokens, weighed)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -112,4 +113,4 @@ class _Combined(torch.autograd.Function):
         y, weights, tokens = ctx.saved_tensors
         drows = dtokens.index_select(0, tokens)
         dweights = None if y is None else (drows * y).sum(1)
-        return drows.mul_(weights[:, None]), dweights, None, None
+        return drows if weights is None else drows.mul_(weights[:, None]), dweights, None, None

@@ -7,8 +7,8 @@
 
 Kept are x, z and the weights of the routing, but no result: with weight w it is w · (hidden · down_e), so
 dw = hidden · d hidden, taken before w comes in. A forward turn of `rows` rows makes (F + D) · rows elements,
-or 2F · rows with a gate if that is more. FLOPs: 2·R·D·F per matrix and twice that in backward, less a third
-or more for what is frozen.
+or 2F · rows with a gate if that is more. FLOPs: 2·R·D·F per matrix and twice that in backward, less one
+product for a frozen matrix.
 Tan et al. 2024 (ScatterMoE, arXiv:2403.08245, section 3) read and write through indices inside one kernel.
 Differs: a copy of one expert's rows at a time.
 """
