@@ -7,4 +7,5 @@ then   dispatch   tokens to the ranks of their experts and back
        experts    the work on rows that stand sorted by expert, in several ways
        turns      one expert after the other, forward and backward by hand
        two_level  dispatch and all-to-all over nodes: what crosses between them crosses once
+       move_experts  experts to the tokens, and their gradients home
 """
