@@ -78,8 +78,8 @@ def test_flops_are_those_of_the_rows_and_of_what_was_padded():
 
 
 @pytest.mark.parametrize("block", [1, 3, 16])
-def test_blocks_hold_at_most_one_block_less_a_row_of_zeros_each(block):
-    """MegaBlocks: nothing is dropped, padding is below E · block whatever the load, and that bound is reached."""
+def test_megablocks(block):
+    """No row is dropped, each expert has less than a block of zeros whatever the load, and that bound is reached."""
     for sizes in (*SIZES.values(), [1] * E, [block] * E, [100, 0, 0, 0, 1]):
         room = experts.whole_blocks(sizes, block)
         assert all(size % block == 0 for size in room)
@@ -131,21 +131,24 @@ def test_what_act_makes_lives_for_one_turn(gated):
     assert forward == matrices + kept + turn
 
 
-def test_counts_are_asked_for_only_if_they_are_not_given():
-    """A dry run has no numbers: with `sizes` it gives the account of a real run, without it says what it lacks."""
-
-    def step(way, given):
+def accounts(given):
+    """FLOPs, peak and events of a step, for each way."""
+    found = {}
+    for name, way in experts.WAYS.items():
         sizes = SIZES["uneven"]
         rows, up, down, gate = (t.detach().requires_grad_() for t in drawn(16, True))
         with Ledger() as ledger:
-            counts = torch.tensor(sizes)
-            way(
-                rows, counts, up, down, F.silu, gate, sizes=sizes if given else None
-            ).square().sum().backward()
-        return ledger.flops, ledger.peak_bytes, len(ledger.events)
+            y = way(rows, torch.tensor(sizes), up, down, F.silu, gate, sizes=sizes if given else None)
+            y.square().sum().backward()
+        found[name] = ledger.flops, ledger.peak_bytes, ledger.events
+    return found
 
-    for way in experts.WAYS.values():
-        assert dryrun.run(step, way, True, ranks=1) == launch.run(step, way, True, ranks=1)[0]
+
+def test_counts_are_asked_for_only_if_they_are_not_given():
+    """A dry run has no numbers: with `sizes` it gives the account of a real run, without it says what it lacks."""
+    assert dryrun.run(accounts, True, ranks=1) == launch.run(accounts, True, ranks=1)[0]
+    with pytest.raises(ValueError, match="asks for the numbers in a tensor"):
+        dryrun.run(accounts, False, ranks=1)
 
 
 def test_frozen_experts_cost_no_products():
@@ -232,7 +235,7 @@ def scattered(x, way, weights, *matrices):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("case", ROUTED)
-def test_scattermoe(case, gated):
+def test_through_indices_equals_copies_of_rows(case, gated):
     """Reading x and adding to the result through indices: equal, gradients of the routing included."""
     outcomes = []
     for layer in (scattered, gathered):
@@ -245,19 +248,21 @@ def test_scattermoe(case, gated):
 
 
 @pytest.mark.parametrize("weighed", [False, True])
-def test_scattermoe_keeps_no_row(weighed):
-    """k·T·D elements less, the copies of the tokens; and as many again, the results, where weights learn."""
+def test_scattermoe(weighed):
+    """Kept are k·T·D elements less, the copies of the tokens; and as many again, the results, if weights learn."""
     x, up, down, gate = drawn(TOKENS, True)
     held, k = Held(up, down, gate), 3
-    kept = []
+    kept, results = [], []
     for layer in (gathered, scattered):
         with SavedTensors(held) as saved:
             scores = x @ torch.ones(D, E, dtype=x.dtype, requires_grad=True)  # the router keeps x, in both
             routing = router.top_k(scores, k)
             weights = routing.weights if weighed else routing.weights.detach()
-            layer(x, Dispatch(routing), weights, *held.matrices[:2], F.silu, held.matrices[2])
+            y = layer(x, Dispatch(routing), weights, *held.matrices[:2], F.silu, held.matrices[2])
+        results.append([y])
         kept.append(sum(s.bytes for s in saved.saved if s.dtype == x.dtype))
     assert kept[0] - kept[1] == (1 + weighed) * k * TOKENS * D * 8
+    close(*results)
 
 
 def test_counts_that_are_not_those_of_the_rows_are_refused():
