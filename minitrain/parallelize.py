@@ -39,6 +39,7 @@ from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
 from minitrain.model.mixture import RouterLosses, mixtures
 from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.parallel import cut, spread
+from minitrain.moe.two_level import TwoLevelDispatch
 from minitrain.pipeline.eviction import Balanced
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
@@ -201,8 +202,6 @@ class ExpertGroups:
         if strategy.ep_node > 1:
             names = ("ep_inside", "ep_across")
             inside, across = mesh.blocks(*rows, size=strategy.ep_node, names=names, of=strategy.ep)
-            from minitrain.moe.two_level import TwoLevelDispatch
-
             self.way = partial(TwoLevelDispatch, across=across, inside=inside)
 
 

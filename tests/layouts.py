@@ -83,6 +83,7 @@ class Draw:
         counts = {self.config.experts_in(block + 1) for block in range(self.config.num_layers)} - {0}
         return (
             self.config.experts.router != "balanced"
+            or self.strategy.ep_node > 1
             or self.batch_sizes[0] % (self.strategy.dp * self.strategy.microbatches) > 0
             or self.strategy.cp > 1  # positions are not in a row
             or cuts > 1
@@ -123,13 +124,13 @@ def attempt(chance: random.Random) -> Draw:
     for _ in range(chance.choice((1, 2, 2, 3, 3))):
         axis = chance.choice(tuple(axes))
         axes[axis] *= chance.choice((2, 2, 2, 3)) if axis != "cp" else 2
-    if math.prod(axes.values()) > 8:
+    if math.prod(axes[axis] for axis in ("dp", "pp", "cp", "tp")) > 8:
         raise ValueError("more than 8 ranks")
     config = draw_config(chance)
     if config.experts and axes["dp"] * axes["cp"] > 1 and chance.random() < 0.8:
         splits = [n for n in range(2, 9) if axes["dp"] * axes["cp"] % n == 0]
         axes["ep"] = chance.choice(splits)
-        axes["ep_node"] = 1
+        axes["ep_node"] = chance.choice([n for n in range(1, axes["ep"] + 1) if axes["ep"] % n == 0])
     strategy = draw_strategy(chance, axes)
     strategy.check(config, strategy.ranks)
     length = chance.choice((8, 9, 12, 15, 16, 24))

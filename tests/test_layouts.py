@@ -10,6 +10,7 @@ import torch
 
 from minitrain import launch
 from minitrain.model.config import GPTConfig
+from minitrain.model.experts_config import ExpertsConfig
 from minitrain.sharding import place
 from minitrain.strategy import Strategy
 from tests.layouts import FEATURES, Draw, distance, draw, features, on_rank, one_process, verdict
@@ -78,6 +79,23 @@ BROKEN = {
     "sums over stages": case(pp=2),
     "places of dropout": case(dp=2),
 }
+EXPERTS = ExpertsConfig(4, 2, balance_alpha=0.5, capacity_factor=1.0)
+BROKEN |= {
+    name: replace(case(**layout), config=replace(CONFIG, dropout=0.0, experts=EXPERTS))
+    for name, layout in {
+        "rows of experts come home in order": dict(dp=2, ep=2),
+        "a weight is applied once": dict(dp=2, ep=2),
+        "losses of routers are sums over tokens": dict(dp=2, ep=2),
+        "experts are summed over what is left beside ep": dict(dp=2, ep=2),
+        "routers see slices over tp": dict(tp=2),
+        "whole rows decide who is dropped": dict(cp=2, ep=2),
+    }.items()
+}
+
+
+def summed_over_ep(groups):
+    groups.summed_over = (groups.group,)
+    return groups
 
 
 @pytest.mark.parametrize("what", BROKEN)
@@ -87,15 +105,33 @@ def test_the_draws_would_notice(what):
     def rank(case):
         from minitrain import parallelize as module
         from minitrain.attention import dropout
+        from minitrain.model import mixture
+        from minitrain.moe import dispatch
 
         if what == "sums over data ranks":
-            module.sum_over = lambda model, strategy, mesh: [
+            module.sum_over = lambda model, strategy, mesh, *_: [
                 place(param, summed_over=(mesh.group("pp"),)) for param in model.parameters()
             ]
         elif what == "sums over tp of what saw slices":
             module.seen_in_slices = lambda layers: set()
         elif what == "sums over stages":
             module.share_stages = lambda *_: None
+        elif what == "rows of experts come home in order":
+            dispatch.inverse = lambda order: torch.arange(len(order))
+        elif what == "a weight is applied once":
+            back = dispatch.Dispatch.back
+            dispatch.Dispatch.back = lambda self, y, weights: back(self, y, weights.square())
+        elif what == "losses of routers are sums over tokens":
+            taken, ranks = mixture.RouterLosses.taken, case.strategy.ranks
+            mixture.RouterLosses.taken = lambda self, stage=0: taken(self, stage) / ranks
+        elif what == "experts are summed over what is left beside ep":
+            groups = module.ExpertGroups
+            module.ExpertGroups = lambda strategy, mesh: summed_over_ep(groups(strategy, mesh))
+        elif what == "routers see slices over tp":
+            cut = module.cut
+            module.cut = lambda *arguments: cut(*arguments) and []
+        elif what == "whole rows decide who is dropped":
+            mixture.MixtureOfExperts.in_whole_rows = lambda self, chosen, positions: (chosen, None)
         else:
             dropout.Places.at = lambda self, step, first_row: None
         return on_rank(case)

@@ -97,7 +97,7 @@ def test_without_it_it_does_not(broken, references):
         if broken == "positions":
             layout.positions = lambda layout, group, length, device=None: torch.arange(length // group.size())
         else:
-            module.sum_over = lambda model, strategy, mesh: [
+            module.sum_over = lambda model, strategy, mesh, *_: [
                 module.place(param, summed_over=(mesh.group("dp"),)) for param in model.parameters()
             ]
         return train_parallel(problem, Strategy(cp=2))
@@ -124,7 +124,7 @@ def test_refusals_are_one_line_on_every_rank():
         ).batch(rows(length=6), 0),
         "sequence 16 > max_positions 8": lambda: built(cp=2).batch(rows(length=16), 0),
         "a batch of 1 rows for dp=2 x microbatches=1": lambda: built(dp=2).batch(rows(1), 0),
-        "ep=2, but the model has no experts": lambda: built(ep=2),
+        "ep=2, but the model has no experts": lambda: built(dp=2, ep=2),
         "dp=1 · pp=1 · cp=1 · tp=1 are 1 ranks, but the job has 2; dp=2 would fit": lambda: built(),
         "dp=1 · pp=1 · cp=1 · tp=3 are 3 ranks, but the job has 2; choose sizes whose product is 2": lambda: (
             built(tp=3)

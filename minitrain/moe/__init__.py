@@ -2,7 +2,6 @@
 
 First  router     where each token goes: a pure function of its scores, and the losses that keep it balanced
 then   dispatch   tokens to the ranks of their experts and back
-       experts    the work on rows that stand sorted by expert
        parallel   a layer of experts (model/mixture.py) over the ranks of ep and tp
        experts    the work on rows that stand sorted by expert, in several ways
        turns      one expert after the other, forward and backward by hand

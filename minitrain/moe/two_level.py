@@ -39,6 +39,8 @@ class TwoLevelDispatch:
                 f"{experts} experts on {nodes} nodes of {inside.size()} ranks; each rank gets as many, so "
                 f"the ranks divide the experts"
             )
+        if routing.sizes is not None:
+            raise ValueError("two levels send what a routing table says, a dry run has none; use ep_node=1")
         self.across, self.num_tokens, per_node = across, len(routing.experts), experts // nodes
         node = routing.experts.div(per_node, rounding_mode="floor")  # NOWHERE stays below every node
         visits = (node == torch.arange(nodes, device=node.device)[:, None, None]).any(-1)  # [node, token]
@@ -52,7 +54,7 @@ class TwoLevelDispatch:
         arrived = self._there(local)  # [pairs here, k]
         probs = routing.probs.new_empty(len(arrived), per_node)  # its width is all that is asked for
         self.inside = Dispatch(Routing(arrived, probs.new_empty(arrived.shape), probs), inside)
-        self.counts = self.inside.counts
+        self.counts, self.sizes = self.inside.counts, None
 
     def there(self, x: Tensor) -> Tensor:
         """x [N, D] -> [R, D], the rows of this rank's experts, one expert after the other."""

@@ -189,7 +189,9 @@ def sent_by(tokens, wide, group, groups):
             torch.randn(2, D, wide).double().requires_grad_(),
             torch.randn(2, wide, D).double().requires_grad_(),
         )
-        routing = router.balanced(torch.zeros(tokens, 2 * group.size()).double(), 2)
+        routing = router.balanced(
+            torch.zeros(tokens, 2 * group.size()).double(), 2, torch.arange(tokens)[None]
+        )
         with Ledger() as ledger:
             if way == "rows":
                 dispatch = Dispatch(routing, group)
