@@ -33,7 +33,9 @@ class AdamW(torch.optim.Optimizer):
     """AdamW over parameters or groups of them (`[{"params": ..., "weight_decay": 0.0}, ...]`).
 
     With `master_dtype=torch.float32` a parameter of lower precision is updated in a float32 copy and rounded
-    once a step: bfloat16 keeps 8 bits, so a weight would not notice a change below 1/512 of itself.
+    once a step: bfloat16 keeps 8 bits, so a weight would not notice a change below 1/512 of itself. A step
+    makes a denominator, and for a master its gradient, as large as the parameter; with `tile` elements at a
+    time, as large as a tile (DeepSpeed-TED: Singh et al. 2023, arXiv:2303.06318, section 4.2).
     """
 
     def __init__(
@@ -44,9 +46,10 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         master_dtype: torch.dtype | None = None,
+        tile: int | None = None,
     ):
         settings = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
-        super().__init__(params, dict(settings, master_dtype=master_dtype))
+        super().__init__(params, dict(settings, master_dtype=master_dtype, tile=tile))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -57,7 +60,10 @@ class AdamW(torch.optim.Optimizer):
                 state = self.state[param] or self._new_state(param, group["master_dtype"])
                 state["step"] += 1
                 weight = state.get("master", param)
-                adamw_update(weight, param.grad.to(weight.dtype), state, group)
+                tensors = (weight, param.grad, state["exp_avg"], state["exp_avg_sq"])
+                for part, grad, exp_avg, exp_avg_sq in tiles(tensors, group["tile"]):
+                    moments = dict(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, step=state["step"])
+                    adamw_update(part, grad.to(part.dtype), moments, group)
                 if weight is not param:
                     param.copy_(weight)
 
@@ -119,6 +125,14 @@ class AdamW(torch.optim.Optimizer):
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
+
+
+def tiles(tensors: Iterable[Tensor], size: int | None) -> Iterable[tuple[Tensor, ...]]:
+    """Views of tensors of one shape, `size` elements at a time; None: as they are."""
+    if size is None:
+        return [tuple(tensors)]
+    weight, grad, *moments = tensors  # a gradient may have other strides
+    return zip(*(x.split(size) for x in (weight.view(-1), grad.flatten(), *(m.view(-1) for m in moments))))
 
 
 def adamw_update(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -204,7 +218,7 @@ def warmup_cosine(
     return min_lr + (peak_lr - min_lr) * (1 + math.cos(math.pi * done)) / 2
 
 
-def _check_settings(lr, betas, eps, weight_decay, master_dtype) -> None:
+def _check_settings(lr, betas, eps, weight_decay, master_dtype, tile) -> None:
     limits = dict(lr=(lr, math.inf), eps=(eps, math.inf), weight_decay=(weight_decay, math.inf))
     limits |= {"betas[0]": (betas[0], 1), "betas[1]": (betas[1], 1)}
     for name, (value, most) in limits.items():
@@ -212,6 +226,8 @@ def _check_settings(lr, betas, eps, weight_decay, master_dtype) -> None:
             raise ValueError(f"{name}={value!r} is {type(value).__name__}, not a number: write {name}=1e-3")
         if not 0 <= value < most:
             raise ValueError(f"{name}={value}: must be in [0, {most}){', finite' * (most != 1)}")
+    if tile is not None and not (isinstance(tile, int) and tile >= 1):
+        raise ValueError(f"tile={tile!r}: use a number of elements, 1 or more, or None for all at once")
     if master_dtype is not None and not getattr(master_dtype, "is_floating_point", False):
         choices = "a floating-point dtype such as torch.float32, or None"
         raise ValueError(f"master_dtype={master_dtype}: must be {choices}")

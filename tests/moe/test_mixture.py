@@ -170,6 +170,81 @@ def test_an_expert_has_the_same_weights_on_any_number_of_ranks():
     assert not torch.equal(up[0], up[1]), "each has a seed of its own"
 
 
+# ---- systems ---------------------------------------------------------------------------------------------
+
+
+def test_moe_concept():
+    """Parameters grow with E, arithmetic with k; the loop over tokens above is the same layer."""
+    few, many = config(num_experts=4, router="balanced"), config(num_experts=8, router="balanced")
+    tokens, flops = torch.zeros(1, 16, dtype=torch.int64), []
+    for c in (few, many):
+        with Ledger() as ledger:
+            GPT(c)(tokens)
+        flops.append(ledger.flops - 2 * 16 * 2 * SHAPE["d_model"] * c.experts.num_experts)  # without routers
+    assert flops[0] == flops[1]
+    expert = 3 * SHAPE["d_model"] * SHAPE["d_ff"]
+    assert parameters(many) - parameters(few) == 2 * 4 * (expert + SHAPE["d_model"])
+    assert active_parameters(many) - active_parameters(few) == 2 * 4 * SHAPE["d_model"], "of routers"
+
+
+def test_switch_transformer():
+    flat, E = torch.zeros(64, 8, dtype=torch.float64), 8
+    even = router.balanced(flat, 1, torch.arange(64)[None])
+    assert router.balance_loss(even, 0.01).item() == pytest.approx(0.01, abs=1e-15)
+    one = router.switch(flat + 60.0 * F.one_hot(torch.tensor(3), E))
+    assert router.balance_loss(one, 0.01).item() == pytest.approx(0.01 * E, rel=1e-12)
+    assert router.capacity_of(100, 8, 1, 1.25) == math.ceil(100 / 8 * 1.25) == 16
+    mixture, x = layer(config(router="switch", top_k=1, capacity_factor=0.5)), drawn(rows=4)
+    routing = router.switch(mixture.router.scores(x.flatten(0, 1)))
+    loads = router.counts_of(routing.experts.view(4, 8), 4)  # by row, of which an expert takes one token
+    y = mixture(x, torch.arange(8))
+    assert int((y == 0).all(-1).sum()) == int((loads - 1).clamp(min=0).sum()) > 0, "only the residual is left"
+
+
+def test_token_drop_pad():
+    E, T, C = 8, 64, 10
+    scores = torch.randn(T, E, generator=torch.Generator().manual_seed(0)) - torch.arange(E) * 0.5
+    routing = router.switch(scores)
+    kept, loads = routing.within(C), routing.counts
+    used = kept.counts
+    dropped = int((kept.experts == router.NOWHERE).sum())
+    assert dropped == int((loads - C).clamp(min=0).sum()) > 0
+    padded = 1 - int(used.sum()) / (E * C)  # of the places that every expert has
+    assert padded == 1 - int(loads.clamp(max=C).sum()) / (E * C) > 0
+
+
+def test_gshard():
+    """8 experts on 4 ranks are the layer of one process; two all-to-alls in each pass, of k·T·h·(n-1)/n."""
+
+    def rank():
+        group, found = collectives.world(), []
+        for kind in ("gshard", "balanced"):
+            c = config(router=kind, num_experts=8, capacity_factor=4.0)
+            whole, ours, x = layer(c), layer(c), drawn(rows=2, length=16, seed=group.rank())
+            whole.router.draws = ours.router.draws = torch.zeros_like
+            own = slice(2 * group.rank(), 2 * group.rank() + 2)
+            for name in ("up", "gate", "down"):
+                setattr(
+                    ours.experts, name, torch.nn.Parameter(getattr(ours.experts, name)[own].detach().clone())
+                )
+            parallel.spread(ours, group, partial(Dispatch, group=group))
+            x = x.requires_grad_()
+            with Ledger() as ledger:
+                y = ours(x, torch.arange(16))
+                forward = ledger.num_calls("all_to_all"), ledger.sent_bytes("all_to_all")
+                y.sum().backward()
+            both = ledger.num_calls("all_to_all"), ledger.sent_bytes("all_to_all")
+            found.append(((y - whole(x, torch.arange(16))).abs().max().item(), forward, both))
+        return found
+
+    counts = 8 * 8 * 3 // 4  # 8 bytes an expert, once
+    moved = 2 * 32 * SHAPE["d_model"] * 8 * 3 // 4
+    for (gshard, *_), (balanced, forward, both) in launch.run(rank, ranks=4):
+        assert max(gshard, balanced) < 1e-12
+        assert forward == (3, counts + 2 * moved) and both == (5, counts + 4 * moved)
+    assert router.capacity_of(32, 8, 2, 1.0) == 2 * 32 // 8
+
+
 # ---- what it sends ---------------------------------------------------------------------------------------
 
 
@@ -205,8 +280,8 @@ def sent():
     return launch.run(rank, ranks=4)
 
 
-def test_duplicates_are_dropped_under_tp_and_the_bytes_are_those_of_the_table():
-    """Forward, a rank sends its tokens' choices that are elsewhere, and back what others chose here."""
+def test_deepspeed_ted():
+    """Duplicates are dropped under tp: the same output, exactly 1/tp of the bytes over ep. Forward, a rank sends its tokens' choices that are elsewhere, and back what others chose here."""
     D, counts_bytes = SHAPE["d_model"], 2 * 8
     results, slices = sent(), (slice(0, 5), slice(5, 9))  # 9 tokens on 2 ranks of tp
     for number, (found, table) in enumerate(results):

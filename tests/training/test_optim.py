@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from minitrain import launch
+from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.sharding import Shard, full_tensor, own_slice, place, placement, shard
 from minitrain.training.optim import AdamW, clip_grad_norm, warmup_cosine
@@ -355,3 +356,24 @@ def test_warmup_cosine():
 def test_a_bad_schedule_is_one_line(arguments, words):
     with pytest.raises(ValueError, match=words):
         warmup_cosine(*arguments)
+
+
+@pytest.mark.parametrize("tile", [1, 100, 700, 1000, 5000])
+def test_tiled_optimizer(tile):
+    """The same step in the memory of a tile: gradient and denominator in float32, 8 bytes an element."""
+
+    def train(tile):
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(40, 25).bfloat16())
+        optimizer = AdamW([param], lr=0.1, master_dtype=torch.float32, tile=tile)
+        for _ in range(3):
+            param.grad = torch.randn(param.shape).bfloat16()
+            with Ledger() as ledger:
+                optimizer.step()
+        return [param, *optimizer.state[param].values()], ledger.peak_bytes - ledger.live_bytes
+
+    (ours, beside), (theirs, all_at_once) = train(tile), train(None)
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(ours, theirs))
+    assert all_at_once == 8 * 1000 and beside == 8 * min(tile, 1000)
+    with pytest.raises(ValueError, match="tile=0: use a number of elements"):
+        AdamW([nn.Parameter(torch.zeros(2))], tile=0)
