@@ -295,6 +295,10 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--dp 0", "dp=0; use a whole number, 1 or more"),
         ("--heads 5", "num_heads 5"),
         ("--tp 3", "tp=3 does not divide num_heads=4"),
+        ("--top-k 4", "top_k=4, but preset 'tiny' has no experts; add num_experts, or use another"),
+        ("--preset tiny-moe --top-k 9", "top_k = 9 of 8 experts; use 1 to 8; shared experts have no number"),
+        ("--preset tiny-moe --dp 3 --ep 3 --batch 6", "ep=3 does not divide 8 experts; use ep 1"),
+        ("--preset tiny-moe --ep 2", "ep=2 does not divide dp x cp = 1 ranks; use ep 1"),
         ("--dp 2 --ep 2", "ep=2, but the model has no experts to share out; use ep=1"),
         (
             "--cp 2 --length 18",
