@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 ONLY   ?=
 
-.PHONY: course test lint bench lab doctor install exercises nbgrader clean
+.PHONY: course test lint bench transformers lab doctor install exercises nbgrader clean
 
 course: install
 	@$(BIN)/minitrain doctor
@@ -24,6 +24,9 @@ lint: install
 
 bench: install
 	@$(BIN)/python -m benchmarks $(ONLY)
+
+transformers: install      # benchmarks/moe.py runs beside its Mixtral block; it is no dependency, so it stands outside the venv
+	@test -d build/transformers || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target build/transformers transformers==5.23.0
 
 lab: install
 	@$(BIN)/minitrain lab

@@ -16,6 +16,7 @@ ALL = (
     "context_parallel",
     "pipeline",
     "layouts",
+    "moe",
     "one_device",
     "ledger",
 )

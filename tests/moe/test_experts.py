@@ -131,6 +131,20 @@ def test_what_act_makes_lives_for_one_turn(gated):
     assert forward == matrices + kept + turn
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_second_turn_of_backward_needs_no_memory_of_its_own(gated):
+    peaks = []
+    for sizes in ([8, 0, 0, 0, 0], [8, 8, 0, 0, 0]):
+        rows, up, down, gate = drawn(sum(sizes), gated)
+        with Ledger() as ledger:
+            y = experts.grouped(rows, torch.tensor(sizes), up, down, F.silu, gate, sizes=sizes)
+            y.backward(torch.ones_like(y))
+        peaks.append(ledger.peak_bytes)
+    assert (
+        peaks[1] - peaks[0] == 8 * (4 * D + (1 + gated) * WIDE) * 8
+    )  # rows, y, their gradients, and what is kept
+
+
 def accounts(given):
     """FLOPs, peak and events of a step, for each way."""
     found = {}
