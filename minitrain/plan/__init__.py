@@ -5,5 +5,6 @@ then   dapple, autopipe    where to cut a pipeline
        memory_balance, adapipe, mpress   by memory: mCAP; what to recompute; where each tensor waits
        dynapipe, graphpipe, trirace      unequal samples; models with branches; old weights
        schedule_search, tessel           the shortest schedule there is; a pattern that repeats
+       expert_placement   which ranks hold which experts: shadows, replicas, placements
        grid_costs, grid_choice           what the matrices of a layer cost on a grid; the fastest that fits
 """
