@@ -9,4 +9,5 @@ then   dispatch   tokens to the ranks of their experts and back
        move_experts  experts to the tokens, and their gradients home
        experts    the work on rows that stand sorted by expert
 beside balance    busy experts on several ranks: copies, replicas, one layout for many plans
+       topology   a balance loss that knows which links are fast
 """
