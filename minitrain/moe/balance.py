@@ -11,7 +11,7 @@ switchable   one layout of shards for many plans: tokens travel, or weights do, 
 Of an expert of W elements with h holders, `copied` sends W from the owner, cut into slices for the others,
 who pass theirs on: (h-2)/(h-1) W each; backward W from each of them, nothing from the owner. A copy takes W
 on its rank. `summed` sends 2 (h-1)/h W from each holder; `moved` W for each tensor and new holder from the
-first one, nothing when one goes.
+first one, nothing when one goes; `switchable` the other c-1 shards of c that gather, each way.
 
 He et al. 2022 (FasterMoE, PPoPP), section 4: a copy on every rank is a shadow. Nie et al. 2023 (FlexMoE),
 arXiv:2304.03946. Hwang et al. 2023 (Tutel), arXiv:2206.03382, section 3. Differs: one group and two
@@ -91,21 +91,15 @@ def placed(routing: Routing, holders: Holders, group: ProcessGroup, *, share: bo
 # ---- weights to holders, gradients back ------------------------------------------------------------------
 
 
-class Parcel(NamedTuple):
-    """Elements start to stop of an expert's weights, on their way."""
-
-    source: int
-    to: int
-    expert: int
-    start: int
-    stop: int
+# elements start to stop of an expert's weights, on their way
+Parcel = NamedTuple("Parcel", [(name, int) for name in ("source", "to", "expert", "start", "stop")])
 
 
 def copied(weights: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
     """Each owner's experts -> all experts that this rank holds. Differentiable: the owner gets the sum."""
     rank, own = group.rank(), _packed(weights)
     held = held_by(holders, group.size())[rank]
-    if any(there[0] != e // (len(holders) // group.size()) for e, there in enumerate(holders)):
+    if any(there[0] != e * group.size() // len(holders) for e, there in enumerate(holders)):
         rule = f"with {group.size()} ranks expert e of {len(holders)} is owned by rank e·ranks/experts"
         raise ValueError(f"holders {[tuple(there) for there in holders]}: {rule}, who stands first")
     first = [part for e in range(len(holders)) for part in _slices(e, holders[e][1:], own.shape[1])]
@@ -116,11 +110,10 @@ def copied(weights: Weights, holders: Holders, group: ProcessGroup) -> list[Tens
     by_cut = {p[2:]: part for p, part in slices.items()}
     others, got = _carried(on, lambda p: by_cut[p[2:]], group, got)
     by_cut |= {p[2:]: part for p, part in others.items()}
-    rows = []
-    for e in held:
-        rows += [mine[e]] if e in mine else [by_cut[cut] for cut in sorted(by_cut) if cut[0] == e]
+    by_cut |= {(e, 0, own.shape[1]): row for e, row in mine.items()}
     # got[:0]: a rank that receives nothing must come to the all-to-alls of backward too
-    return _unpacked(torch.cat([got[:0], *rows]).view(len(held), -1), weights)
+    rows = torch.cat([got[:0], *(by_cut[cut] for cut in sorted(by_cut))])
+    return _unpacked(rows.view(len(held), -1), weights)
 
 
 def summed(grads: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
@@ -135,11 +128,10 @@ def summed(grads: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor
     back = [Parcel(by, to, e, *cut) for by, e, *cut in cuts for to in holders[e] if by != to]
     parts, _ = _carried(there, lambda p: mine[p.expert][p.start : p.stop], group, own.flatten())
     totals = {}
-    for to, *cut in cuts:
-        if to == rank:
-            e, start, stop = cut
-            terms = [mine[e][start:stop] if by == rank else parts[Parcel(by, to, *cut)] for by in holders[e]]
-            totals[e, start, stop] = sum(terms[1:], terms[0])
+    for e, *cut in (part[1:] for part in cuts if part[0] == rank):
+        here = mine[e][slice(*cut)]
+        terms = [here if by == rank else parts[Parcel(by, rank, e, *cut)] for by in holders[e]]
+        totals[e, *cut] = sum(terms[1:], terms[0])
     arrived, _ = _carried(back, lambda p: totals[p[2:]], group, own.flatten())
     totals |= {p[2:]: part for p, part in arrived.items()}
     return _unpacked(torch.cat([totals[cut] for cut in sorted(totals)]).view_as(own), grads)
@@ -185,7 +177,7 @@ def _packed(tensors: Weights) -> Tensor:
 
 
 def _unpacked(rows: Tensor, like: Weights) -> list[Tensor]:
-    parts = rows.split([tensor[0].numel() for tensor in like], 1)
+    parts = rows.split([tensor.shape[1:].numel() for tensor in like], 1)
     return [part.unflatten(1, tensor.shape[1:]) for part, tensor in zip(parts, like)]
 
 
@@ -198,18 +190,19 @@ def switchable(
     weights: Weights,
     sharing: ProcessGroup,
     group: ProcessGroup,
-    work: Callable = experts.loop,
+    work=experts.loop,
 ) -> Tensor:
     """x [N, D] -> [N, D], where each rank has 1/n of the weights and the c neighbours in `sharing` gather.
 
     E >= n: E/n experts are here, [E/n, D, F] and [E/n, F, D]; else 1/s of one, s = n/E: [1, D, F/s] and
-    [1, F/s, D]. c = n: all weights come, no token goes. c = 1: no weight comes; a row goes to all s ranks of
-    its expert, whose results add up (act works on each element of F alone). Between: r = n/(cE) ranks have a
-    copy of an expert, and a row goes to that of the copies which has its rank's place in `sharing`.
+    [1, F/s, D]. c = n: all weights come, no row goes. c = 1: no weights come; a row goes to all s ranks of
+    its expert, whose results add up (act works on each element of F alone). Between: c copies of each expert,
+    on r = n/(cE) ranks each if that exceeds 1; a row goes to the copy with its rank's place in `sharing`.
     """
     n, c, num = group.size(), sharing.size(), routing.probs.shape[1]
-    if n % c or num * c % n and n % (num * c) or (num % n and n % num):
-        rule = "ranks are a multiple of those that gather, and these hold whole experts or equal parts of one"
+    uneven = n % c or (num % n and n % num) or (num * c % n and n % (num * c))
+    if uneven or sharing.rank() != group.rank() % c:
+        rule = "neighbours gather, as many everywhere, and get whole experts or equal parts of one"
         raise ValueError(f"{num} experts on {n} ranks, {c} gather: {rule}")
     here, parts = max(1, num * c // n), max(1, n // (num * c))
     *ups, down = (collectives.gather_to(tensor, sharing).unflatten(0, (here, -1)) for tensor in weights)
