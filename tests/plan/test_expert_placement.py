@@ -52,6 +52,10 @@ def test_seconds_of_a_layer_by_hand():
     assert shadow == ((0, 1), (1,))
     assert plan.loads_of(counts, shadow) == ([7, 9], [1, 0], [0, 1], [1, 1])
     assert plan.seconds(counts, shadow, costs) == 3 * 9 * 10 + 4 * 1 * 1 + 2 * 1 * 4
+    one_sends = [[0, 4, 5], [0, 0, 0], [0, 0, 0]]
+    assert plan.seconds(one_sends, plan.owners(3, 3), costs) == 3 * 5 * 10 + 4 * 9 * 1, (
+        "its link is the busiest"
+    )
 
 
 # ---- FasterMoE -------------------------------------------------------------------------------------------
@@ -108,7 +112,8 @@ def searches():
         for seed in range(draws):
             draw = random.Random(seed)
             costs = Costs(1.0, draw.choice([0.5, 1, 2, 4]), draw.choice([100, 500, 2000]))
-            counts = counts_of(ranks, experts, seed)
+            costs = costs if seed % 4 else plan.costs_of(machine("h800"), 4096, 14336)
+            counts = counts_of(ranks, experts, seed, 4000 if seed % 4 else 16_000)
             sets = [
                 [(own, *others) for others in subsets([r for r in range(ranks) if r != own])]
                 for (own,) in plan.owners(experts, ranks)
@@ -146,7 +151,7 @@ def by_events(compute, copies):
     for l in layers:
         if l:
             arrived[l] = max(arrived[l - 1], forward_start[l - 1]) + copies[l]
-            forward_start[l] = max(forward_start[l - 1] + compute[l - 1], arrived[l] if copies[l] else 0)
+            forward_start[l] = max(forward_start[l - 1] + compute[l - 1], arrived[l])
     now = forward_start[layers[-1]] + compute[-1]
     free = now
     for l in reversed(layers):
@@ -208,9 +213,17 @@ def test_flexmoe_stops_at_its_bound_and_where_nothing_helps():
     for most in range(len(wanted) + 1):
         steps = plan.flexmoe(loads, holders, 8, 4, most=most)
         assert len(steps) <= most and steps == wanted[: len(steps)]
+    loads, holders = [10, 10, 10, 90], ((0, 1, 2, 3), (1,), (2,), (3,))
+    lengths = [len(plan.flexmoe(loads, holders, 4, 2, most=most)) for most in range(7)]
+    assert lengths == [0, 1, 1, 3, 3, 5, 5], "a round of two steps is taken as a whole or not"
     assert plan.flexmoe([100, 0], plan.owners(2, 2), 2, slots=1) == [], (
         "no room for a replica, no better place"
     )
+
+
+def test_flexmoe_exchanges_experts_where_all_slots_are_taken():
+    steps = plan.flexmoe([9, 8, 2, 1], plan.owners(4, 2), 2, slots=2)
+    assert steps == [Migrate(0, 0, 1), Migrate(2, 1, 0)], "17 and 3 become 10 and 10"
 
 
 def test_primitives():
@@ -287,6 +300,8 @@ def test_smartmoe_switches_when_that_pays():
     for steps, holders in taken.items():
         assert total(holders, steps) == min(total(other, steps) for other in pool)
     assert taken[0] == taken[1] == current and len({*taken.values()}) > 1
+    stranger = plan.round_robin(8, 4)
+    assert plan.switched(pool, stranger, loads, costs, steps=0) == stranger, "who stays pays nothing"
     assert largest(loads, taken[10_000], 4) == largest(loads, plan.greedy(loads, 4), 4)
 
 
