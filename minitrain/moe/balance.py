@@ -117,9 +117,9 @@ def copied(weights: Weights, holders: Holders, group: ProcessGroup) -> list[Tens
 
 
 def summed(grads: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
-    """Of each expert that this rank holds the gradient of all its holders, added in the order of `holders`.
+    """Of each expert that this rank holds, the sum of its holders' gradients.
 
-    A slice for each holder: all send it theirs, it adds, and sends the sum to all.
+    A slice for each holder: all send it theirs, it adds, and sends the sum to all, hence the same bits.
     """
     rank, own = group.rank(), _packed(grads)
     mine = dict(zip(held_by(holders, group.size())[rank], own))
