@@ -228,6 +228,7 @@ def flexible(wrong=""):
 # ---- plans that switch -----------------------------------------------------------------------------------
 
 FULL = 12
+ROUTE_OF = {8: "top-2", 4: "masked", 2: "top-2", 1: "all on one expert"}
 PLANS = [(num, c) for num in (8, 4, 2, 1) for c in (1, 2, 4)]  # experts, ranks that gather
 
 
@@ -257,7 +258,7 @@ def one_process_wide(num, steps=1):
     for _ in range(steps):
         for t in tensors:
             t.grad = None
-        y = by_token(*tensors, "top-2" if num > 1 else "all on one expert")
+        y = by_token(*tensors, ROUTE_OF[num])
         loss_of(y).backward()
         with torch.no_grad():
             for t in tensors[2:]:
@@ -284,7 +285,7 @@ def steps_with_plans(num, gathering):
         for c in gathering:
             for t in (x, gate, *weights):
                 t.grad = None
-            routing = ROUTES["top-2" if num > 1 else "all on one expert"](x @ gate, part)
+            routing = ROUTES[ROUTE_OF[num]](x @ gate, part)
             before = ledger.sent_bytes()
             y = balance.switchable(x, routing, weights, sharing[c], group)
             loss_of(y).backward()
