@@ -10,4 +10,6 @@ then   dispatch   tokens to the ranks of their experts and back
        experts    the work on rows that stand sorted by expert
 beside balance    busy experts on several ranks: copies, replicas, one layout for many plans
        topology   a balance loss that knows which links are fast
+       overlap    a layer in parts: some rows travel while experts work on others
+       pair       two microbatches: one travels while the other computes
 """

@@ -1,0 +1,265 @@
+"""A layer in parts: the rows of one part travel while experts work on those of another.
+
+    by_capacity   each expert's rows in r chunks         chunk i+1 arrives, chunk i works, chunk i-1 goes home
+    by_peer       those of rank + s, for s = 0 .. n-1    own rows first, which need no network
+    reused        as by_capacity, but what experts read is not kept: backward fetches it once more
+
+A part is a generator that gives way when it has handed rows to the network; `take_turns` is the schedule.
+Backward needs none of its own: autograd runs in reverse, and a transfer that is issued before a product and
+awaited behind it has a gradient that is issued before that product's gradient and awaited behind it.
+
+Sends what dispatch.py sends, by_capacity in r times as many all-to-alls, by_peer as n-1 messages each way;
+reused has 5 crossings of D elements a row, not 4. Memory: of R arrived rows reused holds two chunks while
+experts work (one is arriving), a third while one is sorted; the others keep all R for backward.
+Hwang et al. 2022 (Tutel), arXiv:2206.03382, section 3; He et al. 2022 (FasterMoE), PPoPP, section 4.2; Zhang
+et al. 2023 (MPipeMoE), IPDPS. Differs: FasterMoE exchanges between groups of ranks, here they are single
+ranks; MPipeMoE has two fixed buffers and may offload: that choice is in plan/expert_overlap.py.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain import collectives
+from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.router import Routing
+
+Work = Callable[..., Tensor]  # (rows [R, D], counts [E/n], *params) -> [R, D], as in experts.py
+
+
+def take_turns(travels: Iterable[Generator], enter: int = 1) -> list:
+    """What each travel returns. In each round `enter` more begin; all move on to a `yield`, these first."""
+    waiting, under_way, results = list(enumerate(travels)), [], {}
+    while waiting or under_way:
+        moving, under_way, waiting = waiting[:enter] + under_way, [], waiting[enter:]
+        for number, travel in moving:
+            try:
+                next(travel)
+                under_way.append((number, travel))
+            except StopIteration as end:
+                results[number] = end.value
+    return [results[number] for number in sorted(results)]
+
+
+class Flight:
+    """Rows on the network, or their gradient on its way back. `there` and `back`: rows -> handle."""
+
+    def __init__(self, there: Callable, back: Callable) -> None:
+        self.there, self.back, self.handle = there, back, None
+
+    def leave(self, rows: Tensor) -> None:
+        self.handle = self.there(rows)
+
+    def leave_back(self, grad: Tensor) -> None:
+        self.handle = self.back(grad)
+
+    def arrive(self) -> Tensor:
+        handle, self.handle = self.handle, None  # a handle keeps its result
+        return handle.wait()
+
+
+class _Leave(torch.autograd.Function):
+    """Backward: the gradient has arrived."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        flight.leave(rows)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, nothing: Tensor):
+        return ctx.flight.arrive(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Backward: the gradient leaves."""
+
+    @staticmethod
+    def forward(ctx, ticket: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.arrive()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor):
+        ctx.flight.leave_back(dy)
+        return dy.new_empty(0), None
+
+
+# ---- one layer in parts ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a batch that travel together."""
+
+    sent: Tensor  # [a] which of the rows that leave: places in Dispatch.choices
+    turn: Tensor  # [r] those that arrive, in the order of experts
+    counts: Tensor  # [E/n] rows of each expert of this rank
+    there: Callable  # [a, D] -> handle of [r, D]
+    back: Callable  # [r, D] -> handle of [a, D]
+
+    @property
+    def home(self) -> Tensor:
+        """From the order of experts back to that of arrival."""
+        return self.turn.argsort()
+
+
+def by_capacity(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=(), *, chunks: int = 2):
+    """x [N, D] -> [N, D], what Dispatch and `work(rows, counts, *params)` give, in `chunks` steps."""
+    return in_parts(x, routing, *capacity_parts(routing, group, chunks), work, params)
+
+
+def by_peer(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=()) -> Tensor:
+    """The same: in step s rows go to rank + s while those of rank - s arrive."""
+    return in_parts(x, routing, *peer_parts(routing, group), work, params)
+
+
+def reused(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=(), *, chunks: int = 2):
+    """The same: backward fetches the rows again, chunk by chunk, and repeats the work on them."""
+    way, parts = capacity_parts(routing, group, chunks)
+    return combine([_Reused.apply(x, way.tokens, parts, work, *params)], parts, way, routing.weights)
+
+
+def in_parts(x: Tensor, routing: Routing, way: Dispatch, parts: Sequence[Part], work: Work, params) -> Tensor:
+    homes = take_turns(travel(x, way.tokens, part, work, params) for part in parts)
+    return combine(homes, parts, way, routing.weights)
+
+
+def travel(x: Tensor, tokens: Tensor, part: Part, work: Work, params: Sequence[Tensor]) -> Generator:
+    """A part's rows of x [N, D] to their experts, to work, and home: [a, D]."""
+    flight = Flight(part.there, part.back)
+    ticket = _Leave.apply(x[tokens[part.sent]], flight)
+    yield
+    rows = by_expert(_Arrive.apply(ticket, flight), part)
+    flight = Flight(part.back, part.there)
+    ticket = _Leave.apply(work(rows, part.counts, *params)[part.home], flight)
+    del rows  # if nobody keeps them for backward, their memory is free
+    yield
+    return _Arrive.apply(ticket, flight)
+
+
+def by_expert(arrived: Tensor, part: Part) -> Tensor:
+    """Both are communication buffers in an account."""
+    return collectives.announce_buffer(collectives.announce_buffer(arrived)[part.turn])
+
+
+class _Reused(torch.autograd.Function):
+    """Keeps x and the parameters; what arrives for a chunk dies when its work is done."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, tokens: Tensor, parts: list[Part], work: Work, *params: Tensor) -> Tensor:
+        ctx.save_for_backward(x, tokens, *params)
+        ctx.parts, ctx.work = parts, work
+        return torch.cat(take_turns(travel(x, tokens, part, work, params) for part in parts))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dhome: Tensor):
+        x, tokens, *params = ctx.saved_tensors
+        dx, wanted = torch.zeros_like(x), ctx.needs_input_grad[4:]
+        params = [param.detach().requires_grad_(want) for param, want in zip(params, wanted)]
+        dparams = [torch.zeros_like(param) if want else None for param, want in zip(params, wanted)]
+
+        def travel_again(part: Part, dy: Tensor) -> Generator:
+            flights = Flight(part.there, part.back), Flight(part.there, part.back)
+            for flight, rows in zip(flights, (x[tokens[part.sent]], dy)):
+                flight.leave(rows)
+            yield
+            rows, dy = (by_expert(flight.arrive(), part) for flight in flights)
+            with torch.enable_grad():
+                y = ctx.work(rows.requires_grad_(), part.counts, *params)
+            drows, *found = torch.autograd.grad(y, [rows, *(p for p in params if p.requires_grad)], dy)
+            for total, term in zip(filter(None.__ne__, dparams), found):
+                total.add_(term)
+            flights[0].leave_back(drows[part.home])
+            del rows, dy, y, drows, found
+            yield
+            dx.index_add_(0, tokens[part.sent], flights[0].arrive())
+
+        pieces = dhome.split([len(part.sent) for part in ctx.parts])
+        take_turns(travel_again(part, dy) for part, dy in zip(ctx.parts, pieces))
+        return dx, None, None, None, *dparams
+
+
+def combine(homes: Sequence[Tensor], parts: Sequence[Part], way: Dispatch, weights: Tensor) -> Tensor:
+    """Results [a, D] of the parts -> [N, D]: for each token the weighted sum over its choices."""
+    order = torch.cat([part.sent for part in parts])
+    weighed = torch.cat(list(homes)) * weights.flatten()[way.choices[order], None]
+    return weighed.new_zeros(way.num_tokens, weighed.shape[1]).index_add(0, way.tokens[order], weighed)
+
+
+# ---- who travels when ------------------------------------------------------------------------------------
+
+
+def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[Dispatch, list[Part]]:
+    """Of the c rows that a rank has for an expert, row i travels in chunk i * chunks // c."""
+    if not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"overlap: chunks={chunks!r}; use a whole number of chunks, 1 (no overlap) or more")
+
+    def chunk_of(piece: Tensor) -> Tensor:
+        sizes = torch.bincount(piece)
+        place = torch.arange(len(piece), device=piece.device) - (sizes.cumsum(0) - sizes)[piece]
+        return place * chunks // sizes[piece]
+
+    def cross(number: int, sends: list[int], receives: list[int]) -> Callable:
+        sizes = {"send_sizes": sends, "receive_sizes": receives}
+        return partial(collectives.all_to_all, group=group, async_op=True, **sizes)
+
+    way = Dispatch(routing, group)
+    leaving, source, arriving = rows = rows_of(routing, way)
+    numbers = chunk_of(leaving), chunk_of(source * len(way.counts) + arriving)
+    return way, _parts(way, rows, numbers, chunks, cross)
+
+
+def peer_parts(routing: Routing, group: ProcessGroup) -> tuple[Dispatch, list[Part]]:
+    """A part for each distance between ranks, the own rows first."""
+    rank, n = group.rank(), group.size()
+
+    def cross(shift: int, sends: list[int], receives: list[int]) -> Callable:
+        to, source = (rank + shift) % n, (rank - shift) % n
+
+        def exchange(rows: Tensor) -> collectives.Handle:
+            like = rows.new_empty(receives[source], rows.shape[1])
+            return collectives.exchange(rows, to, source, group, like=like, async_op=True)
+
+        return exchange
+
+    way = Dispatch(routing, group)
+    leaving, source, _ = rows = rows_of(routing, way)
+    numbers = (leaving // len(way.counts) - rank) % n, (rank - source) % n
+    return way, _parts(way, rows, numbers, n, cross)
+
+
+def rows_of(routing: Routing, way: Dispatch) -> tuple[Tensor, Tensor, Tensor]:
+    """The expert of each row that leaves [A]; source rank and (local) expert of each that arrives [R]."""
+    device, sizes = way.turn.device, torch.tensor(way.receive_sizes, device=way.turn.device)
+    arriving = torch.empty_like(way.turn)
+    arriving[way.turn] = torch.arange(len(way.counts), device=device).repeat_interleave(way.counts)
+    source = torch.arange(len(sizes), device=device).repeat_interleave(sizes)
+    return routing.experts.flatten()[way.choices], source, arriving
+
+
+def _parts(way: Dispatch, rows: tuple, numbers: tuple, count: int, cross: Callable) -> list[Part]:
+    """`numbers`: in which part each row leaves [A] and arrives [R]; both sides know without asking."""
+    leaving, source, arriving = rows
+    n, local = len(way.receive_sizes), len(way.counts)
+
+    def table(number: Tensor, of: Tensor, columns: int) -> Tensor:
+        return torch.bincount(number * columns + of, minlength=count * columns).view(count, columns)
+
+    sends, receives = (table(*of, n).tolist() for of in zip(numbers, (leaving // local, source)))
+    sent, arrived = (
+        number.argsort(stable=True).split([sum(sizes) for sizes in tables])
+        for number, tables in zip(numbers, (sends, receives))
+    )
+    turns = [arriving[places].argsort(stable=True) for places in arrived]
+    there = [cross(i, *sizes) for i, sizes in enumerate(zip(sends, receives))]
+    back = [cross(-i, *sizes) for i, sizes in enumerate(zip(receives, sends))]
+    return list(map(Part, sent, turns, table(numbers[1], arriving, local), there, back))
