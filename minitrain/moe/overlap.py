@@ -45,11 +45,13 @@ def take_turns(travels: Iterable[Generator], enter: int = 1) -> list:
     return [results[number] for number in sorted(results)]
 
 
+@dataclass(eq=False)
 class Flight:
     """Rows on the network, or their gradient on its way back. `there` and `back`: rows -> handle."""
 
-    def __init__(self, there: Callable, back: Callable) -> None:
-        self.there, self.back, self.handle = there, back, None
+    there: Callable
+    back: Callable
+    handle: collectives.Handle | None = None
 
     def leave(self, rows: Tensor) -> None:
         self.handle = self.there(rows)
@@ -163,9 +165,9 @@ class _Reused(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dhome: Tensor):
         x, tokens, *params = ctx.saved_tensors
-        dx, wanted = torch.zeros_like(x), ctx.needs_input_grad[4:]
-        params = [param.detach().requires_grad_(want) for param, want in zip(params, wanted)]
-        dparams = [torch.zeros_like(param) if want else None for param, want in zip(params, wanted)]
+        params = [param.detach().requires_grad_(param.requires_grad) for param in params]
+        wanted = [param for param in params if param.requires_grad]
+        dx, *sums = (torch.zeros_like(whole) for whole in (x, *wanted))
 
         def travel_again(part: Part, dy: Tensor) -> Generator:
             flights = Flight(part.there, part.back), Flight(part.there, part.back)
@@ -175,17 +177,17 @@ class _Reused(torch.autograd.Function):
             rows, dy = (by_expert(flight.arrive(), part) for flight in flights)
             with torch.enable_grad():
                 y = ctx.work(rows.requires_grad_(), part.counts, *params)
-            drows, *found = torch.autograd.grad(y, [rows, *(p for p in params if p.requires_grad)], dy)
-            for total, term in zip(filter(None.__ne__, dparams), found):
+            drows, *terms = torch.autograd.grad(y, [rows, *wanted], dy)
+            for total, term in zip(sums, terms):
                 total.add_(term)
             flights[0].leave_back(drows[part.home])
-            del rows, dy, y, drows, found
+            del rows, dy, y, drows, terms, term
             yield
             dx.index_add_(0, tokens[part.sent], flights[0].arrive())
 
         pieces = dhome.split([len(part.sent) for part in ctx.parts])
         take_turns(travel_again(part, dy) for part, dy in zip(ctx.parts, pieces))
-        return dx, None, None, None, *dparams
+        return dx, None, None, None, *(sums.pop(0) if param.requires_grad else None for param in params)
 
 
 def combine(homes: Sequence[Tensor], parts: Sequence[Part], way: Dispatch, weights: Tensor) -> Tensor:
@@ -251,15 +253,14 @@ def _parts(way: Dispatch, rows: tuple, numbers: tuple, count: int, cross: Callab
     leaving, source, arriving = rows
     n, local = len(way.receive_sizes), len(way.counts)
 
-    def table(number: Tensor, of: Tensor, columns: int) -> Tensor:
-        return torch.bincount(number * columns + of, minlength=count * columns).view(count, columns)
+    def side(number: Tensor, other: Tensor) -> tuple[list[list[int]], Sequence[Tensor]]:
+        """Of each part how many rows go to or come from each rank, and which."""
+        sizes = torch.bincount(number * n + other, minlength=count * n).view(count, n).tolist()
+        return sizes, number.argsort(stable=True).split([sum(row) for row in sizes])
 
-    sends, receives = (table(*of, n).tolist() for of in zip(numbers, (leaving // local, source)))
-    sent, arrived = (
-        number.argsort(stable=True).split([sum(sizes) for sizes in tables])
-        for number, tables in zip(numbers, (sends, receives))
-    )
-    turns = [arriving[places].argsort(stable=True) for places in arrived]
+    (sends, sent), (receives, arrived) = side(numbers[0], leaving // local), side(numbers[1], source)
     there = [cross(i, *sizes) for i, sizes in enumerate(zip(sends, receives))]
     back = [cross(-i, *sizes) for i, sizes in enumerate(zip(receives, sends))]
-    return list(map(Part, sent, turns, table(numbers[1], arriving, local), there, back))
+    turns = [arriving[places].argsort(stable=True) for places in arrived]
+    counts = [torch.bincount(arriving[places], minlength=local) for places in arrived]
+    return list(map(Part, sent, turns, counts, there, back))

@@ -69,7 +69,8 @@ def forward(pieces: Sequence[Piece], x: Tensor) -> Generator:
         values = [v.detach().requires_grad_() if _wants(v) else v for v in values]
         with torch.enable_grad():
             rows, flight, *beside = piece.run(*values)
-        kept.append((piece, list(filter(_wants, values)), list(filter(_wants, [rows, *beside])), flight))
+        inputs, outputs = ([v for v in some if _wants(v)] for some in (values, [rows, *beside]))
+        kept.append((piece, inputs, outputs, flight if rows.requires_grad else None))
         arrived = rows
         if flight is not None:
             flight.leave(rows.detach())
@@ -90,14 +91,17 @@ def backward(kept: list, dy: Tensor) -> Generator:
                 later.pop()()
             yield
             grads[0] = flight.arrive()
-        only = {"inputs": inputs, "retain_graph": True} if piece.params else {}
-        torch.autograd.backward(outputs, grads, **only)
-        if piece.params:
-            later.append(partial(torch.autograd.backward, outputs, grads, inputs=piece.params))
+        params = [param for param in piece.params if param.requires_grad]
+        if params:
+            later.append(partial(torch.autograd.backward, outputs, grads, inputs=params))
+        if inputs and params:
+            torch.autograd.backward(outputs, grads, inputs=inputs, retain_graph=True)
+        elif not params:
+            torch.autograd.backward(outputs, grads)
         grads = [torch.zeros_like(v) if v.grad is None else v.grad for v in inputs]
     for rest in later:
         rest()
-    return grads[0] if grads else None
+    return grads[0] if grads else None  # nobody asks for that of tokens
 
 
 def _wants(value) -> bool:

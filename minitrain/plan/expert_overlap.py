@@ -161,13 +161,11 @@ def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: flo
         now += compute
         pieces = ceil(reduction / micro_s) if micro_s else 1
         queue.extend([reduction / pieces] * pieces if reduction else [])
-        if policy == "share":
-            delay = min(transfer, sum(queue))
-            reduce_for(delay, slower=2)
-        else:
-            delay = under_way
-            reduce_for(delay)
-        now, took = now + delay + transfer, [*took, delay + transfer]
+        if transfer:
+            delay = min(transfer, sum(queue)) if policy == "share" else under_way
+            reduce_for(delay, slower=2 if policy == "share" else 1)
+            took.append(delay + transfer)
+            now += took[-1]
     end = now
     reduce_for(sum(queue))
     return Step(took, reduced, end)

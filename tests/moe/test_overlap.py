@@ -414,7 +414,7 @@ def pair_on_a_rank(how):
         [dx_a, dx_b],
         [grads_of(p) for p in tiny.params],
         story(events),
-        flops,
+        ledger.flops_by_phase,
         ledger.sent_bytes(),
     )
 
@@ -517,3 +517,30 @@ def test_the_gradient_of_what_stays_beside_is_needed():
     right, wrong = (torch.cat(launch.run(rank, flag, ranks=2)) for flag in (False, True))
     torch.testing.assert_close(right, flat(paired(1), "plain")[3], rtol=0, atol=1e-12)
     assert (right - wrong).abs().max() > 1e-3
+
+
+def frozen_on_a_rank(how):
+    """Nobody asks for the gradient of x or of the first product; of the second layer up is frozen."""
+    group = collectives.world()
+    tiny = Tiny(group, later=how == "weights")
+    for layer, param in ((0, 0), (1, 2)):
+        tiny.params[layer][param].requires_grad_(False)
+    x = microbatches(own_part(group)[0])[0].detach()
+    if how == "plain":
+        y = tiny.plain(x, group)
+        y.backward(dy_of(y))
+    else:
+        ((y, kept),) = overlap.take_turns([pair.forward(tiny.pieces, x)])
+        dx, _ = overlap.take_turns([pair.backward(kept, dy_of(y)), pair.forward(tiny.pieces, x)], enter=2)
+        assert dx is None
+    return [param.grad for layer in tiny.params for param in layer]
+
+
+def test_frozen_parameters():
+    ways = "plain", "turns", "weights"
+    for found in launch.run(lambda: [frozen_on_a_rank(how) for how in ways], ranks=2):
+        for plain, *others in zip(*found):
+            for other in others:
+                assert (plain is None) == (other is None)
+                if plain is not None:
+                    torch.testing.assert_close(other, plain, rtol=0, atol=1e-12)
