@@ -53,45 +53,41 @@ class Flight:
     back: Callable
     handle: collectives.Handle | None = None
 
-    def leave(self, rows: Tensor) -> None:
+    def leave(self, rows: Tensor) -> Tensor:
         self.handle = self.there(rows)
+        return rows.new_empty(0)
 
-    def leave_back(self, grad: Tensor) -> None:
+    def leave_back(self, grad: Tensor) -> Tensor:
         self.handle = self.back(grad)
+        return grad.new_empty(0)
 
-    def arrive(self) -> Tensor:
+    def arrive(self, ticket: Tensor | None = None) -> Tensor:
         handle, self.handle = self.handle, None  # a handle keeps its result
         return handle.wait()
 
 
-class _Leave(torch.autograd.Function):
-    """Backward: the gradient has arrived."""
+class _Linear(torch.autograd.Function):
+    """y = go(x), dx = come(dy). An empty ticket joins leave and arrive in the graph."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        flight.leave(rows)
-        return rows.new_empty(0)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, nothing: Tensor):
-        return ctx.flight.arrive(), None
-
-
-class _Arrive(torch.autograd.Function):
-    """Backward: the gradient leaves."""
-
-    @staticmethod
-    def forward(ctx, ticket: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.arrive()
+    def forward(ctx, x: Tensor, go: Callable, come: Callable) -> Tensor:
+        ctx.come = come
+        return go(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor):
-        ctx.flight.leave_back(dy)
-        return dy.new_empty(0), None
+        return ctx.come(dy), None, None
+
+
+def leave(rows: Tensor, flight: Flight) -> Tensor:
+    """Hand the rows over; backward: their gradient has arrived."""
+    return _Linear.apply(rows, flight.leave, flight.arrive)
+
+
+def arrive(ticket: Tensor, flight: Flight) -> Tensor:
+    """The rows have arrived; backward: hand over their gradient."""
+    return _Linear.apply(ticket, flight.arrive, flight.leave_back)
 
 
 # ---- one layer in parts ----------------------------------------------------------------------------------
@@ -137,14 +133,14 @@ def in_parts(x: Tensor, routing: Routing, way: Dispatch, parts: Sequence[Part], 
 def travel(x: Tensor, tokens: Tensor, part: Part, work: Work, params: Sequence[Tensor]) -> Generator:
     """A part's rows of x [N, D] to their experts, to work, and home: [a, D]."""
     flight = Flight(part.there, part.back)
-    ticket = _Leave.apply(x[tokens[part.sent]], flight)
+    ticket = leave(x[tokens[part.sent]], flight)
     yield
-    rows = by_expert(_Arrive.apply(ticket, flight), part)
+    rows = by_expert(arrive(ticket, flight), part)
     flight = Flight(part.back, part.there)
-    ticket = _Leave.apply(work(rows, part.counts, *params)[part.home], flight)
+    ticket = leave(work(rows, part.counts, *params)[part.home], flight)
     del rows  # if nobody keeps them for backward, their memory is free
     yield
-    return _Arrive.apply(ticket, flight)
+    return arrive(ticket, flight)
 
 
 def by_expert(arrived: Tensor, part: Part) -> Tensor:
@@ -178,10 +174,10 @@ class _Reused(torch.autograd.Function):
             with torch.enable_grad():
                 y = ctx.work(rows.requires_grad_(), part.counts, *params)
             drows, *terms = torch.autograd.grad(y, [rows, *wanted], dy)
-            for total, term in zip(sums, terms):
-                total.add_(term)
+            for total in sums:
+                total.add_(terms.pop(0))
             flights[0].leave_back(drows[part.home])
-            del rows, dy, y, drows, terms, term
+            del rows, dy, y, drows
             yield
             dx.index_add_(0, tokens[part.sent], flights[0].arrive())
 
