@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.dispatch import Dispatch, combined, inverse
 from minitrain.moe.router import Routing
 
 Work = Callable[..., Tensor]  # (rows [R, D], counts [E/n], *params) -> [R, D], as in experts.py
@@ -90,9 +90,6 @@ def arrive(ticket: Tensor, flight: Flight) -> Tensor:
     return _Linear.apply(ticket, flight.arrive, flight.leave_back)
 
 
-# ---- one layer in parts ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Part:
     """Some rows of a batch that travel together."""
@@ -106,7 +103,7 @@ class Part:
     @property
     def home(self) -> Tensor:
         """From the order of experts back to that of arrival."""
-        return self.turn.argsort()
+        return inverse(self.turn)
 
 
 def by_capacity(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=(), *, chunks: int = 2):
@@ -133,11 +130,11 @@ def in_parts(x: Tensor, routing: Routing, way: Dispatch, parts: Sequence[Part], 
 def travel(x: Tensor, tokens: Tensor, part: Part, work: Work, params: Sequence[Tensor]) -> Generator:
     """A part's rows of x [N, D] to their experts, to work, and home: [a, D]."""
     flight = Flight(part.there, part.back)
-    ticket = leave(x[tokens[part.sent]], flight)
+    ticket = leave(x.index_select(0, tokens[part.sent]), flight)
     yield
     rows = by_expert(arrive(ticket, flight), part)
     flight = Flight(part.back, part.there)
-    ticket = leave(work(rows, part.counts, *params)[part.home], flight)
+    ticket = leave(work(rows, part.counts, *params).index_select(0, part.home), flight)
     del rows  # if nobody keeps them for backward, their memory is free
     yield
     return arrive(ticket, flight)
@@ -145,7 +142,7 @@ def travel(x: Tensor, tokens: Tensor, part: Part, work: Work, params: Sequence[T
 
 def by_expert(arrived: Tensor, part: Part) -> Tensor:
     """Both are communication buffers in an account."""
-    return collectives.announce_buffer(collectives.announce_buffer(arrived)[part.turn])
+    return collectives.announce_buffer(collectives.announce_buffer(arrived).index_select(0, part.turn))
 
 
 class _Reused(torch.autograd.Function):
@@ -167,7 +164,7 @@ class _Reused(torch.autograd.Function):
 
         def travel_again(part: Part, dy: Tensor) -> Generator:
             flights = Flight(part.there, part.back), Flight(part.there, part.back)
-            for flight, rows in zip(flights, (x[tokens[part.sent]], dy)):
+            for flight, rows in zip(flights, (x.index_select(0, tokens[part.sent]), dy)):
                 flight.leave(rows)
             yield
             rows, dy = (by_expert(flight.arrive(), part) for flight in flights)
@@ -176,7 +173,7 @@ class _Reused(torch.autograd.Function):
             drows, *terms = torch.autograd.grad(y, [rows, *wanted], dy)
             for total in sums:
                 total.add_(terms.pop(0))
-            flights[0].leave_back(drows[part.home])
+            flights[0].leave_back(drows.index_select(0, part.home))
             del rows, dy, y, drows
             yield
             dx.index_add_(0, tokens[part.sent], flights[0].arrive())
@@ -189,11 +186,8 @@ class _Reused(torch.autograd.Function):
 def combine(homes: Sequence[Tensor], parts: Sequence[Part], way: Dispatch, weights: Tensor) -> Tensor:
     """Results [a, D] of the parts -> [N, D]: for each token the weighted sum over its choices."""
     order = torch.cat([part.sent for part in parts])
-    weighed = torch.cat(list(homes)) * weights.flatten()[way.choices[order], None]
-    return weighed.new_zeros(way.num_tokens, weighed.shape[1]).index_add(0, way.tokens[order], weighed)
-
-
-# ---- who travels when ------------------------------------------------------------------------------------
+    chosen = weights.flatten().index_select(0, way.choices[order])
+    return combined(torch.cat(list(homes)), chosen, way.tokens[order], way.num_tokens)
 
 
 def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[Dispatch, list[Part]]:
@@ -206,8 +200,8 @@ def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[
         place = torch.arange(len(piece), device=piece.device) - (sizes.cumsum(0) - sizes)[piece]
         return place * chunks // sizes[piece]
 
-    def cross(number: int, sends: list[int], receives: list[int]) -> Callable:
-        sizes = {"send_sizes": sends, "receive_sizes": receives}
+    def cross(_, send_sizes: list[int], receive_sizes: list[int]) -> Callable:
+        sizes = dict(send_sizes=send_sizes, receive_sizes=receive_sizes)
         return partial(collectives.all_to_all, group=group, async_op=True, **sizes)
 
     way = Dispatch(routing, group)
@@ -237,10 +231,12 @@ def peer_parts(routing: Routing, group: ProcessGroup) -> tuple[Dispatch, list[Pa
 
 def rows_of(routing: Routing, way: Dispatch) -> tuple[Tensor, Tensor, Tensor]:
     """The expert of each row that leaves [A]; source rank and (local) expert of each that arrives [R]."""
-    device, sizes = way.turn.device, torch.tensor(way.receive_sizes, device=way.turn.device)
-    arriving = torch.empty_like(way.turn)
-    arriving[way.turn] = torch.arange(len(way.counts), device=device).repeat_interleave(way.counts)
-    source = torch.arange(len(sizes), device=device).repeat_interleave(sizes)
+    sizes = torch.tensor(way.receive_sizes, device=way.turn.device)
+    by_expert, source = (
+        torch.arange(len(count), device=count.device).repeat_interleave(count)
+        for count in (way.counts, sizes)
+    )
+    arriving = torch.empty_like(way.turn).index_copy_(0, way.turn, by_expert)
     return routing.experts.flatten()[way.choices], source, arriving
 
 
@@ -249,8 +245,7 @@ def _parts(way: Dispatch, rows: tuple, numbers: tuple, count: int, cross: Callab
     leaving, source, arriving = rows
     n, local = len(way.receive_sizes), len(way.counts)
 
-    def side(number: Tensor, other: Tensor) -> tuple[list[list[int]], Sequence[Tensor]]:
-        """Of each part how many rows go to or come from each rank, and which."""
+    def side(number: Tensor, other: Tensor):  # how many rows of each part go to or come from whom, and which
         sizes = torch.bincount(number * n + other, minlength=count * n).view(count, n).tolist()
         return sizes, number.argsort(stable=True).split([sum(row) for row in sizes])
 

@@ -50,11 +50,11 @@ def layer(before: Callable, route: Callable, work: Work, params, group: ProcessG
         h = before(x)
         routing = route(h)
         way, (part,) = capacity_parts(routing, group, 1)
-        return h[way.tokens], Flight(part.there, part.back), h, routing.weights, way, part
+        return h.index_select(0, way.tokens), Flight(part.there, part.back), h, routing.weights, way, part
 
     def experts(rows: Tensor, h: Tensor, weights: Tensor, way: Dispatch, part: Part):
-        y = work(rows[part.turn], part.counts, *params)[part.home]
-        return y, Flight(part.back, part.there), h, weights, way, part
+        y = work(rows.index_select(0, part.turn), part.counts, *params)
+        return y.index_select(0, part.home), Flight(part.back, part.there), h, weights, way, part
 
     def arrive(rows: Tensor, h: Tensor, weights: Tensor, way: Dispatch, part: Part):
         return h + combine([rows], [part], way, weights), None

@@ -30,16 +30,20 @@ CASES = {
     "masked": lambda s, part: router.top_k(s, 3, mask[part]),
     "nobody": lambda s, part: router.top_k(s, 2, torch.zeros(len(s), dtype=torch.bool)),
     "all on one expert": lambda s, part: router.switch(s + 50 * favoured(5)),
-    "places dropped": lambda s, part: router.top_k(s, 2)._without((torch.arange(N)[part] % 3 == 0)[:, None]),
+    "places dropped": lambda s, part: router.top_k(s, 2).without((torch.arange(N)[part] % 3 == 0)[:, None]),
 }
 WAYS = {
     "1 chunk": lambda *layer: overlap.by_capacity(*layer, chunks=1),
     "3 chunks": lambda *layer: overlap.by_capacity(*layer, chunks=3),
-    "more chunks than rows": lambda *layer: overlap.by_capacity(*layer, chunks=13),
+    "7 chunks": lambda *layer: overlap.by_capacity(*layer, chunks=7),
     "by peer": overlap.by_peer,
     "reused": lambda *layer: overlap.reused(*layer, chunks=3),
+    "grouped": lambda x, routing, group, _, params: overlap.by_capacity(
+        x, routing, group, experts.grouped, params
+    ),
 }
-CHUNKS = {"1 chunk": 1, "3 chunks": 3, "more chunks than rows": 13}  # 12 are on a rank
+RUNS = [(1, "spread"), (2, "spread"), (2, "all on one expert"), *((4, case) for case in CASES)]
+CHUNKS = {"1 chunk": 1, "3 chunks": 3, "7 chunks": 7}
 
 
 def drawn(seed=0):
@@ -129,7 +133,7 @@ def on_a_rank(case, way):
 
 
 def all_cases():
-    cases = CASES if collectives.world().size() > 1 else ["spread"]
+    cases = [case for ranks, case in RUNS if ranks == collectives.world().size()]
     return {(case, way): on_a_rank(case, way) for case in cases for way in WAYS}
 
 
@@ -145,23 +149,14 @@ def joined(outcomes):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks, case", RUNS)
 def test_equals_a_loop_over_tokens_in_one_process(ranks, case, way):
     outcomes = [rank[case, way]["equal"] for rank in launched(ranks)]
     for found, wanted in zip(joined(outcomes), one_process(case), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_group_of_one(way):
-    ((y, *grads),) = [rank["spread", way]["equal"] for rank in launched(1)]
-    for found, wanted in zip((y, *grads), one_process("spread"), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks, case", RUNS[1:])
 def test_the_same_bytes_in_more_messages(ranks, case):
     """Rows there and back, gradients there and back, the counts once; `reused` brings rows there once more."""
     outcomes = [rank[case, "by peer"] for rank in launched(ranks)]
@@ -246,49 +241,58 @@ def test_a_number_of_chunks_that_is_none_is_refused_before_anything_is_sent(chun
             way(None, None, None, experts.loop, chunks=chunks)
 
 
-def broken(wrong, way):
-    """The layer with a mistake planted; how far y and the gradients of x and up are from the right ones."""
-    found = on_a_rank("spread", way)["equal"]
-    if wrong == "results in the order of experts":
-        overlap.Part.home = property(lambda part: torch.arange(len(part.turn)))
-    elif wrong == "rows in the order of arrival":
-        parts = overlap.Part.__init__
+def stays(number):
+    """An all_to_all whose call of this number brings zeros in place of what others sent."""
+    real, calls = collectives.all_to_all, []
 
-        def unsorted(self, sent, turn, *rest):
-            parts(self, sent, torch.arange(len(turn)), *rest)
+    def all_to_all(x, group, **settings):
+        calls.append(x)
+        handle = real(x, group, **settings)
+        if len(calls) != number:
+            return handle
+        nothing = torch.zeros_like(handle.wait())
+        return collectives.Handle(lambda: None, lambda: nothing, lambda: True)
 
-        overlap.Part.__init__ = unsorted
-    else:  # what another rank should have sent is what this one has
-        real, calls = collectives.all_to_all, []
+    return collectives, "all_to_all", all_to_all
 
-        def stays(x, group, **settings):
-            calls.append(x)
-            if len(calls) != {"rows stay": 2, "results stay": 4, "gradients stay": 9}[wrong]:
-                return real(x, group, **settings)
-            room = real(x, group, **settings).wait()
-            room = x.new_zeros(room.shape)
-            return collectives.Handle(lambda: None, lambda: room, lambda: True)
 
-        collectives.all_to_all = stays
-    other = on_a_rank("spread", way)["equal"]
-    return [float((a - b).abs().max()) for a, b in zip(found, other)]
+def unsorted_parts():
+    real = overlap.Part.__init__
+    init = lambda self, sent, turn, *rest: real(self, sent, torch.arange(len(turn)), *rest)
+    return overlap.Part, "__init__", init
+
+
+MISTAKES = {  # (what to replace, where the difference is seen: in y, in the gradient of x, of up)
+    "results in the order of experts": (
+        lambda: (overlap.Part, "home", property(lambda part: torch.arange(len(part.turn)))),
+        0,
+    ),
+    "rows in the order of arrival": (unsorted_parts, 0),
+    "rows stay": (lambda: stays(2), 0),
+    "results stay": (lambda: stays(4), 0),
+    "gradients stay": (lambda: stays(9), 1),
+    "gradients on their way to experts stay": (lambda: stays(8), 3),
+}
+
+
+def all_mistakes(way):
+    """How far y and the gradients are from the right ones with each mistake planted."""
+    right, apart = on_a_rank("spread", way)["equal"], {}
+    for name, (mistake, _) in MISTAKES.items():
+        where, attribute, wrong = mistake()
+        real = getattr(where, attribute)
+        setattr(where, attribute, wrong)
+        found = on_a_rank("spread", way)["equal"]
+        setattr(where, attribute, real)
+        apart[name] = [float((a - b).abs().max()) for a, b in zip(found, right)]
+    return apart
 
 
 @pytest.mark.parametrize("way", ["3 chunks", "reused"])
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "results in the order of experts",
-        "rows in the order of arrival",
-        "rows stay",
-        "results stay",
-        "gradients stay",
-    ],
-)
-def test_mistakes_are_seen(wrong, way):
-    for apart in launch.run(broken, wrong, way, ranks=2):
-        of_y, of_x = apart[:2]
-        assert (of_x if wrong == "gradients stay" else of_y) > 1e-3
+def test_mistakes_are_seen(way):
+    for apart in launch.run(all_mistakes, way, ranks=2):
+        for name, (_, where) in MISTAKES.items():
+            assert apart[name][where] > 1e-3, name
 
 
 # ---- memory ----------------------------------------------------------------------------------------------
@@ -303,7 +307,7 @@ def held(way, chunks, backward):
         t.requires_grad_() for t in (torch.randn(TOKENS, D), torch.randn(D, E), *drawn()[2:])
     )
     up, down = (t.detach().float()[: E // group.size()].clone().requires_grad_() for t in (up, down))
-    routing = router.balanced(x @ gate, 2)
+    routing = router.balanced(x @ gate, 2, torch.arange(TOKENS)[None])
     with Ledger() as forward:
         y = way(x, routing, group, experts.loop, (up, down), chunks=chunks)
     with Ledger() as ledger:
