@@ -225,6 +225,11 @@ def checked_parts():
     for _, parts in ways[:-1]:
         sizes = torch.stack([torch.bincount(expert_of[part.sent], minlength=E) for part in parts])
         assert int((sizes.max(0).values - sizes.min(0).values).max()) <= 1
+        number = torch.empty_like(expert_of)
+        for i, part in enumerate(parts):
+            number[part.sent] = i
+        for of_one in (number[expert_of == expert].tolist() for expert in range(E)):
+            assert of_one == [i * len(parts) // len(of_one) for i in range(len(of_one))]
     rank, n = collectives.world().rank(), collectives.world().size()
     for distance, part in enumerate(ways[-1][1]):
         assert set((expert_of[part.sent] // (E // n)).tolist()) <= {(rank + distance) % n}
@@ -538,6 +543,33 @@ def frozen_on_a_rank(how):
         dx, _ = overlap.take_turns([pair.backward(kept, dy_of(y)), pair.forward(tiny.pieces, x)], enter=2)
         assert dx is None
     return [param.grad for layer in tiny.params for param in layer]
+
+
+def reused_on_a_rank(way):
+    """The gradients of up and down with down frozen, and with up."""
+    group = collectives.world()
+    part, own = own_part(group)
+    grads = []
+    for frozen in (0, 1):
+        x, gate, *params = drawn()
+        params = [param[own].clone().requires_grad_(i != frozen) for i, param in enumerate(params)]
+        x = x[part]
+        y = way(x, router.top_k(x @ gate, 2), group, experts.loop, params)
+        loss_of(y).backward()
+        grads += [param.grad for param in params]
+    return grads
+
+
+def test_frozen_experts_with_reused_buffers():
+    ways = overlap.by_capacity, overlap.reused
+    for plain, reused in launch.run(lambda: [reused_on_a_rank(way) for way in ways], ranks=2):
+        assert (
+            [grad is None for grad in plain]
+            == [grad is None for grad in reused]
+            == [True, False, False, True]
+        )
+        for i in (1, 2):
+            torch.testing.assert_close(plain[i], reused[i], rtol=0, atol=1e-12)
 
 
 def test_frozen_parameters():

@@ -166,6 +166,8 @@ def test_a_whole_all_reduce_does_not_give_way():
         step = lina(BACKWARD, "priority", micro)
         assert all(6 <= took < 6 + micro for took in step.all_to_all_s)
     assert lina(BACKWARD, "priority", Fraction(3)).all_to_all_s != [6] * 5
+    # 10 in two of 5, not in 6 and 4: a second is left of the first
+    assert lina([(1, 5, 10), (4, 5, 0)], "priority", 6).all_to_all_s == [5, 1 + 5]
 
 
 def test_a_shared_link_by_hand():
@@ -324,6 +326,17 @@ def test_nvlink_hides_behind_the_network_up_to_three_experts_a_node():
         return max(seconds, key=seconds.get)
 
     assert [slower(k) for k in (8, 12, 13)] == ["across", "across", "inside"]
+
+
+def test_a_token_visits_no_more_nodes_than_there_are():
+    def rows(ep):
+        return {axis: payload / (4096 * 7168) for axis, _, payload in DEEPSEEK_V3.legs(1, ep, REPORTED)}
+
+    assert rows(4) == rows(8) == {"inside": 8}
+    assert rows(16) == {"across": 2, "inside": 8}
+    assert rows(32) == rows(64) == {"across": 4, "inside": 8}
+    members = {axis: members for axis, members, _ in DEEPSEEK_V3.legs(1, 32, REPORTED)}
+    assert members == {"across": (0, 8, 16, 24), "inside": tuple(range(8))}
 
 
 def test_the_machine_of_the_report():
