@@ -85,7 +85,7 @@ def placed(routing: Routing, holders: Holders, group: ProcessGroup, *, share: bo
     slots = table.to(chosen.device)[chosen, turn.clamp(min=0) % number].view_as(routing.experts)
     slots = slots.masked_fill(routing.experts == NOWHERE, NOWHERE)
     width = routing.probs.new_zeros(()).expand(len(routing.probs), group.size() * places)
-    return replace(routing, experts=slots, probs=width)
+    return replace(routing, experts=slots, probs=width, sizes=None)
 
 
 # ---- weights to holders, gradients back ------------------------------------------------------------------
@@ -211,6 +211,6 @@ def switchable(
     slots = (piece // here * c + group.rank() % c) * here + piece % here
     slots = slots.masked_fill(routing.experts[..., None] == NOWHERE, NOWHERE).flatten(1)
     width = routing.probs.new_zeros(()).expand(len(x), n * here)
-    way = Dispatch(replace(routing, experts=slots, probs=width), group)
+    way = Dispatch(replace(routing, experts=slots, probs=width, sizes=None), group)
     y = work(way.there(x), way.counts, *full)
     return way.back(y, routing.weights.repeat_interleave(parts, 1))

@@ -537,7 +537,7 @@ def test_a_row_for_replicas_is_the_turn_of_a_holder():
         size = staticmethod(lambda: 4)
         rank = staticmethod(lambda: 1)
 
-    routing = router.balanced(torch.zeros(24, 4, dtype=torch.float64), 2)
+    routing = router.balanced(torch.zeros(24, 4, dtype=torch.float64), 2, torch.arange(24)[None])
     holders = ((0, 2, 3), (1,), (2, 0), (3,))
     found = balance.placed(routing, holders, Rank(), share=True).experts
     held = balance.held_by(holders, 4)
