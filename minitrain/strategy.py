@@ -6,7 +6,7 @@
     pp    layers        stages, run by `schedule`            microbatches, chunks, slices, recompute
     cp    tokens        of the same rows, by `layout`        core: attention over them
     tp    matrices      the same tokens                      sequence_parallel, overlap
-    ep    experts       no ranks of its own: it splits dp · cp, whose tokens travel to them; `ep_node`
+    ep    experts       none of its own: it splits dp · cp   ep_node, ep_chunks, ep_travel
 
 `check(config, ranks)` refuses what cannot be, before any rank starts; `check_batch` does so for rows and
 length. It prints as the call that makes it, without defaults, and travels as JSON (`asdict`,
@@ -29,6 +29,7 @@ from minitrain.pipeline.schedule import Schedule
 
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 AXES = ("dp", "pp", "cp", "tp")
+TRAVEL = ("tokens", "experts")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Strategy:
     cp: int = 1  # ranks with different tokens of the same rows
     tp: int = 1  # ranks with different parts of each matrix
     ep: int = 1  # of the dp x cp ranks, how many share out the experts
-    ep_node: int = 1  # of the ep ranks, how many are one node: a token then crosses to each node once
+    ep_node: int = 1  # of the ep ranks, how many are one node: what crosses to a node does so once
+    ep_chunks: int = 1  # in which an expert's rows travel, while it works on those before
+    ep_travel: str = "tokens"  # what crosses ep; or experts, to the tokens
     zero: int | str = 0  # 0: replicated; 1, 2, 3: ZeRO; a word such as "III": hybrid sharding
     node: int = 1  # of the dp ranks, how many are one node (for a word)
     sequence_parallel: bool = False  # cut activations between the matrices over tp as well
@@ -59,18 +62,8 @@ class Strategy:
     bucket_bytes: int = 25_000_000  # of gradients that travel together
 
     def __post_init__(self):
-        sizes = (
-            "ep",
-            "ep_node",
-            "node",
-            "microbatches",
-            "chunks",
-            "slices",
-            "inner",
-            "ulysses",
-            "bucket_bytes",
-        )
-        for name in (*AXES, *sizes):
+        names = "ep ep_node ep_chunks node microbatches chunks slices inner ulysses bucket_bytes"
+        for name in (*AXES, *names.split()):
             if not isinstance(size := getattr(self, name), int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}={size!r}; use a whole number, 1 or more")
         if isinstance(self.zero, str) and self.zero.isdigit():
@@ -178,6 +171,12 @@ class Strategy:
             raise ValueError(
                 f"ep_node={self.ep_node} does not divide ep={self.ep}; a node has {fits} of its ranks"
             )
+        if self.ep_travel not in TRAVEL:
+            raise ValueError(f"ep_travel={self.ep_travel!r}; use {' or '.join(TRAVEL)}")
+        if self.ep_chunks > 1 and (self.ep == 1 or self.ep_node > 1 or self.ep_travel != "tokens"):
+            others = self._said(("ep", "ep_node", "ep_travel"))
+            rule = "chunks are of rows that travel between all ranks of ep at once"
+            raise ValueError(f"ep_chunks={self.ep_chunks} with {others}: {rule}; use ep_chunks=1")
 
     def _check_context(self) -> None:
         for name, table in (("core", cores.CORES), ("layout", cores.LAYOUTS)):

@@ -83,7 +83,8 @@ class Draw:
         counts = {self.config.experts_in(block + 1) for block in range(self.config.num_layers)} - {0}
         return (
             self.config.experts.router != "balanced"
-            or self.strategy.ep_node > 1
+            or max(self.strategy.ep_node, self.strategy.ep_chunks) > 1
+            or self.strategy.ep_travel == "experts"
             or self.batch_sizes[0] % (self.strategy.dp * self.strategy.microbatches) > 0
             or self.strategy.cp > 1  # positions are not in a row
             or cuts > 1
@@ -130,7 +131,12 @@ def attempt(chance: random.Random) -> Draw:
     if config.experts and axes["dp"] * axes["cp"] > 1 and chance.random() < 0.8:
         splits = [n for n in range(2, 9) if axes["dp"] * axes["cp"] % n == 0]
         axes["ep"] = chance.choice(splits)
-        axes["ep_node"] = chance.choice([n for n in range(1, axes["ep"] + 1) if axes["ep"] % n == 0])
+        nodes = [n for n in range(1, axes["ep"] + 1) if axes["ep"] % n == 0]
+        way = chance.choice(("flat", "flat", "two levels", "chunks", "experts"))
+        axes["ep_node"] = chance.choice(nodes) if way in ("two levels", "experts") else 1
+        axes |= (
+            dict(ep_chunks=3) if way == "chunks" else dict(ep_travel="experts") if way == "experts" else {}
+        )
     strategy = draw_strategy(chance, axes)
     strategy.check(config, strategy.ranks)
     length = chance.choice((8, 9, 12, 15, 16, 24))
@@ -420,7 +426,9 @@ FEATURES = {
     "pp, slices": lambda s, c: s.slices > 1,
     "experts": lambda s, c: c.config.experts is not None and s.ep == 1,
     "ep": lambda s, c: s.ep > 1 and s.ep_node in (1, s.ep),
-    "ep, two levels": lambda s, c: 1 < s.ep_node < s.ep,
+    "ep, two levels": lambda s, c: 1 < s.ep_node < s.ep and s.ep_travel == "tokens",
+    "ep, in chunks": lambda s, c: s.ep_chunks > 1,
+    "ep, experts travel": lambda s, c: s.ep_travel == "experts",
     "recompute": lambda s, c: s.recompute,
     "late clipping": lambda s, c: s.post_validation,
     "microbatches": lambda s, c: s.microbatches > 1,

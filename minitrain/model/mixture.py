@@ -5,9 +5,10 @@
     up (and gate) [E, D, F], down [E, F, D]: parameters grow with E, arithmetic with top_k
 
 Three things are swapped to put it on ranks (moe/parallel.py), none of which the layer knows: `dispatch`, the
-way of rows to their experts and back; `experts`; and `enter` and `leave`, which give each rank tokens of its
-own. A token whose position is negative is padding: it visits nobody. Capacity and the balance loss count per
-row of the batch, over `row_group`, the ranks with the row's other tokens. In evaluation nobody is dropped.
+way of rows to their experts and back, or all of `through`; `experts`; `enter` and `leave`, for tokens of a
+rank's own. A token whose position is negative is padding: it visits nobody. Capacity and the balance loss
+count per row of the batch, over `row_group`, the ranks with the row's other tokens. In evaluation nobody is
+dropped.
 
 The router's losses are terms of the loss, found by the forward that made them and taken by who runs it
 (`RouterLosses`). In a dry run scores have no numbers, so every expert gets as many tokens.
@@ -17,6 +18,7 @@ arXiv:2201.05596, section 4.1. Differs: capacity and balance are of rows, so tha
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -126,10 +128,14 @@ class MixtureOfExperts(nn.Module):
         """x [B, T, D] at `positions` [T] or [B, T]."""
         own, at, padded = self.enter(x, positions)
         routing = self.route(own, at, padded, x.shape[1] * self.row_ranks)
-        way = self.dispatch(routing)
-        rows = self.experts(way.there(own.flatten(0, 1)), way.counts, way.sizes)
-        y = self.leave(way.back(rows, routing.weights.to(x.dtype)).view_as(own), x.shape[1])
+        routing = replace(routing, weights=routing.weights.to(x.dtype))
+        y = self.leave(self.through(own.flatten(0, 1), routing).view_as(own), x.shape[1])
         return y if self.shared is None else y + self.shared(x)
+
+    def through(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [N, D] -> [N, D]: there, through the experts, and back."""
+        way = self.dispatch(routing)
+        return way.back(self.experts(way.there(x), way.counts, way.sizes), routing.weights)
 
     def route(self, x: Tensor, positions: Tensor, padded: bool, row_length: int) -> Routing:
         """Of x [B, T, D], this rank's tokens of rows of that length."""

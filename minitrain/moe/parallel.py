@@ -23,17 +23,45 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.move_experts import pulled
+from minitrain.moe.overlap import by_capacity
+from minitrain.moe.two_level import TwoLevelDispatch
 from minitrain.sharding import Shard, place, placement, shard
 
 TIME = 1  # the dim of the sequence in [B, T, D]
 
 
-def spread(mixture: nn.Module, group: ProcessGroup, way: Callable) -> None:
-    """A layer has made its part of the experts only: they are parts over `group` of whole parameters, and
-    rows travel by `way(routing)`, a dispatch."""
-    mixture.dispatch = way
+def spread(
+    mixture: nn.Module,
+    group: ProcessGroup,
+    across: ProcessGroup,
+    inside: ProcessGroup,
+    chunks=1,
+    travel="tokens",
+) -> None:
+    """A layer has made its part of the experts only: they are parts over `group` of whole parameters. Rows
+    travel to them, all at once, in `chunks`, or over nodes of more ranks than one (`inside` and `across`, the
+    ranks at its place in all nodes); or they travel to the rows."""
+    if travel == "experts":
+        mixture.experts.way = partial(_pulled, across=across, inside=inside)
+    elif inside.size() > 1:
+        mixture.dispatch = partial(TwoLevelDispatch, across=across, inside=inside)
+    else:
+        mixture.dispatch = partial(Dispatch, group=group)
+    if chunks > 1:
+
+        def work(rows: Tensor, counts: Tensor) -> Tensor:
+            return mixture.experts(rows, counts)
+
+        mixture.through = partial(by_capacity, group=group, work=work, chunks=chunks)
     for param in mixture.experts.parameters():
         place(param, shards=(Shard(0, group), *placement(param).shards))
+
+
+def _pulled(rows, counts, up, down, act, gate=None, sizes=None, *, across, inside) -> Tensor:
+    """As the other ways of experts.py."""
+    return pulled(rows, counts, up, down, across, inside, act, gate)
 
 
 def cut(mixture: nn.Module, group: ProcessGroup, own_time: Callable | None = None) -> list[nn.Parameter]:

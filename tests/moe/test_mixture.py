@@ -12,6 +12,7 @@ from minitrain import collectives, launch
 from minitrain.data.batches import Rows, random_tokens
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
+from minitrain.mesh import Mesh
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
@@ -227,7 +228,7 @@ def test_gshard():
                 setattr(
                     ours.experts, name, torch.nn.Parameter(getattr(ours.experts, name)[own].detach().clone())
                 )
-            parallel.spread(ours, group, partial(Dispatch, group=group))
+            parallel.spread(ours, group, group, Mesh(world=4, one=1).group("one"))
             x = x.requires_grad_()
             with Ledger() as ledger:
                 y = ours(x, torch.arange(16))
@@ -254,9 +255,7 @@ def sent():
     duplicates dropped and without; and the routing table."""
 
     def rank():
-        from minitrain.mesh import Mesh
-
-        mesh, c = Mesh(dp=2, tp=2), config()
+        mesh, c = Mesh(dp=2, tp=2, one=1), config()
         ep, tp, found = mesh.group("dp"), mesh.group("tp"), {}
         for drops in (True, False):
             mixture = layer(c)
@@ -264,7 +263,7 @@ def sent():
             own = slice(2 * ep.rank(), 2 * ep.rank() + 2)
             for name in ("up", "gate", "down"):
                 setattr(whole, name, torch.nn.Parameter(getattr(whole, name)[own].detach().clone()))
-            parallel.spread(mixture, ep, partial(Dispatch, group=ep))
+            parallel.spread(mixture, ep, ep, mesh.group("one"))
             if drops:
                 parallel.cut(mixture, tp)
             x = drawn(rows=2, length=9, seed=ep.rank()).requires_grad_()
@@ -401,6 +400,8 @@ REFUSED = {
     "ep=3 does not divide dp x cp = 4 ranks; use ep 1 or 2 or 4": lambda: Strategy(dp=2, cp=2, ep=3),
     "ep=8 does not divide 4 experts; use ep 1 or 2 or 4": lambda: Strategy(dp=8, ep=8).check(MOE, 8),
     "ep=2, but the model has no experts": lambda: Strategy(dp=2, ep=2).check(GPTConfig(**SHAPE), 2),
+    "ep_chunks=2 with ep=1, ep_node=1, ep_travel='tokens': chunks are of rows": lambda: Strategy(ep_chunks=2),
+    "ep_travel='weights'; use tokens or experts": lambda: Strategy(ep_travel="weights"),
     "ep_node=3 does not divide ep=4": lambda: Strategy(dp=4, ep=4, ep_node=3),
     "ep=3 with nodes of 2 dp x cp ranks": lambda: Strategy(dp=6, ep=3, zero="III", node=2),
     "tp=4 does not divide expert_width=6": lambda: Strategy(tp=4).check(config(expert_width=6), 4),
