@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from minitrain import cli, launch, train_command
 from minitrain.data.batches import Text
 from minitrain.model.config import GPTConfig, presets
+from minitrain.model.experts_config import ExpertsConfig
 from minitrain.parallelize import parallelize
 from minitrain.plan.accounting.memory import zero_bytes
 from minitrain.plan.accounting.parameters import parameters
@@ -361,10 +362,10 @@ def test_a_checkpoint_of_another_recipe_is_bad_input_and_a_rank_that_fails_is_ex
 
 def test_help_names_every_field():
     printed = CliRunner().invoke(cli.app, ["train", "--help"], env={"COLUMNS": "200"}).output
-    for cls in (Strategy, Hyperparameters, GPTConfig):
+    for cls in (Strategy, Hyperparameters, GPTConfig, ExpertsConfig):
         for field in fields(cls):
-            flag = f"--{field.name.replace('_', '-')}"
-            assert (f"{flag} " in printed or f"{flag}," in printed) == (field.name != "vocab_size"), flag
+            flag, is_one = f"--{field.name.replace('_', '-')}", field.name not in ("vocab_size", "experts")
+            assert (f"{flag} " in printed or f"{flag}," in printed) == is_one, flag
     for flag in ("--preset", "--text", "--out", "--layers", "--width", "--heads", "--batch"):
         assert flag in printed
     assert str(Path.cwd()) not in printed  # no default that is a path of this machine
