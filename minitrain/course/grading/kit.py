@@ -1,12 +1,10 @@
 """The collectives of an exercise, over send and receive of its group: a rank gets those that a call lists.
 
-    source("all_reduce")      the text of these functions and of what they call, which is sent to the ranks
-
 The bytes are those of `minitrain.collectives`; with n ranks and S the whole tensor, all_reduce 2(n-1)/n S,
 all_gather, reduce_scatter and all_to_all (n-1)/n S, broadcast (n-1) S from the source. Differs: pieces go
-straight to whom they are for, and are cut along dim 0. Sums are taken in rank order. With `async_op=True` a
-handle comes back, whose `wait()` returns the result. Collectives of a group follow one another; messages and
-rotate start at once, so none while an asynchronous collective of the same group is under way.
+straight to whom they are for, and are cut along dim 0. With `async_op=True` a handle comes back, whose
+`wait()` returns the result. Collectives of a group follow one another; messages and rotate start at once, so
+none while an asynchronous collective of the same group is under way.
 """
 
 import ast
@@ -22,7 +20,7 @@ ALWAYS = ("send", "receive", "barrier")
 
 @functools.cache
 def source(names: str = "") -> str:
-    """The text of the collectives in `names` and of `ALWAYS`. Raises ValueError for one that is not here."""
+    """The text of `names`, of `ALWAYS` and of what they call. Raises ValueError for one that is not here."""
     nodes = ast.parse(Path(__file__).read_text()).body
     functions = {node.name: node for node in nodes if hasattr(node, "name") and node.name != "source"}
     wanted, taken = [*ALWAYS, *names.split()], {}
@@ -69,11 +67,12 @@ def receive(like, source, group, *, async_op=False):
 def rotate(x, group, shift=1, *, async_op=False):
     """x, a tensor or a tuple, goes to rank + shift of the ring; returns what rank - shift sends."""
     n, rank = group.size(), group.rank()
-    given = [part.detach().contiguous() for part in (x if isinstance(x, tuple) else (x,))]
-    arrived = [part.clone() if shift % n == 0 else torch.empty_like(part) for part in given]
-    moves = [] if shift % n == 0 else [group.send([part], (rank + shift) % n) for part in given]
-    moves += [] if shift % n == 0 else [group.recv([part], (rank - shift) % n) for part in arrived]
-    return _given(_Handle(moves, tuple(arrived) if isinstance(x, tuple) else arrived[0]), async_op)
+    given = tuple(part.detach().contiguous() for part in (x if isinstance(x, tuple) else (x,)))
+    arrived, moves = tuple(map(torch.clone, given)), []
+    if shift % n:
+        moves += [group.send([part], (rank + shift) % n) for part in given]
+        moves += [group.recv([part], (rank - shift) % n) for part in arrived]
+    return _given(_Handle(moves, arrived if isinstance(x, tuple) else arrived[0]), async_op)
 
 
 def barrier(group):
@@ -99,33 +98,31 @@ def _perform(act, group, async_op):
 
 
 def _swap(leaving, arriving, group):
-    """Piece j of `leaving` goes to rank j, piece j of `arriving` comes from there; None is no message."""
-    moves = [group.send([x.contiguous()], to) for to, x in enumerate(leaving) if x is not None]
-    moves += [group.recv([x], source) for source, x in enumerate(arriving) if x is not None]
+    """Piece j of `leaving` goes to rank j, piece j of `arriving` comes from there; a rank's own is copied."""
+    rank = group.rank()
+    arriving[rank].copy_(leaving[rank])
+    moves = [group.send([x.contiguous()], to) for to, x in enumerate(leaving) if to != rank]
+    moves += [group.recv([x], source) for source, x in enumerate(arriving) if source != rank]
     for move in moves:
         move.wait()
 
 
-def _others(pieces, rank):
-    return [None if other == rank else piece for other, piece in enumerate(pieces)]
+def _summed(pieces, group, op="sum"):
+    """This rank's piece of everyone's: the sum in rank order, or the maximum."""
+    terms = [torch.empty_like(pieces[group.rank()]) for _ in pieces]
+    _swap(pieces, terms, group)
+    for term in terms[1:]:
+        (torch.maximum if op == "max" else torch.add)(terms[0], term, out=terms[0])
+    return terms[0]
 
 
 def all_reduce(x, group, *, op="sum", out=None, async_op=False):
     """The sum over the group, or with op="max" the maximum; `out=x` works in place."""
-    n, rank, src = group.size(), group.rank(), x.detach().contiguous()
+    n, src = group.size(), x.detach().contiguous()
 
     def act():
-        flat = src.view(-1)
-        pieces = list(flat.tensor_split(n))
-        terms = [torch.empty_like(pieces[rank]) for _ in range(n)]
-        _swap(_others(pieces, rank), _others(terms, rank), group)
-        terms[rank] = pieces[rank]
-        total = terms[0].clone()
-        for term in terms[1:]:
-            total = torch.maximum(total, term) if op == "max" else total + term
-        results = [total if other == rank else torch.empty_like(piece) for other, piece in enumerate(pieces)]
-        _swap(_others([total] * n, rank), _others(results, rank), group)
-        result = torch.cat(results).view(src.shape)
+        own, result = _summed(src.view(-1).tensor_split(n), group, op), torch.empty_like(src)
+        _swap([own] * n, result.view(-1).tensor_split(n), group)
         return result if out is None else out.detach().copy_(result)
 
     return _perform(act, group, async_op)
@@ -133,13 +130,11 @@ def all_reduce(x, group, *, op="sum", out=None, async_op=False):
 
 def all_gather(x, group, *, async_op=False):
     """Everyone's x [d, ..], concatenated in rank order: [n·d, ..]."""
-    n, rank, src = group.size(), group.rank(), x.detach().contiguous()
+    n, src = group.size(), x.detach().contiguous()
 
     def act():
         out = src.new_empty(n * src.shape[0], *src.shape[1:])
-        pieces = out.chunk(n)
-        pieces[rank].copy_(src)
-        _swap(_others([src] * n, rank), _others(pieces, rank), group)
+        _swap([src] * n, out.chunk(n), group)
         return out
 
     return _perform(act, group, async_op)
@@ -147,26 +142,15 @@ def all_gather(x, group, *, async_op=False):
 
 def reduce_scatter(x, group, *, async_op=False):
     """This rank's piece [d, ..] of the sum of everyone's x [n·d, ..]."""
-    n, rank, src = group.size(), group.rank(), x.detach().contiguous()
+    n, src = group.size(), x.detach().contiguous()
     if src.shape[0] % n:
         raise ValueError(f"reduce_scatter: {src.shape[0]} rows do not divide by {n} ranks; pad them")
-
-    def act():
-        pieces = src.chunk(n)
-        terms = [torch.empty_like(pieces[rank]) for _ in range(n)]
-        _swap(_others(pieces, rank), _others(terms, rank), group)
-        terms[rank] = pieces[rank]
-        total = terms[0].clone()
-        for term in terms[1:]:
-            total += term
-        return total
-
-    return _perform(act, group, async_op)
+    return _perform(lambda: _summed(src.chunk(n), group), group, async_op)
 
 
 def all_to_all(x, group, *, send_sizes=None, receive_sizes=None, async_op=False):
     """Piece j of x goes to rank j, what arrives is concatenated in rank order; equal pieces, or sizes."""
-    n, rank, src = group.size(), group.rank(), x.detach().contiguous()
+    n, src = group.size(), x.detach().contiguous()
     leaving_rows = send_sizes or [src.shape[0] // n] * n
     arriving_rows = receive_sizes or leaving_rows
     if sum(leaving_rows) != src.shape[0]:
@@ -174,9 +158,7 @@ def all_to_all(x, group, *, send_sizes=None, receive_sizes=None, async_op=False)
 
     def act():
         out = src.new_empty(sum(arriving_rows), *src.shape[1:])
-        leaving, arriving = src.split(leaving_rows), out.split(arriving_rows)
-        arriving[rank].copy_(leaving[rank])
-        _swap(_others(leaving, rank), _others(arriving, rank), group)
+        _swap(src.split(leaving_rows), out.split(arriving_rows), group)
         return out
 
     return _perform(act, group, async_op)
@@ -184,14 +166,13 @@ def all_to_all(x, group, *, send_sizes=None, receive_sizes=None, async_op=False)
 
 def broadcast(x, source, group, *, async_op=False):
     """The source's x, on every rank; elsewhere x only says shape and dtype."""
-    n, rank, src = group.size(), group.rank(), x.detach().contiguous()
+    others, src = [to for to in range(group.size()) if to != source], x.detach().contiguous()
 
     def act():
-        if rank == source:
-            _swap(_others([src] * n, rank), [], group)
-            return src.clone()
-        out = torch.empty_like(src)
-        _swap([], [out if other == source else None for other in range(n)], group)
-        return out
+        if group.rank() != source:
+            return receive(src, source, group)
+        for sending in [send(src, to, group, async_op=True) for to in others]:
+            sending.wait()
+        return src.clone()
 
     return _perform(act, group, async_op)
