@@ -30,7 +30,7 @@ import minitrain
 from minitrain.course.grading import assignment, book
 from minitrain.course.grading.checks import Answer, Draw, Session, judging
 from minitrain.course.grading.judge import EXERCISES, PACKAGE, Code, Judge
-from minitrain.course.grading.trial import Broken, Failure, NotAttempted, short
+from minitrain.course.grading.trial import NOT_ATTEMPTED, Broken, Failure, short
 
 TIME_LIMIT_S = 20.0  # for one run of an answer; the slowest honest one takes a second
 
@@ -150,7 +150,7 @@ def results_of(
         if answer is None:
             failure = Failure("no error", "the answer cell is gone; a fresh notebook has it")
         elif answer == assignment.stub_of(task.answer.source):
-            failure = NotAttempted()
+            failure = Failure(NOT_ATTEMPTED)
         elif failure is not None and failure.property in ("time limit", "memory limit"):
             failure = Failure(failure.property, "not run, because of the check above")
         else:
@@ -202,8 +202,8 @@ def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
     solutions = {task.answer.name: task.answer.source for task in of.tasks}
     stubs = {name: assignment.stub_of(source) + "\n" for name, source in solutions.items()}  # "\n": it is run
     empty, full = (grade_answers(of, answers, judge, seed) for answers in (stubs, solutions))
-    if empty.earned or any(result.message != "not attempted yet" for result in empty.results):
-        faults.append(f"a stub gets {empty.earned} points, or another message than 'not attempted yet'")
+    if empty.earned or any(result.message != NOT_ATTEMPTED for result in empty.results):
+        faults.append(f"a stub gets {empty.earned} points, or another message than {NOT_ATTEMPTED!r}")
     failed = [result for result in full.results if result.property]
     faults += [f"the solution fails {one.check}: {one.message} {one.detail}" for one in failed]
     for task in of.tasks:

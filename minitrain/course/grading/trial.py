@@ -1,9 +1,8 @@
 """One run of an answer, as the judge lives it: carry messages, count, watch the clock and the memory, end it.
 
-A run ends with an `Outcome` or with a `Failure`, whose property is one of `RULES` (checks add their own).
-Ranks are not trusted: what they send is parsed as data (frames.py), what is shown of it is stripped of
-control characters and cut, and a rank that sends nothing more, or too much, is ended like one that computes
-for ever.
+A run ends with an `Outcome` or with a `Failure`. Ranks are not trusted: what they send is parsed as data
+(frames.py), what is shown of it is stripped of control characters and cut, and a rank that sends nothing
+more, or too much, is ended like one that computes for ever.
 """
 
 import contextlib
@@ -18,17 +17,8 @@ from dataclasses import dataclass, field
 from minitrain.course.grading.inside.frames import PAYLOAD_LIMIT_BYTES, BadFrame, Line, unpack
 from minitrain.course.grading.network import Event, Message, Mismatch, Network
 
-RULES = {
-    "no error": "the answer raises nothing",
-    "no deadlock": "no rank waits for ever",
-    "time limit": "the answer ends in time",
-    "memory limit": "no rank takes more memory than the task allows",
-    "a result": "every rank returns",
-    "data": "what a rank returns is tensors, numbers, text, or lists and dicts of them",
-    "own work": "the answer does not call what the task asks it to write",
-    "matching messages": "a receive has the dtype and the size of what is sent",
-    "no message left": "every send is received, and every receive is sent",
-}
+NOT_ATTEMPTED = "not attempted yet"
+TOLD = (NOT_ATTEMPTED, "no error", "memory limit", "data", "own work")  # what a rank may say that it broke
 OUTPUT_LIMIT_BYTES = 20_000
 QUIET_S = 2.0  # for ranks with several threads: so long must nothing move before we say that nobody can go on
 GRACE_S = 0.3  # after a rank has failed, for the others to fail too
@@ -42,9 +32,9 @@ class Failure(Exception):
     All that an answer can make us show passes here: one line, and text that cannot paint on a terminal.
     """
 
-    def __init__(self, property: str, message: str, detail: str = "") -> None:
+    def __init__(self, property: str, message: str = "", detail: str = "") -> None:
         self.property, self.message, self.detail = short(property), short(message, 2000), plain(detail)
-        super().__init__(f"{self.property}: {self.message}")
+        super().__init__(": ".join(filter(None, [self.property, self.message])))
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows in place of our stack: the broken rule, and what the answer's side said."""
@@ -53,16 +43,6 @@ class Failure(Exception):
 
 class Broken(RuntimeError):
     """The judge could not do its work; no answer is to blame."""
-
-
-class NotAttempted(Failure):
-    """The stub is still there."""
-
-    def __init__(self) -> None:
-        super().__init__("attempted", "not attempted yet")
-
-    def __str__(self) -> str:
-        return self.message
 
 
 @dataclass
@@ -208,7 +188,10 @@ class Trial:
                     raise BadFrame(f"{self.calls} results are wanted")
                 return False
             case "raise":
-                raise failure_of(rank, header)
+                property, message, trace = (str(header.get(key)) for key in ("property", "message", "trace"))
+                if property not in TOLD:
+                    raise BadFrame("an unknown property")
+                raise Failure(property, message, trace)
             case "wait":
                 self.network.wait(rank, header)
             case _:
@@ -246,22 +229,6 @@ class Trial:
                 with contextlib.suppress(OSError), open(path) as file:
                     told.append(file.read())
         return told
-
-
-def failure_of(rank: int, header: dict) -> Failure:
-    """What a rank says about its own failure, as one of ours."""
-    kind, name, message, line, code = map(header.get, ("kind", "type", "message", "line", "code"))
-    if kind == "stub":
-        return NotAttempted()
-    place = f" (line {line}: {short(code)})" if type(line) is int else ""
-    message = short(message)
-    property, what = {
-        "not data": ("data", f"returned {message}; return tensors, numbers, text, or lists of them"),
-        "forbidden": ("own work", f"this task asks you to write it yourself: it {message}{place}"),
-        "memory": ("memory limit", f"asked for more memory than it may have{place}"),
-    }.get(str(kind), ("no error", f"raised {short(name)}: {message}{place}"))
-    who = "" if kind == "forbidden" else f"rank {rank} "
-    return Failure(property, who + what, plain(str(header.get("traceback", ""))))
 
 
 def plain(text: str) -> str:

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -50,7 +50,7 @@ def live(line: Line, statm: int | None) -> None:
         tree, payload = pack(results)
         frame = {"is": "return", "value": tree}
     except BaseException as error:  # SystemExit too: its author must hear what ended the answer
-        frame, payload = described(error), b""
+        frame, payload = described(error, start["rank"]), b""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     line.send(frame, payload)
@@ -77,7 +77,7 @@ def with_collectives(source: str) -> None:
     def not_listed(name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotListed(name)
+        raise NotListed(f"calls {name}")
 
     collectives.__getattr__ = not_listed
     sys.modules |= {"minitrain": package, "minitrain.collectives": collectives}
@@ -113,20 +113,14 @@ def run_cells(cells: list[str], names: dict | None = None) -> dict:
 def without_autograd() -> None:
     """Every way that torch has to a derivative says that this task is to do without."""
 
-    def refusing() -> Callable:
-        def refuse(*args, **kwargs):
-            raise NotListed("autograd")
+    def refuse(*args, **kwargs):
+        raise NotListed("calls autograd")
 
-        return refuse
-
-    torch.autograd.Variable._execution_engine = SimpleNamespace(run_backward=refusing())
-    torch.autograd.forward_ad.enter_dual_level = refusing()
-    for module, names in (
-        (torch._C, ["_enter_dual_level"]),
-        (torch._C._functorch, ["_grad_increment_nesting", "_jvp_increment_nesting"]),  # torch.func
-    ):
-        for name in names:
-            setattr(module, name, refusing())
+    torch.autograd.Variable._execution_engine = SimpleNamespace(run_backward=refuse)
+    torch.autograd.forward_ad.enter_dual_level = partial(refuse)  # torch keeps a table of functions, and an
+    torch._C._enter_dual_level = partial(refuse)  # object may stand there once
+    torch._C._functorch._grad_increment_nesting = partial(refuse)  # torch.func
+    torch._C._functorch._jvp_increment_nesting = partial(refuse)
 
 
 def remember(filename: str, source: str) -> None:
@@ -134,31 +128,27 @@ def remember(filename: str, source: str) -> None:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
 
 
-def described(error: BaseException) -> dict:
-    """An exception as data: its type, message and line of the answer, without the frames that are ours."""
+def described(error: BaseException, rank: int) -> dict:
+    """An exception as the parts of a `Failure`: the rule it breaks, how and where, without frames of ours."""
     trace = traceback.TracebackException.from_exception(error)
     frames = [frame for frame in trace.stack if frame.filename not in {__file__, wire.__file__}]
     trace.stack = traceback.StackSummary.from_list(frames)
     own = [frame for frame in frames if frame.filename == CELL or "ipykernel" in frame.filename]
-    where, code = (own[-1].lineno, own[-1].line) if own else (None, "")
+    line, code = (own[-1].lineno, own[-1].line) if own else (None, "")
     if isinstance(error, SyntaxError) and error.filename == CELL:
-        where, code = error.lineno, error.text
-    raised_here = isinstance(error, NotImplementedError) and frames[-1:] == own[-1:]
-    no_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-    message = str(error)
-    if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "minitrain":
-        message = f"imports {error.name}"
-        error = NotListed(message)
+        line, code = error.lineno, error.text
+    place = f" (line {line}: {(code or '').strip()[:200]})" if line else ""
+    message, who = str(error), f"rank {rank}"
+    if isinstance(error, NotData):
+        told = "data", f"{who} returned {message}; return tensors, numbers, text, or lists of them"
     elif isinstance(error, NotListed):
-        message = f"calls {message}"
-    kinds = {"not data": isinstance(error, NotData), "forbidden": isinstance(error, NotListed)}
-    kinds |= {"stub": raised_here, "memory": no_memory, "error": True}
-    return {
-        "is": "raise",
-        "kind": next(kind for kind, so in kinds.items() if so),
-        "type": type(error).__name__,
-        "message": message[:500],
-        "line": where,
-        "code": (code or "").strip()[:200],
-        "traceback": "".join(trace.format())[-8000:],
-    }
+        told = "own work", f"this task asks you to write it yourself: it {message}{place}"
+    elif isinstance(error, ImportError) and (error.name or "").split(".")[0] == "minitrain":
+        told = "own work", f"this task asks you to write it yourself: it imports {error.name}{place}"
+    elif isinstance(error, NotImplementedError) and frames[-1:] == own[-1:]:
+        return {"is": "raise", "property": "not attempted yet", "message": "", "trace": ""}
+    elif isinstance(error, MemoryError) or "can't allocate memory" in message:
+        told = "memory limit", f"{who} asked for more memory than it may have{place}"
+    else:
+        told = "no error", f"{who} raised {type(error).__name__}: {message[:200]}{place}"
+    return {"is": "raise", "property": told[0], "message": told[1], "trace": "".join(trace.format())[-8000:]}
