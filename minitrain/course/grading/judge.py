@@ -147,7 +147,7 @@ class Judge:
         try:
             network = Network(ranks, hidden, held)
             with Trial(network, time_limit_s) as trial:
-                trial.pids = self._request(spawn, trial.ends)["ranks"]
+                trial.pids = self._request(spawn, [end.fileno() for end in trial.ends])["ranks"]
                 trial.wait_until_ready()
                 for rank in range(ranks):
                     tree, packed = pack(list(calls[rank]))

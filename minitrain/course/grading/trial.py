@@ -7,7 +7,6 @@ more, or too much, is ended like one that computes for ever.
 
 import contextlib
 import glob
-import os
 import re
 import selectors
 import socket
@@ -65,48 +64,33 @@ class Outcome:
         return max((message.step for message in self.messages), default=0)
 
 
-class Trial:
+class Trial(contextlib.ExitStack):
     """The judge's ends of lines and prints. `ends`: those for the ranks, line and prints in turn."""
 
     def __init__(self, network: Network, time_limit_s: float) -> None:
-        self.network, self.time_limit_s, self.pids = network, time_limit_s, []
-        ranks, self.deadline = network.ranks, None
-        self.results, self.failures, self.moved = [None] * ranks, {}, 0.0
-        self.lines, self.prints, self.ends, self.output = [], [], [], [bytearray() for _ in range(ranks)]
-        for _ in range(ranks):
-            ours, theirs = socket.socketpair()
-            ours.settimeout(PATIENCE_S)
-            readable, writable = os.pipe()
-            os.set_blocking(readable, False)
-            self.lines.append(Line(ours, PAYLOAD_LIMIT_BYTES))
-            self.prints.append(readable)
-            self.ends += [theirs.detach(), writable]
-
-    def __enter__(self) -> "Trial":
-        return self
-
-    def __exit__(self, *_) -> None:
-        for line in self.lines:
-            line.sock.close()
-        self._close_ends()
-        for descriptor in self.prints:
-            os.close(descriptor)
-
-    def _close_ends(self) -> None:
-        while self.ends:
-            os.close(self.ends.pop())
+        super().__init__()
+        self.network, self.time_limit_s, self.deadline, self.moved = network, time_limit_s, None, 0.0
+        self.pids, self.results, self.failures = [], [None] * network.ranks, {}
+        pairs = [socket.socketpair() for _ in range(2 * network.ranks)]
+        for end in sum(pairs, ()):
+            self.enter_context(end)
+        ours, self.ends = zip(*pairs)
+        self.lines, self.prints = [Line(end, PAYLOAD_LIMIT_BYTES) for end in ours[::2]], ours[1::2]
+        self.output = [bytearray() for _ in self.prints]
+        for line, prints in zip(ours[::2], self.prints):
+            line.settimeout(PATIENCE_S)
+            prints.setblocking(False)
 
     def wait_until_ready(self) -> None:
         """All ranks stand behind their walls before the first line of an answer runs. Raises Broken."""
-        self._close_ends()  # the ranks have theirs: from here on the end of a rank is the end of its line
+        for end in self.ends:  # the ranks have theirs: from here on the end of a rank is the end of its line
+            end.close()
         for rank, line in enumerate(self.lines):
-            try:
-                ready = line.receive() is not None
-            except OSError:
-                ready = False
-            if not ready:
-                said = self._printed() or "it said nothing"
-                raise Broken(f"rank {rank} of an exercise could not be started: {said}")
+            with contextlib.suppress(OSError):
+                if line.receive() is not None:
+                    continue
+            said = self._printed() or "it said nothing"
+            raise Broken(f"rank {rank} of an exercise could not be started: {said}")
 
     def tell(self, rank: int, header: dict, payload: bytes) -> None:
         if self.deadline is not None:  # who does not take what it asked for has no longer than the others
@@ -123,12 +107,11 @@ class Trial:
         self.calls = calls
         try:
             self._play()
+            if left := self.network.left_over():
+                raise Failure("no message left", left)
         except Failure as failure:
             failure.detail = "\n".join(filter(None, [failure.detail, self._printed()]))
             raise
-        left = self.network.left_over()
-        if left:
-            raise Failure("no message left", left, self._printed())
         return Outcome(self.results, self.network.messages, self.network.events, self._printed())
 
     def _play(self) -> None:
@@ -201,7 +184,7 @@ class Trial:
     def _read_prints(self, rank: int) -> bool:
         """Take what a rank has printed, keep the first part; False at its end."""
         try:
-            data = os.read(self.prints[rank], 65536)
+            data = self.prints[rank].recv(65536)
         except BlockingIOError:
             return True
         self.output[rank] += data[: OUTPUT_LIMIT_BYTES - len(self.output[rank])]
