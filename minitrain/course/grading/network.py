@@ -1,6 +1,6 @@
 """The network as the judge plays it: it matches sends with receives, counts what passes, and sees a deadlock.
 
-A pure state machine. Each frame of a rank goes in (`post`, `wait`); answers to ranks come out of `replies`.
+A pure state machine: frames of ranks go in (`post`, `wait`), answers to ranks come out of `replies`.
 
     step of a message    1 + the largest step among the messages its sender had received: how many had to
                          follow one another, 2(n-1) in a ring all-reduce, log2(n) in a tree
@@ -8,8 +8,7 @@ A pure state machine. Each frame of a rank goes in (`post`, `wait`); answers to 
     fetch                a secret is handed over when nothing else moves, as if computing took longer than the
                          network: what is sent while others compute is under way before the next secret
 
-A message has no name, at least one byte, and one of `MOST_GROUPS` groups; a rank stands in one barrier at a
-time. Not counted: what accomplices could say by the moment of a message, or by its group (6 bits).
+Not counted: what accomplices could say by the moment of a message, or by its group (`MOST_GROUPS`: 6 bits).
 Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978, defines the order of steps.
 """
 
@@ -80,37 +79,37 @@ class Network:
         self.running = set(range(ranks))
         self.asked: list[Operation] = []  # secrets not handed over yet
         self._known = [0] * ranks  # the largest step among the messages a rank has received
-        self._operations: dict[tuple[int, int], Operation] = {}
-        self._open, self._groups = [0] * ranks, set()
+        self._operations: list[dict[int, Operation]] = [{} for _ in range(ranks)]  # those that are not over
+        self._groups: set[tuple[int, ...]] = set()
         self._offers: dict[tuple, deque[Operation]] = defaultdict(deque)
         self._barriers: dict[tuple, list[Operation]] = defaultdict(list)
         self._held_bytes = 0
 
     def post(self, rank: int, frame: dict, data: bytes) -> None:
         """A rank starts an operation. Raises BadFrame or Mismatch."""
-        op, kind = frame.get("op"), frame["is"]
-        if type(op) is not int or (rank, op) in self._operations:
+        op, kind, mine = frame.get("op"), frame["is"], self._operations[rank]
+        if type(op) is not int or op in mine:
             raise BadFrame("an operation without a number of its own")
-        if self._open[rank] == MOST_OPEN or len(self.events) > MOST_EVENTS:
+        if len(mine) == MOST_OPEN or len(self.events) > MOST_EVENTS:
             raise BadFrame(f"more than {MOST_OPEN} messages under way, or {MOST_EVENTS:,} in all")
-        self._open[rank] += 1
-        operation = self._operations[rank, op] = Operation(rank, op, kind)
-        if kind == "fetch":
-            name = str(frame.get("name"))
-            if name not in self.secrets[rank]:
-                raise BadFrame("there is no input of that name")
-            operation.data, operation.name = self.secrets[rank][name], name
-            self.asked.append(operation)
-        elif kind == "barrier":
-            self._meet(operation, frame)
-        elif kind in ("send", "receive"):
-            self._match(operation, frame, data)
-        else:
-            raise BadFrame("an unknown kind of frame")
+        operation = mine[op] = Operation(rank, op, kind)
+        match kind:
+            case "send" | "receive":
+                self._match(operation, frame, data)
+            case "barrier":
+                self._meet(operation, frame)
+            case "fetch":
+                operation.name = str(frame.get("name"))
+                if operation.name not in self.secrets[rank]:
+                    raise BadFrame("there is no input of that name")
+                operation.data = self.secrets[rank][operation.name]
+                self.asked.append(operation)
+            case _:
+                raise BadFrame("an unknown kind of frame")
 
     def wait(self, rank: int, frame: dict) -> None:
         op = frame.get("op")
-        operation = self._operations.get((rank, op)) if type(op) is int else None
+        operation = self._operations[rank].get(op) if type(op) is int else None
         if operation is None or operation.waited:
             raise BadFrame("a wait for nothing")
         operation.waited, operation.alone = True, frame.get("alone") is True
@@ -132,8 +131,7 @@ class Network:
             self.events.append(Event("receive", operation.rank, operation.peer, len(operation.data)))
             self._held_bytes -= len(operation.data)
         self.replies.append((operation.rank, operation.op, operation.data))
-        del self._operations[operation.rank, operation.op]
-        self._open[operation.rank] -= 1
+        del self._operations[operation.rank][operation.op]
 
     def _meet(self, operation: Operation, frame: dict) -> None:
         here = self._barriers[self._group(operation.rank, frame)]
@@ -177,9 +175,7 @@ class Network:
         if not others:
             self._offers[operation.kind, *ends, group].append(operation)
             return
-        self._deliver(*((operation, others.popleft()) if sending else (others.popleft(), operation)))
-
-    def _deliver(self, sent: Operation, wanted: Operation) -> None:
+        sent, wanted = (operation, others.popleft()) if sending else (others.popleft(), operation)
         if (sent.dtype, sent.size) != (wanted.dtype, wanted.size):
             sends, receives = (f"{one.dtype}{one.shape}" for one in (sent, wanted))
             raise Mismatch(f"rank {sent.rank} sends {sends} and rank {wanted.rank} receives {receives}")
@@ -193,11 +189,8 @@ class Network:
 
     def _blocked(self) -> dict[int, list[Operation]]:
         """The operations each running rank waits for in vain."""
-        waits = {rank: [] for rank in self.running}
-        for operation in self._operations.values():
-            if operation.waited and not operation.done and operation.rank in waits:
-                waits[operation.rank].append(operation)
-        return waits
+        mine = self._operations
+        return {r: [op for op in mine[r].values() if op.waited and not op.done] for r in self.running}
 
     def stuck(self, surely: bool) -> bool:
         """Every running rank waits in vain. `surely`: and no other thread of it could still change that."""
@@ -214,7 +207,7 @@ class Network:
 
     def left_over(self) -> str | None:
         """The first message that never found its other half, in words."""
-        for operation in self._operations.values():
+        for operation in (operation for mine in self._operations for operation in mine.values()):
             who, peer = f"rank {operation.rank}", f"rank {operation.peer}"
             if operation.kind == "send" and not operation.done:
                 return f"{who} sent to {peer}, which never received it"
