@@ -77,7 +77,7 @@ def run_on_ranks(fn: Callable | Answer, inputs: Sequence, **rules) -> Outcome:
     """fn(*inputs[r], group) on rank r of len(inputs); an input that is no tuple is one argument.
 
     Rules: `collectives="all_reduce .."`, what a rank has beside send, receive and barrier; autograd, secrets,
-    time_limit_s, memory_limit_bytes, budget_bytes as in Judge.run. Raises Failure.
+    time_limit_s, budget_bytes as in Judge.run. Raises Failure.
     """
     outcome = _run(fn, [[entry if isinstance(entry, tuple) else (entry,)] for entry in inputs], rules)
     return replace(outcome, results=[result for (result,) in outcome.results])

@@ -2,8 +2,7 @@
 
     with Judge() as judge:
         code = Code(given=["import torch"], answer="def total(x, group): ...", names=["total"], call="total")
-        outcome = judge.run(code, ranks=4, calls=[[(x0,)], [(x1,)], [(x2,)], [(x3,)]])
-        outcome.results, outcome.sent_bytes, outcome.messages, outcome.steps
+        outcome = judge.run(code, calls=[[(x0,)], [(x1,)], [(x2,)], [(x3,)]])  # on four ranks
 
 The judge plays the network between the ranks (trial.py), so what an `Outcome` says beside the results was
 measured out of the answer's reach. A broken rule is a `Failure` that names it. Behind walls (confine.py) this
@@ -17,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from minitrain.course.grading.trial import Broken, Failure, Outcome, Trial
 
 HERE, PACKAGE = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
 EXERCISES = PACKAGE.parent / "exercises"
-MOST_RANKS = 16
+MOST_RANKS, MEMORY_LIMIT_BYTES = 16, 1 << 29
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,11 @@ class Code:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-class Judge:
+class Judge(AbstractContextManager):
     """Holds the server of answers. `walls=False` leaves the walls out, as on a system that has none."""
 
     def __init__(self, walls: bool = True) -> None:
         self.wanted, self.missing, self.server = walls, "", None
-
-    def __enter__(self) -> "Judge":
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -68,17 +65,20 @@ class Judge:
             return
         self.close()
         self.control, theirs = socket.socketpair()
+        self.words, hidden = self.control.makefile(), [str(PACKAGE), str(EXERCISES)]
         environ = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
         environ |= {"PATH": "/usr/bin:/bin:/sbin", "HOME": "/", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "2"}
         environ |= {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
         environ |= {"TORCHINDUCTOR_CACHE_DIR": "/"}  # torch.func makes sure that it is there
-        program = f"import socket, sys; sys.path.insert(0, {str(HERE)!r}); from inside import server; "
-        hidden, fds = [str(PACKAGE), str(EXERCISES)], [theirs.fileno()]
-        program += f"del sys.path[0]; server.serve(socket.socket(fileno={fds[0]}), {hidden}, {self.wanted})"
-        alone = {"env": environ, "cwd": "/", "start_new_session": True, "stdin": subprocess.DEVNULL}
+        program = (
+            f"import sys; sys.path.insert(0, {str(HERE)!r}); from inside import server; del sys.path[0]; "
+        )
+        program += f"server.serve({theirs.fileno()}, {hidden}, {self.wanted})"
         command = [sys.executable, "-P", "-s", "-c", program]
-        self.server = subprocess.Popen(command, pass_fds=fds, stderr=subprocess.PIPE, **alone)
-        theirs.close()
+        alone = {"env": environ, "cwd": "/", "start_new_session": True, "stdin": subprocess.DEVNULL}
+        with theirs:
+            fds = [theirs.fileno()]
+            self.server = subprocess.Popen(command, pass_fds=fds, stderr=subprocess.PIPE, **alone)
         try:
             self.missing = self._heard()["missing"]
         except OSError as error:
@@ -88,23 +88,21 @@ class Judge:
             words = f"answers run without walls ({self.missing}); run what you would run yourself"
             print(words, file=sys.stderr, flush=True)
         root, first = os.geteuid() == 0, 61184 + os.getpid() % 256 * MOST_RANKS
-        self.users = [first + rank for rank in range(MOST_RANKS)] if root else None  # ids that nobody owns
+        self.users = [first + rank if root else None for rank in range(MOST_RANKS)]  # ids that nobody owns
         self.threads = 128 + (0 if root else threads_of(os.getuid()))
 
     def _heard(self) -> dict:
         """The server's next words. Raises OSError with what it says instead."""
-        text = b""
-        while not text.endswith(b"\n"):
-            part = self.control.recv(4096)
-            if not part:
-                said = self.server.stderr.read().decode(errors="replace").strip().splitlines()
-                raise OSError(said[-1] if said else "the server of answers has ended")
-            text += part
+        text = self.words.readline()
+        if not text.endswith("\n"):
+            said = self.server.stderr.read().decode(errors="replace").strip().splitlines()
+            raise OSError(said[-1] if said else "the server of answers has ended")
         return json.loads(text)
 
     def close(self) -> None:
         """The server ends with its control line, after it has ended everything below it."""
         if self.server is not None:
+            self.words.close()
             self.control.close()
             try:
                 self.server.wait(20)
@@ -123,7 +121,6 @@ class Judge:
         autograd: bool = True,
         secrets: Sequence[dict] | None = None,
         time_limit_s: float = 20.0,
-        memory_limit_bytes: int = 1 << 29,
         budget_bytes: int | None = None,
     ) -> Outcome:
         """Run `code` on len(calls) processes, rank r once with each tuple of calls[r]; results come as lists.
@@ -140,17 +137,16 @@ class Judge:
         hidden = [{name: tensor_bytes(x) for name, x in own.items()} for own in secrets or [{}] * ranks]
         held = HELD_LIMIT_BYTES if budget_bytes is None else ranks * budget_bytes
         self.start()
-        memory_limit_bytes = min(memory_limit_bytes, max(1 << 30, virtual_memory().available // 2) // ranks)
+        memory_bytes = min(MEMORY_LIMIT_BYTES, max(1 << 30, virtual_memory().available // 2) // ranks)
         cpu_s = 4 * int(time_limit_s) + 10  # the clock on the wall comes first
-        limits = {"memory_bytes": memory_limit_bytes, "cpu_s": cpu_s, "threads": self.threads}
-        spawn = {"spawn": ranks, "limits": limits, "users": self.users and self.users[:ranks]}
+        limits = {"memory_bytes": memory_bytes, "cpu_s": cpu_s, "threads": self.threads}
+        spawn = {"spawn": [{**limits, "uid": uid} for uid in self.users[:ranks]]}
         try:
-            network = Network(ranks, hidden, held)
-            with Trial(network, time_limit_s) as trial:
+            with Trial(Network(ranks, hidden, held), time_limit_s) as trial:
                 trial.pids = self._request(spawn, [end.fileno() for end in trial.ends])["ranks"]
                 trial.wait_until_ready()
-                for rank in range(ranks):
-                    tree, packed = pack(list(calls[rank]))
+                for rank, own in enumerate(calls):
+                    tree, packed = pack(list(own))
                     trial.tell(rank, {**order, "rank": rank}, code.pickled)
                     trial.tell(rank, {"is": "inputs", "value": tree}, packed)
                 outcome = trial.play(len(calls[0]))

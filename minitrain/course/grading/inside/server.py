@@ -1,6 +1,6 @@
 """The server of answers: it has torch loaded, forks ranks and ends them; it runs, reads and holds no answer.
 
-judge  ── control ──  server    {"spawn": ranks, "limits": {..}} with two descriptors a rank, {"sweep": true}
+judge  ── control ──  server    {"spawn": [limits, ..]} with two descriptors for each rank, {"sweep": true}
 judge  ── line ─────  rank      runs one call (rank.py)
 """
 
@@ -25,23 +25,22 @@ MADV_COLLAPSE, HUGE = 25, 1 << 21
 MOST_DESCRIPTORS = 4096  # of the server, which opens a few dozen
 
 
-def serve(control: socket.socket, hidden: list[str], walls: bool) -> None:
+def serve(control: int, hidden: list[str], walls: bool) -> None:
     """Answer the judge's requests until it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    low = os.dup(control.detach())  # a low number, so that ranks can close all they inherit
-    control = socket.socket(fileno=low)
+    inherited, control = control, socket.socket(fileno=os.dup(control))
+    os.close(inherited)  # the other has a low number, so that ranks can close all they inherit
     warm_up()
     confine.adopt_orphans()
     walls = confine.Walls(walls, hidden)
-    reply(control, {"missing": walls.missing})
-    ranks = []
+    ranks, reply = [], {"missing": walls.missing}
     while True:
+        control.sendall(json.dumps(reply).encode() + b"\n")
         text, fds, _, _ = socket.recv_fds(control, 65536, 64)
         request = json.loads(text or "{}")
         if "spawn" in request:
-            users = request.pop("users") or [None] * request["spawn"]
-            limits = [confine.Limits(**request["limits"], uid=uid) for uid in users]
-            ranks = [fork_rank(*ends, *own, walls) for *ends, own in zip(fds[::2], fds[1::2], zip(limits))]
+            limits = [confine.Limits(**own) for own in request["spawn"]]
+            ranks = [fork_rank(*ends, walls) for ends in zip(fds[::2], fds[1::2], limits)]
             for fd in fds:
                 os.close(fd)
         else:
@@ -49,11 +48,7 @@ def serve(control: socket.socket, hidden: list[str], walls: bool) -> None:
             ranks = []
         if not text:
             break
-        reply(control, {"ranks": ranks})
-
-
-def reply(control: socket.socket, words: dict) -> None:
-    control.sendall(json.dumps(words).encode() + b"\n")
+        reply = {"ranks": ranks}
 
 
 def warm_up() -> None:
