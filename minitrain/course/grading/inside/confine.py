@@ -17,9 +17,9 @@ import ctypes
 import errno
 import os
 import resource
+import signal
 import struct
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +31,7 @@ READ_FILE, READ_DIR = 1 << 2, 1 << 3
 RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many each version of Landlock knows; later ones 16
 SYSCALLS = {"landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446}
 SYSCALLS |= {"mount_setattr": 442}  # libc does not know these; they have the same number on every machine
-PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 36, 1, 8, 38
-PR_SET_SECCOMP, FILTER = 22, 2
+SET_PDEATHSIG, SET_KEEPCAPS, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVS = 1, 8, 36, 38
 NEWNS, NOATIME, ATIME, MS_PRIVATE, AT_FDCWD, AT_RECURSIVE = 0x20000, 0x10, 0x70, 1 << 18, -100, 0x8000
 MAY_READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: packages in a home that the stranger could not enter
 
@@ -52,10 +51,8 @@ ALLOWED_IF = [  # (call, number of an argument, these bits of it, what they must
     ("futex", 1, 128, 128),  # private to the process;
     ("futex", 1, 127, 0),  # or to wait, as for the end of a thread: nobody may wake another process
     ("futex", 1, 127, 9),
-    *(
-        ("fcntl", 1, ~0, command) for command in (1, 2, 3, 1030)
-    ),  # descriptors; no lock, lease, size of a pipe
-    *(("ioctl", 1, ~0, request) for request in (0x5401, 0x5450, 0x5451)),  # is it a terminal?; close on exec
+    *(("fcntl", 1, ~0, what) for what in (1, 2, 3, 1030)),  # descriptors; no lock, lease, size of a pipe
+    *(("ioctl", 1, ~0, what) for what in (0x5401, 0x5450, 0x5451)),  # is it a terminal?; close on exec
     ("prlimit64", 0, ~0, 0),  # its own limits
 ]
 
@@ -70,6 +67,11 @@ def call(function: str, *args) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{function}: {os.strerror(number)}")
     return answer
+
+
+def prctl(option: int, value: int) -> None:
+    if LINUX:
+        call("prctl", option, value, 0, 0, 0)
 
 
 # ---- once, in the server ---------------------------------------------------------------------------------
@@ -118,8 +120,8 @@ def readable_files(hidden: Sequence[str]) -> int:
     return ruleset
 
 
-def allowed_calls() -> bytes:
-    """A seccomp filter as the kernel reads it, made by libseccomp."""
+def allowed_calls():
+    """A seccomp filter, which each rank loads."""
     if not LINUX:
         raise OSError(f"{sys.platform} has no seccomp")
     import pyseccomp
@@ -132,10 +134,7 @@ def allowed_calls() -> bytes:
         condition = pyseccomp.Arg(argument, pyseccomp.MASKED_EQ, bits & 0xFFFFFFFF, value)
         rules.add_rule(pyseccomp.ALLOW, name, condition)
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; libc then takes clone
-    with tempfile.TemporaryFile() as file:
-        rules.export_bpf(file)
-        file.seek(0)
-        return file.read()
+    return rules
 
 
 # ---- in each rank ----------------------------------------------------------------------------------------
@@ -145,10 +144,10 @@ def allowed_calls() -> bytes:
 class Limits:
     """What one rank may take, and the user to become (None: stay who we are)."""
 
-    memory_bytes: int = 1 << 30
-    cpu_s: int = 60
-    threads: int = 128
-    uid: int | None = None
+    memory_bytes: int
+    cpu_s: int
+    threads: int
+    uid: int | None
 
 
 def confine_rank(limits: Limits, walls: Walls, statm: int | None) -> None:
@@ -161,22 +160,18 @@ def confine_rank(limits: Limits, walls: Walls, statm: int | None) -> None:
     limit("DATA", private_bytes(statm) + limits.memory_bytes)
     if limits.uid is not None:
         become(limits.uid)
-    if LINUX:
-        call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        die_with_parent()  # a change of user clears it
+    prctl(SET_NO_NEW_PRIVS, 1)
+    prctl(SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
     if walls.files is not None:
         call("landlock_restrict_self", walls.files, 0)
         os.close(walls.files)
     if walls.calls is not None:
-        program = ctypes.create_string_buffer(walls.calls)
-        address = ctypes.addressof(program)
-        call("prctl", PR_SET_SECCOMP, FILTER, struct.pack("HxxxxxxP", len(walls.calls) // 8, address), 0, 0)
+        walls.calls.load()
 
 
 def become(uid: int) -> None:
     """Change from root to `uid`, with one right left: to read. Landlock says what."""
-    if LINUX:
-        call("prctl", PR_SET_KEEPCAPS, 1, 0, 0, 0)
+    prctl(SET_KEEPCAPS, 1)
     with contextlib.suppress(OSError):  # root of a namespace that has no other user
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -184,17 +179,6 @@ def become(uid: int) -> None:
     if LINUX:
         version = (ctypes.c_uint32 * 2)(0x20080522, 0)
         call("capset", version, (ctypes.c_uint32 * 6)(MAY_READ_ALL, MAY_READ_ALL, 0, 0, 0, 0))
-
-
-def adopt_orphans() -> None:
-    """Processes whose parent ends below us become our children, so that we find them when we clean up."""
-    if LINUX:
-        call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def die_with_parent() -> None:
-    if LINUX:
-        call("prctl", PR_SET_PDEATHSIG, 9, 0, 0, 0)
 
 
 def private_bytes(statm: int | None) -> int:

@@ -31,7 +31,7 @@ def serve(control: int, hidden: list[str], walls: bool) -> None:
     inherited, control = control, socket.socket(fileno=os.dup(control))
     os.close(inherited)  # the other has a low number, so that ranks can close all they inherit
     warm_up()
-    confine.adopt_orphans()
+    confine.prctl(confine.SET_CHILD_SUBREAPER, 1)  # orphans become our children: we find them, and end them
     walls = confine.Walls(walls, hidden)
     ranks, reply = [], {"missing": walls.missing}
     while True:
@@ -90,7 +90,7 @@ def fork_rank(line: int, out: int, limits: confine.Limits, walls: confine.Walls)
 
 def live_confined(line: int, out: int, limits: confine.Limits, walls: confine.Walls) -> None:
     """Keep the line and a place to print; lose every other descriptor, and every right."""
-    confine.die_with_parent()
+    confine.prctl(confine.SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     nothing = os.open("/dev/null", os.O_RDONLY)
     for source, target in ((nothing, 0), (out, 1), (out, 2)):
