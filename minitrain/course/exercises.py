@@ -28,7 +28,7 @@ from types import CodeType
 
 import minitrain
 from minitrain.course.grading import assignment, book
-from minitrain.course.grading.checks import Answer, Draw, Session, judging
+from minitrain.course.grading.checks import Answer, Draw, judging
 from minitrain.course.grading.judge import EXERCISES, PACKAGE, Code, Judge
 from minitrain.course.grading.trial import NOT_ATTEMPTED, Broken, Failure, short
 
@@ -141,10 +141,7 @@ def results_of(
     of: book.Chapter, task: book.Task, answer: str | None, judge: Judge, seed: str, time_limit_s=TIME_LIMIT_S
 ) -> Iterator[Result]:
     """Run the checks of one task, one after the other."""
-    cells, drivers = of.sources("given"), of.sources("driver")
-    code = Code(given=cells, answer=answer or "", drivers=drivers, names=task.names)
-    given, around = (frozenset().union(*map(book.defined_by, sources)) for sources in (cells, drivers))
-    session = Session(judge, code, given, around.union(task.names), time_limit_s)
+    code = Code(of.sources("given"), answer or "", of.sources("driver"), task.names)
     failure: Failure | None = None
     for check in task.checks:
         if answer is None:
@@ -154,7 +151,7 @@ def results_of(
         elif failure is not None and failure.property in ("time limit", "memory limit"):
             failure = Failure(failure.property, "not run, because of the check above")
         else:
-            failure = failure_in(of, task, check, session, seed)
+            failure = failure_in(of, check, judge, code, time_limit_s, seed)
         points = int(check.attributes["points"])
         facts = task.title, check.name, check.title, points
         if failure is None:
@@ -169,16 +166,16 @@ def compiled(source: str, name: str) -> CodeType:
 
 
 def failure_in(
-    of: book.Chapter, task: book.Task, check: book.Cell, session: Session, seed: str
+    of: book.Chapter, check: book.Cell, judge: Judge, code: Code, time_limit_s: float, seed: str
 ) -> Failure | None:
     """Run one check cell before the judge, behind read-only cells of its own; the answer is only names."""
-    answers = {name: Answer(name) for name in task.names}
+    answers = {name: Answer(name) for name in code.names}
     namespace = {"__name__": "exercise", **answers}
     for source in of.sources(*book.LOCKED):
         exec(compiled(source, "<read-only cell>"), namespace)
     namespace |= {**answers, "draw": Draw(f"{seed}/{check.name}")}
     try:
-        with judging(session):
+        with judging(judge, code, time_limit_s):
             exec(compiled(check.source, f"<check {check.name}>"), namespace)
     except Failure as failure:
         return failure
@@ -230,7 +227,7 @@ def wrong_ones(of: book.Chapter, wrong: list[book.Cell], judge: Judge, seed: str
 def attack(of: book.Chapter, judge: Judge, seed: str = "0") -> tuple[int, list[str]]:
     """How many answers were tried that know nothing of their task, and which of them earned something."""
     tried, faults = 0, []
-    known = set().union(*map(book.defined_by, of.sources(*book.LOCKED)))
+    known = book.defined_by(*of.sources(*book.LOCKED))
     modules = [module.name for module in pkgutil.walk_packages(minitrain.__path__, "minitrain.")]
     for task, attempt in itertools.product(of.tasks, book.read_cells(EXERCISES / "wrong" / "any_task.py")):
         facts = dict(ASKED=task.names, OTHERS=known - {*task.names}, PACKAGE=str(PACKAGE), MODULES=modules)

@@ -106,9 +106,10 @@ class Chapter:
         return read_cells(EXERCISES / "wrong" / self.path.name)
 
 
-def defined_by(source: str) -> set[str]:
+def defined_by(*sources: str) -> set[str]:
+    """The names of functions, classes and values at the top level of cells."""
     names = set()
-    for node in ast.parse(source).body:
+    for node in ast.parse("\n".join(sources)).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Assign):

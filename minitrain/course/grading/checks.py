@@ -25,6 +25,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from minitrain.course.grading.book import defined_by
 from minitrain.course.grading.inside.frames import name_of
 from minitrain.course.grading.judge import Code, Judge
 from minitrain.course.grading.trial import Failure, Outcome
@@ -37,34 +38,23 @@ class Answer:
     name: str
 
 
-@dataclass
-class Session:
-    """The judge, and the cells that ranks execute, while a check cell runs before the judge."""
-
-    judge: Judge
-    code: Code
-    given: frozenset[str]  # functions that ranks can call without the answer
-    around: frozenset[str]  # names of the answer, and of drivers
-    time_limit_s: float
-
-
-_session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("session", default=None)
+_judging: contextvars.ContextVar[tuple | None] = contextvars.ContextVar("judging", default=None)
 
 
 @contextmanager
-def judging(session: Session):
-    """Within it `run_on_ranks` and `ask` execute the session's cells; what check cells print is dropped.
+def judging(judge: Judge, code: Code, time_limit_s: float):
+    """Within it `run_on_ranks` and `ask` execute the cells of `code`; what check cells print is dropped.
 
     Checks compute on one thread: several would wait while ranks have the cores (13 times as long).
     """
-    token, threads = _session.set(session), torch.get_num_threads()
+    token, threads = _judging.set((judge, code, time_limit_s)), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with redirect_stdout(io.StringIO()):
             yield
     finally:
         torch.set_num_threads(threads)
-        _session.reset(token)
+        _judging.reset(token)
 
 
 @functools.cache
@@ -96,24 +86,24 @@ def ask_each(fn: Callable | Answer | Any, cases: Sequence[tuple], **rules) -> li
 
 
 def _run(fn: Callable | Answer, calls: list, rules: dict) -> Outcome:
-    session, collectives = _session.get(), rules.pop("collectives", "")
-    if session is None:
+    collectives = rules.pop("collectives", "")
+    if _judging.get() is None:
         file = getattr(getattr(fn, "__code__", None), "co_filename", "")
         sources = {file: "".join(linecache.getlines(file))}
         code = Code(pickled=cloudpickle.dumps(fn), sources=sources, collectives=collectives)
         outcome = notebook_judge().run(code, calls, **rules)
         print(outcome.prints, end="\n" if outcome.prints else "")
         return outcome
+    judge, code, most_s = _judging.get()
     name = fn.name if isinstance(fn, Answer) else fn.__name__
-    code = replace(session.code, call=name, collectives=collectives)
-    if name in session.given:  # what the course itself does is measured where no answer is
+    code = replace(code, call=name, collectives=collectives)
+    if name in defined_by(*code.given):  # what the course itself does is measured where no answer is
         code = replace(code, answer="", names=(), drivers=())
-    elif name not in session.around:
-        raise ValueError(
-            f"ranks cannot know {name}; the answer, a given cell or a driver defines what they call"
-        )
-    rules["time_limit_s"] = min(session.time_limit_s, rules.get("time_limit_s", session.time_limit_s))
-    return session.judge.run(code, calls, **rules)
+    elif name not in {*code.names, *defined_by(*code.drivers)}:
+        what = "the answer, a given cell or a driver defines what they call"
+        raise ValueError(f"ranks cannot know {name}; {what}")
+    rules["time_limit_s"] = min(most_s, rules.get("time_limit_s", most_s))
+    return judge.run(code, calls, **rules)
 
 
 def expect(condition: bool, property: str, hint: str) -> None:
