@@ -520,11 +520,11 @@ SHORT = (
 
 def expect_bits(bits):
     """Blocks alike, blocks of zeros and with outliers, and short last blocks, of sizes that are drawn."""
-    cases = [(numbers(3, 8, [draw.random.uniform(1, 2)]), bits, 8, *SHORT)]
+    cases = [(numbers(3, 8, [draw.uniform(1, 2)]), bits, 8, *SHORT)]
     for block in (2 * draw.integer(3, 9), 2 * draw.integer(3, 9) + 1):
         blocks = draw.integer(3, 8)
-        alike = [draw.random.uniform(1e-3, 1e3)] * blocks
-        scales = [0.0, *(draw.random.uniform(0.5, 2) for _ in range(blocks))]
+        alike = [draw.uniform(1e-3, 1e3)] * blocks
+        scales = [0.0, *(draw.uniform(0.5, 2) for _ in range(blocks))]
         scales[draw.integer(1, blocks)] *= 10 ** draw.integer(3, 6)
         mixed = [1.0, 1000.0, 1.0, 1000.0, 1.0]
         cases += [

@@ -15,7 +15,6 @@ import contextvars
 import functools
 import io
 import linecache
-import os
 import random
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -144,22 +143,14 @@ def kind_of(value: Any) -> str:
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
-class Draw:
+class Draw(random.Random):
     """What hidden checks draw: sizes, numbers of ranks, values. Without a seed nobody knows them before."""
 
-    def __init__(self, seed: str | int | None = None) -> None:
-        self.random = random.Random(os.urandom(16) if seed is None else str(seed))
-
-    def integer(self, low: int, high: int) -> int:
-        """low and high included."""
-        return self.random.randint(low, high)
-
-    def choice(self, options: Sequence) -> Any:
-        return self.random.choice(options)
+    integer = random.Random.randint  # both ends included
 
     def several(self, options: Sequence, count: int) -> list:
         """`count` different ones, in a random order."""
-        return self.random.sample(list(options), count)
+        return self.sample(list(options), count)
 
     def exact(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Numbers below 8 with all the digits that let a sum of 16 be exact in every order.
@@ -181,9 +172,9 @@ class Draw:
 
     def mask(self, *shape: int) -> torch.Tensor:
         """Booleans, each True with a probability drawn for this mask; at least one True."""
-        mask = torch.rand(shape, generator=self._generator()) < self.random.uniform(0.2, 0.9)
-        mask.view(-1)[self.random.randrange(mask.numel())] = True
+        mask = torch.rand(shape, generator=self._generator()) < self.uniform(0.2, 0.9)
+        mask.view(-1)[self.randrange(mask.numel())] = True
         return mask
 
     def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.random.getrandbits(62))
+        return torch.Generator().manual_seed(self.getrandbits(62))
