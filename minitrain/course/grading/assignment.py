@@ -2,15 +2,16 @@
 
 `build` writes both from the chapter's percent file, and `state` says what a student's notebook on disk is.
 The student's equals, checksums and metadata included, what `nbgrader generate_assignment` makes of the source
-(nbgrader 0.9.6: LockCells, ClearSolutions, ComputeChecksums, ClearHiddenTests; schema version 3; `make
-nbgrader` compares). So nbgrader is no dependency; a teacher may use it
-(exercises/nbgrader_config.py).
+(nbgrader 0.9.6, schema version 3; `make nbgrader` compares). So nbgrader is no dependency.
 """
 
 import copy
 import hashlib
 import json
 from pathlib import Path
+
+import nbformat
+from nbformat import v4
 
 from minitrain.course.grading.book import LOCKED, Cell, Chapter, chapter, chapters
 
@@ -23,7 +24,7 @@ def source_notebook(cells: list[Cell]) -> dict:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     made = [source_cell(number, cell) for number, cell in enumerate(cells)]
-    return {"cells": made, "nbformat": 4, "nbformat_minor": 5, "metadata": metadata}
+    return v4.new_notebook(cells=made, metadata=metadata, nbformat_minor=5)
 
 
 def source_cell(number: int, cell: Cell) -> dict:
@@ -33,12 +34,9 @@ def source_cell(number: int, cell: Cell) -> dict:
         role = {"grade": check, "solution": answer, "locked": not answer, "task": False}
         points = {"points": int(cell.attributes["points"])} if check else {}
         metadata["nbgrader"] = {"grade_id": cell.name, "schema_version": 3, **role, **points}
-    name = cell.name or f"cell-{number:03d}"
     text = FOR_CHECKS * (cell.role in ("driver", "judge")) + cell.source
-    made = {"cell_type": "code", "id": name, "metadata": metadata, "source": text}
-    if cell.role == "text":
-        return {**made, "cell_type": "markdown"}
-    return {**made, "execution_count": None, "outputs": []}
+    new = v4.new_markdown_cell if cell.role == "text" else v4.new_code_cell
+    return new(text, id=cell.name or f"cell-{number:03d}", metadata=metadata)
 
 
 def student_notebook(source: dict) -> dict:
@@ -92,13 +90,8 @@ def checksum(cell: dict) -> str:
 def notebooks(of: Chapter) -> dict[Path, str]:
     """The files made from a chapter, and their text."""
     source = source_notebook(of.cells)
-    return {of.path.with_suffix(".ipynb"): as_text(source), of.student: as_text(student_notebook(source))}
-
-
-def as_text(notebook: dict) -> str:
-    """A notebook as Jupyter writes it: one line of source is one line of the file."""
-    cells = [{**cell, "source": cell["source"].splitlines(keepends=True)} for cell in notebook["cells"]]
-    return json.dumps({**notebook, "cells": cells}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    made = {of.path.with_suffix(".ipynb"): source, of.student: student_notebook(source)}
+    return {path: nbformat.writes(notebook) + "\n" for path, notebook in made.items()}
 
 
 def build() -> list[Path]:
