@@ -20,7 +20,6 @@ A task is an answer and the checks after it, up to the next answer; its title is
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,13 +119,12 @@ def defined_by(*sources: str) -> set[str]:
 def not_there(source: str) -> str:
     """The first module of minitrain that this code imports and ranks do not have."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "minitrain":
-            if node.module != "minitrain" or [alias.name for alias in node.names] != ["collectives"]:
-                return node.module
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "minitrain":
-                    return alias.name
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        for module in modules:
+            if module.split(".")[0] == "minitrain" and module != "minitrain.collectives":
+                return module
     return ""
 
 
@@ -142,16 +140,18 @@ def chapter(number: str | int) -> Chapter:
 
 def read_cells(path: Path) -> list[Cell]:
     """The cells of a percent file. Raises ValueError naming file and line."""
-    cells, names = [], set()
-    for start, header, lines in split(path):
-        match = HEADER.match(header)
-        if match is None:
-            raise ValueError(f"{path.name}:{start}: not a cell header: {header}")
+    text, cells, names = path.read_text(), [], set()
+    heads = [*re.finditer("^# %%.*", text, re.MULTILINE)]
+    for head, after in zip(heads, [*heads[1:], None]):
+        line = text.count("\n", 0, head.start()) + 1
+        source = text[head.end() : after and after.start()]
+        if not (match := HEADER.match(head[0])):
+            raise ValueError(f"{path.name}:{line}: not a cell header: {head[0]}")
         pairs = re.findall(r'(\w+)=("[^"]*"|\d+)', match["attributes"])
         attributes = {key: value.strip('"') for key, value in pairs}
         roles = [role for role in ROLES if role in attributes]
         if match["markdown"]:
-            lines = [line.removeprefix("#").removeprefix(" ") for line in lines]
+            source = re.sub("^# ?", "", source, flags=re.MULTILINE)
         role = "text" if match["markdown"] else roles[0] if roles else "code"
         name = attributes.pop(role, "")
         named = name not in names and re.fullmatch(r"[\w-]+", name)
@@ -162,18 +162,10 @@ def read_cells(path: Path) -> list[Cell]:
             bad = "a check needs points=1 or more"
         elif role == "check" and not any(cell.role == "answer" for cell in cells):
             bad = "a check needs an answer before it"
-        elif role in ("given", "driver", "answer") and (module := not_there("\n".join(lines))):
+        elif role in ("given", "driver", "answer") and (module := not_there(source)):
             bad = f"a rank cannot import {module}; of minitrain it has `from minitrain import collectives`"
         if bad:
-            raise ValueError(f"{path.name}:{start}: {bad}")
+            raise ValueError(f"{path.name}:{line}: {bad}")
         names.add(name)
-        cells.append(Cell(role, name, "\n".join(lines).strip("\n"), attributes))
+        cells.append(Cell(role, name, source.strip("\n"), attributes))
     return cells
-
-
-def split(path: Path) -> Iterator[tuple[int, str, list[str]]]:
-    """(line number, header, lines below) of each cell."""
-    lines = path.read_text().splitlines()
-    starts = [number for number, line in enumerate(lines) if line.startswith("# %%")]
-    for start, end in zip(starts, [*starts[1:], len(lines)]):
-        yield start + 1, lines[start], lines[start + 1 : end]
