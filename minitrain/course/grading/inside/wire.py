@@ -1,8 +1,7 @@
 """The network of an exercise: a torch process group whose every message passes through the judge.
 
-A rank has no other way to reach another one, so what the judge counts is what was sent: bytes, messages,
-their order, and how many had to follow one another. The group knows send, receive and barrier; kit.py builds
-collectives from these, and `torch.distributed.all_reduce` says that there is no such thing.
+A rank has no other way to reach another one, so what the judge counts is what was sent. The group knows send,
+receive and barrier; kit.py builds collectives from these, and `torch.distributed.all_reduce` says so.
 
     send      is complete when the other side has asked for it, as on gloo; two ranks that send first wait
     receive   the data arrives when the rank waits for it, not before: what a rank can know when is known
@@ -59,22 +58,19 @@ class Wire:
 
 
 class Operation:
-    """What `isend` and `irecv` return. Without a number there was nothing to send, and it is done."""
+    """What `isend` and `irecv` return: a question to the judge, or None where there was nothing to send."""
 
-    def __init__(self, wire: Wire, op: int | None, destination: torch.Tensor | None = None) -> None:
-        self.wire, self.op, self.destination, self.done = wire, op, destination, op is None
+    def __init__(self, wire: Wire, question: dict | None, payload: bytes = b"", into=None) -> None:
+        self.wire, self.into, self.done = wire, into, question is None
+        self.op = wire.ask(question, payload) if question else 0
 
     def wait(self, timeout=None) -> bool:
         if not self.done:
             data, self.done = self.wire.wait(self.op), True
-            if self.destination is not None:
-                dtype, shape = name_of(self.destination.dtype), list(self.destination.shape)
+            if self.into is not None:
                 with torch.no_grad():
-                    self.destination.copy_(tensor_from(data, dtype, shape))
+                    self.into.copy_(tensor_from(data, name_of(self.into.dtype), list(self.into.shape)))
         return True
-
-    def is_completed(self) -> bool:
-        return self.done
 
 
 class WireGroup(dist.ProcessGroup):
@@ -85,27 +81,25 @@ class WireGroup(dist.ProcessGroup):
         self.wire, self.members, self.name, self.description = wire, members, name, "default_pg"
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Operation:
-        return Operation(self.wire, self._post("send", tensors[0], to, tag))
+        return self._post("send", tensors[0], to, tag, tensor_bytes(tensors[0]))
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Operation:
-        return Operation(self.wire, self._post("receive", tensors[0], source, tag), tensors[0])
+        return self._post("receive", tensors[0], source, tag, into=tensors[0])
 
-    def _post(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> int | None:
+    def _post(self, kind: str, tensor: torch.Tensor, peer: int, tag: int, *carried, **into) -> Operation:
         if tag:
             raise ValueError("messages have no tags here: they arrive in the order in which they are sent")
-        if tensor.numel() == 0:
-            return None
-        what = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape)}
-        where = {"peer": self.members[peer], "members": self.members}
-        return self.wire.ask({"is": kind, **where, **what}, tensor_bytes(tensor) if kind == "send" else b"")
+        where = {"is": kind, "peer": self.members[peer], "members": self.members}
+        message = {**where, "dtype": name_of(tensor.dtype), "shape": list(tensor.shape)}
+        return Operation(self.wire, message if tensor.numel() else None, *carried, **into)
 
     def barrier(self, options=None) -> Operation:
-        return Operation(self.wire, self.wire.ask({"is": "barrier", "members": self.members}))
+        return Operation(self.wire, {"is": "barrier", "members": self.members})
 
     def fetch(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """The secret input `name` of this rank: the judge keeps it until this call, and notes the moment."""
         received = torch.empty_like(like)
-        Operation(self.wire, self.wire.ask({"is": "fetch", "name": name}), received).wait()
+        Operation(self.wire, {"is": "fetch", "name": name}, into=received).wait()
         return received
 
     def _not_here(self, *args, **kwargs):
@@ -115,13 +109,8 @@ class WireGroup(dist.ProcessGroup):
     allgather = _allgather_base = alltoall = alltoall_base = gather = scatter = _not_here
 
     # torch keeps these two in its C++ object, which only a C++ backend can fill
-    @property
-    def group_name(self) -> str:
-        return self.name
-
-    @property
-    def group_desc(self) -> str:
-        return self.description
+    group_name = property(lambda self: self.name)
+    group_desc = property(lambda self: self.description)
 
     def _set_group_desc(self, description: str) -> None:
         self.description = description
