@@ -139,8 +139,8 @@ class Judge(AbstractContextManager):
         self.start()
         memory_bytes = min(MEMORY_LIMIT_BYTES, max(1 << 30, virtual_memory().available // 2) // ranks)
         cpu_s = 4 * int(time_limit_s) + 10  # the clock on the wall comes first
-        limits = {"memory_bytes": memory_bytes, "cpu_s": cpu_s, "threads": self.threads}
-        spawn = {"spawn": [{**limits, "uid": uid} for uid in self.users[:ranks]]}
+        limits = {"DATA": memory_bytes, "CPU": cpu_s, "NPROC": self.threads}
+        spawn = {"spawn": self.users[:ranks], "limits": limits}
         try:
             with Trial(Network(ranks, hidden, held), time_limit_s) as trial:
                 trial.pids = self._request(spawn, [end.fileno() for end in trial.ends])["ranks"]
@@ -151,12 +151,12 @@ class Judge(AbstractContextManager):
                     trial.tell(rank, {"is": "inputs", "value": tree}, packed)
                 outcome = trial.play(len(calls[0]))
         except Failure:
-            self._request({"sweep": True})
+            self._request({})
             raise
         except BaseException:  # an interrupt, or something is wrong with us: begin afresh
             self.close()
             raise
-        self._request({"sweep": True})
+        self._request({})
         return outcome
 
     def _request(self, request: dict, ends: Sequence[int] = ()) -> dict:

@@ -21,7 +21,6 @@ import signal
 import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -140,26 +139,11 @@ def allowed_calls():
 # ---- in each rank ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What one rank may take, and the user to become (None: stay who we are)."""
-
-    memory_bytes: int
-    cpu_s: int
-    threads: int
-    uid: int | None
-
-
-def confine_rank(limits: Limits, walls: Walls, statm: int | None) -> None:
-    """Give up everything an answer does not need, for good: a hard limit cannot be raised again."""
-    limit("CORE", 0)
-    limit("FSIZE", 0)
-    limit("NOFILE", 128)
-    limit("CPU", limits.cpu_s)
-    limit("NPROC", limits.threads)
-    limit("DATA", private_bytes(statm) + limits.memory_bytes)
-    if limits.uid is not None:
-        become(limits.uid)
+def confine_rank(limits: dict[str, int], uid: int | None, walls: Walls, statm: int | None) -> None:
+    """Give up everything an answer does not need, for good; with a `uid`, become that user."""
+    limit({"CORE": 0, "FSIZE": 0, "NOFILE": 128, **limits}, statm)
+    if uid is not None:
+        become(uid)
     prctl(SET_NO_NEW_PRIVS, 1)
     prctl(SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
     if walls.files is not None:
@@ -181,16 +165,17 @@ def become(uid: int) -> None:
         call("capset", version, (ctypes.c_uint32 * 6)(MAY_READ_ALL, MAY_READ_ALL, 0, 0, 0, 0))
 
 
-def private_bytes(statm: int | None) -> int:
-    """Memory that is this process's own, by the kernel's count; `statm` is its open /proc/self/statm."""
-    if statm is None:
-        return 1 << 32
-    return int(os.pread(statm, 200, 0).split()[5]) * resource.getpagesize()
+def limit(limits: dict[str, int], statm: int | None) -> None:
+    """Set limits for good; "DATA" is what may come to the memory that is this process's own.
 
-
-def limit(what: str, most: int) -> None:
-    which = getattr(resource, f"RLIMIT_{what}")
-    hard = resource.getrlimit(which)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    with contextlib.suppress(ValueError, OSError):  # macOS does not know all of them
-        resource.setrlimit(which, (most, most))
+    `statm` is its open /proc/self/statm; where there is none, the system holds to no such limit anyway.
+    """
+    for what, most in limits.items():
+        if what == "DATA":
+            pages = int(os.pread(statm, 200, 0).split()[5]) if statm is not None else 1 << 20
+            most += pages * resource.getpagesize()
+        which = getattr(resource, f"RLIMIT_{what}")
+        hard = resource.getrlimit(which)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        with contextlib.suppress(ValueError, OSError):  # macOS does not know all of them
+            resource.setrlimit(which, (most, most))

@@ -44,7 +44,7 @@ def live(line: Line, statm: int | None) -> None:
         fn = cloudpickle.loads(pickled) if pickled else defined(start)
         calls = unpack(arguments["value"], packed)
         if start["budget_bytes"] is not None:
-            confine.limit("DATA", confine.private_bytes(statm) + start["budget_bytes"])
+            confine.limit({"DATA": start["budget_bytes"]}, statm)
         ends = [group] if group is not None else []
         results = [fn(*call, *ends) if callable(fn) else fn for call in calls]
         tree, payload = pack(results)

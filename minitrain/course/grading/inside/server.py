@@ -1,6 +1,6 @@
 """The server of answers: it has torch loaded, forks ranks and ends them; it runs, reads and holds no answer.
 
-judge  ── control ──  server    {"spawn": [limits, ..]} with two descriptors for each rank, {"sweep": true}
+judge  ── control ──  server    {"spawn": [user, ..], "limits": {..}} with two descriptors a rank; {}
 judge  ── line ─────  rank      runs one call (rank.py)
 """
 
@@ -39,8 +39,8 @@ def serve(control: int, hidden: list[str], walls: bool) -> None:
         text, fds, _, _ = socket.recv_fds(control, 65536, 64)
         request = json.loads(text or "{}")
         if "spawn" in request:
-            limits = [confine.Limits(**own) for own in request["spawn"]]
-            ranks = [fork_rank(*ends, walls) for ends in zip(fds[::2], fds[1::2], limits)]
+            own = request["limits"], walls
+            ranks = [fork_rank(*one, *own) for one in zip(request["spawn"], fds[::2], fds[1::2])]
             for fd in fds:
                 os.close(fd)
         else:
@@ -76,36 +76,31 @@ def into_huge_pages() -> None:
                 confine.libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_COLLAPSE)
 
 
-def fork_rank(line: int, out: int, limits: confine.Limits, walls: confine.Walls) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            live_confined(line, out, limits, walls)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return child
-
-
-def live_confined(line: int, out: int, limits: confine.Limits, walls: confine.Walls) -> None:
-    """Keep the line and a place to print; lose every other descriptor, and every right."""
-    confine.prctl(confine.SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    nothing = os.open("/dev/null", os.O_RDONLY)
-    for source, target in ((nothing, 0), (out, 1), (out, 2)):
-        os.dup2(source, target)
-    statm = os.open("/proc/self/statm", os.O_RDONLY) if os.path.exists("/proc/self/statm") else None
-    kept = sorted({0, 1, 2, line} | {statm, walls.files} - {None})
-    for low, high in zip(kept, [*kept[1:], MOST_DESCRIPTORS]):
-        os.closerange(low + 1, high)
-    os.setsid()
-    os.chdir("/")
-    to_the_judge = frames.Line(socket.socket(fileno=line))
-    confine.confine_rank(limits, walls, statm)
-    text = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
-    sys.stdout = sys.stderr = open(1, "w", **text, closefd=False)
-    rank.live(to_the_judge, statm)
+def fork_rank(uid: int | None, line: int, out: int, limits: dict[str, int], walls: confine.Walls) -> int:
+    """Start a process that keeps its line and a place to print; it loses all other descriptors and rights."""
+    if child := os.fork():
+        return child
+    try:
+        confine.prctl(confine.SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        nothing = os.open("/dev/null", os.O_RDONLY)
+        for source, target in ((nothing, 0), (out, 1), (out, 2)):
+            os.dup2(source, target)
+        statm = os.open("/proc/self/statm", os.O_RDONLY) if os.path.exists("/proc/self/statm") else None
+        kept = sorted({0, 1, 2, line} | {statm, walls.files} - {None})
+        for low, high in zip(kept, [*kept[1:], MOST_DESCRIPTORS]):
+            os.closerange(low + 1, high)
+        os.setsid()
+        os.chdir("/")
+        to_the_judge = frames.Line(socket.socket(fileno=line))
+        confine.confine_rank(limits, uid, walls, statm)
+        text = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
+        sys.stdout = sys.stderr = open(1, "w", **text, closefd=False)
+        rank.live(to_the_judge, statm)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def sweep(ranks: list[int], walls: confine.Walls) -> None:
