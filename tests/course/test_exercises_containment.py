@@ -482,8 +482,8 @@ RAW = """
 import gc, json, struct
 LINE = next(thing for thing in gc.get_objects() if type(thing).__name__ == "Line")
 def raw(header, payload=b""):
-    text = json.dumps({**header, "bytes": len(payload)}).encode()
-    LINE.sock.sendall(struct.pack("<I", len(text)) + text + payload)
+    text = json.dumps(header).encode()
+    LINE.sock.sendall(struct.pack("<IQ", len(text), len(payload)) + text + payload)
 """
 CHANNELS = {
     "the name of a barrier": 'raw({"is": "barrier", "op": 1, "members": [group.rank()] * 2})',
@@ -501,8 +501,8 @@ CHANNELS = {
             raw({"is": kind, "op": n + k, "peer": group.rank(), "members": [0, 1], "dtype": "int8", "shape": [1]}, b"1" * (not k))
         for k in range(2): raw({"is": "wait", "op": n + k})
         for k in range(2): LINE.receive()""",
-    "a payload without end": 'raw({"is": "return", "value": 1}); LINE.sock.sendall(struct.pack("<I", 40) + b\'{"is": "x", "bytes": 1000000000000000}   \')',
-    "a long header": "LINE.sock.sendall(struct.pack('<I', 1 << 30) + bytes(1 << 20))",
+    "a payload without end": 'raw({"is": "return", "value": 1}); LINE.sock.sendall(struct.pack("<IQ", 11, 10**15) + b\'{"is": "x"}\')',
+    "a long header": "LINE.sock.sendall(struct.pack('<IQ', 1 << 30, 0) + bytes(1 << 20))",
 }
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from minitrain import collectives, launch
 from minitrain.course.grading import kit
-from minitrain.course.grading.inside.frames import BadFrame, Line, NotData, pack, unpack
+from minitrain.course.grading.inside.frames import SIZES, BadFrame, Line, NotData, pack, unpack
 from minitrain.course.grading.judge import Code, Judge
 from minitrain.course.grading.network import Network
 from minitrain.course.grading.trial import Failure
@@ -90,7 +90,7 @@ def test_a_strangers_tree_gives_data_or_one_kind_of_error(tree, payload):
 def test_a_strangers_bytes_give_frames_or_one_kind_of_error(data, with_length):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall((len(data).to_bytes(4, "little") if with_length else b"") + data + b" ")
+        theirs.sendall((SIZES.pack(len(data), 1) if with_length else b"") + data + b" ")
         try:
             assert all(isinstance(header, dict) for header, _ in Line(ours).arrived())
         except BadFrame:

@@ -1,11 +1,10 @@
 """What the judge and an answer's process say to each other: JSON and raw bytes, never pickle.
 
-    frame    4 bytes: size of the header | header, a JSON object with "is" and "bytes" | that many raw bytes
+    frame    sizes of both parts (4 and 8 bytes) | a JSON object with "is" | raw bytes
     value    None, bool, int, float, str, lists, tuples and dicts with text keys as JSON; a tensor as
              {"tensor": [dtype, shape]} in the JSON and its memory, little endian, in the raw bytes
 
-Reading a frame runs no code of the sender. One that breaks a rule raises `BadFrame`, and the judge ends the
-run.
+Reading a frame runs no code of the sender. One that breaks a rule raises `BadFrame`: the judge ends the run.
 """
 
 import json
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+SIZES = struct.Struct("<IQ")  # of header and payload
 HEADER_LIMIT_BYTES, PAYLOAD_LIMIT_BYTES = 1 << 20, 1 << 26  # of what a rank sends to the judge
 _DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128"
 DTYPES = {name: getattr(torch, name) for name in _DTYPES.split()}
@@ -34,14 +34,12 @@ class Line:
     """One end of a stream socket that carries frames; one that announces more than `most` bytes is broken."""
 
     def __init__(self, sock: socket.socket, most: int = 1 << 40) -> None:
-        self.sock, self.most = sock, most
-        self._buffer, self._header = bytearray(), None
+        self.sock, self.most, self._buffer = sock, most, bytearray()
 
     def send(self, header: dict, payload: bytes = b"") -> None:
-        text = json.dumps({**header, "bytes": len(payload)}).encode()
-        self.sock.sendall(struct.pack("<I", len(text)) + text)
-        if payload:
-            self.sock.sendall(payload)
+        text = json.dumps(header).encode()
+        self.sock.sendall(SIZES.pack(len(text), len(payload)) + text)
+        self.sock.sendall(payload)
 
     def receive(self) -> tuple[dict, bytes] | None:
         """Wait for the next frame; None if the other side has closed the line."""
@@ -63,30 +61,22 @@ class Line:
         return bool(data)
 
     def _take(self) -> tuple[dict, bytes] | None:
-        if self._header is None:
-            length = int.from_bytes(self._buffer[:4], "little")
-            if length > HEADER_LIMIT_BYTES:
-                raise BadFrame("the header is too long")
-            if len(self._buffer) < 4 + length or len(self._buffer) < 4:
-                return None
-            self._header = self._parsed(self._buffer[4 : 4 + length])
-            del self._buffer[: 4 + length]
-        size = self._header["bytes"]
-        if len(self._buffer) < size:
+        if len(self._buffer) < SIZES.size:
             return None
-        frame, self._header = (self._header, bytes(self._buffer[:size])), None
-        del self._buffer[:size]
-        return frame
-
-    def _parsed(self, text: bytes) -> dict:
+        length, size = SIZES.unpack_from(self._buffer)
+        if length > HEADER_LIMIT_BYTES or size > self.most:
+            raise BadFrame("the header or the payload is too long")
+        start, end = SIZES.size + length, SIZES.size + length + size
+        if len(self._buffer) < end:
+            return None
+        text, payload = self._buffer[SIZES.size : start], bytes(self._buffer[start:end])
+        del self._buffer[:end]
         try:
             header = json.loads(text)
-            size, _ = header["bytes"], header["is"]
+            header["is"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise BadFrame("the header is not a JSON object with 'is' and 'bytes'") from None
-        if type(size) is not int or not 0 <= size <= self.most:
-            raise BadFrame("the payload is too long")
-        return header
+            raise BadFrame("the header is not a JSON object with 'is'") from None
+        return header, payload
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -136,7 +126,7 @@ def pack(value: Any) -> tuple[Any, bytes]:
         if issubclass(kind, (list, tuple)):
             return {"list" if issubclass(kind, list) else "tuple": [walk(item) for item in node]}
         if issubclass(kind, dict):
-            return {"dict": [[str(key), walk(item)] for key, item in node.items()]}
+            return {"dict": {str(key): walk(item) for key, item in node.items()}}
         raise NotData(f"a {kind.__name__}")
 
     return walk(value), b"".join(payload)
@@ -146,24 +136,20 @@ def unpack(tree: Any, payload: bytes) -> Any:
     """The value that `pack` was given. Raises BadFrame on anything `pack` does not write."""
     position = 0
 
-    def is_entry(pair):
-        return type(pair) is list and len(pair) == 2 and type(pair[0]) is str
-
     def walk(node):
         nonlocal position
-        if type(node) is not dict or len(node) != 1:
-            raise BadFrame("not a packed value")
-        ((kind, body),) = node.items()
-        if kind == "value" and (body is None or isinstance(body, (bool, int, float, str))):
-            return body
-        if kind in ("list", "tuple") and type(body) is list:
-            items = [walk(item) for item in body]
-            return items if kind == "list" else tuple(items)
-        if kind == "dict" and type(body) is list and all(map(is_entry, body)):
-            return {key: walk(item) for key, item in body}
-        if kind == "tensor" and type(body) is list and len(body) == 2:
-            start, position = position, position + tensor_size(*body)
-            return tensor_from(payload[start:position], *body)
+        match node if type(node) is dict and len(node) == 1 else None:
+            case {"value": None | bool() | int() | float() | str() as plain}:
+                return plain
+            case {"list": list(items)}:
+                return [walk(item) for item in items]
+            case {"tuple": list(items)}:
+                return tuple(map(walk, items))
+            case {"dict": dict(items)}:
+                return {key: walk(item) for key, item in items.items()}
+            case {"tensor": [dtype, shape]}:
+                start, position = position, position + tensor_size(dtype, shape)
+                return tensor_from(payload[start:position], dtype, shape)
         raise BadFrame("not a packed value")
 
     try:
