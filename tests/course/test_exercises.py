@@ -100,7 +100,7 @@ def test_our_notebooks_equal_nbgraders(tmp_path, monkeypatch):
             "set NBGRADER: python -m venv build/nbgrader && build/nbgrader/bin/pip install nbgrader==0.9.6"
         )
     assert different_from_nbgraders(program, tmp_path / "as is") == []
-    monkeypatch.setattr(assignment, "STUB", ["# another stub"])
+    monkeypatch.setattr(assignment, "STUB", "# another stub\n")
     different = different_from_nbgraders(program, tmp_path / "control")
     assert len(different) == sum(len(of.tasks) for of in CHAPTERS.values())
 

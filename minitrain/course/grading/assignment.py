@@ -8,6 +8,8 @@ The student's equals, checksums and metadata included, what `nbgrader generate_a
 import copy
 import hashlib
 import json
+import re
+import textwrap
 from pathlib import Path
 
 import nbformat
@@ -16,7 +18,7 @@ from nbformat import v4
 from minitrain.course.grading.book import LOCKED, Cell, Chapter, chapter, chapters
 
 FOR_CHECKS = "# for the checks: an answer does not have this\n"
-STUB = ["# YOUR CODE HERE", "raise NotImplementedError()"]
+STUB = "# YOUR CODE HERE\nraise NotImplementedError()\n"
 
 
 def source_notebook(cells: list[Cell]) -> dict:
@@ -43,35 +45,25 @@ def student_notebook(source: dict) -> dict:
     """What a student gets: solutions and hidden checks cut out, the rest locked and sealed with checksums."""
     notebook = copy.deepcopy(source)
     for cell in notebook["cells"]:
-        facts = cell["metadata"].get("nbgrader")
-        if facts is None:
-            continue
-        cell["metadata"]["deletable"] = False
-        if facts["solution"]:
-            cell["source"] = stub_of(cell["source"])
-        else:
-            cell["metadata"]["editable"] = False
-            cell["source"] = without(cell["source"], "HIDDEN TESTS", [])
-        facts["checksum"], facts["cell_type"] = checksum(cell), cell["cell_type"]
+        if facts := cell["metadata"].get("nbgrader"):
+            cell["metadata"]["deletable"] = False
+            if facts["solution"]:
+                cell["source"] = stub_of(cell["source"])
+            else:
+                cell["metadata"]["editable"] = False
+                cell["source"] = without(cell["source"], "HIDDEN TESTS")
+            facts["checksum"], facts["cell_type"] = checksum(cell), cell["cell_type"]
     return notebook
 
 
 def stub_of(solution: str) -> str:
-    return without(solution, "SOLUTION", STUB) if "BEGIN SOLUTION" in solution else "\n".join(STUB)
+    return without(solution, "SOLUTION", STUB) if "BEGIN SOLUTION" in solution else STUB.rstrip()
 
 
-def without(source: str, what: str, instead: list[str]) -> str:
-    """The source with each region BEGIN `what` ... END `what` replaced by lines at its indentation."""
-    kept, inside = [], False
-    for line in source.split("\n"):
-        if f"BEGIN {what}" in line:
-            inside = True
-            kept += [line[: len(line) - len(line.lstrip())] + other for other in instead]
-        elif f"END {what}" in line:
-            inside = False
-        elif not inside:
-            kept.append(line)
-    return "\n".join(kept)
+def without(source: str, what: str, instead: str = "") -> str:
+    """The source with each region BEGIN `what` ... END `what` replaced by text at its indentation."""
+    region = re.compile(rf"^( *)### BEGIN {what}\n.*?### END {what}\n", re.MULTILINE | re.DOTALL)
+    return region.sub(lambda found: textwrap.indent(instead, found[1]), source + "\n")[:-1]
 
 
 def checksum(cell: dict) -> str:
@@ -82,9 +74,6 @@ def checksum(cell: dict) -> str:
     parts = [cell["source"], cell["cell_type"], grade, solution, locked, facts["grade_id"]]
     parts += [float(facts["points"])] if grade else []
     return hashlib.md5("".join(map(str, parts)).encode()).hexdigest()
-
-
-# ---- files -----------------------------------------------------------------------------------------------
 
 
 def notebooks(of: Chapter) -> dict[Path, str]:
@@ -130,12 +119,10 @@ def state(of: Chapter, path: Path | None = None) -> str:
     """A student's notebook is a "stub", "edited" (answers in it) or "outdated" (made from another source)."""
     found = cells_in(path or of.student)
     for wanted in student_notebook(source_notebook(of.cells))["cells"]:
-        facts = wanted["metadata"].get("nbgrader")
-        if facts is None:
-            continue
-        cell = found.get(facts["grade_id"])
-        if cell is None or cell["metadata"]["nbgrader"].get("checksum") != facts["checksum"]:
-            return "outdated"
-        if not facts["solution"] and cell["source"] != wanted["source"]:
-            return "outdated"
+        if facts := wanted["metadata"].get("nbgrader"):
+            cell = found.get(facts["grade_id"])
+            if cell is None or cell["metadata"]["nbgrader"].get("checksum") != facts["checksum"]:
+                return "outdated"
+            if not facts["solution"] and cell["source"] != wanted["source"]:
+                return "outdated"
     return "edited" if has_answers(found) else "stub"
