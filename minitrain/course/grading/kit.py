@@ -36,9 +36,6 @@ def source(names: str = "") -> str:
     return HEAD + "\n\n\n".join(taken.values())
 
 
-# ---- messages --------------------------------------------------------------------------------------------
-
-
 class _Handle:
     def __init__(self, moves, result):
         self.moves, self.result = moves, result
@@ -78,9 +75,6 @@ def rotate(x, group, shift=1, *, async_op=False):
 def barrier(group):
     """Return when every member has called it."""
     group.barrier().wait()
-
-
-# ---- collectives -----------------------------------------------------------------------------------------
 
 
 _lanes = {}

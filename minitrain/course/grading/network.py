@@ -185,8 +185,6 @@ class Network:
             operation.done = True
             self._answer(operation)
 
-    # ---- when nothing moves any more ----------------------------------------------------------------------
-
     def _blocked(self) -> dict[int, list[Operation]]:
         """The operations each running rank waits for in vain."""
         mine = self._operations

@@ -73,9 +73,6 @@ def prctl(option: int, value: int) -> None:
         call("prctl", option, value, 0, 0, 0)
 
 
-# ---- once, in the server ---------------------------------------------------------------------------------
-
-
 class Walls:
     """What the server prepares for all ranks. `missing`: what this system lacks, "" if nothing."""
 
@@ -134,9 +131,6 @@ def allowed_calls():
         rules.add_rule(pyseccomp.ALLOW, name, condition)
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; libc then takes clone
     return rules
-
-
-# ---- in each rank ----------------------------------------------------------------------------------------
 
 
 def confine_rank(limits: dict[str, int], uid: int | None, walls: Walls, statm: int | None) -> None:
