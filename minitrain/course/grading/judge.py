@@ -29,6 +29,9 @@ from minitrain.course.grading.trial import Broken, Failure, Outcome, Trial
 
 HERE, PACKAGE = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
 EXERCISES = PACKAGE.parent / "exercises"
+PROGRAM = "import sys; sys.path[:0] = [{!r}]; from inside.server import serve; del sys.path[0]; serve{!r}"
+ENVIRON = """PATH=/usr/bin:/bin:/sbin HOME=/ LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 CUDA_VISIBLE_DEVICES=
+    OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MALLOC_ARENA_MAX=2 TORCHINDUCTOR_CACHE_DIR=/"""
 MOST_RANKS, MEMORY_LIMIT_BYTES = 16, 1 << 29
 
 
@@ -65,25 +68,17 @@ class Judge(AbstractContextManager):
             return
         self.close()
         self.control, theirs = socket.socketpair()
-        self.words, hidden = self.control.makefile(), [str(PACKAGE), str(EXERCISES)]
-        environ = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
-        environ |= {"PATH": "/usr/bin:/bin:/sbin", "HOME": "/", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "2"}
-        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environ |= {"TORCHINDUCTOR_CACHE_DIR": "/"}  # torch.func makes sure that it is there
-        program = (
-            f"import sys; sys.path.insert(0, {str(HERE)!r}); from inside import server; del sys.path[0]; "
-        )
-        program += f"server.serve({theirs.fileno()}, {hidden}, {self.wanted})"
-        command = [sys.executable, "-P", "-s", "-c", program]
-        alone = {"env": environ, "cwd": "/", "start_new_session": True, "stdin": subprocess.DEVNULL}
+        self.words = self.control.makefile()
+        told = theirs.fileno(), [str(PACKAGE), str(EXERCISES)], self.wanted
+        command = [sys.executable, "-P", "-s", "-c", PROGRAM.format(str(HERE), told)]
+        environ = dict(
+            pair.split("=") for pair in ENVIRON.split()
+        )  # torch.func makes sure its cache is there
+        alone = {"env": environ, "cwd": "/", "start_new_session": True, "pass_fds": [theirs.fileno()]}
+        pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "errors": "replace"}
         with theirs:
-            fds = [theirs.fileno()]
-            self.server = subprocess.Popen(command, pass_fds=fds, stderr=subprocess.PIPE, **alone)
-        try:
-            self.missing = self._heard()["missing"]
-        except OSError as error:
-            self.close()
-            raise Broken(f"answers cannot be run: {error}") from None
+            self.server = subprocess.Popen(command, **alone, **pipes)
+        self.missing = self._request({})["missing"]
         if self.missing:
             words = f"answers run without walls ({self.missing}); run what you would run yourself"
             print(words, file=sys.stderr, flush=True)
@@ -91,26 +86,19 @@ class Judge(AbstractContextManager):
         self.users = [first + rank if root else None for rank in range(MOST_RANKS)]  # ids that nobody owns
         self.threads = 128 + (0 if root else threads_of(os.getuid()))
 
-    def _heard(self) -> dict:
-        """The server's next words. Raises OSError with what it says instead."""
-        text = self.words.readline()
-        if not text.endswith("\n"):
-            said = self.server.stderr.read().decode(errors="replace").strip().splitlines()
-            raise OSError(said[-1] if said else "the server of answers has ended")
-        return json.loads(text)
-
-    def close(self) -> None:
-        """The server ends with its control line, after it has ended everything below it."""
-        if self.server is not None:
-            self.words.close()
-            self.control.close()
-            try:
-                self.server.wait(20)
-            except subprocess.TimeoutExpired:
-                self.server.kill()
-                self.server.wait()
-            self.server.stderr.close()
-            self.server = None
+    def close(self) -> str:
+        """End the server; its last words. It ends with its control line, after everything below it."""
+        if self.server is None:
+            return ""
+        self.words.close()
+        self.control.close()
+        try:
+            _, said = self.server.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.server.kill()
+            _, said = self.server.communicate()
+        self.server = None
+        return said.strip().rpartition("\n")[2]
 
     def run(
         self,
@@ -160,12 +148,12 @@ class Judge(AbstractContextManager):
         return outcome
 
     def _request(self, request: dict, ends: Sequence[int] = ()) -> dict:
+        """The reply of the server. Raises Broken with its last words."""
         try:
             socket.send_fds(self.control, [json.dumps(request).encode()], ends)
-            return self._heard()
-        except OSError as error:
-            self.close()
-            raise Broken(f"the server of answers has failed: {error}") from None
+            return json.loads(self.words.readline())
+        except (OSError, ValueError):
+            raise Broken(f"the server of answers has ended: {self.close() or 'it said nothing'}") from None
 
 
 def threads_of(uid: int) -> int:

@@ -205,10 +205,9 @@ class Network:
 
     def left_over(self) -> str | None:
         """The first message that never found its other half, in words."""
-        for operation in (operation for mine in self._operations for operation in mine.values()):
-            who, peer = f"rank {operation.rank}", f"rank {operation.peer}"
-            if operation.kind == "send" and not operation.done:
-                return f"{who} sent to {peer}, which never received it"
-            if operation.kind == "receive" and not operation.done:
-                return f"{who} asked {peer} for a tensor and returned without it"
+        for left in (operation for mine in self._operations for operation in mine.values()):
+            if left.kind == "send" and not left.done:
+                return f"rank {left.rank} sent to rank {left.peer}, which never received it"
+            if left.kind == "receive" and not left.done:
+                return f"rank {left.rank} asked rank {left.peer} for a tensor and returned without it"
         return None

@@ -69,7 +69,7 @@ class Trial(contextlib.ExitStack):
 
     def __init__(self, network: Network, time_limit_s: float) -> None:
         super().__init__()
-        self.network, self.time_limit_s, self.deadline, self.moved = network, time_limit_s, None, 0.0
+        self.network, self.time_limit_s, self.deadline, self.moved = network, time_limit_s, 0.0, 0.0
         self.pids, self.results, self.failures = [], [None] * network.ranks, {}
         pairs = [socket.socketpair() for _ in range(2 * network.ranks)]
         for end in sum(pairs, ()):
@@ -91,10 +91,11 @@ class Trial(contextlib.ExitStack):
                     continue
             said = self._printed() or "it said nothing"
             raise Broken(f"rank {rank} of an exercise could not be started: {said}")
+        self.deadline = time.monotonic() + PATIENCE_S  # to be told what to run
 
     def tell(self, rank: int, header: dict, payload: bytes) -> None:
-        if self.deadline is not None:  # who does not take what it asked for has no longer than the others
-            self.lines[rank].sock.settimeout(max(0.01, self.deadline - time.monotonic()))
+        left_s = self.deadline - time.monotonic()  # who does not take its data has no longer than the others
+        self.lines[rank].sock.settimeout(max(0.01, left_s))
         try:
             self.lines[rank].send(header, payload)
         except TimeoutError:

@@ -33,9 +33,8 @@ def serve(control: int, hidden: list[str], walls: bool) -> None:
     warm_up()
     confine.prctl(confine.SET_CHILD_SUBREAPER, 1)  # orphans become our children: we find them, and end them
     walls = confine.Walls(walls, hidden)
-    ranks, reply = [], {"missing": walls.missing}
+    ranks = []
     while True:
-        control.sendall(json.dumps(reply).encode() + b"\n")
         text, fds, _, _ = socket.recv_fds(control, 65536, 64)
         request = json.loads(text or "{}")
         if "spawn" in request:
@@ -48,7 +47,7 @@ def serve(control: int, hidden: list[str], walls: bool) -> None:
             ranks = []
         if not text:
             break
-        reply = {"ranks": ranks}
+        control.sendall(json.dumps({"missing": walls.missing, "ranks": ranks}).encode() + b"\n")
 
 
 def warm_up() -> None:
