@@ -14,6 +14,7 @@ points or none; one that cannot read an answer gives none.
 """
 
 import argparse
+import ast
 import functools
 import itertools
 import pkgutil
@@ -224,6 +225,21 @@ def wrong_ones(of: book.Chapter, wrong: list[book.Cell], judge: Judge, seed: str
     return faults
 
 
+def with_bodies(source: str, body: str) -> str:
+    """An answer's functions, or the methods of its class, with this body; values as None."""
+    made, arguments = [], "*args, **kwargs"
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            made.append(f"def {node.name}({arguments}):\n    {body}")
+        elif isinstance(node, ast.ClassDef):
+            names = {child.name for child in node.body if isinstance(child, ast.FunctionDef)} - {"__init__"}
+            made.append(f"class {node.name}:\n    def __init__(self, {arguments}): pass")
+            made += [f"    def {name}(self, {arguments}):\n        {body}" for name in names]
+        elif isinstance(node, ast.Assign):
+            made.append(ast.unparse(node.targets[0]) + " = None")
+    return "\n".join(made)
+
+
 def attack(of: book.Chapter, judge: Judge, seed: str = "0") -> tuple[int, list[str]]:
     """How many answers were tried that know nothing of their task, and which of them earned something."""
     tried, faults = 0, []
@@ -232,7 +248,7 @@ def attack(of: book.Chapter, judge: Judge, seed: str = "0") -> tuple[int, list[s
     for task, attempt in itertools.product(of.tasks, book.read_cells(EXERCISES / "wrong" / "any_task.py")):
         facts = dict(ASKED=task.names, OTHERS=known - {*task.names}, PACKAGE=str(PACKAGE), MODULES=modules)
         told = [f"{name} = {value!r}" for name, value in facts.items()]
-        bodies = task.with_bodies(attempt.attributes["body"])
+        bodies = with_bodies(task.answer.source, attempt.attributes["body"])
         results = results_of(of, task, "\n".join([*told, bodies, attempt.source]), judge, seed)
         earned, tried = sum(result.earned for result in results), tried + 1
         if earned:

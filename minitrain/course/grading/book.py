@@ -5,17 +5,9 @@
     exercises/02_collectives.ipynb           what a student opens: stubs, visible checks  (made by assignment)
     exercises/wrong/02_collectives.py        wrong solutions, and the property that must catch each
 
-A header says what a cell is; its name becomes nbgrader's grade_id:
-
-    # %% [markdown]                     text
-    # %%                                code for the reader (a demonstration); the judge does not run it
-    # %% given="setup"                  read-only code that answers can use, and drivers and checks
-    # %% driver="train"                 read-only code that calls an answer on ranks; no answer sees it
-    # %% judge="expect_sum"             read-only code for checks; it stays where the score is made
-    # %% answer="total"                 the student's; ### BEGIN SOLUTION to ### END SOLUTION is cut out
-    # %% check="total-sum" points=2     read-only; ### BEGIN HIDDEN TESTS to ### END HIDDEN TESTS is cut out
-
-A task is an answer and the checks after it, up to the next answer; its title is the last heading before.
+A header, `# %% check="total-sum" points=2`, says what a cell is (exercises/AUTHORING.md lists them); its name
+becomes nbgrader's grade_id. A task is an answer and the checks after it, up to the next answer; its title is
+the last heading before.
 """
 
 import ast
@@ -56,22 +48,6 @@ class Task:
     def names(self) -> list[str]:
         """What the reference answer defines at its top level."""
         return sorted(defined_by(self.answer.source))
-
-    def with_bodies(self, body: str) -> str:
-        """The answer's functions, or the methods of its class, with this body; values as None."""
-        made = []
-        for node in ast.parse(self.answer.source).body:
-            if isinstance(node, ast.FunctionDef):
-                made.append(f"def {node.name}(*args, **kwargs):\n    {body}")
-            elif isinstance(node, ast.ClassDef):
-                names = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
-                made.append(f"class {node.name}:\n    def __init__(self, *args, **kwargs): pass")
-                made += [
-                    f"    def {name}(self, *args, **kwargs):\n        {body}" for name in names - {"__init__"}
-                ]
-            elif isinstance(node, ast.Assign):
-                made.append(ast.unparse(node.targets[0]) + " = None")
-        return "\n".join(made)
 
 
 @dataclass(frozen=True)
@@ -149,14 +125,12 @@ def read_cells(path: Path) -> list[Cell]:
             raise ValueError(f"{path.name}:{line}: not a cell header: {head[0]}")
         pairs = re.findall(r'(\w+)=("[^"]*"|\d+)', match["attributes"])
         attributes = {key: value.strip('"') for key, value in pairs}
-        roles = [role for role in ROLES if role in attributes]
+        role = next((role for role in ROLES if role in attributes), "code")
         if match["markdown"]:
-            source = re.sub("^# ?", "", source, flags=re.MULTILINE)
-        role = "text" if match["markdown"] else roles[0] if roles else "code"
+            role, source = "text", re.sub("^# ?", "", source, flags=re.MULTILINE)
         name = attributes.pop(role, "")
-        named = name not in names and re.fullmatch(r"[\w-]+", name)
         bad = ""
-        if role in (*LOCKED, "answer", "check") and not named:
+        if role in (*LOCKED, "answer", "check") and (name in names or not re.fullmatch(r"[\w-]+", name)):
             bad = f"{name!r} must be a name of its own of letters, digits, _ and -"
         elif role == "check" and not attributes.get("points", "").isdigit():
             bad = "a check needs points=1 or more"
