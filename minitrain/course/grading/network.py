@@ -8,7 +8,6 @@ A pure state machine: frames of ranks go in (`post`, `wait`), answers to ranks c
     fetch                a secret is handed over when nothing else moves, as if computing took longer than the
                          network: what is sent while others compute is under way before the next secret
 
-Not counted: what accomplices could say by the moment of a message, or by its group (`MOST_GROUPS`: 6 bits).
 Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978, defines the order of steps.
 """
 
@@ -18,7 +17,8 @@ from dataclasses import dataclass, field
 from minitrain.course.grading.inside.frames import BadFrame, tensor_size
 
 HELD_LIMIT_BYTES = 1 << 28
-MOST_OPEN, MOST_GROUPS = 4096, 64  # operations of a rank that are not over, groups of a run
+MOST_OPEN = 4096  # operations of a rank that are not over
+MOST_GROUPS = 64  # of a run; by the choice of one a message could say 6 bits
 MOST_EVENTS = 100_000  # of a run; the largest honest one has a few hundred
 
 
@@ -81,7 +81,9 @@ class Network:
         self._known = [0] * ranks  # the largest step among the messages a rank has received
         self._operations: list[dict[int, Operation]] = [{} for _ in range(ranks)]  # those that are not over
         self._groups: set[tuple[int, ...]] = set()
-        self._offers: dict[tuple, deque[Operation]] = defaultdict(deque)
+        self._offers: dict[tuple, deque[Operation]] = defaultdict(
+            deque
+        )  # sends or receives without the other
         self._barriers: dict[tuple, list[Operation]] = defaultdict(list)
         self._held_bytes = 0
 
@@ -171,11 +173,11 @@ class Network:
             if self._held_bytes > self.most_held_bytes:
                 raise BadFrame("too many bytes are under way at once")
         ends = (operation.rank, peer) if sending else (peer, operation.rank)
-        others = self._offers["receive" if sending else "send", *ends, group]
-        if not others:
-            self._offers[operation.kind, *ends, group].append(operation)
+        offers = self._offers[*ends, group]
+        if not offers or offers[0].kind == operation.kind:
+            offers.append(operation)
             return
-        sent, wanted = (operation, others.popleft()) if sending else (others.popleft(), operation)
+        sent, wanted = (operation, offers.popleft()) if sending else (offers.popleft(), operation)
         if (sent.dtype, sent.size) != (wanted.dtype, wanted.size):
             sends, receives = (f"{one.dtype}{one.shape}" for one in (sent, wanted))
             raise Mismatch(f"rank {sent.rank} sends {sends} and rank {wanted.rank} receives {receives}")
@@ -187,8 +189,8 @@ class Network:
 
     def _blocked(self) -> dict[int, list[Operation]]:
         """The operations each running rank waits for in vain."""
-        mine = self._operations
-        return {r: [op for op in mine[r].values() if op.waited and not op.done] for r in self.running}
+        mine = {rank: self._operations[rank].values() for rank in self.running}
+        return {rank: [op for op in mine[rank] if op.waited and not op.done] for rank in mine}
 
     def stuck(self, surely: bool) -> bool:
         """Every running rank waits in vain. `surely`: and no other thread of it could still change that."""
@@ -203,11 +205,10 @@ class Network:
         told += [f"rank {rank} has returned" for rank in range(self.ranks) if rank not in self.running]
         return "; ".join(told)
 
-    def left_over(self) -> str | None:
+    def left_over(self) -> str:
         """The first message that never found its other half, in words."""
-        for left in (operation for mine in self._operations for operation in mine.values()):
-            if left.kind == "send" and not left.done:
+        for left in (offer for offers in self._offers.values() for offer in offers):
+            if left.kind == "send":
                 return f"rank {left.rank} sent to rank {left.peer}, which never received it"
-            if left.kind == "receive" and not left.done:
-                return f"rank {left.rank} asked rank {left.peer} for a tensor and returned without it"
-        return None
+            return f"rank {left.rank} asked rank {left.peer} for a tensor and returned without it"
+        return ""
