@@ -97,8 +97,7 @@ def _swap(leaving, arriving, group):
     arriving[rank].copy_(leaving[rank])
     moves = [group.send([x.contiguous()], to) for to, x in enumerate(leaving) if to != rank]
     moves += [group.recv([x], source) for source, x in enumerate(arriving) if source != rank]
-    for move in moves:
-        move.wait()
+    _Handle(moves, None).wait()
 
 
 def _summed(pieces, group, op="sum"):
@@ -165,8 +164,6 @@ def broadcast(x, source, group, *, async_op=False):
     def act():
         if group.rank() != source:
             return receive(src, source, group)
-        for sending in [send(src, to, group, async_op=True) for to in others]:
-            sending.wait()
-        return src.clone()
+        return _Handle([group.send([src], to) for to in others], src.clone()).wait()
 
     return _perform(act, group, async_op)
