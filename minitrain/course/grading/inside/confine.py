@@ -7,9 +7,8 @@
     user       where root grades: an id nobody owns, another for each rank, with one right left, to read
 
 They need no rights, so root and an ordinary user get the same walls, in a container too. Where a system lacks
-some (`Walls.missing` says which), the others stay and the report calls itself a self-check. Not covered: bugs
-of the kernel, accomplices who signal by timing and, where root does not grade, by access times of libraries.
-landlock(7), seccomp(2) with libseccomp's filters; the limits are setrlimit(2)'s, which only Linux holds to.
+some (`Walls.missing` says which), the others stay. Not covered: bugs of the kernel, accomplices who signal by
+timing and, where root does not grade, by access times of libraries.
 """
 
 import contextlib
@@ -21,7 +20,6 @@ import signal
 import struct
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
@@ -60,11 +58,10 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def call(function: str, *args) -> int:
     """A function of libc or system call. Raises OSError with its name."""
-    known = function not in SYSCALLS
-    answer = getattr(libc, function)(*args) if known else libc.syscall(SYSCALLS[function], *args)
+    unknown = SYSCALLS.get(function)
+    answer = libc.syscall(unknown, *args) if unknown else getattr(libc, function)(*args)
     if answer < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{function}: {os.strerror(number)}")
+        raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
     return answer
 
 
@@ -79,7 +76,7 @@ class Walls:
     def __init__(self, wanted: bool, hidden: Sequence[str]) -> None:
         self.files = self.calls = None
         lacks = [] if wanted else ["it was told to do without"]
-        for kind, prepare in ("files", partial(readable_files, hidden)), ("calls", allowed_calls):
+        for kind, prepare in ("files", lambda: readable_files(hidden)), ("calls", allowed_calls):
             try:
                 setattr(self, kind, prepare() if wanted else None)
             except (OSError, ImportError, RuntimeError) as error:
@@ -87,21 +84,16 @@ class Walls:
         self.missing = "; ".join(lacks)
 
 
-def visible_paths() -> list[str]:
-    """What an answer may read: the system's libraries, this Python and its packages."""
-    python = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.realpath(sys.executable))}
-    packages = {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
-    return [path for path in [*SYSTEM, *sorted(python | packages)] if os.path.exists(path)]
-
-
 def readable_files(hidden: Sequence[str]) -> int:
-    """A Landlock ruleset that lets `visible_paths` be read. Raises OSError if that would show `hidden`."""
+    """A Landlock ruleset: Python and libraries can be read. Raises OSError if `hidden` is in them."""
     if not LINUX:
         raise OSError(f"{sys.platform} has no Landlock")
     version = call("landlock_create_ruleset", None, 0, 1)
     handled = struct.pack("Q", (1 << RIGHTS.get(version, 16)) - 1)
     ruleset = call("landlock_create_ruleset", handled, len(handled), 0)
-    for path in visible_paths():
+    python = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.realpath(sys.executable))}
+    packages = {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
+    for path in filter(os.path.exists, [*SYSTEM, *sorted(python | packages)]):
         for secret in hidden:
             if Path(secret).is_relative_to(os.path.realpath(path)):
                 raise OSError(f"{secret} lies inside {path}, which an answer must be able to read")
@@ -160,13 +152,10 @@ def become(uid: int) -> None:
 
 
 def limit(limits: dict[str, int], statm: int | None) -> None:
-    """Set limits for good; "DATA" is what may come to the memory that is this process's own.
-
-    `statm` is its open /proc/self/statm; where there is none, the system holds to no such limit anyway.
-    """
+    """Set limits for good; "DATA" is what may come to the private memory that the process's `statm` tells."""
     for what, most in limits.items():
         if what == "DATA":
-            pages = int(os.pread(statm, 200, 0).split()[5]) if statm is not None else 1 << 20
+            pages = int(os.pread(statm, 200, 0).split()[5]) if statm is not None else 1 << 20  # macOS
             most += pages * resource.getpagesize()
         which = getattr(resource, f"RLIMIT_{what}")
         hard = resource.getrlimit(which)[1]

@@ -51,13 +51,10 @@ def serve(control: int, hidden: list[str], walls: bool) -> None:
 
 
 def warm_up() -> None:
-    """Let torch set itself up once, for all ranks: some of it reads /proc, which they do not have.
-
-    A backward that starts from a given gradient imports sympy, half a second that each rank would pay.
-    """
+    """Let torch set itself up once, for all ranks: some of it reads /proc, which they do not have."""
     torch.set_num_threads(1)
     x = torch.ones(4, 4, requires_grad=True)
-    (x @ x).backward(x.detach())
+    (x @ x).backward(x.detach())  # given a gradient, it imports sympy: half a second that each rank would pay
     gc.collect()
     gc.freeze()  # the collector of a rank will not write into what is shared now
     into_huge_pages()
@@ -82,8 +79,7 @@ def fork_rank(uid: int | None, line: int, out: int, limits: dict[str, int], wall
     try:
         confine.prctl(confine.SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        nothing = os.open("/dev/null", os.O_RDONLY)
-        for source, target in ((nothing, 0), (out, 1), (out, 2)):
+        for source, target in ((os.open("/dev/null", os.O_RDONLY), 0), (out, 1), (out, 2)):
             os.dup2(source, target)
         statm = os.open("/proc/self/statm", os.O_RDONLY) if os.path.exists("/proc/self/statm") else None
         kept = sorted({0, 1, 2, line} | {statm, walls.files} - {None})
@@ -113,6 +109,4 @@ def sweep(ranks: list[int], walls: confine.Walls) -> None:
             for process in rest:
                 with contextlib.suppress(psutil.Error):
                     getattr(process, act)()
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        psutil.wait_procs(rest, timeout=1)
