@@ -4,8 +4,7 @@
     the driver's namespace    given cells once more, the names the task asks for, and the code that calls them
 
 Nothing else of an answer's namespace is ever used, so what it defines or replaces there stays there. What
-comes back is data: no verdict is made here, so there is none to forge. A rank that ends without its frame has
-returned nothing.
+comes back is data: no verdict is made here, so there is none to forge.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ def live(line: Line, statm: int | None) -> None:
     line.send({"is": "ready"})
     start, pickled = line.receive()
     arguments, packed = line.receive()
-    group = wire.join(line, start["rank"], start["ranks"]) if start["network"] else None
+    group = [wire.join(line, start["rank"], start["ranks"])] if start["network"] else []
     torch.manual_seed(0)
     with_collectives(start.pop("collectives"))
     if start["no_autograd"]:
@@ -45,8 +44,7 @@ def live(line: Line, statm: int | None) -> None:
         calls = unpack(arguments["value"], packed)
         if start["budget_bytes"] is not None:
             confine.limit({"DATA": start["budget_bytes"]}, statm)
-        ends = [group] if group is not None else []
-        results = [fn(*call, *ends) if callable(fn) else fn for call in calls]
+        results = [fn(*call, *group) if callable(fn) else fn for call in calls]
         tree, payload = pack(results)
         frame = {"is": "return", "value": tree}
     except BaseException as error:  # SystemExit too: its author must hear what ended the answer
@@ -87,11 +85,8 @@ def with_collectives(source: str) -> None:
 
 def defined(start: dict) -> Any:
     """What the judge wants to call: a name of the answer, or a driver around such names."""
-    if not start["names"]:
-        return run_cells(start["given"], {})[start["call"]]
-    answer = run_cells([*start["given"], start["answer"]])
-    lost = [name for name in start["names"] if name not in answer]
-    if lost:
+    answer = run_cells([*start["given"], start["answer"]]) if start["names"] else {}
+    if lost := [name for name in start["names"] if name not in answer]:
         raise NameError(f"the answer cell defines no {lost[0]}")
     names = {name: answer[name] for name in start["names"]}
     if start["call"] in names:
@@ -117,9 +112,10 @@ def without_autograd() -> None:
         raise NotListed("calls autograd")
 
     torch.autograd.Variable._execution_engine = SimpleNamespace(run_backward=refuse)
-    torch.autograd.forward_ad.enter_dual_level = partial(refuse)  # torch keeps a table of functions, and an
-    torch._C._enter_dual_level = partial(refuse)  # object may stand there once
-    torch._C._functorch._grad_increment_nesting = partial(refuse)  # torch.func
+    # one object for each: torch keeps a table of its functions, where none may stand twice
+    torch.autograd.forward_ad.enter_dual_level = partial(refuse)
+    torch._C._enter_dual_level = partial(refuse)
+    torch._C._functorch._grad_increment_nesting = partial(refuse)
     torch._C._functorch._jvp_increment_nesting = partial(refuse)
 
 
@@ -141,10 +137,9 @@ def described(error: BaseException, rank: int) -> dict:
     message, who = str(error), f"rank {rank}"
     if isinstance(error, NotData):
         told = "data", f"{who} returned {message}; return tensors, numbers, text, or lists of them"
-    elif isinstance(error, NotListed):
-        told = "own work", f"this task asks you to write it yourself: it {message}{place}"
-    elif isinstance(error, ImportError) and (error.name or "").split(".")[0] == "minitrain":
-        told = "own work", f"this task asks you to write it yourself: it imports {error.name}{place}"
+    elif isinstance(error, NotListed) or isinstance(error, ImportError) and "minitrain" in str(error.name):
+        did = message if isinstance(error, NotListed) else f"imports {error.name}"
+        told = "own work", f"this task asks you to write it yourself: it {did}{place}"
     elif isinstance(error, NotImplementedError) and frames[-1:] == own[-1:]:
         return {"is": "raise", "property": "not attempted yet", "message": "", "trace": ""}
     elif isinstance(error, MemoryError) or "can't allocate memory" in message:

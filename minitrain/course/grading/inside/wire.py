@@ -3,7 +3,7 @@
 A rank has no other way to reach another one, so what the judge counts is what was sent. The group knows send,
 receive and barrier; kit.py builds collectives from these, and `torch.distributed.all_reduce` says so.
 
-    send      is complete when the other side has asked for it, as on gloo; two ranks that send first wait
+    send      is complete when the other side has asked for it, as on gloo
     receive   the data arrives when the rank waits for it, not before: what a rank can know when is known
     neither   has a tag, and an empty tensor is no message: both sides know that it is empty
 """
@@ -23,10 +23,8 @@ class Wire:
     """This process's line to the judge. Any thread may post and wait; one that waits reads for all."""
 
     def __init__(self, line: Line) -> None:
-        self.line = line
-        self.turn = threading.Condition()
-        self.next_op = 0
-        self.reading = False
+        self.line, self.next_op = line, 0
+        self.turn, self.reading = threading.Condition(), False
         self.answers: dict[int, bytes] = {}
 
     def ask(self, question: dict, payload: bytes = b"") -> int:
@@ -76,9 +74,11 @@ class Operation:
 class WireGroup(dist.ProcessGroup):
     """A process group of `members` (global ranks) on the judge's network."""
 
+    group_name = group_desc = ""  # torch keeps these in its C++ object, which only a C++ backend can fill
+
     def __init__(self, wire: Wire, rank: int, members: list[int], name: str) -> None:
         super().__init__(rank, len(members))
-        self.wire, self.members, self.name, self.description = wire, members, name, "default_pg"
+        self.wire, self.members, self.group_name, self.group_desc = wire, members, name, "default_pg"
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Operation:
         return self._post("send", tensors[0], to, tag, tensor_bytes(tensors[0]))
@@ -108,12 +108,8 @@ class WireGroup(dist.ProcessGroup):
     allreduce = reduce = broadcast = reduce_scatter = _reduce_scatter_base = _not_here
     allgather = _allgather_base = alltoall = alltoall_base = gather = scatter = _not_here
 
-    # torch keeps these two in its C++ object, which only a C++ backend can fill
-    group_name = property(lambda self: self.name)
-    group_desc = property(lambda self: self.description)
-
     def _set_group_desc(self, description: str) -> None:
-        self.description = description
+        self.group_desc = description
 
     def getBackendName(self) -> str:
         return BACKEND
