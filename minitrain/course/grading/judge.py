@@ -5,9 +5,8 @@
         outcome = judge.run(code, calls=[[(x0,)], [(x1,)], [(x2,)], [(x3,)]])  # on four ranks
 
 The judge plays the network between the ranks (trial.py), so what an `Outcome` says beside the results was
-measured out of the answer's reach. A broken rule is a `Failure` that names it. Behind walls (confine.py) this
-is a grade: ranks meet on the judge's network alone and see neither checks nor the package. Where the system
-lacks some, `Judge.missing` says which, and it is a self-check.
+measured out of the answer's reach. Behind walls (confine.py) this is a grade: ranks meet on that network
+alone and see neither checks nor the package. Where the system lacks some, `Judge.missing` says which.
 """
 
 import json
@@ -37,18 +36,14 @@ MOST_RANKS, MEMORY_LIMIT_BYTES = 16, 1 << 29
 
 @dataclass(frozen=True)
 class Code:
-    """What ranks execute: cells and a name they define, or a pickled function and its text.
-
-    `names` are those that the answer is asked for; `collectives` what `minitrain.collectives` has beside
-    `kit.ALWAYS`.
-    """
+    """What ranks execute: cells and a name they define, or a pickled function and its text."""
 
     given: Sequence[str] = ()
     answer: str = ""
     drivers: Sequence[str] = ()
-    names: Sequence[str] = ()
+    names: Sequence[str] = ()  # what the answer is asked for
     call: str = ""
-    collectives: str = ""
+    collectives: str = ""  # what `minitrain.collectives` has beside `kit.ALWAYS`
     pickled: bytes = b""
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -84,7 +79,9 @@ class Judge(AbstractContextManager):
             print(words, file=sys.stderr, flush=True)
         root, first = os.geteuid() == 0, 61184 + os.getpid() % 256 * MOST_RANKS
         self.users = [first + rank if root else None for rank in range(MOST_RANKS)]  # ids that nobody owns
-        self.threads = 128 + (0 if root else threads_of(os.getuid()))
+        others = (process.info for process in process_iter(["uids", "num_threads"]) if not root)
+        mine = (info["num_threads"] for info in others if info["uids"] and info["uids"].real == os.getuid())
+        self.threads = 128 + sum(filter(None, mine))  # where they are limited per user, all of a user's count
 
     def close(self) -> str:
         """End the server; its last words. It ends with its control line, after everything below it."""
@@ -132,20 +129,17 @@ class Judge(AbstractContextManager):
         try:
             with Trial(Network(ranks, hidden, held), time_limit_s) as trial:
                 trial.pids = self._request(spawn, [end.fileno() for end in trial.ends])["ranks"]
+                trial.callback(self._request, {})  # end the ranks, however the run ends
                 trial.wait_until_ready()
                 for rank, own in enumerate(calls):
                     tree, packed = pack(list(own))
                     trial.tell(rank, {**order, "rank": rank}, code.pickled)
                     trial.tell(rank, {"is": "inputs", "value": tree}, packed)
-                outcome = trial.play(len(calls[0]))
-        except Failure:
-            self._request({})
+                return trial.play(len(calls[0]))
+        except BaseException as error:
+            if not isinstance(error, Failure):  # an interrupt, or something is wrong with us: begin afresh
+                self.close()
             raise
-        except BaseException:  # an interrupt, or something is wrong with us: begin afresh
-            self.close()
-            raise
-        self._request({})
-        return outcome
 
     def _request(self, request: dict, ends: Sequence[int] = ()) -> dict:
         """The reply of the server. Raises Broken with its last words."""
@@ -154,9 +148,3 @@ class Judge(AbstractContextManager):
             return json.loads(self.words.readline())
         except (OSError, ValueError):
             raise Broken(f"the server of answers has ended: {self.close() or 'it said nothing'}") from None
-
-
-def threads_of(uid: int) -> int:
-    """How many threads a user has: where processes are limited per user, those count too."""
-    all_ = (process.info for process in process_iter(["uids", "num_threads"]))
-    return sum(info["num_threads"] or 0 for info in all_ if info["uids"] and info["uids"].real == uid)

@@ -77,9 +77,8 @@ class Trial(contextlib.ExitStack):
         ours, self.ends = zip(*pairs)
         self.lines, self.prints = [Line(end, PAYLOAD_LIMIT_BYTES) for end in ours[::2]], ours[1::2]
         self.output = [bytearray() for _ in self.prints]
-        for line, prints in zip(ours[::2], self.prints):
-            line.settimeout(PATIENCE_S)
-            prints.setblocking(False)
+        for line in self.lines:
+            line.sock.settimeout(PATIENCE_S)
 
     def wait_until_ready(self) -> None:
         """All ranks stand behind their walls before the first line of an answer runs. Raises Broken."""
@@ -184,12 +183,11 @@ class Trial(contextlib.ExitStack):
 
     def _read_prints(self, rank: int) -> bool:
         """Take what a rank has printed, keep the first part; False at its end."""
-        try:
-            data = self.prints[rank].recv(65536)
-        except BlockingIOError:
-            return True
-        self.output[rank] += data[: OUTPUT_LIMIT_BYTES - len(self.output[rank])]
-        return bool(data)
+        with contextlib.suppress(BlockingIOError):
+            data = self.prints[rank].recv(65536, socket.MSG_DONTWAIT)
+            self.output[rank] += data[: OUTPUT_LIMIT_BYTES - len(self.output[rank])]
+            return bool(data)
+        return True
 
     def _printed(self) -> str:
         lines = []
