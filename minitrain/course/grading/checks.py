@@ -7,8 +7,7 @@
     ask_each(zb_h1, [(2, 4), (3, 9)])              the results of both calls: two, whatever the answer does
 
 In a notebook `total` is the student's function and travels by value. Before the judge it is an `Answer`: a
-name. The ranks execute the student's cell themselves, so that nothing of it ever runs where the score is
-made.
+name. Ranks execute the student's cell themselves, so nothing of it ever runs where the score is made.
 """
 
 import contextvars
@@ -37,29 +36,21 @@ class Answer:
     name: str
 
 
+notebook_judge = functools.cache(Judge)  # one for a notebook; its server ends with the kernel
 _judging: contextvars.ContextVar[tuple | None] = contextvars.ContextVar("judging", default=None)
 
 
 @contextmanager
 def judging(judge: Judge, code: Code, time_limit_s: float):
-    """Within it `run_on_ranks` and `ask` execute the cells of `code`; what check cells print is dropped.
-
-    Checks compute on one thread: several would wait while ranks have the cores (13 times as long).
-    """
+    """Within it `run_on_ranks` and `ask` execute the cells of `code`; what check cells print is dropped."""
     token, threads = _judging.set((judge, code, time_limit_s)), torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # several would wait while ranks have the cores: 13 times as long
     try:
         with redirect_stdout(io.StringIO()):
             yield
     finally:
         torch.set_num_threads(threads)
         _judging.reset(token)
-
-
-@functools.cache
-def notebook_judge() -> Judge:
-    """The judge of this notebook; its server ends with the kernel."""
-    return Judge()
 
 
 def run_on_ranks(fn: Callable | Answer, inputs: Sequence, **rules) -> Outcome:
@@ -99,8 +90,7 @@ def _run(fn: Callable | Answer, calls: list, rules: dict) -> Outcome:
     if name in defined_by(*code.given):  # what the course itself does is measured where no answer is
         code = replace(code, answer="", names=(), drivers=())
     elif name not in {*code.names, *defined_by(*code.drivers)}:
-        what = "the answer, a given cell or a driver defines what they call"
-        raise ValueError(f"ranks cannot know {name}; {what}")
+        raise ValueError(f"ranks cannot know {name}: no answer, given cell or driver defines it")
     rules["time_limit_s"] = min(most_s, rules.get("time_limit_s", most_s))
     return judge.run(code, calls, **rules)
 
@@ -114,8 +104,7 @@ def expect(condition: bool, property: str, hint: str) -> None:
 def expect_equal(actual: Any, expected: Any, property: str, hint: str, atol: float = 0.0) -> None:
     """Tensors (or numbers, or lists of them, one per rank) are equal: the same shape, dtype and values.
 
-    `atol` is 0 because every order of additions gives the same bits of `Draw.exact`; give one where a bound
-    is known. What differs is named (rank, shape, dtype), the wanted value is not.
+    An `atol` is for what has a bound. What differs is named (rank, shape, dtype), the wanted value is not.
     """
 
     def expect_kind(same: bool, wanted: str) -> None:
@@ -153,10 +142,8 @@ class Draw(random.Random):
         return self.sample(list(options), count)
 
     def exact(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Numbers below 8 with all the digits that let a sum of 16 be exact in every order.
-
-        49 bits in float64, 20 in float32: they do not survive in half as many bytes. Their products round.
-        """
+        """Numbers below 8 with as many digits as let a sum of 16 be exact in every order: 49 bits in float64,
+        20 in float32. They do not survive in half as many bytes. Their products round."""
         digits = {torch.float64: 48, torch.float32: 19}[dtype]
         whole = torch.randint(-(2**digits), 2**digits, shape, generator=self._generator())
         return (whole | 1).to(dtype) * 2.0 ** (3 - digits)
