@@ -66,9 +66,7 @@ class Judge(AbstractContextManager):
         self.words = self.control.makefile()
         told = theirs.fileno(), [str(PACKAGE), str(EXERCISES)], self.wanted
         command = [sys.executable, "-P", "-s", "-c", PROGRAM.format(str(HERE), told)]
-        environ = dict(
-            pair.split("=") for pair in ENVIRON.split()
-        )  # torch.func makes sure its cache is there
+        environ = dict(pair.split("=") for pair in ENVIRON.split())  # torch.func asks for a cache
         alone = {"env": environ, "cwd": "/", "start_new_session": True, "pass_fds": [theirs.fileno()]}
         pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "errors": "replace"}
         with theirs:
