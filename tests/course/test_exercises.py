@@ -162,6 +162,25 @@ def test_a_bad_source_names_its_line(tmp_path, header, problem):
         book.read_cells(path)
 
 
+@pytest.mark.parametrize(
+    "line, module",
+    [
+        ("import minitrain.launch as go", "minitrain.launch"),
+        ("from minitrain import collectives, launch", "minitrain.launch"),
+        ("from minitrain.collectives import all_reduce", "minitrain.collectives.all_reduce"),
+        ("from minitrain import collectives\nimport minitrains", None),
+    ],
+)
+def test_a_rank_imports_of_the_package_what_it_has(tmp_path, line, module):
+    path = tmp_path / "00_imports.py"
+    path.write_text(f'# %% given="setup"\nimport torch\n{line}\n')
+    if module is None:
+        assert book.read_cells(path)[0].source.endswith(line)
+    else:
+        with pytest.raises(ValueError, match=rf"00_imports.py:1: a rank cannot import {module};"):
+            book.read_cells(path)
+
+
 # ---- grading ---------------------------------------------------------------------------------------------
 
 

@@ -158,6 +158,15 @@ def total(x, group):
     for line in lines: line.send({"is": "verdict", "passed": True, "points": 10})
     return x""",
     ),
+    "a failure of a name of its own": (
+        "data",
+        """
+import gc
+def total(x, group):
+    for line in [thing for thing in gc.get_objects() if type(thing).__name__ == "Line"]:
+        line.send({"is": "raise", "property": "nothing", "message": "total 10/10", "trace": ""})
+    return x""",
+    ),
     "a torch that finds everything equal": (
         "sum on every rank",
         """
@@ -501,7 +510,7 @@ CHANNELS = {
             raw({"is": kind, "op": n + k, "peer": group.rank(), "members": [0, 1], "dtype": "int8", "shape": [1]}, b"1" * (not k))
         for k in range(2): raw({"is": "wait", "op": n + k})
         for k in range(2): LINE.receive()""",
-    "a payload without end": 'raw({"is": "return", "value": 1}); LINE.sock.sendall(struct.pack("<IQ", 11, 10**15) + b\'{"is": "x"}\')',
+    "a payload without end": 'raw({"is": "return", "value": 1}); LINE.sock.sendall(struct.pack("<IQ", 11, 10**15) + b\'{"is": "x"}\')\n    while True: LINE.sock.sendall(bytes(1 << 20))',
     "a long header": "LINE.sock.sendall(struct.pack('<IQ', 1 << 30, 0) + bytes(1 << 20))",
 }
 
