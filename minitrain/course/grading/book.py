@@ -5,9 +5,13 @@
     exercises/02_collectives.ipynb           what a student opens: stubs, visible checks  (made by assignment)
     exercises/wrong/02_collectives.py        wrong solutions, and the property that must catch each
 
-A header, `# %% check="total-sum" points=2`, says what a cell is (exercises/AUTHORING.md lists them); its name
-becomes nbgrader's grade_id. A task is an answer and the checks after it, up to the next answer; its title is
-the last heading before.
+A header, `# %% check="total-sum" points=2`, says what a cell is; its name becomes nbgrader's grade_id:
+
+    given     read-only, for answers, drivers and checks     answer    the student's, ### SOLUTION is cut out
+    driver    read-only, calls an answer on ranks            check     read-only, ### HIDDEN TESTS is cut out
+    judge     read-only, for checks alone                    wrong     in exercises/wrong
+
+A task is an answer and the checks after it, up to the next answer; its title is the last heading before.
 """
 
 import ast
