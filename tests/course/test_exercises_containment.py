@@ -523,7 +523,8 @@ def test_the_network_has_no_room_for_what_is_not_counted(judge, name):
     with pytest.raises(Failure) as caught:
         judge.run(Code(answer=answer, names=["f"], call="f"), [[(torch.ones(2),)]] * 2, time_limit_s=5)
     ends = ("data", "no error", "no message left", "a result", "time limit")
-    assert caught.value.property in ends, caught.value
+    announced = name in ("a payload without end", "a long header")  # is refused before it arrives
+    assert caught.value.property in (ends[:1] if announced else ends), caught.value
     assert time.monotonic() - started < 8 and psutil.Process().memory_info().rss < used + (200 << 20)
 
 
