@@ -52,6 +52,8 @@ def blockwise_block(block: nn.Module, x: Tensor, positions: Tensor, *, rows: int
     if config.residual != "pre" or config.positions == "alibi" or not hasattr(attention, "q"):
         found = f"residual={config.residual}, positions={config.positions}, kv_latent={config.kv_latent}"
         raise ValueError(f"blockwise: {found}; it needs pre-norm, Q, K, V and no bias")
+    if hasattr(block.mlp, "router"):
+        raise ValueError("blockwise: experts count whole rows, not blocks of them; use a dense block")
 
     def heads(x: Tensor, *linears: nn.Module) -> list[Tensor]:
         projected = attention.project(block.norm1(x), linears)

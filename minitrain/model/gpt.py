@@ -100,9 +100,7 @@ class Block(nn.Module):
             return self.dropout1(self.attention(x, positions), positions)
 
         def mlp(x):
-            return self.dropout2(self.mlp(x, *places), positions)
-
-        places = (positions,) if isinstance(self.mlp, MixtureOfExperts) else ()
+            return self.dropout2(self.mlp(x, positions), positions)
 
         match self.config.residual:
             case "pre":

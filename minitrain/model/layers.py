@@ -278,7 +278,8 @@ class MLP(nn.Module):
             self.gate = Linear(config.d_model, width, bias=config.bias, **place)
         self.down = Linear(width, config.d_model, bias=config.bias, **place)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`positions` are for experts in its place."""
         act = ACTIVATIONS[self.activation]
         if self.activation in GATED:
             gate, up = self.project(x, (self.gate, self.up))
