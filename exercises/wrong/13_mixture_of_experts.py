@@ -998,6 +998,41 @@ def back_backward(dout, kept, experts, weights, arriving, group):
     return arrived[turn], dweights.view_as(weights)
 
 
+# %% wrong="back" fails="the output" why="results of one token come home in the order of its choices, not of their experts"
+def back(y, experts, weights, arriving, group):
+    n, here = arriving.shape
+    which = torch.arange(here).repeat(n).repeat_interleave(arriving.flatten())
+    turn = which.argsort(stable=True)  # from the order of arrival to that of y
+    chosen = experts.flatten()
+    order = chosen.argsort(stable=True)
+    order = order[chosen[order] >= 0]
+    arrived = torch.empty_like(y)
+    arrived[turn] = y
+    home = collectives.all_to_all(
+        arrived,
+        group,
+        send_sizes=arriving.sum(1).tolist(),
+        receive_sizes=torch.bincount(chosen[order] // here, minlength=n).tolist(),
+    )
+    order = order.view(-1)[(order // experts.shape[1]).argsort(stable=True)]
+    tokens, weighed = order // experts.shape[1], home * weights.flatten()[order, None]
+    return y.new_zeros(len(experts), y.shape[1]).index_add(0, tokens, weighed), [home, order, turn]
+
+
+def back_backward(dout, kept, experts, weights, arriving, group):
+    home, order, turn = kept
+    n, here = arriving.shape
+    drows, dweights = dout[order // experts.shape[1]], torch.zeros_like(weights).flatten()
+    dweights[order] = (drows * home).sum(1)
+    arrived = collectives.all_to_all(
+        drows * weights.flatten()[order, None],
+        group,
+        send_sizes=torch.bincount(experts.flatten()[order] // here, minlength=n).tolist(),
+        receive_sizes=arriving.sum(1).tolist(),
+    )
+    return arrived[turn], dweights.view_as(weights)
+
+
 # %% wrong="back" fails="bytes of forward" why="counts are exchanged once more"
 def back(y, experts, weights, arriving, group):
     n, here = arriving.shape
@@ -1884,6 +1919,64 @@ def two_level(x, experts, num_experts, across, inside):
     return rows[which.argsort(stable=True)], arriving.sum(0)
 
 
+# %% wrong="two_level" fails="bytes between nodes" why="the rows are copied once a node, but whole tables are exchanged"
+def two_level(x, experts, num_experts, across, inside):
+    nodes, g, k = across.size(), inside.size(), experts.shape[1]
+    per_node, here = num_experts // nodes, num_experts // (nodes * g)
+    node = experts.div(per_node, rounding_mode="floor")
+    visits = torch.stack([(node == to).any(1) for to in range(nodes)])
+    tokens, copies = visits.nonzero()[:, 1], visits.sum(1)
+    arriving = collectives.all_to_all(copies, across)
+    sizes = {"send_sizes": copies.tolist(), "receive_sizes": arriving.tolist()}
+    x = collectives.all_to_all(x[tokens], across, **sizes)
+    lengths = collectives.all_to_all(torch.full((nodes,), len(experts)), across).tolist()
+    whole = {"send_sizes": [len(experts)] * nodes, "receive_sizes": lengths}
+    tables = collectives.all_to_all(experts.repeat(nodes, 1), across, **whole)
+    here_too = (tables.div(per_node, rounding_mode="floor") == across.rank()).any(1)
+    chosen = tables[here_too].flatten()
+
+    chosen = chosen - across.rank() * per_node
+    order = chosen.argsort(stable=True)
+    order = order[(chosen[order] >= 0) & (chosen[order] < per_node)]
+    counts = torch.bincount(chosen[order], minlength=per_node)
+    arriving = collectives.all_to_all(counts, inside).view(g, -1)
+    rows = collectives.all_to_all(
+        x[order // k],
+        inside,
+        send_sizes=counts.view(g, -1).sum(1).tolist(),
+        receive_sizes=arriving.sum(1).tolist(),
+    )
+    which = torch.arange(here).repeat(g).repeat_interleave(arriving.flatten())
+    return rows[which.argsort(stable=True)], arriving.sum(0)
+
+
+# %% wrong="two_level" fails="counts" why="padding visits the last node: -1 counts from the end"
+def two_level(x, experts, num_experts, across, inside):
+    nodes, g, k = across.size(), inside.size(), experts.shape[1]
+    per_node, here = num_experts // nodes, num_experts // (nodes * g)
+    node = experts.remainder(num_experts).div(per_node, rounding_mode="floor")
+    visits = torch.stack([(node == to).any(1) for to in range(nodes)])
+    tokens, copies = visits.nonzero()[:, 1], visits.sum(1)
+    arriving = collectives.all_to_all(copies, across)
+    sizes = {"send_sizes": copies.tolist(), "receive_sizes": arriving.tolist()}
+    x = collectives.all_to_all(x[tokens], across, **sizes)
+    chosen = collectives.all_to_all(experts[tokens], across, **sizes).flatten()
+
+    chosen = chosen.remainder(num_experts) - across.rank() * per_node
+    order = chosen.argsort(stable=True)
+    order = order[(chosen[order] >= 0) & (chosen[order] < per_node)]
+    counts = torch.bincount(chosen[order], minlength=per_node)
+    arriving = collectives.all_to_all(counts, inside).view(g, -1)
+    rows = collectives.all_to_all(
+        x[order // k],
+        inside,
+        send_sizes=counts.view(g, -1).sum(1).tolist(),
+        receive_sizes=arriving.sum(1).tolist(),
+    )
+    which = torch.arange(here).repeat(g).repeat_interleave(arriving.flatten())
+    return rows[which.argsort(stable=True)], arriving.sum(0)
+
+
 # %% wrong="one_loss" fails="shares add up" why="the mean of means: each microbatch has a loss of its own"
 def balance_losses(probs, experts, alpha, group):
     num_experts, chosen = probs[0].shape[1], torch.cat([table.flatten() for table in experts])
@@ -2031,6 +2124,24 @@ def balance_losses(probs, experts, alpha, group):
     shares = counts / counts.sum().to(probs[0].dtype)
     mean = collectives.all_reduce(sum(p.sum(0) for p in probs), group) / tokens
     return [alpha * num_experts * (shares * mean).sum() for p in probs]
+
+
+def sum_gradients(grads, world, ep, beside):
+    return {
+        name: collectives.all_reduce(grad, beside if name.startswith("experts.") else world)
+        for name, grad in grads.items()
+    }
+
+
+# %% wrong="one_loss" fails="shares add up" why="first choices alone are counted, as with k = 1"
+def balance_losses(probs, experts, alpha, group):
+    num_experts, chosen = probs[0].shape[1], torch.cat([table[:, 0] for table in experts])
+    counts = torch.bincount(chosen[chosen >= 0], minlength=num_experts)
+    tokens = sum((table >= 0).any(1).sum() for table in experts)
+    total = collectives.all_reduce(torch.cat([counts, tokens[None]]), group)
+    counts, tokens = total[:-1], total[-1]
+    shares = counts / counts.sum().to(probs[0].dtype)
+    return [alpha * num_experts * (shares * p.sum(0)).sum() / tokens for p in probs]
 
 
 def sum_gradients(grads, world, ep, beside):
