@@ -1,0 +1,1039 @@
+# %% [markdown]
+# # Exercises 14: expert balance and overlap
+#
+# Four tasks, 10 points, about two hours. Read chapter 14 first. No GPU, nothing to download.
+#
+# Write where a cell says `YOUR CODE HERE`, run the cell, then run the check below it. A check tells which property of your
+# answer is broken, never the result it wants. When the visible checks pass, grade yourself in a terminal:
+#
+#     minitrain grade 14
+#
+# The grader runs the same checks and hidden ones with other sizes, other numbers of ranks and other loads: an expert without tokens, all
+# tokens on one expert. Three rules:
+#
+# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
+# - A function that runs on ranks gets its `group` last: `group.rank()` says who you are, `group.size()` how many you are.
+# - Between ranks there is a network and nothing else. In this chapter `collectives` has `send`, `receive`, `barrier`, `all_reduce`
+#   and `all_to_all`.
+#
+# Sources: DeepSeek-V3 2024 (arXiv:2412.19437, section 2.1.2), Fedus et al. 2021 (Switch, arXiv:2101.03961, section 2.2), He et al. 2022
+# (FasterMoE, PPoPP, section 4), Nie et al. 2023 (FlexMoE, arXiv:2304.03946), Shi et al. 2023 (PipeMoE, INFOCOM).
+
+# %% given="setup"
+import math
+from fractions import Fraction
+from itertools import combinations
+
+import torch
+
+from minitrain import collectives
+
+NOWHERE = -1  # the choice of a masked token
+
+# %% judge="tools"
+from minitrain.course.grading.checks import (
+    Draw,
+    Failure,
+    ask,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
+
+SECONDS = 5  # for a pure function and many cases
+LISTED = "all_reduce all_to_all"
+draw = Draw()  # hidden checks draw sizes, numbers of ranks, loads and values
+
+# %% [markdown]
+# ## 1. A bias and a loss (2 points)
+#
+# The batch of a step comes in parts, one for each microbatch and rank. `chosen` [N, k] of a part are the experts of its tokens; a masked
+# token has -1 in all its places. All parts together are the batch. There are two ways to keep its experts equally busy.
+#
+# **A bias, no loss.** The router adds `bias` [E] to its scores when it chooses. After each step the bias of an expert that got fewer tokens
+# than the mean of all experts *in the whole batch* goes up by `speed`, that of one that got more goes down by `speed`, and one that got
+# exactly the mean keeps its own. `moved_bias` returns the new bias.
+#
+# **A loss.** `probs` [N, E] of a part are its tokens' probabilities of all experts; a masked token's row is 0. The loss of the batch is
+#
+#     alpha · E · Σ_e f_e · P_e        f_e: the share of expert e among all choices of the batch
+#                                      P_e: the mean probability of expert e over the tokens of the batch
+#
+# which is alpha if all is even. Masked tokens count nowhere. `part_losses` returns one loss for each part. They add up to the loss of the
+# batch, and so do their gradients, yet each may depend on the probabilities of its own part alone: a microbatch goes backward without the
+# others. What must it know of the others beforehand?
+#
+# Two experts, two parts of one token each, k = 1: chosen `[[0]]` and `[[0]]`, probs `[[.75, .25]]` and `[[.5, .5]]`. At speed 0.1 a bias of
+# `[0., 0.]` becomes `[-.1, .1]`. With alpha = 1 the losses are 0.75 and 0.5, together 1.25.
+
+
+# %% answer="balance"
+def moved_bias(bias, parts, speed):
+    """bias [E] float64, parts a list of chosen [N, k] -> [E], the bias after the step."""
+    ### BEGIN SOLUTION
+    chosen = torch.cat([part.flatten() for part in parts])
+    counts = torch.bincount(chosen[chosen != NOWHERE], minlength=len(bias))
+    return bias + speed * torch.sign(counts.sum() - counts * len(bias)).to(bias.dtype)
+    ### END SOLUTION
+
+
+def part_losses(parts, alpha):
+    """parts a list of (probs [N, E], chosen [N, k]) -> a list of losses, float64 tensors without dims."""
+    ### BEGIN SOLUTION
+    chosen = torch.cat([own for _, own in parts])
+    num_experts, tokens = parts[0][0].shape[1], (chosen[:, 0] != NOWHERE).sum()
+    counts = torch.bincount(chosen[chosen != NOWHERE], minlength=num_experts)
+    weights = alpha * num_experts * counts.to(parts[0][0].dtype) / (counts.sum() * tokens)
+    return [(weights * probs.sum(0)).sum() for probs, _ in parts]
+    ### END SOLUTION
+
+
+# %% driver="each_part"
+def each_part(parts, alpha):
+    """The loss of each part, and its gradient by the probabilities of every part."""
+    inputs = [probs.clone().requires_grad_() for probs, _ in parts]
+    losses = part_losses([(x, chosen) for x, (_, chosen) in zip(inputs, parts)], alpha)
+    slopes = []
+    for loss in losses:
+        grads = [torch.zeros_like(x) for x in inputs]
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, inputs, retain_graph=True, materialize_grads=True)
+        slopes.append(list(grads))
+    return [loss.detach() for loss in losses], slopes
+
+
+# %% judge="expect_balance"
+def drawn_parts(experts, k, sizes, idle=(), masked=True):
+    """Parts with so many tokens: probabilities, and choices that do not follow from them; nobody chooses the idle ones."""
+    parts, open_ones = [], [e for e in range(experts) if e not in idle]
+    for size in sizes:
+        probs = (2 * draw.real(size, experts)).softmax(-1)
+        chosen = torch.tensor([draw.several(open_ones, k) for _ in range(size)])
+        if masked:
+            mask = draw.mask(size)
+            probs, chosen = probs * mask[:, None], chosen.masked_fill(~mask[:, None], NOWHERE)
+        parts.append((probs, chosen))
+    return parts
+
+
+def expect_bias(bias, parts, speed, signs):
+    """signs: -1, 0 or 1 for each expert."""
+    said = ask(moved_bias, bias, parts, speed)
+    where = f"(seen with {len(bias)} experts in {len(parts)} parts)"
+    wanted = bias + speed * torch.tensor(signs, dtype=torch.float64)
+    expect_equal(said * 0, bias * 0, "a bias", f"a number for each expert {where}")
+    moved = said - bias
+    size = torch.tensor([abs(sign) for sign in signs], dtype=torch.float64) * speed
+    expect(
+        torch.allclose(moved.abs()[size > 0], size[size > 0], rtol=0, atol=1e-12),
+        "a step of one size",
+        f"by speed, up or down, however far a load is from the mean {where}",
+    )
+    busy = torch.cat([chosen.flatten() for chosen in parts]).unique()
+    some = torch.isin(torch.arange(len(bias)), busy)
+    hint = f"are loads those of the whole batch, and which of them are above the mean? {where}"
+    expect_equal(said[some], wanted[some], "up where tokens are missing", hint, atol=1e-12)
+    hint = f"it has fewer than the mean {where}"
+    expect_equal(said, wanted, "an expert without tokens", hint, atol=1e-12)
+
+
+def expect_losses(parts, alpha, wanted, slope):
+    """wanted: the loss of the batch; slope [E]: its gradient by each token's probabilities."""
+    losses, slopes = ask(each_part, parts, alpha)
+    where = f"(seen with {len(slope)} experts in {len(parts)} parts)"
+    expect(len(losses) == len(parts), "a loss for each part", f"as many as parts {where}")
+    hint = f"what do they add up to? f and P are of the whole batch {where}"
+    wanted = torch.as_tensor(wanted, dtype=torch.float64)
+    expect_equal(sum(losses, wanted * 0), wanted, "the loss of the batch", hint, atol=1e-12 * alpha)
+    for i, own in enumerate(slopes):
+        others = [grad for j, grad in enumerate(own) if j != i]
+        expect(
+            all(not grad.any() for grad in others),
+            "its own part alone",
+            f"a part's loss has a gradient for another part's probabilities {where}",
+        )
+    for i, (probs, chosen) in enumerate(parts):
+        real = chosen[:, 0] != NOWHERE  # what a masked row's gradient is does not matter
+        found, goal = slopes[i][i][real], slope.expand_as(probs)[real]
+        hint = f"of the batch's loss by a token's probabilities; whose shares are f? {where}"
+        expect_equal(found, goal, "gradients of the batch", hint, atol=1e-12 * alpha)
+
+
+# %% check="balance-bias" points=1
+# The bias follows the loads of the whole batch, by a step of one size.
+expect_bias(
+    torch.zeros(2, dtype=torch.float64), [torch.tensor([[0]]), torch.tensor([[0]])], 0.1, [-1, 1]
+)
+expect_bias(
+    torch.tensor([0.5, 0.0, -0.25], dtype=torch.float64),
+    [torch.tensor([[0, 1], [0, 1]]), torch.tensor([[0, 2], [-1, -1], [0, 1], [1, 2], [-1, -1]])],
+    0.01,
+    [-1, -1, 1],
+)
+expect_bias(torch.ones(3, dtype=torch.float64), [torch.tensor([[0], [1], [1]])], 0.5, [0, -1, 1])
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+
+
+def signs_of(parts, experts):
+    flat = [e for chosen in parts for e in chosen.flatten().tolist() if e >= 0]
+    loads = [flat.count(e) * experts - len(flat) for e in range(experts)]
+    return [(load < 0) - (load > 0) for load in loads]
+
+
+for _ in range(4):
+    experts = draw.integer(4, 8)
+    idle = draw.several(range(experts), draw.integer(0, 2))
+    sizes = [draw.integer(3, 9) for _ in range(draw.integer(2, 4))]
+    parts = [chosen for _, chosen in drawn_parts(experts, draw.integer(1, 2), sizes, idle)]
+    bias = draw.exact(experts)
+    expect_bias(bias, parts, draw.choice([0.5, 0.001]), signs_of(parts, experts))
+for part in (  # one above the mean in most parts and below it in all; all tokens on one
+    [torch.tensor([[0], [0], [1]]), torch.tensor([[0], [0], [1]]), torch.tensor([[1]] * 5)],
+    [torch.full((draw.integer(2, 5), 1), 3), torch.full((2, 1), NOWHERE)],
+):
+    expect_bias(draw.exact(4), part, 0.25, signs_of(part, 4))
+### END HIDDEN TESTS
+
+# %% check="balance-loss" points=1
+# Losses of parts add up to that of the batch, and so do their gradients.
+half = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
+more = torch.tensor([[0.75, 0.25]], dtype=torch.float64)
+two = [(more, torch.tensor([[0]])), (half, torch.tensor([[0]]))]
+expect_losses(two, 1.0, 1.25, torch.tensor([1.0, 0.0], dtype=torch.float64))
+three = [(half, torch.tensor([[1]])), (torch.cat([more, 0 * half]), torch.tensor([[0], [-1]]))]
+expect_losses(three, 0.5, 0.5, torch.tensor([0.25, 0.25], dtype=torch.float64))
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+
+
+def of_batch(parts, alpha):
+    """The loss of one process with all tokens, and its gradient by each token's probabilities."""
+    probs, chosen = (torch.cat(both) for both in zip(*parts))
+    probs.requires_grad_()
+    real = chosen[:, 0] != NOWHERE
+    hits = torch.nn.functional.one_hot(chosen[real], probs.shape[1]).double()
+    loss = alpha * probs.shape[1] * (hits.mean((0, 1)) * probs[real].mean(0)).sum()
+    (grad,) = torch.autograd.grad(loss, probs)
+    return loss.detach(), grad[real][0]
+
+
+for k in (1, 2, draw.integer(1, 3)):
+    experts, alpha = draw.integer(5, 8), draw.choice([0.01, 1.0, 3.0])
+    sizes = [draw.integer(3, 9) for _ in range(draw.integer(2, 4))]
+    idle = draw.several(range(experts), draw.integer(0, 2))
+    parts = drawn_parts(experts, k, sizes, idle)
+    parts.append((torch.zeros(2, experts).double(), torch.full((2, k), NOWHERE)))  # a masked part
+    expect_losses(parts, alpha, *of_batch(parts, alpha))
+parts = [(0 * half.expand(3, 2) + torch.tensor([0.0, 1.0]), torch.ones(3, 1, dtype=torch.long))] * 2
+expect_losses(parts, 0.5, *of_batch(parts, 0.5))
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ## 2. Which experts to shadow (2 points)
+#
+# n ranks own E experts: expert e belongs to rank e // (E/n). `counts[r][e]` is how many rows rank r has for expert e. Rows travel to the
+# owner, who works on them and sends the results back. Or the expert is *shadowed* for this layer: its weights travel to all other ranks,
+# each rank works on its own rows, and no row travels.
+#
+# **By traffic.** Without a shadow each row of another rank puts `d_model` elements on the owner's link on its way in, and as many on its
+# way out. A shadow puts all weights of the expert there once: `matrices` matrices of `d_model`·`d_ff` elements. `by_traffic` returns the
+# experts to shadow so that all owners' links together carry least; of equal sets the one with the fewest experts. There may be hundreds of
+# experts.
+#
+# **By time.** What a layer really waits for is the busiest rank and the busiest link. Forward and backward together take
+#
+#     3 · compute · (rows that the busiest rank works on)
+#     + 4 · move · (rows on the busiest link: the most that leave a rank, or arrive at one)
+#     + 2 · carry · (the most shadows that arrive at a rank)
+#
+# The weights of a shadow arrive once at every rank but its owner. (No link has more to send: they leave the owner in slices, which the
+# others pass on.) `by_time` returns the set that takes least time; of equally fast ones the one with the fewest experts, and of these the
+# one that comes first as a list, [0, 3] before [1, 2]. There are 10 experts at most here, so it may try all sets. All numbers are whole.
+#
+# Both return the numbers of the experts in rising order. n = 2, E = 2, counts `[[2, 0], [9, 1]]`: rank 1 has 9 rows for expert 0. With
+# d_model = 4 and matrices = 2 it is shadowed by traffic if d_ff is 8, as 2·9·4 > 2·4·8, and not if d_ff is 9. Without shadows the layer
+# takes 3·11·compute + 4·9·move, and with a shadow of expert 0 it takes 3·10·compute + 2·1·carry.
+
+
+# %% answer="shadows"
+def by_traffic(counts, d_model, d_ff, matrices):
+    """counts: a list for each rank, with whole numbers for all experts -> a list of experts."""
+    ### BEGIN SOLUTION
+    each, found = len(counts[0]) // len(counts), []
+    for e in range(len(counts[0])):
+        remote = sum(row[e] for r, row in enumerate(counts) if r != e // each)
+        if 2 * remote * d_model > matrices * d_model * d_ff:
+            found.append(e)
+    return found
+    ### END SOLUTION
+
+
+def by_time(counts, compute, move, carry):
+    """The same counts, and three whole prices -> a list of experts."""
+    ### BEGIN SOLUTION
+    n, num = len(counts), len(counts[0])
+
+    def time(shadows):
+        worked, sent, received, taken = ([0] * n for _ in range(4))
+        for e in range(num):
+            owner = e // (num // n)
+            for r in range(n):
+                if e in shadows:
+                    worked[r] += counts[r][e]
+                    taken[r] += r != owner
+                else:
+                    worked[owner] += counts[r][e]
+                    sent[r] += counts[r][e] if r != owner else 0
+                    received[owner] += counts[r][e] if r != owner else 0
+        return 3 * compute * max(worked) + 4 * move * max(sent + received) + 2 * carry * max(taken)
+
+    sets = (list(some) for size in range(num + 1) for some in combinations(range(num), size))
+    return min(sets, key=time)
+    ### END SOLUTION
+
+
+# %% judge="expect_shadows"
+def loads(n, experts, hot, low=20, high=60):
+    """Rows of each rank for each expert: a few for all, many for the `hot` ones."""
+    return [
+        [draw.integer(low, high) if e in hot else draw.integer(0, 6) for e in range(experts)]
+        for _ in range(n)
+    ]
+
+
+def expect_shadows(asked, *cases):
+    """Cases (arguments, wanted set, time of a set or None)."""
+    said = ask_each(asked, [arguments for arguments, _, _ in cases], time_limit_s=SECONDS)
+    for found, (arguments, wanted, time) in zip(said, cases):
+        counts, prices = arguments[0], arguments[1:]
+        num = len(counts[0])
+        where = f"(seen with {len(counts)} ranks, {num} experts and the numbers {prices})"
+        expect(
+            isinstance(found, (list, tuple))
+            and all(type(e) is int and 0 <= e < num for e in found)
+            and list(found) == sorted(set(found)),
+            "a set of experts",
+            f"numbers of experts, each once, in rising order {where}",
+        )
+        expect(
+            not set(wanted) < set(found) or (time and time(found) != time(wanted)),
+            "no shadow for nothing",
+            f"with fewer shadows it costs no more {where}",
+        )
+        hint = f"another set costs less; what does each expert cost with a shadow, and without? {where}"
+        cheapest = list(found) == wanted or (time and time(found) == time(wanted))
+        expect(cheapest, "the least cost", hint)
+        hint = f"of equally fast sets the smallest, then the first {where}"
+        expect(list(found) == wanted, "no shadow for nothing", hint)
+
+
+# %% check="shadows-traffic" points=1
+# Experts whose rows put more on their owner's link than their weights would.
+expect_shadows(
+    by_traffic,
+    (([[2, 0], [9, 1]], 4, 8, 2), [0], None),
+    (([[2, 0], [9, 1]], 4, 9, 2), [], None),
+    (([[7, 9, 5, 9], [0, 3, 8, 8]], 8, 4, 2), [2, 3], None),
+)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+
+
+def cheapest(counts, d_model, d_ff, matrices):
+    """By trying every set: what all links carry, then how many shadows."""
+    num, n = len(counts[0]), len(counts)
+    owners = [e * n // num for e in range(num)]
+    costs = [
+        2 * d_model * sum(counts[r][e] for r in range(n) if r != owners[e]) for e in range(num)
+    ]
+    sets = [some for size in range(num + 1) for some in combinations(range(num), size)]
+    price = matrices * d_model * d_ff
+    return list(
+        min(sets, key=lambda s: (len(s) * price + sum(costs) - sum(costs[e] for e in s), len(s)))
+    )
+
+
+cases = []
+for n, each in ((2, 3), (3, 2), (4, 2), (3, 3), (5, 1)):
+    counts = loads(n, n * each, draw.several(range(n * each), 2), 1, 12)
+    remote = sum(row[0] for row in counts[1:])
+    for matrices, d_ff in ((2, max(1, remote)), (2, draw.integer(2, 12)), (3, draw.integer(1, 9))):
+        prices = (
+            draw.choice([1, 8, 13]),
+            d_ff,
+            matrices,
+        )  # the first: expert 0 costs the same both ways
+        cases.append(((counts, *prices), cheapest(counts, *prices), None))
+counts = [[0] * 6 for _ in range(3)]
+cases.append(((counts, 4, 1, 2), [], None))  # nobody has rows
+counts = [[0, 0, 40 + r, 0] for r in range(2)]
+cases.append(((counts, 4, 8, 3), cheapest(counts, 4, 8, 3), None))  # all on one
+n, num = 8, 64 * draw.integer(2, 4)
+counts = [[draw.integer(0, 9) for _ in range(num)] for _ in range(n)]
+remote = [sum(row[e] for r, row in enumerate(counts) if r != e * n // num) for e in range(num)]
+cases.append(((counts, 64, 30, 2), [e for e in range(num) if remote[e] > 30], None))
+expect_shadows(by_traffic, *cases)
+### END HIDDEN TESTS
+
+# %% check="shadows-time" points=1
+# The set with which the busiest rank and the busiest link are done first.
+expect_shadows(
+    by_time,
+    (([[2, 0], [9, 1]], 1, 1, 10), [0], None),
+    (([[2, 0], [9, 1]], 1, 1, 30), [], None),
+    (([[2, 0], [9, 1]], 2, 0, 3), [], None),
+    (([[0, 3, 8, 2], [1, 2, 9, 4]], 1, 2, 12), [0, 2], None),
+    (([[4, 0, 20], [0, 9, 12], [3, 1, 0]], 1, 1, 20), [2], None),
+)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+
+
+def timed(counts, compute, move, carry):
+    """The time of a set of shadows under these loads and prices."""
+    ranks, num = range(len(counts)), len(counts[0])
+    owned = [range(num * r // len(counts), num * (r + 1) // len(counts)) for r in ranks]
+
+    def time(found):
+        rows = []
+        for r in ranks:
+            own = sum(counts[r][e] for e in found)
+            rows.append(own + sum(counts[q][e] for e in owned[r] if e not in found for q in ranks))
+        ways = []
+        for r in ranks:
+            kept = [e for e in range(num) if e not in found]
+            out = sum(counts[r][e] for e in kept if e not in owned[r])
+            into = sum(counts[q][e] for e in kept if e in owned[r] for q in ranks if q != r)
+            ways.append((max(out, into), sum(e not in owned[r] for e in found)))
+        links = [max(way[i] for way in ways) for i in (0, 1)]
+        return 3 * compute * max(rows) + 4 * move * links[0] + 2 * carry * links[1]
+
+    return time
+
+
+def fastest(counts, *prices):
+    """A case, by trying every set."""
+    num, time = len(counts[0]), timed(counts, *prices)
+    sets = [list(some) for size in range(num + 1) for some in combinations(range(num), size)]
+    return (counts, *prices), min(sets, key=lambda some: (time(some), len(some), some)), time
+
+
+def in_order_of_loads(counts, *prices):
+    """FasterMoE's own way: the heaviest experts first, as long as it gets faster."""
+    num, time, chosen = len(counts[0]), timed(counts, *prices), []
+    for e in sorted(range(num), key=lambda e: -sum(row[e] for row in counts)):
+        if time([*chosen, e]) >= time(chosen):
+            break
+        chosen.append(e)
+    return sorted(chosen)
+
+
+def apart(arguments, best, time):
+    """What a case with this best set tells apart."""
+    counts, *prices = arguments
+    alike, longer = (combinations(range(len(counts[0])), len(best) + more) for more in (0, 1))
+    if time(in_order_of_loads(*arguments)) > time(best):
+        yield "the order of loads"
+    if best and any(time(some) == time(best) for some in longer):
+        yield "a tie"
+    if any(time(some) == time(best) and list(some) > best for some in alike):
+        yield "the first of equals"
+    forward = [Fraction(price, passes) for price, passes in zip(prices, (3, 2, 2))]
+    if time(fastest(counts, *forward)[1]) > time(best):
+        yield "forward and backward"
+
+
+cases, missing = (
+    [],
+    {"the order of loads": 3, "a tie": 3, "the first of equals": 2, "forward and backward": 2},
+)
+for _ in range(500):
+    n, each = draw.choice([(2, 2), (2, 3), (3, 2), (4, 1), (4, 2), (3, 1)])
+    hot = draw.several(range(n * each), draw.integer(1, min(3, n * each)))
+    high = draw.choice([6, 60])
+    counts = loads(n, n * each, hot, high // 3, high)
+    prices = draw.integer(0, 3), draw.integer(0, 3), draw.integer(1, 2 * high)
+    case = fastest(counts, *prices)
+    found = [kind for kind in apart(*case) if missing[kind]]
+    missing |= {kind: missing[kind] - 1 for kind in found}
+    cases += [case] if found else []
+    if not any(missing.values()):
+        break
+all_on_one = [[0, 0, 0, 0, 30 + r, 0] for r in range(3)]
+nobody = [[0, 0] for _ in range(2)]
+cases += [fastest(all_on_one, 1, 1, 8), fastest(nobody, 1, 1, 1)]
+counts = loads(draw.choice([2, 5]), 10, draw.several(range(10), 2))
+cases.append(fastest(counts, 1, 1, draw.integer(4, 40)))
+expect_shadows(by_time, *cases)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ## 3. Replicas (3 points)
+#
+# A busy expert is held by several ranks, for good. `holders[e]` are the ranks that hold expert e, one or more, in any order; all ranks know
+# all of `holders`. A rank may hold several experts, or none.
+#
+# **Rows are shared.** `shared(chosen, holders, rank)` says where each row of a rank goes. Of the rows that rank r has for expert e, row i
+# (the first is row 0) goes to holder number (r + i) mod h of the h holders. A row with -1 goes nowhere: -1.
+#
+# **Gradients are added up.** Each holder has the gradient of its share of the rows. `summed(grads, holders, group)` gives every holder of
+# an expert the sum over its holders, with the same bits everywhere: replicas that differ in the last bit drift apart. All ranks call it at
+# the same time; there are no smaller groups.
+#
+# What travels is graded too. Of an expert with W elements and h holders, all holders together send 2(h-1)·W elements, as in an all-reduce.
+# No holder sends much more than another, and a rank that does not hold the expert sends nothing of it.
+#
+# Then `replica_steps` below trains: replicas stay equal, and all weights are those of one process.
+#
+# `shared(tensor([0, 1, 0, 0]), [[2, 0], [1]], 0)` is `[2, 1, 0, 2]`.
+
+
+# %% answer="replicas"
+def shared(chosen, holders, rank):
+    """chosen [N] whole numbers -> [N], the rank that each row goes to."""
+    ### BEGIN SOLUTION
+    seen, to = [0] * len(holders), []
+    for e in chosen.tolist():
+        if e == NOWHERE:
+            to.append(NOWHERE)
+            continue
+        to.append(holders[e][(rank + seen[e]) % len(holders[e])])
+        seen[e] += 1
+    return torch.tensor(to, dtype=torch.long)
+    ### END SOLUTION
+
+
+def summed(grads, holders, group):
+    """grads {e: [..]} of the experts that this rank holds -> {e: [..]}, their sums over all holders."""
+    ### BEGIN SOLUTION
+    rank = group.rank()
+
+    def exchange(outgoing, like):
+        """outgoing[e, to] to each other holder; what comes from it is shaped like like[e, from]."""
+        pairs = [(e, other) for e in sorted(grads) for other in holders[e] if other != rank]
+        sends = [collectives.send(outgoing[p], p[1], group, async_op=True) for p in pairs]
+        comes = [collectives.receive(like[p], p[1], group, async_op=True) for p in pairs]
+        arrived = {p: handle.wait() for p, handle in zip(pairs, comes)}
+        for handle in sends:
+            handle.wait()
+        return arrived
+
+    slices = {  # a slice of each gradient for each of its holders
+        (e, to): piece
+        for e, grad in grads.items()
+        for to, piece in zip(holders[e], grad.flatten().tensor_split(len(holders[e])))
+    }
+    parts = exchange(slices, {(e, to): slices[e, rank] for e, to in slices})
+    parts |= {(e, rank): slices[e, rank] for e in grads}
+    totals = {}
+    for e in grads:
+        first, *others = holders[e]
+        totals[e] = parts[e, first].clone()
+        for other in others:
+            totals[e] += parts[e, other]
+    sums = exchange({(e, to): totals[e] for e, to in slices}, slices)
+    sums |= {(e, rank): totals[e] for e in grads}
+    return {
+        e: torch.cat([sums[e, by] for by in holders[e]]).view_as(grad) for e, grad in grads.items()
+    }
+    ### END SOLUTION
+
+
+# %% driver="replica_steps"
+def sum_once(numbers, own, holders, group):
+    """The gradients of the experts `numbers` that this rank holds -> their sums."""
+    sums = summed(dict(zip(numbers, own)), holders, group)
+    return [sums[e] for e in numbers]
+
+
+def replica_steps(numbers, weights, rows, chosen, holders, lr, group):
+    """A step for each of rows [steps, N, D]: rows go to holders, gradients are added up. The weights after each step.
+
+    Expert e computes W x for its rows, with the loss ½|W x|².
+    """
+    weights, after = dict(zip(numbers, [w.clone() for w in weights])), []
+    for x, experts in zip(rows, chosen):
+        to = shared(experts, holders, group.rank())
+        order = to.argsort(stable=True)[int((to == NOWHERE).sum()) :]
+        sizes = torch.bincount(to[order], minlength=group.size())
+        arriving = collectives.all_to_all(sizes, group).tolist()
+        leaving = torch.cat([x[order], experts[order, None].to(x.dtype)], 1)
+        come = collectives.all_to_all(
+            leaving, group, send_sizes=sizes.tolist(), receive_sizes=arriving
+        )
+        grads = {}
+        for e, weight in weights.items():
+            mine = come[come[:, -1] == e, :-1]
+            grads[e] = (mine @ weight.T).T @ mine
+        sums = summed(grads, holders, group)
+        for e in weights:
+            weights[e] -= lr * sums[e]
+        after.append([weights[e].clone() for e in numbers])
+    return after
+
+
+# %% judge="expect_replicas"
+def held(holders, rank):
+    return [e for e, there in enumerate(holders) if rank in there]
+
+
+def expect_shared(cases):
+    """Cases (chosen, holders, rank, wanted ranks)."""
+    said = ask_each(shared, [case[:-1] for case in cases], time_limit_s=SECONDS)
+    for found, (chosen, holders, rank, wanted) in zip(said, cases):
+        where = f"(seen with {len(chosen)} rows on rank {rank}, {len(holders)} experts)"
+        hint = f"a whole number for each row {where}"
+        expect_equal(found * 0, chosen * 0, "a rank for each row", hint)
+        pairs = list(zip(found.tolist(), chosen.tolist()))
+        expect(
+            all(to == NOWHERE if e == NOWHERE else to in holders[e] for to, e in pairs),
+            "to a holder",
+            f"a row goes to a rank that holds its expert, -1 goes nowhere {where}",
+        )
+        evenly = all(
+            abs(pairs.count((one, e)) - pairs.count((other, e))) <= 1
+            for e, there in enumerate(holders)
+            for one in there
+            for other in there
+        )
+        expect(evenly, "shared evenly", f"no holder gets two rows more than another {where}")
+        hint = f"turns are counted for each expert, from another holder on each rank, or all first rows meet on one {where}"
+        expect_equal(found.tolist(), wanted, "whose turn it is", hint)
+
+
+def expect_sent(outcome, holders, elements, times, moved):
+    """Bytes of `times` sums of experts with so many elements each; `moved[r]` bytes are for other things."""
+    wanted = 8 * times * sum(2 * (len(there) - 1) * elements for there in holders)
+    others = sum(moved)
+    expect(
+        sum(outcome.sent_bytes) <= wanted + others,
+        "bytes on the wire",
+        "gradients go to other holders of the expert and to nobody else, in slices",
+    )
+    expect(
+        sum(outcome.sent_bytes) >= wanted + others,
+        "bytes on the wire",
+        "fewer than a sum needs: is all of it added up, with all its bits?",
+    )
+    for rank, sent in enumerate(outcome.sent_bytes):
+        most = 0
+        for e in held(holders, rank):
+            h = len(holders[e])
+            most += elements + (h - 2) * math.ceil(elements / h) if h > 1 else 0
+        expect(
+            sent <= 8 * times * most + moved[rank],
+            "bytes of each rank",
+            f"one holder sends for all; who else could add up a part? (seen at rank {rank})",
+        )
+
+
+def expect_sum(ranks, holders, shape, values):
+    """Every holder has the sum of the gradients of all holders, in the bytes of an all-reduce over these."""
+    own = [{e: values(*shape) for e in held(holders, r)} for r in range(ranks)]
+    inputs = [(list(mine), list(mine.values()), holders) for mine in own]
+    outcome = run_on_ranks(sum_once, inputs, collectives=LISTED)
+    where = f"(seen with {ranks} ranks, {len(holders)} experts)"
+    sums = {e: sum(own[r][e] for r in there) for e, there in enumerate(holders)}
+    wanted = [[sums[e] for e in mine] for mine in own]
+    found = outcome.results
+    hint = f"the sum over the holders, no mean {where}"
+    expect_equal(found, wanted, "the sum over holders", hint, 0 if values == draw.exact else 1e-12)
+    by_expert = [dict(zip(mine, given)) for mine, given in zip(own, found)]
+    for e, there in enumerate(holders):
+        hint = f"all holders add in one order, or one adds for all {where}"
+        first = by_expert[there[0]][e]
+        for r in there[1:]:
+            expect(torch.equal(by_expert[r][e], first), "the same bits", hint)
+    expect_sent(outcome, holders, math.prod(shape), 1, [0] * ranks)
+
+
+def expect_trained(ranks, weights, rows, chosen, holders, away):
+    """A step for each of chosen[r] [steps, N]; `away[r]` rows leave rank r in all. Replicas and one process agree."""
+    inputs, lr, steps = [], 0.01, len(chosen[0])
+    for r in range(ranks):
+        mine = held(holders, r)
+        inputs.append((mine, [weights[e] for e in mine], rows[r], chosen[r], holders, lr))
+    outcome = run_on_ranks(replica_steps, inputs, collectives=LISTED)
+    where = f"(seen with {ranks} ranks, {len(holders)} experts, {steps} steps)"
+    found = [[dict(zip(held(holders, r), now)) for now in outcome.results[r]] for r in range(ranks)]
+    for e, there in enumerate(holders):
+        for r in there[1:]:
+            same = all(torch.equal(a[e], b[e]) for a, b in zip(found[r], found[there[0]]))
+            expect(same, "the same bits", f"replicas have drifted apart {where}")
+    now, truth = list(weights), []
+    for step in range(steps):
+        for e in range(len(holders)):
+            x = torch.cat([rows[r][step][chosen[r][step] == e] for r in range(ranks)])
+            now[e] = now[e] - lr * (x @ now[e].T).T @ x
+        truth.append(list(now))
+    goal = [[[then[e] for e in held(holders, r)] for then in truth] for r in range(ranks)]
+    hint = f"is every row's gradient in the sum, once? {where}"
+    expect_equal(outcome.results, goal, "the weights of one process", hint, atol=1e-9)
+    width = rows[0].shape[-1]
+    moved = [8 * ((width + 1) * away[r] + (ranks - 1) * steps) for r in range(ranks)]
+    expect_sent(outcome, holders, weights[0].numel(), steps, moved)
+
+
+# %% check="replicas-shared" points=1
+# Each rank shares its rows for an expert among the holders.
+expect_shared(
+    [
+        (torch.tensor([0, 1, 0, 0]), [[2, 0], [1]], 0, [2, 1, 0, 2]),
+        (torch.tensor([0, 0, -1, 0]), [[0, 1, 2]], 1, [1, 2, -1, 0]),
+    ]
+)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+
+
+def by_hand(chosen, holders, rank):
+    rows = chosen.tolist()
+    return [
+        NOWHERE if e < 0 else holders[e][(rank + rows[:i].count(e)) % len(holders[e])]
+        for i, e in enumerate(rows)
+    ]
+
+
+cases = [(torch.zeros(0, dtype=torch.long), [[0], [1]], 1, [])]
+for _ in range(8):
+    ranks, num = draw.integer(3, 6), draw.integer(2, 6)
+    holders = [draw.several(range(ranks), draw.integer(1, ranks)) for _ in range(num)]
+    rows = [draw.integer(-1, num - 1) for _ in range(draw.integer(6, 30))]
+    chosen, rank = torch.tensor(rows), draw.integer(0, ranks - 1)
+    cases.append((chosen, holders, rank, by_hand(chosen, holders, rank)))
+holders = [draw.several(range(5), 4), [1], draw.several(range(5), 3)]
+for rank in range(5):  # all rows of all ranks for one expert, one without rows
+    chosen = torch.full((draw.integer(1, 9),), 2)
+    cases.append((chosen, holders, rank, by_hand(chosen, holders, rank)))
+expect_shared(cases)
+### END HIDDEN TESTS
+
+# %% check="replicas-summed" points=1
+# Gradients are added up among the holders of an expert alone, the same bits on each.
+expect_sum(3, [[2, 0, 1]], (2, 3), draw.real)
+expect_sum(3, [[0, 1, 2], [1], [2, 0]], (5,), draw.exact)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for ranks in (4, 5, draw.integer(3, 5)):
+    orders = [draw.several(range(ranks), h) for h in (ranks, 1, 2, 3)]
+    shape = draw.integer(2, 6), draw.integer(3, 7)
+    expect_sum(ranks, draw.several(orders, 4), shape, draw.exact)
+    expect_sum(ranks, orders, shape, draw.real)
+idle = draw.integer(0, 3)  # a rank that holds nothing; experts smaller than their holders are many
+others = [r for r in range(4) if r != idle]
+expect_sum(4, [draw.several(others, 3), draw.several(others, 2)], (2,), draw.exact)
+expect_sum(2, [[0], [1]], (3,), draw.exact)
+### END HIDDEN TESTS
+
+# %% check="replicas-steps" points=1
+# Replicas that share their rows stay equal, step after step, and are the weights of one process.
+both = [torch.tensor([[0, 1, 0, 0], [0, -1, 1, 0]]), torch.tensor([[0, 0, 0, 1], [1, 1, 0, 0]])]
+both.append(torch.tensor([[-1, -1, 0, 0], [0, 0, 0, 0]]))
+expect_trained(
+    3,
+    [draw.real(2, 3) for _ in range(2)],
+    [draw.real(2, 4, 3) for _ in range(3)],
+    both,
+    [[2, 0, 1], [1]],
+    [5, 3, 4],
+)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+
+
+def by_hand(chosen, holders, rank):
+    rows = chosen.tolist()
+    return [
+        NOWHERE if e < 0 else holders[e][(rank + rows[:i].count(e)) % len(holders[e])]
+        for i, e in enumerate(rows)
+    ]
+
+
+for ranks in (4, draw.integer(3, 5)):
+    holders = [draw.several(range(ranks), h) for h in (draw.integer(3, ranks), 1, 2)]
+    steps, tokens, shape = 3, draw.integer(6, 9), (draw.integer(2, 4), draw.integer(3, 5))
+    chosen = [
+        torch.tensor([[draw.integer(-1, 1) for _ in range(tokens)] for _ in range(steps)])
+        for _ in range(ranks)
+    ]
+    for own in chosen:
+        own[draw.integer(0, 2)] = 0  # a step in which most rows are for one expert
+    away = [
+        sum(to not in (r, NOWHERE) for now in chosen[r] for to in by_hand(now, holders, r))
+        for r in range(ranks)
+    ]
+    weights = [draw.real(*shape) for _ in holders]
+    rows = [draw.real(steps, tokens, shape[1]) for _ in range(ranks)]
+    expect_trained(ranks, weights, rows, chosen, holders, away)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ## 4. In chunks (3 points)
+#
+# Experts can work on some rows while others travel: cut the rows of a layer into r chunks. How many, and what is started when?
+#
+# **The number.** A transfer of n rows takes a + b·n, the work on them c + d·n. All transfers share one link, which carries one at a time:
+# first the r dispatches, chunk by chunk, then the r combines. The expert works on one chunk at a time, in the same order. Work on a chunk
+# begins when the chunk has arrived and the work before it is done; its combine begins when its work is done and the link is free. The layer
+# ends with the last combine. Each chunk has rows/r rows, a whole number or not. `chunk_count` returns an r from 1 to `most` with which the
+# layer takes least time; of equally good ones any.
+#
+# rows = 12, transfer (1, 1), work (2, 2): r = 1 takes 13 + 26 + 13 = 52, and r = 2 takes 7 + 2·14 + 7 = 42.
+#
+# **The layer.** Each rank has one expert, and x [A, D]: rows for rank 0 first, then those for rank 1, and so on. `send_sizes` says how many
+# for each rank, `receive_sizes` how many come from each. Of the c rows from one rank to another, chunk j has rows start to stop of `cut(c,
+# j, r)`. `work(rows)` is this rank's expert. It takes what has arrived of one chunk, in the order of the ranks it comes from, and returns
+# as many results. Call it once for each chunk, the first chunk first, also when no rows have arrived. Results go home; return them as [A,
+# D], in the places of their rows.
+#
+# The order is graded too. While the expert works on chunk j, chunk j+1 is on its way, and nothing of later chunks; so are the results of
+# chunk j-1. And nobody waits for either of them before the work on chunk j is done: another rank may be a chunk behind. You will want
+# `collectives.all_to_all(.., async_op=True)`, which returns a handle at once; the handle's `wait()` returns what has arrived. A row travels
+# once there and once back.
+
+
+# %% given="cut"
+def cut(c, j, r):
+    """Start and stop of chunk j of c rows in r chunks; some are empty where c < r."""
+    return c * j // r, c * (j + 1) // r
+
+
+# %% answer="chunks"
+def chunk_count(rows, transfer, work, most):
+    """rows and most whole numbers; transfer (a, b) and work (c, d) -> a number of chunks."""
+
+    ### BEGIN SOLUTION
+    def time(r):
+        move = transfer[0] + transfer[1] * Fraction(rows, r)
+        busy = work[0] + work[1] * Fraction(rows, r)
+        return max(2 * r * move, 2 * move + r * busy)
+
+    return min(range(1, most + 1), key=time)
+    ### END SOLUTION
+
+
+def in_chunks(x, send_sizes, receive_sizes, work, r, group):
+    """x [A, D] float64 -> [A, D]; send_sizes and receive_sizes are lists of whole numbers, one for each rank."""
+
+    ### BEGIN SOLUTION
+    def sizes(pieces, j):
+        return [stop - start for start, stop in (cut(c, j, r) for c in pieces)]
+
+    def transfer(rows, leaving, arriving, j):
+        return collectives.all_to_all(
+            rows,
+            group,
+            send_sizes=sizes(leaving, j),
+            receive_sizes=sizes(arriving, j),
+            async_op=True,
+        )
+
+    def dispatch(j):
+        pieces = [piece[slice(*cut(len(piece), j, r))] for piece in x.split(send_sizes)]
+        return transfer(torch.cat(pieces), send_sizes, receive_sizes, j)
+
+    coming, going = dispatch(0), []
+    for j in range(r):
+        following = dispatch(j + 1) if j + 1 < r else None
+        going.append(transfer(work(coming.wait()), receive_sizes, send_sizes, j))
+        coming = following
+    y = torch.empty_like(x)
+    for j, handle in enumerate(going):
+        for piece, rows in zip(y.split(send_sizes), handle.wait().split(sizes(send_sizes, j))):
+            piece[slice(*cut(len(piece), j, r))] = rows
+    return y
+    ### END SOLUTION
+
+
+# %% [markdown]
+# How is "while the expert works" checked, without a clock? The expert below multiplies each chunk by another matrix, which is fetched from
+# outside when the work on the chunk begins. That moment is written down among your messages, and the matrix is handed over when nothing
+# else moves, as if the work took longer than the network needs for what was started before. Then all of it once more with one rank ahead of
+# the others: they are done with a chunk only when that rank has begun the next one.
+
+
+# %% driver="layer_in_chunks"
+def layer_in_chunks(x, send_sizes, receive_sizes, r, ahead, group):
+    """The layer, and how many rows each call of work had. `ahead` is a rank, or None."""
+    called = []
+
+    def work(rows):
+        j = len(called)
+        called.append(rows.shape[0])
+        if j >= r:
+            raise ValueError(f"work is called more than {r} times")
+        if group.rank() == ahead and j > 0:
+            collectives.barrier(group)
+        matrix = group.fetch(f"chunk {j}", rows.new_empty(rows.shape[1], rows.shape[1]))
+        if ahead not in (None, group.rank()) and j < r - 1:
+            collectives.barrier(group)
+        return rows @ matrix
+
+    return in_chunks(x, send_sizes, receive_sizes, work, r, group), called
+
+
+# %% judge="expect_chunks"
+def expect_count(*cases):
+    """Cases (rows, transfer, work, most, time): time(r) is what r chunks take."""
+    given = [case[:-1] for case in cases]
+    for r, (rows, *prices, most, time) in zip(
+        ask_each(chunk_count, given, time_limit_s=SECONDS), cases
+    ):
+        where = f"(seen with {rows} rows, transfer {prices[0]}, work {prices[1]}, most {most})"
+        expect(type(r) is int and 1 <= r <= most, "a number of chunks", f"from 1 to {most} {where}")
+        hint = f"another number is faster; who waits for whom, the link or the expert? {where}"
+        expect(time(r) == min(map(time, range(1, most + 1))), "the fastest number", hint)
+
+
+def expect_in_chunks(sizes, width, r):
+    """sizes[r][q] rows go from rank r to rank q. With all ranks alike, then with one ahead of the others."""
+    ranks = range(len(sizes))
+    columns = [[sizes[q][rank] for q in ranks] for rank in ranks]
+    x = [draw.real(sum(own), width) for own in sizes]
+    matrices = [{f"chunk {j}": draw.real(width, width) for j in range(r)} for _ in ranks]
+    pieces = [[list(cut(c, j, r)) for j in range(r)] for c in range(1 + max(map(max, sizes)))]
+    wanted = []
+    for rank in ranks:
+        rows = []
+        for to, piece in enumerate(x[rank].split(sizes[rank])):
+            for j, (start, stop) in enumerate(pieces[len(piece)]):
+                rows.append(piece[start:stop] @ matrices[to][f"chunk {j}"])
+        wanted.append(torch.cat(rows))
+    where = f"(seen with {len(sizes)} ranks and {r} chunks)"
+    for ahead in (None, draw.integer(0, len(sizes) - 1)):
+        inputs = [(x[rank], sizes[rank], columns[rank], r, ahead) for rank in ranks]
+        try:
+            outcome = run_on_ranks(layer_in_chunks, inputs, collectives=LISTED, secrets=matrices)
+        except Failure as failure:
+            expect(
+                failure.property != "no deadlock" or ahead is None,
+                "work waits for nobody",
+                f"a rank that could work waits for another that is a chunk behind {where} ({failure})",
+            )
+            raise
+        called = [
+            [sum(b - a for a, b in (pieces[c][j] for c in columns[rank])) for j in range(r)]
+            for rank in ranks
+        ]
+        found = [one for _, one in outcome.results]
+        expect(found == called, "rows of each chunk", f"work meets one chunk at a time {where}")
+        hint = f"do results come back to the places of their rows? {where}"
+        said = [y for y, _ in outcome.results]
+        expect_equal(said, wanted, "the layer's results", hint, atol=1e-10)
+        crossing = sum(sizes[one][other] for one in ranks for other in ranks if one != other)
+        expect(
+            sum(outcome.sent_bytes) == 2 * 8 * width * crossing,
+            "bytes on the wire",
+            f"a row travels once there and once back, to no one else {where}",
+        )
+        if ahead is None:
+            for rank in ranks:
+                expect_order(outcome.events, rank, sizes, pieces, width, r, where)
+
+
+def expect_order(events, rank, sizes, pieces, width, r, where):
+    """Before the work on chunk j a rank has sent chunks 0 to j+1 and the results of chunks 0 to j-1, no more."""
+
+    def rows(way, j):
+        counts = [way(other) for other in range(len(sizes)) if other != rank]
+        return sum(pieces[c][j][1] - pieces[c][j][0] for c in counts)
+
+    there = [rows(lambda other: sizes[rank][other], j) for j in range(r)]
+    back = [rows(lambda other: sizes[other][rank], j) for j in range(r)]
+    sent = j = 0
+    for event in events:
+        if event.rank == rank and event.kind == "send":
+            sent += event.bytes
+        if event.rank == rank and event.kind == "fetch":
+            due = 8 * width * (sum(there[: j + 2]) + sum(back[:j]))
+            expect(
+                sent >= due,
+                "on its way meanwhile",
+                f"the next chunk and the results of the last one leave before the work {where}",
+            )
+            expect(
+                sent <= due,
+                "one chunk ahead",
+                f"more is under way than the next chunk and finished results {where}",
+            )
+            j += 1
+
+
+# %% check="chunks-count" points=1
+# As many chunks as make the layer fastest.
+expect_count(
+    (12, (1, 1), (2, 2), 4, {1: 52, 2: 42, 3: 40, 4: 40}.get),
+    (8, (3, 1), (0, 0), 4, {1: 22, 2: 28, 3: 34, 4: 40}.get),
+    (8, (2, 1), (0, 9), 3, {1: 92, 2: 84, 3: Fraction(244, 3)}.get),
+)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+
+
+def lived(rows, transfer, work, most):
+    """A case; its time is lived through, chunk by chunk."""
+
+    def time(r):
+        move, busy = (a + b * Fraction(rows, r) for a, b in (transfer, work))
+        link, expert, done = r * move, 0, []
+        for j in range(r):
+            expert = max(expert, (j + 1) * move) + busy
+            done.append(expert)
+        for end in done:
+            link = max(link, end) + move
+        return link
+
+    return rows, transfer, work, most, time
+
+
+expect_count(
+    lived(7, (0, 1), (0, 1), 9),
+    lived(5, (9, 0), (9, 0), 6),
+    lived(64, (1, 4), (16, 1), 8),
+    lived(400, (1, 2), (8, 5), 1),
+    lived(draw.integer(200, 400), (2, 3), (draw.integer(20, 40), 5), 32),  # a valley within
+    lived(
+        draw.integer(200, 400), (draw.integer(10, 20), 3), (1, 7), 32
+    ),  # where link and expert meet
+    lived(draw.integer(200, 400), (draw.integer(5, 9), 9), (3, 1), 32),
+    *(
+        lived(
+            draw.integer(20, 500),
+            (draw.integer(0, 30), draw.integer(1, 5)),
+            (draw.integer(0, 40), draw.integer(1, 9)),
+            draw.integer(2, 40),
+        )
+        for _ in range(12)
+    ),
+)
+### END HIDDEN TESTS
+
+# %% check="chunks-order" points=1
+# The next chunk and the last results travel while the expert works, and nobody waits for them.
+expect_in_chunks([[4, 4], [4, 4]], 3, 2)
+expect_in_chunks([[3, 6], [3, 3]], 2, 3)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for ranks, r in ((2, 4), (3, 3), (draw.integer(2, 4), 5)):
+    each = r * draw.integer(1, 3)
+    expect_in_chunks([[each] * ranks] * ranks, draw.integer(2, 5), r)
+expect_in_chunks([[2, 3], [4, 1]], 3, 1)
+### END HIDDEN TESTS
+
+# %% check="chunks-uneven" points=1
+# The same with loads of any kind: chunks that do not divide, ranks without rows, all rows for one.
+expect_in_chunks([[2, 5], [7, 0]], 3, 3)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+for ranks in (3, draw.integer(2, 4)):
+    sizes = [[draw.integer(0, 9) for _ in range(ranks)] for _ in range(ranks)]
+    sizes[0][1] = 1  # fewer rows than chunks
+    expect_in_chunks(sizes, draw.integer(2, 5), draw.integer(3, 5))
+hot, rows = draw.integer(0, 2), draw.integer(4, 9)
+expect_in_chunks([[rows if q == hot else 0 for q in range(3)] for _ in range(3)], 3, 3)
+expect_in_chunks(
+    [[draw.integer(3, 7) if q != hot else 0 for q in range(3)] for _ in range(3)], 2, 4
+)
+### END HIDDEN TESTS
