@@ -2,6 +2,7 @@
 
 First  charts              what each rank does when, what fills its memory when, and the curves
        pipeline            schedules
+       balance             loads of experts and of ranks
 beside style               one palette named by meaning, one style
        pipeline_widget     drag a schedule's sizes and costs
 """

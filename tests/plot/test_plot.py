@@ -13,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from minitrain.pipeline.schedule import in_flight
 from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.plot import balance as plot_balance
 from minitrain.plot import charts as plot
 from minitrain.plot import pipeline as plot_pipeline
 from minitrain.plot import style
@@ -60,6 +61,8 @@ CHUNKS = [
     [[1] * 4 for _ in range(4)],
     [[4 if rank == chunk else rank for chunk in range(4)] for rank in range(4)],
 ]
+LOADS = [[64, 64, 0, 0], [64, 32, 32, 0], [32, 32, 32, 32]]  # [steps][experts], two a token
+PLACED = {"before": [{0: 90, 1: 30}, {2: 30, 7: 10}], "after": [{0: 45, 1: 30}, {0: 45, 2: 30, 7: 10}]}
 PICTURES = {
     "timeline": lambda: plot.timeline(step(), title=LONG),
     "memory": lambda: plot.memory(*run_memory()),
@@ -97,6 +100,16 @@ PICTURES = {
     "message_lanes": lambda: plot.message_lanes(
         [(0, 1, 0, 1, "3"), (1, 0, 0, 1), (1, 2, 2, 4, "activations")], ranks=3, title=LONG
     ),
+    "expert_loads": lambda: plot_balance.expert_loads(
+        {"layer 1": LOADS, "layer 2": LOADS[::-1]}, top_k=2, title=LONG
+    ),
+    "balance_curves": lambda: plot_balance.balance_curves(
+        {"none": [4, 4, 3.9], "a loss": [4, 2, 1.1]},
+        {"none": {1: 3.0, 3: 2.5}, "a loss": {1: 3.1, 3: 2.6}},
+        limit=4,
+        title=LONG,
+    ),
+    "placements": lambda: plot_balance.placements(PLACED, title=LONG),
     "pipeline": lambda: plot_pipeline.schedule(
         *PIPELINES, title=LONG, peaks=[[4, 3, 2, 1], [5.5, 4.5, 3.5, 2.5]]
     ),
@@ -182,6 +195,28 @@ def test_rank_grid_colours_groups():
     assert coloured(tp) == [[0, 1, 2], [3, 4, 5]]
     dp, pp, tp = plot.rank_grid({"dp": 4, "pp": 4, "tp": 8}).axes  # many groups: those of rank 0
     assert [0, 32, 64, 96] in coloured(dp) and [0, 8, 16, 24] in coloured(pp) and [*range(8)] in coloured(tp)
+
+
+def test_loads_are_shares_of_tokens_and_placements_pile_up_to_the_rows_of_a_rank():
+    figure = plot_balance.expert_loads({"run": LOADS}, top_k=2, title="")
+    shares = figure.axes[0].images[0].get_array()  # [experts, steps]
+    assert shares.T.tolist() == [[1, 1, 0, 0], [1, 0.5, 0.5, 0], [0.5] * 4]
+    before, after = plot_balance.placements(PLACED, title="").axes
+    for ax, rows in ((before, [120, 40]), (after, [75, 85])):
+        tops = [
+            max(bar.get_y() + bar.get_height() for bar in ax.patches if bar.get_x() == x) for x in (-0.4, 0.6)
+        ]
+        assert tops == rows and set(ax.lines[0].get_ydata()) == {80}
+    colours = {bar.get_facecolor() for bar in before.patches}
+    assert len(colours) == 4, "experts 0 and 7 differ"
+
+
+def test_balance_curves_draw_ratios_under_their_limit_and_losses_at_their_steps():
+    figure = plot_balance.balance_curves({"run": [4, 2, 1]}, {"run": {1: 3.0, 3: 2.5}}, limit=4, title="")
+    left, right = figure.axes
+    assert left.lines[0].get_xydata().tolist() == [[1, 4], [2, 2], [3, 1]]
+    assert [line.get_ydata()[0] for line in left.lines[1:]] == [4, 1], "the limit, and balance"
+    assert right.lines[0].get_xydata().tolist() == [[1, 3.0], [3, 2.5]]
 
 
 def test_errors_say_what_can_be_drawn():

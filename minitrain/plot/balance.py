@@ -1,0 +1,85 @@
+"""Pictures of who has how much to do: experts over a training, ranks before and after experts move.
+
+expert_loads      share of each expert in the choices of every step, a panel per run
+balance_curves    largest load over mean by step, and the held-out loss beside it
+placements        the rows of each rank, in pieces of the experts it holds, before and after
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+from minitrain.plot import style
+from minitrain.plot.style import BLACK, CENTRED, CYCLE, DASHES
+
+_SHADES = LinearSegmentedColormap.from_list("share", ["white", style.SKY, style.BLUE, BLACK])
+_COLOURS = [*CYCLE, style.YELLOW]
+
+
+@style.styled
+def expert_loads(loads: Mapping[str, Sequence[Sequence[int]]], *, top_k: int, title: str) -> Figure:
+    """{run: [steps][E] choices}; black is an expert that all tokens visit, white one that none does."""
+    figure = style.Picture(figsize=(style.WIDTH, 2.5))
+    panels = figure.subplots(1, len(loads), sharey=True, squeeze=False)[0]
+    for ax, (name, counts) in zip(panels, loads.items()):
+        counts = numpy.array(counts, dtype=float)
+        share = top_k * counts / counts.sum(1, keepdims=True)  # of tokens
+        look = {"aspect": "auto", "interpolation": "nearest", "vmin": 0, "vmax": 1, "cmap": _SHADES}
+        image = ax.imshow(share.T, **look)
+        ax.set(xlabel="step", yticks=range(counts.shape[1]))
+        ax.set_title(name, fontsize=9)
+        ax.grid(visible=False)
+    panels[0].set_ylabel("expert")
+    figure.colorbar(image, ax=panels, label="share of tokens", pad=0.01)
+    style.title_above(figure, title)
+    return figure
+
+
+@style.styled
+def balance_curves(
+    ratios: Mapping[str, Sequence[float]],
+    losses: Mapping[str, Mapping[int, float]],
+    *,
+    limit: float,
+    title: str,
+) -> Figure:
+    """Left the ratios by step under the largest there can be, right {run: {step: held-out loss}}."""
+    figure = style.Picture(figsize=(style.WIDTH, 2.9))
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for i, (name, ys) in enumerate(ratios.items()):
+        look = {"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % len(DASHES)], "label": name}
+        left.plot(range(1, len(ys) + 1), ys, **look)
+        right.plot(list(losses[name]), list(losses[name].values()), marker=style.MARKERS[i], **look)
+    left.axhline(limit, color=BLACK, linewidth=0.8)
+    left.text(1, 1.02 * limit, "all tokens at the same experts", fontsize=8, va="bottom")
+    left.axhline(1, color=style.GREY, linewidth=0.8)
+    left.set(xlabel="step", ylabel="largest load / mean", ylim=(0.8, 1.1 * limit))
+    right.set(xlabel="step", ylabel="held-out loss (nats a token)")
+    return style.finished(figure, title, left.get_legend_handles_labels()[0])
+
+
+@style.styled
+def placements(ranks_of: Mapping[str, Sequence[Mapping[int, float]]], *, title: str) -> Figure:
+    """{placement: [{expert: rows} of each rank]}; a line at the mean."""
+    figure = style.Picture(figsize=(style.WIDTH, 2.7))
+    panels = figure.subplots(1, len(ranks_of), sharey=True, squeeze=False)[0]
+    for ax, (name, ranks) in zip(panels, ranks_of.items()):
+        mean = sum(sum(parts.values()) for parts in ranks) / len(ranks)
+        for rank, parts in enumerate(ranks):
+            start = 0.0
+            for expert, rows in parts.items():
+                colour = _COLOURS[expert % len(_COLOURS)]
+                ax.bar(rank, rows, bottom=start, color=colour, edgecolor="white", width=0.8)
+                if rows > 0.15 * mean:
+                    ink = style.ink_on(colour)
+                    ax.text(rank, start + rows / 2, str(expert), **CENTRED, fontsize=8, color=ink)
+                start += rows
+        ax.axhline(mean, color=BLACK, linestyle="--", linewidth=1)
+        ax.set(xticks=range(len(ranks)), xlabel="rank")
+        ax.set_title(name, fontsize=9)
+        ax.grid(axis="x", visible=False)
+    panels[0].set_ylabel("rows, by expert")
+    style.title_above(figure, title)
+    return figure
