@@ -3,6 +3,7 @@
 First  charts              what each rank does when, what fills its memory when, and the curves
        pipeline            schedules
        balance             loads of experts and of ranks
+       experts             where tokens go
 beside style               one palette named by meaning, one style
        pipeline_widget     drag a schedule's sizes and costs
 """

@@ -61,12 +61,20 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 class Picture(Figure):
     """A figure which a notebook shows without pyplot, drawn in the one style wherever it is saved."""
 
-    def _repr_png_(self) -> bytes:
-        return png(self)
+    alt = ""  # what it shows, for those who cannot see it
+
+    def _repr_png_(self) -> bytes | tuple[bytes, dict]:
+        return (png(self), {"alt": self.alt}) if self.alt else png(self)
 
     def savefig(self, *args, **settings) -> None:
         with rc_context(style()):
             super().savefig(*args, **settings)
+
+
+def described(figure: Picture, alt: str) -> Picture:
+    """With an alternative text: notebooks keep it beside the picture, and pages made of them show it."""
+    figure.alt = alt
+    return figure
 
 
 def png(figure: Figure) -> bytes:

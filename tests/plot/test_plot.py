@@ -15,6 +15,7 @@ from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plot import balance as plot_balance
 from minitrain.plot import charts as plot
+from minitrain.plot import experts as plot_experts
 from minitrain.plot import pipeline as plot_pipeline
 from minitrain.plot import style
 from minitrain.plot.style import COLOURS, CYCLE, ink_on, png, unit_for
@@ -63,6 +64,7 @@ CHUNKS = [
 ]
 LOADS = [[64, 64, 0, 0], [64, 32, 32, 0], [32, 32, 32, 32]]  # [steps][experts], two a token
 PLACED = {"before": [{0: 90, 1: 30}, {2: 30, 7: 10}], "after": [{0: 45, 1: 30}, {0: 45, 2: 30, 7: 10}]}
+CHOSEN = [[0.25, 0.0, 0.75], [1.0, 0.0, 0.0]]  # weights by token and expert
 PICTURES = {
     "timeline": lambda: plot.timeline(step(), title=LONG),
     "memory": lambda: plot.memory(*run_memory()),
@@ -110,6 +112,13 @@ PICTURES = {
         title=LONG,
     ),
     "placements": lambda: plot_balance.placements(PLACED, title=LONG),
+    "flow": lambda: plot_experts.flow(
+        [[3, 0, 1], [0, 0, 0]], ["rank 0", "rank 1"], ["a", "b", "c"], owners=[0, 0, 1], title=LONG
+    ),
+    "choices": lambda: plot_experts.choices({name: CHOSEN for name in ("a router", "another")}, title=LONG),
+    "heat": lambda: plot_experts.heat(
+        [[9000, 3], [0, 7]], rows=["from 0", "from 1"], columns="01", title=LONG
+    ),
     "pipeline": lambda: plot_pipeline.schedule(
         *PIPELINES, title=LONG, peaks=[[4, 3, 2, 1], [5.5, 4.5, 3.5, 2.5]]
     ),
@@ -217,6 +226,35 @@ def test_balance_curves_draw_ratios_under_their_limit_and_losses_at_their_steps(
     assert left.lines[0].get_xydata().tolist() == [[1, 4], [2, 2], [3, 1]]
     assert [line.get_ydata()[0] for line in left.lines[1:]] == [4, 1], "the limit, and balance"
     assert right.lines[0].get_xydata().tolist() == [[1, 3.0], [3, 2.5]]
+def test_lines_to_experts_are_as_wide_as_what_flows():
+    ax = PICTURES["flow"]().axes[0]
+    bands = [patch.get_xy() for patch in ax.patches if isinstance(patch, matplotlib.patches.Polygon)]
+    widths = [(band[:, 1].max() - band[:, 1].min(), abs(band[3][1] - band[0][1])) for band in bands]
+    assert [width for _, width in widths] == pytest.approx([3 / 4, 1 / 4])  # and none where nothing flows
+    boxes = [p.get_height() for p in ax.patches if isinstance(p, matplotlib.patches.Rectangle)]
+    assert boxes == pytest.approx([1, 0.004, 3 / 4, 0.004, 1 / 4])  # sources, targets; empty ones are hairs
+    colours = [matplotlib.colors.to_hex(patch.get_facecolor()).upper() for patch in ax.patches[:5]]
+    assert colours[2:] == [CYCLE[0], CYCLE[0], CYCLE[1]], "of their owners"
+
+
+def test_choices_show_loads_and_darker_weights():
+    ax = PICTURES["choices"]().axes[0]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["2", "0", "1"]
+    shade = [sum(matplotlib.colors.to_rgb(cell.get_facecolor())) for cell in ax.patches]
+    assert shade[3] < shade[2] < shade[0] < shade[1] == 3.0  # 1, 3/4, 1/4, nothing
+
+
+def test_heat_leaves_the_diagonal_out():
+    ax = PICTURES["heat"]().axes[0]
+    assert [text.get_text() for text in ax.texts] == ["9,000", "3", "0", "7"]
+    colours = [matplotlib.colors.to_hex(cell.get_facecolor()).upper() for cell in ax.patches]
+    assert colours[0] == colours[3] == style.PALE.upper() and colours[2] == "#FFFFFF" != colours[1]
+
+
+def test_a_described_picture_carries_its_text():
+    plain = PICTURES["heat"]()
+    data, metadata = style.described(plain, "two ranks")._repr_png_()
+    assert data == png(plain) and metadata == {"alt": "two ranks"}
 
 
 def test_errors_say_what_can_be_drawn():
