@@ -113,7 +113,7 @@ PICTURES = {
     ),
     "placements": lambda: plot_balance.placements(PLACED, title=LONG),
     "flow": lambda: plot_experts.flow(
-        [[3, 0, 1], [0, 0, 0]], ["rank 0", "rank 1"], ["a", "b", "c"], owners=[0, 0, 1], title=LONG
+        [[3, 0, 1], [4, 0, 0]], ["rank 0", "rank 1"], ["a", "b", "c"], owners=[0, 0, 1], title=LONG
     ),
     "choices": lambda: plot_experts.choices({name: CHOSEN for name in ("a router", "another")}, title=LONG),
     "heat": lambda: plot_experts.heat(
@@ -230,10 +230,17 @@ def test_lines_to_experts_are_as_wide_as_what_flows():
     ax = PICTURES["flow"]().axes[0]
     bands = [patch.get_xy() for patch in ax.patches if isinstance(patch, matplotlib.patches.Polygon)]
     widths = [(band[:, 1].max() - band[:, 1].min(), abs(band[3][1] - band[0][1])) for band in bands]
-    assert [width for _, width in widths] == pytest.approx([3 / 4, 1 / 4])  # and none where nothing flows
-    boxes = [p.get_height() for p in ax.patches if isinstance(p, matplotlib.patches.Rectangle)]
-    assert boxes == pytest.approx([1, 0.004, 3 / 4, 0.004, 1 / 4])  # sources, targets; empty ones are hairs
-    colours = [matplotlib.colors.to_hex(patch.get_facecolor()).upper() for patch in ax.patches[:5]]
+    assert [width for _, width in widths] == pytest.approx([3 / 8, 1 / 8, 1 / 2])  # none where nothing flows
+    boxes = [p for p in ax.patches if isinstance(p, matplotlib.patches.Rectangle)]
+    heights = [box.get_height() for box in boxes]
+    assert heights == pytest.approx(
+        [1 / 2, 1 / 2, 7 / 8, 0.004, 1 / 8]
+    )  # sources, targets; an empty one is a hair
+    assert bands[2][1][1] == pytest.approx(bands[0][2][1])  # where one ends in a box, the next begins
+    assert bands[1][0][1] == pytest.approx(bands[0][3][1])
+    inks = [p.get_facecolor()[:3] for p in ax.patches if isinstance(p, matplotlib.patches.Polygon)]
+    assert inks == [matplotlib.colors.to_rgb(colour) for colour in (CYCLE[0], CYCLE[1], CYCLE[0])]
+    colours = [matplotlib.colors.to_hex(box.get_facecolor()).upper() for box in boxes]
     assert colours[2:] == [CYCLE[0], CYCLE[0], CYCLE[1]], "of their owners"
 
 
