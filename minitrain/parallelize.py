@@ -37,7 +37,9 @@ from minitrain.mesh import Mesh
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
 from minitrain.model.mixture import RouterLosses, mixtures
-from minitrain.moe.parallel import cut, spread
+from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.parallel import cut, in_chunks, pull, spread
+from minitrain.moe.two_level import TwoLevelDispatch
 from minitrain.pipeline.eviction import Balanced
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
@@ -184,7 +186,7 @@ class ExpertGroups:
     block hold the same ones, and `summed_over` are these, inside a node first."""
 
     def __init__(self, strategy: Strategy, mesh: Mesh):
-        self.group, self.levels, names = None, (), ("ep", "edp")
+        self.group, self.levels, names = None, {}, ("ep", "edp")
         self.part, self.summed_over = (0, 1), ()
         if strategy.ep == 1:
             return
@@ -198,7 +200,7 @@ class ExpertGroups:
             self.summed_over = (near, beside if strategy.ep > node else mesh.group(*outer))
         names = ("ep_inside", "ep_across")
         inside, across = mesh.blocks(*rows, size=strategy.ep_node, names=names, of=strategy.ep)
-        self.levels = (across, inside)
+        self.levels = dict(across=across, inside=inside)
 
 
 def spread_experts(
@@ -210,7 +212,12 @@ def spread_experts(
     row_group = mesh.group(*rows) if rows else None
     for layer in mixtures(module.layers):
         if experts.group is not None:
-            spread(layer, experts.group, *experts.levels, strategy.ep_chunks, strategy.ep_travel)
+            flat, levels = partial(Dispatch, group=experts.group), partial(TwoLevelDispatch, **experts.levels)
+            spread(layer, experts.group, flat if strategy.ep_node == 1 else levels)
+            if strategy.ep_chunks > 1:
+                in_chunks(layer, experts.group, strategy.ep_chunks)
+            if strategy.ep_travel == "experts":
+                pull(layer, **experts.levels)
         layer.row_group, layer.row_ranks = row_group, strategy.cp * (strategy.tp if sequence else 1)
         if strategy.tp > 1:
             own = partial(own_time, group=mesh.group("tp")) if sequence else None

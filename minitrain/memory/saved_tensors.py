@@ -44,6 +44,7 @@ class SavedTensors:
             raise ValueError("these SavedTensors have been used; make a new one for each forward pass")
         self._seen = {storage_id(parameter.untyped_storage()) for parameter in self.module.parameters()}
         self._inside, self._handles = [], []
+        self._held = []  # until the end, or the block of one that is gone would be taken for the next
         for name, module in self.module.named_modules():
             enter = module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name))
             self._handles += [enter, module.register_forward_hook(self._leave, always_call=True)]
@@ -53,6 +54,7 @@ class SavedTensors:
 
     def __exit__(self, *error):
         self._hooks.__exit__(*error)
+        self._held.clear()
         for handle in self._handles:
             handle.remove()
 
@@ -63,6 +65,7 @@ class SavedTensors:
         storage = tensor.untyped_storage()
         if storage_id(storage) not in self._seen:
             self._seen.add(storage_id(storage))
+            self._held.append(storage)
             place = self._inside[-1] if self._inside else ""
             self.saved.append(Saved(place, tuple(tensor.shape), tensor.dtype, storage.nbytes()))
         return tensor

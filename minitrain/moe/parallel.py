@@ -26,42 +26,35 @@ from minitrain import collectives
 from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.move_experts import pulled
 from minitrain.moe.overlap import by_capacity
-from minitrain.moe.two_level import TwoLevelDispatch
 from minitrain.sharding import Shard, place, placement, shard
 
 TIME = 1  # the dim of the sequence in [B, T, D]
 
 
-def spread(
-    mixture: nn.Module,
-    group: ProcessGroup,
-    across: ProcessGroup,
-    inside: ProcessGroup,
-    chunks=1,
-    travel="tokens",
-) -> None:
-    """A layer has made its part of the experts only: they are parts over `group` of whole parameters. Rows
-    travel to them, all at once, in `chunks`, or over nodes of more ranks than one (`inside` and `across`, the
-    ranks at its place in all nodes); or they travel to the rows."""
-    if travel == "experts":
-        mixture.experts.way = partial(_pulled, across=across, inside=inside)
-    elif inside.size() > 1:
-        mixture.dispatch = partial(TwoLevelDispatch, across=across, inside=inside)
-    else:
-        mixture.dispatch = partial(Dispatch, group=group)
-    if chunks > 1:
-
-        def work(rows: Tensor, counts: Tensor) -> Tensor:
-            return mixture.experts(rows, counts)
-
-        mixture.through = partial(by_capacity, group=group, work=work, chunks=chunks)
+def spread(mixture: nn.Module, group: ProcessGroup, dispatch: Callable) -> None:
+    """A layer has made its part of the experts only: they are parts over `group` of whole parameters, and
+    rows travel to them by `dispatch(routing)`."""
+    mixture.dispatch = dispatch
     for param in mixture.experts.parameters():
         place(param, shards=(Shard(0, group), *placement(param).shards))
 
 
-def _pulled(rows, counts, up, down, act, gate=None, sizes=None, *, across, inside) -> Tensor:
-    """As the other ways of experts.py."""
-    return pulled(rows, counts, up, down, across, inside, act, gate)
+def in_chunks(mixture: nn.Module, group: ProcessGroup, chunks: int) -> None:
+    """Rows travel in chunks, while experts work on those before (overlap.py)."""
+
+    def work(rows: Tensor, counts: Tensor) -> Tensor:
+        return mixture.experts(rows, counts)
+
+    mixture.through = partial(by_capacity, group=group, work=work, chunks=chunks)
+
+
+def pull(mixture: nn.Module, across: ProcessGroup, inside: ProcessGroup) -> None:
+    """Rows stay and experts travel to them (move_experts.py)."""
+
+    def way(rows, counts, up, down, act, gate=None, sizes=None) -> Tensor:
+        return pulled(rows, counts, up, down, across, inside, act, gate)
+
+    mixture.dispatch, mixture.experts.way = Dispatch, way
 
 
 def cut(mixture: nn.Module, group: ProcessGroup, own_time: Callable | None = None) -> list[nn.Parameter]:

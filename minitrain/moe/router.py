@@ -179,8 +179,9 @@ def _checked(scores: Tensor, k: int, values: bool = True) -> Tensor:
         raise ValueError(
             f"{found}; a router needs scores [tokens, experts] and k from 1 to the number of experts"
         )
-    if values and not bool(torch.isfinite(scores).all()):
-        token = int((~torch.isfinite(scores)).any(1).nonzero()[0])
+    finite = torch.isfinite(scores.detach())  # detached, for autograd would save what is looked at
+    if values and not bool(finite.all()):
+        token = int((~finite).any(1).nonzero()[0])
         raise ValueError(f"scores of token {token} are not finite; the router would send it anywhere")
     return scores
 

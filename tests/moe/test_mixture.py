@@ -228,7 +228,7 @@ def test_gshard():
                 setattr(
                     ours.experts, name, torch.nn.Parameter(getattr(ours.experts, name)[own].detach().clone())
                 )
-            parallel.spread(ours, group, group, Mesh(world=4, one=1).group("one"))
+            parallel.spread(ours, group, partial(Dispatch, group=group))
             x = x.requires_grad_()
             with Ledger() as ledger:
                 y = ours(x, torch.arange(16))
@@ -255,7 +255,7 @@ def sent():
     duplicates dropped and without; and the routing table."""
 
     def rank():
-        mesh, c = Mesh(dp=2, tp=2, one=1), config()
+        mesh, c = Mesh(dp=2, tp=2), config()
         ep, tp, found = mesh.group("dp"), mesh.group("tp"), {}
         for drops in (True, False):
             mixture = layer(c)
@@ -263,7 +263,7 @@ def sent():
             own = slice(2 * ep.rank(), 2 * ep.rank() + 2)
             for name in ("up", "gate", "down"):
                 setattr(whole, name, torch.nn.Parameter(getattr(whole, name)[own].detach().clone()))
-            parallel.spread(mixture, ep, ep, mesh.group("one"))
+            parallel.spread(mixture, ep, partial(Dispatch, group=ep))
             if drops:
                 parallel.cut(mixture, tp)
             x = drawn(rows=2, length=9, seed=ep.rank()).requires_grad_()

@@ -226,6 +226,8 @@ def test_balance_curves_draw_ratios_under_their_limit_and_losses_at_their_steps(
     assert left.lines[0].get_xydata().tolist() == [[1, 4], [2, 2], [3, 1]]
     assert [line.get_ydata()[0] for line in left.lines[1:]] == [4, 1], "the limit, and balance"
     assert right.lines[0].get_xydata().tolist() == [[1, 3.0], [3, 2.5]]
+
+
 def test_lines_to_experts_are_as_wide_as_what_flows():
     ax = PICTURES["flow"]().axes[0]
     bands = [patch.get_xy() for patch in ax.patches if isinstance(patch, matplotlib.patches.Polygon)]
