@@ -130,13 +130,12 @@ def attempt(chance: random.Random) -> Draw:
     config = draw_config(chance)
     if config.experts and axes["dp"] * axes["cp"] > 1 and chance.random() < 0.8:
         splits = [n for n in range(2, 9) if axes["dp"] * axes["cp"] % n == 0]
-        axes["ep"] = chance.choice(splits)
-        nodes = [n for n in range(1, axes["ep"] + 1) if axes["ep"] % n == 0]
-        way = chance.choice(("flat", "flat", "two levels", "chunks", "experts"))
-        axes["ep_node"] = chance.choice(nodes) if way in ("two levels", "experts") else 1
-        axes |= (
-            dict(ep_chunks=3) if way == "chunks" else dict(ep_travel="experts") if way == "experts" else {}
-        )
+        axes["ep"] = chance.choice(splits[-1:] + splits)
+        nodes = [n for n in range(2, axes["ep"]) if axes["ep"] % n == 0]
+        way = chance.choice(("flat", "chunks", "experts", *["two levels"] * 6 * bool(nodes)))
+        if nodes and way in ("two levels", "experts"):
+            axes["ep_node"] = chance.choice(nodes)
+        axes |= {"chunks": dict(ep_chunks=3), "experts": dict(ep_travel="experts")}.get(way, {})
     strategy = draw_strategy(chance, axes)
     strategy.check(config, strategy.ranks)
     length = chance.choice((8, 9, 12, 15, 16, 24))

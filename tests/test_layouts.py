@@ -60,6 +60,7 @@ def test_the_draws_meet_every_feature():
             "pp",
             "pp, I and W",
             "recompute",
+            "ep",
             "tied",
             "frozen",
             "dropout",
