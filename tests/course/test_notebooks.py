@@ -47,6 +47,10 @@ class TestChapter:
             if "raises-exception" not in tags(cell):
                 assert not [out for out in cell.outputs if out.output_type == "error"], cell.source
 
+    def test_no_output_names_where_it_was_run(self, path):
+        """A traceback's paths begin at the project, wherever its environment stands."""
+        assert not re.search(r"[^.\w]/\S*/site-packages|m/\S*/site-packages", path.read_text())
+
     def test_no_cell_hides_its_last_value_with_a_semicolon(self, path):
         for cell in cells(path, "code"):
             assert not cell.source.rstrip().endswith(";"), f"nbval shows what `;` hides: {cell.source[-60:]}"
