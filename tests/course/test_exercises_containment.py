@@ -406,6 +406,27 @@ def test_no_way_out_and_none_to_another_rank(judge, bare, monkeypatch):
     assert bare.run(replace(code, answer=control), [[()]], network=False).results == [[HARMLESS]]
 
 
+GUARDED = """
+import ctypes, threading, time
+def both():
+    library, guard, got = ctypes.CDLL("libstdc++.so.6"), ctypes.c_uint64(), []
+    acquire = lambda: library.__cxa_guard_acquire(ctypes.byref(guard))
+    first = acquire()
+    other = threading.Thread(target=lambda: got.append(acquire()), daemon=True)
+    other.start()
+    time.sleep(0.2)
+    library.__cxa_guard_release(ctypes.byref(guard))
+    other.join(5)
+    return first, got
+"""
+
+
+def test_threads_that_first_meet_in_the_same_function_of_torch_go_on(judge):
+    """C++ guards its static variables with futexes that it does not call private."""
+    code = Code(answer=GUARDED, names=["both"], call="both")
+    assert judge.run(code, [[()]], network=False).results == [[(1, [0])]]
+
+
 def test_every_rank_is_a_user_of_its_own(judge):
     code = Code(answer="import os\ndef who(): return os.getuid(), os.getgid()", names=["who"], call="who")
     users = [user for (user,) in judge.run(code, [[()]] * 3, network=False).results]
