@@ -7,7 +7,8 @@ Its passes, in this order:
     3 cp         attention over the ranks that hold the other tokens; slices of a sequence
     4 dropout    every mask a function of the place
     5 placements how each parameter is cut, over whom its gradient is a sum, who else holds it
-    6 sync       what sums gradients and owns the optimizer: replicated, ZeRO 1 to 3, hybrid sharding
+    6 sync       what sums gradients and owns the optimizer: replicated, ZeRO 1 to 3, hybrid sharding; in
+                 which precision gradients add up and states are kept
     7 schedule   gradient accumulation, or a pipeline
 
 A pass lives with its technique and takes groups; what it swaps keeps the names of parameters.
@@ -47,6 +48,7 @@ from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.slices import on_each_rank
 from minitrain.pipeline.sliced_attention import look_back
+from minitrain.precision.mixed import keep_gradients, keep_states, loss_scale
 from minitrain.run import Run
 from minitrain.sharding import place
 from minitrain.strategy import Strategy
@@ -90,7 +92,6 @@ def parallelize(
     experts = ExpertGroups(strategy, mesh) if config and config.experts else None
     module = build(config, strategy, mesh, schedule, cuts, seed, device, experts) if config else model
     freeze(module, frozen, config)
-
     places, memory, in_slices, losses = Places(seed), None, set(), None
     if config:
         loss_fn, in_slices = cut_model(module, config, strategy, mesh, loss_fn)
@@ -104,7 +105,11 @@ def parallelize(
     sum_over(module, strategy, mesh, in_slices, experts)
     if schedule:
         share_stages(module, schedule, mesh)
+    keep_gradients(module.parameters(), strategy.policy)
     sync = make_sync(module, strategy, mesh, make_optimizer)
+    keep_states(sync.optimizer, strategy.policy)
+    factor, window = strategy.first_loss_scale, strategy.loss_scale_window
+    scale = loss_scale(sync.optimizer, strategy.policy, factor, window)
 
     if schedule is None:
         more = dict(router_loss=losses.taken) if losses else {}
@@ -119,7 +124,7 @@ def parallelize(
         forward_backward = played = kind(stages, units, mesh.group("pp"), loss_fn, sync, **settings)
     late = check_late(sync, mesh, played) if strategy.post_validation else None
     layout = layout_of(strategy, schedule)
-    return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config, played, layout, late)
+    return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config, played, layout, late, scale)
 
 
 def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
@@ -127,6 +132,11 @@ def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
         why = "a module of your own gets data parallelism and ZeRO, for nobody knows its layers"
         cure = "use dp and zero, or give a GPTConfig"
         raise ValueError(f"{type(module).__name__} with {strategy}: {why}; {cure}")
+    dtypes, wanted = {param.dtype for param in module.parameters()}, getattr(torch, strategy.policy.weights)
+    if strategy.policy.master and dtypes != {wanted}:
+        raise ValueError(
+            f"precision={strategy.precision!r} is for weights in {wanted}; convert the module first"
+        )
     if strategy.dp != ranks:
         raise ValueError(f"dp={strategy.dp}, but the job has {ranks} ranks; use dp={ranks}")
 
@@ -147,7 +157,7 @@ def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
 def build(
     config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule, cuts, seed, device, experts
 ) -> GPT | Stages:
-    settings = dict(seed=seed, dtype=getattr(torch, strategy.precision), device=device)
+    settings = dict(seed=seed, dtype=getattr(torch, strategy.policy.weights), device=device)
     if experts:
         settings["expert_part"] = experts.part
     if schedule is None:

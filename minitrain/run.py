@@ -35,6 +35,7 @@ from minitrain.model.gpt import GPT, generate
 from minitrain.model.mixture import mixtures, move_biases
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
+from minitrain.precision.loss_scale import LossScale
 from minitrain.sharding import placement
 from minitrain.strategy import Strategy
 from minitrain.training.step import Batch, StepResult, train_step, valid_tokens
@@ -54,6 +55,7 @@ class Run:
     runner: Runner | None  # of a pipeline
     layout: layouts.Layout | None  # of the tokens over cp
     late: PostValidation | None
+    scale: LossScale | None  # of a loss that is scaled
 
     def __post_init__(self):
         rows, tokens = self.strategy.data_axes, self.strategy.context_axes
@@ -83,15 +85,17 @@ class Run:
 
     def step(self, batch: Batch, clip: float | None = None) -> StepResult:
         """One step of the optimizer; the loss is this rank's term of the global batch's (`total`). With the
-        strategy's `post_validation` the norm is that of the step before (0 in the first)."""
+        strategy's `post_validation` the norm is that of the step before (0 in the first). With a scaled loss
+        that overflows nothing changes but the scale, on all ranks."""
         result = self._step(batch, clip)
         if self.config and self.config.experts:
-            move_biases(self.model.layers, self._load_groups)
+            move_biases(self.model.layers, self._load_groups, move=result.updated)
         return result
 
     def _step(self, batch: Batch, clip: float | None) -> StepResult:
         if self.late is None:
-            return train_step(self.forward_backward, batch, self.sync, self.sync, clip, self.stage_group)
+            groups = dict(stages=self.stage_group, scale=self.scale)
+            return train_step(self.forward_backward, batch, self.sync, self.sync, clip, **groups)
         limit = clip or math.inf
         if limit != self.late.max_norm:
             self.settle()
@@ -186,7 +190,11 @@ class Run:
     # ---- states -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """{"parameters": {name: whole}, "optimizer": {name: {..}}}, the same on every rank."""
+        """{"parameters": {name: whole}, "optimizer": {name: {..}}}, the same on every rank; "loss_scale"."""
+        full = self._whole_state()
+        return full | ({"loss_scale": self.scale.state_dict()} if self.scale else {})
+
+    def _whole_state(self) -> dict[str, Any]:
         self.settle()
         full, group = self.sync.full_state_dict(), self.stage_group
         if self.config:
@@ -203,6 +211,8 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave under any strategy."""
         self.settle()
+        if self.scale and "loss_scale" in state:
+            self.scale.load_state_dict(state["loss_scale"])
         if self.config:
             check_names(state["parameters"], self.config)
             for name, buffer in kept_buffers(self.model.layers).items():

@@ -26,8 +26,8 @@ from minitrain.pipeline.lower import lower, pause
 from minitrain.pipeline.named import named
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import Schedule
+from minitrain.precision.policies import FIRST_SCALE, POLICIES, Policy
 
-PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 AXES = ("dp", "pp", "cp", "tp")
 TRAVEL = ("tokens", "experts")
 
@@ -58,7 +58,11 @@ class Strategy:
     layout: str = "zigzag"  # of a sequence over the ranks of cp: contiguous, zigzag or striped
     inner: int = 1  # of the cp ranks, how many are an inner ring, a node or a team, for cores that have one
     ulysses: int = 1  # of the cp ranks, how many share out heads, for cores that do both
-    precision: str = "float32"  # of weights and activations (masters have at least float32); or bfloat16, ...
+    precision: str = (
+        "float32"  # which number has how many bits (precision/policies.py): bfloat16, float16, ...
+    )
+    loss_scale: float = 0.0  # first factor of the loss, halved on overflow; 0: as the precision has it
+    loss_scale_window: int = 2000  # steps without overflow after which the factor doubles
     bucket_bytes: int = 25_000_000  # of gradients that travel together
 
     def __post_init__(self):
@@ -79,8 +83,9 @@ class Strategy:
             fits = " or ".join(map(str, divisors(self.dp)))
             raise ValueError(f"node={self.node} does not divide dp={self.dp}; a node has {fits} of its ranks")
         self._check_experts()
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision={self.precision!r}; use {', '.join(PRECISIONS)}")
+        if self.precision not in POLICIES:
+            raise ValueError(f"precision={self.precision!r}; use {', '.join(POLICIES)}")
+        self._check_loss_scale()
         if self.tp == 1 and (self.sequence_parallel or self.overlap):
             name = "sequence_parallel" if self.sequence_parallel else "overlap"
             raise ValueError(f"{name}=True is about the ranks of tp, and tp=1; use tp > 1")
@@ -99,6 +104,15 @@ class Strategy:
     @property
     def ranks(self) -> int:
         return self.dp * self.pp * self.cp * self.tp
+
+    @property
+    def policy(self) -> Policy:
+        return POLICIES[self.precision]
+
+    @property
+    def first_loss_scale(self) -> float:
+        """Of a loss that is scaled; else 0."""
+        return self.loss_scale or FIRST_SCALE * self.policy.scales
 
     @property
     def word(self) -> bool:
@@ -177,6 +191,18 @@ class Strategy:
             others = self._said(("ep", "ep_node", "ep_travel"))
             rule = "chunks are of rows that travel between all ranks of ep at once"
             raise ValueError(f"ep_chunks={self.ep_chunks} with {others}: {rule}; use ep_chunks=1")
+
+    def _check_loss_scale(self) -> None:
+        scale, window = self.first_loss_scale, self.loss_scale_window
+        if scale and not (1 <= scale < math.inf and math.frexp(scale)[0] == 0.5):
+            raise ValueError(f"loss_scale={scale}; use a power of two, 1 or more, say 65536")
+        if not isinstance(window, int) or window < 1:
+            raise ValueError(f"loss_scale_window={window}; use a number of steps, 1 or more, say 2000")
+        if scale and self.post_validation:
+            why = "updates come before it is known whether the scaled gradients have overflowed"
+            raise ValueError(
+                f"post_validation=True with loss_scale={scale:g}: {why}; use post_validation=False"
+            )
 
     def _check_context(self) -> None:
         for name, table in (("core", cores.CORES), ("layout", cores.LAYOUTS)):

@@ -157,16 +157,15 @@ def check_memory(config: GPTConfig, strategy: Strategy, out: Path | None) -> Non
 
 def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> int:
     """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; `saves`: and whole copies."""
-    weight = {"float64": 8, "float32": 4}.get(strategy.precision, 2)
-    optimizer = 2 * weight if weight >= 4 else 12
+    sizes = strategy.policy.state_bytes  # of weights, gradients, what the optimizer keeps
     pieces = {"N": 1, "I": strategy.node * strategy.cp, "G": strategy.dp * strategy.cp}
     word = strategy.zero if strategy.word else CUT[strategy.zero]
     spread, all_of_them = spread_parameters(config), parameters(config)
     here = 0.0
-    for size, letter in zip((weight, weight, optimizer), word):  # ep cuts experts first, ZeRO what is left
+    for size, letter in zip(sizes, word):  # ep cuts experts first, ZeRO what is left
         beside = max(strategy.ep, pieces[letter])
         here += size * ((all_of_them - spread) / pieces[letter] + spread / beside)
-    return int(here / (strategy.pp * strategy.tp) + saves * all_of_them * (weight + optimizer))
+    return int(here / (strategy.pp * strategy.tp) + saves * all_of_them * (sizes[0] + sizes[2]))
 
 
 def spread_parameters(config: GPTConfig) -> int:

@@ -81,7 +81,8 @@ class Trainer:
                 continue
             loss = self.parallel.total(torch.stack(losses).mean()).item()
             speed = self.speed(len(losses), time.perf_counter() - started)
-            record = {"step": self.step, "loss": loss, **speed, "norm": result.norm.item()}
+            norm = result.norm.item() if result.updated else None  # of a step that was left out
+            record = {"step": self.step, "loss": loss, **speed, "norm": norm}
             record["held_out"] = self.held_out_loss()
             self.check(record, good=self.step - len(losses))
             self.records.append(record)
@@ -100,7 +101,7 @@ class Trainer:
     def check(self, record: dict[str, Any], good: int) -> None:
         """Numbers are numbers. They are the same on all ranks, so all stop, or none."""
         loss, norm, held_out = record["loss"], record["norm"], record["held_out"]
-        if not math.isfinite(loss + norm + (held_out or 0.0)):
+        if not math.isfinite(loss + (norm or 0.0) + (held_out or 0.0)):
             found = f"loss {loss}, gradient norm {norm}, held-out loss {held_out}"
             cure = f"lower lr={self.hyper.lr} or clip={self.hyper.clip}; all was well at step {good}"
             raise ValueError(f"{found} between steps {good} and {self.step}: {cure}")
@@ -178,8 +179,9 @@ class Trainer:
                 raise ValueError(f"{sees}: {self.out} must be a folder that all ranks see")
 
     def identity(self) -> dict[str, Any]:
-        model = self.parallel.config or type(self.parallel.model).__name__
-        return identity(model, self.hyper, str(self.parallel.dtype).removeprefix("torch."))
+        run = self.parallel
+        precision = run.strategy.precision if run.config else str(run.dtype).removeprefix("torch.")
+        return identity(run.config or type(run.model).__name__, self.hyper, precision)
 
 
 def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ A draw is a model (heads 6 with 2 or 6 K/V heads, a vocabulary of 101, odd sizes
 parameters, dropout), a strategy of 1 to 8 ranks and two steps (uneven batches, targets masked unevenly, one
 rank's rows masked altogether, clipping, an optimizer with weight decay by group). One process trains it with
 torch's optimizer and clipping and nothing of minitrain's but the model and the places of its dropout.
-Compared are every loss, each gradient and each parameter after two steps, to 1e-12, and of every rank's
-account FLOPs, bytes by operation and axis, and the peak by kind of the first step, exactly. A new technique
+Compared are every loss, each gradient and each parameter after two steps, to 1e-12 (in bfloat16 and float16
+the losses to 2 %, and the ranks' weights bit by bit), and of every rank's account FLOPs, bytes by operation and axis, and the peak by kind of the first step, exactly. A new technique
 adds its column here: a field to draw, a word in FEATURES.
 """
 
@@ -41,11 +41,14 @@ from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.mixture import RouterLosses, move_biases
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.named import CHUNKED, NAMES, SLICED
+from minitrain.precision.policies import POLICIES
 from minitrain.run import Run, kept_buffers
 from minitrain.strategy import PARO_SHARDINGS, Strategy
 from minitrain.training.optim import AdamW
 
 TOLERANCE, STEPS, SEED = 1e-12, 2, 3
+ROUNDING = 0.02  # how far a loss may be from float64's with 8 bits of mantissa
+MODEST_SCALE, LARGE_SCALE = 2.0**20, 2.0**513  # with the second, squares of gradients may overflow float64
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class Draw:
     @property
     def numbers_decide(self) -> bool:
         """Whether what a rank sends depends on what a router says, or on how many rows another rank has."""
+        if self.strategy.loss_scale > MODEST_SCALE:
+            return True  # the first step may be left out
         if self.config.experts is None:
             return False
         cuts, visits = self.strategy.tp * self.strategy.cp * self.strategy.slices, self.config.experts.top_k
@@ -151,7 +156,9 @@ def attempt(chance: random.Random) -> Draw:
         length,
         chance.choice((None, 0.3, 100.0)),
         draw_frozen(chance, config),
-        chance.choice(("adamw", "adamw", "sgd")),
+        "adamw"
+        if strategy.policy.master or strategy.loss_scale
+        else chance.choice(("adamw", "adamw", "sgd")),
         chance.choice(("none", "ragged", "ragged", "rows")),
     )
 
@@ -217,6 +224,10 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
             values["chunks"] = chance.choice((1, 2))
         if values["schedule"] in SLICED:
             values["slices"] = chance.choice((2, 3))
+    if chance.random() < 0.2 and not values.get("post_validation"):
+        values |= dict(loss_scale=chance.choice((MODEST_SCALE, LARGE_SCALE)), loss_scale_window=1)
+    elif chance.random() < 0.15:
+        values["precision"] = chance.choice([name for name, policy in POLICIES.items() if policy.master])
     if axes["cp"] > 1:
         core = chance.choice(tuple(CORES))
         values |= dict(core=core, layout=chance.choice(CORES[core].layouts))
@@ -260,7 +271,7 @@ def one_process(case: Draw) -> Outcome:
         param.requires_grad_(not matches(name, case))
     trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
     optimizer = as_torch_has_it(case.make_optimizer(list(trainable.values())))
-    totals, losses = [], RouterLosses({0: model.layers})
+    totals, losses, factor = [], RouterLosses({0: model.layers}), case.strategy.first_loss_scale or 1.0
     for step in range(STEPS):
         places.at(step, 0)
         tokens, targets = case.draw_rows(step, 0, 0, 1)
@@ -270,14 +281,18 @@ def one_process(case: Draw) -> Outcome:
             loss = loss + more
         loss = loss / (targets != MASKED).sum()
         loss.backward()
+        squares = sum(param.grad.square().sum() for param in trainable.values())
+        updated = factor == 1 or bool((squares * factor * factor).isfinite())
         if case.clip:
             torch.nn.utils.clip_grad_norm_(trainable.values(), case.clip)
-        optimizer.step()
-        move_biases(model.layers, lambda layer: ())
+        if updated:
+            optimizer.step()
+        factor *= 1 if factor == 1 else 2 if updated else 0.5
+        move_biases(model.layers, lambda layer: (), move=updated)
         totals.append(loss.item())
     return Outcome(
         totals,
-        {name: param.grad for name, param in trainable.items()},
+        {name: param.grad * updated for name, param in trainable.items()},
         {name: param.detach() for name, param in model.named_parameters()} | kept_buffers(model.layers),
     )
 
@@ -323,7 +338,14 @@ def begin(case: Draw, lent: dict | None = None):
 
 
 def step_of(case: Draw, run: Run, step: int) -> Tensor:
-    return run.total(run.step(run.batch(case.rows(step), step), case.clip).loss)
+    result = run.step(run.batch(case.rows(step), step), case.clip)
+    grads = [kept for kept in run.sync.held if run.scale and kept.shard.grad is not None]
+    for kept in grads:  # as an optimizer has them
+        if result.updated:
+            kept.shard.grad /= run.sync.param_groups[0]["grad_scale"]
+        else:
+            kept.shard.grad.zero_()
+    return run.total(result.loss)
 
 
 def on_rank(case: Draw) -> tuple[Outcome, dict]:
@@ -380,6 +402,15 @@ def verdict(case: Draw, every_rank: bool = False) -> str:
     if grads != reference.grads.keys():
         return f"gradients of {sorted(grads ^ reference.grads.keys())[:3]} on one side only"
     far = max(distance(outcome, reference) for outcome, _ in results)
+    if case.strategy.policy.master:
+        (first, _), *others = results
+        if any(
+            not torch.equal(first.params[name], one.params[name])
+            for one, _ in others
+            for name in first.params
+        ):
+            return "ranks have other weights"
+        far = max(abs(a - b) / b for a, b in zip(first.losses, reference.losses) if b) / ROUNDING * TOLERANCE
     if not far < TOLERANCE:
         return f"is {far:.1e} from one process"
     if case.strategy.post_validation or case.numbers_decide:  # asks for a number, which a dry run has not
@@ -428,6 +459,8 @@ FEATURES = {
     "ep, two levels": lambda s, c: 1 < s.ep_node < s.ep and s.ep_travel == "tokens",
     "ep, in chunks": lambda s, c: s.ep_chunks > 1,
     "ep, experts travel": lambda s, c: s.ep_travel == "experts",
+    "low precision": lambda s, c: s.policy.master is not None,
+    "scaled loss": lambda s, c: s.loss_scale > 0,
     "recompute": lambda s, c: s.recompute,
     "late clipping": lambda s, c: s.post_validation,
     "microbatches": lambda s, c: s.microbatches > 1,

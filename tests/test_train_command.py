@@ -427,6 +427,9 @@ def test_state_bytes_are_those_of_the_formulas():
         assert train_command.state_bytes(config, Strategy(dp=2, cp=2, zero=stage)) == zero_bytes(
             count, 4, stage, weight=4, gradient=4, optimizer=8
         )
+        main_grads = Strategy(dp=4, zero=stage, precision="bfloat16_main_grads")
+        assert train_command.state_bytes(config, main_grads) == int(zero_bytes(count, 4, stage, gradient=4))
+    assert train_command.state_bytes(config, Strategy(precision="bfloat16_short_moments")) == 14 * count
     assert train_command.state_bytes(config, Strategy(dp=4, node=2, zero="III")) == 8 * count
     assert train_command.state_bytes(config, Strategy(tp=2, pp=2, precision="float64")) == 8 * count
     assert train_command.state_bytes(config, Strategy(dp=4, zero=3), saves=True) == 16 * count

@@ -37,12 +37,17 @@ def pack(params: Iterable[nn.Parameter], bucket_bytes: int, key: Callable = kind
     for same in grouped(params, key).values():
         held = None
         for param in same:
-            if held is None or held and held + param.nbytes > bucket_bytes:
+            if held is None or held and held + grad_bytes(param) > bucket_bytes:
                 buckets.append([])
                 held = 0
             buckets[-1].append(param)
-            held += param.nbytes
+            held += grad_bytes(param)
     return buckets
+
+
+def grad_bytes(param: nn.Parameter) -> int:
+    """Of its gradient, which may be of another dtype."""
+    return param.numel() * param.grad_dtype.itemsize
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
@@ -62,7 +67,7 @@ class GradBucket:
 
     def __init__(self, params: list[nn.Parameter], padding: int = 0):
         numel = sum(param.numel() for param in params) + padding
-        self.grads = torch.zeros(numel, dtype=params[0].dtype, device=params[0].device)
+        self.grads = torch.zeros(numel, dtype=params[0].grad_dtype, device=params[0].device)
         self.params, self.place = params, dict(zip(params, views(self.grads, params)))
 
     def put(self, param: nn.Parameter) -> None:

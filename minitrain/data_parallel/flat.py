@@ -60,6 +60,7 @@ class Flat:
         """Make this rank's slice the shard."""
         at, shards = placement(self.params[0]), tuple(Shard(0, group) for group in self.groups[cuts])
         self.shard = nn.Parameter(own.detach(), requires_grad=self.params[0].requires_grad)
+        self.shard.grad_dtype = self.params[0].grad_dtype
         self.shard.placement = Placement(shards, at.summed_over, at.copies, at.cut_over)
 
     def unfold(self, kept: Tensor) -> list[Tensor]:

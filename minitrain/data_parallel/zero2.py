@@ -18,7 +18,7 @@ than one parameter after another, SUM instead of mean; shards add up in the dtyp
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from minitrain.collectives import Handle, reduce_scatter
 from minitrain.data_parallel.flat import Flat, WholeParameters
@@ -57,7 +57,7 @@ class Zero2(WholeParameters):
     def _send(self, flat: Flat) -> None:
         """Reduce-scatter a bucket in the background. Its memory is free when the next one is sent."""
         self._settle()
-        grads = flat.pack([p.new_zeros(p.shape) if p.grad is None else p.grad for p in flat.params])
+        grads = flat.pack([grad_of(param) for param in flat.params])
         for param in flat.params:
             param.grad = None
         self._in_flight = flat, reduce_scatter(grads, flat.groups[0], async_op=True)
@@ -75,6 +75,10 @@ class Zero2(WholeParameters):
             raise self.no_gradient(self.in_order.missing())
         for flat in self.flats:
             self.add_copies(flat)
+
+
+def grad_of(param: nn.Parameter) -> Tensor:
+    return param.new_zeros(param.shape, dtype=param.grad_dtype) if param.grad is None else param.grad
 
 
 def keeps_gradients(accumulate: str) -> bool:

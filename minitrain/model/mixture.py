@@ -221,12 +221,14 @@ def mixtures(layers: Iterable[nn.Module]) -> list[MixtureOfExperts]:
 
 @torch.no_grad()
 def move_biases(
-    layers: Iterable[nn.Module], groups: Callable[[MixtureOfExperts], Iterable[ProcessGroup]]
+    layers: Iterable[nn.Module],
+    groups: Callable[[MixtureOfExperts], Iterable[ProcessGroup]],
+    move: bool = True,
 ) -> None:
     """After a step: every router's bias follows the load of the whole batch, summed over these groups; 8
-    bytes an expert and layer."""
+    bytes an expert and layer. Without `move`, of a step that was left out, the load is forgotten."""
     for layer in mixtures(layers):
-        if layer.config.bias_speed:
+        if layer.config.bias_speed and move:
             load = layer.router.load
             for group in groups(layer):
                 load = collectives.all_reduce(load, group)

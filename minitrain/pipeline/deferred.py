@@ -34,11 +34,14 @@ class Deferred(TorchFunctionMode):
         for weight, bias, x, dy in self.products:
             x, dy = x.reshape(-1, x.size(-1)), dy.reshape(-1, dy.size(-1))
             if weight.grad is None:
-                weight.grad = dy.T @ x
-            else:
+                weight.grad = (dy.T @ x).to(weight.grad_dtype)
+            elif weight.grad_dtype == x.dtype:
                 weight.grad.addmm_(dy.T, x)
+            else:
+                weight.grad.add_(dy.T @ x)
             if bias is not None and bias.requires_grad:
-                bias.grad = dy.sum(0) if bias.grad is None else bias.grad.add_(dy.sum(0))
+                db = dy.sum(0, dtype=bias.grad_dtype)
+                bias.grad = db if bias.grad is None else bias.grad.add_(db)
         self.products.clear()
 
 

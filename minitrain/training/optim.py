@@ -35,7 +35,8 @@ class AdamW(torch.optim.Optimizer):
     With `master_dtype=torch.float32` a parameter of lower precision is updated in a float32 copy and rounded
     once a step: bfloat16 keeps 8 bits, so a weight would not notice a change below 1/512 of itself. A step
     makes a denominator, and for a master its gradient, as large as the parameter; with `tile` elements at a
-    time, as large as a tile (DeepSpeed-TED: Singh et al. 2023, arXiv:2303.06318, section 4.2).
+    time, as large as a tile (DeepSpeed-TED: Singh et al. 2023, arXiv:2303.06318, section 4.2). Moments are
+    kept in `moment_dtypes`, else in the dtype of what is updated; gradients are `grad_scale` times too large.
     """
 
     def __init__(
@@ -47,9 +48,12 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         master_dtype: torch.dtype | None = None,
         tile: int | None = None,
+        moment_dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+        grad_scale: float = 1.0,
     ):
         settings = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
-        super().__init__(params, dict(settings, master_dtype=master_dtype, tile=tile))
+        kept = dict(master_dtype=master_dtype, moment_dtypes=moment_dtypes, grad_scale=grad_scale, tile=tile)
+        super().__init__(params, settings | kept)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -57,21 +61,26 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                state = self.state[param] or self._new_state(param, group["master_dtype"])
+                state = self.state[param] or self._new_state(param, group)
                 state["step"] += 1
                 weight = state.get("master", param)
                 tensors = (weight, param.grad, state["exp_avg"], state["exp_avg_sq"])
                 for part, grad, exp_avg, exp_avg_sq in tiles(tensors, group["tile"]):
                     moments = dict(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, step=state["step"])
-                    adamw_update(part, grad.to(part.dtype), moments, group)
+                    grad = grad.to(part.dtype)
+                    if group["grad_scale"] != 1:
+                        grad = grad / group["grad_scale"]
+                    adamw_update(part, grad, moments, group)
                 if weight is not param:
                     param.copy_(weight)
 
-    def _new_state(self, param: Tensor, master_dtype: torch.dtype | None) -> dict[str, Any]:
-        state, weight = self.state[param], param
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state, weight, master_dtype = self.state[param], param, group["master_dtype"]
         if master_dtype is not None and master_dtype != param.dtype:
             weight = state["master"] = param.detach().to(master_dtype)
-        state.update(step=0, exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
+        dtypes = group["moment_dtypes"] or (weight.dtype, weight.dtype)
+        moments = (torch.zeros_like(weight, dtype=dtype) for dtype in dtypes)
+        state.update(zip(("step", "exp_avg", "exp_avg_sq"), (0, *moments)))
         return state
 
     # The four methods below replace torch's, which import its compiler when first used: two seconds in every
@@ -138,12 +147,15 @@ def tiles(tensors: Iterable[Tensor], size: int | None) -> Iterable[tuple[Tensor,
 def adamw_update(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """One step of one tensor, in place. `state` holds exp_avg, exp_avg_sq and the step, counted from 1."""
     (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"]
-    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    exp_avg, exp_avg_sq = (state[name].to(weight.dtype) for name in ("exp_avg", "exp_avg_sq"))
     weight.mul_(1 - lr * group["weight_decay"])
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
     weight.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+    for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if moment is not state[name]:  # kept in fewer bits
+            state[name].copy_(moment)
 
 
 @torch.no_grad()
@@ -153,6 +165,7 @@ def clip_grad_norm(
     *,
     stages: ProcessGroup | None = None,
     like: Tensor | None = None,
+    grad_scale: float = 1.0,
 ) -> Tensor:
     """Scale all gradients by min(1, max_norm / norm); return the norm of the whole gradient before, a tensor.
 
@@ -162,7 +175,7 @@ def clip_grad_norm(
     have no parameter to train: `like` is a tensor of the dtype and device of all). Hence the same number on
     every rank, which must all call this, those of one stage with the same parameters in the same order. A NaN
     or infinite gradient makes the norm so and the gradients useless: the caller reads the norm, when it can
-    afford to wait for it, and stops.
+    afford to wait for it, and stops. The norm is that of the gradients divided by `grad_scale`.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm}: must be > 0 (math.inf measures without clipping)")
@@ -170,7 +183,7 @@ def clip_grad_norm(
     square = sum_of_squares(params, like)
     if stages is not None:
         square = collectives.all_reduce(square, stages)
-    norm = square.sqrt()
+    norm = square.sqrt() if grad_scale == 1 else square.sqrt() / grad_scale
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's epsilon: no division by zero
     for param in params:
         if param.grad is not None:
@@ -218,7 +231,7 @@ def warmup_cosine(
     return min_lr + (peak_lr - min_lr) * (1 + math.cos(math.pi * done)) / 2
 
 
-def _check_settings(lr, betas, eps, weight_decay, master_dtype, tile) -> None:
+def _check_settings(lr, betas, eps, weight_decay, master_dtype, tile, moment_dtypes, grad_scale) -> None:
     limits = dict(lr=(lr, math.inf), eps=(eps, math.inf), weight_decay=(weight_decay, math.inf))
     limits |= {"betas[0]": (betas[0], 1), "betas[1]": (betas[1], 1)}
     for name, (value, most) in limits.items():
@@ -228,9 +241,12 @@ def _check_settings(lr, betas, eps, weight_decay, master_dtype, tile) -> None:
             raise ValueError(f"{name}={value}: must be in [0, {most}){', finite' * (most != 1)}")
     if tile is not None and not (isinstance(tile, int) and tile >= 1):
         raise ValueError(f"tile={tile!r}: use a number of elements, 1 or more, or None for all at once")
-    if master_dtype is not None and not getattr(master_dtype, "is_floating_point", False):
-        choices = "a floating-point dtype such as torch.float32, or None"
-        raise ValueError(f"master_dtype={master_dtype}: must be {choices}")
+    for name, dtypes in (("master_dtype", (master_dtype,)), ("moment_dtypes", moment_dtypes or (None, None))):
+        if not all(dtype is None or getattr(dtype, "is_floating_point", False) for dtype in dtypes):
+            said = master_dtype if len(dtypes) == 1 else moment_dtypes
+            raise ValueError(f"{name}={said}: must be a floating-point dtype such as torch.float32, or None")
+    if not 0 < grad_scale < math.inf:
+        raise ValueError(f"grad_scale={grad_scale}: must be > 0, finite; gradients are divided by it")
 
 
 def _copy(state: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Batch(NamedTuple):
 class StepResult(NamedTuple):
     loss: Tensor  # this rank's part: the sum over the data group is the loss of the global batch
     norm: Tensor | None  # of the whole gradient before clipping; None without clipping
+    updated: bool = True  # False: a scaled gradient overflowed, and the step was left out
 
 
 class Reducer(Protocol):
@@ -61,6 +62,16 @@ class Reducer(Protocol):
 
     def finish(self) -> None:
         """Returns when all gradients are sums."""
+
+
+class LossScale(Protocol):
+    """precision/loss_scale.py."""
+
+    factor: float
+
+    def divisor(self, num_tokens: Tensor) -> Tensor: ...
+
+    def finite(self, norm: Tensor) -> bool: ...
 
 
 class NoReducer(Reducer):
@@ -88,17 +99,29 @@ def train_step(
     reducer: Reducer,
     clip: float | None = None,
     stages: ProcessGroup | None = None,
+    scale: LossScale | None = None,
 ) -> StepResult:
-    """Gradients of the global batch, then a step of the optimizer. `stages`: the ranks with other layers."""
+    """Gradients of the global batch, then a step of the optimizer. `stages`: the ranks with other layers.
+
+    With `scale` the loss is divided by fewer tokens, its gradients are so much larger, and the optimizer, one
+    whose groups know a `grad_scale`, divides them again; if they have overflowed, there is no step.
+    """
     optimizer.zero_grad()
-    loss = forward_backward(batch)
+    factor, groups = scale.factor if scale else 1.0, optimizer.param_groups
+    loss = forward_backward(batch._replace(num_valid=scale.divisor(batch.num_valid)) if scale else batch)
     reducer.finish()  # as long as this takes, communication was not hidden behind backward
-    norm = None
-    if clip is not None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        norm = clip_grad_norm(params, clip, stages=stages, like=loss)
-    optimizer.step()
-    return StepResult(loss, norm)
+    norm, updated = None, True
+    if scale or clip is not None:
+        params = [param for group in groups for param in group["params"]]
+        limit = math.inf if clip is None else clip
+        norm = clip_grad_norm(params, limit, stages=stages, like=loss, grad_scale=factor)
+    if scale:
+        loss, updated = loss / factor, scale.finite(norm)
+        for group in groups:
+            group["grad_scale"] = factor
+    if updated:
+        optimizer.step()
+    return StepResult(loss, norm, updated)
 
 
 def accumulate(

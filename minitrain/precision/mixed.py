@@ -1,0 +1,58 @@
+"""A policy applied to a model and its optimizer: two passes of `parallelize`, and the scale of the loss.
+
+    keep_gradients    .grad in the policy's dtype: autograd adds a bfloat16 dW to a float32 .grad; buckets,
+                      shards and messages follow, for they ask the parameter
+    keep_states       master and moments in the policy's dtypes, where the optimizer was not told otherwise
+    loss_scale        of gradients that need one
+
+Memory per parameter is the policy's `state_bytes`; sent per parameter: its gradient as wide as `gradients`.
+Raises ValueError for an optimizer that keeps states in another way than the policy says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from minitrain.precision.loss_scale import LossScale
+from minitrain.precision.policies import Policy
+
+
+def keep_gradients(params: Iterable[nn.Parameter], policy: Policy) -> None:
+    if policy.gradients != policy.weights:
+        for param in params:
+            param.grad_dtype = getattr(torch, policy.gradients)
+
+
+def keep_states(optimizer: torch.optim.Optimizer | None, policy: Policy) -> None:
+    updated = policy.master or policy.weights
+    wanted = {}
+    if policy.master:
+        wanted["master_dtype"] = getattr(torch, policy.master)
+    if policy.moments != (updated, updated):
+        wanted["moment_dtypes"] = tuple(getattr(torch, dtype) for dtype in policy.moments)
+    settings = [optimizer.defaults, *optimizer.param_groups] if optimizer else []
+    for group in settings:
+        check_knows(optimizer, wanted)
+        for name, dtype in wanted.items():
+            group[name] = dtype if group[name] is None else group[name]
+
+
+def loss_scale(
+    optimizer: torch.optim.Optimizer | None, policy: Policy, factor: float, window: int
+) -> LossScale | None:
+    """None for a factor of 0. The optimizer divides gradients by the factor, in the dtype of the master."""
+    if factor and optimizer:
+        check_knows(optimizer, ["grad_scale"])
+    exact = torch.promote_types(getattr(torch, policy.weights), torch.float32)
+    return LossScale(factor, window, exact) if factor else None
+
+
+def check_knows(optimizer: torch.optim.Optimizer, settings: Iterable[str]) -> None:
+    for name in settings:
+        if name not in optimizer.defaults:
+            kind = type(optimizer).__name__
+            cure = "use minitrain's AdamW, or a precision without it: float32, float64"
+            raise ValueError(f"{kind} has no {name}, which the strategy's precision needs: {cure}")

@@ -1,0 +1,51 @@
+"""Policies: which number has how many bits, as plain values by name (`Strategy.precision`).
+
+                          weights  gradients  master  moments   bytes per parameter
+    float32                  4         4         -      4 + 4         16
+    bfloat16, float16        2         2         4      4 + 4         16      float16 scales its loss
+    bfloat16_main_grads      2         4         4      4 + 4         18      Megatron-LM's main_grad
+    bfloat16_short_moments   2         4         4      2 + 2         14      DeepSeek-V3
+
+Activations have the dtype of the weights; products, norms, softmax and the loss add up in float32 at least,
+whatever the policy. `gradients` is what microbatches add up in and what travels.
+No torch: planners and the command line read this.
+Micikevicius et al. 2018, arXiv:1710.03740, section 3; Kalamkar et al. 2019 (bfloat16), arXiv:1905.12322;
+DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.3. Differs from autocast: one dtype for all operators of a
+layer, chosen where the model is built, and no copies of weights beside the master.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+FIRST_SCALE = 2.0**16  # of a policy that scales its loss
+
+
+@dataclass(frozen=True)
+class Policy:
+    weights: str  # of what forward and backward read, and of activations
+    gradients: str  # of `.grad`
+    master: str | None = None  # a copy that is updated; None: the weights are
+    moments: tuple[str, str] = ("float32", "float32")  # of Adam: mean of gradients, of their squares
+    scales: bool = False  # whether gradients would underflow without a factor on the loss
+
+    @property
+    def state_bytes(self) -> tuple[int, int, int]:
+        """Per parameter: of weights, of gradients, of what the optimizer keeps."""
+        kept = (*self.moments, *((self.master,) if self.master else ()))
+        return BYTES[self.weights], BYTES[self.gradients], sum(BYTES[dtype] for dtype in kept)
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        return sum(self.state_bytes)
+
+
+POLICIES = {
+    "float64": Policy("float64", "float64", moments=("float64", "float64")),
+    "float32": Policy("float32", "float32"),
+    "bfloat16": Policy("bfloat16", "bfloat16", "float32"),
+    "float16": Policy("float16", "float16", "float32", scales=True),
+    "bfloat16_main_grads": Policy("bfloat16", "float32", "float32"),
+    "bfloat16_short_moments": Policy("bfloat16", "float32", "float32", ("bfloat16", "bfloat16")),
+}

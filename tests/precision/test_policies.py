@@ -1,0 +1,298 @@
+"""Policies: their bytes are those of tensors that exist, gradients add up and travel as they say, cutting changes
+no bit, and a scaled loss that overflows anywhere is skipped everywhere.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minitrain import collectives, launch
+from minitrain.data.batches import Rows, random_tokens
+from minitrain.ledger import Ledger
+from minitrain.model.gpt import cross_entropy_sum
+from minitrain.parallelize import parallelize
+from minitrain.precision.loss_scale import LossScale
+from minitrain.precision.policies import POLICIES
+from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW
+from tests.parallel import small
+
+CONFIG = small(num_layers=2, tied=False)
+LOW = [name for name, policy in POLICIES.items() if policy.master]
+
+
+def rows(step, size=4):
+    return Rows(lambda _, rank, ranks: random_tokens(step, rank, ranks, size, 8, 29, seed=5), size, 8)
+
+
+def start(strategy, config=CONFIG, **more):
+    return parallelize(config, strategy, lambda params: AdamW(params, lr=1e-2, eps=1e-3), seed=3, **more)
+
+
+def steps(run, count=2, first=0):
+    return [run.step(run.batch(rows(step), step), 0.5) for step in range(first, first + count)]
+
+
+def parameters(run):
+    return run.state_dict()["parameters"]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_bytes_per_parameter_are_those_of_the_tensors_that_a_step_leaves():
+    assert {name: policy.bytes_per_parameter for name, policy in POLICIES.items()} == {
+        "float64": 32,
+        "float32": 16,
+        "bfloat16": 16,
+        "float16": 16,
+        "bfloat16_main_grads": 18,
+        "bfloat16_short_moments": 14,
+    }
+
+    def rank():
+        found = {}
+        for name in POLICIES:
+            run = start(Strategy(precision=name))
+            steps(run, 1)
+            params = list(run.model.parameters())
+            states = [run.sync.optimizer.state[param] for param in params]
+            tensors = ([p] for p in params), ([p.grad] for p in params), (state.values() for state in states)
+            found[name] = tuple(
+                sum(x.nbytes for some in kind for x in some if isinstance(x, torch.Tensor))
+                for kind in tensors
+            )
+        return sum(param.numel() for param in params), found
+
+    ((numel, found),) = launch.run(rank, ranks=1)
+    for name, policy in POLICIES.items():
+        assert found[name] == tuple(numel * size for size in policy.state_bytes), name
+
+
+def test_cutting_changes_no_bit_under_any_policy():
+    """Two ranks: every sum has two terms, so its order does not matter; updates work on elements."""
+    layouts = [Strategy(dp=2, zero=zero, bucket_bytes=3000) for zero in (0, 1, 2, 3)]
+    layouts.append(Strategy(dp=2, zero="IGG", node=2))
+
+    def rank():
+        different = []
+        for name in LOW:
+            first, *others = (start(replace(strategy, precision=name)) for strategy in layouts)
+            norms = {tuple(result.norm.item() for result in steps(run)) for run in (first,)}
+            for run in others:
+                results = steps(run)
+                if not same(parameters(run), parameters(first)):
+                    different.append((name, str(run.strategy)))
+                norms.add(tuple(result.norm.item() for result in results))
+            shown = {dtype for state in first.sync.optimizer.state.values() for dtype in dtypes_of(state)}
+            policy = POLICIES[name]
+            assert shown == {policy.master, *policy.moments}, name
+        return different
+
+    assert launch.run(rank, ranks=2) == [[], []]
+
+
+def dtypes_of(state):
+    return [str(x.dtype).removeprefix("torch.") for x in state.values() if isinstance(x, torch.Tensor)]
+
+
+WIDE = [
+    Strategy(),
+    Strategy(microbatches=4),
+    Strategy(dp=2, microbatches=2),
+    Strategy(dp=2, zero=1, microbatches=2),
+    Strategy(dp=2, zero=2, microbatches=2),
+    Strategy(dp=2, zero=3, microbatches=2),
+    Strategy(dp=2, zero="III", node=2, microbatches=2),
+    Strategy(tp=2, sequence_parallel=True, microbatches=2),
+    Strategy(pp=2, schedule="zb_h1", microbatches=4),
+    Strategy(pp=2, schedule="1f1b", microbatches=4, recompute=True),
+]
+
+
+def test_main_gradients_add_up_and_travel_in_float32():
+    """Sums of the bfloat16 gradients of microbatches, and of ranks, in float32; policy `bfloat16` rounds each
+    sum: the control. Twice the bytes of gradients travel."""
+    layouts = [s for s in WIDE if s.pp == 1 and not s.sequence_parallel]
+
+    def rank():
+        found = {}
+        for strategy in [s for s in layouts if s.ranks == collectives.world().size()]:
+            sent = {}
+            for name in ("bfloat16_main_grads", "bfloat16"):
+                run = start(replace(strategy, precision=name))
+                with Ledger() as ledger:
+                    run.step(run.batch(rows(0), 0), None)
+                sent[name] = ledger.sent_bytes("all_reduce") + ledger.sent_bytes("reduce_scatter")
+                grads = {run.sync.names[p]: run.sync.full_grad(p) for p in run.sync.trainable}
+                found[str(strategy), name] = grads
+            found[str(strategy), "bytes"] = sent["bfloat16_main_grads"], sent["bfloat16"]
+        return found
+
+    def terms():
+        """The gradient of each row, which is one microbatch: what every layout adds up here."""
+        run, exact = start(Strategy(precision="bfloat16")), {}
+        batch = run.batch(rows(0), 0)
+        for row in range(4):
+            run.sync.zero_grad()
+            part = dict(tokens=batch.tokens[row : row + 1], targets=batch.targets[row : row + 1])
+            run.forward_backward(batch._replace(**part))
+            for param in run.sync.trainable:
+                exact.setdefault(run.sync.names[param], []).append(param.grad.float())
+        return {name: sum(grads) for name, grads in exact.items()}
+
+    (exact,) = launch.run(terms, ranks=1)
+    for ranks in (1, 2):
+        for found in launch.run(rank, ranks=ranks):
+            for (layout, name), grads in found.items():
+                if name == "bytes":
+                    assert ranks == 1 or grads[0] - 8 == 2 * (grads[1] - 8), "but for the count of targets"
+                elif layout != str(Strategy()):
+                    same_sums = all(
+                        torch.allclose(grads[n].float(), exact[n], rtol=1e-6, atol=1e-9) for n in exact
+                    )
+                    assert same_sums == (name == "bfloat16_main_grads"), (layout, name)
+                    dtypes = {grad.dtype for grad in grads.values()}
+                    assert dtypes == {getattr(torch, POLICIES[name].gradients)}
+
+
+def test_a_scaled_loss_is_a_power_of_two_away_from_an_unscaled_one():
+    """In float64 nothing underflows: scaling must not change one bit, whatever the layout."""
+
+    def rank():
+        wrong = []
+        for strategy in [s for s in WIDE if s.ranks == collectives.world().size()]:
+            plain = start(replace(strategy, precision="float64"))
+            scaled = start(replace(strategy, precision="float64", loss_scale=2.0**20, loss_scale_window=1))
+            pairs = zip(steps(plain), steps(scaled))
+            equal = all(torch.equal(a.loss, b.loss) and torch.equal(a.norm, b.norm) for a, b in pairs)
+            if not (equal and same(parameters(plain), parameters(scaled)) and scaled.scale.factor == 2.0**22):
+                wrong.append(str(strategy))
+        return wrong
+
+    assert launch.run(rank, ranks=1) == [[]] and launch.run(rank, ranks=2) == [[], []]
+
+
+OVERFLOWS = [
+    Strategy(dp=2, precision="float16"),
+    Strategy(dp=2, zero=1, precision="float16"),
+    Strategy(dp=2, zero=2, precision="float16"),
+    Strategy(dp=2, zero=3, precision="float16"),
+    Strategy(dp=2, zero="IGG", node=2, precision="float16"),
+    Strategy(tp=2, precision="float16"),
+    Strategy(pp=2, microbatches=2, precision="float16"),
+    Strategy(cp=2, precision="float16"),
+]
+
+
+def test_all_ranks_skip_a_step_that_overflows_on_one_and_resume_exactly():
+    """One rank's loss is a million times too large for one step. Control: without the skip weights are no
+    numbers."""
+
+    def rank():
+        wrong = []
+        for strategy in OVERFLOWS:
+            too_large = [False]
+
+            def loss_fn(logits, targets):
+                mine = collectives.world().rank() == 1 and too_large[0]
+                return cross_entropy_sum(logits, targets) * (1e6 if mine else 1.0)
+
+            def started(strategy=strategy):
+                return start(strategy) if strategy.tp > 1 else start(strategy, loss_fn=loss_fn)
+
+            run = started()
+            if strategy.tp > 1:  # its loss is its own: there the gradient of one rank is too large
+
+                def blow_up(grad):
+                    return grad * (1e6 if collectives.world().rank() == 1 and too_large[0] else 1.0)
+
+                list(run.model.parameters())[3].register_hook(blow_up)
+            steps(run, 1)
+            before, too_large[0] = parameters(run), True
+            (bad,) = steps(run, 1, first=1)
+            too_large[0] = False
+            skipped = not bad.updated and same(parameters(run), before) and run.scale.factor == 2.0**15
+            saved = run.state_dict()
+            (good,) = steps(run, 1, first=2)
+            after = parameters(run)
+            resumed = started()
+            resumed.load_state_dict(saved)
+            steps(resumed, 1, first=2)
+            exact = same(parameters(resumed), after) and resumed.scale.state_dict() == run.scale.state_dict()
+            moved = good.updated and not same(after, before)
+            finite = all(x.isfinite().all() for x in after.values())
+            if not (skipped and exact and moved and finite):
+                wrong.append((str(strategy), skipped, exact, moved, bool(finite)))
+        run = start(OVERFLOWS[0], loss_fn=loss_fn)
+        run.scale.finite, too_large[0] = lambda norm: True, True
+        steps(run, 1)
+        assert not all(x.isfinite().all() for x in parameters(run).values())
+        return wrong
+
+    assert launch.run(rank, ranks=2) == [[], []]
+
+
+def test_the_factor_doubles_after_a_window_and_halves_at_once():
+    scale, number, none = LossScale(8.0, 2), torch.tensor(1.0), torch.tensor(float("nan"))
+    assert [scale.finite(norm) for norm in (number, number, none, number, none)] == [1, 1, 0, 1, 0]
+    assert scale.state_dict() == {"factor": 4.0, "good_steps": 0}
+    assert [scale.finite(none), scale.finite(none)] == [False, False] and scale.factor == 1
+    with pytest.raises(ValueError, match="gradients are not finite at loss scale 1, which is the least"):
+        scale.finite(torch.tensor(float("inf")))
+
+
+def test_small_gradients_need_the_factor():
+    """float16 has nothing between 0 and 2^-24 = 5.96e-8: with a loss of millions of tokens, weights stand still."""
+
+    def rank():
+        moved = {}
+        for name, policy in dict(
+            scaled=dict(), unscaled=dict(loss_scale=1.0, loss_scale_window=10_000)
+        ).items():
+            run = start(Strategy(precision="float16", **policy))
+            batch = run.batch(rows(0), 0)
+            run.step(batch._replace(num_valid=batch.num_valid * 10_000_000), None)
+            moved[name] = [bool(x.grad.any()) for x in run.model.parameters()]
+        return moved
+
+    (moved,) = launch.run(rank, ranks=1)
+    assert all(moved["scaled"]) and not any(moved["unscaled"])
+
+
+REFUSED = {
+    "precision='int8'; use float64, float32, bfloat16": lambda: Strategy(precision="int8"),
+    "loss_scale=3.0; use a power of two": lambda: Strategy(loss_scale=3.0),
+    "loss_scale=0.5; use a power of two": lambda: Strategy(loss_scale=0.5),
+    "loss_scale=-2; use a power of two": lambda: Strategy(loss_scale=-2),
+    "loss_scale=inf; use a power of two": lambda: Strategy(loss_scale=float("inf")),
+    "loss_scale=nan; use a power of two": lambda: Strategy(loss_scale=float("nan")),
+    "loss_scale_window=0; use a number of steps": lambda: Strategy(loss_scale_window=0),
+    "post_validation=True with loss_scale=65536: updates come before": lambda: Strategy(
+        pp=2, microbatches=2, precision="float16", post_validation=True
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_bad_policies_are_refused_in_one_line(said):
+    with pytest.raises(ValueError) as raised:
+        REFUSED[said]()
+    assert str(raised.value).startswith(said) and "\n" not in str(raised.value)
+
+
+def test_an_optimizer_that_cannot_keep_what_the_policy_says_is_refused():
+    def rank():
+        said = []
+        for strategy in (Strategy(precision="bfloat16"), Strategy(loss_scale=2.0)):
+            try:
+                parallelize(CONFIG, strategy, lambda params: torch.optim.SGD(params, lr=1e-2))
+            except ValueError as error:
+                said.append(str(error))
+        return said
+
+    cure = "which the strategy's precision needs: use minitrain's AdamW, or a precision without it"
+    (said,) = launch.run(rank, ranks=1)
+    assert said == [f"SGD has no {name}, {cure}: float32, float64" for name in ("master_dtype", "grad_scale")]
