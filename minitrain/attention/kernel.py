@@ -99,7 +99,7 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable 
         out, lse = torch_private.flash_cuda(q, k, v, 0.0, causal)[:2]
     else:
         out, lse = torch_private.flash_cpu(q, k, v, 0.0, causal, attn_mask=_mask(bias, q))
-    return out[..., :width], lse
+    return (out if width == q.size(-1) else out[..., :width].clone()), lse  # a view would keep the zeros
 
 
 def fused_backward(dout, q, k, v, out, lse, causal: bool, bias: Callable | None = None) -> tuple[Tensor, ...]:

@@ -25,6 +25,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from minitrain.attention.alibi import Alibi, alibi_slopes
+from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
 from minitrain.model.config import GATED, GPTConfig
 
 
@@ -124,12 +125,19 @@ def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0
 ) -> Tensor:
     """torch's fused attention: q `[B, H, T, K]`, k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`. A bias is added
-    to the scores: numbers that fit `[B, H, T, T]`, or ALiBi's, of the positions of these tokens."""
+    to the scores: numbers that fit `[B, H, T, T]`, or ALiBi's, of the positions of these tokens.
+
+    Values `[.., W]` narrower than keys (MLA): on a CPU torch would keep scores. Its flash kernel, called
+    here, keeps q, k, v, out and lse, and pads values with zeros: FLOPs are 2K for K + W, in backward 5K for
+    3K + 2W.
+    """
     if q.size(-2) != k.size(-2):
         sizes = f"{q.size(-2)} queries, {k.size(-2)} keys"
         raise ValueError(f"causal_attention: {sizes}; it is written for as many of both")
     if callable(dropout):  # the fused one takes no mask that it has not drawn
         return naive_attention(q, k, v, bias=bias, dropout=dropout)
+    if v.size(-1) < q.size(-1) and bias is None and not dropout and not q.is_cuda:
+        return recomputed(fused_forward, fused_backward, q, k, v, True)
     if bias is not None:
         bias = bias.own(q) if isinstance(bias, Alibi) else bias
         bias = bias + future(q.size(-2), bias)

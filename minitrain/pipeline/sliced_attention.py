@@ -10,7 +10,8 @@ of the last slice's queries over all slices so far, here or over ranks that shar
 `lengths` tokens of the slices; outside of a step `lengths` is None and the tokens are a whole sequence.
 Sends only what `attend` sends. Memory: the fused attention keeps [K_0..K_j] in one piece, so the slices hold
 K and V (k+1)/2 times, and (k-1)/k as leaves; masks of T²·(k+1)/2k - (T/k)² numbers, with ALiBi T²·(k+1)/2k
-for each head; dK and dV while backwards run. Dropout by place keeps all scores.
+for each head; dK and dV while backwards run. Dropout by place keeps all scores. Values narrower than keys
+(latent attention) are kept as wide as these.
 Li et al. 2021 (TeraPipe), arXiv:2102.07988, section 3.1; Sun et al. 2024 (Seq1F1B), arXiv:2406.03488, section
 3.
 """
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from minitrain.attention.alibi import Alibi, check_bias
 from minitrain.attention.dropout import DropMask
+from minitrain.attention.kernel import widened
 from minitrain.pipeline.schedule import Schedule
 
 
@@ -41,7 +43,11 @@ def attend(q, k, v, lengths=None, *, bias: Alibi | None = None, dropout: DropMas
     if by_place:
         return _with_mask(q, k, v, seen, dropout, places)
     shared = q.size(1) != k.size(1)
-    return F.scaled_dot_product_attention(q, k, v, seen, dropout, is_causal=first, enable_gqa=shared)
+    # On a CPU torch keeps scores unless values are as wide as keys.
+    narrow = v.size(-1) < q.size(-1) and not q.is_cuda
+    values = widened(v, q) if narrow else v
+    out = F.scaled_dot_product_attention(q, k, values, seen, dropout, is_causal=first, enable_gqa=shared)
+    return out[..., : v.size(-1)] if narrow else out
 
 
 def _with_mask(q, k, v, seen: Tensor, mask: DropMask, places: tuple[Tensor, Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ import math
 import pickle
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import CHOICES, GPTConfig, presets
@@ -355,6 +357,51 @@ def test_mla():
                 torch.autograd.grad(y.square().sum(), list(layer.parameters())) for y in (explicit, absorbed)
             ]
             assert all(close(a, b, 1e-9 * a.abs().max().item()) for a, b in zip(*grads, strict=True))
+
+
+def narrow_values(length, heads=2, width=6, value_width=4):
+    """q, k and narrower v, as MLA has them; one key head for all where heads is 1."""
+    shapes = (2, length, width), (heads, length, width), (heads, length, value_width)
+    return [random_input(1, *shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
+
+
+def core_account(core, length):
+    """Bytes of q, k, v and what their attention keeps, at most with backward; FLOPs."""
+    with Ledger() as ledger:
+        qkv = narrow_values(length)
+        out = core(*qkv)
+        kept = ledger.live_bytes
+        out.sum().backward()
+    return kept, ledger.peak_bytes, ledger.flops, list(ledger.flops_by_operator)
+
+
+def test_values_narrower_than_keys_keep_no_scores():
+    """Memory linear in T and FLOPs to the last one, real and dry; torch's own choice would keep scores."""
+    H, K, W = 2, 6, 4
+    for length in (16, 64):
+        kept, peak, flops, operators = core_account(causal_attention, length)
+        assert kept == 8 * H * length * (2 * K + 2 * W + 1)  # q, k, v, out, and the log-sum-exp
+        assert flops == 2 * H * (length * (length + 1) // 2) * (2 * K + 5 * K)
+        assert len(operators) == 2 and all("flash_attention_for_cpu" in name for name in operators)
+        assert dryrun.run(core_account, causal_attention, length, ranks=1) == (kept, peak, flops, operators)
+    assert peak < 4.01 * core_account(causal_attention, 16)[1]
+    torchs = partial(F.scaled_dot_product_attention, is_causal=True)
+    assert core_account(torchs, 64)[0] > 6 * core_account(torchs, 16)[0]
+
+
+@pytest.mark.parametrize("heads", [2, 1])
+def test_values_narrower_than_keys_give_the_same(heads):
+    found = []
+    for core in (causal_attention, naive_attention):
+        qkv = narrow_values(9, heads)
+        out = core(*qkv)
+        found.append([out, *torch.autograd.grad(out, qkv, random_input(*out.shape, seed=5))])
+    assert all(a.shape == b.shape and close(a, b) for a, b in zip(*found))
+    with_bias = [core(*narrow_values(9), bias=torch.eye(9)) for core in (causal_attention, naive_attention)]
+    assert close(*with_bias) and not close(with_bias[0], naive_attention(*narrow_values(9)), 1e-3)
+    assert not close(
+        causal_attention(*narrow_values(9), dropout=0.5), naive_attention(*narrow_values(9)), 1e-3
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
