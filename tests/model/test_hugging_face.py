@@ -1,16 +1,28 @@
-"""Weights under Hugging Face's names give the logits of Hugging Face's forward, written down here anew; and
-what is refused.
+"""Weights under Hugging Face's names give the logits of Hugging Face's forward: for Llama and GPT-2 written
+down here anew, for mixtures as transformers computed them (hugging_face_logits.py). And what is refused.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from minitrain.model.config import presets
 from minitrain.model.gpt import GPT
-from minitrain.model.hugging_face import config_of, from_hugging_face, halves, to_hugging_face
+from minitrain.model.hugging_face import (
+    config_of,
+    from_hugging_face,
+    halves,
+    incoming,
+    outgoing,
+    to_hugging_face,
+)
 from minitrain.model.layers import rotate
+from tests.model.hugging_face_logits import CASES, DEEPSEEK, STORED, drawn
+from tests.model.hugging_face_logits import TOKENS as THEIR_TOKENS
 from tests.parallel import TOLERANCE
 
 LLAMA = dict(
@@ -227,6 +239,212 @@ def test_there_and_back(state, settings):
     )
 
 
+# ---- mixtures ----------------------------------------------------------------------------------------------
+
+STORED_CASES = json.loads(STORED.read_text())
+# What config.json says on the hub, where it is about the model.
+PUBLISHED = {
+    "mixtral-8x7b": dict(
+        model_type="mixtral",
+        attention_dropout=0.0,
+        hidden_act="silu",
+        hidden_size=4096,
+        intermediate_size=14336,
+        max_position_embeddings=32768,
+        num_attention_heads=32,
+        num_experts_per_tok=2,
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        rms_norm_eps=1e-05,
+        rope_theta=1000000.0,
+        router_aux_loss_coef=0.02,
+        sliding_window=None,
+        tie_word_embeddings=False,
+        vocab_size=32000,
+    ),
+    "deepseek-v3": dict(
+        model_type="deepseek_v3",
+        attention_bias=False,
+        attention_dropout=0.0,
+        aux_loss_alpha=0.001,
+        ep_size=1,
+        first_k_dense_replace=3,
+        hidden_act="silu",
+        hidden_size=7168,
+        intermediate_size=18432,
+        kv_lora_rank=512,
+        max_position_embeddings=163840,
+        moe_intermediate_size=2048,
+        moe_layer_freq=1,
+        n_group=8,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        num_attention_heads=128,
+        num_experts_per_tok=8,
+        num_hidden_layers=61,
+        num_key_value_heads=128,
+        num_nextn_predict_layers=1,
+        q_lora_rank=1536,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        rms_norm_eps=1e-06,
+        rope_scaling=dict(
+            beta_fast=32,
+            beta_slow=1,
+            factor=40,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            original_max_position_embeddings=4096,
+            type="yarn",
+        ),
+        rope_theta=10000,
+        routed_scaling_factor=2.5,
+        scoring_func="sigmoid",
+        seq_aux=True,
+        tie_word_embeddings=False,
+        topk_group=4,
+        topk_method="noaux_tc",
+        v_head_dim=128,
+        vocab_size=129280,
+    ),
+}
+
+
+def case_of(name):
+    """Config, weights as on the hub, logits."""
+    stored = STORED_CASES[name]
+    logits = torch.tensor(stored["logits"], dtype=torch.float64)
+    return config_of(CASES[name]), drawn(stored["shapes"]), logits
+
+
+def off(state, config, expected):
+    model = GPT(config, dtype=torch.float64)
+    model.load_state_dict(from_hugging_face(state, config))
+    return (model(THEIR_TOKENS) - expected).abs().max().item()
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in b)
+
+
+def stacked(state, shapes):
+    """As transformers 5 has them in memory: experts in one tensor, gate rows before up rows."""
+    gate, up, down = (
+        ("w1", "w3", "w2") if any(".w1." in name for name in state) else ("gate_proj", "up_proj", "down_proj")
+    )
+    found = {}
+    for name, shape in shapes.items():
+        theirs = name.replace(".mlp.", ".block_sparse_moe.") if gate == "w1" else name
+        folder, _, kind = theirs.rpartition(".")
+        each = [f"{folder}.{e}." for e in range(shape[0])]
+        if kind == "gate_up_proj":
+            parts = [torch.cat((state[f"{at}{gate}.weight"], state[f"{at}{up}.weight"])) for at in each]
+        elif kind == "down_proj":
+            parts = [state[f"{at}{down}.weight"] for at in each]
+        found[name] = torch.stack(parts) if kind in ("gate_up_proj", "down_proj") else state[theirs]
+        assert list(found[name].shape) == shape
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mixtures(case):
+    config, state, expected = case_of(case)
+    assert off(state, config, expected) < 1e-10
+    ours = from_hugging_face(state, config)
+    in_memory = stacked(state, STORED_CASES[case]["in_memory"])
+    assert len(in_memory) < len(state) and same(from_hugging_face(in_memory, config), ours)
+    bare = {name.removeprefix("model."): value for name, value in state.items()}
+    assert same(from_hugging_face(bare, config), ours)
+    model = GPT(config, dtype=torch.float64)
+    model.load_state_dict(ours)
+    assert same(to_hugging_face(model.state_dict(), config), state)
+    swapped = {"w1": "w3", "w3": "w1", "gate_proj": "up_proj", "up_proj": "gate_proj"}
+    for wrong in (
+        {name: state[".".join(swapped.get(word, word) for word in name.split("."))] for name in state},
+        {name: value.flip(0) if "gate.weight" in name else value for name, value in state.items()},
+    ):
+        assert off(wrong, config, expected) > 1e-2
+
+
+def test_what_each_setting_of_deepseek_moves():
+    """Controls: logits notice each of them."""
+    config, state, expected = case_of("deepseek_v3")
+    experts = config.experts
+    for changes in (
+        dict(rope_theta=10_000.0),
+        dict(norm_eps=1e-5),
+        *(
+            dict(experts=replace(experts, **change))
+            for change in (dict(route_scale=1.0), dict(node_limit=0), dict(top_k=2))
+        ),
+    ):
+        assert off(state, replace(config, **changes), expected) > 1e-6, changes
+    without_bias = {name: 0 * x if name.endswith("_bias") else x for name, x in state.items()}
+    turned = {
+        name: x.flip(0) if name.endswith("kv_a_proj_with_mqa.weight") else x for name, x in state.items()
+    }
+    for wrong in (without_bias, turned):
+        assert off(wrong, config, expected) > 1e-3
+
+
+def test_prediction_modules_of_deepseek_are_left_out():
+    config, state, expected = case_of("deepseek_v3")
+    beside = {
+        f"model.layers.3.{name}.weight": torch.ones(1)
+        for name in ("eh_proj", "enorm", "embed_tokens", "mlp.gate")
+    }
+    assert off(state | beside, config, expected) < 1e-10
+    with pytest.raises(ValueError, match="has .'layers.3.enorm.weight'"):
+        from_hugging_face(state | {"model.layers.3.enorm.weight": torch.ones(1)}, config)
+
+
+class Files(Mapping):
+    """Tensors that are read when they are asked for."""
+
+    def __init__(self, state):
+        self.state, self.read = state, []
+
+    def __getitem__(self, name):
+        self.read.append(name)
+        return self.state[name]
+
+    def __iter__(self):
+        return iter(self.state)
+
+    def __len__(self):
+        return len(self.state)
+
+
+def test_one_tensor_at_a_time():
+    config, state, _ = case_of("mixtral")
+    files = Files(state)
+    first = {}
+    for name, value in incoming(files, config):
+        first[name] = value
+        assert len(files.read) == sum(4 if ".experts." in name else 1 for name in first)
+    assert same(first, from_hugging_face(state, config)) and sorted(files.read) == sorted(state)
+    ours = Files(first)
+    for number, _ in enumerate(outgoing(ours, config), start=1):
+        assert len(ours.read) <= number
+    assert number == len(state) and len(ours.read) == len(first)
+
+
+def test_published_configs_are_our_presets():
+    """But for how they were trained, and for the positions that V3's rescaled RoPE added."""
+    assert config_of(PUBLISHED["mixtral-8x7b"]) == presets["mixtral-8x7b"]
+    settings = PUBLISHED["deepseek-v3"]
+    with pytest.raises(ValueError, match="rope_scaling = .*'type': 'yarn'.*; only None has"):
+        config_of(settings)
+    config = config_of(settings | dict(rope_scaling=None, max_position_embeddings=4096))
+    trained = replace(config.experts, balance_alpha=1e-4, bias_speed=1e-3)
+    assert replace(config, experts=trained) == presets["deepseek-v3"]
+    assert (
+        config_of(settings | dict(rope_scaling=None, n_group=None, topk_group=None)).experts.route_nodes == 1
+    )
+
+
 def test_pairs_become_halves():
     """Meta's order, neighbours turned, gives the same scores once the rows are in the other order."""
     generator, K = torch.Generator().manual_seed(3), 8
@@ -264,7 +482,10 @@ def test_files_of_newer_versions():
 @pytest.mark.parametrize(
     "words, call",
     [
-        ("model_type 'bert'; 'llama' and 'gpt2' are known", lambda: config_of({"model_type": "bert"})),
+        (
+            "model_type 'bert'; 'llama', 'gpt2', 'mixtral' and 'deepseek_v3' are known",
+            lambda: config_of({"model_type": "bert"}),
+        ),
         (
             "rope_scaling = {'factor': 8.0}; only None",
             lambda: config_of(LLAMA | {"rope_scaling": {"factor": 8.0}}),
@@ -286,8 +507,51 @@ def test_files_of_newer_versions():
             lambda: from_hugging_face(llama_state(), config_of(LLAMA | {"vocab_size": 62})),
         ),
         (
-            "neither Llama nor GPT-2",
+            "is none of GPT-2, Llama, Mixtral, DeepSeek-V3",
             lambda: from_hugging_face(llama_state(), replace(config_of(LLAMA), activation="geglu")),
+        ),
+        *(
+            ("is none of GPT-2", lambda config=config: to_hugging_face({}, config))
+            for config in (
+                replace(presets["mixtral-8x7b"], experts=replace(presets["mixtral-8x7b"].experts, **change))
+                for change in (
+                    dict(router="gshard"),
+                    dict(shared_experts=1),
+                    dict(expert_width=8),
+                    dict(dense_first=1),
+                    dict(expert_every=2),
+                )
+            )
+        ),
+        ("is none of GPT-2", lambda: to_hugging_face({}, replace(presets["deepseek-v3"], experts=None))),
+        *(
+            (f"{name} = {value!r}; only", lambda name=name, value=value: config_of(DEEPSEEK | {name: value}))
+            for name, value in dict(
+                norm_topk_prob=False,
+                scoring_func="softmax",
+                topk_method="greedy",
+                v_head_dim=6,
+                moe_layer_freq=2,
+                rope_interleave=False,
+                rms_norm_eps=1e-5,
+                attention_bias=True,
+                hidden_act="gelu",
+            ).items()
+        ),
+        (
+            "num_experts_per_tok = 6, topk_group = 2: .* 2 is both",
+            lambda: config_of(DEEPSEEK | {"num_experts_per_tok": 6}),
+        ),
+        ("sliding_window = 4096; only None", lambda: config_of(CASES["mixtral"] | {"sliding_window": 4096})),
+        (
+            "weights in FP8 with scales",
+            lambda: from_hugging_face({"model.x.weight_scale_inv": torch.ones(1)}, config_of(DEEPSEEK)),
+        ),
+        (
+            r"lacks \['layers.0.block_sparse_moe.experts.4.w1.weight'",
+            lambda: from_hugging_face(
+                case_of("mixtral")[1], config_of(CASES["mixtral"] | {"num_local_experts": 5})
+            ),
         ),
     ],
 )
