@@ -70,12 +70,42 @@ def visitors(tables, num_experts):
     return [found[first : first + here] for first in range(0, num_experts, here)]
 
 
-def bytes_between(messages):
-    """Bytes by (source, destination)."""
-    sent = Counter()
-    for message in messages:
-        sent[message.source, message.destination] += message.bytes
-    return sent
+def run_cases(work, cases, late=None, **rules):
+    """cases[i][member], tuples of arguments -> for each case its members' results, and the bytes that they sent by (source, destination).
+
+    All cases run in one launch, one after the other, each on a group of the last ranks. `late[i][member]` is a secret, whose name is the last
+    argument: then there are two counts of bytes, before it was fetched and after.
+    """
+    ranks, firsts = max(map(len, cases)), [max(map(len, cases)) - len(case) for case in cases]
+    inputs, secrets = [[] for _ in range(ranks)], [{} for _ in range(ranks)]
+    for number, (case, first) in enumerate(zip(cases, firsts)):
+        for rank, arguments in enumerate(case, first):
+            names = [f"case {number}", f"late {number}"][: 1 if late is None else 2]
+            tensors = [torch.zeros(1), *(late[number][rank - first] for _ in names[1:])]
+            secrets[rank] |= dict(zip(names, tensors))
+            inputs[rank].append((names[0], list(range(first, ranks)), (*arguments, *names[1:])))
+    outcome = run_on_ranks(
+        work, inputs, secrets=secrets, collectives=rules.pop("collectives"), **rules
+    )
+    fetched, sent = [[] for _ in range(ranks)], [(Counter(), Counter()) for _ in cases]
+    for event in outcome.events:
+        if event.kind == "fetch":
+            fetched[event.rank].append(event.name)
+        elif event.kind == "send":
+            stage, number = fetched[event.rank][-1].split()
+            first = firsts[int(number)]
+            sent[int(number)][stage == "late"][event.rank - first, event.peer - first] += (
+                event.bytes
+            )
+    for said, given, names, wanted in zip(outcome.results, inputs, fetched, secrets, strict=True):
+        whole = isinstance(said, list) and len(said) == len(given)
+        expect(
+            whole and names == [*wanted],
+            "one case after the other",
+            "a group is for sends, receives and the collective",
+        )
+    results = [[outcome.results[rank].pop(0) for rank in range(first, ranks)] for first in firsts]
+    return list(zip(results, sent))
 
 
 def stacked(rows, width):
@@ -373,16 +403,42 @@ def there(x, experts, num_experts, group):
     ### END SOLUTION
 
 
+# %% driver="cases"
+import torch.distributed as dist
+
+
+def in_turn(work, cases, group):
+    """What `work` returns in each case that this rank is in. Nothing of a case is sent before it has begun."""
+    said = []
+    for begins, members, arguments in cases:
+        group.fetch(begins, torch.zeros(1))
+        said.append(work(*arguments, dist.new_group(members, use_local_synchronization=True)))
+    return said
+
+
+def there_in_turn(cases, group):
+    return in_turn(there, cases, group)
+
+
 # %% judge="expect_there"
-def expect_there(tables, num_experts, width):
-    """Run the answer on len(tables) ranks: rows and counts are right, and no more travels than the table says."""
-    ranks, xs = len(tables), [draw.exact(len(table), width) for table in tables]
-    inputs = [(x, table, num_experts) for x, table in zip(xs, tables)]
-    outcome = run_on_ranks(there, inputs, collectives="all_to_all")
-    most = Counter()
+def expect_there(*cases):
+    """Cases (tables, num_experts, width), each on len(tables) ranks: rows and counts are right, and no more travels than the table says."""
+    xs = [[draw.exact(len(table), width) for table in tables] for tables, _, width in cases]
+    inputs = [
+        [(x, table, num_experts) for x, table in zip(own, tables)]
+        for own, (tables, num_experts, _) in zip(xs, cases)
+    ]
+    for case, own, outcome in zip(
+        cases, xs, run_cases(there_in_turn, inputs, collectives="all_to_all")
+    ):
+        expect_rows(*case, own, *outcome)
+
+
+def expect_rows(tables, num_experts, width, xs, results, sent):
+    ranks, most = len(tables), Counter()
     for rank, experts in enumerate(visitors(tables, num_experts)):
         seen = f"(seen at rank {rank} of {ranks})"
-        rows, counts = a_pair(outcome.results[rank], "return rows and counts")
+        rows, counts = a_pair(results[rank], "return rows and counts")
         expect_equal(
             counts,
             torch.tensor([len(found) for found in experts]),
@@ -403,7 +459,7 @@ def expect_there(tables, num_experts, width):
         )
         for source, _, _ in sum(experts, []):
             most[source, rank] += width * 8
-    for pair, size in bytes_between(outcome.messages).items():
+    for pair, size in sent[0].items():
         expect(
             size <= most[pair] + 8 * num_experts // ranks,
             "bytes on the wire",
@@ -413,21 +469,24 @@ def expect_there(tables, num_experts, width):
 
 # %% check="there-rows" points=1
 # Rows by expert, rank and token, from tables of any shape, and nothing else travels.
-expect_there([torch.tensor([[2, 0], [3, 2]]), torch.tensor([[2, 1]])], 4, 5)
-expect_there([torch.tensor([[1], [0], [0]]), torch.tensor([[1], [-1]])], 2, 6)
+expect_there(
+    ([torch.tensor([[2, 0], [3, 2]]), torch.tensor([[2, 1]])], 4, 5),
+    ([torch.tensor([[1], [0], [0]]), torch.tensor([[1], [-1]])], 2, 6),
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
+cases = []
 for ranks in (1, 2, 3, 4):
     here, k = draw.integer(2, 3), draw.integer(1, 2)
     sizes = draw.several(range(3, 11), ranks)
     drawn = [drawn_table(size, k, range(ranks * here), nowhere=5) for size in sizes]
-    expect_there(drawn, ranks * here, draw.integer(4, 9))
+    cases.append((drawn, ranks * here, draw.integer(4, 9)))
 lonely = draw.integer(0, 5)  # an expert that nobody visits, and a rank without tokens
 others = [expert for expert in range(6) if expert != lonely]
-expect_there([drawn_table(size, 2, others) for size in (draw.integer(4, 7), 0, 3)], 6, 5)
+cases.append(([drawn_table(size, 2, others) for size in (draw.integer(4, 7), 0, 3)], 6, 5))
 popular = draw.integer(0, 7)  # all on one expert, but for padding
-expect_there([drawn_table(draw.integer(3, 6), 1, [popular], nowhere=4) for _ in range(4)], 8, 5)
-expect_there([torch.full((3, 2), -1) for _ in range(3)], 3, 5)
+cases.append(([drawn_table(draw.integer(3, 6), 1, [popular], nowhere=4) for _ in range(4)], 8, 5))
+expect_there(*cases, ([torch.full((3, 2), -1) for _ in range(3)], 3, 5))
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -493,23 +552,46 @@ def back_backward(dout, kept, experts, weights, arriving, group):
 
 
 # %% driver="there_and_back"
-def back_on_a_rank(y, experts, weights, arriving, group):
-    return back(y, experts, weights, arriving, group)[0]
+def forward_alone(*arguments):
+    return back(*arguments)[0]
 
 
-def both_passes_on_a_rank(y, experts, weights, arriving, group):
+def both_passes(y, experts, weights, arriving, gradient, group):
     """Forward, then the gradient arrives, then backward."""
     out, kept = back(y, experts, weights, arriving, group)
     out = out.clone()
-    dout = group.fetch("dout", torch.empty_like(out))
+    dout = group.fetch(gradient, torch.empty_like(out))
     dy, dweights = back_backward(dout, kept, experts, weights, arriving, group)
     return {"out": out, "dy": dy, "dweights": dweights}
 
 
+def back_in_turn(cases, group):
+    return in_turn(forward_alone, cases, group)
+
+
+def both_in_turn(cases, group):
+    return in_turn(both_passes, cases, group)
+
+
 # %% judge="expect_back"
-def expect_back(tables, num_experts, width, backward=False):
-    """Run forward, or both passes: results equal one process, and only rows of D elements travel."""
-    ranks, k, visits = len(tables), tables[0].shape[1], visitors(tables, num_experts)
+def expect_back(*cases, backward=False):
+    """Cases (tables, num_experts, width); run forward, or both passes: results equal one process, and only rows of D elements travel."""
+    knowns = [back_known(*case) for case in cases]
+    inputs, rules = (
+        [known["inputs"] for known in knowns],
+        {"collectives": "all_to_all", "autograd": False},
+    )
+    if backward:
+        outcomes = run_cases(both_in_turn, inputs, [known["douts"] for known in knowns], **rules)
+    else:
+        outcomes = run_cases(back_in_turn, inputs, **rules)
+    for known, outcome in zip(knowns, outcomes):
+        expect_passes(known, backward, *outcome)
+
+
+def back_known(tables, num_experts, width):
+    """Inputs and gradients of the ranks, and what one process makes of them."""
+    ranks, visits = len(tables), visitors(tables, num_experts)
     ys = [draw.real(sum(map(len, experts)), width) for experts in visits]
     weights = [draw.real(*table.shape).abs() * (table >= 0) for table in tables]
     douts = [draw.real(len(table), width) for table in tables]
@@ -526,26 +608,19 @@ def expect_back(tables, num_experts, width, backward=False):
             arriving[rank][source, place] += 1
             most[rank, source] += 8 * width * (rank != source)
     inputs = list(zip(ys, tables, weights, arriving))
-    rules = {"collectives": "all_to_all", "autograd": False}
-    if backward:
-        secrets = [{"dout": dout} for dout in douts]
-        outcome = run_on_ranks(both_passes_on_a_rank, inputs, secrets=secrets, **rules)
-    else:
-        outcome = run_on_ranks(back_on_a_rank, inputs, **rules)
-    said = [result["out"] for result in outcome.results] if backward else outcome.results
+    found = {"inputs": inputs, "douts": douts, "outs": outs, "dys": dys, "dweights": dweights}
+    return found | {"most": most}
+
+
+def expect_passes(known, backward, results, sent):
+    ranks, most = len(results), known["most"]
     expect_equal(
-        said,
-        outs,
+        [result["out"] for result in results] if backward else results,
+        known["outs"],
         "the output",
         f"whose result is this, which token is it for, and how often does its weight count? How did the rows lie before they were sorted by expert? ({ranks} ranks)",
         atol=NEAR,
     )
-    sent, in_backward = [Counter(), Counter()], [False] * ranks
-    for event in outcome.events:
-        if event.kind == "fetch":
-            in_backward[event.rank] = True
-        elif event.kind == "send":
-            sent[in_backward[event.rank]][event.rank, event.peer] += event.bytes
     expect(
         all(size <= most[pair] for pair, size in sent[0].items()),
         "bytes of forward",
@@ -556,18 +631,18 @@ def expect_back(tables, num_experts, width, backward=False):
     for name, wanted, property, hint in (
         (
             "dy",
-            dys,
+            known["dys"],
             "gradient of the results",
             "dout of the token, times the weight of the choice, in the order of this rank's results",
         ),
         (
             "dweights",
-            dweights,
+            known["dweights"],
             "gradient of the weights",
             "dout and the result of the same choice, multiplied and summed over D; a choice that goes nowhere has 0",
         ),
     ):
-        found = [result[name] for result in outcome.results]
+        found = [result[name] for result in results]
         expect_equal(found, wanted, property, f"{hint} ({ranks} ranks)", atol=NEAR)
     expect(
         all(size <= most[pair[::-1]] for pair, size in sent[1].items()),
@@ -583,28 +658,36 @@ def tables_of(ranks, k, here, nowhere):
 
 # %% check="back-forward" points=1
 # Every token has the weighted sum of its results, and only results travel.
-expect_back([torch.tensor([[1, 0]]), torch.tensor([[1, -1]])], 2, 1)
-expect_back([torch.tensor([[2, 0], [3, 2]]), torch.tensor([[2, 1]])], 4, 3)
+expect_back(
+    ([torch.tensor([[1, 0]]), torch.tensor([[1, -1]])], 2, 1),
+    ([torch.tensor([[2, 0], [3, 2]]), torch.tensor([[2, 1]])], 4, 3),
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for ranks in (1, 2, 3, 4):
-    expect_back(*tables_of(ranks, draw.integer(1, 3), 3, 5), draw.integer(3, 7))
+cases = [
+    (*tables_of(ranks, draw.integer(1, 3), 3, 5), draw.integer(3, 7)) for ranks in (1, 2, 3, 4)
+]
 popular = draw.integer(0, 2)  # all on one expert, two without tokens
-expect_back([drawn_table(size, 1, [popular]) for size in draw.several([0, 3, 5], 3)], 3, 4)
+lonely = [drawn_table(size, 1, [popular]) for size in draw.several([0, 3, 5], 3)]
+expect_back(*cases, (lonely, 3, 4))
 ### END HIDDEN TESTS
 
 # %% check="back-backward" points=1
 # Gradients of results and weights, and only gradients of results travel.
-expect_back([torch.tensor([[1, 0]]), torch.tensor([[1, -1]])], 2, 1, backward=True)
-expect_back([torch.tensor([[2, 0], [3, 2]]), torch.tensor([[2, 1]])], 4, 3, backward=True)
+expect_back(
+    ([torch.tensor([[1, 0]]), torch.tensor([[1, -1]])], 2, 1),
+    ([torch.tensor([[2, 0], [3, 2]]), torch.tensor([[2, 1]])], 4, 3),
+    backward=True,
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for ranks in (1, 2, 3, 4):
-    of = tables_of(ranks, draw.integer(2, 3), draw.integer(3, 4), 5)
-    expect_back(*of, draw.integer(3, 7), backward=True)
+cases = [
+    (*tables_of(ranks, draw.integer(2, 3), draw.integer(3, 4), 5), draw.integer(3, 7))
+    for ranks in (1, 2, 3, 4)
+]
 popular = draw.integer(0, 2)
 lonely = [drawn_table(size, 1, [popular], nowhere=3) for size in draw.several([0, 3, 5], 3)]
-expect_back(lonely, 3, 4, backward=True)
+expect_back(*cases, (lonely, 3, 4), backward=True)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -661,29 +744,46 @@ def two_level(x, experts, num_experts, across, inside):
 
 
 # %% driver="nodes"
-import torch.distributed as dist
+def groups_of(group, of_members):
+    """One for each list of its members."""
+    ranks = dist.get_process_group_ranks(group)
+    return [
+        dist.new_group([ranks[m] for m in own], use_local_synchronization=True)
+        for own in of_members
+    ]
 
 
-def two_level_on_a_rank(x, experts, num_experts, per_node, group):
+def on_two_levels(x, experts, num_experts, per_node, group):
     """The ranks of `group` fill nodes of `per_node`."""
     node, place = divmod(group.rank(), per_node)
     across = [other * per_node + place for other in range(group.size() // per_node)]
     inside = [node * per_node + other for other in range(per_node)]
-    levels = [dist.new_group(ranks, use_local_synchronization=True) for ranks in (across, inside)]
-    return two_level(x, experts, num_experts, *levels)
+    return two_level(x, experts, num_experts, *groups_of(group, (across, inside)))
+
+
+def two_level_in_turn(cases, group):
+    return in_turn(on_two_levels, cases, group)
 
 
 # %% judge="expect_two_levels"
-def expect_two_levels(tables, num_experts, per_node, width, inside=False):
-    """Run the answer: rows are right, one copy for each node crosses; and `inside` a node only what its experts want."""
+def expect_two_levels(*cases, inside=False):
+    """Cases (tables, num_experts, per_node, width): rows are right, one copy for each node crosses; and `inside` a node only what its experts want."""
+    xs = [[draw.exact(len(table), case[-1]) for table in case[0]] for case in cases]
+    inputs = [
+        [(x, table, num_experts, per_node) for x, table in zip(own, tables)]
+        for own, (tables, num_experts, per_node, _) in zip(xs, cases)
+    ]
+    outcomes = run_cases(two_level_in_turn, inputs, collectives="all_to_all")
+    for case, own, outcome in zip(cases, xs, outcomes):
+        expect_copies(*case, own, inside, *outcome)
+
+
+def expect_copies(tables, num_experts, per_node, width, xs, inside, results, sent):
     ranks, k, here = len(tables), tables[0].shape[1], num_experts // len(tables)
-    xs = [draw.exact(len(table), width) for table in tables]
-    inputs = [(x, table, num_experts, per_node) for x, table in zip(xs, tables)]
-    outcome = run_on_ranks(two_level_on_a_rank, inputs, collectives="all_to_all")
     visits = visitors(tables, num_experts)
     for rank, experts in enumerate(visits):
         seen = f"(seen at rank {rank} of {ranks}, {per_node} a node)"
-        rows, counts = a_pair(outcome.results[rank], "return rows and counts")
+        rows, counts = a_pair(results[rank], "return rows and counts")
         expect_equal(
             counts,
             torch.tensor([len(found) for found in experts]),
@@ -712,7 +812,7 @@ def expect_two_levels(tables, num_experts, per_node, width, inside=False):
             copies = int((table.div(per_node * here, rounding_mode="floor") == node).any(1).sum())
             if node != source // per_node:
                 crosses[source, node * per_node + source % per_node] = 8 + copies * 8 * (width + k)
-    for pair, size in bytes_between(outcome.messages).items():
+    for pair, size in sent[0].items():
         one, other = (rank // per_node for rank in pair)
         if one != other:
             expect(
@@ -741,30 +841,32 @@ def scattered(nodes, per_node, here, nowhere=0, most=5):
 
 # %% check="two_level-across" points=1
 # Every expert has its rows, and a token crosses once for each node it visits.
-expect_two_levels([torch.tensor([[2, 3, 0]]), torch.tensor([[1, 2, -1], [0, 1, 3]])], 4, 1, 20)
-expect_two_levels(*scattered(2, 2, 2), 20)
+expect_two_levels(([torch.tensor([[2, 3, 0]]), torch.tensor([[1, 2, -1], [0, 1, 3]])], 4, 1, 20))
+expect_two_levels((*scattered(2, 2, 2), 20))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
+cases = []
 for nodes, per_node in ((2, 2), (draw.integer(2, 4), 1), (1, draw.integer(2, 4)), (3, 2)):
     here = draw.integer(3 if per_node == 1 else 2, 4)
-    expect_two_levels(*scattered(nodes, per_node, here, nowhere=5), draw.integer(16, 24))
+    cases.append((*scattered(nodes, per_node, here, nowhere=5), draw.integer(16, 24)))
+expect_two_levels(*cases)
 ### END HIDDEN TESTS
 
 # %% check="two_level-inside" points=1
 # Inside a node too, only what its experts want is sent, from tables of any shape.
-expect_two_levels(*scattered(2, 2, 2), 20, inside=True)
+expect_two_levels((*scattered(2, 2, 2), 20), inside=True)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for nodes, per_node in ((2, 3), (3, 2), (1, 3)):
-    of = scattered(nodes, per_node, draw.integer(2, 3), nowhere=5)
-    expect_two_levels(*of, draw.integer(16, 24), inside=True)
+cases = [
+    (*scattered(nodes, per_node, draw.integer(2, 3), nowhere=5), draw.integer(16, 24))
+    for nodes, per_node in ((2, 3), (3, 2), (1, 3))
+]
 popular = draw.integer(0, 7)  # all on one expert, and ranks without tokens
 sizes = draw.several([0, 0, 3, 4], 4)
 alone = [drawn_table(size, 1, [popular], nowhere=4) for size in sizes]
-expect_two_levels(alone, 8, 2, 16, inside=True)
 tables, *rest = scattered(2, 2, 2)
 nobody = [torch.full((3, 3), -1), *tables[1:]]
-expect_two_levels(nobody, *rest, 16, inside=True)
+expect_two_levels(*cases, (alone, 8, 2, 16), (nobody, *rest, 16), inside=True)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -832,8 +934,15 @@ def gradients_on_a_rank(grads, ep_size, group):
     row, column = divmod(group.rank(), ep_size)
     ep = [row * ep_size + other for other in range(ep_size)]
     beside = [other * ep_size + column for other in range(group.size() // ep_size)]
-    groups = [dist.new_group(ranks, use_local_synchronization=True) for ranks in (ep, beside)]
-    return sum_gradients(dict(grads), group, *groups)
+    return sum_gradients(dict(grads), group, *groups_of(group, (ep, beside)))
+
+
+def losses_in_turn(cases, group):
+    return in_turn(losses_on_a_rank, cases, group)
+
+
+def gradients_in_turn(cases, group):
+    return in_turn(gradients_on_a_rank, cases, group)
 
 
 # %% judge="expect_sums"
@@ -848,16 +957,27 @@ def routed(tokens, k, num_experts, mask=None):
     return routing.probs, routing.experts
 
 
-def expect_losses(batch, alpha, near=1e-12):
-    """batch[rank][microbatch] = (probs, experts): shares add up to the loss of one process, and so do gradients."""
+def sent_by(sent, rank):
+    return sum(size for (source, _), size in sent[0].items() if source == rank)
+
+
+def expect_losses(*cases, near=1e-12):
+    """Cases (batch, alpha), batch[rank][microbatch] = (probs, experts): shares add up to the loss of one process, and so do gradients."""
+    inputs = [
+        [([p for p, _ in own], [e for _, e in own], alpha) for own in batch]
+        for batch, alpha in cases
+    ]
+    for case, outcome in zip(cases, run_cases(losses_in_turn, inputs, collectives="all_reduce")):
+        expect_shares(*case, near, *outcome)
+
+
+def expect_shares(batch, alpha, near, results, sent):
     ranks, num_experts = len(batch), batch[0][0][0].shape[1]
     leaves = [[probs.clone().requires_grad_() for probs, _ in own] for own in batch]
     probs, experts = torch.cat(sum(leaves, [])), torch.cat([e for own in batch for _, e in own])
     whole = router.balance_loss(router.Routing(experts, torch.zeros(()), probs), alpha)
     whole.backward()
-    inputs = [([p for p, _ in own], [e for _, e in own], alpha) for own in batch]
-    outcome = run_on_ranks(losses_on_a_rank, inputs, collectives="all_reduce")
-    said = [result["shares"] for result in outcome.results]
+    said = [result["shares"] for result in results]
     expect(
         all(
             len(shares) == len(own) and all(share.shape == () for share in shares)
@@ -875,7 +995,7 @@ def expect_losses(batch, alpha, near=1e-12):
     )
     for rank, own in enumerate(leaves):
         expect_equal(
-            outcome.results[rank]["grads"],
+            results[rank]["grads"],
             [leaf.grad for leaf in own],
             "gradient of the loss",
             "the value is right, but not what the router learns: does each token's probability reach the loss of its own rank through autograd, once?",
@@ -889,21 +1009,32 @@ def expect_losses(batch, alpha, near=1e-12):
             atol=near,
         )
     expect(
-        max(outcome.sent_bytes) <= all_reduce_bytes(num_experts + ranks, ranks),
+        max(sent_by(sent, rank) for rank in range(ranks))
+        <= all_reduce_bytes(num_experts + ranks, ranks),
         "bytes on the wire",
         "one sum of E + 1 numbers is enough, for all microbatches together; what else is sent?",
     )
 
 
-def expect_gradients(replicas, ep_size, width):
-    """Gradients on a grid of `replicas` times ep_size ranks."""
-    ranks, shapes = replicas * ep_size, {"router": [7, width], "experts.up": [2, width, 5]}
+def expect_gradients(*cases):
+    """Cases (replicas, ep_size, width): gradients on a grid of `replicas` times ep_size ranks."""
+    grads = [drawn_gradients(replicas * ep_size, width) for replicas, ep_size, width in cases]
+    inputs = [[(own, ep_size) for own in of_case] for of_case, (_, ep_size, _) in zip(grads, cases)]
+    outcomes = run_cases(gradients_in_turn, inputs, collectives="all_reduce")
+    for (replicas, ep_size, _), own, outcome in zip(cases, grads, outcomes):
+        expect_grid(replicas, ep_size, own, *outcome)
+
+
+def drawn_gradients(ranks, width):
+    shapes = {"router": [7, width], "experts.up": [2, width, 5]}
     shapes |= {"attention": [3, 5, width], "experts.down": [2, 5, width], "norm": [11]}
     names = draw.several(shapes, len(shapes))
-    grads = [{name: draw.exact(*shapes[name]) for name in names} for _ in range(ranks)]
-    inputs = [(own, ep_size) for own in grads]
-    outcome = run_on_ranks(gradients_on_a_rank, inputs, collectives="all_reduce")
-    for said in outcome.results:
+    return [{name: draw.exact(*shapes[name]) for name in names} for _ in range(ranks)]
+
+
+def expect_grid(replicas, ep_size, grads, results, sent):
+    ranks, names = replicas * ep_size, list(grads[0])
+    for said in results:
         expect(
             isinstance(said, dict) and set(said) == set(names), "names", "a dict, names as given"
         )
@@ -914,7 +1045,7 @@ def expect_gradients(replicas, ep_size, width):
             for rank in range(ranks)
         ]
         expect_equal(
-            [said[name] for said in outcome.results],
+            [said[name] for said in results],
             [sum(grads[other][name] for other in over) for over in summed],
             "gradients of experts" if alone else "gradients of the others",
             f"an expert has seen the tokens of all ranks of its ep; who else has this expert, and did its rank see the same tokens? (seen with {replicas} times {ep_size} ranks)"
@@ -922,11 +1053,11 @@ def expect_gradients(replicas, ep_size, width):
             else f"every rank has this parameter, and tokens of its own; whose tokens are missing, or is it a mean? (seen with {replicas} times {ep_size} ranks)",
         )
     most = sum(
-        all_reduce_bytes(math.prod(shape), replicas if name.startswith("experts.") else ranks)
-        for name, shape in shapes.items()
+        all_reduce_bytes(grad.numel(), replicas if name.startswith("experts.") else ranks)
+        for name, grad in grads[0].items()
     )
     expect(
-        max(outcome.sent_bytes) <= most,
+        max(sent_by(sent, rank) for rank in range(ranks)) <= most,
         "bytes of the gradients",
         "one all-reduce for each gradient, over those that have terms of it; who else is spoken to?",
     )
@@ -934,32 +1065,31 @@ def expect_gradients(replicas, ep_size, width):
 
 # %% check="one_loss-loss" points=1
 # Shares of all microbatches and ranks add up to the loss of one process, and so do their gradients.
-expect_losses(
-    [
-        [(torch.tensor([[0.75, 0.25]] * 2).double(), torch.tensor([[0], [0]]))],
-        [(torch.tensor([[0.25, 0.75]]).double(), torch.tensor([[1]]))],
-    ],
-    1.0,
-)
-expect_losses([[routed(3, 2, 4), routed(5, 2, 4)], [routed(2, 2, 4), routed(1, 2, 4)]], 0.5)
+of_the_text = [
+    [(torch.tensor([[0.75, 0.25]] * 2).double(), torch.tensor([[0], [0]]))],
+    [(torch.tensor([[0.25, 0.75]]).double(), torch.tensor([[1]]))],
+]
+two_each = [[routed(3, 2, 4), routed(5, 2, 4)], [routed(2, 2, 4), routed(1, 2, 4)]]
+expect_losses((of_the_text, 1.0), (two_each, 0.5))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
+cases = []
 for ranks in (1, 3, 4):
     micro, experts = draw.integer(2, 4), draw.integer(3, 9)
     k = draw.integer(2, 3)
     sizes = [draw.several(range(2, 12), micro) for _ in range(ranks)]
     batch = [[routed(size, k, experts, draw.mask(size)) for size in own] for own in sizes]
     batch[-1][0] = routed(4, k, experts, torch.zeros(4, dtype=torch.bool))  # nothing but padding
-    expect_losses(batch, draw.integer(1, 50) / 64)
+    cases.append((batch, draw.integer(1, 50) / 64))
 sizes = draw.several(range(1, 9), 4)
-expect_losses([[routed(size, 1, 5) for size in sizes[r : r + 2]] for r in (0, 2)], 2.0)
+expect_losses(*cases, ([[routed(size, 1, 5) for size in sizes[r : r + 2]] for r in (0, 2)], 2.0))
 ### END HIDDEN TESTS
 
 # %% check="one_loss-gradients" points=1
 # Experts are summed over the ranks that hold them too, everything else over all ranks.
-expect_gradients(2, 2, 3)
+expect_gradients((2, 2, 3))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for replicas, ep_size in ((3, 2), (2, 3), (1, draw.integer(2, 4)), (draw.integer(2, 4), 1)):
-    expect_gradients(replicas, ep_size, draw.integer(2, 6))
+grids = (3, 2), (2, 3), (1, draw.integer(2, 4)), (draw.integer(2, 4), 1)
+expect_gradients(*((*grid, draw.integer(2, 6)) for grid in grids))
 ### END HIDDEN TESTS
