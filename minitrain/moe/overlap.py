@@ -1,19 +1,20 @@
 """A layer in parts: the rows of one part travel while experts work on those of another.
 
     by_capacity   each expert's rows in r chunks         chunk i+1 arrives, chunk i works, chunk i-1 goes home
-    by_peer       those of rank + s, for s = 0 .. n-1    own rows first, which need no network
+    by_peer       those of the group of g ranks that is s further, s = 0 .. n/g-1; the own group first
     reused        as by_capacity, but what experts read is not kept: backward fetches it once more
 
 A part is a generator that gives way when it has handed rows to the network; `take_turns` is the schedule.
 Backward needs none of its own: autograd runs in reverse, and a transfer that is issued before a product and
 awaited behind it has a gradient that is issued before that product's gradient and awaited behind it.
 
-Sends what dispatch.py sends, by_capacity in r times as many all-to-alls, by_peer as n-1 messages each way;
+Sends what dispatch.py sends, by_capacity in r times as many all-to-alls, by_peer as n-1 messages each way,
+g in a step (g-1 in the first), so groups of one rank start without the network and have the most steps;
 reused has 5 crossings of D elements a row, not 4. Memory: of R arrived rows reused holds two chunks while
 experts work (one is arriving), a third while one is sorted; the others keep all R for backward.
 Hwang et al. 2022 (Tutel), arXiv:2206.03382, section 3; He et al. 2022 (FasterMoE), PPoPP, section 4.2; Zhang
-et al. 2023 (MPipeMoE), IPDPS. Differs: FasterMoE exchanges between groups of ranks, here they are single
-ranks; MPipeMoE has two fixed buffers and may offload: that choice is in plan/expert_overlap.py.
+et al. 2023 (MPipeMoE), IPDPS. Differs: MPipeMoE has two fixed buffers and may offload: that choice is in
+plan/expert_overlap.py.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -111,9 +112,9 @@ def by_capacity(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, pa
     return in_parts(x, routing, *capacity_parts(routing, group, chunks), work, params)
 
 
-def by_peer(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=()) -> Tensor:
-    """The same: in step s rows go to rank + s while those of rank - s arrive."""
-    return in_parts(x, routing, *peer_parts(routing, group), work, params)
+def by_peer(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=(), *, size: int = 1):
+    """The same: in step s rows go to the group of `size` ranks that is s further, those of s back arrive."""
+    return in_parts(x, routing, *peer_parts(routing, group, size), work, params)
 
 
 def reused(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=(), *, chunks: int = 2):
@@ -210,23 +211,49 @@ def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[
     return way, _parts(way, rows, numbers, chunks, cross)
 
 
-def peer_parts(routing: Routing, group: ProcessGroup) -> tuple[Dispatch, list[Part]]:
-    """A part for each distance between ranks, the own rows first."""
-    rank, n = group.rank(), group.size()
+def peer_parts(routing: Routing, group: ProcessGroup, size: int = 1) -> tuple[Dispatch, list[Part]]:
+    """A part for each distance between groups of `size` ranks that follow one another, the own group first.
 
-    def cross(shift: int, sends: list[int], receives: list[int]) -> Callable:
-        to, source = (rank + shift) % n, (rank - shift) % n
+    Inside a step pairs take turns too: place i of a group sends to places i, i + 1, .. of the other.
+    """
+    rank, n = group.rank(), group.size()
+    if not isinstance(size, int) or size < 1 or n % size:
+        raise ValueError(
+            f"overlap: groups of size={size!r} of {n} ranks; use a divisor of {n}, 1 for single ranks"
+        )
+
+    def peer(distance: int, turn: int) -> int:
+        return (rank // size + distance) % (n // size) * size + (rank + turn) % size
+
+    def cross(step: int, sends: list[int], receives: list[int]) -> Callable:
+        pairs = [(peer(step, turn), peer(-step, -turn)) for turn in range(size)]
 
         def exchange(rows: Tensor) -> collectives.Handle:
-            like = rows.new_empty(receives[source], rows.shape[1])
-            return collectives.exchange(rows, to, source, group, like=like, async_op=True)
+            pieces, handles = rows.split(sends), {}
+            for to, source in pairs:
+                like = rows.new_empty(receives[source], rows.shape[1])
+                handles[source] = collectives.exchange(
+                    pieces[to], to, source, group, like=like, async_op=True
+                )
+            return joined([handles[source] for source in sorted(handles)])
 
         return exchange
 
     way = Dispatch(routing, group)
     leaving, source, _ = rows = rows_of(routing, way)
-    numbers = (leaving // len(way.counts) - rank) % n, (rank - source) % n
-    return way, _parts(way, rows, numbers, n, cross)
+    numbers = (leaving // len(way.counts) // size - rank // size), (rank // size - source // size)
+    return way, _parts(way, rows, [number % (n // size) for number in numbers], n // size, cross)
+
+
+def joined(handles: list[collectives.Handle]) -> collectives.Handle:
+    """One handle for all, of their rows one after the other."""
+    if len(handles) == 1:
+        return handles[0]
+
+    def rows() -> Tensor:
+        return torch.cat([handle.wait() for handle in handles])
+
+    return collectives.Handle(lambda: None, rows, lambda: all(handle.done for handle in handles))
 
 
 def rows_of(routing: Routing, way: Dispatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,7 +267,7 @@ def rows_of(routing: Routing, way: Dispatch) -> tuple[Tensor, Tensor, Tensor]:
     return routing.experts.flatten()[way.choices], source, arriving
 
 
-def _parts(way: Dispatch, rows: tuple, numbers: tuple, count: int, cross: Callable) -> list[Part]:
+def _parts(way: Dispatch, rows: tuple, numbers: Sequence, count: int, cross: Callable) -> list[Part]:
     """`numbers`: in which part each row leaves [A] and arrives [R]; both sides know without asking."""
     leaving, source, arriving = rows
     n, local = len(way.receive_sizes), len(way.counts)
