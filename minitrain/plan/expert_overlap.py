@@ -9,8 +9,8 @@ Modelled: a transfer takes alpha + beta · rows, and so does a product; ranks ar
 loaded. Streams slow each other down nowhere but on Lina's link, which is about that.
 Shi et al. 2023 (PipeMoE), INFOCOM; Shi et al. 2024 (ScheMoE), EuroSys; Li et al. 2023 (Lina), ATC; Zhang et
 al. 2023 (MPipeMoE), IPDPS. Differs: ScheMoE's order is the shortest where the way there and the way back take
-the same times (searched up to 3 chunks), elsewhere it may not be; Lina also packs experts and places them by
-popularity; MPipeMoE measures how much copies slow products down.
+the same times (searched up to 3 chunks), elsewhere it may not be; what Lina does in inference is in
+expert_popularity.py; MPipeMoE measures how much copies slow products down.
 """
 
 from collections import defaultdict, deque

@@ -14,7 +14,7 @@ layerwise  when copies travel while the layer before computes                   
 
 He et al. 2022 (PPoPP); Wang et al. 2023 (CLUSTER); Nie et al. 2023, arXiv:2304.03946; Zhai et al. 2023 (ATC).
 Of equal choices the first wins: fewer copies, lower numbers. minitrain/moe/balance.py runs what is decided.
-Differs: loads are given, not predicted or profiled.
+Differs: loads are given, not predicted or profiled; SmartMoE's pools of whole plans are in expert_pools.py.
 """
 
 from collections import Counter
