@@ -4,6 +4,7 @@ run).
 First  start               launch.run(fn, ranks=4): the reader's function on N ranks
        dryrun              dryrun.run(fn, rank=0, ranks=4096): the same as one rank, shapes without numbers
 then   local, ranks        both sides of a launch on this machine
+       helper              the process between them, which has loaded what ranks are forked with
        report              who is to blame, in one sentence
 beside shared_cores        what Linux's scheduler is asked when ranks share cores
        wire                the kernel's own count of bytes, which the ledger is checked with

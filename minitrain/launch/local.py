@@ -7,7 +7,6 @@ pickled function and its arguments) go there, and of rank r come back `r.result`
 one line, so a rank can die in the middle of anything and what it said before is whole.
 """
 
-import atexit
 import json
 import linecache
 import os
@@ -15,28 +14,20 @@ import pickle
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import wait as wait_for
 
 from minitrain import collectives
-from minitrain.launch import ranks as launch_ranks
 from minitrain.launch import report
+from minitrain.launch.helper import ONE_THREAD, Helper
 from minitrain.launch.report import LaunchTimeout, RankError
 
 GRACE_S = 0.3  # after the first error, for equal ones of other ranks
 ECHO_BYTES = 1_000_000  # of prints shown per rank
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-# Read when numpy and torch are loaded: a process with threads cannot be forked safely, and the ranks share
-# the cores.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# Read when a process starts: the kernel gives large tensors pages of 2 MB, 300 times fewer faults for the
-# same memory.
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def run_local(
@@ -53,60 +44,6 @@ def run_local(
         launch.stop()
 
 
-class Helper:
-    """The caller's hold on the process that forks ranks: one per calling process, started at the first
-    launch.
-    """
-
-    current: "Helper | None" = None
-    guard = threading.Lock()
-
-    @classmethod
-    def find(cls) -> "Helper":
-        with cls.guard:
-            helper = cls.current
-            # a process that was itself forked from a caller holds a copy of its parent's helper, and must not
-            # use it
-            if helper is None or helper.owner != os.getpid() or helper.process.poll() is not None:
-                cls.current = cls()
-                if helper is not None:
-                    helper.close()
-            return cls.current
-
-    def __init__(self):
-        self.owner, self.lock, self.log = os.getpid(), threading.Lock(), tempfile.TemporaryFile()
-        self.heavy: set[str] = set()  # modules that ranks had to import themselves: next time it has them
-        self.requests, theirs = socket.socketpair()
-        code = "import sys; sys.path[:] = sys.argv[3:]; from minitrain.launch.ranks import serve; "
-        code += "serve(int(sys.argv[1]), int(sys.argv[2]))"
-        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(self.owner), *sys.path, root],
-                stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # an interrupt typed at the terminal is for the caller alone
-                env=HUGE_PAGES | os.environ | ONE_THREAD,
-            )
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        self.requests.close()
-        self.log.close()
-        if self.owner == os.getpid():
-            try:
-                self.process.wait(2)
-            except subprocess.TimeoutExpired:  # busy importing
-                self.process.kill()
-                self.process.wait()
-
-    def last_words(self) -> str:
-        self.log.seek(0)
-        return self.log.read()[-4000:].decode(errors="replace").strip()
-
-
 class Launch:
     """The ranks of one `run`, seen from the caller."""
 
@@ -117,6 +54,7 @@ class Launch:
         self.exits: dict[int, int] = {}  # of ranks that are gone although nobody asked
         self.shown: dict[tuple, int] = {}  # (rank, "stdout") -> bytes echoed
         self.helper, self.reaped, self.unread = Helper.find(), False, b""
+        self.helper.launches.add(self)
         self.directory = tempfile.mkdtemp(prefix="minitrain-")  # for its owner only
         self.events, self.their_events = os.pipe()
         self.lifeline, self.their_lifeline = socket.socketpair()
@@ -136,8 +74,7 @@ class Launch:
         for name, content in (("request", pickle.dumps(request)), ("call", call)):
             with open(self.path(name), "wb") as file:
                 file.write(content)
-        heavy = [name for name in launch_ranks.HEAVY if name in sys.modules or name in self.helper.heavy]
-        order = {"directory": self.directory, "ranks": self.ranks, "heavy": heavy}
+        order = {"directory": self.directory, "ranks": self.ranks, "modules": self.helper.modules()}
         self.lifeline.sendall(json.dumps(order).encode() + b"\n")
         with (
             suppress(OSError),
@@ -217,6 +154,7 @@ class Launch:
         except RankError:
             pass  # the helper is gone, and the kernel has killed its ranks
         finally:
+            self.helper.launches.discard(self)
             self.lifeline.close()
             os.close(self.events)
             shutil.rmtree(self.directory, ignore_errors=True)

@@ -34,6 +34,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import cloudpickle
 import numpy
@@ -91,7 +92,9 @@ def serve(requests_fd: int, caller_pid: int) -> None:
 
 def preload(names: list[str]) -> None:
     for name in names:
-        importlib.import_module(name)
+        with suppress(Exception):  # a rank that needs the module will say what is wrong with it
+            importlib.import_module(name)
+    seed_all()  # the first time costs 15 ms: torch notes where it was called from, for a GPU that may come
     assert not torch.cuda.is_initialized(), "a process that holds a CUDA context cannot be forked"
     gc.collect()
     gc.freeze()  # what is here now stays shared: the collector of a rank will not write into these pages
@@ -104,7 +107,7 @@ class RankGroup:
         self.events, self.lifeline, self.ended = events, socket.socket(fileno=lifeline), False
         request = json.loads(self.lifeline.makefile("r").readline())
         self.directory = request["directory"]
-        if missing := [name for name in request["heavy"] if name not in sys.modules]:
+        if missing := [name for name in request["modules"] if name not in sys.modules]:
             preload(missing)
         self.pids: dict[int, int] = {}
         for rank in range(request["ranks"]):

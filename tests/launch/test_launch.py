@@ -21,8 +21,9 @@ import torch.distributed as dist
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from minitrain import collectives, launch
+from minitrain import collectives, launch, strategy
 from minitrain.launch import local
+from minitrain.plot import style  # noqa: F401
 
 LINUX = sys.platform == "linux"
 
@@ -460,6 +461,33 @@ def test_what_a_rank_imports_slowly_the_helper_has_next_time():
 
     launch.run(build)
     assert launch.run(build) == [True, True]
+
+
+def test_the_helper_has_what_the_caller_uses_of_minitrain_as_the_files_are_by_now(tmp_path, monkeypatch):
+    assert {"minitrain.strategy", "minitrain.plot.style"} <= sys.modules.keys()
+
+    def known():  # by name: a function that used them would have them imported
+        return [name in sys.modules for name in ("minitrain.strategy", "minitrain.plot.style", "matplotlib")]
+
+    def wait():
+        (tmp_path / "there").touch()
+        while not (tmp_path / "go on").exists():
+            time.sleep(0.01)
+        return os.getppid()
+
+    assert launch.run(known) == [[True, False, False]] * 2
+    helper, found = local.Helper.find(), []
+    thread = threading.Thread(target=lambda: found.extend(launch.run(wait, ranks=1)))
+    thread.start()
+    while not (tmp_path / "there").exists():
+        time.sleep(0.01)
+    monkeypatch.setitem(helper.files, strategy.__file__, 0)  # as if the file had been edited since
+    assert launch.run(os.getppid) == [local.Helper.find().process.pid] * 2 != [helper.process.pid] * 2
+    (tmp_path / "go on").touch()
+    thread.join()
+    assert found == [helper.process.pid], "what ran on it was not ended with it"
+    helper.close()
+    assert helper.process.poll() is not None
 
 
 @pytest.mark.parametrize("crash", [False, True])
