@@ -352,9 +352,8 @@ def on_rank(case: Draw) -> tuple[Outcome, dict]:
     run, loss, account = begin(case)
     losses = [loss, *(step_of(case, run, step) for step in range(1, STEPS))]
     run.settle()
-    names = {param: name for param, name in run.sync.names.items() if param.requires_grad}
-    grads = {name: run.sync.full_grad(param) for param, name in names.items()}
-    return Outcome([loss.item() for loss in losses], grads, run.state_dict()["parameters"]), account
+    grads, params = run.sync.full_grads(), run.state_dict()["parameters"]
+    return Outcome([loss.item() for loss in losses], grads, params), account
 
 
 def dry_account(case: Draw, rank: int) -> dict:

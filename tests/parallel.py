@@ -161,12 +161,7 @@ def train_parallel(
         run.total(run.step(run.batch(rows_of_problem(problem, step), step), problem.clip).loss).item()
         for step in range(len(problem.batch_sizes))
     ]
-    names = run.sync.names
-    return Outcome(
-        losses,
-        {name: run.sync.full_grad(param) for param, name in names.items() if param.requires_grad},
-        {name: run.sync.full_tensor(param) for param, name in names.items()},
-    )
+    return Outcome(losses, run.sync.full_grads(), run.sync.full_tensors())
 
 
 def train_pipeline(

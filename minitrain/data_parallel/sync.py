@@ -147,6 +147,23 @@ class Sync:
                     return full_tensor(kept.unfold(shard_of(kept))[position].clone(), placement(param).shards)
         raise ValueError(f"this parameter {list(param.shape)} is not sharded here; give one of the model")
 
+    def full_tensors(self) -> dict[str, Tensor]:
+        """All parameters, whole, by name: a buffer is gathered once, not for each of its parameters."""
+        whole = {self.names[param]: full_tensor(param).clone() for param in self.frozen()}
+        return whole | self._all_whole(self.held, lambda kept: kept.shard)
+
+    def full_grads(self) -> dict[str, Tensor]:
+        """All gradients likewise, after `finish()`."""
+        trainable = [kept for kept in self.held if kept.shard.requires_grad]
+        return self._all_whole(trainable, lambda kept: kept.shard.grad)
+
+    def _all_whole(self, held: Iterable, shard_of: Callable) -> dict[str, Tensor]:
+        whole = {}
+        for kept in held:
+            for param, part in zip(kept.params, kept.unfold(shard_of(kept))):
+                whole[self.names[param]] = full_tensor(part, placement(param).shards).clone()
+        return whole
+
     def frozen(self) -> list[nn.Parameter]:
         """Parameters that are not kept for updates."""
         kept = {param for held in self.held for param in held.params}
@@ -156,20 +173,20 @@ class Sync:
 
     def full_state_dict(self) -> dict[str, Any]:
         """Copies of whole parameters and optimizer states by name."""
-        parameters = {self.names[param]: full_tensor(param).clone() for param in self.frozen()}
         states: dict[str, dict] = {}
         for kept in self.held:
-            state = self.optimizer.state.get(kept.shard, {}) if self.optimizer else {}
-            weights, shape = kept.unfold(kept.shard), kept.shard.shape
+            state, shape = (
+                self.optimizer.state.get(kept.shard, {}) if self.optimizer else {},
+                kept.shard.shape,
+            )
             cut = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
             whole = {key: kept.unfold(state[key]) for key in state if key in cut}
             for position, param in enumerate(kept.params):
                 name, shards = self.names[param], placement(param).shards
-                parameters[name] = full_tensor(weights[position], shards).clone()
                 for key, value in state.items():
                     full = full_tensor(whole[key][position], shards).clone() if key in cut else copied(value)
                     states.setdefault(name, {})[key] = full
-        return {"parameters": parameters, "optimizer": states}
+        return {"parameters": self.full_tensors(), "optimizer": states}
 
     def load_full_state_dict(self, full: dict[str, Any]) -> None:
         """Take this rank's part of what `full_state_dict` gave, in whatever layout."""

@@ -101,7 +101,13 @@ def test_without_an_optimizer_there_are_gradients_and_no_updates():
         run = parallelize(PROBLEM.config, replace(Strategy(**way), precision="float64"), seed=3)
         before = run.state_dict()
         run.step(run.batch(rows_of_problem(PROBLEM, 0), 0))
-        grads = {name: run.sync.full_grad(param) for param, name in run.sync.names.items()}
+        for one, all_at_once in (
+            (run.sync.full_grad, run.sync.full_grads()),
+            (run.sync.full_tensor, run.sync.full_tensors()),
+        ):
+            assert all_at_once.keys() == set(run.sync.names.values())
+            assert all(torch.equal(one(param), all_at_once[name]) for param, name in run.sync.names.items())
+        grads = run.sync.full_grads()
         run.load_state_dict(after := run.state_dict())
         same = all(
             torch.equal(value, after["parameters"][name]) for name, value in before["parameters"].items()
