@@ -1,5 +1,6 @@
 """Experts over ranks equal a loop over tokens in one process, and send what the routing table says, row by row."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -95,7 +96,17 @@ def on_a_rank(case, work, wrong=""):
     return y.detach(), *grads, ledger.sent_bytes(), table, way.counts
 
 
+def check_sizes_known_in_advance():
+    """Of unequal experts, 2 tokens or 1: what is counted on a rank is what its routing knows."""
+    group, routing = collectives.world(), router.balanced(torch.zeros(5, E), 2, torch.arange(5)[None])
+    known = replace(routing, sizes=(2, 2, 1, 1, 1, 1, 1, 1))
+    counted, told = (Dispatch(one, group) for one in (routing, known))
+    assert told.sizes == counted.counts.tolist() == told.counts.tolist() and counted.sizes is None
+    assert (told.send_sizes, told.receive_sizes) == (counted.send_sizes, counted.receive_sizes)
+
+
 def all_cases():
+    check_sizes_known_in_advance()
     return {(case, work): on_a_rank(case, work) for case in CASES for work in ("loop", "padded")}
 
 
@@ -142,6 +153,14 @@ def test_mistakes_are_seen(wrong):
         (one_process("top-2")[0][: N // 2], one_process("top-2")[3][: E // 2]),
     )
     assert max((found - wanted).abs().max() for found, wanted in pairs) > 1e-3
+
+
+def test_rows_leave_by_expert_then_by_token():
+    routing = router.top_k(drawn()[0] @ drawn()[1], 3, mask)
+    way = Dispatch(routing)
+    rows = list(zip(routing.experts.flatten()[way.choices].tolist(), way.tokens.tolist()))
+    assert rows == sorted(rows) and len(rows) == 3 * int(mask.sum())
+    assert Dispatch(replace(router.top_k(drawn()[0] @ drawn()[1], 3), sizes=(9,) * E)).sizes == [9] * E
 
 
 def test_experts_that_do_not_divide_are_refused_before_anything_is_sent():

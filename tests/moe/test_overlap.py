@@ -227,6 +227,24 @@ def test_reused_fetches_rows_and_gradients_behind_products():
         assert backward == "+0 +1 +2 +3 -0 -1 * +4 +5 +6 -2 -3 * +7 -4 -5 -6 * +8 -7 -8 *".split()
 
 
+def test_turns():
+    """A travel begins in each round, ahead of those under way; results are in the order of travels, not of arrival."""
+    log = []
+
+    def travel(name, steps):
+        for _ in range(steps):
+            log.append(name)
+            yield
+        return name
+
+    assert overlap.take_turns([travel("a", 3), travel("b", 1), travel("c", 0)]) == ["a", "b", "c"]
+    assert log == ["a", "b", "a", "a"]
+    del log[:]
+    assert (
+        overlap.take_turns([travel("a", 2), travel("b", 2)], enter=2) == ["a", "b"] and log == ["a", "b"] * 2
+    )
+
+
 # ---- who travels when ------------------------------------------------------------------------------------
 
 
@@ -445,7 +463,7 @@ def pair_on_a_rank(how):
             ((dx_b,), ((y_a, kept_a),)) = (overlap.take_turns([turns]) for turns in both)
         else:
             dx_b, (y_a, kept_a) = overlap.take_turns(both, enter=2)
-        assert not kept_b
+        assert not (kept_b or y_a.requires_grad or y_b.requires_grad)
         with ledger.phase("after"):
             (dx_a,) = overlap.take_turns([pair.backward(kept_a, dy_of(y_a))])
     events = [event for event in ledger.events if getattr(event, "phase", "B") in "BF"]

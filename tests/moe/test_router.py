@@ -1,6 +1,7 @@
 """Routers against the formulas of their papers, written as loops over tokens; losses that add up over ranks."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,8 @@ def as_dicts(routing):
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_is_its_papers_formula(name):
     ours, formula = ROUTERS[name]
+    shares = ours(scores, mask).probs.sum(1)
+    torch.testing.assert_close(shares, mask.to(shares), rtol=0, atol=1e-12)  # of a masked token nothing
     for given in (scores, scores.round()):  # rounded: many ties
         wanted = [formula(s, n) for n, s in enumerate(given.tolist())]
         for found, one in zip(as_dicts(ours(given)), wanted, strict=True):
@@ -142,7 +145,13 @@ def test_capacity_drops_the_last_to_come_and_second_choices_before_first(capacit
     dropped = int((routing.counts - capacity).clamp(min=0).sum())
     assert int(routing.counts.sum() - kept.counts.sum()) == dropped
     assert router.capacity_of(N, E, 2, 1.0) == 16 and router.capacity_of(100, 8, 1, 1.25) == 16
+    assert router.capacity_of(10, 8, 1, 1.0) == 2, "a part of a token needs room"
     assert router.capacity_of(100, 10, 1, 1.1) == 11, "in floats 11.000000000000002, and 12"
+
+
+def test_sizes_known_in_advance_end_where_something_is_dropped():
+    known = replace(router.top_k(scores, 2), sizes=(16,) * E)
+    assert known.without(torch.zeros(N, 2, dtype=torch.bool)).sizes is None
 
 
 def test_balance_loss_is_alpha_when_uniform_and_alpha_times_experts_when_collapsed():

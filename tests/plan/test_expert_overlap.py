@@ -59,6 +59,10 @@ def test_the_best_degree_of_any_lines():
         assert seconds[predicted - 1] == pytest.approx(min(seconds), rel=1e-12), (transfer, work, rows, most)
 
 
+def test_without_gain_nothing_is_cut():
+    assert expert_overlap.pipemoe_degree(10, Line(0, 1), Line(0, 0)) == 1, "all r take the same time"
+
+
 # ---- ScheMoE ---------------------------------------------------------------------------------------------
 
 
@@ -137,8 +141,9 @@ def test_another_order_can_be_shorter_where_the_two_ways_differ():
 
 
 def test_an_order_that_does_not_do_all_is_refused():
-    with pytest.raises(ValueError, match="each has 7 tasks to do"):
-        makespan([0, 1], schemoe_tasks(1, 1, 1, 1), 2)
+    for order in ([0, 1], [0] * 7):
+        with pytest.raises(ValueError, match="each has 7 tasks to do"):
+            makespan(order, schemoe_tasks(1, 1, 1, 1), 2)
 
 
 # ---- Lina ------------------------------------------------------------------------------------------------
@@ -246,6 +251,7 @@ def test_the_choice_follows_the_machine():
 def test_buffers_fall_from_r_chunks_to_two():
     assert [expert_overlap.mpipemoe_rows(48, n, reused=False) for n in (1, 2, 4, 8)] == [48] * 4
     assert [expert_overlap.mpipemoe_rows(48, n, reused=True) for n in (1, 2, 4, 8)] == [48, 48, 24, 12]
+    assert expert_overlap.mpipemoe_rows(50, 4, reused=True) == 26, "the largest chunk has 13"
 
 
 # ---- DeepSeek-V3 -----------------------------------------------------------------------------------------

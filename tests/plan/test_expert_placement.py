@@ -1,6 +1,7 @@
 """Planners of expert placement against all placements there are, on small cases."""
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from itertools import chain, combinations, permutations, product
@@ -40,6 +41,8 @@ def test_costs_are_those_of_the_machine():
     compute, move, carry = plan.costs_of(machine("h800"), 4096, 14336)
     assert compute == pytest.approx(4 * 4096 * 14336 / 989.5e12)
     assert move == pytest.approx(2 * 4096 / 50e9) and carry == pytest.approx(4 * 4096 * 14336 / 50e9)
+    half = replace(machine("h800"), compute_efficiency=0.5)
+    assert plan.costs_of(half, 4096, 14336) == pytest.approx((2 * compute, move, carry))
     gated = plan.costs_of(machine("h800"), 4096, 14336, matrices=3)
     assert gated == pytest.approx((1.5 * compute, move, 1.5 * carry))
 
@@ -52,6 +55,9 @@ def test_seconds_of_a_layer_by_hand():
     assert shadow == ((0, 1), (1,))
     assert plan.loads_of(counts, shadow) == ([7, 9], [1, 0], [0, 1], [1, 1])
     assert plan.seconds(counts, shadow, costs) == 3 * 9 * 10 + 4 * 1 * 1 + 2 * 1 * 4
+    # an owner gives its expert once; two who get it give half of it to each other
+    busy = plan.everywhere([0, 1], 3, 3)
+    assert plan.loads_of([[0, 0, 0]] * 3, busy).carried == [1.5, 1.5, 2]
     one_sends = [[0, 4, 5], [0, 0, 0], [0, 0, 0]]
     assert plan.seconds(one_sends, plan.owners(3, 3), costs) == 3 * 5 * 10 + 4 * 9 * 1, (
         "its link is the busiest"
@@ -131,6 +137,11 @@ def test_prophet():
         assert all(later < earlier for earlier, later in zip(times, times[1:]))
         assert [plan.seconds(counts, holders, costs) for _, holders in trace] == times
         assert trace[0][1] == plan.owners(len(counts[0]), len(counts))
+        heat = [sum(row[e] for row in counts) for e in range(len(counts[0]))]
+        order = sorted(range(len(heat)), key=lambda e: (-heat[e], e))
+        starts = [plan.everywhere(order[:k], len(heat), len(counts)) for k in range(len(heat) + 1)]
+        start = min((plan.seconds(counts, holders, costs), holders) for holders in starts)
+        assert start[0] == times[0] or trace[1] == start, "copies everywhere of the heaviest"
         assert [holders[0] for holders in trace[-1][1]] == [own for (own,) in trace[0][1]]
         assert best <= times[-1] <= 1.05 * best
         gains.append(times[0] / times[-1])
@@ -216,6 +227,12 @@ def test_flexmoe_stops_at_its_bound_and_where_nothing_helps():
     loads, holders = [10, 10, 10, 90], ((0, 1, 2, 3), (1,), (2,), (3,))
     lengths = [len(plan.flexmoe(loads, holders, 4, 2, most=most)) for most in range(7)]
     assert lengths == [0, 1, 1, 3, 3, 5, 5], "a round of two steps is taken as a whole or not"
+    assert plan.flexmoe([3, 1], plan.owners(2, 2), 2, slots=2, threshold=1.5) == [], "at the threshold"
+    assert plan.flexmoe([3, 1], plan.owners(2, 2), 2, slots=2, threshold=1.4) != []
+    # the best first round leads nowhere, another of the eight best does: 6 rows on each
+    holders = plan.owners(4, 4)
+    holders = plan.applied(holders, plan.flexmoe([11, 1, 2, 9], holders, 4, slots=2, threshold=1.0))
+    assert max(plan.shared_loads([11, 1, 2, 9], holders, 4)) == 6
     assert plan.flexmoe([100, 0], plan.owners(2, 2), 2, slots=1) == [], (
         "no room for a replica, no better place"
     )
@@ -270,7 +287,7 @@ def test_smartmoe():
         found, turns = largest(loads, holders, 4), largest(loads, plan.round_robin(8, 4), 4)
         assert found == min(max(sum(loads[e] for e in part) for part in parts) for parts in ALL_PAIRS)
         better += found < turns
-    assert better > 40
+    assert better > 40 and plan.round_robin(5, 2) == ((0,), (1,), (0,), (1,), (0,))
     assert len(ALL_PAIRS) == 105
 
 
