@@ -113,6 +113,38 @@ def test_a_token_at_a_negative_position_visits_nobody_and_changes_nobody():
     assert torch.equal(mixture(other, at)[:, :5], y[:, :5]) and torch.equal(mixture.noted, noted)
 
 
+def test_what_the_settings_ask_of_a_router():
+    x, at = drawn(), torch.arange(8)
+    limited = config(router="deepseek", num_experts=8, top_k=4, route_nodes=4, node_limit=2)
+    routing = layer(limited).route(x, at, False, 8)
+    assert {len(set(row)) for row in (routing.experts // 2).tolist()} == {2}
+    free = layer(config(router="deepseek", num_experts=8, top_k=4, route_nodes=4)).route(x, at, False, 8)
+    assert max(len(set(row)) for row in (free.experts // 2).tolist()) > 2
+    second = layer(config(router="gshard"))
+    second.router.draws = torch.ones_like  # no weight of a second choice is above a half
+    assert (second.route(x, at, False, 8).experts[:, 1] == -1).all()
+    assert (second.eval().route(x, at, False, 8).experts >= 0).all(), (
+        "in evaluation nothing is left to chance"
+    )
+    half = MixtureOfExperts(limited, 8, dtype=torch.bfloat16)
+    for param in half.parameters():
+        torch.nn.init.normal_(param)
+    assert half.router.bias.dtype == torch.float32
+    assert half(x.bfloat16(), at).dtype == torch.bfloat16
+    assert [MixtureOfExperts(limited, 8, part, 4).first for part in range(4)] == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("factor, room", [(0.0, 4), (0.5, 2), (9.0, 8)])
+def test_experts_choose_within_a_row(factor, room):
+    mixture, x = layer(config(router="expert_choice", capacity_factor=factor)), drawn()
+    routing = mixture.route(x, torch.arange(8), False, 8)
+    for row, chosen in zip(x, routing.experts.view(3, 8, -1)):
+        alone = router.expert_choice(mixture.router.scores(row), room).experts
+        width = alone.shape[1]
+        assert torch.equal(chosen[:, :width], alone) and (chosen[:, width:] == -1).all()
+    assert routing.counts.tolist() == [3 * room] * 4
+
+
 def test_losses_are_sums_over_tokens_of_rows():
     c = config(balance_alpha=0.3, z_alpha=0.7)
     mixture, x = layer(c), drawn()
