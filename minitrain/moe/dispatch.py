@@ -36,8 +36,8 @@ class Dispatch:
             )
         chosen, counts = routing.experts.flatten(), routing.counts
         order = chosen.argsort(stable=True)  # by expert, then by token
-        if routing.sizes is None:
-            order = order[len(order) - int(counts.sum()) :]  # those that go nowhere come first
+        going = int(counts.sum()) if routing.sizes is None else sum(routing.sizes)
+        order = order[len(order) - going :]  # those that go nowhere come first
         self.group, self.choices = group, order
         self.tokens, self.num_tokens = order // routing.experts.shape[1], len(routing.experts)
         if group is None:

@@ -38,13 +38,16 @@ def pulled(
     inside: ProcessGroup,
     act=F.gelu,
     gate: Given = None,
+    *,
+    sizes: list[int] | None = None,
 ) -> Tensor:
-    """What `experts.grouped` gives with the experts of all ranks."""
+    """What `experts.grouped` gives with the experts of all ranks. `sizes`: the counts in a dry run."""
     n = across.size() * inside.size()
     if len(counts) != n * len(up):
         found = f"counts of {len(counts)} experts, {len(up)} of them on each of {n} ranks"
         raise ValueError(f"{found}; count the rows of every expert of all ranks, {n * len(up)}")
-    return _Pulled.apply(rows, up, down, gate, act, counts.tolist(), Way(counts, across, inside))
+    way = Way(counts, across, inside, sizes)
+    return _Pulled.apply(rows, up, down, gate, act, counts.tolist() if sizes is None else sizes, way)
 
 
 def pull_is_cheaper(
@@ -62,18 +65,28 @@ def pull_is_cheaper(
 class Way:
     """Who wants which expert. Rank r is place r % g of node r // g."""
 
-    def __init__(self, counts: Tensor, across: ProcessGroup, inside: ProcessGroup) -> None:
+    def __init__(
+        self, counts: Tensor, across: ProcessGroup, inside: ProcessGroup, sizes: list[int] | None = None
+    ) -> None:
         self.across, self.inside = across, inside
         self.nodes, self.node, self.g, self.place = across.size(), across.rank(), inside.size(), inside.rank()
         wanted = counts.gt(0).to(torch.uint8).view(self.nodes, self.g, -1)
         asked = collectives.all_to_all(wanted.transpose(0, 1).contiguous(), inside)
         needed = asked.amax(0)
+        asked_by = collectives.all_to_all(needed, across)
+        self.here = wanted.shape[2]
+        if sizes is not None:  # a dry run: every rank wants the same experts
+            own, mine = range(self.here), [self.first(m) for m in range(self.nodes)]
+            self.needed = [[sizes[first + j] > 0 for j in own] for first in mine]
+            self.asked, self.asked_by = [self.needed] * self.g, [self.needed[self.node]] * self.nodes
+            return
         self.asked = asked.tolist()  # [place][node][j]: does it want expert j of my place in that node?
         self.needed = needed.tolist()  # [node][j]: does anyone here?
-        self.asked_by = collectives.all_to_all(
-            needed, across
-        ).tolist()  # [node][j]: does it want my expert j?
-        self.here = wanted.shape[2]
+        self.asked_by = asked_by.tolist()  # [node][j]: does it want my expert j?
+
+    def first(self, node: int) -> int:
+        """The first expert of this rank's place in that node."""
+        return (node * self.g + self.place) * self.here
 
     def expert(self, s: int, q: int, j: int) -> int:
         """Expert j of the place q further in the node s further."""

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.moe.dispatch import Dispatch, combined, inverse
-from minitrain.moe.router import Routing
+from minitrain.moe.router import Routing, counts_of
 
 Work = Callable[..., Tensor]  # (rows [R, D], counts [E/n], *params) -> [R, D], as in experts.py
 
@@ -100,6 +100,7 @@ class Part:
     counts: Tensor  # [E/n] rows of each expert of this rank
     there: Callable  # [a, D] -> handle of [r, D]
     back: Callable  # [r, D] -> handle of [a, D]
+    known: dict  # in a dry run {"sizes": the counts as numbers}, for the work
 
     @property
     def home(self) -> Tensor:
@@ -135,7 +136,8 @@ def travel(x: Tensor, tokens: Tensor, part: Part, work: Work, params: Sequence[T
     yield
     rows = by_expert(arrive(ticket, flight), part)
     flight = Flight(part.back, part.there)
-    ticket = leave(work(rows, part.counts, *params).index_select(0, part.home), flight)
+    y = work(rows, part.counts, *params, **part.known)
+    ticket = leave(y.index_select(0, part.home), flight)
     del rows  # if nobody keeps them for backward, their memory is free
     yield
     return arrive(ticket, flight)
@@ -170,7 +172,7 @@ class _Reused(torch.autograd.Function):
             yield
             rows, dy = (by_expert(flight.arrive(), part) for flight in flights)
             with torch.enable_grad():
-                y = ctx.work(rows.requires_grad_(), part.counts, *params)
+                y = ctx.work(rows.requires_grad_(), part.counts, *params, **part.known)
             drows, *terms = torch.autograd.grad(y, [rows, *wanted], dy)
             for total in sums:
                 total.add_(terms.pop(0))
@@ -196,10 +198,13 @@ def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[
     if not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"overlap: chunks={chunks!r}; use a whole number of chunks, 1 (no overlap) or more")
 
-    def chunk_of(piece: Tensor) -> Tensor:
-        sizes = torch.bincount(piece)
+    def chunk_of(piece: Tensor, pieces: int) -> Tensor:
+        sizes = counts_of(piece, pieces)
         place = torch.arange(len(piece), device=piece.device) - (sizes.cumsum(0) - sizes)[piece]
         return place * chunks // sizes[piece]
+
+    def in_chunk(i: int, sizes: list[int]) -> list[int]:
+        return [-(-size * (i + 1) // chunks) + (-size * i // chunks) for size in sizes]
 
     def cross(_, send_sizes: list[int], receive_sizes: list[int]) -> Callable:
         sizes = dict(send_sizes=send_sizes, receive_sizes=receive_sizes)
@@ -207,8 +212,13 @@ def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[
 
     way = Dispatch(routing, group)
     leaving, source, arriving = rows = rows_of(routing, way)
-    numbers = chunk_of(leaving), chunk_of(source * len(way.counts) + arriving)
-    return way, _parts(way, rows, numbers, chunks, cross)
+    here, n = len(way.counts), group.size()
+    numbers = chunk_of(leaving, n * here), chunk_of(source * here + arriving, n * here)
+    known = None
+    if routing.sizes is not None:
+        known = [[in_chunk(i, own) for own in by_rank(routing.sizes, n)] for i in range(chunks)]
+        known = known, [[leave[group.rank()]] * n for leave in known]
+    return way, _parts(way, rows, numbers, chunks, cross, known)
 
 
 def peer_parts(routing: Routing, group: ProcessGroup, size: int = 1) -> tuple[Dispatch, list[Part]]:
@@ -241,8 +251,23 @@ def peer_parts(routing: Routing, group: ProcessGroup, size: int = 1) -> tuple[Di
 
     way = Dispatch(routing, group)
     leaving, source, _ = rows = rows_of(routing, way)
+    steps = n // size
     numbers = (leaving // len(way.counts) // size - rank // size), (rank // size - source // size)
-    return way, _parts(way, rows, [number % (n // size) for number in numbers], n // size, cross)
+    known = None
+    if routing.sizes is not None:
+        each, none = by_rank(routing.sizes, n), [0] * len(way.counts)
+        further = [(r // size - rank // size) % steps for r in range(n)]
+        back = [(rank // size - r // size) % steps for r in range(n)]
+        leave = [[own if further[r] == s else none for r, own in enumerate(each)] for s in range(steps)]
+        come = [[each[rank] if back[r] == s else none for r in range(n)] for s in range(steps)]
+        known = leave, come
+    return way, _parts(way, rows, [number % steps for number in numbers], steps, cross, known)
+
+
+def by_rank(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Of each expert -> of each rank its experts'."""
+    here = len(sizes) // ranks
+    return [list(sizes[rank * here : (rank + 1) * here]) for rank in range(ranks)]
 
 
 def joined(handles: list[collectives.Handle]) -> collectives.Handle:
@@ -260,25 +285,32 @@ def rows_of(routing: Routing, way: Dispatch) -> tuple[Tensor, Tensor, Tensor]:
     """The expert of each row that leaves [A]; source rank and (local) expert of each that arrives [R]."""
     sizes = torch.tensor(way.receive_sizes, device=way.turn.device)
     by_expert, source = (
-        torch.arange(len(count), device=count.device).repeat_interleave(count)
+        torch.arange(len(count), device=count.device).repeat_interleave(count, output_size=len(way.turn))
         for count in (way.counts, sizes)
     )
     arriving = torch.empty_like(way.turn).index_copy_(0, way.turn, by_expert)
     return routing.experts.flatten()[way.choices], source, arriving
 
 
-def _parts(way: Dispatch, rows: tuple, numbers: Sequence, count: int, cross: Callable) -> list[Part]:
-    """`numbers`: in which part each row leaves [A] and arrives [R]; both sides know without asking."""
-    leaving, source, arriving = rows
-    n, local = len(way.receive_sizes), len(way.counts)
+def _parts(way: Dispatch, rows: tuple, numbers: Sequence, count: int, cross: Callable, known) -> list[Part]:
+    """`numbers`: in which part each row leaves [A] and arrives [R]; both sides know without asking. `known`:
+    in a dry run, how many there are of each part, rank and expert of it."""
+    (leaving, source, arriving), n, here = rows, len(way.receive_sizes), len(way.counts)
 
-    def side(number: Tensor, other: Tensor):  # how many rows of each part go to or come from whom, and which
-        sizes = torch.bincount(number * n + other, minlength=count * n).view(count, n).tolist()
-        return sizes, number.argsort(stable=True).split([sum(row) for row in sizes])
+    def counted(number: Tensor, piece: Tensor) -> Tensor:
+        return counts_of(number * n * here + piece, count * n * here).view(count, n, here)
 
-    (sends, sent), (receives, arrived) = side(numbers[0], leaving // local), side(numbers[1], source)
+    leave, come = counted(numbers[0], leaving), counted(numbers[1], source * here + arriving)
+    if known is None:
+        sends, receives, known = leave.sum(2).tolist(), come.sum(2).tolist(), [{}] * count
+    else:
+        sends, receives = ([[sum(rank) for rank in part] for part in side] for side in known)
+        known = [{"sizes": [sum(expert) for expert in zip(*part)]} for part in known[1]]
+    sent, arrived = (
+        number.argsort(stable=True).split([sum(part) for part in sizes])
+        for number, sizes in zip(numbers, (sends, receives))
+    )
     there = [cross(i, *sizes) for i, sizes in enumerate(zip(sends, receives))]
     back = [cross(-i, *sizes) for i, sizes in enumerate(zip(receives, sends))]
     turns = [arriving[places].argsort(stable=True) for places in arrived]
-    counts = [torch.bincount(arriving[places], minlength=local) for places in arrived]
-    return list(map(Part, sent, turns, counts, there, back))
+    return list(map(Part, sent, turns, come.sum(1).unbind(), there, back, known))

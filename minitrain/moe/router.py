@@ -16,8 +16,10 @@ of all microbatches and ranks, what each computes from its own tokens adds up to
 """
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,7 @@ class Routing:
     weights: Tensor  # [N, k], 0 for none
     probs: Tensor  # [N, E], rows add up to 1, or to 0 where a token is masked
     sizes: tuple[int, ...] | None = None  # `counts` in a dry run, where tensors have no numbers
+    visits: Callable[[int], list[int]] | None = None  # and there, how many tokens visit each of so many nodes
 
     @property
     def counts(self) -> Tensor:
@@ -53,7 +56,15 @@ class Routing:
         """The same, and the choices that are True in `dropped` [N, k] go nowhere."""
         experts = self.experts.masked_fill(dropped, NOWHERE)
         weights = self.weights.masked_fill(dropped, 0.0)
-        return replace(self, experts=experts, weights=weights, sizes=None)
+        return replace(self, experts=experts, weights=weights, sizes=None, visits=None)
+
+    def only(self, chosen: Collection[int]) -> "Routing":
+        """The choices of these experts; all others go nowhere."""
+        stays = [e in chosen for e in range(self.probs.shape[1])]
+        dropped = ~torch.tensor([*stays, False], device=self.experts.device)[self.experts]
+        sizes = self.sizes and tuple(size * stay for size, stay in zip(self.sizes, stays))
+        visits = self.visits and partial(self.visits, only=chosen)
+        return replace(self.without(dropped), sizes=sizes, visits=visits)
 
 
 def counts_of(experts: Tensor, num_experts: int) -> Tensor:
@@ -165,7 +176,21 @@ def balanced(scores: Tensor, k: int, positions: Tensor, mask: Tensor | None = No
     if not without_numbers(scores):
         return routing
     each, more = divmod(length * k, experts)
-    return replace(routing, sizes=tuple(rows * (each + (expert < more)) for expert in range(experts)))
+    sizes = tuple(rows * (each + (expert < more)) for expert in range(experts))
+    return replace(routing, sizes=sizes, visits=partial(visits_in_turn, rows, length, k, experts))
+
+
+def visits_in_turn(
+    rows: int, length: int, k: int, experts: int, nodes: int, only: Collection[int] | None = None
+) -> list[int]:
+    """How many tokens `balanced` sends to one or more (of `only`) in each of `nodes` equal parts of the
+    experts."""
+    turn, found = experts // math.gcd(k, experts), [0] * nodes  # after `turn` tokens it begins again
+    for token in range(min(turn, length)):
+        visited = {(token * k + j) % experts for j in range(k)}
+        for node in {e * nodes // experts for e in visited if only is None or e in only}:
+            found[node] += rows * math.ceil((length - token) / turn)
+    return found
 
 
 def without_numbers(x: Tensor) -> bool:

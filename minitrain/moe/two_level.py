@@ -39,22 +39,25 @@ class TwoLevelDispatch:
                 f"{experts} experts on {nodes} nodes of {inside.size()} ranks; each rank gets as many, so "
                 f"the ranks divide the experts"
             )
-        if routing.sizes is not None:
-            raise ValueError("two levels send what a routing table says, a dry run has none; use ep_node=1")
         self.across, self.num_tokens, per_node = across, len(routing.experts), experts // nodes
         node = routing.experts.div(per_node, rounding_mode="floor")  # NOWHERE stays below every node
         visits = (node == torch.arange(nodes, device=node.device)[:, None, None]).any(-1)  # [node, token]
-        to, self.tokens = visits.nonzero().unbind(1)  # the pairs, by node, then by token
+        counts, known, sizes = visits.sum(1), None, None
+        if routing.visits is not None:  # a dry run: every rank has the same table
+            known, own = routing.visits(nodes), across.rank()
+            sizes = [nodes * size for size in routing.sizes[own * per_node : (own + 1) * per_node]]
+        self.send_sizes = known or counts.tolist()
+        pairs = torch.nonzero_static(visits, size=sum(self.send_sizes))  # by node, then by token
+        to, self.tokens = pairs.unbind(1)
         chosen = routing.experts.index_select(0, self.tokens)
         elsewhere = node.index_select(0, self.tokens) != to[:, None]  # choices that are not in the node
-        counts = visits.sum(1)
         arriving = collectives.all_to_all(counts, across)
-        self.send_sizes, self.receive_sizes = counts.tolist(), arriving.tolist()
+        self.receive_sizes = [known[own]] * nodes if known else arriving.tolist()
         local = (chosen - to[:, None] * per_node).masked_fill(elsewhere, NOWHERE)
         arrived = self._there(local)  # [pairs here, k]
         probs = routing.probs.new_empty(len(arrived), per_node)  # its width is all that is asked for
-        self.inside = Dispatch(Routing(arrived, probs.new_empty(arrived.shape), probs), inside)
-        self.counts, self.sizes = self.inside.counts, None
+        self.inside = Dispatch(Routing(arrived, probs.new_empty(arrived.shape), probs, sizes), inside)
+        self.counts, self.sizes = self.inside.counts, self.inside.sizes
 
     def there(self, x: Tensor) -> Tensor:
         """x [N, D] -> [R, D], the rows of this rank's experts, one expert after the other."""
