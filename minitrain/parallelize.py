@@ -39,8 +39,8 @@ from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
 from minitrain.model.mixture import RouterLosses, mixtures
 from minitrain.moe.dispatch import Dispatch
-from minitrain.moe.parallel import cut, in_chunks, pull, spread
-from minitrain.moe.two_level import TwoLevelDispatch
+from minitrain.moe.parallel import cut, spread
+from minitrain.moe.travel import travel
 from minitrain.pipeline.eviction import Balanced
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
@@ -48,6 +48,7 @@ from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.slices import on_each_rank
 from minitrain.pipeline.sliced_attention import look_back
+from minitrain.plan.expert_placement import shadowed
 from minitrain.precision.mixed import keep_gradients, keep_states, loss_scale
 from minitrain.run import Run
 from minitrain.sharding import place
@@ -220,14 +221,12 @@ def spread_experts(
     in_slices, sequence = set(), strategy.sequence_parallel
     rows = (*strategy.context_axes, *["tp"] * (strategy.tp > 1))
     row_group = mesh.group(*rows) if rows else None
+    beside = (mesh.group("tp"),) if strategy.tp > 1 else ()
     for layer in mixtures(module.layers):
         if experts.group is not None:
-            flat, levels = partial(Dispatch, group=experts.group), partial(TwoLevelDispatch, **experts.levels)
-            spread(layer, experts.group, flat if strategy.ep_node == 1 else levels)
-            if strategy.ep_chunks > 1:
-                in_chunks(layer, experts.group, strategy.ep_chunks)
-            if strategy.ep_travel == "experts":
-                pull(layer, **experts.levels)
+            spread(layer, experts.group, partial(Dispatch, group=experts.group))
+            how = dict(what=strategy.ep_travel, chunks=strategy.ep_chunks, most=strategy.ep_shadow)
+            travel(layer, experts.group, **experts.levels, beside=beside, rule=shadowed, **how)
         layer.row_group, layer.row_ranks = row_group, strategy.cp * (strategy.tp if sequence else 1)
         if strategy.tp > 1:
             own = partial(own_time, group=mesh.group("tp")) if sequence else None

@@ -6,7 +6,7 @@
     pp    layers        stages, run by `schedule`            microbatches, chunks, slices, recompute
     cp    tokens        of the same rows, by `layout`        core: attention over them
     tp    matrices      the same tokens                      sequence_parallel, overlap
-    ep    experts       none of its own: it splits dp · cp   ep_node, ep_chunks, ep_travel
+    ep    experts       none of its own: it splits dp · cp   ep_node, ep_chunks, ep_travel, ep_shadow
 
 `check(config, ranks)` refuses what cannot be, before any rank starts; `check_batch` does so for rows and
 length. It prints as the call that makes it, without defaults, and travels as JSON (`asdict`,
@@ -29,7 +29,7 @@ from minitrain.pipeline.schedule import Schedule
 from minitrain.precision.policies import FIRST_SCALE, POLICIES, Policy
 
 AXES = ("dp", "pp", "cp", "tp")
-TRAVEL = ("tokens", "experts")
+TRAVEL = ("tokens", "experts", "cheaper")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Strategy:
     ep: int = 1  # of the dp x cp ranks, how many share out the experts
     ep_node: int = 1  # of the ep ranks, how many are one node: what crosses to a node does so once
     ep_chunks: int = 1  # in which an expert's rows travel, while it works on those before
-    ep_travel: str = "tokens"  # what crosses ep; or experts, to the tokens
+    ep_travel: str = "tokens"  # what crosses ep; or experts, to them; or cheaper, in each layer and step
+    ep_shadow: int = 0  # of a layer's busy experts, how many may be copied to all of ep for a step
     zero: int | str = 0  # 0: replicated; 1, 2, 3: ZeRO; a word such as "III": hybrid sharding
     node: int = 1  # of the dp ranks, how many are one node (for a word)
     sequence_parallel: bool = False  # cut activations between the matrices over tp as well
@@ -187,7 +188,15 @@ class Strategy:
             )
         if self.ep_travel not in TRAVEL:
             raise ValueError(f"ep_travel={self.ep_travel!r}; use {' or '.join(TRAVEL)}")
-        if self.ep_chunks > 1 and (self.ep == 1 or self.ep_node > 1 or self.ep_travel != "tokens"):
+        if self.ep_travel == "cheaper" and self.ep_node > 1:
+            cure = "it compares what crosses between ranks, not nodes; use ep_node=1, or tokens or experts"
+            raise ValueError(f"ep_travel='cheaper' with ep_node={self.ep_node}: {cure}")
+        if not isinstance(self.ep_shadow, int) or isinstance(self.ep_shadow, bool) or self.ep_shadow < 0:
+            raise ValueError(f"ep_shadow={self.ep_shadow!r}; use a whole number, 0 (no shadows) or more")
+        if self.ep_shadow and (self.ep == 1 or self.ep_travel != "tokens"):
+            rule = "a shadow is a copy of an expert whose rows would travel; use ep_shadow=0"
+            raise ValueError(f"ep_shadow={self.ep_shadow} with {self._said(('ep', 'ep_travel'))}: {rule}")
+        if self.ep_chunks > 1 and (self.ep == 1 or self.ep_node > 1 or self.ep_travel == "experts"):
             others = self._said(("ep", "ep_node", "ep_travel"))
             rule = "chunks are of rows that travel between all ranks of ep at once"
             raise ValueError(f"ep_chunks={self.ep_chunks} with {others}: {rule}; use ep_chunks=1")
@@ -279,6 +288,8 @@ def check_expert_parallel(config: GPTConfig, strategy: Strategy) -> None:
         raise ValueError(
             f"ep={strategy.ep} does not divide {said} experts; use ep {' or '.join(map(str, fits))}"
         )
+    if strategy.ep_shadow > (most := max(numbers)):
+        raise ValueError(f"ep_shadow={strategy.ep_shadow} of {most} experts; use at most {most}")
     if config.expert_width % strategy.tp:
         sizes = f"tp={strategy.tp} does not divide expert_width={config.expert_width}"
         fits = " or ".join(map(str, divisors(config.expert_width)))

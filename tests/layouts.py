@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import combinations_with_replacement
@@ -88,8 +88,6 @@ class Draw:
         counts = {self.config.experts_in(block + 1) for block in range(self.config.num_layers)} - {0}
         return (
             self.config.experts.router != "balanced"
-            or max(self.strategy.ep_node, self.strategy.ep_chunks) > 1
-            or self.strategy.ep_travel == "experts"
             or self.batch_sizes[0] % (self.strategy.dp * self.strategy.microbatches) > 0
             or self.strategy.cp > 1  # positions are not in a row
             or cuts > 1
@@ -137,16 +135,31 @@ def attempt(chance: random.Random) -> Draw:
         splits = [n for n in range(2, 9) if axes["dp"] * axes["cp"] % n == 0]
         axes["ep"] = chance.choice(splits[-1:] + splits)
         nodes = [n for n in range(2, axes["ep"]) if axes["ep"] % n == 0]
-        way = chance.choice(("flat", "chunks", "experts", *["two levels"] * 6 * bool(nodes)))
+        way = chance.choice(("flat", "chunks", "experts", "cheaper", *["two levels"] * 9 * bool(nodes)))
         if nodes and way in ("two levels", "experts"):
             axes["ep_node"] = chance.choice(nodes)
-        axes |= {"chunks": dict(ep_chunks=3), "experts": dict(ep_travel="experts")}.get(way, {})
+        if way in ("experts", "cheaper"):
+            axes |= dict(ep_travel=way)
+        elif axes["ep"] > 1 and chance.random() < 0.4:
+            axes |= dict(ep_shadow=chance.choice((1, 2, config.experts.num_experts)))
+        if way == "chunks" or way == "cheaper" and chance.random() < 0.3:
+            axes |= dict(ep_chunks=3)
+        if "ep_shadow" in axes or way == "cheaper":  # experts so narrow that it pays now and then
+            width = chance.choice((1, 2, 4)) * axes["tp"]
+            config = replace(config, experts=replace(config.experts, expert_width=width))
+    even = (
+        axes.get("ep", 1) > 1 and axes["cp"] == 1 and chance.random() < 0.4
+    )  # a dry run knows who goes where
+    if even:
+        plain = dict(router="balanced", bias_speed=0.0, route_nodes=1, node_limit=0, route_scale=1.0)
+        config = replace(config, experts=replace(config.experts, **plain))
     strategy = draw_strategy(chance, axes)
     strategy.check(config, strategy.ranks)
     length = chance.choice((8, 9, 12, 15, 16, 24))
     length = -(-length // strategy.pieces) * strategy.pieces
     least = strategy.dp * strategy.microbatches
     batch_sizes = tuple(least + chance.choice((0, 0, 1, 3)) for _ in range(STEPS))
+    batch_sizes = (least, *batch_sizes[1:]) if even else batch_sizes
     for size in batch_sizes:
         strategy.check_batch(config, size, length)
     return Draw(
@@ -460,6 +473,8 @@ FEATURES = {
     "ep, experts travel": lambda s, c: s.ep_travel == "experts",
     "low precision": lambda s, c: s.policy.master is not None,
     "scaled loss": lambda s, c: s.loss_scale > 0,
+    "ep, the cheaper travels": lambda s, c: s.ep_travel == "cheaper",
+    "ep, shadows": lambda s, c: s.ep_shadow > 0,
     "recompute": lambda s, c: s.recompute,
     "late clipping": lambda s, c: s.post_validation,
     "microbatches": lambda s, c: s.microbatches > 1,

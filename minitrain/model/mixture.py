@@ -90,7 +90,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts that are here, stacked: rows [R, D] sorted by expert, `counts` [E] of them -> [R, D]."""
+    """The experts that are here, stacked: rows [R, D] sorted by expert, `counts` [E] of them -> [R, D], by
+    one of moe/experts.py or by a `way` of one's own."""
 
     def __init__(self, config: GPTConfig, num_experts: int, **place):
         super().__init__()
@@ -103,8 +104,9 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(inwards, **place)) if config.activation in GATED else None
         self.down = nn.Parameter(torch.empty(outwards, **place))
 
-    def forward(self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None) -> Tensor:
-        return self.way(rows, counts, self.up, self.down, self.act, gate=self.gate, sizes=sizes)
+    def forward(self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None, way=None) -> Tensor:
+        way = way or self.way
+        return way(rows, counts, self.up, self.down, self.act, gate=self.gate, sizes=sizes)
 
 
 class MixtureOfExperts(nn.Module):

@@ -97,11 +97,24 @@ Parcel = NamedTuple("Parcel", [(name, int) for name in ("source", "to", "expert"
 
 def copied(weights: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
     """Each owner's experts -> all experts that this rank holds. Differentiable: the owner gets the sum."""
-    rank, own = group.rank(), _packed(weights)
-    held = held_by(holders, group.size())[rank]
     if any(there[0] != e * group.size() // len(holders) for e, there in enumerate(holders)):
         rule = f"with {group.size()} ranks expert e of {len(holders)} is owned by rank e·ranks/experts"
         raise ValueError(f"holders {[tuple(there) for there in holders]}: {rule}, who stands first")
+    return _passed_on(weights, holders, group)
+
+
+def shadows(weights: Weights, chosen: Sequence[int], group: ProcessGroup) -> list[Tensor]:
+    """Each owner's experts [E/n, ..] -> the chosen ones, [S, ..], on every rank; as differentiable."""
+    here, ranks, rank = len(weights[0]), range(group.size()), group.rank()
+    holders = [(e // here, *(r for r in ranks if r != e // here)) for e in chosen]
+    mine = torch.tensor([e % here for e in chosen if e // here == rank], dtype=torch.long)
+    return _passed_on([tensor[mine.to(tensor.device)] for tensor in weights], holders, group)
+
+
+def _passed_on(weights: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
+    """The weights of the experts of which this rank is first -> of all that it holds."""
+    rank, own = group.rank(), _packed(weights)
+    held = held_by(holders, group.size())[rank]
     first = [part for e in range(len(holders)) for part in _slices(e, holders[e][1:], own.shape[1])]
     out = [Parcel(holders[e][0], to, e, *cut) for to, e, *cut in first]
     on = [Parcel(by, to, e, *cut) for by, e, *cut in first for to in holders[e][1:] if to != by]

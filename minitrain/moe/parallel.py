@@ -23,9 +23,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.moe.dispatch import Dispatch
-from minitrain.moe.move_experts import pulled
-from minitrain.moe.overlap import by_capacity
 from minitrain.sharding import Shard, place, placement, shard
 
 TIME = 1  # the dim of the sequence in [B, T, D]
@@ -37,24 +34,6 @@ def spread(mixture: nn.Module, group: ProcessGroup, dispatch: Callable) -> None:
     mixture.dispatch = dispatch
     for param in mixture.experts.parameters():
         place(param, shards=(Shard(0, group), *placement(param).shards))
-
-
-def in_chunks(mixture: nn.Module, group: ProcessGroup, chunks: int) -> None:
-    """Rows travel in chunks, while experts work on those before (overlap.py)."""
-
-    def work(rows: Tensor, counts: Tensor) -> Tensor:
-        return mixture.experts(rows, counts)
-
-    mixture.through = partial(by_capacity, group=group, work=work, chunks=chunks)
-
-
-def pull(mixture: nn.Module, across: ProcessGroup, inside: ProcessGroup) -> None:
-    """Rows stay and experts travel to them (move_experts.py)."""
-
-    def way(rows, counts, up, down, act, gate=None, sizes=None) -> Tensor:
-        return pulled(rows, counts, up, down, across, inside, act, gate)
-
-    mixture.dispatch, mixture.experts.way = Dispatch, way
 
 
 def cut(mixture: nn.Module, group: ProcessGroup, own_time: Callable | None = None) -> list[nn.Parameter]:
@@ -96,7 +75,7 @@ class CutExperts(nn.Module):
         self.act, self.way, self.group = experts.act, experts.way, group
         self.up, self.gate, self.down = experts.up, experts.gate, experts.down
 
-    def forward(self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None, way=None) -> Tensor:
         t, here = self.group.size(), len(rows)
         each = collectives.all_gather(counts[None], self.group, 0)  # [t, E]
         lengths = each.sum(1).tolist() if sizes is None else [here] * t
@@ -107,7 +86,8 @@ class CutExperts(nn.Module):
         turn = which.repeat_interleave(each.flatten(), output_size=sum(lengths)).argsort(stable=True)
         if sizes is not None:
             sizes = [t * size for size in sizes]
-        y = self.way(rows[turn], each.sum(0), self.up, self.down, self.act, gate=self.gate, sizes=sizes)
+        matrices = dict(gate=self.gate, sizes=sizes)
+        y = (way or self.way)(rows[turn], each.sum(0), self.up, self.down, self.act, **matrices)
         home = torch.empty_like(turn)
         home[turn] = torch.arange(len(home), device=home.device)
         y = collectives.all_to_all(y[home], self.group, send_sizes=lengths, receive_sizes=[here] * t)
