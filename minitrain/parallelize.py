@@ -40,7 +40,7 @@ from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
 from minitrain.model.mixture import RouterLosses, mixtures
 from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.parallel import cut, spread
-from minitrain.moe.travel import travel
+from minitrain.moe.travel import choose_way
 from minitrain.pipeline.eviction import Balanced
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
@@ -226,7 +226,7 @@ def spread_experts(
         if experts.group is not None:
             spread(layer, experts.group, partial(Dispatch, group=experts.group))
             how = dict(what=strategy.ep_travel, chunks=strategy.ep_chunks, most=strategy.ep_shadow)
-            travel(layer, experts.group, **experts.levels, beside=beside, rule=shadowed, **how)
+            choose_way(layer, experts.group, **experts.levels, beside=beside, rule=shadowed, **how)
         layer.row_group, layer.row_ranks = row_group, strategy.cp * (strategy.tp if sequence else 1)
         if strategy.tp > 1:
             own = partial(own_time, group=mesh.group("tp")) if sequence else None

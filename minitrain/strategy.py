@@ -43,7 +43,7 @@ class Strategy:
     ep: int = 1  # of the dp x cp ranks, how many share out the experts
     ep_node: int = 1  # of the ep ranks, how many are one node: what crosses to a node does so once
     ep_chunks: int = 1  # in which an expert's rows travel, while it works on those before
-    ep_travel: str = "tokens"  # what crosses ep; or experts, to them; or cheaper, in each layer and step
+    ep_travel: str = "tokens"  # what crosses ep: tokens, experts, or cheaper: by the counts of each step
     ep_shadow: int = 0  # of a layer's busy experts, how many may be copied to all of ep for a step
     zero: int | str = 0  # 0: replicated; 1, 2, 3: ZeRO; a word such as "III": hybrid sharding
     node: int = 1  # of the dp ranks, how many are one node (for a word)

@@ -39,7 +39,7 @@ Table = list[list[int]]
 Rule = Callable[..., Sequence[int]]  # (table, D, F, matrices) -> experts: plan/expert_placement.shadowed
 
 
-def travel(
+def choose_way(
     mixture: nn.Module,
     group: ProcessGroup,
     across: ProcessGroup,

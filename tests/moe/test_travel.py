@@ -50,7 +50,7 @@ def measured(width, tokens, activation="gelu", training=True, **how):
     group, mesh = collectives.world(), Mesh(ep=RANKS, one=1)
     rank, ours, whole = group.rank(), layer(width, False, activation), layer(width, True, activation)
     parallel.spread(ours, mesh.group("ep"), partial(Dispatch, group=mesh.group("ep")))
-    module.travel(ours, mesh.group("ep"), mesh.group("ep"), mesh.group("one"), rule=shadowed, **how)
+    module.choose_way(ours, mesh.group("ep"), mesh.group("ep"), mesh.group("one"), rule=shadowed, **how)
     ours.train(training)
     x, at = drawn(tokens, rank), torch.arange(tokens)
     with Ledger() as ledger, torch.set_grad_enabled(training):
@@ -233,12 +233,20 @@ def test_a_run_equals_one_process(ranks):
     """Gradients, clipped steps and whole states, with the names and shapes of one process; shadows there are."""
 
     def rank():
-        seen, copied = [], module.shadows
-        module.shadows = lambda own, chosen, group: seen.append(len(chosen)) or copied(own, chosen, group)
-        found = []
+        chosen, copied, tables, table_of = [], module.shadows, [], module.table_of
+
+        def shadows(own, which, group):
+            chosen.append(len(which))
+            return copied(own, which, group)
+
+        def table(*given, **named):
+            tables.append(table_of(*given, **named))
+            return tables[-1]
+
+        module.shadows, module.table_of, found = shadows, table, []
         for one in RUNS[ranks]:
-            seen.clear()
-            found.append((on_rank(one)[0], max(seen, default=0)))
+            chosen.clear(), tables.clear()
+            found.append((on_rank(one)[0], max(chosen, default=0), list(tables)))
         return found
 
     results = launch.run(rank, ranks=ranks)
@@ -246,6 +254,12 @@ def test_a_run_equals_one_process(ranks):
         reference = one_process(one)
         assert max(distance(found[number][0], reference) for found in results) < 1e-12, one.strategy
         assert all(bool(found[number][1]) == (one.strategy.ep_shadow > 0) for found in results), one.strategy
+        if (
+            one.strategy.tp > 1
+        ):  # whose ranks share out the tokens: 9 rows, then 8, of 24 tokens with 2 choices
+            tables = [found[number][2] for found in results]
+            assert all(table == tables[0] for table in tables)
+            assert [sum(map(sum, table)) for table in tables[0]] == [9 * 48] * 2 + [8 * 48] * 2
 
 
 def test_without_the_sum_of_its_copies_a_shadow_learns_too_little():
