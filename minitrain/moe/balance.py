@@ -4,14 +4,15 @@
 
 layer        rows go to a holder: the own rank if it is one, else the owner; or to the holders in turn
 copied       weights [E/n, ..] of the owners -> [held, ..]; backward adds the gradients up at the owner
+shadows      the same of a few experts, to all ranks: [few, ..]
 summed       gradients of replicas -> their sum, the same bits on every holder
 moved        weights and optimizer state from the holders before to those after
 switchable   one layout of shards for many plans: tokens travel, or weights do, or some of each
 
 Of an expert of W elements with h holders, `copied` sends W from the owner, cut into slices for the others,
-who pass theirs on: (h-2)/(h-1) W each; backward W from each of them, nothing from the owner. A copy takes W
-on its rank. `summed` sends 2 (h-1)/h W from each holder; `moved` W for each tensor and new holder from the
-first one, nothing when one goes; `switchable` the other c-1 shards of c that gather, each way.
+who pass theirs on: (h-2)/(h-1) W each; backward W from each of them, nothing from the owner; `shadows` so
+with h = n. A copy takes W on its rank. `summed` sends 2 (h-1)/h W from each holder; `moved` W for each tensor
+and new holder from the first, nothing when one goes; `switchable` the other c-1 shards that gather, each way.
 
 He et al. 2022 (FasterMoE, PPoPP), section 4: a copy on every rank is a shadow. Nie et al. 2023 (FlexMoE),
 arXiv:2304.03946. Hwang et al. 2023 (Tutel), arXiv:2206.03382, section 3. Differs: one group and two

@@ -12,7 +12,7 @@ Who owns an expert never changes, so to decide otherwise moves nothing. Backward
 Sends for the table 8·E·(n-1) bytes a rank over ep, and 16·E·(t-1)/t over each group `beside` (tp) whose t
 ranks share out the rows of a rank of ep; for the rest what the way sends that was chosen. A shadow of W
 elements sends W from the owner and (n-2)/(n-1) W from the others, in backward W from each of the others, and
-takes 2·W on every rank while it comes, W until backward.
+takes W on every rank until then.
 Liu et al. 2023 (Janus), SIGCOMM, and Hwang et al. 2023 (Tutel), arXiv:2206.03382, section 3, for the choice;
 He et al. 2022 (FasterMoE), PPoPP, section 4, for shadows. Differs: the rule counts bytes, not seconds, and
 those of rows and matrices only; in training it reckons with a backward in which nothing is frozen.

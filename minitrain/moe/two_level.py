@@ -15,7 +15,8 @@ rows go as in dispatch.py.
 
 all_to_all: n - g messages of S/n bytes to other nodes become N - 1 of g·S/n; S (g-1)/g travel inside.
 DeepSeek-V3 2024 (arXiv:2412.19437, section 3.2.2); Hwang et al. 2022 (Tutel's 2DH, arXiv:2206.03382).
-Differs: the two levels do not overlap; a copy enters its node at the sender's own place in it.
+Differs: the two levels do not overlap; a copy enters its node at the sender's own place in it. In a dry run
+the k experts of a token are neighbours, on as few nodes as can be; real routers scatter, and more crosses.
 """
 
 import torch

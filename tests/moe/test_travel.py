@@ -11,7 +11,7 @@ from minitrain.mesh import Mesh
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.mixture import MixtureOfExperts
-from minitrain.moe import parallel, router
+from minitrain.moe import balance, parallel, router
 from minitrain.moe import travel as module
 from minitrain.moe.dispatch import Dispatch
 from minitrain.plan.expert_placement import shadowed
@@ -144,7 +144,15 @@ SHADOWS = [
 
 
 def all_shadows():
-    return [measured(width, tokens, **how) for width, tokens, how, _ in SHADOWS]
+    return [measured(width, tokens, **how) for width, tokens, how, _ in SHADOWS] + [kept((1, 2, 7))]
+
+
+def kept(chosen):
+    """Elements that stay when these are copied, of experts of W = 12; the own ones count as they are read."""
+    own = [torch.ones(HERE, *shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3), (3, 2))]
+    with Ledger() as ledger:
+        _here = balance.shadows(own, chosen, collectives.world())
+        return ledger.live_bytes // SIZE - HERE * 12
 
 
 @cache
@@ -188,6 +196,11 @@ def test_shadows_keep_rows_at_home_and_send_copies(number):
         rows = passes * without(table, chosen, rank)
         assert sent["all_to_all"] == (rows + there + back) * SIZE + NOTES["tokens"]
         assert sent["all_gather"] == TABLE and not sent["all_reduce"]
+
+
+def test_a_copy_takes_its_weights_on_every_rank_and_no_more():
+    """And owners of one a number for backward, which it is."""
+    assert [rank[-1] for rank in copies()] == [3 * 12 + (r in (0, 1, 3)) for r in range(RANKS)]
 
 
 def test_the_busiest_come_first_and_of_equal_ones_the_first():
