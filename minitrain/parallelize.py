@@ -11,8 +11,7 @@ Its passes, in this order:
                  which precision gradients add up and states are kept
     7 schedule   gradient accumulation, or a pipeline
 
-A pass lives with its technique and takes groups; what it swaps keeps the names of parameters.
-Sends nothing itself.
+A pass lives with its technique and takes groups; what it swaps keeps the names of parameters. Sends nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.parallel import cut, spread
 from minitrain.moe.travel import choose_way
 from minitrain.pipeline.eviction import Balanced
+from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
@@ -93,11 +93,13 @@ def parallelize(
     experts = ExpertGroups(strategy, mesh) if config and config.experts else None
     module = build(config, strategy, mesh, schedule, cuts, seed, device, experts) if config else model
     freeze(module, frozen, config)
-    places, memory, in_slices, losses = Places(seed), None, set(), None
+
+    places, memory, in_slices, losses, played = Places(seed), None, set(), None, None
+    pairs = Halves() if strategy.hides_transfers(schedule) else None
     if config:
         loss_fn, in_slices = cut_model(module, config, strategy, mesh, loss_fn)
         if experts:
-            in_slices |= spread_experts(module, strategy, mesh, experts)
+            in_slices |= spread_experts(module, strategy, mesh, experts, pairs)
             layers = {number: stage.layers for number, stage in module.items()}
             losses = RouterLosses(layers, mesh.group("tp") if strategy.tp > 1 else None)
         memory = attend_over(module, strategy, mesh, schedule)
@@ -115,11 +117,11 @@ def parallelize(
     if schedule is None:
         more = dict(router_loss=losses.taken) if losses else {}
         forward_backward = accumulate(module, loss_fn, strategy.microbatches, sync, places.at, **more)
-        played = None
     else:
         sync.driven = True
         settings = dict(width=config.d_model, down=mesh.twin("pp"), check=False, memory=memory, at=places.at)
         settings |= dict(length_over=strategy.tp if strategy.sequence_parallel else 1, router_losses=losses)
+        settings |= dict(pairs=pairs)
         stages, units = dict(module.items()), on_each_rank(schedule, strategy.cp)
         kind = runner or (Balanced if schedule.evicts else Runner)
         forward_backward = played = kind(stages, units, mesh.group("pp"), loss_fn, sync, **settings)
@@ -130,14 +132,12 @@ def parallelize(
 
 def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
     if max(strategy.pp, strategy.cp, strategy.tp, strategy.ep) > 1 or strategy.recompute:
-        why = "a module of your own gets data parallelism and ZeRO, for nobody knows its layers"
-        cure = "use dp and zero, or give a GPTConfig"
-        raise ValueError(f"{type(module).__name__} with {strategy}: {why}; {cure}")
+        why = "a module of your own gets dp and ZeRO, for nobody knows its layers; use these, or a GPTConfig"
+        raise ValueError(f"{type(module).__name__} with {strategy}: {why}")
     dtypes, wanted = {param.dtype for param in module.parameters()}, getattr(torch, strategy.policy.weights)
     if strategy.policy.master and dtypes != {wanted}:
-        raise ValueError(
-            f"precision={strategy.precision!r} is for weights in {wanted}; convert the module first"
-        )
+        said = f"precision={strategy.precision!r} is for weights in {wanted}"
+        raise ValueError(f"{said}; convert the module first")
     if strategy.dp != ranks:
         raise ValueError(f"dp={strategy.dp}, but the job has {ranks} ranks; use dp={ranks}")
 
@@ -209,13 +209,13 @@ class ExpertGroups:
             node = mesh.size(*inside)
             _, near = mesh.blocks(*inside, size=min(node, strategy.ep), names=names)
             self.summed_over = (near, beside if strategy.ep > node else mesh.group(*outer))
-        names = ("ep_inside", "ep_across")
-        inside, across = mesh.blocks(*rows, size=strategy.ep_node, names=names, of=strategy.ep)
+        levels = dict(names=("ep_inside", "ep_across"), of=strategy.ep)
+        inside, across = mesh.blocks(*rows, size=strategy.ep_node, **levels)
         self.levels = dict(across=across, inside=inside)
 
 
 def spread_experts(
-    module: GPT | Stages, strategy: Strategy, mesh: Mesh, experts: ExpertGroups
+    module: GPT | Stages, strategy: Strategy, mesh: Mesh, experts: ExpertGroups, pairs: Halves | None
 ) -> set[nn.Parameter]:
     """Experts over ep, each cut over tp; the parameters that see a slice of the tokens."""
     in_slices, sequence = set(), strategy.sequence_parallel
@@ -224,9 +224,11 @@ def spread_experts(
     beside = (mesh.group("tp"),) if strategy.tp > 1 else ()
     for layer in mixtures(module.layers):
         if experts.group is not None:
-            spread(layer, experts.group, partial(Dispatch, group=experts.group))
+            meanwhile = pairs.give_way if pairs else None
+            spread(layer, experts.group, partial(Dispatch, group=experts.group, meanwhile=meanwhile))
             how = dict(what=strategy.ep_travel, chunks=strategy.ep_chunks, most=strategy.ep_shadow)
-            choose_way(layer, experts.group, **experts.levels, beside=beside, rule=shadowed, **how)
+            how |= dict(beside=beside, rule=shadowed, meanwhile=meanwhile)
+            choose_way(layer, experts.group, **experts.levels, **how)
         layer.row_group, layer.row_ranks = row_group, strategy.cp * (strategy.tp if sequence else 1)
         if strategy.tp > 1:
             own = partial(own_time, group=mesh.group("tp")) if sequence else None

@@ -156,6 +156,11 @@ class Strategy:
         sizes = dict(chunks=self.chunks, slices=self.slices, recompute=self.recompute)
         return named(self.schedule, self.pp, self.microbatches, **sizes)
 
+    def hides_transfers(self, schedule: Schedule | None) -> bool:
+        """Whether halves of a pair take turns while rows travel to experts and back (pipeline/halves.py)."""
+        travel = self.ep > 1 and self.ep_chunks == 1 and self.ep_travel == "tokens"
+        return travel and schedule is not None and schedule.pairs
+
     @property
     def pieces(self) -> int:
         """What the length of a sequence is a multiple of."""

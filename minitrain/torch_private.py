@@ -21,6 +21,7 @@ OpOverload = _ops.OpOverload
 schema_of = attrgetter("_schema")
 has_kernel = _C._dispatch_has_kernel_for_dispatch_key
 num_modes = _python_dispatch._len_torch_dispatch_stack
+dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack  # of this thread, the outermost first
 # Inside this there are real numbers in a dry run, and no line in an account.
 outside_modes = _python_dispatch._disable_current_modes
 

@@ -135,7 +135,8 @@ def attempt(chance: random.Random) -> Draw:
         splits = [n for n in range(2, 9) if axes["dp"] * axes["cp"] % n == 0]
         axes["ep"] = chance.choice(splits[-1:] + splits)
         nodes = [n for n in range(2, axes["ep"]) if axes["ep"] % n == 0]
-        way = chance.choice(("flat", "chunks", "experts", "cheaper", *["two levels"] * 9 * bool(nodes)))
+        flat, levels = ["flat"] * (1 + 9 * (axes["pp"] > 1)), ["two levels"] * 9 * bool(nodes)
+        way = chance.choice((*flat, "chunks", "experts", "cheaper", *levels))
         if nodes and way in ("two levels", "experts"):
             axes["ep_node"] = chance.choice(nodes)
         if way in ("experts", "cheaper"):
@@ -231,6 +232,9 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
         values |= dict(sequence_parallel=chance.random() < 0.5, overlap=chance.random() < 0.4)
     if axes["pp"] > 1 or chance.random() < 0.1:
         values["schedule"] = chance.choice(NAMES)
+        if axes["pp"] > 1 and axes.get("ep", 1) > 1 and chance.random() < 0.8:
+            values["schedule"] = chance.choice(("dualpipe", "dualpipe_v"))
+            values["microbatches"] = 2 * axes["pp"]
         values["recompute"] = chance.random() < 0.2 or axes["pp"] == 1
         values["post_validation"] = axes["pp"] > 1 and chance.random() < 0.15
         if values["schedule"] in CHUNKED:
@@ -475,6 +479,7 @@ FEATURES = {
     "scaled loss": lambda s, c: s.loss_scale > 0,
     "ep, the cheaper travels": lambda s, c: s.ep_travel == "cheaper",
     "ep, shadows": lambda s, c: s.ep_shadow > 0,
+    "pairs overlap": lambda s, c: s.pp > 1 and s.hides_transfers(s.build_schedule()),
     "recompute": lambda s, c: s.recompute,
     "late clipping": lambda s, c: s.post_validation,
     "microbatches": lambda s, c: s.microbatches > 1,

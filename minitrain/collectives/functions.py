@@ -124,18 +124,20 @@ def all_to_all(
     receive_sizes: list[int] | None = None,
     name: str | None = None,
     async_op: bool = False,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor | Handle:
     """Piece j of x along `dim` goes to rank j; the pieces received are concatenated in rank order.
 
     Pieces are equal unless both `send_sizes` (which add up to x.shape[dim]) and `receive_sizes` (what each
     rank sends to this one) are given. Differentiable if blocking: backward is the all_to_all that brings
-    every piece home.
+    every piece home. A blocking call runs `meanwhile()` while the pieces are under way, and so does backward.
     """
     ch = open_channel(group, "all_to_all", x)
     if x.requires_grad and torch.is_grad_enabled() and not async_op:
 
         def along(sends, receives) -> Callable:
-            return lambda x: all_to_all(x, group, dim, send_sizes=sends, receive_sizes=receives, name=name)
+            settings = dict(send_sizes=sends, receive_sizes=receives, name=name, meanwhile=meanwhile)
+            return lambda x: all_to_all(x, group, dim, **settings)
 
         return _Linear.apply(x, along(send_sizes, receive_sizes), along(receive_sizes, send_sizes))
     uneven = send_sizes is not None or receive_sizes is not None
@@ -144,7 +146,12 @@ def all_to_all(
         check_sizes(ch, x, dim, send_sizes, receive_sizes)
     call = new_call(ch, "all_to_all", x, name, dim, uneven=uneven)
     rows = sum(receive_sizes) if uneven else x.shape[dim]
-    return _along(ch, group, call, x, rows, None, async_op, send_sizes, receive_sizes)
+    under_way = async_op or meanwhile is not None
+    y = _along(ch, group, call, x, rows, None, under_way, send_sizes, receive_sizes)
+    if meanwhile is None or async_op:
+        return y
+    meanwhile()
+    return y.wait()
 
 
 def broadcast(

@@ -16,6 +16,8 @@ arXiv:2211.15841, section 4) without. Differs: capacity is the router's affair (
 dispatch serves both; padding is the experts' (experts.py).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -23,12 +25,17 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.moe.router import Routing
 
+Meanwhile = Callable[[], None] | None
+
 
 class Dispatch:
     """The way of one batch, made from its routing. `counts` [E/n]: the rows of each expert that is here, and
-    `sizes` the same as numbers, if the routing knows them."""
+    `sizes` the same as numbers, if the routing knows them. `meanwhile()` is called while rows, or their
+    gradients, are under way."""
 
-    def __init__(self, routing: Routing, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, routing: Routing, group: ProcessGroup | None = None, meanwhile: Meanwhile = None
+    ) -> None:
         experts, n = routing.probs.shape[1], 1 if group is None else group.size()
         if experts % n:
             raise ValueError(
@@ -38,7 +45,7 @@ class Dispatch:
         order = chosen.argsort(stable=True)  # by expert, then by token
         going = int(counts.sum()) if routing.sizes is None else sum(routing.sizes)
         order = order[len(order) - going :]  # those that go nowhere come first
-        self.group, self.choices = group, order
+        self.group, self.meanwhile, self.choices = group, meanwhile, order
         self.tokens, self.num_tokens = order // routing.experts.shape[1], len(routing.experts)
         if group is None:
             self.counts, self.turn, self.sizes = counts, None, routing.sizes and list(routing.sizes)
@@ -62,15 +69,15 @@ class Dispatch:
         rows = x.index_select(0, self.tokens)
         if self.group is None:
             return rows
-        sizes = {"send_sizes": self.send_sizes, "receive_sizes": self.receive_sizes}
-        return _Turned.apply(collectives.all_to_all(rows, self.group, **sizes), self.turn, inverse(self.turn))
+        how = dict(send_sizes=self.send_sizes, receive_sizes=self.receive_sizes, meanwhile=self.meanwhile)
+        return _Turned.apply(collectives.all_to_all(rows, self.group, **how), self.turn, inverse(self.turn))
 
     def back(self, y: Tensor, weights: Tensor) -> Tensor:
         """y [R, D] of this rank's experts -> [N, D]: for each token of this rank the sum of its choices."""
         if self.group is not None:
-            sizes = {"send_sizes": self.receive_sizes, "receive_sizes": self.send_sizes}
+            how = dict(send_sizes=self.receive_sizes, receive_sizes=self.send_sizes, meanwhile=self.meanwhile)
             y = _Turned.apply(y, inverse(self.turn), self.turn)
-            y = collectives.all_to_all(y, self.group, **sizes)
+            y = collectives.all_to_all(y, self.group, **how)
         return combined(y, weights.flatten().index_select(0, self.choices), self.tokens, self.num_tokens)
 
 

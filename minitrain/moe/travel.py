@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.moe.balance import shadows
-from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.dispatch import Dispatch, Meanwhile
 from minitrain.moe.experts import grouped
 from minitrain.moe.move_experts import pull_is_cheaper, pulled
 from minitrain.moe.overlap import by_capacity
@@ -50,9 +50,10 @@ def choose_way(
     chunks: int = 1,
     most: int = 0,
     rule: Rule,
+    meanwhile: Meanwhile = None,
 ) -> None:
     """For a layer whose experts are spread over `group`, in nodes of `inside`, and not cut yet. `most` of the
-    experts that `rule` picks get shadows."""
+    experts that `rule` picks get shadows; `meanwhile` as in dispatch.py."""
     _, d_model, width = mixture.experts.up.shape
     gated, table = mixture.experts.gate is not None, partial(table_of, group=group, beside=beside)
 
@@ -64,7 +65,7 @@ def choose_way(
         return busiest(rows, rule(rows, d_model, width, 2 + gated), most)
 
     if inside.size() > 1:
-        mixture.dispatch = partial(TwoLevelDispatch, across=across, inside=inside)
+        mixture.dispatch = partial(TwoLevelDispatch, across=across, inside=inside, meanwhile=meanwhile)
     if chunks > 1:
         in_chunks(mixture, group, chunks)
     if what != "tokens":

@@ -24,23 +24,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.moe.dispatch import Dispatch, combined
+from minitrain.moe.dispatch import Dispatch, Meanwhile, combined
 from minitrain.moe.router import NOWHERE, Routing
 
 
 class TwoLevelDispatch:
     """As `Dispatch`, of a group whose ranks are those of `across` and `inside`. Expert e lives on rank
-    e // (E/n).
+    e // (E/n). `meanwhile()` is called while rows, or their gradients, are under way between nodes.
     """
 
-    def __init__(self, routing: Routing, across: ProcessGroup, inside: ProcessGroup) -> None:
+    def __init__(
+        self, routing: Routing, across: ProcessGroup, inside: ProcessGroup, meanwhile: Meanwhile = None
+    ) -> None:
         experts, nodes, n = routing.probs.shape[1], across.size(), across.size() * inside.size()
         if experts % n:
             raise ValueError(
                 f"{experts} experts on {nodes} nodes of {inside.size()} ranks; each rank gets as many, so "
                 f"the ranks divide the experts"
             )
-        self.across, self.num_tokens, per_node = across, len(routing.experts), experts // nodes
+        self.across, self.meanwhile, per_node = across, meanwhile, experts // nodes
+        self.num_tokens = len(routing.experts)
         node = routing.experts.div(per_node, rounding_mode="floor")  # NOWHERE stays below every node
         visits = (node == torch.arange(nodes, device=node.device)[:, None, None]).any(-1)  # [node, token]
         counts, known, sizes = visits.sum(1), None, None
@@ -62,19 +65,19 @@ class TwoLevelDispatch:
 
     def there(self, x: Tensor) -> Tensor:
         """x [N, D] -> [R, D], the rows of this rank's experts, one expert after the other."""
-        return self.inside.there(self._there(x.index_select(0, self.tokens)))
+        return self.inside.there(self._there(x.index_select(0, self.tokens), meanwhile=self.meanwhile))
 
     def back(self, y: Tensor, weights: Tensor) -> Tensor:
         """y [R, D] of this rank's experts -> [N, D]: for each token of this rank the sum of its choices."""
         weights = self._there(weights.index_select(0, self.tokens))
         partial = self.inside.back(y, weights)  # summed where the copy has entered the node
         sizes = {"send_sizes": self.receive_sizes, "receive_sizes": self.send_sizes}
-        home = collectives.all_to_all(partial, self.across, **sizes)
+        home = collectives.all_to_all(partial, self.across, meanwhile=self.meanwhile, **sizes)
         return combined(home, None, self.tokens, self.num_tokens)
 
-    def _there(self, pairs: Tensor) -> Tensor:
+    def _there(self, pairs: Tensor, meanwhile: Meanwhile = None) -> Tensor:
         sizes = {"send_sizes": self.send_sizes, "receive_sizes": self.receive_sizes}
-        return collectives.all_to_all(pairs, self.across, **sizes)
+        return collectives.all_to_all(pairs, self.across, meanwhile=meanwhile, **sizes)
 
 
 def two_level_all_to_all(x: Tensor, across: ProcessGroup, inside: ProcessGroup) -> Tensor:

@@ -4,6 +4,7 @@ First  schedule            a schedule is a list for each rank; what makes one ri
        schedules/          the published ones
        simulate            when everything happens: bubble, idle time, memory
 then   lower, runtime      messages put in; the interpreter on real ranks
+       halves              a forward and a backward in turns, each while rows of the other travel
        deferred            a backward in two halves, dx now and dW later
        partition           where to cut a model into stages
        fits, units         does a stage fit into a pipeline? a batch in microbatches and slices

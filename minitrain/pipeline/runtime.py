@@ -17,8 +17,8 @@ a function for each schedule.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.fits import check_boundary, check_fits, takes_positions
+from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.lower import Program, Receive, Reduce, Send, Sent, Step, lower, pause, user_of
 from minitrain.pipeline.random_state import drawing_from, random_state, set_random_state
 from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W
@@ -57,7 +58,8 @@ class Runner:
     `at(step, first_row)` is told which rows of the global batch come next. `router_losses.taken(stage)` gives
     what a stage's forward adds to the loss by itself. `before_backward`, if set, is called once a step before
     the rank's first backward; where it says True, on all ranks alike, the forwards until then run again
-    (post_validation.py)."""
+    (post_validation.py). `pairs` lets the halves of a pair take turns, unless they are of one stage, whose
+    parameters ZeRO-3 has whole for one pass at a time."""
 
     methods = {"F": "forward", "R": "forward_again", "B": "backward", "I": "backward", "W": "weights"}
 
@@ -80,6 +82,7 @@ class Runner:
         cut: Callable[..., list[Unit]] | None = None,
         at: Callable[[int, int], None] = lambda step, first_row: None,
         router_losses=None,
+        pairs: Halves | None = None,
     ):
         check_fits(stages, schedule, group)
         if schedule.slices > 1 and memory is None:
@@ -93,6 +96,7 @@ class Runner:
         self.dtype, self.device = dtype or some.dtype, torch.device(device or some.device)
         self.width, self.length_over, self.around = width, length_over, around
         self.memory, self.cut, self.at, self.router_losses = memory, cut or cut_evenly, at, router_losses
+        self.pairs = pairs
         self.with_positions = {number for number, stage in stages.items() if takes_positions(stage)}
         self.uses = Counter(param for stage in stages.values() for param in stage.parameters())
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}
@@ -168,6 +172,8 @@ class Runner:
                 params = list(self.stages[stage].parameters())
                 self.left.subtract(params)
                 self.reducer.ready([param for param in params if not self.left[param]])
+            case Pair(forward, backward) if self.pairs and forward.stage != backward.stage:
+                self.pairs.take_turns(self.run_action, self.turn, backward, forward)
             case Pair(forward, backward):
                 self.act(forward)
                 self.act(backward)
@@ -175,8 +181,18 @@ class Runner:
                 self.act(step)
 
     def act(self, action: Action) -> None:
+        with self.turn(action):
+            self.run_action(action)
+
+    def run_action(self, action: Action) -> None:
+        getattr(self, self.methods[action.kind])(action)
+
+    @contextmanager
+    def turn(self, action: Action) -> Iterator[None]:
+        """Around an action, or around each turn of it: masks are drawn for its rows."""
         with self.around(str(action)):
-            getattr(self, self.methods[action.kind])(action)
+            self.at(getattr(self.batch, "step", 0), self.first_rows[action.microbatch])
+            yield
 
     def forward(self, action: Action) -> None:
         _, stage, unit = action
@@ -201,7 +217,6 @@ class Runner:
     def run_stage(self, stage: int, unit: int, kept: Kept) -> Tensor:
         """The stage, or on the last one the loss; the graph's end is remembered, the output is not."""
         _, targets, positions = self.units[unit]
-        self.at(getattr(self.batch, "step", 0), self.first_rows[unit])
         kept.later = Deferred() if W(stage, unit) in self.schedule.place else None
         with kept.later or nullcontext(), self.memory.during(stage, unit) if self.memory else nullcontext():
             y = self.run(stage, kept.x, positions)
@@ -223,7 +238,6 @@ class Runner:
         ends = [(kept.end, dy)] if kept.end is not None else []
         ends += [(kept.also, None)] if kept.also is not None and kept.also.requires_grad else []
         ends += self.memory.ends(stage, unit) if self.memory else []
-        self.at(getattr(self.batch, "step", 0), self.first_rows[unit])  # a layer may be computed again
         if ends:
             torch.autograd.backward(*map(tuple, zip(*ends)))
         if action.kind == "B":

@@ -85,6 +85,7 @@ class Schedule:
     recomputes = property(lambda self: "R" in self.kinds)
     evicts = property(lambda self: "E" in self.kinds)
     splits_backward = property(lambda self: "W" in self.kinds)
+    pairs = property(lambda self: any(isinstance(entry, Pair) for own in self.ranks for entry in own))
 
     @cached_property
     def needs(self) -> dict[Entry, Sequence[Action]]:

@@ -15,7 +15,7 @@
 activations of PP + 1. Sends per microbatch 2(PP-1) messages, DualPipeV 4(p-1); DualPipe once a step all
 gradients between r and p-1-r.
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1, Table 2, Figure 5, and the published
-DualPipe's 8 steps. Differs: runtime.py runs a pair's parts in a row.
+DualPipe's 8 steps. How the parts of a pair run: halves.py.
 """
 
 from collections import deque

@@ -1,0 +1,96 @@
+"""The halves of a pair (F B) in turns: while an all-to-all of one is under way, the other computes.
+
+    take_turns(run, turn, b, f)             run(b) and run(f), of which only ever one goes on; b begins
+    all_to_all(.., meanwhile=give_way)      in their layers: issue, give way, wait, forward and backward alike
+
+    backward of b   combine +1|                 |-1 experts +2|              |-2 attention
+    forward of a              | attention +1    |             |-1 experts +2 |             |-2 sum
+
+No layer is cut. A half stops in the middle of whatever it is in, a forward in its layers or a backward in
+autograd's engine: the first runs on a thread of its own, and a baton says whose turn it is. So it computes
+what it computes alone, bit for bit, in an order that is the program's and no clock's: ranks that run the same
+pairs, as all of a stage do, make the same calls in the same order. With as many layers of experts on both
+sides every transfer of rows lies behind products of the other half; where one side has more, its last ones
+wait alone. Counts of rows hide behind nothing. Sends what the halves send. Memory: what the forward keeps
+comes while the backward's goes, layer by layer, so that a pair holds less than F before B; in ZeRO-3 a unit
+of each half is whole. On a GPU a forward must not ask autograd for gradients, whose thread the backward has.
+DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1 and Figure 4. Differs: gradients of weights
+are not put off until a transfer has left (moe/pair.py can), and no kernels have cores of their own.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from threading import Semaphore, Thread
+
+import torch
+
+from minitrain.torch_private import dispatch_modes
+
+
+class Half:
+    def __init__(self, run: Callable[[], None], turn: Callable[[], AbstractContextManager]):
+        self.run, self.turn, self.baton, self.around = run, turn, Semaphore(0), ExitStack()
+
+    def begin_turn(self) -> None:
+        self.baton.acquire()
+        self.around.enter_context(self.turn())
+
+
+class Halves:
+    """Of this rank: one pair at a time."""
+
+    def __init__(self):
+        self.going: list[Half] = []  # those that are not done; the first has the baton
+        self.error: BaseException | None = None
+
+    def take_turns(self, run: Callable, turn: Callable, *actions: object) -> None:
+        """run(action) of two actions to their ends, or the error of the one that failed. `turn(action)` is
+        entered around each turn."""
+        first, second = (Half(partial(run, action), partial(turn, action)) for action in actions)
+        self.going, self.error = [first, second], None
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        thread = Thread(target=self._elsewhere, args=(first, dispatch_modes(), gpu), daemon=True)
+        thread.start()
+        first.baton.release()
+        self._all_of(second)
+        thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def give_way(self) -> None:
+        """Called where something of a half is under way: the turn of the other, if there is one, until that
+        gives way or is done."""
+        if len(self.going) == 2:
+            own, other = self.going
+            self.going = [other, own]
+            own.around.close()
+            other.baton.release()
+            own.begin_turn()
+            self._check_other()
+
+    def _check_other(self) -> None:
+        if self.error is not None:
+            raise RuntimeError("the other half of the pair has failed")
+
+    def _elsewhere(self, half: Half, modes: list, gpu: int | None) -> None:
+        """On a thread of its own, which an account and a dry run do not see by themselves."""
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
+            self._all_of(half)
+
+    def _all_of(self, half: Half) -> None:
+        try:
+            half.begin_turn()
+            self._check_other()
+            half.run()
+        except BaseException as error:
+            self.error = self.error or error
+        finally:
+            half.around.close()
+            self.going.remove(half)
+            for other in self.going:
+                other.baton.release()
