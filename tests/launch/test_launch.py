@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import warnings
 from contextlib import nullcontext
 
@@ -475,8 +476,12 @@ def test_the_helper_has_what_the_caller_uses_of_minitrain_as_the_files_are_by_no
             time.sleep(0.01)
         return os.getppid()
 
+    gone = types.ModuleType("minitrain.gone")  # the helper cannot import it, and no rank asks
+    gone.__file__ = str(tmp_path / "gone.py")
+    monkeypatch.setitem(sys.modules, "minitrain.gone", gone)
     assert launch.run(known) == [[True, False, False]] * 2
     helper, found = local.Helper.find(), []
+    assert helper.files[strategy.__file__] == os.stat(strategy.__file__).st_mtime_ns
     thread = threading.Thread(target=lambda: found.extend(launch.run(wait, ranks=1)))
     thread.start()
     while not (tmp_path / "there").exists():
@@ -486,6 +491,7 @@ def test_the_helper_has_what_the_caller_uses_of_minitrain_as_the_files_are_by_no
     (tmp_path / "go on").touch()
     thread.join()
     assert found == [helper.process.pid], "what ran on it was not ended with it"
+    assert not helper.launches
     helper.close()
     assert helper.process.poll() is not None
 
