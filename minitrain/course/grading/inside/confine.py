@@ -19,6 +19,7 @@ import resource
 import signal
 import struct
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many each version of Landlock knows
 SYSCALLS = {"landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446}
 SYSCALLS |= {"mount_setattr": 442}  # libc does not know these; they have the same number on every machine
 SET_PDEATHSIG, SET_KEEPCAPS, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVS = 1, 8, 36, 38
+SET_SECCOMP, FILTER = 22, 2
 NEWNS, NOATIME, ATIME, MS_PRIVATE, AT_FDCWD, AT_RECURSIVE = 0x20000, 0x10, 0x70, 1 << 18, -100, 0x8000
 MAY_READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: packages in a home that the stranger could not enter
 
@@ -106,8 +108,8 @@ def readable_files(hidden: Sequence[str]) -> int:
     return ruleset
 
 
-def allowed_calls():
-    """A seccomp filter, which each rank loads."""
+def allowed_calls() -> bytes:
+    """A seccomp filter as the kernel takes it: written once, loaded by each rank."""
     if not LINUX:
         raise OSError(f"{sys.platform} has no seccomp")
     import pyseccomp
@@ -123,7 +125,10 @@ def allowed_calls():
     # libstdc++ waits on such a futex while another thread sets a static variable: now it looks again instead
     shared = pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 128, 0)
     rules.add_rule(pyseccomp.ERRNO(errno.EAGAIN), "futex", shared)
-    return rules
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()
 
 
 def confine_rank(limits: dict[str, int], uid: int | None, walls: Walls, statm: int | None) -> None:
@@ -137,7 +142,9 @@ def confine_rank(limits: dict[str, int], uid: int | None, walls: Walls, statm: i
         call("landlock_restrict_self", walls.files, 0)
         os.close(walls.files)
     if walls.calls is not None:
-        walls.calls.load()
+        program = ctypes.create_string_buffer(walls.calls)  # of instructions of 8 bytes
+        head = struct.pack("@HP", len(walls.calls) // 8, ctypes.addressof(program))
+        call("prctl", SET_SECCOMP, FILTER, head, 0, 0)
 
 
 def become(uid: int) -> None:
