@@ -19,7 +19,7 @@ PACKAGE = ROOT / "minitrain"
 FLOORS = [
     {"torch_private", "tables"},
     {"collectives", "attention", "data", "simulate"},
-    {"mesh", "sharding", "ledger", "launch"},
+    {"mesh", "sharding", "ledger", "launch", "precision"},
     {
         "model",
         "data_parallel",
@@ -29,7 +29,6 @@ FLOORS = [
         "communication",
         "memory",
         "moe",
-        "precision",
         "checkpoint",
         "fault",
         "kernels",
@@ -40,7 +39,14 @@ FLOORS = [
 ]
 TECHNIQUES = FLOORS[3] - {"model"}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-BASE = {"torch_private", "tables", "collectives", "attention", "sharding"}  # all a technique may lean on
+BASE = {
+    "torch_private",
+    "tables",
+    "collectives",
+    "attention",
+    "sharding",
+    "precision",
+}  # all a technique may lean on
 NEIGHBOURS = {
     ("model", "moe"),
     ("parallelize", "run"),

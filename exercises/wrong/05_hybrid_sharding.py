@@ -497,16 +497,18 @@ def dequantize_blocks(codes, scales, bits, block, numel):
 
 
 # %% wrong="quantize_blocks" fails="own work" around="import" why="the codes of the package"
-from minitrain.data_parallel.quantized import dequantize, quantize
+from minitrain.precision.blocks import Blocks, Quantized, dequantize, quantize
 
 
 def quantize_blocks(x, bits, block):
-    sent = quantize(x, bits, block)
+    sent = quantize(x, Blocks(f"int{bits}", (block,)), fill=True)
     return sent.codes, sent.scales
 
 
 def dequantize_blocks(codes, scales, bits, block, numel):
-    return dequantize(codes, scales, bits, block)[:numel]
+    return dequantize(
+        Quantized(codes, scales, torch.Size((numel,)), Blocks(f"int{bits}", (block,)))
+    )
 
 
 # %% wrong="cheapest_word" fails="bytes between nodes" why="always the smallest: everything is cut over all ranks"

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import all_gather, all_to_all, axis_of
-from minitrain.data_parallel.quantized import FLOATS, check_blocks, dequantize, from_bytes, quantize, to_bytes
+from minitrain.precision.blocks import FLOATS, Blocks, dequantize, from_bytes, quantize, to_bytes
+from minitrain.precision.formats import INT4, INT8
 
 
 def quantized_all_gather(shard: Tensor, group: ProcessGroup, bits=8, block=256, out=None) -> Tensor:
@@ -34,13 +35,13 @@ def quantized_all_gather(shard: Tensor, group: ProcessGroup, bits=8, block=256, 
     The own shard comes back quantised too: ranks that compute with different weights would drift apart.
     """
     what, n, d, dtype, device = "quantized_all_gather", group.size(), shard.numel(), shard.dtype, shard.device
-    check_blocks(what, bits, block)
+    blocks = integer_blocks(what, bits, block)
     _slice_length(what, shard, 1, bits, block)
     if out is not None and (out.shape, out.dtype, out.device) != ((n * d,), dtype, device):
         found = f"{out.dtype} {list(out.shape)} on {out.device}"
         raise ValueError(f"{what}: out is {found}; it must be {dtype} {[n * d]} on {device}, {n} shards long")
-    messages = all_gather(to_bytes(quantize(shard, bits, block)), group).view(n, -1)
-    whole = dequantize(from_bytes(messages, d, bits, block), dtype).view(-1)
+    messages = all_gather(to_bytes(quantize(shard, blocks, fill=True)), group).view(n, -1)
+    whole = dequantize(from_bytes(messages, d, blocks), dtype).view(-1)
     if out is None:
         return whole
     out.detach().copy_(whole)
@@ -71,6 +72,15 @@ def two_hop_reduce_scatter(
     return _exchange_and_add(of_node, inter, bits, block, flat.dtype).to(flat.dtype)
 
 
+def integer_blocks(what: str, bits: int, block: int) -> Blocks:
+    """Integers of 8 or 4 bits, a float32 scale for every `block` of them."""
+    if bits not in (4, 8):
+        raise ValueError(f"{what}: bits={bits!r}; use 8 (codes to 127) or 4 (codes to 7)")
+    if not isinstance(block, int) or block < 1:
+        raise ValueError(f"{what}: block={block!r}; use a whole number, 1 or more, 256 say")
+    return Blocks(INT8 if bits == 8 else INT4, (block,))
+
+
 def _exchange_and_add(pieces: Tensor, group: ProcessGroup, bits: int | None, block: int, dtype) -> Tensor:
     """pieces [n, .., d], one for each rank -> the sum [.., d] of those for this one, in float32 or float64.
 
@@ -79,8 +89,9 @@ def _exchange_and_add(pieces: Tensor, group: ProcessGroup, bits: int | None, blo
     if bits is None:
         received = all_to_all(pieces.to(dtype), group)
     else:
-        messages = all_to_all(to_bytes(quantize(pieces, bits, block)), group)
-        received = dequantize(from_bytes(messages, pieces.shape[-1], bits, block), wide)
+        blocks = integer_blocks("reduce_scatter", bits, block)
+        messages = all_to_all(to_bytes(quantize(pieces, blocks, fill=True)), group)
+        received = dequantize(from_bytes(messages, pieces.shape[-1], blocks), wide)
         del messages
     return received.sum(0, dtype=wide)
 
@@ -96,7 +107,7 @@ def _slice_length(what: str, flat: Tensor, ranks: int, bits: int | None, block: 
             f"{what}: {n} numbers are no multiple of {ranks} ranks; pad with {ranks - rest} zeros"
         )
     if bits is not None:
-        check_blocks(what, bits, block)
+        integer_blocks(what, bits, block)
         if block > d:
             raise ValueError(f"{what}: block={block}, but a shard has {d} numbers; use a smaller one, or pad")
     return d

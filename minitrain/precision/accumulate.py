@@ -1,0 +1,109 @@
+"""Sums in a narrow accumulator: where they stall, and the two cures, chunks and promotion.
+
+    sum_in       t = round(t + x_k), k = 1 .. K                   |error| <= ((1 + u)^(K-1) - 1) Σ|x|
+      in chunks  partial sums of c numbers, then their sum        |error| <= ((1 + u)^(c + K/c - 2) - 1) Σ|x|
+    u = 2^-(M+1) for M mantissa bits, rounding to nearest, without overflow
+
+A sum of ones stalls (swamping) at 2^(M+1), where 1 is half a step: 4,096 ones give 2,048 in FP16, 256 in
+BF16, 1,024 with 9 mantissa bits, and 4,096 with these in chunks of 64.
+
+`tensor_core_matmul` emulates Hopper's FP8 product. An instruction takes `lanes` = 32 products (exact) and the
+accumulator, aligns all to the largest exponent, keeps the `bits` = 14 highest bits of each, cuts off the rest
+and adds without error. An addend loses less than 2^(1-bits) of the largest, so an instruction less than
+33·2^(1-bits) of it. Every `promote` products the sum is added to a float32 elsewhere, times the scales of
+these products, and starts again from zero.
+
+Memory: the products of a matmul are held together, [M, N, K] float64 (sum_in), [M, N, 33] (tensor core).
+Wang et al. 2018, arXiv:1812.08011, section 2.2; DeepSeek-V3, arXiv:2412.19437, sections 3.3.2 and 3.5.2.
+Differs: emulated from that description, not compared with a GPU; cut toward zero, for all signs.
+"""
+
+import torch
+from torch import Generator, Tensor
+
+from minitrain.precision.formats import Format
+from minitrain.precision.rounding import checked, rounded
+
+
+def sum_in(
+    x: Tensor,
+    format: str | Format,
+    chunk: int | None = None,
+    mode: str = "nearest",
+    generator: Generator | None = None,
+) -> Tensor:
+    """x [.., K] -> its sums [..] in the format, one number after the other, or in chunks: float64."""
+    f, numbers = checked("sum_in", x, format, mode, None, generator), x.shape[-1]
+    _divides("sum_in", numbers, chunk, "chunk")
+    chunk = chunk or numbers
+    partial = _one_by_one(x.double().unflatten(-1, (numbers // chunk, chunk)), f, mode, generator)
+    return _one_by_one(partial, f, mode, generator)
+
+
+def matmul_in(a: Tensor, b: Tensor, format: str | Format, chunk: int | None = None) -> Tensor:
+    """a [M, K] @ b [K, N], exact products summed as `sum_in` does."""
+    _fit("matmul_in", a, b)
+    return sum_in(a.double().unsqueeze(-2) * b.double().mT, format, chunk)
+
+
+def tensor_core_matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bits: int = 14,
+    promote: int | None = 128,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    lanes: int = 32,
+) -> Tensor:
+    """a [M, K] @ b [K, N] of FP8 numbers -> [M, N] float32; scale_a [M, K/promote], scale_b [K/promote, N].
+
+    promote=None is one sum over all of K, and scales are [M, 1] and [1, N]."""
+    _fit("tensor_core_matmul", a, b)
+    numbers = a.shape[1]
+    _divides("tensor_core_matmul", numbers, promote, "promote")
+    promote = promote or numbers
+    _divides("tensor_core_matmul", promote, lanes, "lanes")
+    if not isinstance(bits, int) or not 2 <= bits <= 40:
+        raise ValueError(f"tensor_core_matmul: bits={bits!r}; use 2 to 40, 14 for Hopper")
+    parts = numbers // promote
+    scale_a = torch.ones(len(a), parts) if scale_a is None else scale_a
+    scale_b = torch.ones(parts, b.shape[1]) if scale_b is None else scale_b
+    if scale_a.shape != (len(a), parts) or scale_b.shape != (parts, b.shape[1]):
+        found = f"scale_a {list(scale_a.shape)} and scale_b {list(scale_b.shape)}"
+        needed = f"{[len(a), parts]} and {[parts, b.shape[1]]}, one for every {promote} products"
+        raise ValueError(f"tensor_core_matmul: {found}; they must be {needed}")
+    total = torch.zeros(len(a), b.shape[1])
+    for part in range(parts):
+        accumulator = torch.zeros(len(a), b.shape[1], dtype=torch.float64)
+        for k in range(part * promote, (part + 1) * promote, lanes):
+            products = a[:, None, k : k + lanes].double() * b.mT[None, :, k : k + lanes].double()
+            accumulator = _aligned(torch.cat((accumulator.unsqueeze(-1), products), -1), bits).sum(-1)
+        total += accumulator.float() * scale_a[:, part, None] * scale_b[part]
+    return total
+
+
+def _aligned(x: Tensor, bits: int) -> Tensor:
+    """x [.., n], each cut to multiples of 2^(e + 1 - bits), e the exponent of the largest of the n."""
+    exponent = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent - 1
+    step = torch.ldexp(torch.ones_like(x[..., :1]), exponent + 1 - bits)
+    return (x / step).trunc_().mul_(step)
+
+
+def _one_by_one(x: Tensor, f: Format, mode: str, generator: Generator | None) -> Tensor:
+    total = torch.zeros_like(x[..., 0])
+    for k in range(x.shape[-1]):
+        total = rounded(total + x[..., k], f, mode, None, generator)
+    return total
+
+
+def _fit(what: str, a: Tensor, b: Tensor) -> None:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"{what}: {list(a.shape)} @ {list(b.shape)}; use [M, K] and [K, N]")
+
+
+def _divides(what: str, numbers: int, part: int | None, name: str) -> None:
+    if part is not None and (not isinstance(part, int) or part < 1 or numbers % part):
+        raise ValueError(
+            f"{what}: {name}={part!r} is no divisor of {numbers} numbers; use one, or pad with zeros"
+        )

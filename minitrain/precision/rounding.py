@@ -1,0 +1,222 @@
+"""Rounding to a narrow format: nearest, toward zero, or by chance; whole tensors to codes and back.
+
+    x = s · 2^(e - M),  e = max(exponent of x, smallest exponent of the format)
+    rounded = round(s) · 2^(e - M)
+
+The power of two is a mask over the bits of x, so s is exact, and rounding s to an integer rounds x to the
+format, subnormals included; a float64 is rounded once. Where torch has the format and the mode is nearest, a
+float32 takes torch's own cast.
+
+    mode      "nearest"     a tie goes to the even code (in E8M0 up); error <= half a step
+              "zero"        cuts off; a finite number stays finite; error < a step
+              "stochastic"  up with the probability of what would be cut off: E[rounded] = x
+    overflow  None          what the format has: infinity, else NaN, else its largest number
+              "saturate"    the largest number, for infinities too; NaN stays NaN
+
+What is not positive is NaN in E8M0. A NaN that the format has no code for is refused. Stochastic rounding
+draws one number for each of x: ranks with the same weights must draw from generators of one seed.
+Memory besides the result: four times x, as float32 or float64.
+Gupta et al. 2015, arXiv:1502.02551, section 3; Wang et al. 2018, arXiv:1812.08011, section 2.3; Zamirai et
+al. 2020, arXiv:2010.06192, section 4 (weights in BF16). Differs: emulated on float32 and float64.
+"""
+
+import math
+
+import torch
+from torch import Generator, Tensor
+
+from minitrain.precision.formats import BF16, Format, format_of
+
+MODES = ("nearest", "zero", "stochastic")
+LAYOUT = {torch.float32: (torch.int32, 0xFF << 23, 23), torch.float64: (torch.int64, 0x7FF << 52, 52)}
+PART = 1 << 17  # numbers that stay in a core's cache while they are worked on
+
+
+def round_to(
+    x: Tensor,
+    format: str | Format,
+    mode: str = "nearest",
+    *,
+    overflow: str | None = None,
+    generator: Generator | None = None,
+) -> Tensor:
+    """The numbers of the format that x becomes: float32, of a float64 x float64; outside autograd."""
+    f = checked("round_to", x, format, mode, overflow, generator)
+    return rounded(x, f, mode, overflow, generator)
+
+
+def encode(
+    x: Tensor,
+    format: str | Format,
+    mode: str = "nearest",
+    *,
+    overflow: str | None = None,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Codes of x: uint8 to 8 bits, uint16 or int32 above; of an integer format int8, its value."""
+    f = checked("encode", x, format, mode, overflow, generator)
+    return codes_of(x if mode == "nearest" else rounded(x, f, mode, overflow, generator), f, overflow)
+
+
+def decode(codes: Tensor, format: str | Format) -> Tensor:
+    """What codes of any integer dtype stand for, float32."""
+    f = format_of("decode", format)
+    if codes.is_floating_point() or codes.dtype == torch.bool:
+        raise ValueError(f"decode: codes are {codes.dtype}; use what encode gave, or codes.view(torch.uint8)")
+    if f.integer:
+        return codes.float()
+    if f.table:
+        return torch.tensor(f.table, device=codes.device)[codes.int()]
+    if f.dtype is not None and f.bits == 8:
+        return codes.to(torch.uint8).view(f.dtype).float()
+    codes = codes.int()
+    if f.exponent_bits == 8:  # float32, or its upper part
+        return (codes << 32 - f.bits).view(torch.float32)
+    one = 1 << f.mantissa_bits
+    magnitude = codes & (1 << f.bits - 1) - 1
+    field = magnitude >> f.mantissa_bits
+    whole = (magnitude & one - 1) + one * (field > 0)
+    power = (field.clamp_(min=1) + (127 - f.bias) << 23).view(torch.float32)
+    x = whole.float().mul_(f.eps).mul_(power)
+    x = torch.where(magnitude > f.max_code, math.nan, x)
+    if f.has_infinity:
+        x.masked_fill_(magnitude == f.max_code + 1, math.inf)
+    negative = codes >> f.bits - 1 & 1 == 1
+    if f.specials == "fnuz":
+        x.masked_fill_(negative & (magnitude == 0), math.nan)
+    return torch.where(negative, -x, x)
+
+
+def every_value(format: str | Format) -> Tensor:
+    """Of all codes in their order, [2^bits] float32; of integers from the smallest to the largest."""
+    f = format_of("every_value", format)
+    if f.bits > 16:
+        raise ValueError(f"every_value: {f.name} has 2^{f.bits} codes; use a format of 16 bits or fewer")
+    codes = torch.arange(-f.max_code, f.max_code + 1) if f.integer else torch.arange(1 << f.bits)
+    return decode(codes, f)
+
+
+def add_stochastic_(weight: Tensor, update: Tensor, generator: Generator) -> Tensor:
+    """weight += update in bfloat16: of an update below half a step nothing is lost on average."""
+    if weight.dtype != torch.bfloat16 or weight.shape != update.shape:
+        found = f"{weight.dtype} {list(weight.shape)} and {update.dtype} {list(update.shape)}"
+        raise ValueError(f"add_stochastic_: {found}; use a bfloat16 weight and an update of its shape")
+    summed = weight.detach().to(torch.promote_types(update.dtype, torch.float32)).add_(update.detach())
+    weight.detach().copy_(round_to(summed, BF16, "stochastic", generator=generator))
+    return weight
+
+
+def readable(x: Tensor) -> bool:
+    """Whether x has numbers to ask: in a dry run tensors have shapes only."""
+    return type(x.detach()) is Tensor
+
+
+def checked(what: str, x: Tensor, format, mode: str, overflow, generator) -> Format:
+    f = format_of(what, format)
+    if not x.is_floating_point() or x.element_size() == 1:
+        raise ValueError(f"{what}: x is {x.dtype}; use a floating tensor of 16 bits or more: x.float()")
+    if mode not in MODES:
+        raise ValueError(f"{what}: mode={mode!r}; use {', '.join(MODES)}")
+    if overflow not in (None, "saturate"):
+        raise ValueError(f"{what}: overflow={overflow!r}; use None (as the format has it) or 'saturate'")
+    if (mode == "stochastic") != (generator is not None):
+        way = "generator=torch.Generator().manual_seed(0)" if generator is None else "mode='stochastic'"
+        raise ValueError(f"{what}: mode={mode!r} with generator={generator}; use {way}")
+    if f.table and mode != "nearest":
+        raise ValueError(f"{what}: {f.name} is a table without steps, so mode={mode!r} has none; use nearest")
+    if not f.has_nan and readable(x) and x.isnan().any():
+        raise ValueError(f"{what}: x holds NaN and {f.name} has no code for it; use x.nan_to_num()")
+    return f
+
+
+def rounded(
+    x: Tensor, f: Format, mode: str, overflow: str | None = None, generator: Generator | None = None
+) -> Tensor:
+    """`round_to` without questions."""
+    x = _bounded(x, f, mode, overflow)
+    if f.integer:
+        return round_(x, mode, generator)
+    if f.table:
+        return decode(codes_of(x, f), f).to(x.dtype)
+    if mode == "nearest" and x.dtype == torch.float32 and f.dtype is not None:
+        return _cast(x, f).float()
+    if not f.signed:
+        x = x.clamp(min=f.smallest_normal)
+    ints, exponent, _ = LAYOUT[x.dtype]
+    power = (x.view(ints) & exponent).view(x.dtype).clamp_(2.0**f.min_exponent, 2.0**f.max_exponent)
+    y = round_((x / power).mul_(1 / f.eps), mode, generator).mul_(f.eps).mul_(power)
+    if overflow is None and f.has_nan:
+        y = torch.where(y.abs() > f.max, y * (math.inf if f.has_infinity else math.nan), y)
+    return y.add_(0.0) if f.specials == "fnuz" else y  # -0 + 0 = 0
+
+
+def codes_of(x: Tensor, f: Format, overflow: str | None = None) -> Tensor:
+    """Codes of the nearest numbers, without questions.
+
+    |x| + 2^(e + 23 - M) is a float32 whose last bits are round(s): its own rounding does the work. With
+    e · 2^M added they are the code. The first code too many is infinity or NaN, as it should be."""
+    if f.integer:
+        return _bounded(x, f, "nearest", overflow).round_().to(torch.int8)
+    if f.dtype is not None and f.bits <= 16 and x.dtype != torch.float64:
+        cast = _cast(_bounded(x, f, "nearest", overflow), f)
+        return cast.view(torch.uint8 if f.bits == 8 else torch.uint16)
+    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    if f.table:
+        table = torch.tensor(f.table, dtype=x.dtype, device=x.device)
+        return torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    if f.exponent_bits == 8 and f.signed:  # float32, or its upper part
+        y = rounded(x, f, "nearest", overflow).float()
+        return y.view(torch.int32) >> 32 - f.bits & (1 << f.bits) - 1
+    saturate = overflow == "saturate" or not f.has_nan
+    parts = [_codes_by_adding(part, f, saturate) for part in x.flatten().split(PART)]
+    return torch.cat(parts).view(x.shape)
+
+
+def _codes_by_adding(x: Tensor, f: Format, saturate: bool) -> Tensor:
+    ints, exponent, fraction = LAYOUT[x.dtype]
+    shift = fraction - f.mantissa_bits
+    size = x.abs() if f.signed else x.masked_fill(x <= 0, math.nan).clamp_(min=f.smallest_normal)
+    nan = size.isnan() if f.has_nan else None
+    size.clamp_(max=f.max if saturate else f.max + 2.0 ** (f.max_exponent - f.mantissa_bits))
+    power = size.view(ints) & exponent
+    power.view(x.dtype).clamp_(min=2.0**f.min_exponent)
+    codes = size.add_(power.view(x.dtype), alpha=2.0**shift).view(ints)
+    codes.add_(power.bitwise_right_shift_(shift))
+    first = (f.min_exponent + (exponent >> fraction + 1) << f.mantissa_bits) + (not f.signed)
+    codes = codes.sub_(first).bitwise_and_((1 << f.bits) - 1).to(torch.uint8 if f.bits <= 8 else torch.int32)
+    if f.specials == "fnuz":
+        nan |= codes > f.max_code
+        codes.add_(x.signbit() & (codes > 0), alpha=1 << f.bits - 1)
+        return codes.masked_fill_(nan, 1 << f.bits - 1)
+    if f.has_nan:
+        codes.masked_fill_(nan, f.max_code + (2 if f.has_infinity else 1))
+    return codes.add_(x.signbit(), alpha=1 << f.bits - 1) if f.signed else codes
+
+
+def _bounded(x: Tensor, f: Format, mode: str, overflow: str | None) -> Tensor:
+    """float32 or float64, without what must not overflow."""
+    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    if not f.signed:
+        x = x.masked_fill(x <= 0, math.nan)
+    if overflow == "saturate" or not f.has_nan:
+        return x.clamp(min(f.table) if f.table else -f.max, f.max)
+    return torch.where(x.isinf(), x, x.clamp(-f.max, f.max)) if mode == "zero" else x
+
+
+def _cast(x: Tensor, f: Format) -> Tensor:
+    """Torch's own; some of its versions saturate in E4M3."""
+    if f.dtype == torch.float8_e4m3fn:
+        half_step = 2.0 ** (f.max_exponent - f.mantissa_bits - 1)
+        x = x.masked_fill(x.abs() > f.max + half_step, math.nan)
+    return x.to(f.dtype)
+
+
+def round_(s: Tensor, mode: str, generator: Generator | None = None) -> Tensor:
+    """To integers, in place."""
+    if mode == "nearest":
+        return s.round_()
+    if mode == "zero":
+        return s.trunc_()
+    draw = torch.rand(s.shape, generator=generator, dtype=s.dtype, device=s.device)
+    below = s.floor()
+    return s.sub_(below).gt_(draw).add_(below)

@@ -1,0 +1,351 @@
+"""Formats and rounding, to the bit: beside torch's dtypes, beside ml_dtypes, beside a search through all values."""
+
+import math
+from bisect import bisect_left
+from dataclasses import replace
+from fractions import Fraction
+from statistics import NormalDist
+
+import ml_dtypes
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from minitrain.precision import formats, rounding
+from minitrain.precision.formats import FORMATS, Format, format_of
+from minitrain.precision.rounding import add_stochastic_, decode, encode, every_value, round_to
+
+THEIRS = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3_ieee": ml_dtypes.float8_e4m3,
+    "e3m4": ml_dtypes.float8_e3m4,
+    "e4m3_fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2_fnuz": ml_dtypes.float8_e5m2fnuz,
+    "hfp8_1_4_3": ml_dtypes.float8_e4m3b11fnuz,
+    "e8m0": ml_dtypes.float8_e8m0fnu,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+    "bf16": ml_dtypes.bfloat16,
+    "fp16": numpy.float16,
+}
+EMULATED = {
+    f"{f.name} by hand": replace(f, dtype=None)
+    for f in FORMATS.values()
+    if f.dtype and f.signed and not f.integer
+}
+EVERY = {**FORMATS, **EMULATED}
+FLOATING = [name for name, f in EVERY.items() if not f.table and not f.integer]
+
+
+def theirs(x: Tensor, f: Format) -> tuple[Tensor, Tensor]:
+    """(codes, values) of ml_dtypes or numpy."""
+    with numpy.errstate(all="ignore"):
+        cast = x.numpy().astype(THEIRS[f.name])
+        codes = cast.view(numpy.uint8 if f.bits <= 8 else numpy.uint16)
+        return torch.from_numpy(codes.astype(numpy.int32)), torch.from_numpy(cast.astype(numpy.float32))
+
+
+def numbers(f: Format) -> Tensor:
+    """float32: every value, every tie, both a bit to each side; the edges; random bits of all sizes."""
+    values = every_value(f).double() if f.bits <= 16 else torch.randn(5000).double()
+    values = values[values.isfinite()].unique()
+    past = torch.tensor([1.0, 1.25, 1.5, 1.75, 2.0], dtype=torch.float64) * 2.0**f.max_exponent
+    values = torch.cat((values, past, -past, f.smallest_subnormal * torch.tensor([0.25, 0.5, 0.75]).double()))
+    ties = (values.sort().values[1:] + values.sort().values[:-1]) / 2
+    exact = torch.cat((values, ties)).float()
+    around = [exact, *(exact.nextafter(torch.tensor(end)) for end in (math.inf, -math.inf))]
+    chance = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**31), 2**31 - 1, (60_000,), generator=chance).int().view(torch.float32)
+    usual = torch.randn(60_000, generator=chance) * f.max**0.5
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, 2.0**-149, -(2.0**-149), 3.4e38, -3.4e38])
+    return torch.cat((*around, bits, usual, special))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """To the bit, with any NaN equal to any other."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(
+        a.nan_to_num(7.0).view(torch.int32), b.nan_to_num(7.0).view(torch.int32)
+    )
+
+
+# ---- formats ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in THEIRS if name != "fp16"])
+def test_limits_are_those_of_ml_dtypes_and_torch(name):
+    f, info = FORMATS[name], ml_dtypes.finfo(THEIRS[name])
+    assert (f.max, f.smallest_normal, f.bits) == (float(info.max), float(info.smallest_normal), info.bits)
+    assert f.smallest_subnormal == float(info.smallest_subnormal) or name == "e8m0"
+    assert f.eps == float(info.eps)
+    if f.dtype:
+        known = torch.finfo(f.dtype)
+        assert (f.max, f.smallest_normal) == (known.max, known.smallest_normal)
+
+
+def test_limits_as_published():
+    limits = {name: (f.max, f.smallest_normal, f.smallest_subnormal, f.eps) for name, f in FORMATS.items()}
+    assert limits["e4m3"] == (448, 2**-6, 2**-9, 2**-3) and limits["e5m2"] == (57_344, 2**-14, 2**-16, 2**-2)
+    assert limits["fp16"] == (65_504, 2**-14, 2**-24, 2**-10) and limits["bf16"][3] == 2**-7
+    assert limits["hfp8_1_4_3"][0] == 30 and limits["e4m3_ieee"][0] == 240
+    assert limits["fp16_1_6_9"] == ((2 - 2**-9) * 2.0**31, 2**-30, 2**-39, 2**-9)
+    assert limits["e3m2"][:3] == (28, 1 / 4, 1 / 16) and limits["e2m3"][:3] == (7.5, 1, 1 / 8)
+    assert limits["e2m1"][:3] == (6, 1, 1 / 2) and limits["e8m0"][:3] == (2.0**127, 2.0**-127, 2.0**-127)
+    assert limits["int8"][0] == 127 and limits["int4"][0] == 7 and limits["tf32"][3] == 2**-10
+    assert limits["fp32"] == (*(getattr(torch.finfo(torch.float32), n) for n in ("max", "smallest_normal")), 2**-149, 2**-23)
+    assert {name: FORMATS[name].bits for name in ("tf32", "fp16_1_6_9", "e3m2", "e2m1", "nf4", "int4")} == dict(
+        tf32=19, fp16_1_6_9=16, e3m2=6, e2m1=4, nf4=4, int4=4
+    )
+
+
+def test_normal_float_has_equal_shares():
+    """15 quantiles that lie evenly, 8 to the right of zero and 7 to the left, and zero: to 1e-7 of the table."""
+    quantile, offset = NormalDist().inv_cdf, 0.9677083
+    above = [quantile(offset + (0.5 - offset) * i / 8) for i in range(8)]
+    below = [-quantile(offset + (0.5 - offset) * i / 7) for i in range(7)]
+    derived = sorted(x / above[0] for x in (*below, 0.0, *above))
+    assert max(abs(a - b) for a, b in zip(derived, FORMATS["nf4"].table, strict=True)) < 1.5e-7
+
+
+@pytest.mark.parametrize("name", [name for name, f in EVERY.items() if f.bits <= 16])
+def test_every_code(name):
+    """value(), decode, ml_dtypes and encode say the same of each; of BF16 and FP16, too."""
+    f = EVERY[name]
+    codes = torch.arange(-f.max_code, f.max_code + 1) if f.integer else torch.arange(1 << f.bits)
+    values = every_value(f)
+    assert same(values, torch.tensor([f.value(code & (1 << f.bits) - 1) for code in codes.tolist()]))
+    if f.name in THEIRS:
+        raw = codes.numpy().astype(numpy.uint8 if f.bits <= 8 else numpy.uint16).view(THEIRS[f.name])
+        assert same(values, torch.from_numpy(raw.astype(numpy.float32)))
+    numeric = ~values.isnan()
+    back = encode(values[numeric], f)
+    assert back.dtype == (torch.int8 if f.integer else torch.uint8 if f.bits <= 8 else back.dtype)
+    assert torch.equal(back.int(), codes[numeric].int())
+    assert values[values.isfinite()].max() == f.max and (values.abs() == f.max).any()
+    if f.has_nan:
+        made = encode(torch.tensor([math.nan, 1.0]), f)
+        assert decode(made, f).isnan().tolist() == [True, False]
+    assert {"ieee": 2, "nan": 1, "fnuz": 0, "none": 0}[f.specials] == (values.isinf().sum() if f.has_infinity else f.specials == "nan")
+
+
+@pytest.mark.parametrize("name", ["fp32", "tf32"])
+def test_codes_of_wide_formats_are_the_top_of_float32(name):
+    f, x = FORMATS[name], torch.cat((torch.randn(1000), torch.tensor([0.0, -0.0, math.inf, -math.inf, 1e-41])))
+    y = round_to(x, f)
+    assert same(decode(encode(x, f), f), y)
+    assert torch.equal(encode(x, f), y.view(torch.int32) >> 32 - f.bits & (1 << f.bits) - 1)
+    assert [f.value(int(code) & (1 << f.bits) - 1) for code in encode(x, f)[:9]] == y[:9].tolist()
+
+
+# ---- rounding to nearest ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, f in EVERY.items() if f.name in THEIRS])
+def test_nearest_is_theirs_to_the_bit(name):
+    """Values and codes, of float32 and of the same numbers as float64."""
+    f = EVERY[name]
+    x = numbers(f)
+    x = x if f.has_nan else x[~x.isnan()]
+    codes, values = theirs(x, f)
+    assert same(round_to(x, f), values)
+    numeric = ~values.isnan()
+    assert torch.equal(encode(x, f).int()[numeric], codes[numeric]) and decode(encode(x, f), f)[~numeric].isnan().all()
+    # Torch and ml_dtypes round what is subnormal in float32 up in E8M0, 1.25 · 2^-127 say; once, from float64, is to nearest.
+    alike = x.abs() >= 2.0**-126 if f.name == "e8m0" else torch.ones_like(x, dtype=torch.bool)
+    alike = alike | x.isnan() | (x <= 0)
+    once = round_to(x.double(), f)
+    assert once.dtype == torch.float64 and same(once.float()[alike], values[alike])
+    assert torch.equal(encode(x.double(), f).int()[numeric & alike], codes[numeric & alike])
+    assert (round_to(torch.tensor([2.0**-126 * 1.25 / 2]).double(), "e8m0") == 2.0**-127).all()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e4m3_fnuz", "e5m2_fnuz", "bf16", "fp16"])
+def test_torch_has_the_same_within_its_range(name):
+    f = FORMATS[name]
+    x = numbers(f)
+    x = x[x.abs() <= f.max]
+    assert same(round_to(x, f), x.to(f.dtype).float()) and same(round_to(x, EMULATED[f"{name} by hand"]), x.to(f.dtype).float())
+    if f.bits == 8:
+        assert torch.equal(encode(x, f), x.to(f.dtype).view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", [name for name, f in FORMATS.items() if f.bits <= 8 and f.signed])
+def test_nearest_is_the_nearest_of_all_values(name):
+    """By search, in exact fractions; a tie goes to the even code, in a table to the smaller number."""
+    f = FORMATS[name]
+    if f.integer or f.table:
+        known = {Fraction(float(v)): i for i, v in enumerate(every_value(f))}
+    else:
+        known = {Fraction(f.value(code)): code for code in range(f.max_code + 1)}
+        known |= {-value: code for value, code in known.items()}
+    ordered, x = sorted(known), numbers(f)[::37]
+    x = x[x.abs() <= f.max]
+    for given, got in zip(x.tolist(), round_to(x, f).tolist()):
+        above = min(bisect_left(ordered, Fraction(given)), len(ordered) - 1)
+        pair = ordered[max(above - 1, 0) : above + 1]
+        even = lambda v: v > 0 if f.table else (int(v) if f.integer else known[v]) % 2
+        expected = min(pair, key=lambda v: (abs(v - Fraction(given)), even(v)))
+        near_tie = f.table and abs(2 * Fraction(given) - sum(pair)) < 1e-7  # boundaries are float32, too
+        assert got == expected or near_tie, given
+
+
+@pytest.mark.parametrize("name", ["fp32", "tf32", "fp16_1_6_9", "int4", "int8"])
+def test_error_is_at_most_half_a_step(name):
+    """Formats that nobody else has: the rounded number is one, and none is nearer."""
+    f = FORMATS[name]
+    x = numbers(f).double()
+    x = x[x.abs() <= f.max]
+    y = round_to(x, f)
+    step = torch.exp2(torch.frexp(x.abs()).exponent - 1.0).clamp(2.0**f.min_exponent) * f.eps
+    error = (y - x).abs()
+    assert (error <= step / 2).all() and same(round_to(y, f).float(), y.float()) and (y.remainder(step) == 0).all()
+    assert name == "fp32" or (error > 0.49 * step).any()
+    assert same(round_to(x.float(), f), y.float())
+
+
+@pytest.mark.parametrize("name", FLOATING)
+def test_a_float64_is_rounded_once(name):
+    """A tie and 2^-40 more: in two steps it is a tie again, and half of those go down."""
+    f = EVERY[name]
+    whole = every_value(f).double() if f.bits <= 8 else 1 + torch.arange(64).double() * f.eps
+    whole = whole[whole.isfinite() & (whole >= f.smallest_normal) & (whole < f.max / 2)].unique()
+    step = torch.exp2(torch.frexp(whole).exponent - 1.0) * f.eps
+    just_above = (whole + step / 2) * (1 + 2.0**-40)
+    assert torch.equal(round_to(just_above, f), whole + step)
+    assert torch.equal(decode(encode(just_above, f), f).double(), whole + step)
+    twice = round_to(just_above.float(), f).double()
+    assert f.name in ("fp32", "e8m0") or ((twice == whole).sum() in (len(whole) // 2, (len(whole) + 1) // 2))
+
+
+def test_half_precision_is_taken_as_float32():
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(500).to(dtype).requires_grad_()
+        y = round_to(x, "e3m2")
+        assert y.dtype == torch.float32 and not y.requires_grad and torch.equal(y, round_to(x.float(), "e3m2"))
+        assert torch.equal(encode(x, "e3m2"), encode(x.float(), "e3m2"))
+
+
+def test_shapes_are_kept_and_nothing_is_written_into():
+    for f in FORMATS.values():
+        x = torch.rand(3, 5, 7).add(0.1).transpose(0, 2)
+        before = x.clone()
+        assert round_to(x, f).shape == encode(x, f).shape == decode(encode(x, f), f).shape == x.shape
+        assert torch.equal(x, before) and torch.equal(decode(encode(x, f), f), round_to(x, f))
+        assert encode(x[:0], f).shape == (0, 5, 3) and decode(encode(x[:0], f), f).shape == (0, 5, 3)
+    long = torch.rand(3 * rounding.PART + 1)
+    assert torch.equal(encode(long, "e2m3")[rounding.PART - 2 :], encode(long[rounding.PART - 2 :], "e2m3"))
+
+
+# ---- overflow, other modes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FLOATING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_overflow(name, dtype):
+    f = EVERY[name]
+    wide = dtype == torch.float64 or f.exponent_bits < 8
+    large = [f.max, math.inf] + ([f.max * 4] if wide else [])
+    x = torch.tensor([*large, *(-v for v in large), math.nan], dtype=dtype)
+    if not f.has_nan:
+        x = x[:-1]
+    got = {mode: round_to(x, f, overflow=mode).tolist() for mode in (None, "saturate")}
+    assert got == {mode: decode(encode(x, f, overflow=mode), f).tolist() for mode in got} or f.has_nan
+    n, beyond = len(large), math.inf if f.has_infinity else math.nan if f.has_nan else f.max
+    sign = 1 if f.signed else math.nan
+    as_told = [f.max] + [beyond] * (n - 1)
+    expected = [*as_told, *(-v * sign for v in as_told)] + [math.nan] * f.has_nan
+    assert numpy.array_equal(got[None], expected, equal_nan=True)
+    expected = [f.max] * n + [-f.max * sign] * n + [math.nan] * f.has_nan
+    assert numpy.array_equal(got["saturate"], expected, equal_nan=True)
+    assert numpy.array_equal(decode(encode(x, f, overflow="saturate"), f), expected, equal_nan=True)
+    cut = round_to(x, f, "zero").tolist()
+    expected = [f.max, beyond] + [f.max] * (n - 2)
+    expected = [*expected, *(-v * sign for v in expected)] + [math.nan] * f.has_nan
+    assert numpy.array_equal(cut, expected, equal_nan=True), "a finite number stays finite"
+
+
+@pytest.mark.parametrize("name", ["tf32", "bf16", "fp16_1_6_9", "e4m3", "e5m2_fnuz", "e2m1", "int8", "e8m0"])
+def test_toward_zero_cuts_off(name):
+    f = FORMATS[name]
+    x = numbers(f)
+    x = x[(x.abs() <= f.max) & (x.abs() >= f.smallest_subnormal) & (f.signed | (x > 0))]
+    y = round_to(x, f, "zero")
+    step = torch.exp2(torch.frexp(x.double().abs()).exponent - 1.0).clamp(2.0**f.min_exponent) * f.eps
+    assert torch.equal(y.double(), (x.double() / step).trunc() * step)
+    assert torch.equal(decode(encode(x, f, "zero"), f), y)
+
+
+@pytest.mark.parametrize("name", ["bf16", "e4m3", "e2m1", "hfp8_1_4_3", "int4", "fp16_1_6_9", "e8m0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_by_chance_is_right_on_average(name, dtype):
+    """Each of 200 numbers 4,000 times: one of its two neighbours, the mean within 3 sigma of the number."""
+    f, draws = FORMATS[name], 4000
+    x = torch.linspace(0.3, 3.7, 200, dtype=dtype) * max(1.0, f.smallest_subnormal)
+    low = round_to(x, f, "zero")
+    gap = torch.exp2(torch.frexp(x).exponent - 1.0).clamp(2.0**f.min_exponent) * f.eps
+    many = x.expand(draws, -1)
+    y = round_to(many, f, "stochastic", generator=torch.Generator().manual_seed(7))
+    assert ((y == low) | (y == low + gap)).all()
+    share = (x - low) / gap
+    sigma = gap * (share * (1 - share) / draws).sqrt()
+    off = (y.double().mean(0) - x).abs() / sigma.clamp(min=1e-9)
+    assert (off < 3).double().mean() > 0.98 and off.max() < 4.5
+    total = (y.double().sum() - many.double().sum()).abs()
+    assert total < 3 * draws * sigma.square().sum().sqrt(), "and all together within 3 sigma"
+    again = round_to(many, f, "stochastic", generator=torch.Generator().manual_seed(7))
+    other = round_to(many, f, "stochastic", generator=torch.Generator().manual_seed(8))
+    assert torch.equal(y, again) and not torch.equal(y, other)
+    codes = encode(many, f, "stochastic", generator=torch.Generator().manual_seed(7))
+    assert torch.equal(decode(codes, f), y.float())
+    exact = every_value(f) if f.bits <= 8 else x.bfloat16().float()
+    exact = exact[exact.isfinite()]
+    assert torch.equal(round_to(exact, f, "stochastic", generator=torch.Generator().manual_seed(1)), exact)
+
+
+def test_weights_in_bf16_grow_by_chance_only():
+    """1,000 updates of 1e-4 to weights of 1: all lost to nearest (half a step above 1 is 2^-8), kept by chance."""
+    weight, update, chance = torch.ones(2000, dtype=torch.bfloat16), torch.full((2000,), 1e-4), torch.Generator().manual_seed(0)
+    nearest = weight.clone()
+    for _ in range(1000):
+        assert add_stochastic_(weight, update, chance) is weight
+        nearest.add_(update.bfloat16())
+    assert (nearest == 1).all() and weight.dtype == torch.bfloat16
+    step = 2.0**-7  # from 1 to 2; each update goes up with probability p = 1e-4 / step
+    p = 1e-4 / step
+    sigma = step * math.sqrt(1000 * p * (1 - p) / 2000)
+    assert abs(weight.double().mean() - 1.1) < 3 * sigma
+    with pytest.raises(ValueError, match=r"torch.float32 \[2\] and .*; use a bfloat16 weight"):
+        add_stochastic_(torch.ones(2), torch.ones(2), chance)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------
+
+CHANCE = torch.Generator()
+
+
+@pytest.mark.parametrize(
+    "call,complaint",
+    [
+        (lambda: round_to(torch.ones(2), "e4m4"), r"round_to: there is no format 'e4m4'; there is e4m3"),
+        (lambda: encode(torch.ones(2), "bfp16"), r"encode: there is no format 'bfp16'; there is .*bf16"),
+        (lambda: decode(torch.ones(2).int(), "?"), r"decode: there is no format '\?'; there is fp32, tf32"),
+        (lambda: round_to(torch.ones(2).int(), "e4m3"), r"x is torch.int32; use a floating tensor"),
+        (lambda: encode(torch.ones(2).to(torch.float8_e5m2), "e4m3"), r"x is torch.float8_e5m2; use .*x.float\(\)"),
+        (lambda: round_to(torch.ones(2), "e4m3", "up"), r"mode='up'; use nearest, zero, stochastic"),
+        (lambda: round_to(torch.ones(2), "e4m3", overflow="wrap"), r"overflow='wrap'; use None .* or 'saturate'"),
+        (lambda: round_to(torch.ones(2), "e4m3", "stochastic"), r"generator=None; use generator=torch.Generator"),
+        (lambda: round_to(torch.ones(2), "e4m3", generator=CHANCE), r"mode='nearest' .*; use mode='stochastic'"),
+        (lambda: round_to(torch.ones(2), "nf4", "zero"), r"nf4 is a table without steps"),
+        (lambda: encode(torch.tensor([1.0, math.nan]), "e2m1"), r"x holds NaN and e2m1 has no code for it; use x.nan_to_num"),
+        (lambda: round_to(torch.tensor([math.nan]), "int8"), r"x holds NaN and int8"),
+        (lambda: decode(torch.ones(2), "e4m3"), r"decode: codes are torch.float32; use what encode gave"),
+        (lambda: every_value("tf32"), r"tf32 has 2\^19 codes; use a format of 16 bits or fewer"),
+    ],
+)
+def test_one_clear_line(call, complaint):
+    with pytest.raises(ValueError, match=complaint) as refused:
+        call()
+    assert "\n" not in str(refused.value)
+    assert format_of("test", formats.E4M3) is formats.E4M3 and format_of("test", "e4m3") is formats.E4M3
