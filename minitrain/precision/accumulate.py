@@ -104,6 +104,4 @@ def _fit(what: str, a: Tensor, b: Tensor) -> None:
 
 def _divides(what: str, numbers: int, part: int | None, name: str) -> None:
     if part is not None and (not isinstance(part, int) or part < 1 or numbers % part):
-        raise ValueError(
-            f"{what}: {name}={part!r} is no divisor of {numbers} numbers; use one, or pad with zeros"
-        )
+        raise ValueError(f"{what}: {name}={part!r} does not divide {numbers} numbers; pad with zeros")

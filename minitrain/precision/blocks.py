@@ -48,9 +48,7 @@ class Blocks:
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", format_of("Blocks", self.format))
         if not self.format.signed or self.format.bits > 8:
-            raise ValueError(
-                f"Blocks: format={self.format.name}; use one of up to 8 bits with a sign, e4m3 say"
-            )
+            raise ValueError(f"Blocks: format={self.format.name}; use up to 8 bits with a sign, e4m3 say")
         if self.scale not in SCALES:
             raise ValueError(f"Blocks: scale={self.scale!r}; use {', '.join(SCALES)}")
         sizes = isinstance(self.tile, tuple) and all(type(n) is int and n >= 0 for n in self.tile)
@@ -170,9 +168,8 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 def to_bytes(q: Quantized) -> Tensor:
     """Each row as one message, uint8 [.., codes then scales]: one collective instead of two."""
     if len(q.blocks.tile) != 1 or q.tensor_scale is not None:
-        raise ValueError(
-            f"to_bytes: {q.blocks} has scales of more than a row; use tile=(n,), not scale='e4m3'"
-        )
+        found = f"tile={q.blocks.tile}, {q.blocks.scale} scales"
+        raise ValueError(f"to_bytes: {found} are not of a row alone; use a tile of one dim, not nvfp4")
     return torch.cat((q.codes.view(torch.uint8), q.scales.view(torch.uint8)), -1)
 
 

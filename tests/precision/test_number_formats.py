@@ -94,10 +94,14 @@ def test_limits_as_published():
     assert limits["e3m2"][:3] == (28, 1 / 4, 1 / 16) and limits["e2m3"][:3] == (7.5, 1, 1 / 8)
     assert limits["e2m1"][:3] == (6, 1, 1 / 2) and limits["e8m0"][:3] == (2.0**127, 2.0**-127, 2.0**-127)
     assert limits["int8"][0] == 127 and limits["int4"][0] == 7 and limits["tf32"][3] == 2**-10
-    assert limits["fp32"] == (*(getattr(torch.finfo(torch.float32), n) for n in ("max", "smallest_normal")), 2**-149, 2**-23)
-    assert {name: FORMATS[name].bits for name in ("tf32", "fp16_1_6_9", "e3m2", "e2m1", "nf4", "int4")} == dict(
-        tf32=19, fp16_1_6_9=16, e3m2=6, e2m1=4, nf4=4, int4=4
+    assert limits["fp32"] == (
+        *(getattr(torch.finfo(torch.float32), n) for n in ("max", "smallest_normal")),
+        2**-149,
+        2**-23,
     )
+    assert {
+        name: FORMATS[name].bits for name in ("tf32", "fp16_1_6_9", "e3m2", "e2m1", "nf4", "int4")
+    } == dict(tf32=19, fp16_1_6_9=16, e3m2=6, e2m1=4, nf4=4, int4=4)
 
 
 def test_normal_float_has_equal_shares():
@@ -127,12 +131,17 @@ def test_every_code(name):
     if f.has_nan:
         made = encode(torch.tensor([math.nan, 1.0]), f)
         assert decode(made, f).isnan().tolist() == [True, False]
-    assert {"ieee": 2, "nan": 1, "fnuz": 0, "none": 0}[f.specials] == (values.isinf().sum() if f.has_infinity else f.specials == "nan")
+    assert {"ieee": 2, "nan": 1, "fnuz": 0, "none": 0}[f.specials] == (
+        values.isinf().sum() if f.has_infinity else f.specials == "nan"
+    )
 
 
 @pytest.mark.parametrize("name", ["fp32", "tf32"])
 def test_codes_of_wide_formats_are_the_top_of_float32(name):
-    f, x = FORMATS[name], torch.cat((torch.randn(1000), torch.tensor([0.0, -0.0, math.inf, -math.inf, 1e-41])))
+    f, x = (
+        FORMATS[name],
+        torch.cat((torch.randn(1000), torch.tensor([0.0, -0.0, math.inf, -math.inf, 1e-41]))),
+    )
     y = round_to(x, f)
     assert same(decode(encode(x, f), f), y)
     assert torch.equal(encode(x, f), y.view(torch.int32) >> 32 - f.bits & (1 << f.bits) - 1)
@@ -151,7 +160,10 @@ def test_nearest_is_theirs_to_the_bit(name):
     codes, values = theirs(x, f)
     assert same(round_to(x, f), values)
     numeric = ~values.isnan()
-    assert torch.equal(encode(x, f).int()[numeric], codes[numeric]) and decode(encode(x, f), f)[~numeric].isnan().all()
+    assert (
+        torch.equal(encode(x, f).int()[numeric], codes[numeric])
+        and decode(encode(x, f), f)[~numeric].isnan().all()
+    )
     # Torch and ml_dtypes round what is subnormal in float32 up in E8M0, 1.25 · 2^-127 say; once, from float64, is to nearest.
     alike = x.abs() >= 2.0**-126 if f.name == "e8m0" else torch.ones_like(x, dtype=torch.bool)
     alike = alike | x.isnan() | (x <= 0)
@@ -166,7 +178,9 @@ def test_torch_has_the_same_within_its_range(name):
     f = FORMATS[name]
     x = numbers(f)
     x = x[x.abs() <= f.max]
-    assert same(round_to(x, f), x.to(f.dtype).float()) and same(round_to(x, EMULATED[f"{name} by hand"]), x.to(f.dtype).float())
+    assert same(round_to(x, f), x.to(f.dtype).float()) and same(
+        round_to(x, EMULATED[f"{name} by hand"]), x.to(f.dtype).float()
+    )
     if f.bits == 8:
         assert torch.equal(encode(x, f), x.to(f.dtype).view(torch.uint8))
 
@@ -200,7 +214,11 @@ def test_error_is_at_most_half_a_step(name):
     y = round_to(x, f)
     step = torch.exp2(torch.frexp(x.abs()).exponent - 1.0).clamp(2.0**f.min_exponent) * f.eps
     error = (y - x).abs()
-    assert (error <= step / 2).all() and same(round_to(y, f).float(), y.float()) and (y.remainder(step) == 0).all()
+    assert (
+        (error <= step / 2).all()
+        and same(round_to(y, f).float(), y.float())
+        and (y.remainder(step) == 0).all()
+    )
     assert name == "fp32" or (error > 0.49 * step).any()
     assert same(round_to(x.float(), f), y.float())
 
@@ -223,7 +241,9 @@ def test_half_precision_is_taken_as_float32():
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.randn(500).to(dtype).requires_grad_()
         y = round_to(x, "e3m2")
-        assert y.dtype == torch.float32 and not y.requires_grad and torch.equal(y, round_to(x.float(), "e3m2"))
+        assert (
+            y.dtype == torch.float32 and not y.requires_grad and torch.equal(y, round_to(x.float(), "e3m2"))
+        )
         assert torch.equal(encode(x, "e3m2"), encode(x.float(), "e3m2"))
 
 
@@ -306,7 +326,11 @@ def test_by_chance_is_right_on_average(name, dtype):
 
 def test_weights_in_bf16_grow_by_chance_only():
     """1,000 updates of 1e-4 to weights of 1: all lost to nearest (half a step above 1 is 2^-8), kept by chance."""
-    weight, update, chance = torch.ones(2000, dtype=torch.bfloat16), torch.full((2000,), 1e-4), torch.Generator().manual_seed(0)
+    weight, update, chance = (
+        torch.ones(2000, dtype=torch.bfloat16),
+        torch.full((2000,), 1e-4),
+        torch.Generator().manual_seed(0),
+    )
     nearest = weight.clone()
     for _ in range(1000):
         assert add_stochastic_(weight, update, chance) is weight
@@ -332,13 +356,28 @@ CHANCE = torch.Generator()
         (lambda: encode(torch.ones(2), "bfp16"), r"encode: there is no format 'bfp16'; there is .*bf16"),
         (lambda: decode(torch.ones(2).int(), "?"), r"decode: there is no format '\?'; there is fp32, tf32"),
         (lambda: round_to(torch.ones(2).int(), "e4m3"), r"x is torch.int32; use a floating tensor"),
-        (lambda: encode(torch.ones(2).to(torch.float8_e5m2), "e4m3"), r"x is torch.float8_e5m2; use .*x.float\(\)"),
+        (
+            lambda: encode(torch.ones(2).to(torch.float8_e5m2), "e4m3"),
+            r"x is torch.float8_e5m2; use .*x.float\(\)",
+        ),
         (lambda: round_to(torch.ones(2), "e4m3", "up"), r"mode='up'; use nearest, zero, stochastic"),
-        (lambda: round_to(torch.ones(2), "e4m3", overflow="wrap"), r"overflow='wrap'; use None .* or 'saturate'"),
-        (lambda: round_to(torch.ones(2), "e4m3", "stochastic"), r"generator=None; use generator=torch.Generator"),
-        (lambda: round_to(torch.ones(2), "e4m3", generator=CHANCE), r"mode='nearest' .*; use mode='stochastic'"),
+        (
+            lambda: round_to(torch.ones(2), "e4m3", overflow="wrap"),
+            r"overflow='wrap'; use None .* or 'saturate'",
+        ),
+        (
+            lambda: round_to(torch.ones(2), "e4m3", "stochastic"),
+            r"generator=None; use generator=torch.Generator",
+        ),
+        (
+            lambda: round_to(torch.ones(2), "e4m3", generator=CHANCE),
+            r"mode='nearest' .*; use mode='stochastic'",
+        ),
         (lambda: round_to(torch.ones(2), "nf4", "zero"), r"nf4 is a table without steps"),
-        (lambda: encode(torch.tensor([1.0, math.nan]), "e2m1"), r"x holds NaN and e2m1 has no code for it; use x.nan_to_num"),
+        (
+            lambda: encode(torch.tensor([1.0, math.nan]), "e2m1"),
+            r"x holds NaN and e2m1 has no code for it; use x.nan_to_num",
+        ),
         (lambda: round_to(torch.tensor([math.nan]), "int8"), r"x holds NaN and int8"),
         (lambda: decode(torch.ones(2), "e4m3"), r"decode: codes are torch.float32; use what encode gave"),
         (lambda: every_value("tf32"), r"tf32 has 2\^19 codes; use a format of 16 bits or fewer"),
