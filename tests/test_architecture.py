@@ -33,8 +33,8 @@ FLOORS = [
         "fault",
         "kernels",
     },
-    {"training", "plan", "strategy"},
-    {"run", "parallelize", "plot", "course", "trainer"},
+    {"training", "plan", "strategy", "strategy_sizes"},
+    {"run", "parallelize", "expert_passes", "plot", "course", "trainer"},
     {"train_command", "cli", "__main__"},
 ]
 TECHNIQUES = FLOORS[3] - {"model"}
@@ -50,6 +50,8 @@ BASE = {
 NEIGHBOURS = {
     ("model", "moe"),
     ("parallelize", "run"),
+    ("strategy", "strategy_sizes"),
+    ("parallelize", "expert_passes"),
     ("trainer", "run"),
     ("cli", "train_command"),
     ("__main__", "cli"),

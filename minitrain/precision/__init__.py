@@ -1,10 +1,11 @@
-"""Which number has how many bits, and what follows.
+"""Which number has how many bits, to the bit, and what follows for training.
 
-First  formats        what each code of a narrow format stands for
-       rounding       to a format: nearest, toward zero or by chance; codes and back
-       blocks         numbers that share a scale, and the scale
-       accumulate     sums in few bits: where they stall, what chunks and promotion leave
-then   policies       weights, gradients, masters, moments: plain values by name
-       mixed          a policy applied to a model and its optimizer
-       loss_scale     gradients that float16 would lose
+First  formats     what each code of a few bits stands for; all formats by name
+       rounding    nearest, toward zero, by chance; tensors to codes and back
+then   blocks      one scale for a row, a tile, 32 numbers: recipes from INT8 to NVFP4
+       accumulate  sums in a narrow accumulator: where they stall, chunks, promotion
+       policies    weights, gradients, masters and moments of a run: plain values by name
+       mixed       a policy applied to a model and its optimizer
+       loss_scale  gradients that float16 would lose
+beside packing     codes of 4 and 6 bits side by side in bytes
 """
