@@ -1,7 +1,7 @@
 """Which sizes of a model a Strategy can share out: experts over ep, heads and hidden units over tp.
 
-Each check raises ValueError with the sizes that would do. `strategy` is a Strategy, whose `check` calls these.
-No torch here.
+Each check raises ValueError with the sizes that would do. `strategy` is a Strategy, whose `check` calls
+these. No torch here.
 """
 
 from __future__ import annotations
