@@ -38,7 +38,7 @@ from minitrain.pipeline.runtime import Runner
 from minitrain.precision.loss_scale import LossScale
 from minitrain.sharding import placement
 from minitrain.strategy import Strategy
-from minitrain.training.step import Batch, StepResult, train_step, valid_tokens
+from minitrain.training.step import Batch, StepResult, scaled_train_step, train_step, valid_tokens
 
 
 @dataclass(eq=False, repr=False)
@@ -94,8 +94,8 @@ class Run:
 
     def _step(self, batch: Batch, clip: float | None) -> StepResult:
         if self.late is None:
-            groups = dict(stages=self.stage_group, scale=self.scale)
-            return train_step(self.forward_backward, batch, self.sync, self.sync, clip, **groups)
+            step, more = (scaled_train_step, (self.scale,)) if self.scale else (train_step, ())
+            return step(self.forward_backward, batch, self.sync, self.sync, *more, clip, self.stage_group)
         limit = clip or math.inf
         if limit != self.late.max_norm:
             self.settle()

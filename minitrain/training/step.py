@@ -99,26 +99,39 @@ def train_step(
     reducer: Reducer,
     clip: float | None = None,
     stages: ProcessGroup | None = None,
-    scale: LossScale | None = None,
 ) -> StepResult:
-    """Gradients of the global batch, then a step of the optimizer. `stages`: the ranks with other layers.
-
-    With `scale` the loss is divided by fewer tokens, its gradients are so much larger, and the optimizer, one
-    whose groups know a `grad_scale`, divides them again; if they have overflowed, there is no step.
-    """
+    """Gradients of the global batch, then a step of the optimizer. `stages`: the ranks with other layers."""
     optimizer.zero_grad()
-    factor, groups = scale.factor if scale else 1.0, optimizer.param_groups
-    loss = forward_backward(batch._replace(num_valid=scale.divisor(batch.num_valid)) if scale else batch)
+    loss = forward_backward(batch)
     reducer.finish()  # as long as this takes, communication was not hidden behind backward
-    norm, updated = None, True
-    if scale or clip is not None:
-        params = [param for group in groups for param in group["params"]]
-        limit = math.inf if clip is None else clip
-        norm = clip_grad_norm(params, limit, stages=stages, like=loss, grad_scale=factor)
-    if scale:
-        loss, updated = loss / factor, scale.finite(norm)
-        for group in groups:
-            group["grad_scale"] = factor
+    norm = None
+    if clip is not None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        norm = clip_grad_norm(params, clip, stages=stages, like=loss)
+    optimizer.step()
+    return StepResult(loss, norm)
+
+
+def scaled_train_step(
+    forward_backward: Callable[[Batch], Tensor],
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+    reducer: Reducer,
+    scale: LossScale,
+    clip: float | None = None,
+    stages: ProcessGroup | None = None,
+) -> StepResult:
+    """The same with gradients `scale.factor` times too large, which the optimizer, one whose groups know a
+    `grad_scale`, divides again; no step if they have overflowed."""
+    optimizer.zero_grad()
+    loss = forward_backward(batch._replace(num_valid=scale.divisor(batch.num_valid))) / scale.factor
+    reducer.finish()
+    for group in optimizer.param_groups:
+        group["grad_scale"] = scale.factor
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    limit = math.inf if clip is None else clip
+    norm = clip_grad_norm(params, limit, stages=stages, like=loss, grad_scale=scale.factor)
+    updated = scale.finite(norm)
     if updated:
         optimizer.step()
     return StepResult(loss, norm, updated)
