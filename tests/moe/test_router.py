@@ -188,6 +188,30 @@ def test_losses_of_parts_with_the_counts_of_all_add_up_to_the_whole(parts):
         assert abs(sum(own) / len(own) - router.balance_loss(routing, 0.01)) > 1e-6
 
 
+def test_losses_by_hand():
+    """z: the mean square of log(sum(exp)), of tokens that are not masked; balance as Switch writes it."""
+    log_sums = [math.log(sum(map(math.exp, s))) for s, kept in zip(scores.tolist(), mask) if kept]
+    wanted = 0.1 * sum(z * z for z in log_sums) / len(log_sums)
+    assert router.z_loss(scores, 0.1, mask).item() == pytest.approx(wanted, rel=1e-12)
+    routing = router.top_k(scores, 2, mask)
+    probs = [softmax(s) for s, kept in zip(scores.tolist(), mask) if kept]
+    shares = [float((routing.experts == e).sum()) / (2 * len(probs)) for e in range(E)]
+    wanted = 0.1 * E * sum(f * sum(p[e] for p in probs) / len(probs) for e, f in enumerate(shares))
+    assert router.balance_loss(routing, 0.1).item() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_edges_of_a_choice():
+    even = torch.zeros(2, 2, dtype=torch.float64)
+    second = router.gshard(even, torch.tensor([1.0, 0.99], dtype=torch.float64)).experts[:, 1]
+    assert second.tolist() == [NOWHERE, 1], "2 * weight > draw: 1 is not above 1"
+    # nobody likes expert 0, to the last bit; padding, which is left out, takes none of its places
+    unloved = torch.tensor([[-2000.0, 0.0]] * 3, dtype=torch.float64)
+    routing = router.expert_choice(unloved, 2, torch.tensor([False, True, True]))
+    assert routing.counts.tolist() == [2, 2]
+    assert router.deepseek(scores, 4, bias, nodes=4, node_limit=2).experts.shape == (N, 4), "whole nodes"
+    assert (routing.experts[0] == NOWHERE).all()
+
+
 def test_the_bias_moves_against_the_load():
     counts = torch.tensor([10, 0, 6, 4])
     moved = router.moved_bias(torch.zeros(4), counts, 0.001)
