@@ -14,7 +14,9 @@ With `params` a piece takes the gradients of its weights after it has sent the g
 hides, and gradients between its products are computed twice (of experts 5 products, not 4). Sends what
 dispatch.py sends; the counts of a batch cross before its rows, and nothing hides them.
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1 and Figure 4. Differs: transfers are driven by
-a thread or by NCCL, not by kernels with cores of their own. At full size: plan/expert_pair.py.
+a thread or by NCCL, not by kernels with cores of their own. Here the layers are cut by hand, to see and to
+choose what stands where; a pipeline runs whole stages so, uncut (pipeline/halves.py). At full size:
+plan/expert_pair.py.
 """
 
 from collections.abc import Callable, Generator, Sequence

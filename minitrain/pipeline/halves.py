@@ -6,14 +6,14 @@
     backward of b   combine +1|                 |-1 experts +2|              |-2 attention
     forward of a              | attention +1    |             |-1 experts +2 |             |-2 sum
 
-No layer is cut. A half stops in the middle of whatever it is in, a forward in its layers or a backward in
-autograd's engine: the first runs on a thread of its own, and a baton says whose turn it is. So it computes
+No layer is cut. A half stops in the middle of what it is in, a forward in its layers or a backward in
+autograd's engine: the first runs on a thread of its own, and a baton says whose turn it is. So each computes
 what it computes alone, bit for bit, in an order that is the program's and no clock's: ranks that run the same
 pairs, as all of a stage do, make the same calls in the same order. With as many layers of experts on both
-sides every transfer of rows lies behind products of the other half; where one side has more, its last ones
-wait alone. Counts of rows hide behind nothing. Sends what the halves send. Memory: what the forward keeps
-comes while the backward's goes, layer by layer, so that a pair holds less than F before B; in ZeRO-3 a unit
-of each half is whole. On a GPU a forward must not ask autograd for gradients, whose thread the backward has.
+sides every transfer of rows (of two levels, between nodes) lies behind products of the other half. Exposed
+are the counts of F's rows, and what one side sends last if it has more layers. Sends what the halves send.
+Memory: what F keeps comes while what B needs goes, layer by layer; activations are more than those of B
+before F and less than those of F before B. In ZeRO-3 units of both halves are whole.
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1 and Figure 4. Differs: gradients of weights
 are not put off until a transfer has left (moe/pair.py can), and no kernels have cores of their own.
 """
@@ -50,7 +50,8 @@ class Halves:
         first, second = (Half(partial(run, action), partial(turn, action)) for action in actions)
         self.going, self.error = [first, second], None
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        thread = Thread(target=self._elsewhere, args=(first, dispatch_modes(), gpu), daemon=True)
+        first.run = partial(elsewhere, first.run, dispatch_modes(), gpu)
+        thread = Thread(target=self._all_of, args=(first,), daemon=True)
         thread.start()
         first.baton.release()
         self._all_of(second)
@@ -73,15 +74,6 @@ class Halves:
         if self.error is not None:
             raise RuntimeError("the other half of the pair has failed")
 
-    def _elsewhere(self, half: Half, modes: list, gpu: int | None) -> None:
-        """On a thread of its own, which an account and a dry run do not see by themselves."""
-        with ExitStack() as stack:
-            for mode in modes:
-                stack.enter_context(mode)
-            if gpu is not None:
-                torch.cuda.set_device(gpu)
-            self._all_of(half)
-
     def _all_of(self, half: Half) -> None:
         try:
             half.begin_turn()
@@ -94,3 +86,14 @@ class Halves:
             self.going.remove(half)
             for other in self.going:
                 other.baton.release()
+
+
+def elsewhere(run: Callable[[], None], modes: list, gpu: int | None) -> None:
+    """On a thread of its own, which an account and a dry run do not see by themselves. A backward on a GPU
+    holds autograd's one thread for it until it is done: the other half must not ask for gradients."""
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        run()

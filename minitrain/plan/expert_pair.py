@@ -1,4 +1,4 @@
-"""What it hides when two microbatches take turns at each all-to-all (moe/pair.py), at full size. No torch.
+"""What it hides when two microbatches take turns at each all-to-all, at full size. No torch.
 
     pair_timeline(DEEPSEEK_V3, ep=64, on=REPORTED, way="turns").exposed_communication_s
 
@@ -6,6 +6,8 @@ Microseconds of all-to-all that stay exposed in forward and backward of a layer,
 
     one after the other 12,443      in turns 271      in turns, gradients of weights behind the transfers 0
 
+"In turns" is the order of transfers and products in a pipeline's pairs (pipeline/halves.py), the third way is
+moe/pair.py's. A shared expert works beside the others here, in the model when the rows have come home.
 Modelled: the products of experts, latent attention and its scores, at the dense rate of bf16 (with
 `dtype="float8"` those with weights in FP8: then all 10,995 us of products hide, and 1,448 of 12,443 stay
 exposed); nothing else computes. Ranks are in step, experts evenly loaded; streams do not slow each other
