@@ -18,6 +18,7 @@ ALL = (
     "layouts",
     "moe",
     "one_device",
+    "precision",
     "ledger",
 )
 

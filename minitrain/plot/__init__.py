@@ -4,6 +4,7 @@ First  charts              what each rank does when, what fills its memory when,
        pipeline            schedules
        balance             loads of experts and of ranks
        experts             where tokens go
+       precision           what a format can say, what a narrow sum loses
 beside style               one palette named by meaning, one style
        pipeline_widget     drag a schedule's sizes and costs
 """

@@ -183,6 +183,8 @@ def _codes_by_adding(x: Tensor, f: Format, saturate: bool) -> Tensor:
     codes = size.add_(power.view(x.dtype), alpha=2.0**shift).view(ints)
     codes.add_(power.bitwise_right_shift_(shift))
     first = (f.min_exponent + (exponent >> fraction + 1) << f.mantissa_bits) + (not f.signed)
+    if f.bits <= 8:  # modulo 256
+        codes, first = codes.to(torch.uint8), first % 256
     codes = codes.sub_(first).bitwise_and_((1 << f.bits) - 1).to(torch.uint8 if f.bits <= 8 else torch.int32)
     if f.specials == "fnuz":
         nan |= codes > f.max_code

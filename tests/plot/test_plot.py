@@ -17,6 +17,7 @@ from minitrain.plot import balance as plot_balance
 from minitrain.plot import charts as plot
 from minitrain.plot import experts as plot_experts
 from minitrain.plot import pipeline as plot_pipeline
+from minitrain.plot import precision as plot_precision
 from minitrain.plot import style
 from minitrain.plot.style import COLOURS, CYCLE, ink_on, png, unit_for
 from minitrain.simulate.events import Compute, Issue, Wait
@@ -118,6 +119,17 @@ PICTURES = {
     "choices": lambda: plot_experts.choices({name: CHOSEN for name in ("a router", "another")}, title=LONG),
     "heat": lambda: plot_experts.heat(
         [[9000, 3], [0, 7]], rows=["from 0", "from 1"], columns="01", title=LONG
+    ),
+    "number_lines": lambda: plot_precision.number_lines(
+        {"e2m1": [-6.0, 0.0, 0.5, 1, 1.5, 2, 3, 4, 6], "an eighth": [2.0**-k for k in range(9)]},
+        subnormal_below={"e2m1": 1.0},
+        title=LONG,
+    ),
+    "error_by_length": lambda: plot_precision.error_by_length(
+        [64, 1024, 4096],
+        {"fp16": [0, 1e-3, 0.5], "chunks": [1e-4, 1e-4, 2e-4]},
+        bounds={"bound": [1e-3, 1e-2, 1]},
+        title=LONG,
     ),
     "pipeline": lambda: plot_pipeline.schedule(
         *PIPELINES, title=LONG, peaks=[[4, 3, 2, 1], [5.5, 4.5, 3.5, 2.5]]
@@ -258,6 +270,29 @@ def test_heat_leaves_the_diagonal_out():
     assert [text.get_text() for text in ax.texts] == ["9,000", "3", "0", "7"]
     colours = [matplotlib.colors.to_hex(cell.get_facecolor()).upper() for cell in ax.patches]
     assert colours[0] == colours[3] == style.PALE.upper() and colours[2] == "#FFFFFF" != colours[1]
+
+
+def test_number_lines_have_a_stroke_for_each_positive_number_and_grey_subnormals():
+    ax = PICTURES["number_lines"]().axes[0]
+    strokes = [[segment[0][0] for segment in row.get_segments()] for row in ax.collections]
+    assert strokes == [[0.5, 1, 1.5, 2, 3, 4, 6], [2.0**-k for k in range(8, -1, -1)]]
+    colours = [
+        [matplotlib.colors.to_hex(colour).upper() for colour in row.get_colors()] for row in ax.collections
+    ]
+    assert colours[0] == [style.GREY.upper()] + [style.BLUE.upper()] * 6 and ax.get_xscale() == "log"
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["e2m1", "an eighth"]
+    with pytest.raises(ValueError, match="fp16 has 1000 positive numbers.*; draw 1 to 300"):
+        plot_precision.number_lines({"fp16": range(1001)}, title="")
+
+
+def test_errors_stand_at_their_lengths_and_none_at_zero():
+    ax = PICTURES["error_by_length"]().axes[0]
+    fp16, chunks, bound = ax.lines
+    assert list(fp16.get_xdata()) == [64, 1024, 4096] and list(fp16.get_ydata())[1:] == [1e-3, 0.5]
+    assert fp16.get_ydata()[0] != fp16.get_ydata()[0] and list(bound.get_ydata()) == [1e-3, 1e-2, 1]
+    assert (bound.get_linestyle(), chunks.get_linestyle()) == ("--", "-")
+    with pytest.raises(ValueError, match="x has 1 errors for 2 lengths"):
+        plot_precision.error_by_length([1, 2], {"x": [1.0]}, title="")
 
 
 def test_a_described_picture_carries_its_text():

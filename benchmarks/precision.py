@@ -1,0 +1,57 @@
+"""Casts to narrow formats against ml_dtypes: float32 to codes, one thread, for all formats that both have.
+
+Formats that torch has take its cast, the others are rounded by adding a power of two; see
+minitrain/precision/rounding.py. Scales of MX and of 128 x 128 blocks cost what the last two rows say, against
+the bare cast.
+"""
+
+import statistics
+
+import ml_dtypes
+import torch
+
+from benchmarks.measure import Row, in_turns, row
+from minitrain import launch
+from minitrain.precision.blocks import quantize
+from minitrain.precision.rounding import encode
+
+THEIRS = {
+    "bf16": "bfloat16",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+    "e4m3_fnuz": "float8_e4m3fnuz",
+    "e5m2_fnuz": "float8_e5m2fnuz",
+    "e8m0": "float8_e8m0fnu",
+    "e4m3_ieee": "float8_e4m3",
+    "e3m4": "float8_e3m4",
+    "hfp8_1_4_3": "float8_e4m3b11fnuz",
+    "e2m3": "float6_e2m3fn",
+    "e3m2": "float6_e3m2fn",
+    "e2m1": "float4_e2m1fn",
+}
+SHAPE = (1024, 4096)
+
+
+def turns(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+    torch.set_num_threads(1)
+    numbers, times = torch.randn(SHAPE), {}
+    for name, theirs in THEIRS.items():
+        x = numbers.abs() if name == "e8m0" else numbers  # which has no sign
+        array = x.numpy()
+        dtype = getattr(ml_dtypes, theirs)
+        times[name] = in_turns(lambda: encode(x, name), lambda: array.astype(dtype), rounds=rounds)
+    for name in ("mxfp8", "fp8_128x128"):
+        cast = lambda: numbers.numpy().astype(ml_dtypes.float8_e4m3fn)
+        times[name] = in_turns(lambda: quantize(numbers, name), cast, rounds=rounds)
+    return times
+
+
+def rows() -> list[Row]:
+    [times] = launch.run(turns, 15, ranks=1, timeout_s=300, checked=False)
+    table = []
+    for name, sides in times.items():
+        ours, theirs = (statistics.median(side) * 1e3 for side in sides)
+        what = f"{'cast to' if name in THEIRS else 'quantise as'} {name}, {SHAPE[0]} x {SHAPE[1]}"
+        peer = f"ml_dtypes {THEIRS.get(name, 'float8_e4m3fn, no scales')}"
+        table.append(row(what, peer, ours, theirs, "ms", 1.0 if name in THEIRS else 2.0))
+    return table

@@ -1,0 +1,69 @@
+"""What a narrow format can say, and what a narrow sum loses.
+
+number_lines      a row per format, a stroke per number: steps double where the exponent does
+error_by_length   relative errors of sums over their length, a line per accumulator, bounds as dashes
+"""
+
+from collections.abc import Mapping, Sequence
+from math import floor, log2
+
+from matplotlib.figure import Figure
+
+from minitrain.plot import style
+from minitrain.plot.style import BLACK, CYCLE, DASHES, GREY
+
+
+@style.styled
+def number_lines(
+    values: Mapping[str, Sequence[float]], *, title: str, subnormal_below: Mapping[str, float] | None = None
+) -> Figure:
+    """{format: its numbers}; the positive ones are drawn, on a scale where each doubling is as wide as the
+    next. What is below `subnormal_below` of a format is grey."""
+    rows = {name: sorted({x for x in numbers if 0 < x < float("inf")}) for name, numbers in values.items()}
+    for name, numbers in rows.items():
+        if not 0 < len(numbers) <= 300:
+            found = f"{name} has {len(numbers)} positive numbers"
+            raise ValueError(f"{found}, which cannot be read as a picture; draw 1 to 300, of 8 bits or fewer")
+    figure, ax = style.canvas(height=0.9 + 0.42 * len(rows))
+    smallest, largest = (pick(pick(row) for row in rows.values()) for pick in (min, max))
+    for y, (name, numbers) in enumerate(rows.items()):
+        first = (subnormal_below or {}).get(name, 0.0)
+        colours = [GREY if x < first else CYCLE[y % len(CYCLE)] for x in numbers]
+        ax.vlines(numbers, y - 0.3, y + 0.3, colors=colours, linewidth=0.9)
+        ax.annotate(
+            f"{numbers[-1]:g}", (numbers[-1], y), (4, 0), textcoords="offset points", va="center", fontsize=7
+        )
+    style.row_labels(ax, list(rows))
+    ax.set_xscale("log", base=2)
+    ax.set(xlim=(smallest / 1.5, largest * 2.0 ** (1 + 0.1 * (log2(largest) - floor(log2(smallest))))))
+    ax.grid(axis="y", visible=False)
+    style.title_above(figure, title)
+    return figure
+
+
+@style.styled
+def error_by_length(
+    lengths: Sequence[int],
+    errors: Mapping[str, Sequence[float]],
+    *,
+    title: str,
+    bounds: Mapping[str, Sequence[float]] | None = None,
+) -> Figure:
+    """Relative error at each length K, both axes logarithmic; an error of 0 leaves a gap."""
+    for name, ys in {**errors, **(bounds or {})}.items():
+        if len(ys) != len(lengths):
+            raise ValueError(f"{name} has {len(ys)} errors for {len(lengths)} lengths; give one for each")
+    figure, ax = style.canvas(height=3.2)
+    for i, (name, ys) in enumerate(errors.items()):
+        look = {
+            "color": CYCLE[i % len(CYCLE)],
+            "marker": style.MARKERS[i % len(style.MARKERS)],
+            "markersize": 4,
+        }
+        ax.plot(lengths, [y or float("nan") for y in ys], label=name, **look)
+    for i, (name, ys) in enumerate((bounds or {}).items()):
+        ax.plot(lengths, ys, color=BLACK, linestyle=DASHES[1 + i % 3], linewidth=1.2, label=name)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set(xlabel="numbers in the sum, K", ylabel="relative error")
+    return style.finished(figure, title, ax.get_legend_handles_labels()[0])
