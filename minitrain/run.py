@@ -2,7 +2,7 @@
 
     run = parallelize(config, Strategy(dp=2, tp=2, zero=1), make_optimizer)
     batch = run.batch(rows, step)               this rank's part of global batch `step` of text.rows(..)
-    loss, norm = run.step(batch, clip=1.0)      forwards, backwards, sums, clipping, update
+    result = run.step(batch, clip=1.0)          forwards, backwards, sums, clipping, update
     run.evaluate(batch), run(tokens)            the loss, and the logits of whole rows, on every rank
     run.state_dict(), run.load_state_dict(..)   whole parameters and optimizer states by name: for any layout
 
@@ -100,7 +100,7 @@ class Run:
         if limit != self.late.max_norm:
             self.settle()
             self.late.max_norm = limit
-        loss, _ = train_step(self.forward_backward, batch, self.late, self.sync)
+        loss = train_step(self.forward_backward, batch, self.late, self.sync).loss
         return StepResult(loss, loss.new_zeros(()) if self.late.norm is None else self.late.norm)
 
     def _load_groups(self, layer: nn.Module) -> list[ProcessGroup]:
