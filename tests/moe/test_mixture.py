@@ -24,6 +24,7 @@ from minitrain.plan.accounting.compute import forward_flops_per_token
 from minitrain.plan.accounting.parameters import active_parameters, parameters
 from minitrain.run import kept_buffers
 from minitrain.strategy import Strategy
+from minitrain.tensor_parallel.sequence import own_time
 from minitrain.training.optim import AdamW
 
 SHAPE = dict(vocab_size=29, d_model=16, num_layers=2, num_heads=4, d_ff=24, max_positions=32)
@@ -143,6 +144,25 @@ def test_experts_choose_within_a_row(factor, room):
         width = alone.shape[1]
         assert torch.equal(chosen[:, :width], alone) and (chosen[:, width:] == -1).all()
     assert routing.counts.tolist() == [3 * room] * 4
+
+
+def test_room_is_given_out_by_position_where_ranks_share_rows():
+    """Two ranks with the tokens 0, 1, 6, 7 and 2, 3, 4, 5 of each row: who is dropped is as on one, and so is the loss."""
+
+    def rank():
+        mixture, group, x = (
+            layer(config(capacity_factor=0.5, balance_alpha=0.1)),
+            collectives.world(),
+            drawn(),
+        )
+        at = torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]][group.rank()])
+        y, loss = mixture(x, torch.arange(8))[:, at], mixture.noted
+        mixture.row_group, mixture.row_ranks = group, 2
+        own = mixture(x[:, at], at.expand(3, 4))
+        return (own - y).abs().max().item(), mixture.noted.item(), loss.item(), mixture.config.whole_rows
+
+    (apart, one, whole, _), (other_apart, two, *_, wanted) = launch.run(rank, ranks=2)
+    assert max(apart, other_apart) < 1e-12 and one + two == pytest.approx(whole, rel=1e-12) and wanted
 
 
 def test_losses_are_sums_over_tokens_of_rows():
@@ -289,7 +309,8 @@ def sent():
     def rank():
         mesh, c = Mesh(dp=2, tp=2), config()
         ep, tp, found = mesh.group("dp"), mesh.group("tp"), {}
-        for drops in (True, False):
+
+        def made(drops, **cut):
             mixture = layer(c)
             whole = mixture.experts
             own = slice(2 * ep.rank(), 2 * ep.rank() + 2)
@@ -297,7 +318,16 @@ def sent():
                 setattr(whole, name, torch.nn.Parameter(getattr(whole, name)[own].detach().clone()))
             parallel.spread(mixture, ep, partial(Dispatch, group=ep))
             if drops:
-                parallel.cut(mixture, tp)
+                parallel.cut(mixture, tp, **cut)
+            return mixture
+
+        # tokens that stand cut over tp already: theirs are the positions that count, padding at the end included
+        x, at, part = drawn(rows=2, length=8, seed=ep.rank()), torch.arange(8).repeat(2, 1), 4 * tp.rank()
+        at[:, 5:] = -1
+        sliced = made(True, own_time=partial(own_time, group=tp))(x[:, part : part + 4], at)
+        assert (sliced - made(False)(x, at)[:, part : part + 4]).abs().max() < 1e-12
+        for drops in (True, False):
+            mixture = made(drops)
             x = drawn(rows=2, length=9, seed=ep.rank()).requires_grad_()
             with Ledger() as ledger:
                 y = mixture(x, torch.arange(9))

@@ -62,6 +62,14 @@ ROUTERS = {
         lambda s, m=None: router.deepseek(s, 4, bias, m, nodes=4, node_limit=2, scale=2.5),
         deepseek,
     ),
+    "deepseek, the best of a node": (
+        lambda s, m=None: router.deepseek(s, 2, bias, m, nodes=4, node_limit=2, scale=2.5),
+        lambda s, n: deepseek(s, n, k=2),
+    ),
+    "deepseek, one node": (
+        lambda s, m=None: router.deepseek(s, 2, bias, m, nodes=2, node_limit=1, scale=2.5),
+        lambda s, n: deepseek(s, n, k=2, nodes=2, limit=1),
+    ),
 }
 
 
@@ -146,12 +154,17 @@ def test_capacity_drops_the_last_to_come_and_second_choices_before_first(capacit
     assert int(routing.counts.sum() - kept.counts.sum()) == dropped
     assert router.capacity_of(N, E, 2, 1.0) == 16 and router.capacity_of(100, 8, 1, 1.25) == 16
     assert router.capacity_of(10, 8, 1, 1.0) == 2, "a part of a token needs room"
+    assert router.capacity_of(1000, 10, 1, 1.03) == 103
     assert router.capacity_of(100, 10, 1, 1.1) == 11, "in floats 11.000000000000002, and 12"
 
 
 def test_sizes_known_in_advance_end_where_something_is_dropped():
     known = replace(router.top_k(scores, 2), sizes=(16,) * E)
     assert known.without(torch.zeros(N, 2, dtype=torch.bool)).sizes is None
+    for length in (5, 8):  # of 2 rows: 20 choices of 8 experts are uneven, 32 are not
+        at, flat = torch.arange(length).repeat(2, 1), torch.zeros(2 * length, E)
+        dry = router.balanced(flat.to("meta"), 2, at.to("meta"))
+        assert [*dry.sizes] == router.balanced(flat, 2, at).counts.tolist()
 
 
 def test_balance_loss_is_alpha_when_uniform_and_alpha_times_experts_when_collapsed():
@@ -204,6 +217,8 @@ def test_edges_of_a_choice():
     even = torch.zeros(2, 2, dtype=torch.float64)
     second = router.gshard(even, torch.tensor([1.0, 0.99], dtype=torch.float64)).experts[:, 1]
     assert second.tolist() == [NOWHERE, 1], "2 * weight > draw: 1 is not above 1"
+    wide = router.top_k(torch.zeros(3, 64, dtype=torch.float64), 5)
+    assert wide.experts.tolist() == [[0, 1, 2, 3, 4]] * 3, "of equal scores the lower index, of many experts too"
     # nobody likes expert 0, to the last bit; padding, which is left out, takes none of its places
     unloved = torch.tensor([[-2000.0, 0.0]] * 3, dtype=torch.float64)
     routing = router.expert_choice(unloved, 2, torch.tensor([False, True, True]))
