@@ -138,6 +138,7 @@ SHADOWS = [
     (2, 40, dict(most=8), 8),
     (2, 40, dict(most=2, chunks=2), 2),
     (50, 40, dict(most=8), 2),
+    (36, 40, dict(most=8, activation="swiglu"), 1),
     (50, 4, dict(most=8), 0),
     (2, 40, dict(most=2, training=False), 2),
 ]
@@ -160,11 +161,11 @@ def copies():
     return launch.run(all_shadows, ranks=RANKS)
 
 
-def picked(table, width, most):
-    """By the rule itself: rows from other ranks, 2·D elements each, against 2·D·F of weights."""
+def picked(table, W, most):
+    """By the rule itself: rows from other ranks, 2·D elements each, against weights of W."""
     remote = [sum(row[e] for r, row in enumerate(table) if r != e // HERE) for e in range(E)]
     loads = [sum(column) for column in zip(*table)]
-    pays = [e for e in range(E) if 2 * remote[e] * D > 2 * D * width]
+    pays = [e for e in range(E) if 2 * remote[e] * D > W]
     return sorted(pays, key=lambda e: (-loads[e], e))[:most]
 
 
@@ -182,9 +183,9 @@ def test_shadows_keep_rows_at_home_and_send_copies(number):
     width, _, how, wanted = SHADOWS[number]
     by_rank, passes = [rank[number] for rank in copies()], 1 + how.get("training", True)
     table = [counts for _, counts, _ in by_rank]
-    chosen = picked(table, width, how["most"])
+    W = (3 if "activation" in how else 2) * D * width
+    chosen = picked(table, W, how["most"])
     assert len(chosen) == wanted and chosen[:1] in ([], [2]), chosen
-    W = 2 * D * width
     for rank, (far, _, sent) in enumerate(by_rank):
         assert far < 1e-12
         own = sum(e // HERE == rank for e in chosen)
