@@ -12,16 +12,10 @@ import pytest
 from minitrain.course import exercises
 from minitrain.course.grading import assignment, book
 from minitrain.course.grading.checks import Draw, Failure, expect_equal
-from minitrain.course.grading.judge import EXERCISES, Judge
+from minitrain.course.grading.judge import EXERCISES
 
 CHAPTERS = {number: book.chapter(number) for number in book.chapters()}
 FIRST = CHAPTERS["00"]
-
-
-@pytest.fixture(scope="module")
-def judge():
-    with Judge() as judge:
-        yield judge
 
 
 def with_answers(path, answers):

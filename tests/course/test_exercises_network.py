@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from minitrain import collectives, launch
 from minitrain.course.grading import kit
 from minitrain.course.grading.inside.frames import SIZES, BadFrame, Line, NotData, pack, unpack
-from minitrain.course.grading.judge import Code, Judge
+from minitrain.course.grading.judge import Code
 from minitrain.course.grading.network import Network
 from minitrain.course.grading.trial import Failure
 from minitrain.ledger import Ledger
@@ -145,12 +145,6 @@ def test_nobody_can_go_on_only_when_all_that_run_wait_in_vain():
 
 
 # ---- the whole way ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def judge():
-    with Judge() as judge:
-        yield judge
 
 
 def collective_calls(x, group):

@@ -6,16 +6,9 @@ import pytest
 
 from minitrain.course import exercises
 from minitrain.course.grading import book
-from minitrain.course.grading.judge import Judge
 
 CHAPTERS = {number: book.chapter(number) for number in book.chapters()}
 FIRST = CHAPTERS["00"]
-
-
-@pytest.fixture(scope="module")
-def judge():
-    with Judge() as judge:
-        yield judge
 
 
 @pytest.mark.parametrize("number", CHAPTERS)
