@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.precision import formats
 from minitrain.precision.blocks import (
@@ -423,3 +424,26 @@ def test_codes_are_the_formats():
         assert torch.equal(stored.view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(decode(codes, f), q.elements())
     assert formats.FORMATS["e2m1"] is RECIPES["nvfp4"].format
+
+
+def sizes() -> dict[str, tuple]:
+    """What each recipe makes of ones [128, 256]: shapes, dtypes and bytes, with and without numbers to ask."""
+    found, x = {}, torch.ones(128, 256)
+    for name in RECIPES:
+        q = quantize(x, name)
+        found[name] = (
+            q.codes.shape,
+            q.codes.dtype,
+            q.scales.shape,
+            q.scales.dtype,
+            q.nbytes,
+            dequantize(q).shape,
+        )
+    amax = torch.ones(128, 2)
+    found["delayed"] = quantize(x, "fp8_1x128", amax=amax).nbytes
+    found["round_to"] = [round_to(x, name).shape for name in ("e2m1", "e4m3", "fp16_1_6_9", "int8")]
+    return found
+
+
+def test_a_dry_run_has_the_same_shapes_and_bytes():
+    assert dryrun.run(sizes, rank=3, ranks=64) == sizes()
