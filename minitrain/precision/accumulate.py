@@ -12,8 +12,6 @@ accumulator, aligns all to the largest exponent, keeps the `bits` = 14 highest b
 and adds without error. An addend loses less than 2^(1-bits) of the largest, so an instruction less than
 33·2^(1-bits) of it. Every `promote` products the sum is added to a float32 elsewhere, times the scales of
 these products, and starts again from zero.
-
-Memory: the products of a matmul are held together, [M, N, K] float64 (sum_in), [M, N, 33] (tensor core).
 Wang et al. 2018, arXiv:1812.08011, section 2.2; DeepSeek-V3, arXiv:2412.19437, sections 3.3.2 and 3.5.2.
 Differs: emulated from that description, not compared with a GPU; cut toward zero, for all signs.
 """
@@ -41,7 +39,7 @@ def sum_in(
 
 
 def matmul_in(a: Tensor, b: Tensor, format: str | Format, chunk: int | None = None) -> Tensor:
-    """a [M, K] @ b [K, N], exact products summed as `sum_in` does."""
+    """a [M, K] @ b [K, N], exact products summed as `sum_in` does: all of them are held, [M, N, K]."""
     _fit("matmul_in", a, b)
     return sum_in(a.double().unsqueeze(-2) * b.double().mT, format, chunk)
 

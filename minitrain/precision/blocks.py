@@ -13,8 +13,8 @@ With a float32 scale a zero and the largest number of a tile come back to the bi
 and an integer errs by at most 2^-15 of a step more (and 2^-149). A tile with NaN or infinity comes back as
 NaN from end to end (e4m3: the tensor), the others as if nothing had happened. With an `amax` from elsewhere
 (of steps before: delayed scaling) what is larger saturates.
-Bytes of a row: codes ceil(C·bits/8), scales 4 or 1 a tile. Memory while it works, besides the result: one
-float32 copy of x to quantise (two of a half-precision x), one to dequantise, and the codes in a byte each.
+Bytes of a row: codes ceil(C·bits/8), scales 4 or 1 a tile. Memory while it works, besides the result: to
+integers one float32 copy of x (two of a half-precision x), back one, and the codes in a byte each.
 Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Wang et al. 2023 (ZeRO++), arXiv:2306.10209, section 3.1;
 Rouhani et al. 2023 (MX), arXiv:2310.10537, section 3; Xi et al. 2024 (Jetfire), arXiv:2403.12422, section 4;
 DeepSeek-V3, arXiv:2412.19437, section 3.3; NVIDIA 2025 (NVFP4), arXiv:2509.25149. Differs: no fused kernels.
@@ -148,7 +148,9 @@ def quantize(
     if f.integer:
         codes = round_(scaled, mode, generator).to(torch.int8)
     else:
-        codes = codes_of(scaled if mode == "nearest" else rounded(scaled, f, mode, "saturate", generator), f)
+        numbers = scaled if mode == "nearest" else rounded(scaled, f, mode, "saturate", generator)
+        codes = codes_of(numbers, f, "saturate")
+        del numbers
     del scaled, tiles
     codes = _whole(codes, tile, x.shape)
     codes = pack(codes.view(torch.uint8), f.bits) if f.bits < 8 else codes.contiguous()

@@ -15,7 +15,6 @@ float32 takes torch's own cast.
 
 What is not positive is NaN in E8M0. A NaN that the format has no code for is refused. Stochastic rounding
 draws one number for each of x: ranks with the same weights must draw from generators of one seed.
-Memory besides the result: four times x, as float32 or float64.
 Gupta et al. 2015, arXiv:1502.02551, section 3; Wang et al. 2018, arXiv:1812.08011, section 2.3; Zamirai et
 al. 2020, arXiv:2010.06192, section 4 (weights in BF16). Differs: emulated on float32 and float64.
 """
@@ -139,7 +138,7 @@ def rounded(
     if f.table:
         return decode(codes_of(x, f), f).to(x.dtype)
     if mode == "nearest" and x.dtype == torch.float32 and f.dtype is not None:
-        return _cast(x, f).float()
+        return _cast(x, f, overflow).float()
     if not f.signed:
         x = x.clamp(min=f.smallest_normal)
     ints, exponent, _ = LAYOUT[x.dtype]
@@ -158,7 +157,7 @@ def codes_of(x: Tensor, f: Format, overflow: str | None = None) -> Tensor:
     if f.integer:
         return _bounded(x, f, "nearest", overflow).round_().to(torch.int8)
     if f.dtype is not None and f.bits <= 16 and x.dtype != torch.float64:
-        cast = _cast(_bounded(x, f, "nearest", overflow), f)
+        cast = _cast(_bounded(x, f, "nearest", overflow), f, overflow)
         return cast.view(torch.uint8 if f.bits == 8 else torch.uint16)
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     if f.table:
@@ -205,9 +204,9 @@ def _bounded(x: Tensor, f: Format, mode: str, overflow: str | None) -> Tensor:
     return torch.where(x.isinf(), x, x.clamp(-f.max, f.max)) if mode == "zero" else x
 
 
-def _cast(x: Tensor, f: Format) -> Tensor:
-    """Torch's own; some of its versions saturate in E4M3."""
-    if f.dtype == torch.float8_e4m3fn:
+def _cast(x: Tensor, f: Format, overflow: str | None) -> Tensor:
+    """Torch's own; some of its versions saturate in E4M3 unasked."""
+    if f.dtype == torch.float8_e4m3fn and overflow is None:
         half_step = 2.0 ** (f.max_exponent - f.mantissa_bits - 1)
         x = x.masked_fill(x.abs() > f.max + half_step, math.nan)
     return x.to(f.dtype)
