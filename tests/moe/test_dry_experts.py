@@ -13,8 +13,8 @@ from minitrain.ledger import Ledger
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.moe import experts, overlap, router
-from minitrain.moe.router import visits_in_turn
 from minitrain.parallelize import parallelize
+from minitrain.simulate.events import Issue
 from minitrain.strategy import Strategy
 from tests.layouts import Draw, begin, dry_account
 
@@ -26,6 +26,7 @@ CONFIG = GPTConfig(
     max_positions=24,
     experts=ExpertsConfig(8, 3, "balanced", expert_width=2),
 )
+MIDDLE = replace(CONFIG, experts=replace(CONFIG.experts, expert_width=12))
 WIDE = replace(CONFIG, experts=replace(CONFIG.experts, expert_width=36))
 
 
@@ -48,12 +49,12 @@ CASES = {
     "cheaper, pp": case(dp=2, pp=2, ep=2, ep_travel="cheaper", microbatches=2, recompute=True),
     "shadows": case(ep_shadow=3, length=13),
     "shadows, nodes": case(ep_shadow=3, ep_node=2, length=11),
-    "shadows, chunks, tp": case(dp=2, tp=2, ep=2, ep_shadow=1, ep_chunks=2),
+    "shadows, chunks, tp": case(MIDDLE, dp=2, tp=2, ep=2, ep_shadow=1, ep_chunks=2),  # by the rows of both
 }
 
 
 def parts(how):
-    """FLOPs, bytes and peak of a layer in parts."""
+    """FLOPs, bytes in order and peak of a layer in parts."""
     group, D, E = collectives.world(), 6, 8
     x, up, down = (
         torch.ones(s, dtype=torch.float64, requires_grad=True) for s in ((26, D), (2, D, 5), (2, 5, D))
@@ -61,7 +62,8 @@ def parts(how):
     routing = router.balanced(torch.zeros(26, E, dtype=torch.float64), 3, torch.arange(13).repeat(2, 1))
     with Ledger() as ledger:
         PARTS[how](x, routing, group, experts.grouped, (up, down)).sum().backward()
-    return ledger.flops, ledger.sent_bytes("all_to_all"), ledger.sent_bytes(), ledger.peak_by_kind
+    sent = [(event.op, event.sent_bytes) for event in ledger.events if isinstance(event, Issue)]
+    return ledger.flops, ledger.sent_bytes(), sent, ledger.peak_by_kind
 
 
 PARTS = {
@@ -101,15 +103,17 @@ def test_a_dry_layer_in_parts_is_the_real_one(how):
 
 
 def test_visits_are_those_of_the_table():
-    """Any number of rows, tokens, choices and nodes; and of some experts alone."""
+    """Any number of rows, tokens, choices and nodes; and of some experts alone. Without numbers, then with."""
     for rows, length, k, E in ((1, 1, 1, 4), (2, 5, 3, 8), (3, 16, 2, 6), (1, 40, 5, 12), (2, 7, 8, 8)):
-        routing = router.balanced(torch.zeros(rows * length, E), k, torch.arange(length).repeat(rows, 1))
+        scores, at = torch.zeros(rows * length, E), torch.arange(length).repeat(rows, 1)
+        dry, routing = router.balanced(scores.to("meta"), k, at.to("meta")), router.balanced(scores, k, at)
         for nodes in (n for n in range(1, E + 1) if E % n == 0):
             for only in (None, {0}, {1, E - 1}, set()):
-                some = routing if only is None else routing.only(only)
+                known, some = (r if only is None else r.only(only) for r in (dry, routing))
                 node = some.experts.div(E // nodes, rounding_mode="floor")
                 wanted = [int((node == n).any(1).sum()) for n in range(nodes)]
-                assert visits_in_turn(rows, length, k, E, nodes, only) == wanted, (rows, length, k, E, nodes)
+                assert known.visits(nodes) == wanted, (rows, length, k, E, nodes, only)
+                assert known.sizes == tuple(some.counts.tolist())
 
 
 def test_deepseek_v3_over_eight_nodes_dry():
