@@ -135,7 +135,7 @@ def attempt(chance: random.Random) -> Draw:
         splits = [n for n in range(2, 9) if axes["dp"] * axes["cp"] % n == 0]
         axes["ep"] = chance.choice(splits[-1:] + splits)
         nodes = [n for n in range(2, axes["ep"]) if axes["ep"] % n == 0]
-        flat, levels = ["flat"] * (1 + 9 * (axes["pp"] > 1)), ["two levels"] * 9 * bool(nodes)
+        flat, levels = ["flat"] * (1 + 7 * (axes["pp"] > 1)), ["two levels"] * 16 * bool(nodes)
         way = chance.choice((*flat, "chunks", "experts", "cheaper", *levels))
         if nodes and way in ("two levels", "experts"):
             axes["ep_node"] = chance.choice(nodes)
