@@ -71,7 +71,8 @@ def headers_of(call: Call, sends: list[int] | None) -> list[torch.Tensor]:
 
 def compare(call: Call, headers: torch.Tensor, expects: list[int] | None) -> None:
     """Raise CollectiveMismatch if the members' headers ([n, 256], in rank order) do not belong together."""
-    if expects is None and bool((headers == headers[0]).all()):
+    text = headers.numpy().tobytes()
+    if expects is None and text == text[:HEADER_BYTES] * len(headers):
         return
     calls = [unpack(header) for header in headers]
     if len({(what, name, "" if name else site) for what, name, site, _ in calls}) > 1:
