@@ -220,6 +220,12 @@ def test_groups_within_the_group(judge):
     assert [(a.item(), b.item()) for ((a, b),) in results] == [(3, 5), (3, 10), (12, 5), (12, 10)]
 
 
+def test_an_answer_draws_the_same_numbers_in_every_run(judge):
+    code = Code(["import torch"], "def f():\n    return torch.rand(3)", names=["f"], call="f")
+    (drawn,) = judge.run(code, [[()]], network=False).results[0]
+    assert drawn.equal(torch.rand(3, generator=torch.Generator().manual_seed(0)))
+
+
 def test_an_empty_tensor_is_no_message(judge):
     answer = "def f(x, group):\n    sending = group.send([x], 1)\n    like = torch.empty(0)\n"
     answer += "    group.recv([like], 0).wait()\n    return sending.wait()"
