@@ -140,7 +140,7 @@ def rounded(
     if mode == "nearest" and x.dtype == torch.float32 and f.dtype is not None:
         return _cast(x, f, overflow).float()
     if not f.signed:
-        x = x.clamp(min=f.smallest_normal)
+        x = x.masked_fill(x <= 0, math.nan).clamp_(min=f.smallest_normal)
     ints, exponent, _ = LAYOUT[x.dtype]
     power = (x.view(ints) & exponent).view(x.dtype).clamp_(2.0**f.min_exponent, 2.0**f.max_exponent)
     y = round_((x / power).mul_(1 / f.eps), mode, generator).mul_(f.eps).mul_(power)
@@ -197,19 +197,20 @@ def _codes_by_adding(x: Tensor, f: Format, saturate: bool) -> Tensor:
 def _bounded(x: Tensor, f: Format, mode: str, overflow: str | None) -> Tensor:
     """float32 or float64, without what must not overflow."""
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    if not f.signed:
-        x = x.masked_fill(x <= 0, math.nan)
     if overflow == "saturate" or not f.has_nan:
         return x.clamp(min(f.table) if f.table else -f.max, f.max)
     return torch.where(x.isinf(), x, x.clamp(-f.max, f.max)) if mode == "zero" else x
 
 
 def _cast(x: Tensor, f: Format, overflow: str | None) -> Tensor:
-    """Torch's own; some of its versions saturate in E4M3 unasked."""
+    """Torch's own. Some of its versions saturate in E4M3 unasked, and in E8M0 the sign is lost."""
+    y = x.to(f.dtype)
     if f.dtype == torch.float8_e4m3fn and overflow is None:
-        half_step = 2.0 ** (f.max_exponent - f.mantissa_bits - 1)
-        x = x.masked_fill(x.abs() > f.max + half_step, math.nan)
-    return x.to(f.dtype)
+        edge = f.max + 2.0 ** (f.max_exponent - f.mantissa_bits - 1)
+        y.view(torch.uint8).masked_fill_((x > edge).logical_or_(x < -edge), f.max_code + 1)
+    if not f.signed:
+        y.view(torch.uint8).masked_fill_(x <= 0, f.max_code + 1)
+    return y
 
 
 def round_(s: Tensor, mode: str, generator: Generator | None = None) -> Tensor:

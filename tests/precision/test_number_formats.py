@@ -170,6 +170,7 @@ def test_nearest_is_theirs_to_the_bit(name):
     once = round_to(x.double(), f)
     assert once.dtype == torch.float64 and same(once.float()[alike], values[alike])
     assert torch.equal(encode(x.double(), f).int()[numeric & alike], codes[numeric & alike])
+    assert decode(encode(x.double(), f), f)[~numeric].isnan().all()
     assert (round_to(torch.tensor([2.0**-126 * 1.25 / 2]).double(), "e8m0") == 2.0**-127).all()
 
 
