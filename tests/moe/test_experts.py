@@ -12,6 +12,7 @@ from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.moe import experts, router
 from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.turns import in_turns
 
 E, D, WIDE = 5, 8, 16
 SIZES = {
@@ -132,17 +133,27 @@ def test_what_act_makes_lives_for_one_turn(gated):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_second_turn_of_backward_needs_no_memory_of_its_own(gated):
-    peaks = []
-    for sizes in ([8, 0, 0, 0, 0], [8, 8, 0, 0, 0]):
-        rows, up, down, gate = drawn(sum(sizes), gated)
+@pytest.mark.parametrize(
+    "sizes", [[8, 0, 0, 0, 0], [8, 8, 0, 0, 0], [400, 0, 0, 0, 0], [400, 400, 0, 0, 0]], ids=str
+)
+def test_what_lives_at_the_peak_of_backward(sizes, gated):
+    """x, y and dy to the end. With few rows the peak is beside all gradients: there one dz is left, that of up,
+    and the gradients of the rows by both; through indices both dz and copies of one expert's rows. With many it
+    is behind act: there all z and dz live, what act makes of one turn, and of the gradients that of down alone.
+    """
+    matrix, R, turn = E * D * WIDE, sum(sizes), max(sizes)
+    all_of_them, wide = (2 + gated) * matrix, (1 + gated) * WIDE
+    for tokens in (None, torch.arange(R)):
+        rows, up, down, gate = drawn(R, gated)
         with Ledger() as ledger:
-            y = experts.grouped(rows, torch.tensor(sizes), up, down, F.silu, gate, sizes=sizes)
+            y = in_turns(rows, tokens, None, up, down, gate, F.silu, sizes)
             y.backward(torch.ones_like(y))
-        peaks.append(ledger.peak_bytes)
-    assert (
-        peaks[1] - peaks[0] == 8 * (4 * D + (1 + gated) * WIDE) * 8
-    )  # rows, y, their gradients, and what is kept
+        kept = 3 * R * D + (0 if tokens is None else R)
+        last = R * (WIDE + (1 + gated) * D) if tokens is None else R * (wide + D) + 2 * turn * D
+        behind_act = 2 * (R + turn) * wide + (0 if tokens is None else turn * D)
+        peaks = 2 * all_of_them + kept + last, all_of_them + matrix + kept + behind_act
+        assert ledger.peak_bytes == 8 * max(peaks)
+        assert (peaks[0] > peaks[1]) == (turn == 8)
 
 
 def accounts(given):
