@@ -218,7 +218,9 @@ def test_edges_of_a_choice():
     second = router.gshard(even, torch.tensor([1.0, 0.99], dtype=torch.float64)).experts[:, 1]
     assert second.tolist() == [NOWHERE, 1], "2 * weight > draw: 1 is not above 1"
     wide = router.top_k(torch.zeros(3, 64, dtype=torch.float64), 5)
-    assert wide.experts.tolist() == [[0, 1, 2, 3, 4]] * 3, "of equal scores the lower index, of many experts too"
+    assert wide.experts.tolist() == [[0, 1, 2, 3, 4]] * 3, (
+        "of equal scores the lower index, of many experts too"
+    )
     # nobody likes expert 0, to the last bit; padding, which is left out, takes none of its places
     unloved = torch.tensor([[-2000.0, 0.0]] * 3, dtype=torch.float64)
     routing = router.expert_choice(unloved, 2, torch.tensor([False, True, True]))
