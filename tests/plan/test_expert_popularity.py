@@ -136,8 +136,12 @@ def test_a_placement_stays_while_the_popular_are_those_of_the_guess():
     guess, ranks, slots = [50, 30, 10, 10], 2, 3
     placement = plan.placed(guess, ranks, slots)
     assert plan.settled(placement, guess, [31, 49, 15, 5], 2, ranks, slots) is placement
-    loads = [50, 10, 30, 10]
-    assert plan.settled(placement, guess, loads, 2, ranks, slots) == plan.placed(loads, ranks, slots)
+    loads = [50, 20, 30, 0]
+    assert (
+        plan.settled(placement, guess, loads, 2, ranks, slots)
+        == plan.placed(loads, ranks, slots)
+        != placement
+    )
     assert plan.settled(placement, guess, loads, 1, ranks, slots) is placement, "one popular expert: the same"
 
 
