@@ -129,10 +129,12 @@ def on_a_rank(case, way):
     ]
     calls = [ledger.num_calls(op) for ledger in (forward, backward) for op in ("all_to_all", "send")]
     sent = [ledger.sent_bytes() for ledger in (forward, backward)]
+    came = [e.members[0] for e in forward.events if getattr(e, "op", "") == "receive"]
     return {
         "equal": (y.detach(), *grads_of(tensors)),
         "words": events,
         "to": to,
+        "came": came,
         "calls": calls,
         "sent": sent,
         "table": table,
@@ -217,6 +219,8 @@ def test_groups_of_ranks_exchange_pair_by_pair():
         assert of_rank["spread", "by pairs of ranks"]["to"] == [2 * (mate + other), 2 * (other + mate)]
         in_one_step = [(rank + turn) % 4 for turn in (1, 2, 3)]
         assert of_rank["spread", "by one group"]["to"] == [2 * in_one_step] * 2
+        assert of_rank["spread", "by one group"]["came"] == 2 * in_one_step[::-1]  # of rank - 1, - 2, - 3
+        assert of_rank["spread", "by pairs of ranks"]["came"] == 2 * (mate + other)
 
 
 def test_reused_fetches_rows_and_gradients_behind_products():
