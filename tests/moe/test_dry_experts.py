@@ -78,7 +78,7 @@ def real():
     def rank():
         return {name: begin(one)[2] for name, one in CASES.items()}, {how: parts(how) for how in PARTS}
 
-    return launch.run(rank, ranks=4)
+    return launch.run(rank, ranks=4, timeout_s=240)  # many cases
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -85,7 +85,7 @@ def all_ways():
 
 @cache
 def ways():
-    return launch.run(all_ways, ranks=RANKS)
+    return launch.run(all_ways, ranks=RANKS, timeout_s=240)
 
 
 TABLE = SIZE * E * (RANKS - 1)  # of the counts, to all
@@ -158,7 +158,7 @@ def kept(chosen):
 
 @cache
 def copies():
-    return launch.run(all_shadows, ranks=RANKS)
+    return launch.run(all_shadows, ranks=RANKS, timeout_s=240)
 
 
 def picked(table, W, most):
@@ -263,7 +263,7 @@ def test_a_run_equals_one_process(ranks):
             found.append((on_rank(one)[0], max(chosen, default=0), list(tables)))
         return found
 
-    results = launch.run(rank, ranks=ranks)
+    results = launch.run(rank, ranks=ranks, timeout_s=240)  # many cases
     for number, one in enumerate(RUNS[ranks]):
         reference = one_process(one)
         assert max(distance(found[number][0], reference) for found in results) < 1e-12, one.strategy
