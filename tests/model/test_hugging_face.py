@@ -434,6 +434,9 @@ def test_one_tensor_at_a_time():
 def test_published_configs_are_our_presets():
     """But for how they were trained, and for the positions that V3's rescaled RoPE added."""
     assert config_of(PUBLISHED["mixtral-8x7b"]) == presets["mixtral-8x7b"]
+    for settings, eps in ((CASES["mixtral"], 1e-5), (DEEPSEEK, 1e-6), (LLAMA, 1e-6)):
+        silent = {name: value for name, value in settings.items() if name != "rms_norm_eps"}
+        assert config_of(silent).norm_eps == eps  # what transformers takes then
     settings = PUBLISHED["deepseek-v3"]
     with pytest.raises(ValueError, match="rope_scaling = .*'type': 'yarn'.*; only None has"):
         config_of(settings)
