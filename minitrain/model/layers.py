@@ -136,7 +136,7 @@ def causal_attention(
         raise ValueError(f"causal_attention: {sizes}; it is written for as many of both")
     if callable(dropout):  # the fused one takes no mask that it has not drawn
         return naive_attention(q, k, v, bias=bias, dropout=dropout)
-    if v.size(-1) < q.size(-1) and bias is None and not dropout and not q.is_cuda:
+    if v.size(-1) < q.size(-1) and bias is None and not dropout and q.device.type == "cpu":
         return recomputed(fused_forward, fused_backward, q, k, v, True)
     if bias is not None:
         bias = bias.own(q) if isinstance(bias, Alibi) else bias
