@@ -60,9 +60,7 @@ class Strategy:
     layout: str = "zigzag"  # of a sequence over the ranks of cp: contiguous, zigzag or striped
     inner: int = 1  # of the cp ranks, how many are an inner ring, a node or a team, for cores that have one
     ulysses: int = 1  # of the cp ranks, how many share out heads, for cores that do both
-    precision: str = (
-        "float32"  # which number has how many bits (precision/policies.py): bfloat16, float16, ...
-    )
+    precision: str = "float32"  # which number has how many bits: bfloat16, float16, .. (precision/policies)
     loss_scale: float = 0.0  # first factor of the loss, halved on overflow; 0: as the precision has it
     loss_scale_window: int = 2000  # steps without overflow after which the factor doubles
     bucket_bytes: int = 25_000_000  # of gradients that travel together

@@ -104,6 +104,7 @@ def test_the_draws_would_notice(what):
     """Controls: what the draws prove is wrong without the one line that does it."""
 
     def rank(case):
+        from minitrain import expert_passes
         from minitrain import parallelize as module
         from minitrain.attention import dropout
         from minitrain.model import mixture
@@ -129,8 +130,8 @@ def test_the_draws_would_notice(what):
             groups = module.ExpertGroups
             module.ExpertGroups = lambda strategy, mesh: summed_over_ep(groups(strategy, mesh))
         elif what == "routers see slices over tp":
-            cut = module.cut
-            module.cut = lambda *arguments: cut(*arguments) and []
+            cut = expert_passes.cut
+            expert_passes.cut = lambda *arguments: cut(*arguments) and []
         elif what == "whole rows decide who is dropped":
             mixture.MixtureOfExperts.in_whole_rows = lambda self, chosen, positions: (chosen, None)
         else:

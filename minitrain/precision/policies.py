@@ -42,10 +42,10 @@ class Policy:
 
 
 POLICIES = {
-    "float64": Policy("float64", "float64", moments=("float64", "float64")),
     "float32": Policy("float32", "float32"),
     "bfloat16": Policy("bfloat16", "bfloat16", "float32"),
     "float16": Policy("float16", "float16", "float32", scales=True),
+    "float64": Policy("float64", "float64", moments=("float64", "float64")),
     "bfloat16_main_grads": Policy("bfloat16", "float32", "float32"),
     "bfloat16_short_moments": Policy("bfloat16", "float32", "float32", ("bfloat16", "bfloat16")),
 }

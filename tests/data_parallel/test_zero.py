@@ -811,7 +811,7 @@ def test_parallelize_refuses_what_it_does_not_know():
         "dp=4, but the job has 2 ranks; use dp=2": lambda: parallelize(
             nn.Linear(4, 4), Strategy(dp=4, zero=1), AdamW
         ),
-        "a module of your own gets data parallelism and ZeRO": lambda: parallelize(
+        "Linear with Strategy(tp=2, zero=1): a module of your own gets dp and ZeRO": lambda: parallelize(
             nn.Linear(4, 4), Strategy(tp=2, zero=1), AdamW
         ),
     }
