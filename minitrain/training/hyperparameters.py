@@ -3,9 +3,9 @@
     run = parallelize(config, strategy, hyper.make_optimizer, seed=hyper.seed, frozen=hyper.frozen)
     Trainer(run, text, hyper)
 
-The optimizer is AdamW, with states as the strategy's precision says, over matrices that decay and vectors
-that do not; its rate goes up in a line and down half a cosine. torch is needed by a run only, not to read
-what a run would be.
+The optimizer is AdamW, with masters in at least float32, over matrices that decay and vectors that do not;
+its rate goes up in a line and down half a cosine. torch is needed by a run only, not to read what a run would
+be.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import reduce
 from typing import Any
 
 
@@ -63,9 +64,13 @@ class Hyperparameters:
 
     def make_optimizer(self, params: list):
         """For `parallelize`."""
+        import torch
+
         from minitrain.training.optim import AdamW
 
-        return AdamW(decaying_matrices(params, self.weight_decay), self.lr, betas=(0.9, 0.95))
+        master = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
+        groups = decaying_matrices(params, self.weight_decay)
+        return AdamW(groups, self.lr, betas=(0.9, 0.95), master_dtype=master)
 
 
 def decaying_matrices(params: Iterable, weight_decay: float) -> list[dict[str, Any]]:

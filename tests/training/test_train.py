@@ -641,12 +641,18 @@ def test_matrices_decay_and_masters_have_float32_at_least():
         "weight_decay": 0.0,
     }
     assert decaying_matrices(iter([vector]), 0.3) == [does_not]
-    for precision, master in (("bfloat16", torch.float32), ("float32", None), ("float64", None)):
-        optimizer = replace(HYPER, weight_decay=0.3).make_optimizer([nn.Parameter(torch.ones(2, 3))])
-        keep_states(optimizer, POLICIES[precision])
-        assert optimizer.defaults["master_dtype"] == master
-        assert optimizer.param_groups[0]["master_dtype"] == master
-        assert optimizer.param_groups[0]["weight_decay"] == 0.3
+    for dtype, master in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        optimizer = replace(HYPER, weight_decay=0.3).make_optimizer(
+            [nn.Parameter(torch.ones(2, 3, dtype=dtype))]
+        )
+        keep_states(optimizer, POLICIES[str(dtype).removeprefix("torch.")])
+        assert (
+            optimizer.defaults["master_dtype"] == master and optimizer.param_groups[0]["weight_decay"] == 0.3
+        )
 
 
 def test_the_rate_of_a_recipe():
