@@ -5,6 +5,7 @@ Its passes, in this order:
     2 tp, ep     every layer cut by heads, hidden units and words; experts that tokens travel to; the loss of
                  the logits that are left
     3 cp         attention over the ranks that hold the other tokens; slices of a sequence
+      products   of blocks in few bits
     4 dropout    every mask a function of the place
     5 placements how each parameter is cut, over whom its gradient is a sum, who else holds it
     6 sync       what sums gradients and owns the optimizer: replicated, ZeRO 1 to 3, hybrid sharding; in
@@ -46,6 +47,8 @@ from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.slices import on_each_rank
 from minitrain.pipeline.sliced_attention import look_back
 from minitrain.precision.mixed import keep_gradients, keep_states, loss_scale
+from minitrain.precision.products import PRODUCTS
+from minitrain.product_passes import multiply_in
 from minitrain.run import Run
 from minitrain.sharding import place
 from minitrain.strategy import Strategy
@@ -98,6 +101,7 @@ def parallelize(
             in_slices |= spread_experts(module, strategy, mesh, experts, pairs)
             layers = {number: stage.layers for number, stage in module.items()}
             losses = RouterLosses(layers, mesh.group("tp") if strategy.tp > 1 else None)
+        multiply_in(module, strategy, mesh)
         memory = attend_over(module, strategy, mesh, schedule)
         if config.dropout or experts:
             drop_by_place(module.layers, places, **parts_of_places(strategy, mesh))
@@ -130,6 +134,9 @@ def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
     if max(strategy.pp, strategy.cp, strategy.tp, strategy.ep) > 1 or strategy.recompute:
         why = "a module of your own gets dp and ZeRO, for nobody knows its layers; use these, or a GPTConfig"
         raise ValueError(f"{type(module).__name__} with {strategy}: {why}")
+    if strategy.products != "plain":
+        cure = "swap its linear layers for LowLinear (precision/linear.py)"
+        raise ValueError(f"{type(module).__name__} with products={strategy.products!r}: {cure}")
     dtypes, wanted = {param.dtype for param in module.parameters()}, getattr(torch, strategy.policy.weights)
     if strategy.policy.master and dtypes != {wanted}:
         said = f"precision={strategy.precision!r} is for weights in {wanted}"
@@ -184,6 +191,7 @@ def cut_model(
     if strategy.tp == 1:
         return loss_fn, set()
     how = dict(sequence_parallel=strategy.sequence_parallel, overlap=strategy.overlap)
+    how |= dict(products=PRODUCTS.get(strategy.products))
     loss_fn = cut_layers(module.layers, config.head_dim, config.vocab_size, mesh.group("tp"), **how)
     return loss_fn, seen_in_slices(module.layers) if strategy.sequence_parallel else set()
 

@@ -36,6 +36,7 @@ from minitrain.model.mixture import mixtures, move_biases
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.precision.loss_scale import LossScale
+from minitrain.product_passes import histories, load_histories, roll_scales
 from minitrain.sharding import placement
 from minitrain.strategy import Strategy
 from minitrain.training.step import Batch, StepResult, scaled_train_step, train_step, valid_tokens
@@ -90,6 +91,9 @@ class Run:
         result = self._step(batch, clip)
         if self.config and self.config.experts:
             move_biases(self.model.layers, self._load_groups, move=result.updated)
+        if self.config and self.strategy.products != "plain":
+            tp = self.mesh.group("tp") if self.strategy.tp > 1 else None
+            roll_scales(self.model.layers, tp, keep=result.updated)
         return result
 
     def _step(self, batch: Batch, clip: float | None) -> StepResult:
@@ -190,7 +194,8 @@ class Run:
     # ---- states -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """{"parameters": {name: whole}, "optimizer": {name: {..}}}, the same on every rank; "loss_scale"."""
+        """{"parameters": {name: whole}, "optimizer": {name: {..}}}, the same on every rank; "loss_scale",
+        and "amax", the histories of delayed scaling."""
         full = self._whole_state()
         return full | ({"loss_scale": self.scale.state_dict()} if self.scale else {})
 
@@ -200,6 +205,7 @@ class Run:
         if self.config:
             kept = kept_buffers(self.model.layers)
             full["parameters"] |= {name: buffer.clone() for name, buffer in kept.items()}
+            full["amax"] = histories(self.model.layers)
         if group is None:
             return full
         stages = [_broadcast(full, rank, group, self.device) for rank in range(group.size())]
@@ -217,6 +223,7 @@ class Run:
             check_names(state["parameters"], self.config)
             for name, buffer in kept_buffers(self.model.layers).items():
                 buffer.copy_(state["parameters"][name])
+            load_histories(self.model.layers, state.get("amax", {}))
             ours, kinds = set(self.sync.names.values()), ("parameters", "optimizer")
             state = {what: {n: value for n, value in state[what].items() if n in ours} for what in kinds}
         self.sync.load_full_state_dict(state)

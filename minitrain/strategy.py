@@ -26,7 +26,7 @@ from minitrain.pipeline.lower import lower, pause
 from minitrain.pipeline.named import named
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import Schedule
-from minitrain.precision.policies import FIRST_SCALE, POLICIES, Policy
+from minitrain.precision.policies import FIRST_SCALE, POLICIES, PRODUCTS, Policy
 from minitrain.strategy_sizes import check_expert_parallel, check_tensor_parallel
 
 AXES = ("dp", "pp", "cp", "tp")
@@ -61,6 +61,7 @@ class Strategy:
     inner: int = 1  # of the cp ranks, how many are an inner ring, a node or a team, for cores that have one
     ulysses: int = 1  # of the cp ranks, how many share out heads, for cores that do both
     precision: str = "float32"  # which number has how many bits: bfloat16, float16, .. (precision/policies)
+    products: str = "plain"  # of a block's matrices: fp8_tensor, fp8_tiles, .. (precision/policies)
     loss_scale: float = 0.0  # first factor of the loss, halved on overflow; 0: as the precision has it
     loss_scale_window: int = 2000  # steps without overflow after which the factor doubles
     bucket_bytes: int = 25_000_000  # of gradients that travel together
@@ -86,6 +87,7 @@ class Strategy:
         if self.precision not in POLICIES:
             raise ValueError(f"precision={self.precision!r}; use {', '.join(POLICIES)}")
         self._check_loss_scale()
+        self._check_products()
         if self.tp == 1 and (self.sequence_parallel or self.overlap):
             name = "sequence_parallel" if self.sequence_parallel else "overlap"
             raise ValueError(f"{name}=True is about the ranks of tp, and tp=1; use tp > 1")
@@ -216,6 +218,17 @@ class Strategy:
             raise ValueError(
                 f"post_validation=True with loss_scale={scale:g}: {why}; use post_validation=False"
             )
+
+    def _check_products(self) -> None:
+        if self.products not in PRODUCTS:
+            raise ValueError(f"products={self.products!r}; use {', '.join(PRODUCTS)}")
+        if self.products == "plain":
+            return
+        own = dict(overlap=False, ep_chunks=1, ep_travel="tokens", ep_shadow=0)
+        for name, only in own.items():
+            if getattr(self, name) != only:
+                said = self._said((name, "products"), " with ")
+                raise ValueError(f"{said}: it has products of its own; use {name}={only!r} or plain products")
 
     def _check_context(self) -> None:
         for name, table in (("core", cores.CORES), ("layout", cores.LAYOUTS)):

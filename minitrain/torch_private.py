@@ -40,6 +40,7 @@ efficient = aten._scaled_dot_product_efficient_attention
 efficient_backward = aten._scaled_dot_product_efficient_attention_backward
 cudnn = aten._scaled_dot_product_cudnn_attention
 cudnn_backward = aten._scaled_dot_product_cudnn_attention_backward
+scaled_mm = torch._scaled_mm  # FP8 codes and scales
 grouped_product = aten._grouped_mm  # what torch.nn.functional.grouped_mm runs
 
 # Tensors without numbers, their errors, ranks without a network: imported when asked for, in half a second.

@@ -34,7 +34,7 @@ FLOORS = [
         "kernels",
     },
     {"training", "plan", "strategy", "strategy_sizes"},
-    {"run", "parallelize", "expert_passes", "plot", "course", "trainer"},
+    {"run", "parallelize", "expert_passes", "product_passes", "plot", "course", "trainer"},
     {"train_command", "cli", "__main__"},
 ]
 TECHNIQUES = FLOORS[3] - {"model"}
@@ -52,6 +52,8 @@ NEIGHBOURS = {
     ("parallelize", "run"),
     ("strategy", "strategy_sizes"),
     ("parallelize", "expert_passes"),
+    ("parallelize", "product_passes"),
+    ("run", "product_passes"),
     ("trainer", "run"),
     ("cli", "train_command"),
     ("__main__", "cli"),

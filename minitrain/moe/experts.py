@@ -9,6 +9,7 @@ padded     [E, max count, D], batched products                E · max - R rows 
 blocked    each count padded to a multiple of `block`         at most E · (block - 1) such rows
 grouped    nothing in excess: 2·R·D·F FLOPs per matrix        keeps rows and the hidden layer before act
 scattered  x [N, D] read and added to through indices         keeps x, which others keep too, and no row
+low        product after product in few bits                  keeps codes of rows and of the hidden layer
 
 `grouped` is torch's grouped product on a GPU in bfloat16 with widths of whole 16 bytes. Everywhere else, CPUs
 included (torch's kernel there is a loop too, no faster, and knows no float64), the experts take turns: what
@@ -18,11 +19,15 @@ host for all ways: give them as `sizes` where you know them (a dry run), else co
 Differs: dense products per expert in place of their kernels; MegaBlocks' blocks are rows, its F is whole.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minitrain.moe.turns import Act, Given, hidden, in_turns
+from minitrain.precision.linear import multiply
+from minitrain.precision.products import Scales
 
 
 def loop(
@@ -117,6 +122,28 @@ def scattered(
     """
     sizes = numbers(counts, sizes, len(tokens))
     return in_turns(x, tokens, weights, up, down, gate, act, sizes)
+
+
+def low(
+    rows: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    act=F.gelu,
+    gate: Given = None,
+    *,
+    sizes=None,
+    products: Any,
+    inwards: Scales,
+    outwards: Scales,
+) -> Tensor:
+    """`products` of precision/products.py; `inwards` scales what up and gate multiply, `outwards` down."""
+    results = []
+    for e, part in enumerate(rows.split(numbers(counts, sizes, len(rows)))):
+        matrices = [matrix[e].mT for matrix in (up, gate) if matrix is not None]
+        made = multiply(part, matrices, [inwards] * len(matrices), products)
+        results += multiply(hidden(act, *made), [down[e].mT], [outwards], products)
+    return torch.cat(results)
 
 
 def has_kernel(rows: Tensor, up: Tensor, down: Tensor) -> bool:

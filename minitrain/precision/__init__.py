@@ -4,7 +4,9 @@ First  formats     what each code of a few bits stands for; all formats by name
        rounding    nearest, toward zero, by chance; tensors to codes and back
 then   blocks      one scale for a row, a tile, 32 numbers: recipes from INT8 to NVFP4
        accumulate  sums in a narrow accumulator: where they stall, chunks, promotion
-       policies    weights, gradients, masters and moments of a run: plain values by name
+       products    the three products of a linear layer, FP8 recipes, where their scales come from
+       linear      a layer with such products in the place of a linear one
+then   policies    weights, gradients, masters and moments of a run: plain values by name
        mixed       a policy applied to a model and its optimizer
        loss_scale  gradients that float16 would lose
 beside packing     codes of 4 and 6 bits side by side in bytes

@@ -49,3 +49,18 @@ POLICIES = {
     "bfloat16_main_grads": Policy("bfloat16", "float32", "float32"),
     "bfloat16_short_moments": Policy("bfloat16", "float32", "float32", ("bfloat16", "bfloat16")),
 }
+
+# How the products of a block are computed (`Strategy.products`): attention's projections, MLPs, experts.
+# Tables, norms, routers, attention itself and the head keep the precision of the policy.
+PRODUCTS = {
+    "plain": "in the dtype of the weights",
+    "fp8_tensor": "E4M3, gradients E5M2, one scale for each tensor",
+    "fp8_delayed": "the same, scaled by the largest number of 16 steps before",
+    "fp8_e4m3": "E4M3 for gradients too, one scale for each tensor",
+    "fp8_rows": "E4M3, one scale for each row of what is summed over",
+    "fp8_tiles": "E4M3, 1x128 for activations and gradients, 128x128 for weights (DeepSeek-V3)",
+    "mxfp8": "E4M3 in blocks of 32 that share a power of two",
+    "mxfp6": "E2M3 in blocks of 32 that share a power of two",
+    "mxfp4": "E2M1 in blocks of 32 that share a power of two",
+    "nvfp4": "E2M1 in blocks of 16 that share an E4M3 scale",
+}

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.sharding import placement
-from minitrain.tensor_parallel import linear, ring_overlap, sequence, vocabulary
+from minitrain.tensor_parallel import linear, low_precision, ring_overlap, sequence, vocabulary
 from minitrain.tensor_parallel import overlap as chunked
 from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp
 
@@ -32,10 +32,19 @@ WAYS = {
 
 
 def cut_layers(
-    layers: Iterable, head_dim: int, vocab_size: int, group, *, sequence_parallel=False, overlap=False
+    layers: Iterable,
+    head_dim: int,
+    vocab_size: int,
+    group,
+    *,
+    sequence_parallel=False,
+    overlap=False,
+    products=None,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Cuts every layer of a model, or stage, in place; returns the loss of the logits left on this rank."""
+    """Cuts every layer of a model, or stage, in place; returns the loss of the logits left on this rank.
+    `products` in few bits (precision/products.py) are those of blocks."""
     column, row = WAYS[sequence_parallel, overlap]
+    in_block = (column, row) if products is None else low_precision.ways(products, sequence_parallel)
     leave = sequence.scatter_time if sequence_parallel else collectives.reduce_from
     tables: dict[nn.Parameter, nn.Parameter] = {}  # whole -> cut: a tied head takes what the table has become
     for layer in layers:
@@ -48,10 +57,13 @@ def cut_layers(
         elif hasattr(layer, "attention"):
             if not hasattr(layer.attention, "q"):
                 raise ValueError("tensor parallelism does not cut latent attention (kv_latent)")
-            cut_attention(layer.attention, head_dim, group, column, row)
+            cut_attention(layer.attention, head_dim, group, *in_block)
             mlp = getattr(layer.mlp, "shared", layer.mlp)  # beside experts, which are cut where they are sent
             if mlp is not None:
-                cut_mlp(mlp, group, column, row)
+                cut_mlp(mlp, group, *in_block)
+            if products is not None:
+                owners = [owner for owner in (layer.attention, mlp) if owner is not None]
+                low_precision.give_scales(owners, group, products, sequence_parallel)
         elif hasattr(layer, "out"):
             whole, layer.out = layer.out.weight, linear.ColumnLinear(layer.out, group, column, pad=True)
             if whole in tables:

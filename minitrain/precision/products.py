@@ -1,0 +1,209 @@
+"""The three products of a linear layer in few bits, each operand quantised along what is summed over.
+
+    y  = x · Wᵀ      over the input width K      x [M, K] and W [N, K] in tiles along K
+    dx = dy · W      over the output width N     dy [M, N] and Wᵀ [K, N] in tiles along N
+    dW = dyᵀ · x     over the tokens M           dyᵀ [N, M] and xᵀ [K, M] in tiles along M
+
+A scale of an operand's row can leave the sum, so the sum is of narrow numbers: what tensor cores do. Sums are
+in float32 or better, y and gradients in the dtype of the weights. Of x only its codes along K are kept for
+backward, one byte a number (and the scales); for dW they are read back and quantised along M. A tensor with
+one scale has the same codes in all directions.
+
+`Scales` says which amax an operand is scaled by: its own; over ranks that have the rest of a tile, their
+largest (an all-reduce of 4 bytes a tile); or, in delayed scaling, the largest of `history` steps before, so
+that no product waits for a pass over its operand. What is larger then saturates. Before the first step x is
+scaled by 1 and dy as if 1 were its largest; a weight is always measured. NaN or infinity in an operand whose
+amax is agreed or delayed makes all of it NaN.
+On a GPU with kernels for the formats (`has_kernel`) a product is torch._scaled_mm; elsewhere it is emulated:
+operands are read back, in float32 at least, and multiplied.
+Micikevicius et al. 2022 (FP8), arXiv:2209.05433; NVIDIA Transformer Engine (delayed and current scaling);
+DeepSeek-AI 2024, arXiv:2412.19437, section 3.3. Differs: W is quantised again in every microbatch, the sums
+of dW begin with it (no zero-bubble schedule puts them off), float32 scales, no fused kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain import collectives
+from minitrain.precision import formats
+from minitrain.precision.blocks import RECIPES, Blocks, Quantized, dequantize, quantize
+from minitrain.torch_private import scaled_mm
+
+FIRST_AMAX = {"x": formats.E4M3.max, "dy": 1.0}  # of delayed scaling, before the first step
+ROLES = tuple(FIRST_AMAX)
+
+
+@dataclass(frozen=True)
+class Products:
+    """How x, W and dy are quantised; `history`: steps of which delayed scaling remembers the largest."""
+
+    x: Blocks
+    weight: Blocks
+    dy: Blocks
+    history: int = 0
+
+    @property
+    def travels(self) -> bool:
+        """Whether codes of tokens on other ranks can be put beside one's own."""
+        return len(self.x.tile) < 2 and len(self.dy.tile) < 2 and self.x.scale != "e4m3"
+
+    def enter(self, x: Tensor, scales: Scales) -> Quantized:
+        """x [.., K] -> what is multiplied, kept, and sent."""
+        return scales.quantized("x", x, self.x, "MK")
+
+    def enter_grad(self, dy: Tensor, scales: Scales) -> Quantized:
+        return scales.quantized("dy", dy, self.dy, "MN")
+
+    def forward(self, x: Quantized, weight: Tensor, scales: Scales) -> Tensor:
+        """-> y [.., N]."""
+        return product(x, scales.quantized("weight", weight, self.weight, "NK"), weight.dtype)
+
+    def backward(
+        self, dy: Tensor | Quantized, x: Quantized, weight: Tensor, wanted: tuple[bool, bool], scales: Scales
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dy [.., N] -> dx [.., K] and dW [N, K], those that are wanted."""
+        along_n = dy if isinstance(dy, Quantized) else self.enter_grad(dy, scales)
+        dx = dweight = None
+        if wanted[0]:
+            transposed = scales.quantized("weight", weight.mT, self.weight, "KN")
+            dx = product(along_n, transposed, weight.dtype)
+        if wanted[1]:
+            exact = torch.promote_types(weight.dtype, torch.float32)
+            tokens = self.turned(dy if self.dy.tile else along_n, self.dy, exact, scales, "N")
+            dweight = product(tokens, self.turned(x, self.x, exact, scales, "K"), weight.dtype)
+        return dx, dweight
+
+    def turned(
+        self, x: Tensor | Quantized, blocks: Blocks, exact: torch.dtype, scales: Scales, rows: str
+    ) -> Quantized | Tensor:
+        """[.., R] -> [R, M], in tiles along all tokens; with one scale for all there is nothing to do."""
+        values = dequantize(x, exact) if isinstance(x, Quantized) else x
+        values = values.flatten(0, -2).mT
+        if not blocks.tile and isinstance(x, Quantized):
+            codes = x.codes.flatten(0, -2).mT.contiguous()
+            return replace(x, codes=codes, shape=codes.shape) if x.blocks.format.bits == 8 else values
+        return scales.quantized("", values, blocks, rows + "T")
+
+
+class Scales(nn.Module):
+    """Of the operands of one matrix. `cut`: which of its widths N, K, and of the tokens M, the ranks of
+    `group` share out."""
+
+    def __init__(
+        self, history: int = 0, group: ProcessGroup | None = None, cut: str = "", device=None
+    ) -> None:
+        super().__init__()
+        self.steps, self.group, self.cut = history, group, cut
+        if history:
+            self.register_buffer("history", torch.zeros(len(ROLES), history, device=device), persistent=False)
+            self.register_buffer("largest", torch.zeros(len(ROLES), device=device), persistent=False)
+
+    def quantized(self, role: str, x: Tensor, blocks: Blocks, dims: str) -> Quantized:
+        """x [.., R, C] whose dims are called so. Role "": a copy of what has been seen."""
+        delayed = self.steps and role in ROLES
+        if not delayed and not self.shared(blocks, dims):
+            return quantize(x, blocks, fill=True)
+        amax = amax_of(x, blocks)
+        if delayed:
+            self.note(role, amax)
+            broken, amax = amax - amax, self.expected(role)
+        else:
+            amax = collectives.all_reduce(amax, self.group, op="max")
+            broken = amax - amax  # 0, or NaN
+        return quantize(x + broken.to(x.dtype), blocks, amax=usable(amax), fill=True)
+
+    def shared(self, blocks: Blocks, dims: str) -> bool:
+        """Whether other ranks have a part of these tiles."""
+        if self.group is None or blocks.scale != "float32" or not blocks.format.has_nan:
+            return False
+        return bool(
+            set(dims) & set(self.cut) if not blocks.tile else blocks.tile == (0,) and dims[-1] in self.cut
+        )
+
+    def note(self, role: str, amax: Tensor) -> None:
+        """In training; a forward that is done again notes the same."""
+        if self.training:
+            self.largest[ROLES.index(role)].copy_(torch.maximum(self.largest[ROLES.index(role)], amax))
+
+    def expected(self, role: str) -> Tensor:
+        known = self.history[ROLES.index(role)].amax()
+        return torch.where(known > 0, known, FIRST_AMAX[role])
+
+    @torch.no_grad()
+    def roll(self, largest: Tensor) -> None:
+        """After a step: `largest` over all ranks is the newest of the history."""
+        newest = torch.where(largest.isfinite(), largest, 0.0)
+        self.history.copy_(torch.cat((newest[:, None], self.history[:, :-1]), 1))
+        self.forget()
+
+    def forget(self) -> None:
+        self.largest.zero_()
+
+
+def amax_of(x: Tensor, blocks: Blocks) -> Tensor:
+    """Of the shape of the scales, for a tensor or rows as tiles; of nothing 0."""
+    dims = (-1,) if blocks.tile else tuple(range(-x.dim(), 0))
+    sizes = x.detach().abs()
+    if x.numel() == 0:
+        return sizes.sum(dims, keepdim=bool(blocks.tile)).float()
+    return sizes.amax(dims, keepdim=bool(blocks.tile)).float()
+
+
+def usable(amax: Tensor) -> Tensor:
+    return torch.where((amax > 0) & amax.isfinite(), amax, 1.0)
+
+
+# ---- one product -----------------------------------------------------------------------------------------
+
+
+def product(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
+    """a [.., M, K], b [N, K] -> a · bᵀ [.., M, N] in `dtype`."""
+    if has_kernel(a, b, dtype):
+        return by_kernel(a, b, dtype)
+    exact = torch.promote_types(dtype, torch.float32)
+    left, right = (dequantize(x, exact) if isinstance(x, Quantized) else x for x in (a, b))
+    return (left @ right.mT).to(dtype)
+
+
+def has_kernel(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> bool:
+    """Is this product one kernel here? FP8 with a scale for a tensor or a row, widths of whole 16 bytes, on
+    Ada, Hopper and later."""
+    if not all(isinstance(x, Quantized) and x.codes.is_cuda for x in (a, b)):
+        return False
+    return fits_kernel(a, b, dtype) and torch.cuda.get_device_capability(a.codes.device) >= (8, 9)
+
+
+def fits_kernel(a: Quantized, b: Quantized, dtype: torch.dtype) -> bool:
+    eight = {formats.E4M3, formats.E5M2}
+    kinds = {a.blocks.format, b.blocks.format}
+    tiles = {(x.blocks.tile, x.blocks.scale) for x in (a, b)}
+    one = tiles in ({((), "float32")}, {((0,), "float32")})
+    whole = all(size % 16 == 0 for size in (*b.shape, a.codes.numel() // max(a.shape[-1], 1)))
+    dtypes = dtype == torch.bfloat16 or dtype == torch.float32 and tiles == {((), "float32")}
+    return kinds <= eight and kinds != {formats.E5M2} and one and whole and dtypes and a.codes.numel() > 0
+
+
+def by_kernel(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """torch._scaled_mm: codes as they are, scales applied to the sum."""
+    left, right = (x.codes.view(x.blocks.format.dtype).flatten(0, -2) for x in (a, b))
+    left_scale, right_scale = a.multipliers, b.multipliers
+    if a.blocks.tile:
+        left_scale, right_scale = left_scale.flatten(0, -2).contiguous(), right_scale.mT.contiguous()
+    y = scaled_mm(left.contiguous(), right.contiguous().mT, left_scale, right_scale, out_dtype=dtype)
+    return y.view(*a.shape[:-1], len(right))
+
+
+E4M3, E5M2 = Blocks(formats.E4M3), Blocks(formats.E5M2)
+PRODUCTS = {
+    "fp8_tensor": Products(E4M3, E4M3, E5M2),
+    "fp8_delayed": Products(E4M3, E4M3, E5M2, history=16),
+    "fp8_e4m3": Products(E4M3, E4M3, E4M3),
+    "fp8_tiles": Products(*(RECIPES[name] for name in ("fp8_1x128", "fp8_128x128", "fp8_1x128"))),
+}
+PRODUCTS |= {name: Products(*[RECIPES[name]] * 3) for name in ("mxfp8", "mxfp6", "mxfp4", "nvfp4")}
+PRODUCTS["fp8_rows"] = Products(*[RECIPES["fp8_row"]] * 3)

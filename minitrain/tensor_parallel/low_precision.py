@@ -1,0 +1,93 @@
+"""Tensor parallelism whose products are in few bits: scales that ranks agree on, gathers in few bits.
+
+    W[F/t, D], x alike          column: dx is summed          scales over all of W and of dy, over the ranks
+    W[D, F/t], x[.., F/t]       row: y is summed              of x and W
+    with sequence parallelism   the codes of x (column) and of dy (row) are gathered, in forward and again in
+                                backward; sums are scattered
+
+One scale for a tensor is then that of the whole tensor, and one for a row that of the whole row: the codes
+are those of one process. Tiles end where a rank's part ends. Sums travel in the dtype of the activations.
+Sends, with E4M3 codes, (t-1)/t · B·T·D bytes per gather in the place of as many elements (and the scales),
+and 4 bytes for each scale that is agreed, 4 a row of 0-tiles.
+NVIDIA Transformer Engine (amax over the tensor-parallel group, FP8 all-gather). Differs: recipes in 2-D tiles
+gather what they were made from.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain import collectives
+from minitrain.precision.blocks import Quantized
+from minitrain.precision.linear import Way, multiply
+from minitrain.precision.products import Scales
+from minitrain.tensor_parallel.linear import RowLinear, check_column, check_row
+from minitrain.tensor_parallel.sequence import TIME, check_time
+
+
+def ways(products: Any, sequence_parallel: bool) -> tuple[Callable, Callable]:
+    """column and row, as linear.py and sequence.py have them."""
+    how = dict(products=products, sequence_parallel=sequence_parallel)
+    return partial(column, **how), partial(row, **how)
+
+
+def column(
+    x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, products: Any, sequence_parallel: bool
+) -> tuple[Tensor, ...]:
+    """x `[.., D]`, alike on all ranks or this rank's tokens of it -> this rank's slice of each output."""
+    check_column(x, linears, group)
+    weights, biases = zip(*(linear.own() for linear in linears))
+    if not sequence_parallel:
+        way = Way(dx=partial(collectives.all_reduce, group=group))
+    elif products.travels:
+        way = Way(x=partial(gathered, group=group), dx=partial(scattered, group=group))
+    else:
+        x, way = collectives.gather_to(x, group, TIME), Way()
+    ys = multiply(x, weights, [linear.scales for linear in linears], products, way)
+    return tuple(y if bias is None else y + bias for y, bias in zip(ys, biases))
+
+
+def row(
+    x: Tensor, linear: nn.Module, group: ProcessGroup, *, products: Any, sequence_parallel: bool
+) -> Tensor:
+    """x `[.., F/t]` -> the product `[.., D]`, of all tokens or this rank's; the bias once."""
+    check_row(x, linear, group)
+    if sequence_parallel:
+        check_time(x.size(TIME), group)
+    way = Way(y=partial(collectives.all_reduce, group=group))
+    if sequence_parallel and products.travels:
+        way = Way(y=partial(scattered, group=group), dy=partial(gathered, group=group))
+    elif sequence_parallel:
+        way = Way()
+    (y,) = multiply(x, [linear.weight], [linear.scales], products, way)
+    if sequence_parallel and not products.travels:
+        y = collectives.reduce_scatter_to(y, group, TIME)
+    return y if linear.bias is None else y + linear.bias
+
+
+def gathered(q: Quantized, group: ProcessGroup) -> Quantized:
+    """Of this rank's tokens `[B, T/t, D]` -> of all `[B, T, D]`."""
+    codes = collectives.all_gather(q.codes, group, TIME)
+    scales = q.scales
+    if q.blocks.tile:
+        scales = collectives.all_gather(scales.view(torch.uint8), group, TIME).view(scales.dtype)
+    shape = (*q.shape[:-2], codes.shape[TIME], q.shape[-1])
+    return replace(q, codes=codes, scales=scales, shape=type(q.shape)(shape))
+
+
+def scattered(x: Tensor, group: ProcessGroup) -> Tensor:
+    return collectives.reduce_scatter(x, group, TIME)
+
+
+def give_scales(owners: Iterable[nn.Module], group: ProcessGroup, products: Any, sequence: bool) -> None:
+    """To every cut matrix below these."""
+    for owner in owners:
+        for linear in owner.modules():
+            if hasattr(linear, "own") or isinstance(linear, RowLinear):
+                cut = ("K" if isinstance(linear, RowLinear) else "N") + "M" * sequence
+                linear.scales = Scales(products.history, group, cut, linear.weight.device)
