@@ -9,6 +9,7 @@ with other tokens, or another part of it: 8 bytes a matrix in one message a bloc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from functools import partial
 
@@ -21,12 +22,13 @@ from minitrain.mesh import Mesh
 from minitrain.model.mixture import mixtures
 from minitrain.moe import experts
 from minitrain.precision.linear import LowLinear, project
-from minitrain.precision.products import PRODUCTS, Scales
+from minitrain.precision.products import PRODUCTS, Scales, emulated
 from minitrain.sharding import placement
 from minitrain.strategy import Strategy
 
 
 def multiply_in(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
+    """Says once, on a GPU, if products are emulated there."""
     if (products := PRODUCTS.get(strategy.products)) is None:
         return
     group = mesh.group("tp") if strategy.tp > 1 else None
@@ -41,6 +43,9 @@ def multiply_in(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
             Scales(products.history, group, cut if group else "", own.up.device) for cut in "NK"
         )
         own.way = partial(experts.low, products=products, inwards=own.inwards, outwards=own.outwards)
+    said = emulation(module.layers, strategy)
+    if said and "cuda" in said and collectives.world().rank() == 0:
+        warnings.warn(said, stacklevel=3)
 
 
 def swap(owner: nn.Module, products) -> None:
@@ -50,6 +55,17 @@ def swap(owner: nn.Module, products) -> None:
             scales = Scales(products.history, device=child.weight.device)
             setattr(owner, name, LowLinear(child, products, scales))
     owner.project = project
+
+
+def emulation(layers: Iterable[nn.Module], strategy: Strategy) -> str | None:
+    """What to tell whoever asked for products that this machine has no kernels for."""
+    products = PRODUCTS.get(strategy.products)
+    blocks = [layer for layer in layers if hasattr(layer, "attention")] if products else []
+    weights = [param for block in blocks for param in block.parameters() if param.dim() > 1]
+    if not any(emulated(products, weight) for weight in weights):
+        return None
+    where = f"{weights[0].dtype} on {weights[0].device.type}".removeprefix("torch.")
+    return f"products={strategy.products!r} are emulated, at no gain in time: no kernel for {where}"
 
 
 def scales_of(layers: Iterable[nn.Module]) -> dict[str, Scales]:

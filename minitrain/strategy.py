@@ -229,6 +229,9 @@ class Strategy:
             if getattr(self, name) != only:
                 said = self._said((name, "products"), " with ")
                 raise ValueError(f"{said}: it has products of its own; use {name}={only!r} or plain products")
+        if self.products == "fp8_delayed" and self.first_loss_scale:
+            why = "it remembers gradients of another factor"
+            raise ValueError(f"products='fp8_delayed' with a scaled loss: {why}; use fp8_tensor, or bfloat16")
 
     def _check_context(self) -> None:
         for name, table in (("core", cores.CORES), ("layout", cores.LAYOUTS)):

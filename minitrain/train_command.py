@@ -115,7 +115,9 @@ def check(
     check_memory(config, strategy, out)
     if out:
         out.mkdir(parents=True, exist_ok=True)
-    find_checkpoint(out, identity(config, hyper, strategy.precision), train_text, hyper, mmap=True)
+    find_checkpoint(
+        out, identity(config, hyper, strategy.precision, strategy.products), train_text, hyper, mmap=True
+    )
 
 
 def open_text(path: Path | None, length: int) -> tuple:
@@ -184,6 +186,7 @@ def train_on_rank(
 
     from minitrain import launch
     from minitrain.parallelize import parallelize
+    from minitrain.product_passes import emulation
     from minitrain.trainer import Trainer
     from minitrain.training.step import measure_peak_flops
 
@@ -198,6 +201,8 @@ def train_on_rank(
         f"{parameters(config):,} parameters, {strategy}, {trainer.ranks} ranks on {run.device.type}, best "
         f"matrix product of one {peak_flops / 1e9:.0f} GFLOP/s; {len(text):,} tokens of {text.name}"
     )
+    if line := emulation(run.model.layers, strategy):
+        say(line)
     if line := trainer.resume():
         say(line)
     first, started = trainer.step, time.perf_counter()

@@ -181,14 +181,15 @@ class Trainer:
     def identity(self) -> dict[str, Any]:
         run = self.parallel
         precision = run.strategy.precision if run.config else str(run.dtype).removeprefix("torch.")
-        return identity(run.config or type(run.model).__name__, self.hyper, precision)
+        model = run.config or type(run.model).__name__
+        return identity(model, self.hyper, precision, run.strategy.products)
 
 
-def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str) -> dict[str, Any]:
+def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str, products: str) -> dict[str, Any]:
     """What makes a run the same run, in plain values (through JSON): a loader trusts no class."""
     model = {"model": model} if isinstance(model, str) else asdict(model)
     model |= model.pop("experts", None) or {}  # by their own names
-    return json.loads(json.dumps({**model, **asdict(hyper), "precision": precision}))
+    return json.loads(json.dumps({**model, **asdict(hyper), "precision": precision, "products": products}))
 
 
 def find_checkpoint(

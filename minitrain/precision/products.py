@@ -4,10 +4,9 @@
     dx = dy · W      over the output width N     dy [M, N] and Wᵀ [K, N] in tiles along N
     dW = dyᵀ · x     over the tokens M           dyᵀ [N, M] and xᵀ [K, M] in tiles along M
 
-A scale of an operand's row can leave the sum, so the sum is of narrow numbers: what tensor cores do. Sums are
-in float32 or better, y and gradients in the dtype of the weights. Of x only its codes along K are kept for
-backward, one byte a number (and the scales); for dW they are read back and quantised along M. A tensor with
-one scale has the same codes in all directions.
+A scale of a row can leave the sum, which is of narrow numbers: what tensor cores do. Sums are in float32 or
+better. Kept for backward of x are its codes along K, a byte a number (and the scales); for dW they are read
+back and quantised along M. A tensor with one scale has the same codes in all directions.
 
 `Scales` says which amax an operand is scaled by: its own; over ranks that have the rest of a tile, their
 largest (an all-reduce of 4 bytes a tile); or, in delayed scaling, the largest of `history` steps before, so
@@ -163,29 +162,27 @@ def usable(amax: Tensor) -> Tensor:
 
 def product(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
     """a [.., M, K], b [N, K] -> a · bᵀ [.., M, N] in `dtype`."""
-    if has_kernel(a, b, dtype):
-        return by_kernel(a, b, dtype)
+    both = isinstance(a, Quantized) and isinstance(b, Quantized)
+    if both and has_kernel(a.codes.device) and fits_kernel(a.blocks, b.blocks, dtype):
+        if all(size % 16 == 0 for size in (*b.shape, a.codes.numel() // a.shape[-1])) and a.codes.numel():
+            return by_kernel(a, b, dtype)
     exact = torch.promote_types(dtype, torch.float32)
     left, right = (dequantize(x, exact) if isinstance(x, Quantized) else x for x in (a, b))
     return (left @ right.mT).to(dtype)
 
 
-def has_kernel(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> bool:
-    """Is this product one kernel here? FP8 with a scale for a tensor or a row, widths of whole 16 bytes, on
-    Ada, Hopper and later."""
-    if not all(isinstance(x, Quantized) and x.codes.is_cuda for x in (a, b)):
-        return False
-    return fits_kernel(a, b, dtype) and torch.cuda.get_device_capability(a.codes.device) >= (8, 9)
+def has_kernel(device: torch.device) -> bool:
+    """Of FP8: on Ada, Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def fits_kernel(a: Quantized, b: Quantized, dtype: torch.dtype) -> bool:
-    eight = {formats.E4M3, formats.E5M2}
-    kinds = {a.blocks.format, b.blocks.format}
-    tiles = {(x.blocks.tile, x.blocks.scale) for x in (a, b)}
-    one = tiles in ({((), "float32")}, {((0,), "float32")})
-    whole = all(size % 16 == 0 for size in (*b.shape, a.codes.numel() // max(a.shape[-1], 1)))
-    dtypes = dtype == torch.bfloat16 or dtype == torch.float32 and tiles == {((), "float32")}
-    return kinds <= eight and kinds != {formats.E5M2} and one and whole and dtypes and a.codes.numel() > 0
+def fits_kernel(a: Blocks, b: Blocks, dtype: torch.dtype) -> bool:
+    """FP8, not E5M2 twice, with a scale for a tensor or a row; of rows in bfloat16."""
+    kinds = {a.format, b.format}
+    tensors, rows = (a.tile == b.tile == tile for tile in ((), (0,)))
+    scaled = a.scale == b.scale == "float32" and (rows or tensors)
+    dtypes = (torch.bfloat16,) if rows else (torch.bfloat16, torch.float16, torch.float32)
+    return scaled and kinds <= {formats.E4M3, formats.E5M2} and formats.E4M3 in kinds and dtype in dtypes
 
 
 def by_kernel(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
@@ -196,6 +193,13 @@ def by_kernel(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         left_scale, right_scale = left_scale.flatten(0, -2).contiguous(), right_scale.mT.contiguous()
     y = scaled_mm(left.contiguous(), right.contiguous().mT, left_scale, right_scale, out_dtype=dtype)
     return y.view(*a.shape[:-1], len(right))
+
+
+def emulated(products: Products, weight: Tensor) -> bool:
+    """Whether products with this matrix are, for lack of a kernel."""
+    pairs = ((products.x, products.weight), (products.dy, products.weight), (products.dy, products.x))
+    fits = all(fits_kernel(*pair, weight.dtype) for pair in pairs) and not any(n % 16 for n in weight.shape)
+    return not (fits and has_kernel(weight.device))
 
 
 E4M3, E5M2 = Blocks(formats.E4M3), Blocks(formats.E5M2)
