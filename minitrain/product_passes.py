@@ -64,7 +64,7 @@ def emulation(layers: Iterable[nn.Module], strategy: Strategy) -> str | None:
     weights = [param for block in blocks for param in block.parameters() if param.dim() > 1]
     if not any(emulated(products, weight) for weight in weights):
         return None
-    where = f"{weights[0].dtype} on {weights[0].device.type}".removeprefix("torch.")
+    where = f"{str(weights[0].dtype).removeprefix('torch.')} on {weights[0].device.type}"
     return f"products={strategy.products!r} are emulated, at no gain in time: no kernel for {where}"
 
 

@@ -1,0 +1,471 @@
+"""Products in few bits: errors within bounds that are derived, scales along what is summed over, the same numbers under
+every layout where a scale is agreed, delayed scaling that overflows and recovers, bytes that travel and stay.
+"""
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitrain import launch
+from minitrain.data.batches import Rows, random_tokens
+from minitrain.ledger import Ledger
+from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.gpt import GPT
+from minitrain.model.layers import MLP, Linear
+from minitrain.moe import experts
+from minitrain.parallelize import check_module, parallelize
+from minitrain.precision import formats, policies, products
+from minitrain.precision.blocks import Blocks, dequantize, quantize
+from minitrain.precision.linear import LowLinear, multiply
+from minitrain.precision.products import PRODUCTS, Scales
+from minitrain.product_passes import emulation, multiply_in, roll_scales, scales_of, swap
+from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW
+from tests.parallel import TOLERANCE, small
+
+FP8 = [
+    name for name, one in PRODUCTS.items() if getattr(getattr(one, "x", None), "format", None) is formats.E4M3
+]
+AGREED = ("fp8_tensor", "fp8_delayed", "fp8_e4m3")
+
+
+def operands(seed=0, tokens=160, width=192, out=136):
+    """x, W and dy, each with an outlier, in float64; no tile divides them."""
+    draw = torch.Generator().manual_seed(seed)
+    made = [
+        torch.randn(size, generator=draw, dtype=torch.float64)
+        for size in ((tokens, width), (out, width), (tokens, out))
+    ]
+    for one in made:
+        one[3, 5] = 20.0
+    return made
+
+
+def gradients(x, weight, dy, kind):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    (y,) = multiply(x, [weight], [Scales(kind.history)], kind)
+    y.backward(dy)
+    return y.detach(), x.grad, weight.grad
+
+
+def error(x, blocks, times=1):
+    """How far an operand may be from itself: half a step relative, or of the smallest numbers of its tile."""
+    f = blocks.format
+    q = quantize(x, blocks, fill=True)
+    largest = (
+        dequantize(replace(q, codes=quantize(torch.full_like(x, 1.0), blocks, fill=True).codes))
+        if 0
+        else None
+    )
+    assert largest is None
+    multiplier = spread_of(q)
+    half = f.eps / 2
+    one = torch.maximum(x.abs() * half, multiplier * f.smallest_subnormal / 2) * (1 + 1e-5)
+    return one if times == 1 else one + (1 + half) * one
+
+
+def spread_of(q):
+    """The multiplier of each number of a tensor."""
+    ones = replace(q, codes=torch.full_like(q.codes, 0x38 if q.blocks.format is formats.E4M3 else 0x3C))
+    return dequantize(ones, torch.float64)
+
+
+def bound(a, b, error_a, error_b):
+    return error_a @ b.abs().mT + a.abs() @ error_b.mT + error_a @ error_b.mT + 1e-12
+
+
+def rows(step, size=4):
+    return Rows(lambda _, rank, ranks: random_tokens(step, rank, ranks, size, 8, 29, seed=5), size, 8)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- one layer -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_each_product_errs_within_the_bound_of_its_operands_tiles_along_the_sum(name):
+    kind = PRODUCTS[name]
+    kind = replace(kind, history=0)
+    x, weight, dy = operands()
+    y, dx, dweight = gradients(x, weight, dy, kind)
+    exact = x @ weight.mT, dy @ weight, dy.mT @ x
+    again = 2 if kind.x.tile else 1  # what was kept along K is quantised once more along the tokens
+    bounds = (
+        bound(x, weight, error(x, kind.x), error(weight, kind.weight)),
+        bound(dy, weight.mT, error(dy, kind.dy), error(weight.mT, kind.weight)),
+        bound(dy.mT, x.mT, error(dy.mT, kind.dy), twice(x, kind.x) if again == 2 else error(x.mT, kind.x)),
+    )
+    for found, wanted, most in zip((y, dx, dweight), exact, bounds):
+        far = (found - wanted).abs()
+        assert (far <= most).all(), (far / most).max()
+        assert (
+            far.max() > 0.01 * most[far.argmax() // far.shape[1], far.argmax() % far.shape[1]]
+        )  # a bound of this size
+
+
+def twice(x, blocks):
+    first = dequantize(quantize(x, blocks, fill=True), torch.float64)
+    return error(first.mT, blocks) + error(x, blocks).mT
+
+
+def test_tiles_keep_what_is_large_to_itself():
+    """One channel a hundred times the others; and channels whose numbers are small, but not their weights."""
+    draw = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(256, 512, generator=draw), torch.randn(128, 512, generator=draw)
+    x[:, 7] *= 100
+
+    def errors():
+        exact = x.double() @ weight.double().mT
+        ys = {name: multiply(x, [weight], [Scales()], PRODUCTS[name])[0] for name in FP8}
+        return {name: ((y - exact).norm() / exact.norm()).item() for name, y in ys.items()}
+
+    found = errors()
+    assert found["fp8_tiles"] < found["fp8_e4m3"] and found["fp8_rows"] < found["fp8_e4m3"], found
+    x[:, 256:] /= 2**14
+    weight[:, 256:] *= 2**14
+    found = errors()
+    assert max(found["fp8_tiles"], found["mxfp8"]) < 0.4 * min(found["fp8_e4m3"], found["fp8_rows"]), found
+
+
+@pytest.mark.parametrize("product", ["y", "dx", "dw"])
+def test_tiles_lie_along_what_is_summed_over(product):
+    """A row of an operand times 1,000 leaves all other rows of the result as they were, bit for bit."""
+    kind, (x, weight, dy) = PRODUCTS["fp8_rows"], operands(2, 64, 64, 64)
+
+    def results(x, weight, dy):
+        return dict(zip(("y", "dx", "dw"), gradients(x, weight, dy, kind)))
+
+    plain = results(x, weight, dy)[product]
+    bigger = [one.clone() for one in (x, weight, dy)]
+    if product == "y":
+        bigger[0][9], bigger[1][4] = bigger[0][9] * 1000, bigger[1][4] * 1000
+    elif product == "dx":
+        bigger[2][9], bigger[1][:, 4] = bigger[2][9] * 1000, bigger[1][:, 4] * 1000
+    else:
+        bigger[2][:, 9], bigger[0][:, 4] = bigger[2][:, 9] * 1000, bigger[0][:, 4] * 1000
+    found = results(*bigger)[product]
+    others = torch.ones_like(plain, dtype=torch.bool)
+    others[9], others[:, 4] = False, False
+    if product == "dw":  # x was quantised along K first, where the large column is
+        assert (found - plain)[others].abs().max() < 0.5 * plain.abs().max()
+    else:
+        assert torch.equal(found[others], plain[others])
+    assert not torch.equal(found, plain)
+
+
+def test_what_is_kept_is_a_byte_a_number_and_the_scales():
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        x, weight = torch.randn(64, 256, requires_grad=True), torch.randn(32, 256, requires_grad=True)
+        multiply(x, [weight], [Scales()], PRODUCTS["fp8_tiles"])
+    sizes = sorted(one.nbytes for one in kept if one.data_ptr() != weight.data_ptr())
+    assert sizes == [64 * 2 * 4, 64 * 256]
+
+
+def test_one_input_is_quantised_once_for_all_matrices_that_read_it(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        products, "quantize", lambda x, *rest, **more: calls.append(x.shape) or quantize(x, *rest, **more)
+    )
+    mlp = MLP(small(d_model=16, d_ff=24))
+    for param in mlp.parameters():
+        torch.nn.init.normal_(param)
+    swap(mlp, PRODUCTS["fp8_tensor"])
+    mlp(torch.randn(3, 16))
+    assert calls.count((3, 16)) == 1 and calls.count((24, 16)) == 2
+
+
+def test_gradients_of_frozen_matrices_are_not_computed():
+    x, weight, dy = operands(0, 32, 32, 32)
+    x.requires_grad_()
+    with Ledger() as ledger:
+        (y,) = multiply(x, [weight], [Scales()], PRODUCTS["fp8_tensor"])
+        y.backward(dy)
+    assert ledger.flops == 2 * 2 * 32**3
+
+
+def test_biases_names_and_flops_are_those_of_the_plain_layer():
+    linear = Linear(24, 8, dtype=torch.float64)
+    torch.nn.init.normal_(linear.weight), torch.nn.init.normal_(linear.bias)
+    low = LowLinear(linear, PRODUCTS["fp8_delayed"], Scales(16))
+    assert dict(low.named_parameters()).keys() == dict(linear.named_parameters()).keys()
+    accounts = []
+    for layer in (linear, low):
+        x = torch.randn(2, 3, 24, dtype=torch.float64, requires_grad=True)
+        with Ledger() as ledger:
+            layer(x).sum().backward()
+        accounts.append(ledger.flops)
+        assert linear.bias.grad.eq(6).all()
+        linear.zero_grad()
+    assert accounts[0] == accounts[1]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_delayed"])
+def test_what_is_not_finite_is_not_lost(name, bad):
+    x, weight, dy = operands(0, 32, 32, 32)
+    y, dx, dweight = gradients(
+        x,
+        weight,
+        dy.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(bad).double()),
+        PRODUCTS[name],
+    )
+    assert y.isfinite().all() and dx.isnan().all() and dweight.isnan().all()
+    x[1, 2] = bad
+    assert gradients(x, weight, dy, PRODUCTS[name])[0].isnan().all()
+
+
+# ---- delayed scaling -------------------------------------------------------------------------------------
+
+
+def test_delayed_scaling_saturates_when_an_outlier_comes_and_recovers_after_it_left():
+    owner = SimpleNamespace(name="layers.1", attention=torch.nn.Linear(4, 4), named_modules=None)
+    scales = Scales(history=3)
+    owner.named_modules = lambda: [("linear", scales)]
+    seen = []
+    for amax in (2.0, 2.0, 100.0, 2.0, 2.0, 2.0, 2.0):
+        q = scales.quantized("x", torch.tensor([[amax, 1.0]]), Blocks(formats.E4M3), "MK")
+        seen.append([q.scales.item(), dequantize(q)[0, 0].item()])
+        roll_scales([owner], None)
+    assert seen == [[448.0, 2.0], [2.0, 2.0], [2.0, 2.0], [100.0, dequantize(quantize(torch.tensor([2.0]), Blocks(formats.E4M3), amax=torch.tensor(100.0)))[0].item()], [100.0, seen[3][1]], [100.0, seen[3][1]], [2.0, 2.0]]  # fmt: skip
+    scales.quantized("x", torch.tensor([[7.0]]), Blocks(formats.E4M3), "MK")
+    roll_scales([owner], None, keep=False)  # a step that is left out
+    assert scales.largest.eq(0).all() and scales.history[0].tolist() == [2.0, 2.0, 2.0]
+    scales.eval()
+    scales.quantized("x", torch.tensor([[7.0]]), Blocks(formats.E4M3), "MK")
+    assert scales.largest.eq(0).all()
+    scales.roll(torch.tensor([torch.inf, torch.nan]))
+    assert scales.history.isfinite().all()
+
+
+# ---- on ranks --------------------------------------------------------------------------------------------
+
+CONFIG = small(num_layers=2, tied=False, d_ff=24)
+MIXTURE = replace(CONFIG, experts=ExpertsConfig(4, 2, shared_experts=1, expert_width=8))
+
+
+def trained(name, count=3, config=CONFIG, state=None, first=0, **layout):
+    layout = dict(precision="float64", products=name) | layout
+    run = parallelize(config, Strategy(**layout), partial(AdamW, lr=1e-2, eps=1e-3), seed=3)
+    if state:
+        run.load_state_dict(state)
+    losses = [
+        run.total(run.step(run.batch(rows(i), i), 0.5).loss).item() for i in range(first, first + count)
+    ]
+    return losses, run.state_dict()
+
+
+def single(*args, **more):
+    return launch.run(lambda: trained(*args, **more), ranks=1)[0]
+
+
+def distance(one, other):
+    mine, theirs = one[1]["parameters"], other[1]["parameters"]
+    assert mine.keys() == theirs.keys()
+    losses = [abs(a - b) for a, b in zip(one[0], other[0], strict=True)]
+    return max(*((mine[name] - theirs[name]).abs().max().item() for name in mine), *losses)
+
+
+LAYOUTS = (
+    dict(dp=2, zero=3),
+    dict(dp=2, microbatches=2),
+    dict(pp=2, microbatches=2),
+    dict(pp=2, microbatches=4, schedule="dualpipe"),
+    dict(cp=2),
+    dict(tp=2),
+    dict(tp=2, sequence_parallel=True),
+)
+
+
+def test_agreed_scales_make_every_layout_equal_one_process():
+    def rank():
+        found = {
+            (name, i): trained(name, **LAYOUTS[i])
+            for name in AGREED
+            for i in range(len(LAYOUTS))
+            if name == "fp8_delayed" or "tp" in LAYOUTS[i]
+        }
+        return found | {
+            ("experts", i): trained("fp8_delayed", config=MIXTURE, **layout)
+            for i, layout in enumerate(EXPERTS)
+        }
+
+    EXPERTS = (dict(dp=2, ep=2), dict(tp=2), dict(tp=2, sequence_parallel=True))
+    alone = {name: single(name) for name in AGREED} | {"experts": single("fp8_delayed", config=MIXTURE)}
+    first, second = launch.run(rank, ranks=2)
+    for (name, i), found in first.items():
+        assert distance(found, alone[name]) < TOLERANCE, (name, i)
+        assert same(found[1]["amax"], second[name, i][1]["amax"])
+        assert same(found[1]["amax"], alone[name][1]["amax"]) or all(
+            torch.allclose(value, alone[name][1]["amax"][path], rtol=1e-6)
+            for path, value in found[1]["amax"].items()
+        )
+
+
+@pytest.mark.parametrize("what", ["amax over tp", "amax over dp", "whole gradients"])
+def test_without_agreement_they_differ(what):
+    name, layout = ("fp8_delayed", dict(dp=2)) if what == "amax over dp" else ("fp8_tensor", dict(tp=2))
+
+    def rank():
+        from minitrain import run as runs
+        from minitrain.tensor_parallel import low_precision
+
+        if what == "amax over dp":
+            runs.roll_scales = lambda layers, tp, keep: [
+                one.roll(one.largest.clone()) for one in scales_of(layers).values()
+            ]
+        elif what == "amax over tp":
+            Scales.shared = lambda *_: False
+        else:
+            low_precision.Way = lambda **ways: multiply.__defaults__[0]
+        return trained(name, **layout)
+
+    assert distance(launch.run(rank, ranks=2)[0], single(name)) > 1e-6
+
+
+def test_delayed_scaling_resumes_bit_for_bit_under_another_layout():
+    whole = single("fp8_delayed", 4)
+    state = single("fp8_delayed", 2)[1]
+    assert len(state["amax"]) == 2 * 7 and all(one.shape == (2, 16) for one in state["amax"].values())
+    assert same(single("fp8_delayed", 2, state=state, first=2)[1]["parameters"], whole[1]["parameters"])
+    fresh = single("fp8_delayed", 2, state=state | dict(amax={}), first=2)
+    assert not same(fresh[1]["parameters"], whole[1]["parameters"])
+    other = launch.run(lambda: trained("fp8_delayed", 2, state=state, first=2, pp=2, microbatches=2), ranks=2)
+    assert distance((whole[0][2:], other[1][1]), (other[0][0], whole[1])) < TOLERANCE
+
+
+def test_under_sequence_parallelism_codes_are_gathered():
+    """In bytes: a column gathers x twice, a row dy once; Q, K, V and up, gate are one column each."""
+
+    def rank(name, precision="bfloat16"):
+        config = small(num_layers=1, tied=False, d_ff=24)
+        run = parallelize(
+            config, Strategy(tp=2, sequence_parallel=True, products=name, precision=precision), seed=3
+        )
+        batch = run.batch(rows(0), 0)
+        with Ledger() as ledger:
+            run.step(batch)
+        return ledger.payload_bytes("all_gather", "tp"), ledger.payload_bytes("reduce_scatter", "tp")
+
+    def both():
+        return {name: rank(name) for name in ("plain", "fp8_tensor", "fp8_rows", "fp8_tiles")}
+
+    found = launch.run(both, ranks=2)[0]
+    tokens, width = 4 * 8, 16
+    in_block, rest = (
+        6 * tokens * width,
+        found["plain"][0] - 2 * 6 * tokens * width,
+    )  # x of two columns twice, two dy
+    assert rest > 0
+    assert found["fp8_tensor"][0] == in_block + rest
+    assert found["fp8_rows"][0] == found["fp8_tiles"][0] == in_block + 6 * tokens * 4 + rest
+    assert len({sums for _, sums in found.values()}) == 1
+
+
+def test_experts_in_low_precision_are_one_low_layer_each():
+    draw = torch.Generator().manual_seed(0)
+    up, gate, down = (torch.randn(3, *size, generator=draw, dtype=torch.float64, requires_grad=True) for size in ((8, 12), (8, 12), (12, 8)))  # fmt: skip
+    x, counts = torch.randn(9, 8, generator=draw, dtype=torch.float64), torch.tensor([4, 0, 5])
+    kind, scales = PRODUCTS["fp8_rows"], Scales()
+    y = experts.low(x, counts, up, down, F.silu, gate, products=kind, inwards=scales, outwards=scales)
+    y.square().sum().backward()
+    grads = [one.grad.clone() for one in (up, gate, down)]
+
+    def low(x, matrix):
+        return multiply(x, [matrix.mT], [scales], kind)[0]
+
+    for one in (up, gate, down):
+        one.grad = None
+    parts = [
+        low(F.silu(low(part, gate[e])) * low(part, up[e]), down[e])
+        for e, part in enumerate(x.split([4, 0, 5]))
+    ]
+    torch.cat(parts).square().sum().backward()
+    assert torch.equal(y, torch.cat(parts))
+    assert all(torch.allclose(one.grad, grad, rtol=1e-12) for one, grad in zip((up, gate, down), grads))
+    exact = experts.loop(x, counts, up, down, F.silu, gate)
+    assert 1e-3 < (y - exact).norm() / exact.norm() < 0.1
+
+
+# ---- kernels, names, bad input ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_e4m3", "fp8_rows"])
+def test_torchs_kernel_and_the_emulation_agree(name):
+    """On a CPU too torch has the function. Sums of K numbers in float32 in two orders, then bfloat16."""
+    kind, (x, weight, dy) = PRODUCTS[name], operands(3, 32, 64, 48)
+    for a, b in ((x, weight), (dy, weight.mT), (dy.mT, x.mT)):
+        a, b = quantize(a.bfloat16().contiguous(), kind.x), quantize(b.bfloat16().contiguous(), kind.weight)
+        assert products.fits_kernel(a.blocks, b.blocks, torch.bfloat16)
+        by_kernel, emulated = products.by_kernel(a, b, torch.bfloat16), products.product(a, b, torch.bfloat16)
+        left, right = dequantize(a).abs(), dequantize(b).abs()
+        most = (left @ right.mT) * a.shape[1] * 2**-23 + emulated.float().abs() * 2**-7
+        assert (
+            by_kernel.shape == emulated.shape and ((by_kernel.float() - emulated.float()).abs() <= most).all()
+        )
+
+
+def test_which_products_have_a_kernel():
+    fits = partial(products.fits_kernel, dtype=torch.bfloat16)
+    e4m3, e5m2, row = Blocks(formats.E4M3), Blocks(formats.E5M2), Blocks(formats.E4M3, (0,))
+    assert fits(e4m3, e5m2) and fits(e5m2, e4m3) and fits(row, row) and not fits(e5m2, e5m2)
+    assert (
+        not fits(row, e4m3)
+        and not fits(row, row, dtype=torch.float32)
+        and not fits(e4m3, e4m3, dtype=torch.float64)
+    )
+    assert not fits(*[PRODUCTS["mxfp8"].x] * 2) and not fits(*[PRODUCTS["fp8_tiles"].x] * 2)
+    assert not products.has_kernel(torch.device("cpu"))
+    weight = torch.zeros(16, 16, dtype=torch.bfloat16)
+    assert products.emulated(PRODUCTS["fp8_tensor"], weight)
+
+
+def test_a_kernel_is_used_where_there_is_one_and_widths_are_whole(monkeypatch):
+    used = []
+    monkeypatch.setattr(products, "has_kernel", lambda device: True)
+    monkeypatch.setattr(
+        products, "scaled_mm", lambda *args, **more: used.append(1) or torch._scaled_mm(*args, **more)
+    )
+    for width, count in ((64, 3), (24, 3)):  # 24 is not whole, the products of 64 are counted
+        x, weight, dy = (one.bfloat16() for one in operands(0, 32, width, 32))
+        y, dx, dweight = gradients(x, weight, dy, PRODUCTS["fp8_tensor"])
+        assert len(used) == count and y.dtype == dx.dtype == dweight.dtype == torch.bfloat16
+        exact = x.float() @ weight.float().mT
+        assert ((y.float() - exact).norm() / exact.norm()) < 0.06
+    assert not products.emulated(PRODUCTS["fp8_tensor"], torch.zeros(16, 16, dtype=torch.bfloat16))
+    assert products.emulated(PRODUCTS["fp8_tensor"], torch.zeros(16, 24, dtype=torch.bfloat16))
+
+
+def test_names_are_known_everywhere_and_emulation_is_said():
+    assert set(policies.PRODUCTS) == {"plain", *PRODUCTS}
+    model = GPT(CONFIG, seed=0)
+    multiply_in(model, strategy := Strategy(products="fp8_rows"), None)
+    said = "products='fp8_rows' are emulated, at no gain in time: no kernel for float32 on cpu"
+    assert emulation(model.layers, strategy) == said and emulation(model.layers, Strategy()) is None
+
+
+def test_what_cannot_be_is_refused_in_one_line():
+    for message, values in {
+        "products='fp9'; use plain, fp8_tensor": dict(products="fp9"),
+        "overlap=True with products='mxfp8': .* use overlap=False": dict(
+            tp=2, overlap=True, products="mxfp8"
+        ),
+        "ep_chunks=2 with products=.* use ep_chunks=1": dict(dp=2, ep=2, ep_chunks=2, products="fp8_rows"),
+        "ep_travel='experts' with products": dict(dp=2, ep=2, ep_travel="experts", products="fp8_rows"),
+        "ep_shadow=1 with products": dict(dp=2, ep=2, ep_shadow=1, products="fp8_rows"),
+        "fp8_delayed' with a scaled loss: .* use fp8_tensor": dict(
+            products="fp8_delayed", precision="float16"
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=message) as found:
+            Strategy(**values)
+        assert "\n" not in str(found.value)
+    with pytest.raises(ValueError, match="Linear with products='fp8_rows': swap its linear layers"):
+        check_module(torch.nn.Linear(2, 2), Strategy(products="fp8_rows"), 1)
