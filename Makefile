@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 ONLY   ?=
 
-.PHONY: course test lint bench transformers lab doctor install exercises nbgrader clean
+.PHONY: course test lint bench gpu transformers lab doctor install exercises nbgrader clean
 
 course: install
 	@$(BIN)/minitrain doctor
@@ -24,6 +24,11 @@ lint: install
 
 bench: install
 	@$(BIN)/python -m benchmarks $(ONLY)
+
+gpu: install               # on a machine with a CUDA GPU: the tests that need one, then steps in bf16 and FP8 beside torchao's
+	@test -d build/torchao || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/torchao torchao
+	@$(BIN)/python -m pytest -m cuda tests
+	@$(BIN)/python -m benchmarks.gpu
 
 transformers: install      # benchmarks/moe.py runs beside its Mixtral block; it is no dependency, so it stands outside the venv
 	@test -d build/transformers || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target build/transformers transformers==5.23.0

@@ -160,6 +160,20 @@ def test_tiles_lie_along_what_is_summed_over(product):
     assert not torch.equal(found, plain)
 
 
+@pytest.mark.parametrize("name", ["fp8_rows", "fp8_tiles"])
+def test_of_x_the_codes_along_its_width_are_quantised_again_of_dy_the_numbers(name):
+    kind, (x, weight, dy) = PRODUCTS[name], operands(4)
+
+    def there_and_back(x, blocks):
+        return dequantize(quantize(x, blocks, fill=True), torch.float64)
+
+    y, dx, dweight = gradients(x, weight, dy, kind)
+    assert torch.equal(y, there_and_back(x, kind.x) @ there_and_back(weight, kind.weight).mT)
+    assert torch.equal(dx, there_and_back(dy, kind.dy) @ there_and_back(weight.mT, kind.weight).mT)
+    kept = there_and_back(x, kind.x).mT
+    assert torch.equal(dweight, there_and_back(dy.mT, kind.dy) @ there_and_back(kept, kind.x).mT)
+
+
 def test_what_is_kept_is_a_byte_a_number_and_the_scales():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -180,6 +194,25 @@ def test_one_input_is_quantised_once_for_all_matrices_that_read_it(monkeypatch):
     swap(mlp, PRODUCTS["fp8_tensor"])
     mlp(torch.randn(3, 16))
     assert calls.count((3, 16)) == 1 and calls.count((24, 16)) == 2
+
+
+def test_gradients_of_one_input_add_up_over_the_matrices():
+    x, weight, dy = operands()
+    other = weight.flip(1)
+    kind, parts = PRODUCTS["fp8_tiles"], [gradients(x, weight, dy, PRODUCTS["fp8_tiles"])[1]]
+    parts.append(gradients(x, other, 2 * dy, kind)[1])
+    x.requires_grad_()
+    first, second = multiply(x, [weight, other], [Scales(), Scales()], kind)
+    torch.autograd.backward([first, second], [dy, 2 * dy])
+    assert torch.equal(x.grad, parts[0] + parts[1])
+
+
+def test_before_the_first_step_x_is_taken_as_it_is_and_dy_as_if_one_were_its_largest():
+    scales, kind = Scales(16), PRODUCTS["fp8_delayed"]
+    assert kind.enter(torch.tensor([[3.0]]), scales).multipliers.item() == 1
+    assert kind.enter_grad(torch.tensor([[3.0]]), scales).scales.item() == 1
+    weight = scales.quantized("weight", torch.tensor([[3.0]]), kind.weight, "NK")
+    assert weight.scales.item() == 3  # which is at hand
 
 
 def test_gradients_of_frozen_matrices_are_not_computed():
@@ -288,9 +321,9 @@ def test_agreed_scales_make_every_layout_equal_one_process():
     def rank():
         found = {
             (name, i): trained(name, **LAYOUTS[i])
-            for name in AGREED
-            for i in range(len(LAYOUTS))
-            if name == "fp8_delayed" or "tp" in LAYOUTS[i]
+            for name in (*AGREED, "fp8_rows")
+            for i, layout in enumerate(LAYOUTS)
+            if name == "fp8_delayed" or layout == dict(tp=2) or "tp" in layout and name in AGREED
         }
         return found | {
             ("experts", i): trained("fp8_delayed", config=MIXTURE, **layout)
@@ -298,7 +331,9 @@ def test_agreed_scales_make_every_layout_equal_one_process():
         }
 
     EXPERTS = (dict(dp=2, ep=2), dict(tp=2), dict(tp=2, sequence_parallel=True))
-    alone = {name: single(name) for name in AGREED} | {"experts": single("fp8_delayed", config=MIXTURE)}
+    alone = {name: single(name) for name in (*AGREED, "fp8_rows")} | {
+        "experts": single("fp8_delayed", config=MIXTURE)
+    }
     first, second = launch.run(rank, ranks=2)
     for (name, i), found in first.items():
         assert distance(found, alone[name]) < TOLERANCE, (name, i)
@@ -410,6 +445,33 @@ def test_torchs_kernel_and_the_emulation_agree(name):
         assert (
             by_kernel.shape == emulated.shape and ((by_kernel.float() - emulated.float()).abs() <= most).all()
         )
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_rows"])
+def test_on_a_gpu_the_kernel_is_used_and_errs_as_the_emulation_does(name, monkeypatch):
+    x, weight, dy = (one.bfloat16().cuda() for one in operands(5, 64, 512, 128))
+    scales = Scales(device="cuda")
+    used = []
+    by_kernel = products.by_kernel
+    monkeypatch.setattr(products, "by_kernel", lambda *args: used.append(1) or by_kernel(*args))
+    (y,) = multiply(x, [weight], [scales], PRODUCTS[name])
+    a, b = quantize(x, PRODUCTS[name].x), quantize(weight, PRODUCTS[name].weight)
+    exact = dequantize(a, torch.float64) @ dequantize(b, torch.float64).mT
+    most = dequantize(a, torch.float64).abs() @ dequantize(b, torch.float64).abs().mT
+    assert len(used) == 1 and ((y - exact).abs() <= most * 33 * 2.0**-13 + exact.abs() * 2.0**-8).all()
+
+
+def test_a_cast_is_one_graph_for_torchs_compiler(monkeypatch):
+    monkeypatch.setattr(products, "quantize", products.quantize)
+    products.fuse_casts(backend="eager", fullgraph=True)
+    assert products.quantize is not quantize
+    x, weight, dy = operands(0, 32, 32, 32)
+    for name in ("fp8_tensor", "fp8_rows", "fp8_tiles"):
+        found = gradients(x, weight, dy, PRODUCTS[name])
+        monkeypatch.setattr(products, "quantize", quantize)
+        assert all(map(torch.equal, found, gradients(x, weight, dy, PRODUCTS[name])))
 
 
 def test_which_products_have_a_kernel():
