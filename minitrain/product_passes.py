@@ -100,5 +100,4 @@ def histories(layers: Iterable[nn.Module]) -> dict[str, Tensor]:
 def load_histories(layers: Iterable[nn.Module], known: dict[str, Tensor]) -> None:
     """Of a state that has none the scales begin anew."""
     for name, one in scales_of(layers).items():
-        one.forget()
         one.history.copy_(known[name]) if name in known else one.history.zero_()
