@@ -75,14 +75,10 @@ def scales_of(layers: Iterable[nn.Module]) -> dict[str, Scales]:
 
 
 @torch.no_grad()
-def roll_scales(layers: Iterable[nn.Module], tp: ProcessGroup | None, keep: bool = True) -> None:
-    """After a step, which every rank makes; `keep=False`: of a step that was left out all is forgotten."""
+def roll_scales(layers: Iterable[nn.Module], tp: ProcessGroup | None) -> None:
+    """After a step, which every rank makes."""
     for layer in layers:
         if not (found := list(scales_of([layer]).values())):
-            continue
-        if not keep:
-            for one in found:
-                one.forget()
             continue
         largest = torch.stack([one.largest for one in found])
         at = placement(next(layer.attention.parameters()))

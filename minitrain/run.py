@@ -93,7 +93,7 @@ class Run:
             move_biases(self.model.layers, self._load_groups, move=result.updated)
         if self.config and self.strategy.products != "plain":
             tp = self.mesh.group("tp") if self.strategy.tp > 1 else None
-            roll_scales(self.model.layers, tp, keep=result.updated)
+            roll_scales(self.model.layers, tp)
         return result
 
     def _step(self, batch: Batch, clip: float | None) -> StepResult:

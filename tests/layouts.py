@@ -312,7 +312,7 @@ def one_process(case: Draw) -> Outcome:
             optimizer.step()
         factor *= 1 if factor == 1 else 2 if updated else 0.5
         move_biases(model.layers, lambda layer: (), move=updated)
-        roll_scales(model.layers, None, keep=updated)
+        roll_scales(model.layers, None)
         totals.append(loss.item())
     return Outcome(
         totals,

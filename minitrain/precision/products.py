@@ -139,9 +139,6 @@ class Scales(nn.Module):
         """After a step: `largest` over all ranks is the newest of the history."""
         newest = torch.where(largest.isfinite(), largest, 0.0)
         self.history.copy_(torch.cat((newest[:, None], self.history[:, :-1]), 1))
-        self.forget()
-
-    def forget(self) -> None:
         self.largest.zero_()
 
 
