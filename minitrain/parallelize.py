@@ -46,11 +46,11 @@ from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.slices import on_each_rank
 from minitrain.pipeline.sliced_attention import look_back
-from minitrain.precision.mixed import keep_gradients, keep_states, loss_scale
+from minitrain.precision.mixed import keep_gradients, keep_states, loss_scale, round_by_place
 from minitrain.precision.products import PRODUCTS
 from minitrain.product_passes import multiply_in
 from minitrain.run import Run
-from minitrain.sharding import place
+from minitrain.sharding import numbers, place
 from minitrain.strategy import Strategy
 from minitrain.tensor_parallel.model import cut_layers, seen_in_slices
 from minitrain.tensor_parallel.sequence import own_time
@@ -111,6 +111,7 @@ def parallelize(
     keep_gradients(module.parameters(), strategy.policy)
     sync = make_sync(module, strategy, mesh, make_optimizer)
     keep_states(sync.optimizer, strategy.policy)
+    round_by_place(sync.held, sync.names, numbers, strategy.policy, seed)
     factor, window = strategy.first_loss_scale, strategy.loss_scale_window
     scale = loss_scale(sync.optimizer, strategy.policy, factor, window)
 
@@ -138,7 +139,7 @@ def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
         cure = "swap its linear layers for LowLinear (precision/linear.py)"
         raise ValueError(f"{type(module).__name__} with products={strategy.products!r}: {cure}")
     dtypes, wanted = {param.dtype for param in module.parameters()}, getattr(torch, strategy.policy.weights)
-    if strategy.policy.master and dtypes != {wanted}:
+    if strategy.policy.narrow and dtypes != {wanted}:
         said = f"precision={strategy.precision!r} is for weights in {wanted}"
         raise ValueError(f"{said}; convert the module first")
     if strategy.dp != ranks:

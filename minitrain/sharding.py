@@ -6,7 +6,8 @@
     inside        of a flat buffer of parameters: the groups that had cut these before it was cut
 
 `shard` copies this rank's slice and sends nothing. `full_tensor` undoes the cuts, the last one first: each
-gather sends (n-1)/n of its result. `own_slice` cuts a whole tensor as a parameter is cut. A tensor may be cut
+gather sends (n-1)/n of its result. `own_slice` cuts a whole tensor as a parameter is cut, `numbers` says
+where in the whole the elements of a part are. A tensor may be cut
 several times, along one dim (tp, then dp inside the slice) or along two, but not over ranks that hold
 different slices already: that could not be undone. Where the ranks do not divide a dim, `pad=True` gives all
 of them the next larger slice; the last ones end in zeros, which `full_tensor` leaves out again.
@@ -111,6 +112,23 @@ def own_slice(whole: Tensor, like: Tensor) -> Tensor:
     for cut in placement(like).shards:
         whole = _slice(whole, cut)
     return whole
+
+
+def numbers(tensor: Tensor, first: int, last: int) -> Tensor:
+    """int64: which elements of the whole, counted along its rows, elements first .. last of this part are."""
+    index = torch.arange(first, last, device=tensor.device)
+    if not placement(tensor).shards:
+        return index
+    lengths, starts = whole_shape(tensor), [0] * tensor.dim()
+    strides = [math.prod(lengths[dim + 1 :]) for dim in range(tensor.dim())]
+    for cut in placement(tensor).shards:
+        lengths[cut.dim] = math.ceil(lengths[cut.dim] / cut.group.size())
+        starts[cut.dim] += cut.group.rank() * lengths[cut.dim]
+    found = torch.zeros_like(index)
+    for dim in reversed(range(tensor.dim())):
+        found += (index % tensor.size(dim) + starts[dim]) * strides[dim]
+        index = index // tensor.size(dim)
+    return found
 
 
 def full_tensor(tensor: Tensor, shards: tuple[Shard, ...] | None = None) -> Tensor:

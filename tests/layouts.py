@@ -173,7 +173,7 @@ def attempt(chance: random.Random) -> Draw:
         chance.choice((None, 0.3, 100.0)),
         draw_frozen(chance, config),
         "adamw"
-        if strategy.policy.master or strategy.loss_scale
+        if strategy.policy.narrow or strategy.loss_scale
         else chance.choice(("adamw", "adamw", "sgd")),
         chance.choice(("none", "ragged", "ragged", "rows")),
     )
@@ -246,7 +246,7 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
     if chance.random() < 0.2 and not values.get("post_validation"):
         values |= dict(loss_scale=chance.choice((MODEST_SCALE, LARGE_SCALE)), loss_scale_window=1)
     elif chance.random() < 0.15:
-        values["precision"] = chance.choice([name for name, policy in POLICIES.items() if policy.master])
+        values["precision"] = chance.choice([name for name, policy in POLICIES.items() if policy.narrow])
     if chance.random() < 0.2:
         names = [name for name in PRODUCTS if name != "plain"]
         values["products"] = chance.choice(["fp8_delayed"] * len(names) + names)
@@ -425,7 +425,7 @@ def verdict(case: Draw, every_rank: bool = False) -> str:
     if grads != reference.grads.keys():
         return f"gradients of {sorted(grads ^ reference.grads.keys())[:3]} on one side only"
     far = max(distance(outcome, reference) for outcome, _ in results)
-    if case.strategy.policy.master or case.strategy.products not in EXACT:
+    if case.strategy.policy.narrow or case.strategy.products not in EXACT:
         (first, _), *others = results
         if any(
             not torch.equal(first.params[name], one.params[name])
@@ -482,7 +482,7 @@ FEATURES = {
     "ep, two levels": lambda s, c: 1 < s.ep_node < s.ep and s.ep_travel == "tokens",
     "ep, in chunks": lambda s, c: s.ep_chunks > 1,
     "ep, experts travel": lambda s, c: s.ep_travel == "experts",
-    "low precision": lambda s, c: s.policy.master is not None,
+    "low precision": lambda s, c: s.policy.narrow,
     "FP8, delayed": lambda s, c: s.products == "fp8_delayed",
     "other low products": lambda s, c: s.products not in EXACT,
     "scaled loss": lambda s, c: s.loss_scale > 0,

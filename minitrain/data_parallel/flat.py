@@ -71,6 +71,18 @@ class Flat:
         """The shard's part of tensors shaped like the parameters."""
         return self.own(self.pack(tensors), slice(len(self.shard.placement.shards)))
 
+    def pieces(self) -> list[tuple[nn.Parameter, int, int]]:
+        """Elements first .. last of which parameters the shard has, in its order; then comes padding."""
+        begin, size, found = 0, self.numel, []
+        for cut in self.shard.placement.shards:
+            size //= cut.group.size()
+            begin += cut.group.rank() * size
+        for param, start in self.start_of.items():
+            first, last = (min(max(end - start, 0), param.numel()) for end in (begin, begin + size))
+            if first < last:
+                found.append((param, first, last))
+        return found
+
 
 class Shards(Sync):
     """Parameters that are kept, or updated, in shards."""

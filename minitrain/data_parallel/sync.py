@@ -51,6 +51,10 @@ class WholeParameter:
         """What this rank keeps of one tensor for each parameter."""
         return tensors[0]
 
+    def pieces(self) -> list[tuple[nn.Parameter, int, int]]:
+        """Elements first .. last of which parameter are kept, in the order of the shard."""
+        return [(self.shard, 0, self.shard.numel())]
+
 
 class Sync:
     """A stage adds how gradients and parameters travel: `finish`, `publish`, and what hooks call."""

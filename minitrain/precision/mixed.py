@@ -1,8 +1,10 @@
-"""A policy applied to a model and its optimizer: two passes of `parallelize`, and the scale of the loss.
+"""A policy applied to a model and its optimizer: passes of `parallelize`, and the scale of the loss.
 
     keep_gradients    .grad in the policy's dtype: autograd adds a bfloat16 dW to a float32 .grad; buckets,
                       shards and messages follow, for they ask the parameter
-    keep_states       master and moments in the policy's dtypes, where the optimizer was not told otherwise
+    keep_states       master and moments in the policy's dtypes, where the optimizer was not told otherwise;
+                      under a policy that rounds by chance there is no master, even if it was told so
+    round_by_place    what is rounded by chance, by the numbers of its place
     loss_scale        of gradients that need one
 
 Memory per parameter is the policy's `state_bytes`; sent per parameter: its gradient as wide as `gradients`.
@@ -11,11 +13,13 @@ Raises ValueError for an optimizer that keeps states in another way than the pol
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
 
+from minitrain.precision.chance import Chance
 from minitrain.precision.loss_scale import LossScale
 from minitrain.precision.policies import Policy
 
@@ -27,7 +31,7 @@ def keep_gradients(params: Iterable[nn.Parameter], policy: Policy) -> None:
 
 
 def keep_states(optimizer: torch.optim.Optimizer | None, policy: Policy) -> None:
-    updated = policy.master or policy.weights
+    updated = policy.master or ("float32" if policy.by_chance else policy.weights)
     wanted = {}
     if policy.master:
         wanted["master_dtype"] = getattr(torch, policy.master)
@@ -38,6 +42,16 @@ def keep_states(optimizer: torch.optim.Optimizer | None, policy: Policy) -> None
         check_knows(optimizer, wanted)
         for name, dtype in wanted.items():
             group[name] = dtype if group[name] is None else group[name]
+        if policy.by_chance:
+            check_knows(optimizer, ["by_chance"])
+            group.update(by_chance=True, master_dtype=None)
+
+
+def round_by_place(held: Iterable, names: Mapping, numbers: Callable, policy: Policy, seed: int) -> None:
+    """`held`: what is updated, which knows the `pieces()` of parameters it has; `numbers` of sharding.py."""
+    for kept in held if policy.by_chance else ():
+        named = [(names[piece[0]], partial(numbers, *piece)) for piece in kept.pieces()]
+        kept.shard.chance = Chance(named, seed)
 
 
 def loss_scale(

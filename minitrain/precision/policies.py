@@ -1,10 +1,13 @@
 """Policies: which number has how many bits, as plain values by name (`Strategy.precision`).
 
-                          weights  gradients  master  moments   bytes per parameter
-    float32                  4         4         -      4 + 4         16
-    bfloat16, float16        2         2         4      4 + 4         16      float16 scales its loss
-    bfloat16_main_grads      2         4         4      4 + 4         18      Megatron-LM's main_grad
-    bfloat16_short_moments   2         4         4      2 + 2         14      DeepSeek-V3
+                                  weights  gradients  master  moments   bytes per parameter
+    float32                          4         4         -      4 + 4         16
+    bfloat16, float16                2         2         4      4 + 4         16    float16 scales its loss
+    bfloat16_main_grads              2         4         4      4 + 4         18    Megatron-LM's main_grad
+    bfloat16_short_moments           2         4         4      2 + 2         14    DeepSeek-V3
+    bfloat16_stochastic              2         2         -      4 + 4         12    rounded by chance
+    bfloat16_stochastic_short_mean   2         2         -      2 + 4         10
+    bfloat16_stochastic_short        2         2         -      2 + 2          8
 
 Activations have the dtype of the weights; products, norms, softmax and the loss add up in float32 at least,
 whatever the policy. `gradients` is what microbatches add up in and what travels.
@@ -29,6 +32,12 @@ class Policy:
     master: str | None = None  # a copy that is updated; None: the weights are
     moments: tuple[str, str] = ("float32", "float32")  # of Adam: mean of gradients, of their squares
     scales: bool = False  # whether gradients would underflow without a factor on the loss
+    by_chance: bool = False  # how bfloat16 weights without a master, and moments, are rounded
+
+    @property
+    def narrow(self) -> bool:
+        """Whether forward and backward compute in 16 bits or fewer."""
+        return BYTES[self.weights] < 4
 
     @property
     def state_bytes(self) -> tuple[int, int, int]:
@@ -48,6 +57,13 @@ POLICIES = {
     "float64": Policy("float64", "float64", moments=("float64", "float64")),
     "bfloat16_main_grads": Policy("bfloat16", "float32", "float32"),
     "bfloat16_short_moments": Policy("bfloat16", "float32", "float32", ("bfloat16", "bfloat16")),
+    "bfloat16_stochastic": Policy("bfloat16", "bfloat16", by_chance=True),
+    "bfloat16_stochastic_short_mean": Policy(
+        "bfloat16", "bfloat16", None, ("bfloat16", "float32"), by_chance=True
+    ),
+    "bfloat16_stochastic_short": Policy(
+        "bfloat16", "bfloat16", None, ("bfloat16", "bfloat16"), by_chance=True
+    ),
 }
 
 # How the products of a block are computed (`Strategy.products`): attention's projections, MLPs, experts.

@@ -14,7 +14,8 @@ float32 takes torch's own cast.
               "saturate"    the largest number, for infinities too; NaN stays NaN
 
 What is not positive is NaN in E8M0. A NaN that the format has no code for is refused. Stochastic rounding
-draws one number for each of x: ranks with the same weights must draw from generators of one seed.
+takes one number of [0, 1) for each of x, from a `generator` or from a tensor given as one: ranks with the
+same weights must take the same (chance.py).
 Gupta et al. 2015, arXiv:1502.02551, section 3; Wang et al. 2018, arXiv:1812.08011, section 2.3; Zamirai et
 al. 2020, arXiv:2010.06192, section 4 (weights in BF16). Differs: emulated on float32 and float64.
 """
@@ -37,7 +38,7 @@ def round_to(
     mode: str = "nearest",
     *,
     overflow: str | None = None,
-    generator: Generator | None = None,
+    generator: Generator | Tensor | None = None,
 ) -> Tensor:
     """The numbers of the format that x becomes: float32, of a float64 x float64; outside autograd."""
     f = checked("round_to", x, format, mode, overflow, generator)
@@ -95,7 +96,7 @@ def every_value(format: str | Format) -> Tensor:
     return decode(codes, f)
 
 
-def add_stochastic_(weight: Tensor, update: Tensor, generator: Generator) -> Tensor:
+def add_stochastic_(weight: Tensor, update: Tensor, generator: Generator | Tensor) -> Tensor:
     """weight += update in bfloat16: of an update below half a step nothing is lost on average."""
     if weight.dtype != torch.bfloat16 or weight.shape != update.shape:
         found = f"{weight.dtype} {list(weight.shape)} and {update.dtype} {list(update.shape)}"
@@ -121,6 +122,9 @@ def checked(what: str, x: Tensor, format, mode: str, overflow, generator) -> For
     if (mode == "stochastic") != (generator is not None):
         way = "generator=torch.Generator().manual_seed(0)" if generator is None else "mode='stochastic'"
         raise ValueError(f"{what}: mode={mode!r} with generator={generator}; use {way}")
+    if isinstance(generator, Tensor) and generator.shape != x.shape:
+        found = f"{list(generator.shape)} numbers to round x {list(x.shape)}"
+        raise ValueError(f"{what}: generator gives {found}; use one in [0, 1) for each")
     if f.table and mode != "nearest":
         raise ValueError(f"{what}: {f.name} is a table without steps, so mode={mode!r} has none; use nearest")
     if not f.has_nan and readable(x) and x.isnan().any():
@@ -129,7 +133,7 @@ def checked(what: str, x: Tensor, format, mode: str, overflow, generator) -> For
 
 
 def rounded(
-    x: Tensor, f: Format, mode: str, overflow: str | None = None, generator: Generator | None = None
+    x: Tensor, f: Format, mode: str, overflow: str | None = None, generator: Generator | Tensor | None = None
 ) -> Tensor:
     """`round_to` without questions."""
     x = _bounded(x, f, mode, overflow)
@@ -213,12 +217,14 @@ def _cast(x: Tensor, f: Format, overflow: str | None) -> Tensor:
     return y
 
 
-def round_(s: Tensor, mode: str, generator: Generator | None = None) -> Tensor:
+def round_(s: Tensor, mode: str, generator: Generator | Tensor | None = None) -> Tensor:
     """To integers, in place."""
     if mode == "nearest":
         return s.round_()
     if mode == "zero":
         return s.trunc_()
-    draw = torch.rand(s.shape, generator=generator, dtype=s.dtype, device=s.device)
+    draw = generator
+    if not isinstance(draw, Tensor):
+        draw = torch.rand(s.shape, generator=generator, dtype=s.dtype, device=s.device)
     below = s.floor()
     return s.sub_(below).gt_(draw).add_(below)

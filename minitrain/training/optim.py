@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.precision.chance import keep_by_chance
 from minitrain.sharding import placement
 
 
@@ -37,6 +38,8 @@ class AdamW(torch.optim.Optimizer):
     makes a denominator, and for a master its gradient, as large as the parameter; with `tile` elements at a
     time, as large as a tile (DeepSpeed-TED: Singh et al. 2023, arXiv:2303.06318, section 4.2). Moments are
     kept in `moment_dtypes`, else in the dtype of what is updated; gradients are `grad_scale` times too large.
+    `by_chance`: what is kept in bfloat16, weights without a master and moments, is rounded so, by the numbers
+    of `param.chance` (precision/chance.py, which `parallelize` gives every parameter).
     """
 
     def __init__(
@@ -50,10 +53,11 @@ class AdamW(torch.optim.Optimizer):
         tile: int | None = None,
         moment_dtypes: tuple[torch.dtype, torch.dtype] | None = None,
         grad_scale: float = 1.0,
+        by_chance: bool = False,
     ):
         settings = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
-        kept = dict(master_dtype=master_dtype, moment_dtypes=moment_dtypes, grad_scale=grad_scale, tile=tile)
-        super().__init__(params, settings | kept)
+        kept = dict(master_dtype=master_dtype, moment_dtypes=moment_dtypes, by_chance=by_chance)
+        super().__init__(params, settings | kept | dict(grad_scale=grad_scale, tile=tile))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -64,13 +68,19 @@ class AdamW(torch.optim.Optimizer):
                 state = self.state[param] or self._new_state(param, group)
                 state["step"] += 1
                 weight = state.get("master", param)
-                tensors = (weight, param.grad, state["exp_avg"], state["exp_avg_sq"])
-                for part, grad, exp_avg, exp_avg_sq in tiles(tensors, group["tile"]):
+                tensors = [weight, param.grad, state["exp_avg"], state["exp_avg_sq"]]
+                if group["by_chance"]:
+                    tensors.append(bits_of(param, state["step"]))
+                for part, grad, exp_avg, exp_avg_sq, *bits in tiles(tensors, group["tile"]):
                     moments = dict(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, step=state["step"])
-                    grad = grad.to(part.dtype)
+                    exact = torch.promote_types(part.dtype, torch.float32) if bits else part.dtype
+                    grad = grad.to(exact)
                     if group["grad_scale"] != 1:
                         grad = grad / group["grad_scale"]
-                    adamw_update(part, grad, moments, group)
+                    if bits:
+                        update_by_chance(part, grad, moments, group, bits[0])
+                    else:
+                        adamw_update(part, grad, moments, group)
                 if weight is not param:
                     param.copy_(weight)
 
@@ -78,7 +88,8 @@ class AdamW(torch.optim.Optimizer):
         state, weight, master_dtype = self.state[param], param, group["master_dtype"]
         if master_dtype is not None and master_dtype != param.dtype:
             weight = state["master"] = param.detach().to(master_dtype)
-        dtypes = group["moment_dtypes"] or (weight.dtype, weight.dtype)
+        exact = torch.promote_types(weight.dtype, torch.float32) if group["by_chance"] else weight.dtype
+        dtypes = group["moment_dtypes"] or (exact, exact)
         moments = (torch.zeros_like(weight, dtype=dtype) for dtype in dtypes)
         state.update(zip(("step", "exp_avg", "exp_avg_sq"), (0, *moments)))
         return state
@@ -158,6 +169,25 @@ def adamw_update(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dic
             state[name].copy_(moment)
 
 
+def update_by_chance(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict, bits: Tensor) -> None:
+    """The same in float32, then what is kept in bfloat16 is rounded by chance."""
+    kept = dict(weight=weight, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"])
+    exact = {name: x.to(grad.dtype) for name, x in kept.items()}
+    adamw_update(exact["weight"], grad, dict(exact, step=state["step"]), group)
+    for number, (name, x) in enumerate(kept.items()):
+        if x.dtype == torch.bfloat16:
+            keep_by_chance(x, exact[name], bits, number)
+        elif x is not exact[name]:
+            x.copy_(exact[name])
+
+
+def bits_of(param: Tensor, step: int) -> Tensor:
+    if not hasattr(param, "chance"):
+        cure = "use parallelize with a precision that rounds by chance, which gives them theirs"
+        raise ValueError(f"by_chance=True, and a parameter {list(param.shape)} has no place: {cure}")
+    return param.chance.bits(step, param)
+
+
 @torch.no_grad()
 def clip_grad_norm(
     params: Iterable[Tensor],
@@ -231,7 +261,9 @@ def warmup_cosine(
     return min_lr + (peak_lr - min_lr) * (1 + math.cos(math.pi * done)) / 2
 
 
-def _check_settings(lr, betas, eps, weight_decay, master_dtype, tile, moment_dtypes, grad_scale) -> None:
+def _check_settings(
+    lr, betas, eps, weight_decay, master_dtype, tile, moment_dtypes, grad_scale, by_chance
+) -> None:
     limits = dict(lr=(lr, math.inf), eps=(eps, math.inf), weight_decay=(weight_decay, math.inf))
     limits |= {"betas[0]": (betas[0], 1), "betas[1]": (betas[1], 1)}
     for name, (value, most) in limits.items():

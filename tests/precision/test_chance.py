@@ -1,0 +1,191 @@
+"""Weights without a master: the same random numbers wherever an element is, and nothing lost on average."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minitrain import collectives, launch
+from minitrain.attention.dropout import Places, hashed
+from minitrain.data.batches import Rows, random_tokens
+from minitrain.parallelize import parallelize
+from minitrain.precision.chance import Chance, draws, keep_by_chance
+from minitrain.precision.rounding import round_to
+from minitrain.sharding import full_tensor, placement
+from minitrain.strategy import Strategy
+from minitrain.training.hyperparameters import Hyperparameters
+from minitrain.training.optim import AdamW
+from tests.parallel import small
+
+CHANCE = "bfloat16_stochastic_short"
+LAYOUTS = [
+    Strategy(),
+    Strategy(dp=2),
+    Strategy(dp=2, zero=1, bucket_bytes=3000),
+    Strategy(dp=2, zero=2, bucket_bytes=3000),
+    Strategy(dp=2, zero=3),
+    Strategy(dp=2, zero="IGG", node=2),
+    Strategy(dp=2, zero="NIG"),
+    Strategy(tp=2),
+    Strategy(tp=2, dp=2, zero=1),
+    Strategy(dp=4, zero="IGG", node=2),
+    Strategy(pp=2, microbatches=2),
+    Strategy(pp=2, schedule="zb_h1", microbatches=2, dp=2, zero=3),
+]
+
+
+def start(strategy, precision=CHANCE, tied=False, **optimizer):
+    settings = dict(lr=1e-2, eps=1e-3) | optimizer
+    strategy = replace(strategy, precision=precision)
+    return parallelize(small(tied=tied), strategy, lambda params: AdamW(params, **settings), seed=3)
+
+
+def step(run, number):
+    rows = Rows(lambda _, rank, ranks: random_tokens(number, rank, ranks, 4, 8, 29, seed=5), 4, 8)
+    return run.step(run.batch(rows, number))
+
+
+def test_every_element_draws_the_number_of_its_place_in_every_layout():
+    def rank():
+        wrong = []
+        for strategy in [s for s in LAYOUTS if s.ranks == collectives.world().size()]:
+            run = start(strategy, tied=strategy.pp > 1)
+            for kept in run.sync.held:
+                bits = kept.shard.chance.bits(7, kept.shard)
+                assert len(bits) == kept.shard.numel()
+                for param, part in zip(kept.params, kept.unfold(bits.view(kept.shard.shape))):
+                    whole, name = full_tensor(part, placement(param).shards), run.sync.names[param]
+                    places = Places(3)
+                    places.at(7, 0)
+                    expected = hashed(places.seed_of(f"{name} rounded"), torch.arange(whole.numel()))
+                    if not torch.equal(whole.flatten(), expected):
+                        wrong.append((str(strategy), name))
+        return wrong
+
+    for ranks in (1, 2, 4):
+        assert launch.run(rank, ranks=ranks) == [[]] * ranks
+
+
+def test_equal_gradients_give_equal_weights_and_a_run_goes_on_in_another_layout_bit_for_bit():
+    """Sums of two terms are equal in every layout. Control: with other numbers weights are others."""
+    layouts = [Strategy(dp=2, zero=zero, bucket_bytes=3000) for zero in (0, 1, 2, 3)]
+
+    def trained(strategy, saved=None):
+        run = start(strategy)
+        step(run, 0)
+        first = run.state_dict()
+        run = start(strategy)
+        run.load_state_dict(saved or first)
+        step(run, 1)
+        return first, run.state_dict()
+
+    def by_dp():
+        reference = trained(layouts[0])
+        different = [str(s) for s in layouts if not equal(trained(s, reference[0])[1], reference[1])]
+        run = start(layouts[0])
+        run.load_state_dict(reference[0])
+        for kept in run.sync.held:
+            kept.shard.chance.places.seed += 1
+        step(run, 1)
+        return different, equal(run.state_dict(), reference[1])
+
+    assert launch.run(by_dp, ranks=2) == [([], False)] * 2
+    (whole,) = launch.run(trained, Strategy(microbatches=2), ranks=1)
+    for stages in launch.run(trained, Strategy(pp=2, microbatches=2), ranks=2):
+        assert equal(stages[0], whole[0]) and equal(stages[1], whole[1])
+
+
+def equal(state, expected):
+    def flat(value):
+        return [x for key in sorted(value) for x in flat(value[key])] if isinstance(value, dict) else [value]
+
+    pairs = zip(flat(state), flat(expected), strict=True)
+    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+
+
+def ones(precise: bool, steps: int, lr: float, betas=(0.9, 0.95), **more):
+    """Weights of 1 and gradients of 1: each update is lr, once the moments are corrected for their start."""
+    weight = torch.nn.Parameter(torch.ones(16, 256, dtype=torch.float32 if precise else torch.bfloat16))
+    weight.chance = Chance([("a", lambda: torch.arange(16 * 256))])
+    optimizer = AdamW([weight], lr=lr, betas=betas, weight_decay=0.0, **more)
+    for _ in range(steps):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    return weight.detach(), optimizer.state[weight]
+
+
+@pytest.mark.parametrize("moments", [None, (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_updates_far_below_half_a_step_are_kept_on_average(moments):
+    """100 updates of 1/20 of half a step below 1. Control: rounded to the nearest nothing ever moves."""
+    exact, _ = ones(True, 100, 1e-4)
+    assert torch.allclose(exact, torch.full_like(exact, 0.99), atol=1e-4)
+    weight, state = ones(False, 100, 1e-4, by_chance=True, moment_dtypes=moments)
+    far = weight.float() - exact
+    assert weight.dtype == torch.bfloat16 and abs(far.mean()) < 3 * far.std() / far.numel() ** 0.5 < 4e-4
+    assert set(weight.float().unique().tolist()) <= {1 - k / 256 for k in range(20)}
+    nearest, _ = ones(False, 100, 1e-4, moment_dtypes=moments)
+    assert (nearest == 1).all()
+    for name, dtype in zip(("exp_avg", "exp_avg_sq"), moments or (torch.float32,) * 2):
+        assert state[name].dtype == dtype
+
+
+def test_moments_in_bfloat16_follow_when_they_are_rounded_by_chance():
+    """With beta2 = 0.999 a mean of squares falls by 1/1000 of itself a step, less than half a step of
+    bfloat16: to the nearest it would stay for good."""
+    state = {}
+    for by_chance in (True, False):
+        weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        weight.chance = Chance([("a", lambda: torch.arange(4096))], seed=1)
+        bfloat16 = (torch.bfloat16, torch.bfloat16)
+        optimizer = AdamW([weight], betas=(0.9, 0.999), by_chance=by_chance, moment_dtypes=bfloat16)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        before = optimizer.state[weight]["exp_avg_sq"].float().mean()
+        for _ in range(50):
+            weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+        after = optimizer.state[weight]["exp_avg_sq"].float()
+        state[by_chance] = after.mean() / before, after.std() / before / 64
+    assert abs(state[True][0] - 0.999**50) < 3 * state[True][1] < 0.02 and state[False][0] == 1
+
+
+def test_the_numbers_are_uniform_and_independent():
+    bits = hashed(5, torch.arange(1 << 16))
+    fields = torch.stack([draws(bits, number) for number in range(3)]).double()
+    assert fields.min() >= 0 and fields.max() < 1 and (fields * 2**21 % 1 == 0).all()
+    assert ((fields.mean(1) - 0.5).abs() < 3 / 12**0.5 / 256).all()
+    assert (torch.corrcoef(fields) - torch.eye(3)).abs().max() < 3 / 256
+    x = torch.full((1 << 16,), 1 + 2.0**-12)  # 1/32 of a step above 1
+    kept = x.bfloat16()
+    keep_by_chance(kept, x, bits, 1)
+    assert set(kept.tolist()) == {1.0, 1 + 2.0**-7}
+    share = (kept > 1).double().mean().item()
+    assert abs(share - 1 / 32) < 3 * (31 / 32**2 / 65536) ** 0.5
+    assert torch.equal(kept > 1, fields[1] < 1 / 32)
+
+
+def test_a_master_that_the_optimizer_asks_for_is_not_made():
+    def rank():
+        run = parallelize(small(), Strategy(precision=CHANCE), Hyperparameters().make_optimizer)
+        step(run, 0)
+        kept = {name for state in run.sync.optimizer.state.values() for name in state}
+        return kept
+
+    assert launch.run(rank, ranks=1) == [{"step", "exp_avg", "exp_avg_sq"}]
+
+
+def test_refused_in_one_line():
+    weight = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match=r"by_chance=True, and a parameter \[2, 3\] has no place: use para"):
+        AdamW([weight], by_chance=True).step()
+    with pytest.raises(ValueError, match=r"round_to: generator gives \[3\] numbers to round x \[2\]; use"):
+        round_to(torch.ones(2), "bf16", "stochastic", generator=torch.zeros(3))
+
+    def rank():
+        try:
+            parallelize(small(), Strategy(precision=CHANCE), lambda params: torch.optim.SGD(params, lr=0.1))
+        except ValueError as error:
+            return str(error)
+
+    assert launch.run(rank, ranks=1)[0].startswith("SGD has no moment_dtypes, which the strategy's precision")
