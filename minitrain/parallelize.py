@@ -46,7 +46,7 @@ from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.slices import on_each_rank
 from minitrain.pipeline.sliced_attention import look_back
-from minitrain.precision.mixed import keep_gradients, keep_states, loss_scale, round_by_place
+from minitrain.precision import mixed
 from minitrain.precision.products import PRODUCTS
 from minitrain.product_passes import multiply_in
 from minitrain.run import Run
@@ -91,6 +91,7 @@ def parallelize(
         schedule = strategy.build_schedule()
     experts = ExpertGroups(strategy, mesh) if config and config.experts else None
     module = build(config, strategy, mesh, schedule, cuts, seed, device, experts) if config else model
+    mixed.widen(module.parameters() if config else (), strategy.policy)
     freeze(module, frozen, config)
 
     places, memory, in_slices, losses, played = Places(seed), None, set(), None, None
@@ -108,13 +109,14 @@ def parallelize(
     sum_over(module, strategy, mesh, in_slices, experts)
     if schedule:
         share_stages(module, schedule, mesh)
-    keep_gradients(module.parameters(), strategy.policy)
+    mixed.keep_gradients(module.parameters(), strategy.policy)
     sync = make_sync(module, strategy, mesh, make_optimizer)
-    keep_states(sync.optimizer, strategy.policy)
-    round_by_place(sync.held, sync.names, numbers, strategy.policy, seed)
+    mixed.keep_states(sync.optimizer, strategy.policy)
+    mixed.round_by_place(sync.held, sync.names, numbers, strategy.policy, seed)
     factor, window = strategy.first_loss_scale, strategy.loss_scale_window
-    scale = loss_scale(sync.optimizer, strategy.policy, factor, window)
+    scale = mixed.loss_scale(sync.optimizer, strategy.policy, factor, window)
 
+    mixed.copy_in_time(module.layers if config else (), strategy.policy)
     if schedule is None:
         more = dict(router_loss=losses.taken) if losses else {}
         forward_backward = accumulate(module, loss_fn, strategy.microbatches, sync, places.at, **more)
@@ -122,7 +124,7 @@ def parallelize(
         sync.driven = True
         settings = dict(width=config.d_model, down=mesh.twin("pp"), check=False, memory=memory, at=places.at)
         settings |= dict(length_over=strategy.tp if strategy.sequence_parallel else 1, router_losses=losses)
-        settings |= dict(pairs=pairs)
+        settings |= dict(pairs=pairs, dtype=getattr(torch, strategy.policy.activations))
         stages, units = dict(module.items()), on_each_rank(schedule, strategy.cp)
         kind = runner or (Balanced if schedule.evicts else Runner)
         forward_backward = played = kind(stages, units, mesh.group("pp"), loss_fn, sync, **settings)
@@ -139,6 +141,9 @@ def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
         cure = "swap its linear layers for LowLinear (precision/linear.py)"
         raise ValueError(f"{type(module).__name__} with products={strategy.products!r}: {cure}")
     dtypes, wanted = {param.dtype for param in module.parameters()}, getattr(torch, strategy.policy.weights)
+    if strategy.policy.copies:
+        said = f"precision={strategy.precision!r} makes copies for the layers of a GPTConfig"
+        raise ValueError(f"{said}, and {type(module).__name__} is none; use another precision: bfloat16")
     if strategy.policy.narrow and dtypes != {wanted}:
         said = f"precision={strategy.precision!r} is for weights in {wanted}"
         raise ValueError(f"{said}; convert the module first")
@@ -162,7 +167,7 @@ def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
 def build(
     config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule, cuts, seed, device, experts
 ) -> GPT | Stages:
-    settings = dict(seed=seed, dtype=getattr(torch, strategy.policy.weights), device=device)
+    settings = dict(seed=seed, dtype=getattr(torch, strategy.policy.activations), device=device)
     if experts:
         settings["expert_part"] = experts.part
     if schedule is None:

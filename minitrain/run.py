@@ -69,7 +69,9 @@ class Run:
         if self.runner:
             self.loss_group = self.mesh.group(*rows, "pp", *tokens)
         param = next(self.model.parameters())
-        self.device, self.dtype = param.device, param.dtype
+        self.device, self.dtype = param.device, param.dtype  # of activations:
+        if self.config:
+            self.dtype = getattr(torch, self.strategy.policy.activations)
 
     # ---- training -----------------------------------------------------------------------------------------
 

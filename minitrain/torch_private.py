@@ -4,6 +4,7 @@ Written for torch 2.11 to 2.13 and tested with 2.13; the bound in pyproject.toml
 (tests/test_architecture.py).
 """
 
+from functools import partial
 from importlib import import_module
 from operator import attrgetter
 
@@ -27,6 +28,7 @@ outside_modes = _python_dispatch._disable_current_modes
 
 storage_id = attrgetter("_cdata")  # of a block of memory while it is alive; fake ones have no address
 grad_hooks = attrgetter("_post_accumulate_grad_hooks")  # of a parameter, in the order in which they run
+saved_hooks = partial(_C._autograd._top_saved_tensors_default_hooks, True)  # (pack, unpack) now, or None
 autograd_functions = _C._functions  # a module that cannot be imported, so that it is pickled by its name
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map  # the tensors in any nest of arguments
 

@@ -24,8 +24,10 @@ class Deferred(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is F.linear and torch.is_grad_enabled():
             x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
-            if isinstance(weight, nn.Parameter) and weight.requires_grad and (bias is None or bias.is_leaf):
-                return _Linear.apply(x, weight, bias, self.products)
+            own = [getattr(tensor, "copy_of", tensor) for tensor in (weight, bias)]  # precision/jit_copies.py
+            trained = isinstance(own[0], nn.Parameter) and own[0].requires_grad
+            if trained and (bias is None or own[1].is_leaf):
+                return _Linear.apply(x, weight, bias, self.products, *own)
         return function(*args, **(kwargs or {}))
 
     @torch.no_grad()
@@ -47,14 +49,14 @@ class Deferred(TorchFunctionMode):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, products: list) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, products: list, *own) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.products = bias, products
+        ctx.products, ctx.own = products, own
         return F.linear(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor):
         x, weight = ctx.saved_tensors
-        ctx.products.append((weight, ctx.bias, x, dy))
-        return dy @ weight if ctx.needs_input_grad[0] else None, None, None, None
+        ctx.products.append((*ctx.own, x, dy))
+        return dy @ weight if ctx.needs_input_grad[0] else None, *[None] * 5

@@ -1,5 +1,7 @@
 """A policy applied to a model and its optimizer: passes of `parallelize`, and the scale of the loss.
 
+    widen             weights that are kept wider than what is computed with; they start equal to it
+    copy_in_time      and the copies of these
     keep_gradients    .grad in the policy's dtype: autograd adds a bfloat16 dW to a float32 .grad; buckets,
                       shards and messages follow, for they ask the parameter
     keep_states       master and moments in the policy's dtypes, where the optimizer was not told otherwise;
@@ -20,8 +22,20 @@ import torch
 from torch import nn
 
 from minitrain.precision.chance import Chance
+from minitrain.precision.jit_copies import make_copies
 from minitrain.precision.loss_scale import LossScale
 from minitrain.precision.policies import Policy
+
+
+def widen(params: Iterable[nn.Parameter], policy: Policy) -> None:
+    for param in params if policy.copies else ():
+        param.data = param.data.to(getattr(torch, policy.weights))
+
+
+def copy_in_time(layers: Iterable[nn.Module], policy: Policy) -> None:
+    if policy.copies:
+        dtype = getattr(torch, policy.copies)
+        make_copies(layers, lambda param: param.detach().to(dtype))
 
 
 def keep_gradients(params: Iterable[nn.Parameter], policy: Policy) -> None:

@@ -5,16 +5,17 @@
     bfloat16, float16                2         2         4      4 + 4         16    float16 scales its loss
     bfloat16_main_grads              2         4         4      4 + 4         18    Megatron-LM's main_grad
     bfloat16_short_moments           2         4         4      2 + 2         14    DeepSeek-V3
+    bfloat16_jit                     4         2         -      4 + 4         14    copied when it is used
     bfloat16_stochastic              2         2         -      4 + 4         12    rounded by chance
     bfloat16_stochastic_short_mean   2         2         -      2 + 4         10
     bfloat16_stochastic_short        2         2         -      2 + 2          8
 
-Activations have the dtype of the weights; products, norms, softmax and the loss add up in float32 at least,
-whatever the policy. `gradients` is what microbatches add up in and what travels.
+Activations have the dtype of the weights, or of their copies; products, norms, softmax and the loss add up
+in float32 at least, whatever the policy. `gradients` is what microbatches add up in and what travels.
 No torch: planners and the command line read this.
 Micikevicius et al. 2018, arXiv:1710.03740, section 3; Kalamkar et al. 2019 (bfloat16), arXiv:1905.12322;
 DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.3. Differs from autocast: one dtype for all operators of a
-layer, chosen where the model is built, and no copies of weights beside the master.
+layer, chosen where the model is built.
 """
 
 from __future__ import annotations
@@ -27,17 +28,22 @@ FIRST_SCALE = 2.0**16  # of a policy that scales its loss
 
 @dataclass(frozen=True)
 class Policy:
-    weights: str  # of what forward and backward read, and of activations
+    weights: str  # of what is kept, and of activations where forward and backward read it as it is
     gradients: str  # of `.grad`
     master: str | None = None  # a copy that is updated; None: the weights are
     moments: tuple[str, str] = ("float32", "float32")  # of Adam: mean of gradients, of their squares
     scales: bool = False  # whether gradients would underflow without a factor on the loss
     by_chance: bool = False  # how bfloat16 weights without a master, and moments, are rounded
+    copies: str | None = None  # what forward and backward read, if it is made just in time, and activations
+
+    @property
+    def activations(self) -> str:
+        return self.copies or self.weights
 
     @property
     def narrow(self) -> bool:
-        """Whether forward and backward compute in 16 bits or fewer."""
-        return BYTES[self.weights] < 4
+        """Whether forward and backward compute in 16 bits."""
+        return BYTES[self.activations] < 4
 
     @property
     def state_bytes(self) -> tuple[int, int, int]:
@@ -57,6 +63,7 @@ POLICIES = {
     "float64": Policy("float64", "float64", moments=("float64", "float64")),
     "bfloat16_main_grads": Policy("bfloat16", "float32", "float32"),
     "bfloat16_short_moments": Policy("bfloat16", "float32", "float32", ("bfloat16", "bfloat16")),
+    "bfloat16_jit": Policy("float32", "bfloat16", copies="bfloat16"),
     "bfloat16_stochastic": Policy("bfloat16", "bfloat16", by_chance=True),
     "bfloat16_stochastic_short_mean": Policy(
         "bfloat16", "bfloat16", None, ("bfloat16", "float32"), by_chance=True

@@ -50,6 +50,7 @@ def test_bytes_per_parameter_are_those_of_the_tensors_that_a_step_leaves():
         "float16": 16,
         "bfloat16_main_grads": 18,
         "bfloat16_short_moments": 14,
+        "bfloat16_jit": 14,
         "bfloat16_stochastic": 12,
         "bfloat16_stochastic_short_mean": 10,
         "bfloat16_stochastic_short": 8,

@@ -1,0 +1,86 @@
+"""Copies just in time: only the exact weights stay; a layer's narrow copies live while it computes.
+
+    forward    W[float32] -> copy[bfloat16]    y = layer(x; copy)    the copies go when the layer is done
+    backward   W -> copy, once more, where dx = dy · W asks for it; dW, in bfloat16, is W's gradient
+
+Mixed precision that stores both has 2 bytes a parameter for the copy and 4 for the master. Here the weights
+are the masters, and the copy costs 2 bytes for each parameter of one layer: 4 + 2 + 8 = 14 bytes instead of
+16, for a cast in forward and one in backward. The numbers are those of the stored copy, to the bit.
+Inside a layer's forward its modules have the copies as attributes, in front of the parameters, which keep
+their names and places; what autograd would save of a copy is exchanged for the parameter it was made of.
+Sends nothing. ZeRO cuts, and gathers, the weights that there are: float32, twice a copy's bytes; with stages
+1 and 2, which keep weights whole, masters are cut no more and 4 + 2 + 8/n may be more than 2 + 2 + 12/n.
+JIT-Q: Ibrahim et al. 2023, where memory that computes makes the copies on the way to the processor. Differs:
+the processor makes them, and for a layer at a time.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from minitrain.collectives import announce_buffer
+from minitrain.torch_private import saved_hooks, storage_id
+
+
+def make_copies(layers: Iterable[nn.Module], copy_of: Callable[[nn.Parameter], Tensor]) -> None:
+    """Every forward of these layers computes with `copy_of(param)`, new memory, in the place of each of their
+    parameters. A layer must be called as a module and be done with its parameters when it returns."""
+    for layer in layers:
+        layer.forward = _with_copies(layer, layer.forward, copy_of)
+
+
+def _with_copies(layer: nn.Module, inner: Callable, copy_of: Callable) -> Callable:
+    def forward(*args, **more):
+        made: dict[int, nn.Parameter] = {}  # the storage of a copy -> what it was made of
+        shown, (pack_other, unpack_other) = [], saved_hooks() or (lambda x: x, lambda x: x)
+
+        def pack(x: Tensor):
+            param = made.get(storage_id(x.untyped_storage()))
+            view = x.size(), x.stride(), x.storage_offset()
+            return pack_other(x) if param is None else _View(param, *view)
+
+        def unpack(saved) -> Tensor:
+            if not isinstance(saved, _View):
+                return unpack_other(saved)
+            return announce_buffer(copy_of(saved.param)).as_strided(*saved[1:])
+
+        try:
+            for module in layer.modules():
+                for name, param in module.named_parameters(recurse=False):
+                    copy = announce_buffer(_Copy.apply(param, copy_of))
+                    copy.copy_of = param
+                    made[storage_id(copy.untyped_storage())] = param
+                    module.__dict__[name] = copy
+                    shown.append((module, name))
+            with saved_tensors_hooks(pack, unpack):
+                return inner(*args, **more)
+        finally:
+            for module, name in shown:
+                del module.__dict__[name]
+
+    return forward
+
+
+class _View(NamedTuple):
+    """Of the copy of a parameter."""
+
+    param: nn.Parameter
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Copy(torch.autograd.Function):
+    """The parameter's gradient is the copy's, in the copy's dtype (`param.grad_dtype`)."""
+
+    @staticmethod
+    def forward(ctx, param: nn.Parameter, copy_of: Callable) -> Tensor:
+        ctx.set_materialize_grads(False)  # of a product put off (pipeline/deferred.py) there is none yet
+        return copy_of(param)
+
+    @staticmethod
+    def backward(ctx, dcopy: Tensor | None):
+        return dcopy, None

@@ -1,0 +1,161 @@
+"""Copies just in time: the bits of stored copies, 2 bytes a parameter less, and nothing of a copy is kept."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minitrain import collectives, launch
+from minitrain.data.batches import Rows, random_tokens
+from minitrain.ledger import Ledger
+from minitrain.parallelize import parallelize
+from minitrain.pipeline.deferred import Deferred
+from minitrain.precision.jit_copies import make_copies
+from minitrain.precision.policies import POLICIES
+from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW
+from tests.parallel import check_refusals, small
+
+LAYOUTS = [
+    Strategy(),
+    Strategy(dp=2, microbatches=2),
+    Strategy(dp=2, zero=1, bucket_bytes=3000),
+    Strategy(dp=2, zero=2, bucket_bytes=3000),
+    Strategy(dp=2, zero=3),
+    Strategy(dp=2, zero="IGG", node=2),
+    Strategy(tp=2),
+    Strategy(tp=2, sequence_parallel=True, overlap=True),
+    Strategy(cp=2),
+    Strategy(pp=2, microbatches=2),
+    Strategy(pp=2, microbatches=2, schedule="zb_h1"),
+    Strategy(pp=2, microbatches=2, recompute=True),
+    Strategy(pp=4, microbatches=4, schedule="bpipe"),
+]
+
+
+def start(strategy, precision, config=None):
+    config = config or small(num_layers=2, tied=True, dropout=0.1)
+    strategy = replace(strategy, precision=precision)
+    return parallelize(config, strategy, lambda params: AdamW(params, lr=1e-2, eps=1e-3), seed=3)
+
+
+def batch_of(run, number):
+    rows = Rows(lambda _, rank, ranks: random_tokens(number, rank, ranks, 4, 8, 29, seed=5), 4, 8)
+    return run.batch(rows, number)
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_jit_q():
+    """The same losses, norms and masters as with stored copies, to the bit, in every layout; and of what is
+    held between steps 2 bytes a parameter less."""
+
+    def rank():
+        wrong = []
+        for strategy in [s for s in LAYOUTS if s.ranks == collectives.world().size()]:
+            found = []
+            for precision in ("bfloat16", "bfloat16_jit"):
+                run = start(strategy, precision, small(num_layers=4 if strategy.pp == 4 else 2))
+                results = [run.step(batch_of(run, number), 0.3) for number in range(2)]
+                state = run.state_dict()
+                masters = {name: states.get("master") for name, states in state["optimizer"].items()}
+                numbers = [(float(result.loss), float(result.norm)) for result in results]
+                evaluated = float(run.evaluate(batch_of(run, 2)))
+                found.append((numbers, evaluated, masters, state["parameters"]))
+            stored, jit = found
+            if stored[:2] != jit[:2] or not equal(stored[2], jit[3]):
+                wrong.append(str(strategy))
+        return wrong
+
+    for ranks in (1, 2, 4):
+        assert launch.run(rank, ranks=ranks) == [[]] * ranks
+    assert POLICIES["bfloat16"].bytes_per_parameter - POLICIES["bfloat16_jit"].bytes_per_parameter == 2
+
+
+def test_nothing_of_a_copy_is_kept_from_forward_to_backward():
+    """By kind, the ledger of a step has the activations of the stored copy, and at no moment more copies
+    than of one layer. Control: copies that autograd may keep."""
+
+    def rank():
+        found = {}
+        for name in ("bfloat16", "bfloat16_jit", "kept"):
+            run = start(Strategy(), "bfloat16" if name == "bfloat16" else "bfloat16_jit")
+            run.step(batch_of(run, 0))
+            batch = batch_of(run, 1)
+            if name == "kept":
+                for layer in run.model.layers:
+                    keeps_copies(layer)
+            run.sync.zero_grad()
+            run.sync.enabled = False  # nothing is sent
+            with Ledger() as ledger:
+                loss = run.loss_fn(run.model(batch.tokens), batch.targets)
+                between = dict(ledger.live_by_kind)
+                loss.backward()
+            found[name] = between, max(live["buffers"] for _, live in ledger.timeline())
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in run.model.layers]
+        return found, sum(p.numel() for p in run.model.parameters()), max(layers)
+
+    ((found, numel, largest),) = launch.run(rank, ranks=1)
+    stored, jit, kept = (found[name] for name in ("bfloat16", "bfloat16_jit", "kept"))
+    assert jit[0]["activations"] == stored[0]["activations"] and jit[0]["buffers"] == 0
+    assert jit[0]["parameters"] == 4 * numel == 2 * stored[0]["parameters"]
+    assert jit[1] == 2 * largest and stored[1] == 0
+    assert kept[0]["activations"] + kept[0]["buffers"] > stored[0]["activations"] + numel
+
+
+def keeps_copies(layer):
+    """As a cast in the layer would: autograd saves what the product was computed with."""
+    inner = type(layer).forward
+    params = [(m, name, p) for m in layer.modules() for name, p in m.named_parameters(recurse=False)]
+
+    def forward(*args):
+        for module, name, param in params:
+            module.__dict__[name] = param.bfloat16()
+        try:
+            return inner(layer, *args)
+        finally:
+            for module, name, _ in params:
+                del module.__dict__[name]
+
+    layer.forward = forward
+
+
+def test_products_of_copies_can_be_put_off():
+    """The half of a backward that zero bubble schedules fill bubbles with is as large as without copies."""
+    put_off = {}
+    for name in ("plain", "copied"):
+        torch.manual_seed(0)
+        layer = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 6)).bfloat16()
+        if name == "copied":
+            for param in layer.parameters():
+                param.data, param.grad_dtype = param.data.float(), torch.bfloat16
+            make_copies([layer], lambda param: param.detach().bfloat16())
+        x = torch.randn(5, 6, dtype=torch.bfloat16, requires_grad=True)
+        with Deferred() as later:
+            layer(x).sum().backward()
+        before = [param.grad for param in layer.parameters()]
+        products = len(later.products)
+        later.weights()
+        put_off[name] = before, products, x.grad, [param.grad for param in layer.parameters()]
+    assert put_off["plain"][:2] == put_off["copied"][:2] == ([None] * 4, 2)
+    assert torch.equal(put_off["plain"][2], put_off["copied"][2])
+    for grad, other in zip(put_off["plain"][3], put_off["copied"][3]):
+        assert torch.equal(grad, other) and other.dtype == torch.bfloat16
+
+
+def test_a_layer_that_fails_shows_its_own_parameters_again():
+    layer = torch.nn.Linear(4, 4)
+    make_copies([layer], lambda param: param.detach().bfloat16())
+    with pytest.raises(RuntimeError):
+        layer(torch.ones(2, 3))
+    assert layer.weight.dtype == torch.float32 and "weight" not in vars(layer)
+
+
+def test_a_module_of_ones_own_is_refused():
+    def call():
+        parallelize(torch.nn.Linear(2, 2), Strategy(precision="bfloat16_jit"))
+
+    said = "precision='bfloat16_jit' makes copies for the layers of a GPTConfig, and Linear is none; use an"
+    check_refusals({said: call}, ranks=1)
