@@ -12,7 +12,7 @@ An outlier takes the resolution of its tile only. Errors are half a step of the 
 With a float32 scale a zero and the largest number of a tile come back to the bit (of a float64, its float32),
 and an integer errs by at most 2^-15 of a step more (and 2^-149). A tile with NaN or infinity comes back as
 NaN from end to end (e4m3: the tensor), the others as if nothing had happened. With an `amax` from elsewhere
-(of steps before: delayed scaling) what is larger saturates.
+(of steps before: delayed scaling) what is larger saturates; infinity too, but in a format without NaN.
 Bytes of a row: codes ceil(C·bits/8), scales 4 or 1 a tile. Memory while it works, besides the result: to
 integers one float32 copy of x (two of a half-precision x), back one, and the codes in a byte each.
 Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Wang et al. 2023 (ZeRO++), arXiv:2306.10209, section 3.1;
@@ -136,6 +136,8 @@ def quantize(
         amax = tiles.abs().amax(inside or list(range(x.dim()))) if x.numel() else _empty(tiles, inside)
     else:
         _check_amax(amax, _empty(tiles, inside).shape, blocks)
+        if not f.has_nan and x.numel():  # else their codes say it
+            amax = amax + (tiles * 0).amax(inside or list(range(x.dim())))
     scales, tensor_scale = _scales(amax.float(), blocks)
     q = Quantized(scales, scales, x.shape, blocks, tensor_scale)
     divisor = scales if blocks.scale == "float32" else q.multipliers
@@ -211,9 +213,8 @@ def _check(x: Tensor, blocks: Blocks, fill: bool, mode: str, generator) -> None:
 
 
 def _check_amax(amax: Tensor, shape: Size, blocks: Blocks) -> None:
-    if blocks.scale != "float32" or not blocks.format.has_nan:
-        found = f"{blocks.format.name} with {blocks.scale} scales"
-        raise ValueError(f"quantize: an amax and {found}; use float32 scales and a format that can hold NaN")
+    if blocks.scale != "float32":
+        raise ValueError(f"quantize: an amax and {blocks.scale} scales; use float32 scales")
     if amax.shape != shape:
         raise ValueError(f"quantize: amax is {list(amax.shape)}, scales are {list(shape)}; use their shape")
     if readable(amax) and not ((amax > 0) & amax.isfinite()).all():

@@ -119,7 +119,7 @@ class Scales(nn.Module):
 
     def shared(self, blocks: Blocks, dims: str) -> bool:
         """Whether other ranks have a part of these tiles."""
-        if self.group is None or blocks.scale != "float32" or not blocks.format.has_nan:
+        if self.group is None or blocks.scale != "float32":
             return False
         return bool(
             set(dims) & set(self.cut) if not blocks.tile else blocks.tile == (0,) and dims[-1] in self.cut
