@@ -47,7 +47,7 @@ from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.slices import on_each_rank
 from minitrain.pipeline.sliced_attention import look_back
 from minitrain.precision import mixed
-from minitrain.precision.products import PRODUCTS
+from minitrain.precision.all_products import PRODUCTS
 from minitrain.product_passes import multiply_in
 from minitrain.run import Run
 from minitrain.sharding import numbers, place

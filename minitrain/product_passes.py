@@ -21,8 +21,9 @@ from minitrain import collectives
 from minitrain.mesh import Mesh
 from minitrain.model.mixture import mixtures
 from minitrain.moe import experts
+from minitrain.precision.all_products import PRODUCTS
 from minitrain.precision.linear import LowLinear, project
-from minitrain.precision.products import PRODUCTS, Scales, emulated
+from minitrain.precision.products import Scales, emulated
 from minitrain.sharding import placement
 from minitrain.strategy import Strategy
 

@@ -5,6 +5,8 @@ First  formats     what each code of a few bits stands for; all formats by name
 then   blocks      one scale for a row, a tile, 32 numbers: recipes from INT8 to NVFP4
        accumulate  sums in a narrow accumulator: where they stall, chunks, promotion
        products    the three products of a linear layer, FP8 recipes, where their scales come from
+       int8        products in blocks of 32 x 32 whose integers add up without error
+       all_products   all of these by name
        linear      a layer with such products in the place of a linear one
 then   policies    weights, gradients, masters and moments of a run: plain values by name
        mixed       a policy applied to a model and its optimizer

@@ -86,4 +86,5 @@ PRODUCTS = {
     "mxfp6": "E2M3 in blocks of 32 that share a power of two",
     "mxfp4": "E2M1 in blocks of 32 that share a power of two",
     "nvfp4": "E2M1 in blocks of 16 that share an E4M3 scale",
+    "int8": "INT8 in blocks of 32x32 (Jetfire)",
 }

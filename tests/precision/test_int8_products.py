@@ -1,0 +1,164 @@
+"""INT8 blocks: exact sums, one set of codes for three products, errors beside outliers, layouts that change no
+code.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minitrain import launch
+from minitrain.data.batches import Rows, random_tokens
+from minitrain.model.experts_config import ExpertsConfig
+from minitrain.parallelize import parallelize
+from minitrain.precision.all_products import PRODUCTS
+from minitrain.precision.blocks import Blocks, dequantize, quantize
+from minitrain.precision.products import Scales
+from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW
+from tests.parallel import small
+
+INT8 = PRODUCTS["int8"]
+WIDE = small(d_model=64, num_heads=4, num_kv_heads=4, d_ff=128, num_layers=1, max_positions=64, tied=False)
+
+
+def operands(b=2, t=40, k=75, n=50, dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+    x, weight, dy = (
+        torch.randn(*shape, generator=g, dtype=dtype) for shape in ((b, t, k), (n, k), (b, t, n))
+    )
+    return x, weight, dy * 1e-3
+
+
+# ---- the three products ------------------------------------------------------------------------------------
+
+
+def test_a_block_is_summed_as_integers_and_scaled_once():
+    """To the bit: in float32 the same numbers come out of INT32 sums. Operands read back do not give them."""
+    x, weight, _ = operands(1, 64, 96, 32, torch.float32)
+    kept, w, alone = INT8.enter(x, Scales()), quantize(weight, "int8_32x32"), Scales()
+    y, total = INT8.forward(kept, weight, alone), torch.zeros(1, 64, 32)
+    for k in range(3):
+        part = slice(32 * k, 32 * k + 32)
+        whole = kept.codes[..., part].int() @ w.codes[:, part].int().mT  # exact in 32 bits
+        x_steps = kept.multipliers[..., k].repeat_interleave(32, -1)
+        total += whole * x_steps[..., None] * w.multipliers[:, k].repeat_interleave(32)
+    assert torch.equal(y, total)
+    assert not torch.equal(y, dequantize(kept) @ dequantize(w).mT)
+    largest = torch.full((1, 32, 32), 3.7)
+    codes = INT8.enter(largest, alone)
+    assert torch.equal(
+        INT8.forward(codes, largest[0], alone), (32 * 127**2 * codes.multipliers**2).expand(1, 32, 32)
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 64, 32), (2, 40, 75, 50), (3, 7, 5, 3), (1, 1, 33, 1)])
+def test_the_codes_of_one_direction_serve_the_other(shape):
+    x, weight, dy = operands(*shape)
+    kept = INT8.enter(x, Scales())
+    back = [dequantize(quantize(a, "int8_32x32", fill=True), torch.float64) for a in (x, weight, dy)]
+    dx, dweight = INT8.backward(dy, kept, weight, (True, True), Scales())
+    found = INT8.forward(kept, weight, Scales()), dx, dweight
+    expected = back[0] @ back[1].mT, back[2] @ back[1], back[2].flatten(0, -2).mT @ back[0].flatten(0, -2)
+    for ours, theirs in zip(found, expected):
+        assert ours.dtype == torch.float64 and ours.shape == theirs.shape
+        assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()  # steps are rounded to float32
+    assert INT8.backward(dy, kept, weight, (False, True), Scales())[0] is None
+    assert INT8.backward(dy, kept, weight, (True, False), Scales())[1] is None
+
+
+def test_nan_stays_in_its_rows_and_nothing_is_nothing():
+    x, weight, dy = operands(1, 64, 64, 32, torch.float32)
+    x[0, 40, 3] = torch.nan
+    kept = INT8.enter(x, Scales())
+    y = INT8.forward(kept, weight, Scales())
+    assert y[0, :32].isfinite().all() and y[0, 32:].isnan().all()
+    assert INT8.backward(dy, kept, weight, (True, False), Scales())[0].isfinite().all()
+    none = INT8.enter(x[0, :0], Scales())
+    assert INT8.forward(none, weight, Scales()).shape == (0, 32)
+    dx, dweight = INT8.backward(dy[0, :0], none, weight, (True, True), Scales())
+    assert dx.shape == (0, 64) and torch.equal(dweight, torch.zeros(32, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_have_narrow_results_of_wide_sums(dtype):
+    x, weight, dy = operands(1, 64, 256, 32, dtype)
+    kept = INT8.enter(x, Scales())
+    exact = INT8.forward(kept, weight.float(), Scales())
+    y = INT8.forward(kept, weight, Scales())
+    assert torch.equal(y, exact.to(dtype))
+    assert [g.dtype for g in INT8.backward(dy, kept, weight, (True, True), Scales())] == [dtype] * 2
+
+
+def test_jetfire():
+    """Of a matrix with channels or tokens that stand out: blocks err less than tokens, tokens less than one
+    scale for all. And a number costs 1 + 4/1024 bytes."""
+    g = torch.Generator().manual_seed(0)
+    channels = torch.randn(256, 512, generator=g)
+    channels[:, [7, 20]] *= 100
+    both = channels.clone()
+    both[[3, 200]] *= 30
+    for x in (channels, both):
+        error = {}
+        for name, blocks in (("block", INT8.x), ("token", Blocks("int8", (0,))), ("tensor", Blocks("int8"))):
+            error[name] = (dequantize(quantize(x, blocks)) - x).square().mean().sqrt().item()
+        assert error["block"] < error["token"] / 1.5 and error["token"] < error["tensor"] / 1.5
+    q = quantize(channels, INT8.x)
+    assert q.nbytes == channels.numel() * (1 + 4 / 1024) == channels.half().nbytes * (1 / 2 + 1 / 512)
+
+
+# ---- on ranks ----------------------------------------------------------------------------------------------
+
+
+def rows(step, length):
+    return Rows(lambda _, rank, ranks: random_tokens(step, rank, ranks, 4, length, 29, seed=5), 4, length)
+
+
+def trained(config=WIDE, length=64, **strategy):
+    strategy = dict(precision="float64", products="int8") | strategy
+    run = parallelize(config, Strategy(**strategy), lambda p: AdamW(p, lr=1e-2, eps=1e-3), seed=3)
+    losses = [run.total(run.step(run.batch(rows(i, length), i), 0.5).loss).item() for i in range(2)]
+    return losses, run.state_dict()["parameters"]
+
+
+def apart(a, b):
+    gaps = [(a[1][name] - b[1][name]).abs().max().item() for name in a[1]]
+    return max(gaps + [abs(x - y) for x, y in zip(a[0], b[0])])
+
+
+CUTS = [
+    dict(dp=2),
+    dict(dp=2, zero=3),
+    dict(pp=2, microbatches=2),
+    dict(tp=2),
+    dict(tp=2, sequence_parallel=True),
+    dict(cp=2, layout="contiguous"),
+]
+DEEP = replace(WIDE, num_layers=2)
+
+
+def test_cuts_between_blocks_change_no_code():
+    """tp cuts at 32 channels, cp at 32 tokens. A cut through a block makes two blocks: the control."""
+    ((one, many, plain),) = launch.run(
+        lambda: (trained(DEEP), trained(DEEP, microbatches=2), trained(DEEP, products="plain")), ranks=1
+    )
+    found = launch.run(
+        lambda: [trained(DEEP, **cut) for cut in CUTS] + [trained(DEEP, cp=2, layout="zigzag")], ranks=2
+    )
+    for on_rank in found:
+        *same, through = [apart(result, one) for result in on_rank]
+        assert max(same) < 1e-12 and 1e-6 < through < 1e-1, (same, through)
+    assert apart(many, one) < 1e-12 and 1e-6 < apart(plain, one) < 1e-1
+
+
+def test_experts_and_cuts_through_blocks_leave_ranks_alike():
+    mixed = replace(WIDE, experts=ExpertsConfig(num_experts=4, top_k=2))
+    tiny = small(num_layers=1, tied=False)
+    layouts = [(mixed, dict(ep=2, dp=2)), (mixed, dict(tp=2)), (tiny, dict(tp=2)), (tiny, dict(dp=2, zero=3))]
+
+    def rank():
+        return [trained(config, 8, precision="float32", **layout) for config, layout in layouts]
+
+    for first, second in zip(*launch.run(rank, ranks=2)):
+        assert first[0] == second[0] and max(first[0]) < 4
+        assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
