@@ -1,5 +1,5 @@
 """Every way to compute the products of linear layers, by the names of `policies.PRODUCTS`."""
 
-from minitrain.precision import int8, products
+from minitrain.precision import bitnet, int8, products
 
-PRODUCTS = products.PRODUCTS | int8.PRODUCTS
+PRODUCTS = products.PRODUCTS | bitnet.PRODUCTS | int8.PRODUCTS

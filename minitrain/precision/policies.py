@@ -87,4 +87,6 @@ PRODUCTS = {
     "mxfp4": "E2M1 in blocks of 32 that share a power of two",
     "nvfp4": "E2M1 in blocks of 16 that share an E4M3 scale",
     "int8": "INT8 in blocks of 32x32 (Jetfire)",
+    "bitnet": "weights of one bit, tokens of INT8, plain gradients (BitNet)",
+    "bitnet_b158": "weights -1, 0 and 1, tokens of INT8, plain gradients (BitNet b1.58)",
 }

@@ -23,6 +23,7 @@ of dW begin with it (no zero-bubble schedule puts them off), float32 scales, no 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -193,8 +194,10 @@ def by_kernel(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     return y.view(*a.shape[:-1], len(right))
 
 
-def emulated(products: Products, weight: Tensor) -> bool:
+def emulated(products: Any, weight: Tensor) -> bool:
     """Whether products with this matrix are, for lack of a kernel."""
+    if not isinstance(products, Products):
+        return True
     pairs = ((products.x, products.weight), (products.dy, products.weight), (products.dy, products.x))
     fits = all(fits_kernel(*pair, weight.dtype) for pair in pairs) and not any(n % 16 for n in weight.shape)
     return not (fits and has_kernel(weight.device))

@@ -18,7 +18,7 @@ from minitrain.model.gpt import GPT
 from minitrain.model.layers import MLP, Linear
 from minitrain.moe import experts
 from minitrain.parallelize import check_module, parallelize
-from minitrain.precision import formats, policies, products
+from minitrain.precision import all_products, formats, policies, products
 from minitrain.precision.blocks import Blocks, dequantize, quantize
 from minitrain.precision.linear import LowLinear, multiply
 from minitrain.precision.products import PRODUCTS, Scales
@@ -509,7 +509,7 @@ def test_a_kernel_is_used_where_there_is_one_and_widths_are_whole(monkeypatch):
 
 
 def test_names_are_known_everywhere_and_emulation_is_said():
-    assert set(policies.PRODUCTS) == {"plain", *PRODUCTS}
+    assert set(policies.PRODUCTS) == {"plain", *all_products.PRODUCTS}
     model = GPT(CONFIG, seed=0)
     multiply_in(model, strategy := Strategy(products="fp8_rows"), None)
     said = "products='fp8_rows' are emulated, at no gain in time: no kernel for float32 on cpu"
