@@ -7,12 +7,13 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.data.batches import Rows, Text, random_tokens
-from minitrain.model.gpt import GPTConfig
+from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.parallelize import parallelize
 from minitrain.precision import bitnet
 from minitrain.precision.blocks import dequantize
 from minitrain.precision.linear import LowLinear, project
 from minitrain.precision.products import Scales
+from minitrain.product_passes import multiply_in
 from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
 from tests.parallel import TOLERANCE, small
@@ -234,8 +235,56 @@ def test_what_ranks_agree_on():
 # ---- real text -------------------------------------------------------------------------------------------
 
 
-def learn(products: str, seed: int, steps: int) -> list[float]:
-    config = GPTConfig(vocab_size=256, d_model=64, num_layers=2, num_heads=4, max_positions=64, tied=True)
-    run = parallelize(config, Strategy(products=products), lambda params: AdamW(params, lr=3e-3), seed=seed)
-    rows = Text.found().rows(8, 64, seed)
-    return [run.total(run.step(run.batch(rows, step), 1.0).loss).item() for step in range(steps)]
+def learn(cases: list) -> list[list[float]]:
+    """Losses of each (products, seed), on every second case of this rank; ranks say nothing to each other."""
+    found, text = [], Text.found()
+    for products, seed in cases[collectives.world().rank() :: 2]:
+        config = small(vocab_size=256, d_model=64, num_kv_heads=4, max_positions=64)
+        model = GPT(config, seed=seed)
+        multiply_in(model, Strategy(products=products), None)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01), []
+        for step in range(120):
+            tokens, targets = text.batch(step, 0, 1, 8, 64, seed)
+            loss = cross_entropy_sum(model(tokens), targets) / targets.numel()
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        found.append(losses)
+    return found
+
+
+@pytest.fixture(scope="module")
+def learned() -> dict[str, list]:
+    """{products: losses of three seeds}, first and mean of the last 20 steps."""
+    cases = [(name, seed) for seed in range(3) for name in NAMES]
+    by_rank = launch.run(learn, cases, ranks=2, timeout_s=200)
+    return {
+        name: [(losses[0], sum(losses[-20:]) / 20) for losses in found] for name, found in zip(NAMES, by_rank)
+    }
+
+
+def test_bitnet(learned):
+    """Weights of two values, b and -b, an eighth of a byte each; on real text the loss falls."""
+    for weight in (normal(24, 40) * 0.02, normal(24, 40) + 0.5):
+        few, size = bitnet.PRODUCTS["bitnet"].weights(weight, Scales())
+        assert (few * size).unique().tolist() == [-weight.abs().mean(), weight.abs().mean()]
+        assert 0.4 < (few > 0).double().mean() < 0.6, "centred"
+        assert bitnet.pack_signs(few).nbytes * 16 == weight.half().nbytes
+    assert all(last < 0.6 * first for first, last in learned["bitnet"]), learned
+
+
+def test_bitnet_b158(learned):
+    """Three values, 1.585 bits; add, subtract or skip is the product; the loss is below that of one bit."""
+    weight = normal(33, 95, dtype=torch.float32)
+    few, size = bitnet.PRODUCTS["bitnet_b158"].weights(weight, Scales())
+    size = weight.abs().mean()
+    wanted = torch.where(weight.abs() > size / 2, weight.sign(), 0.0)
+    assert torch.equal(few, wanted)
+    assert round(math.log2(len(few.unique())), 3) == 1.585
+    codes = bitnet.PRODUCTS["bitnet_b158"].enter(normal(7, 95, seed=2), Scales())[0].codes
+    assert torch.equal(bitnet.add_subtract_skip(codes, few), codes.int() @ few.int().mT)
+    means = {name: sum(last for _, last in runs) / 3 for name, runs in learned.items()}
+    assert means["bitnet_b158"] < means["bitnet"], learned
+    assert all(last < 0.6 * first for first, last in learned["bitnet_b158"]), learned
