@@ -87,6 +87,8 @@ PRODUCTS = {
     "mxfp4": "E2M1 in blocks of 32 that share a power of two",
     "nvfp4": "E2M1 in blocks of 16 that share an E4M3 scale",
     "int8": "INT8 in blocks of 32x32 (Jetfire)",
+    "fp8_wang": "E5M2 without scales, sums with 9 mantissa bits in chunks of 64: slow (Wang 2018)",
+    "hfp8": "(1,4,3) forward, E5M2 backward, without scales (Sun 2019)",
     "bitnet": "weights of one bit, tokens of INT8, plain gradients (BitNet)",
     "bitnet_b158": "weights -1, 0 and 1, tokens of INT8, plain gradients (BitNet b1.58)",
 }
