@@ -48,7 +48,7 @@ from minitrain.strategy import PARO_SHARDINGS, Strategy
 from minitrain.training.optim import AdamW
 
 TOLERANCE, STEPS, SEED = 1e-12, 2, 3
-EXACT = ("plain", "fp8_delayed")  # products whose scales no layout changes
+EXACT = ("plain", "fp8_delayed", "hfp8", "bitnet", "bitnet_b158")  # products whose scales no layout changes
 ROUNDING = 0.02  # how far a loss may be from float64's with 8 bits of mantissa
 MODEST_SCALE, LARGE_SCALE = 2.0**20, 2.0**513  # with the second, squares of gradients may overflow float64
 

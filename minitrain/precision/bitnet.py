@@ -20,16 +20,16 @@ the block keeps its norm, all activations have signs; head and tables have all b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minitrain import collectives
-from minitrain.precision.blocks import Blocks, Quantized, dequantize, quantize
+from minitrain.precision.blocks import Blocks, Quantized, dequantize
 from minitrain.precision.formats import INT8, Format
 from minitrain.precision.packing import pack, unpack
-from minitrain.precision.products import Scales, amax_of
+from minitrain.precision.products import Scales
 from minitrain.precision.rounding import rounded
 
 TERNARY = Format("ternary", 0, 1, 0, "none")  # two's complement without the most negative: -1, 0, 1
@@ -70,7 +70,7 @@ class BitProducts:
         if self.centred:
             x = x - over_width(x, scales)
         inverse = (over_width(x.square(), scales) + EPS).rsqrt()
-        return token_codes(x * inverse, scales), inverse
+        return scales.quantized("x", x * inverse, TOKENS, "MK"), inverse
 
     def forward(self, kept: tuple[Quantized, Tensor], weight: Tensor, scales: Scales) -> Tensor:
         """-> y [.., N]; of the rank's part of K, where it is cut."""
@@ -103,15 +103,6 @@ def over_width(x: Tensor, scales: Scales) -> Tensor:
     if scales.group is None or "K" not in scales.cut:
         return x.mean(-1, keepdim=True)
     return collectives.all_reduce(x.sum(-1, keepdim=True), scales.group) / (x.shape[-1] * scales.group.size())
-
-
-def token_codes(x: Tensor, scales: Scales) -> Quantized:
-    """x [.., K], in INT8 with a scale for the whole of a token, also of what other ranks hold."""
-    if scales.group is None or "K" not in scales.cut:
-        return quantize(x, TOKENS)
-    amax = collectives.all_reduce(amax_of(x, TOKENS), scales.group, op="max")
-    q = quantize(torch.cat((x, amax.to(x.dtype)), -1), TOKENS)  # one number more, which may be the largest
-    return replace(q, codes=q.codes[..., :-1].contiguous(), shape=x.shape)
 
 
 # ---- as stored, and without a multiplication -------------------------------------------------------------
