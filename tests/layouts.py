@@ -247,7 +247,8 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
         values |= dict(loss_scale=chance.choice((MODEST_SCALE, LARGE_SCALE)), loss_scale_window=1)
     elif chance.random() < 0.15:
         values["precision"] = chance.choice([name for name, policy in POLICIES.items() if policy.narrow])
-    if chance.random() < 0.2:
+    others = dict(overlap=False, ep_chunks=1, ep_travel="tokens", ep_shadow=0)  # have products of their own
+    if chance.random() < 0.2 and all(values.get(name, only) == only for name, only in others.items()):
         names = [name for name in PRODUCTS if name != "plain"]
         values["products"] = chance.choice(["fp8_delayed"] * len(names) + names)
     if axes["cp"] > 1:
