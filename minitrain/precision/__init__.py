@@ -8,6 +8,7 @@ then   blocks      one scale for a row, a tile, 32 numbers: recipes from INT8 to
        int8        products in blocks of 32 x 32 whose integers add up without error
        bitnet      weights of one bit and of three values
        early_fp8   the first FP8 trainings: casts without scales, sums in 16 bits
+       int4        products after a Hadamard matrix, gradients split and sampled
        all_products   all of these by name
        linear      a layer with such products in the place of a linear one
 then   policies    weights, gradients, masters and moments of a run: plain values by name

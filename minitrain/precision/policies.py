@@ -91,4 +91,5 @@ PRODUCTS = {
     "hfp8": "(1,4,3) forward, E5M2 backward, without scales (Sun 2019)",
     "bitnet": "weights of one bit, tokens of INT8, plain gradients (BitNet)",
     "bitnet_b158": "weights -1, 0 and 1, tokens of INT8, plain gradients (BitNet b1.58)",
+    "int4": "INT4 after a Hadamard matrix; gradients split in two and sampled (Xi et al. 2023)",
 }

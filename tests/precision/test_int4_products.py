@@ -1,0 +1,213 @@
+"""INT4: Hadamard, steps, splitting and sampling each against its definition; the estimate's mean; layouts."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minitrain import launch
+from minitrain.data.batches import Rows, random_tokens
+from minitrain.model.experts_config import ExpertsConfig
+from minitrain.parallelize import parallelize
+from minitrain.precision import int4
+from minitrain.precision.all_products import PRODUCTS
+from minitrain.precision.blocks import dequantize, quantize
+from minitrain.precision.products import Scales
+from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW
+from tests.parallel import small
+
+INT4, ALONE = PRODUCTS["int4"], Scales()
+
+
+def normal(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+# ---- forward -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width, block", [(128, 32), (96, 32), (24, 8), (75, 1), (2, 2), (64, 64)])
+def test_hadamard_is_its_own_inverse(width, block):
+    h = int4.hadamard(torch.eye(width, dtype=torch.float64), max(block, 32))
+    assert (h @ h.mT - torch.eye(width)).abs().max() < 1e-15 and torch.equal(h, h.mT)
+    assert ((h != 0) == torch.block_diag(*[torch.ones(block, block)] * (width // block)).bool()).all()
+    assert (h[h != 0].abs() - block**-0.5).abs().max() < 1e-15
+    x = normal(3, width)
+    assert (int4.hadamard(x, max(block, 32)) - x @ h).abs().max() < 1e-14
+
+
+def test_an_outlier_is_spread_over_its_block():
+    """One channel 30 times as large: without H nothing is left of the numbers beside it."""
+    x = normal(64, 128, dtype=torch.float32)
+    x[:, 5] *= 30
+    assert int4.hadamard(x).abs().max() < x.abs().max() / 5  # towards sqrt(32) = 5.66
+    plain, spread = dequantize(int4.measured(x, ALONE, "MK")), int4.hadamard(dequantize(INT4.enter(x, ALONE)))
+    beside = torch.arange(128) != 5
+    errors = [(y - x)[:, beside].square().mean().sqrt().item() for y in (plain, spread)]
+    assert errors[0] > 0.95 and errors[1] < 0.5
+
+
+@pytest.mark.parametrize("draw, worse", [("randn", 1.03), ("cubes", 1.03), ("rand", 1.15)])
+def test_the_measured_step_is_the_one_that_is_learned(draw, worse):
+    """LSQ's own gradient, of the squared error, 300 steps of descent: its error is hardly smaller. Of evenly
+    spread numbers the best step lies between two of the nine."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 64).double() ** 3 if draw == "cubes" else getattr(torch, draw)(64, 64).double()
+    step = (2 * x.abs().mean() / math.sqrt(7)).requires_grad_()  # where LSQ begins
+    optimizer = torch.optim.Adam([step], lr=0.01)
+    for _ in range(300):
+        scaled = (x / step).clamp(-7, 7)
+        error = ((scaled + (scaled.round() - scaled).detach()) * step - x).square().sum()
+        optimizer.zero_grad()
+        error.backward()
+        optimizer.step()
+    ours = (dequantize(int4.measured(x, ALONE, "MK"), torch.float64) - x).square().sum()
+    whole = (dequantize(quantize(x, int4.FOUR), torch.float64) - x).square().sum()
+    assert ours <= worse * error and ours <= whole
+
+
+def test_products_forward_are_of_integers_and_cost_half_a_byte():
+    x, weight = normal(2, 24, 96, dtype=torch.float32), normal(32, 96, seed=1, dtype=torch.float32)
+    kept, w = INT4.enter(x, ALONE), INT4.spread(weight, ALONE, "NK")
+    whole = kept.elements().long() @ w.elements().long().mT
+    assert kept.elements().abs().max() <= 7 and kept.nbytes == x.numel() // 2 + 4
+    assert torch.equal(INT4.forward(kept, weight, ALONE), whole * (kept.multipliers * w.multipliers))
+    exact = x @ weight.mT
+    assert (INT4.forward(kept, weight, ALONE) - exact).square().mean() < 0.03 * exact.square().mean()
+
+
+# ---- backward ----------------------------------------------------------------------------------------------
+
+
+def test_sixteen_hi_and_lo_are_the_gradient():
+    g = torch.arange(-int4.LARGEST, int4.LARGEST + 1, dtype=torch.int8)[None]
+    hi, lo = int4.halves(g)
+    assert torch.equal(16 * hi.int() + lo.int(), g.int()) and int4.LARGEST == 119
+    assert hi.abs().max() == 7 and (lo.min(), lo.max()) == (-8, 7)
+    assert (hi[g.abs() < 8] == 0).all(), "what is small has no upper half"
+
+
+def test_rounding_by_chance_is_unbiased_and_never_exceeds_119():
+    """10^4 rows of the same numbers: each place draws its own."""
+    row = torch.tensor([0.0, 0.3, -0.7, 1e-4, 0.99999, -1.0])
+    q = INT4.enter_grad(row.expand(100, 100, -1), ALONE)
+    values, sigma = dequantize(q).double().flatten(0, 1), 0.0
+    assert q.codes.abs().max() == int4.LARGEST and q.nbytes == 6e4 + 4
+    assert not values[:, 0].any() and (values[:, 5] + 1).abs().max() < 1e-6
+    sigma = values.std(0) / 100
+    assert ((values.mean(0) - row)[1:5].abs() <= 3 * sigma[1:5]).all() and (sigma[1:5] > 0).all()
+    again, other = (INT4.enter_grad(row.expand(100, 100, -1) * size, ALONE).codes for size in (1, 1.001))
+    assert torch.equal(again, q.codes) and not torch.equal(other, q.codes), "chance follows the scale"
+    ups = (values[:, 1] > 0.3).double()
+    assert abs(((ups[1:] - ups.mean()) * (ups[:-1] - ups.mean())).mean()) < 0.03 * ups.var()
+
+
+def test_int4_xi():
+    """dx and dW over 10^4 draws of what is kept: the mean is the product of dy itself, within 3 sigma (of all
+    numbers at once; one of a thousand may be 4 away). Half of the rows are kept; without 1/p it fails."""
+    dy = normal(24, 8) * torch.logspace(0, -3, 24)[:, None]
+    x, weight = normal(24, 16, seed=1), normal(8, 16, seed=2)
+    kept, exact = INT4.enter(x, ALONE), torch.float64
+    grad = INT4.enter_grad(dy, ALONE)
+    parts, g = int4.halves(grad.codes), grad.codes.double()
+    sizes = int4.lengths(parts, ALONE, "N")
+    sizes_w = sizes * int4.lengths(kept.elements()[None], ALONE, "K")
+    w = INT4.spread(weight, ALONE, "NK").elements().to(exact)
+    for size, of in ((sizes, lambda k: k @ w), (sizes_w, lambda k: k.mT @ kept.elements().to(exact))):
+        rows = int4.sampled(parts, size, torch.arange(10_000)[:, None, None])
+        draws = of(rows)
+        sigma = (draws.std(0) / 100).clamp(min=1e-12)
+        off = (draws.mean(0) - of(g)) / sigma
+        assert off.square().mean() < 1.5 and off.abs().max() < 4.5 and sigma.max() > 1e-3
+        assert abs((draws.mean((1, 2)) - of(g).mean()).mean()) < 3 * draws.mean((1, 2)).std() / 100
+        biased = of((rows != 0) * g)
+        assert ((biased.mean(0) - of(g)) / sigma).square().mean() > 100
+
+
+def test_half_of_the_rows_are_kept_the_heavy_ones_surely():
+    sizes = torch.tensor([[100.0, 1.0, 0.0, 2.0], [3.0, 1.0, 1.0, 0.0]]).double()
+    p = int4.keep_shares(sizes, 4)
+    assert p.sum() == 4 and p[0, 0] == 1 and p[0, 2] == 0 == p[1, 3]
+    light = p[(p < 1) & (p > 0)] / sizes[(p < 1) & (p > 0)]
+    assert (light - light[0]).abs().max() < 1e-15, "in proportion"
+    few = int4.keep_shares(torch.tensor([[5.0, 0.0], [0.0, 0.0]]).double(), 2)
+    assert few.tolist() == [[1.0, 0.0], [0.0, 0.0]] and not int4.keep_shares(torch.zeros(2, 3), 3).any()
+    assert int4.keep_shares(torch.zeros(2, 0), 0).shape == (2, 0)
+    many = int4.keep_shares(normal(2, 500).abs() ** 3, 500)
+    assert abs(many.sum() - 500) < 1e-9 and many.max() == 1
+    drawn = [int4.sampled(torch.ones(2, 500, 1), normal(2, 500).abs(), torch.tensor(s)) for s in range(50)]
+    assert len({tuple(one[:, 0].tolist()) for one in drawn}) == 50, "another seed, other rows"
+    again = int4.sampled(torch.ones(2, 500, 1), normal(2, 500).abs(), torch.tensor(3))
+    assert torch.equal(again, drawn[3])
+
+
+def test_nan_is_told_and_nothing_is_nothing():
+    x, weight, dy = normal(2, 8, 32), normal(16, 32, seed=1), normal(2, 8, 16, seed=2)
+    kept = INT4.enter(x, ALONE)
+    dx, dweight = INT4.backward(dy, kept, weight, (True, True), ALONE)
+    assert dx.shape == x.shape and dweight.shape == weight.shape and dx.dtype == torch.float64
+    assert INT4.backward(dy, kept, weight, (False, True), ALONE)[0] is None
+    assert INT4.backward(dy, kept, weight, (True, False), ALONE)[1] is None
+    for bad in (torch.nan, torch.inf):
+        dy[1, 2, 3] = bad
+        assert all(g.isnan().all() for g in INT4.backward(dy, kept, weight, (True, True), ALONE))
+        assert INT4.forward(INT4.enter(x.masked_fill(x > 2, bad), ALONE), weight, ALONE).isnan().all()
+    zero = INT4.backward(
+        dy * 0.0 if dy.isfinite().all() else torch.zeros_like(dy), kept, weight, (True, True), ALONE
+    )
+    assert not zero[0].any() and not zero[1].any()
+    none = INT4.enter(x[0, :0], ALONE)
+    assert INT4.forward(none, weight, ALONE).shape == (0, 16)
+    dx, dweight = INT4.backward(dy[0, :0], none, weight, (True, True), ALONE)
+    assert dx.shape == (0, 32) and not dweight.any()
+
+
+# ---- on ranks ----------------------------------------------------------------------------------------------
+
+WIDE = small(d_model=64, num_heads=4, num_kv_heads=4, d_ff=128, num_layers=2, tied=False)
+MIXED = replace(WIDE, experts=ExpertsConfig(num_experts=4, top_k=2))
+
+
+def rows(step):
+    return Rows(lambda _, rank, ranks: random_tokens(step, rank, ranks, 4, 8, 29, seed=5), 4, 8)
+
+
+def trained(config=WIDE, **strategy):
+    strategy = dict(precision="float64", products="int4") | strategy
+    run = parallelize(config, Strategy(**strategy), lambda p: AdamW(p, lr=1e-2, eps=1e-3), seed=3)
+    losses = [run.total(run.step(run.batch(rows(i), i), 0.5).loss).item() for i in range(2)]
+    return losses, run.state_dict()["parameters"]
+
+
+def apart(a, b):
+    gaps = [(a[1][name] - b[1][name]).abs().max().item() for name in a[1]]
+    return max(gaps + [abs(x - y) for x, y in zip(a[0], b[0])])
+
+
+def test_ranks_that_share_tokens_or_matrices_draw_alike():
+    """tp, with and without sequence parallelism, and pp: what the same microbatches on fewer ranks give.
+    Another microbatch has other scales: the control. Rows that are sorted otherwise draw otherwise: experts are
+    asked to be alike on ranks."""
+    cuts = [
+        (dict(), dict(tp=2)),
+        (dict(), dict(tp=2, sequence_parallel=True)),
+        (dict(microbatches=2), dict(pp=2, microbatches=2)),
+        (dict(microbatches=2), dict(tp=2, microbatches=2)),
+    ]
+    more = [(WIDE, dict(dp=2)), (WIDE, dict(dp=2, zero=3)), (WIDE, dict(cp=2)), (MIXED, dict(tp=2))]
+    more.append((MIXED, dict(dp=2, ep=2)))
+    (alone,) = launch.run(lambda: [trained(**one) for one, _ in cuts[1:]], ranks=1)
+    alone.insert(0, alone[0])
+
+    def rank():
+        return [trained(**two) for _, two in cuts], [trained(config, **layout) for config, layout in more]
+
+    ranks = launch.run(rank, ranks=2)
+    for same, others in ranks:
+        assert [apart(a, b) < 1e-12 for a, b in zip(same, alone)] == [True] * 4
+        dp, zero, cp, *_ = others
+        assert apart(dp, zero) < 1e-15 and max(max(losses) for losses, _ in others) < 4
+        assert all(1e-6 < apart(a, b) for a, b in ((dp, alone[0]), (alone[0], alone[2]), (cp, alone[0])))
+    assert all(apart(a, b) == 0 for a, b in zip(ranks[0][1], ranks[1][1]))
