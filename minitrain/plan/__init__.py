@@ -7,6 +7,7 @@ then   dapple, autopipe    where to cut a pipeline
        schedule_search, tessel           the shortest schedule there is; a pattern that repeats
        expert_placement   which ranks hold which experts: shadows, replicas, placements
        expert_popularity, expert_pools   placed by popularity in inference; plans that switch by placement
+       casts              which operators are worth 16 bits, casts counted
        grid_costs, grid_choice           what the matrices of a layer cost on a grid; the fastest that fits
        expert_overlap, expert_pair       hiding the all-to-alls of experts: in one layer; of two microbatches
 """
