@@ -239,12 +239,12 @@ def learn(cases: list) -> list[list[float]]:
     """Losses of each (products, seed), on every second case of this rank; ranks say nothing to each other."""
     found, text = [], Text.found()
     for products, seed in cases[collectives.world().rank() :: 2]:
-        config = small(vocab_size=256, d_model=64, num_kv_heads=4, max_positions=64)
+        config = small(vocab_size=256, d_model=32, num_kv_heads=4, max_positions=32)
         model = GPT(config, seed=seed)
         multiply_in(model, Strategy(products=products), None)
-        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01), []
-        for step in range(120):
-            tokens, targets = text.batch(step, 0, 1, 8, 64, seed)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01), []
+        for step in range(100):
+            tokens, targets = text.batch(step, 0, 1, 8, 32, seed)
             loss = cross_entropy_sum(model(tokens), targets) / targets.numel()
             optimizer.zero_grad()
             loss.backward()
@@ -285,6 +285,6 @@ def test_bitnet_b158(learned):
     assert round(math.log2(len(few.unique())), 3) == 1.585
     codes = bitnet.PRODUCTS["bitnet_b158"].enter(normal(7, 95, seed=2), Scales())[0].codes
     assert torch.equal(bitnet.add_subtract_skip(codes, few), codes.int() @ few.int().mT)
-    means = {name: sum(last for _, last in runs) / 3 for name, runs in learned.items()}
-    assert means["bitnet_b158"] < means["bitnet"], learned
+    pairs = zip(learned["bitnet"], learned["bitnet_b158"])
+    assert all(three < one for (_, one), (_, three) in pairs), learned
     assert all(last < 0.6 * first for first, last in learned["bitnet_b158"]), learned
