@@ -29,6 +29,7 @@ from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.context.choices import core_for, core_of_slices, data_layout
 from minitrain.data_parallel.hybrid import Hybrid
 from minitrain.data_parallel.replicated import Replicated
+from minitrain.data_parallel.scaled import Scaled
 from minitrain.data_parallel.sync import MakeOptimizer, Sync, all_names, parts_of
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
@@ -276,6 +277,8 @@ def make_sync(
         node = mesh.group("intra", *strategy.context_axes)
         return Hybrid(module, node, mesh.group("inter"), make_optimizer, strategy.zero)
     rows = mesh.group(*strategy.data_axes, *strategy.context_axes)
+    if strategy.policy.scaled:
+        return Scaled(module, rows, make_optimizer, strategy.bucket_bytes, deal=strategy.zero == 1)
     if strategy.zero == 3:
         return Zero3(module, rows, make_optimizer)
     return (Replicated, Zero1, Zero2)[strategy.zero](module, rows, make_optimizer, strategy.bucket_bytes)

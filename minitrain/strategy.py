@@ -88,6 +88,7 @@ class Strategy:
             raise ValueError(f"precision={self.precision!r}; use {', '.join(POLICIES)}")
         self._check_loss_scale()
         self._check_products()
+        self._check_scaled()
         if self.tp == 1 and (self.sequence_parallel or self.overlap):
             name = "sequence_parallel" if self.sequence_parallel else "overlap"
             raise ValueError(f"{name}=True is about the ranks of tp, and tp=1; use tp > 1")
@@ -232,6 +233,15 @@ class Strategy:
         if self.products == "fp8_delayed" and self.first_loss_scale:
             why = "it remembers gradients of another factor"
             raise ValueError(f"products='fp8_delayed' with a scaled loss: {why}; use fp8_tensor, or bfloat16")
+    def _check_scaled(self) -> None:
+        """Tensors with one scale each are whole: nothing may cut them, nor copy them without their scale."""
+        plain = dict(tp=1, ep=1, post_validation=False, loss_scale=0)
+        others = [name for name, value in plain.items() if getattr(self, name) != value]
+        others += ["zero"] * (self.zero not in (0, 1))
+        if self.policy.scaled and others:
+            cure = f"use {others[0]}={plain.get(others[0], '0 or 1')}"
+            why = "a scale is of a whole tensor, and gradients have one of their own"
+            raise ValueError(f"{self._said(('precision', others[0]), ' with ')}: {why}; {cure}")
 
     def _check_context(self) -> None:
         for name, table in (("core", cores.CORES), ("layout", cores.LAYOUTS)):
@@ -271,6 +281,9 @@ class Strategy:
             key_width = config.head_dim + config.rope_head_dim * bool(config.kv_latent)
             heads = config.num_heads // self.tp
             self._check_core(heads=heads, key_width=key_width, value_width=config.head_dim)
+        if self.policy.scaled and self.zero and self.pp > 1 and config.tied:
+            why = "the ends of the pipeline would deal the tied table out to different ranks"
+            raise ValueError(f"{self._said(('precision', 'zero', 'pp'))} and a tied table: {why}; use zero=0")
         if self.pipelined:
             even(config.num_layers, self.build_schedule().stages)
         return self

@@ -7,5 +7,5 @@ then   sync                      what all stages share: hooks, optimizers by nam
        units, zero3              parameters too, whole only while a layer needs them
        hybrid, choices           two levels, inside nodes and across; which sharding fits a cluster
 beside accumulation, broadcast, hierarchical_gather, local_updates, negotiated, parameter_server
-       quantized_collectives, zeropp
+       quantized_collectives, zeropp, scaled (tensors in 8 and 16 bits with scales)
 """

@@ -14,6 +14,7 @@ then   blocks      one scale for a row, a tile, 32 numbers: recipes from INT8 to
 then   policies    weights, gradients, masters and moments of a run: plain values by name
        mixed       a policy applied to a model and its optimizer
        jit_copies  narrow copies that live while a layer computes
+       fp8_lm      weights, gradients and moments as codes with a scale for each tensor: 6 bytes
        chance      16-bit weights without a master: rounding by chance, alike in every layout
        loss_scale  gradients that float16 would lose
 beside packing     codes of 4 and 6 bits side by side in bytes

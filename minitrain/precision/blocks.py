@@ -47,8 +47,10 @@ class Blocks:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", format_of("Blocks", self.format))
-        if not self.format.signed or self.format.bits > 8:
-            raise ValueError(f"Blocks: format={self.format.name}; use up to 8 bits with a sign, e4m3 say")
+        wide = self.format.bits > 8 and self.format.name not in ("fp16", "bf16")
+        if not self.format.signed or wide:
+            cure = "use up to 8 bits with a sign, e4m3 say, or fp16, bf16"
+            raise ValueError(f"Blocks: format={self.format.name}; {cure}")
         if self.scale not in SCALES:
             raise ValueError(f"Blocks: scale={self.scale!r}; use {', '.join(SCALES)}")
         sizes = isinstance(self.tile, tuple) and all(type(n) is int and n >= 0 for n in self.tile)

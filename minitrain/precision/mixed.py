@@ -5,7 +5,7 @@
     keep_gradients    .grad in the policy's dtype: autograd adds a bfloat16 dW to a float32 .grad; buckets,
                       shards and messages follow, for they ask the parameter
     keep_states       master and moments in the policy's dtypes, where the optimizer was not told otherwise;
-                      under a policy that rounds by chance there is no master, even if it was told so
+                      where a policy rounds by chance or scales there is no master, even if it was told so
     round_by_place    what is rounded by chance, by the numbers of its place
     loss_scale        of gradients that need one
 
@@ -22,26 +22,36 @@ import torch
 from torch import nn
 
 from minitrain.precision.chance import Chance
+from minitrain.precision.fp8_lm import narrow, wide
 from minitrain.precision.jit_copies import make_copies
 from minitrain.precision.loss_scale import LossScale
 from minitrain.precision.policies import Policy
 
 
 def widen(params: Iterable[nn.Parameter], policy: Policy) -> None:
+    kept = getattr(torch, policy.weights)
     for param in params if policy.copies else ():
-        param.data = param.data.to(getattr(torch, policy.weights))
+        if policy.scaled:
+            param.data, param.largest = narrow(param.data, kept)
+        else:
+            param.data = param.data.to(kept)
 
 
 def copy_in_time(layers: Iterable[nn.Module], policy: Policy) -> None:
     if policy.copies:
         dtype = getattr(torch, policy.copies)
-        make_copies(layers, lambda param: param.detach().to(dtype))
+
+        def copy_of(param: nn.Parameter) -> torch.Tensor:
+            return (wide(param, param.largest) if policy.scaled else param.detach()).to(dtype)
+
+        make_copies(layers, copy_of)
 
 
 def keep_gradients(params: Iterable[nn.Parameter], policy: Policy) -> None:
-    if policy.gradients != policy.weights:
+    dtype = policy.copies if policy.scaled else policy.gradients  # what backward gives, to be made codes of
+    if dtype != policy.weights:
         for param in params:
-            param.grad_dtype = getattr(torch, policy.gradients)
+            param.grad_dtype = getattr(torch, dtype)
 
 
 def keep_states(optimizer: torch.optim.Optimizer | None, policy: Policy) -> None:
@@ -59,6 +69,8 @@ def keep_states(optimizer: torch.optim.Optimizer | None, policy: Policy) -> None
         if policy.by_chance:
             check_knows(optimizer, ["by_chance"])
             group.update(by_chance=True, master_dtype=None)
+        if policy.scaled:
+            group.update(wanted, master_dtype=None)
 
 
 def round_by_place(held: Iterable, names: Mapping, numbers: Callable, policy: Policy, seed: int) -> None:

@@ -9,6 +9,7 @@
     bfloat16_stochastic              2         2         -      4 + 4         12    rounded by chance
     bfloat16_stochastic_short_mean   2         2         -      2 + 4         10
     bfloat16_stochastic_short        2         2         -      2 + 2          8
+    fp8_lm                           2         1         -      1 + 2          6    scales for tensors
 
 Activations have the dtype of the weights, or of their copies; products, norms, softmax and the loss add up
 in float32 at least, whatever the policy. `gradients` is what microbatches add up in and what travels.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 FIRST_SCALE = 2.0**16  # of a policy that scales its loss
 
 
@@ -34,6 +35,7 @@ class Policy:
     moments: tuple[str, str] = ("float32", "float32")  # of Adam: mean of gradients, of their squares
     scales: bool = False  # whether gradients would underflow without a factor on the loss
     by_chance: bool = False  # how bfloat16 weights without a master, and moments, are rounded
+    scaled: bool = False  # whether tensors have a scale each, and weights and moments are codes (fp8_lm.py)
     copies: str | None = None  # what forward and backward read, if it is made just in time, and activations
 
     @property
@@ -64,6 +66,9 @@ POLICIES = {
     "bfloat16_main_grads": Policy("bfloat16", "float32", "float32"),
     "bfloat16_short_moments": Policy("bfloat16", "float32", "float32", ("bfloat16", "bfloat16")),
     "bfloat16_jit": Policy("float32", "bfloat16", copies="bfloat16"),
+    "fp8_lm": Policy(
+        "float16", "float8_e4m3fn", None, ("float8_e4m3fn", "float16"), scaled=True, copies="bfloat16"
+    ),
     "bfloat16_stochastic": Policy("bfloat16", "bfloat16", by_chance=True),
     "bfloat16_stochastic_short_mean": Policy(
         "bfloat16", "bfloat16", None, ("bfloat16", "float32"), by_chance=True

@@ -67,8 +67,8 @@ def decode(codes: Tensor, format: str | Format) -> Tensor:
         return codes.float()
     if f.table:
         return torch.tensor(f.table, device=codes.device)[codes.int()]
-    if f.dtype is not None and f.bits == 8:
-        return codes.to(torch.uint8).view(f.dtype).float()
+    if f.dtype is not None and f.bits in (8, 16):
+        return codes.to(torch.uint8 if f.bits == 8 else torch.uint16).view(f.dtype).float()
     codes = codes.int()
     if f.exponent_bits == 8:  # float32, or its upper part
         return (codes << 32 - f.bits).view(torch.float32)

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.precision.chance import keep_by_chance
+from minitrain.precision.fp8_lm import narrow, wide
 from minitrain.sharding import placement
 
 
@@ -39,7 +40,8 @@ class AdamW(torch.optim.Optimizer):
     time, as large as a tile (DeepSpeed-TED: Singh et al. 2023, arXiv:2303.06318, section 4.2). Moments are
     kept in `moment_dtypes`, else in the dtype of what is updated; gradients are `grad_scale` times too large.
     `by_chance`: what is kept in bfloat16, weights without a master and moments, is rounded so, by the numbers
-    of `param.chance` (precision/chance.py, which `parallelize` gives every parameter).
+    of `param.chance` (precision/chance.py, which `parallelize` gives every parameter). A parameter with an
+    `largest` is codes with a scale, and so are its gradient and moments (precision/fp8_lm.py): without tiles.
     """
 
     def __init__(
@@ -67,6 +69,9 @@ class AdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[param] or self._new_state(param, group)
                 state["step"] += 1
+                if hasattr(param, "largest"):
+                    update_scaled(param, state, group)
+                    continue
                 weight = state.get("master", param)
                 tensors = [weight, param.grad, state["exp_avg"], state["exp_avg_sq"]]
                 if group["by_chance"]:
@@ -92,6 +97,10 @@ class AdamW(torch.optim.Optimizer):
         dtypes = group["moment_dtypes"] or (exact, exact)
         moments = (torch.zeros_like(weight, dtype=dtype) for dtype in dtypes)
         state.update(zip(("step", "exp_avg", "exp_avg_sq"), (0, *moments)))
+        if hasattr(param, "largest"):
+            state |= {
+                f"{name}_largest": torch.zeros_like(param.largest) for name in ("exp_avg", "exp_avg_sq")
+            }
         return state
 
     # The four methods below replace torch's, which import its compiler when first used: two seconds in every
@@ -181,6 +190,23 @@ def update_by_chance(weight: Tensor, grad: Tensor, state: dict[str, Any], group:
             x.copy_(exact[name])
 
 
+def update_scaled(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """The same in float32 for a parameter, gradient and moments that are codes with a scale each."""
+    names = ("exp_avg", "exp_avg_sq")
+    weight, grad = wide(param, param.largest), values_of(param).div_(group["grad_scale"])
+    moments = {name: wide(state[name], state[f"{name}_largest"]) for name in names}
+    adamw_update(weight, grad, dict(moments, step=state["step"]), group)
+    codes, param.largest = narrow(weight, param.dtype)
+    param.copy_(codes)
+    for name in names:
+        state[name], state[f"{name}_largest"] = narrow(moments[name], state[name].dtype)
+
+
+def values_of(param: Tensor) -> Tensor:
+    """Of a gradient that may be codes with a scale."""
+    return wide(param.grad, param.grad_largest) if hasattr(param, "largest") else param.grad
+
+
 def bits_of(param: Tensor, step: int) -> Tensor:
     if not hasattr(param, "chance"):
         cure = "use parallelize with a precision that rounds by chance, which gives them theirs"
@@ -217,7 +243,7 @@ def clip_grad_norm(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's epsilon: no division by zero
     for param in params:
         if param.grad is not None:
-            param.grad.mul_(scale)
+            (param.grad_largest if hasattr(param, "largest") else param.grad).mul_(scale)
     return norm
 
 
@@ -238,7 +264,7 @@ def sum_of_squares(params: list[Tensor], like: Tensor | None = None) -> Tensor:
         for param in held:
             copies = placement(param).copies
             if param.grad is not None and (copies is None or copies.rank() == 0):
-                square = square + torch.linalg.vector_norm(param.grad, dtype=dtype).square()
+                square = square + torch.linalg.vector_norm(values_of(param), dtype=dtype).square()
         for group in groups:
             square = collectives.all_reduce(square, group)
         total = total + square

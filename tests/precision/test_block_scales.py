@@ -400,7 +400,7 @@ X = torch.ones(4, 48)
         (lambda: quantize(X, "nvfp4", amax=torch.ones(())), r"an amax and e4m3 scales; use float32 scales"),
         (lambda: quantize(X, "nf4", fill=True, mode="zero"), r"nf4 is a table"),
         (lambda: Blocks("e4m4"), r"Blocks: there is no format 'e4m4'"),
-        (lambda: Blocks("bf16"), r"format=bf16; use up to 8 bits with a sign"),
+        (lambda: Blocks("tf32"), r"format=tf32; use up to 8 bits with a sign, e4m3 say, or fp16, bf16"),
         (lambda: Blocks("e8m0"), r"format=e8m0; use up to 8 bits with a sign"),
         (lambda: Blocks("e4m3", (2.5,)), r"tile=\(2.5,\); use whole numbers"),
         (lambda: Blocks("e4m3", 32), r"tile=32; use whole numbers"),
