@@ -233,6 +233,7 @@ class Strategy:
         if self.products == "fp8_delayed" and self.first_loss_scale:
             why = "it remembers gradients of another factor"
             raise ValueError(f"products='fp8_delayed' with a scaled loss: {why}; use fp8_tensor, or bfloat16")
+
     def _check_scaled(self) -> None:
         """Tensors with one scale each are whole: nothing may cut them, nor copy them without their scale."""
         plain = dict(tp=1, ep=1, post_validation=False, loss_scale=0)
