@@ -69,8 +69,8 @@ def f64(numbers):
 #     x.round()                 to the nearest whole number, a tie to the even one
 #     x.signbit()
 #
-# e = 2, m = 1, bias = 1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4 and NaN, codes 0 to 7. There 1.75 becomes 4, its neighbour in the even
-# code (2), and -9 becomes 8 + 6.
+# e = 2, m = 1, bias = 1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4 and NaN, codes 0 to 7. There 1.75 gets code 4, which is 2: the code of 1.5 is
+# odd. -9 gets code 8 + 6, which is -4.
 
 
 # %% answer="to_codes"
