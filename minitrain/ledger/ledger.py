@@ -88,6 +88,14 @@ class Ledger:
         """The sum of the sizes S which the papers' formulas start from."""
         return sum(call.payload_bytes for call in self._matching(op, axis))
 
+    @property
+    def sent_by_dtype(self) -> dict[str, int]:
+        """Bytes handed to the network as numbers of each dtype; codes are uint8."""
+        total: defaultdict[str, int] = defaultdict(int)
+        for issued in self._calls:
+            total[str(issued.call.dtype).removeprefix("torch.")] += issued.call.sent_bytes
+        return dict(total)
+
     def num_calls(self, op: str | None = None, axis: str | None = None) -> int:
         return len(self._matching(op, axis))
 

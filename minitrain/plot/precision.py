@@ -2,6 +2,7 @@
 
 number_lines      a row per format, a stroke per number: steps double where the exponent does
 error_by_length   relative errors of sums over their length, a line per accumulator, bounds as dashes
+memory_bars       bytes per parameter by kind, a bar per policy
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from math import floor, log2
 from matplotlib.figure import Figure
 
 from minitrain.plot import style
+from minitrain.plot.charts import bars_by_kind
 from minitrain.plot.style import BLACK, CYCLE, DASHES, GREY
 
 
@@ -67,3 +69,12 @@ def error_by_length(
     ax.set_yscale("log")
     ax.set(xlabel="numbers in the sum, K", ylabel="relative error")
     return style.finished(figure, title, ax.get_legend_handles_labels()[0])
+
+
+def memory_bars(rows: Mapping[str, Mapping[str, int]], parameters: int, *, title: str) -> Figure:
+    """{policy: {kind: bytes}} of a model with so many parameters (precision.mixed.bytes_by_kind)."""
+    if parameters < 1:
+        raise ValueError(f"parameters={parameters}; give the number that the bytes are of, 1 or more")
+    kinds = dict.fromkeys(kind for parts in rows.values() for kind, held in parts.items() if held)
+    shares = {name: {kind: parts.get(kind, 0) / parameters for kind in kinds} for name, parts in rows.items()}
+    return bars_by_kind(shares, title=title, unit="bytes per parameter")

@@ -80,6 +80,20 @@ def round_by_place(held: Iterable, names: Mapping, numbers: Callable, policy: Po
         kept.shard.chance = Chance(named, seed)
 
 
+def bytes_by_kind(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """What a rank keeps for these parameters when a step is done: together the policy's `state_bytes`, and
+    scales, 4 bytes each."""
+    found = dict.fromkeys(("weights", "gradients", "master", "moments", "scales"), 0)
+    for param in params:
+        state = optimizer.state[param]
+        tensors = [("weights", param), ("gradients", param.grad), ("master", state.get("master"))]
+        tensors += [("moments", state["exp_avg"]), ("moments", state["exp_avg_sq"])]
+        scales = [x for name, x in (state | vars(param)).items() if name.endswith("largest")]
+        for kind, x in (*tensors, *(("scales", x) for x in scales)):
+            found[kind] += 0 if x is None else x.nbytes
+    return found
+
+
 def loss_scale(
     optimizer: torch.optim.Optimizer | None, policy: Policy, factor: float, window: int
 ) -> LossScale | None:

@@ -120,6 +120,11 @@ PICTURES = {
     "heat": lambda: plot_experts.heat(
         [[9000, 3], [0, 7]], rows=["from 0", "from 1"], columns="01", title=LONG
     ),
+    "memory_bars": lambda: plot_precision.memory_bars(
+        {"float32": dict(weights=400, gradients=400, moments=800), "8 bits": dict(weights=200, scales=8)},
+        100,
+        title=LONG,
+    ),
     "number_lines": lambda: plot_precision.number_lines(
         {"e2m1": [-6.0, 0.0, 0.5, 1, 1.5, 2, 3, 4, 6], "an eighth": [2.0**-k for k in range(9)]},
         subnormal_below={"e2m1": 1.0},

@@ -10,10 +10,12 @@ import torch
 from minitrain import collectives, launch
 from minitrain.data.batches import Rows, random_tokens
 from minitrain.ledger import Ledger
+from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.gpt import cross_entropy_sum
 from minitrain.parallelize import parallelize
 from minitrain.precision.loss_scale import LossScale
-from minitrain.precision.policies import POLICIES
+from minitrain.precision.mixed import bytes_by_kind
+from minitrain.precision.policies import BYTES, POLICIES
 from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
 from tests.parallel import small
@@ -74,6 +76,78 @@ def test_bytes_per_parameter_are_those_of_the_tensors_that_a_step_leaves():
     ((numel, found),) = launch.run(rank, ranks=1)
     for name, policy in POLICIES.items():
         assert found[name] == tuple(numel * size for size in policy.state_bytes), name
+
+
+def test_what_travels_has_the_bits_of_the_policy():
+    """Two ranks: each sends as many bytes as the gradients have, 2(n-1)/n = 1, in their dtype. With matrices
+    cut each sends activations, in theirs."""
+
+    def rank():
+        found = {}
+        for name in POLICIES:
+            run = start(Strategy(dp=2, precision=name))
+            batch = run.batch(rows(0), 0)
+            with Ledger() as ledger:
+                run.step(batch)
+            kept = bytes_by_kind(run.model.parameters(), run.sync.optimizer)
+            kinds = [ledger.live_by_kind[kind] for kind in ("parameters", "gradients", "optimizer state")]
+            found[name] = ledger.sent_by_dtype, kept, kinds
+            if not POLICIES[name].scaled:
+                run = start(Strategy(tp=2, precision=name))
+                batch = run.batch(rows(0), 0)
+                with Ledger() as ledger:
+                    run.step(batch)
+                found[name] += (ledger.sent_by_dtype,)
+        params = list(start(Strategy(dp=2)).model.parameters())
+        return found, sum(param.numel() for param in params), len(params)
+
+    for found, numel, tensors in launch.run(rank, ranks=2):
+        in_float32, exact = found["float32"][3]["float32"], found["bfloat16"][3]["float32"]  # of the loss
+        assert exact < in_float32 / 50
+        for name, (sent, kept, kinds, *cut) in found.items():
+            policy, scales = POLICIES[name], kept.pop("scales")
+            codes = {"uint8": numel, "float32": 8 * tensors}  # and what scales they are in units of
+            assert sent == (codes if policy.scaled else {policy.gradients: numel * BYTES[policy.gradients]})
+            master = BYTES[policy.master] if policy.master else 0
+            moments = sum(BYTES[dtype] for dtype in policy.moments)
+            sizes = BYTES[policy.weights], BYTES[policy.gradients], master, moments
+            assert tuple(kept.values()) == tuple(numel * size for size in sizes), name
+            assert scales == 16 * tensors * policy.scaled and sum(kinds) == sum(kept.values()) + scales / 2
+            if name == "float32":
+                assert cut == [{"float32": in_float32}]
+            elif cut:
+                size = BYTES[policy.activations]
+                assert cut[0][policy.activations] == (in_float32 - (exact if size < 4 else 0)) * size / 4, (
+                    name
+                )
+
+
+def test_activations_are_half_as_large_in_16_bits():
+    """Of all that autograd keeps, what is float32 under `float32` is half of it in 16 bits, but for the few
+    numbers per token that norms, attention and the loss keep exact."""
+
+    def rank():
+        kept = {}
+        for name in POLICIES:
+            run = start(Strategy(precision=name))
+            batch = run.batch(rows(0), 0)
+            with SavedTensors(run.model) as saved:
+                run.model(batch.tokens)
+            kept[name] = [(one.shape, one.dtype, one.bytes) for one in saved.saved]
+        return kept
+
+    (kept,) = launch.run(rank, ranks=1)
+    exact = kept["float32"]
+    for name, found in kept.items():
+        policy, halves = POLICIES[name], 0
+        for (shape, dtype, size), (same, narrow, less) in zip(exact, found, strict=True):
+            assert shape == same
+            if dtype != narrow:
+                assert (dtype, narrow) == (torch.float32, getattr(torch, policy.activations)), name
+                assert less * 4 == size * BYTES[policy.activations]
+                halves += size
+        total = sum(size for *_, size in exact)
+        assert halves > 0.9 * total if policy.activations != "float32" else halves == 0
 
 
 def test_cutting_changes_no_bit_under_any_policy():
