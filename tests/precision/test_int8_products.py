@@ -90,7 +90,7 @@ def test_narrow_weights_have_narrow_results_of_wide_sums(dtype):
     assert [g.dtype for g in INT8.backward(dy, kept, weight, (True, True), Scales())] == [dtype] * 2
 
 
-def test_jetfire():
+def test_beside_outliers_blocks_err_less_than_tokens_and_tokens_less_than_tensors():
     """Of a matrix with channels or tokens that stand out: blocks err less than tokens, tokens less than one
     scale for all. And a number costs 1 + 4/1024 bytes."""
     g = torch.Generator().manual_seed(0)
