@@ -6,5 +6,6 @@ then   score_tiles         which scores a causal mask leaves of a tile
        traffic             what moves between slow and fast memory
        two_level, pipelined, blockwise    cores side by side; FlashAttention-3; attention and MLP by blocks
        packed              sequences of different lengths in one row
+       incoherent          Q and K turned, so that outliers spread
 beside alibi, dropout, placed              a bias and masks that are functions of the position of a score
 """

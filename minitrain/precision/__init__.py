@@ -12,6 +12,7 @@ then   blocks      one scale for a row, a tile, 32 numbers: recipes from INT8 to
        all_products   all of these by name
        linear      a layer with such products in the place of a linear one
        int8_flow   a block whose operators hand INT8 to each other, forward and backward
+       attention   FlashAttention-3's, in FP8 despite outliers
 then   policies    weights, gradients, masters and moments of a run: plain values by name
        mixed       a policy applied to a model and its optimizer
        jit_copies  narrow copies that live while a layer computes
