@@ -251,16 +251,16 @@ for h, low in ((2, -127), (draw.integer(3, 5), -127), (8, 100), (draw.integer(20
 #
 # **A rotation.** Four bits have no room for outliers. H_1 = [1] and
 #
-#     H_2n = [[H_n, H_n], [H_n, -H_n]] / sqrt(2)
+#     H_2n = [[H_n, H_n], [-H_n, H_n]] / sqrt(2)
 #
-# has H·Hᵀ = 1: two vectors that are both multiplied by H have the product that they had, and a number that was large is now a little everywhere.
-# `rotated` multiplies the vectors along `dim` by diag(H_b, H_b, ..). The block b is the largest power of two that is at most `most` and divides
+# has H·Hᵀ = 1 (and is not symmetric): if u becomes H·u and v becomes H·v, their product stays, and a number that was large is now a little everywhere.
+# `rotated` does so with every vector along `dim`: u becomes diag(H_b, H_b, ..)·u. The block b is the largest power of two that is at most `most` and divides
 # the size of `dim`, which need not be a power of two itself. There may be 8192 numbers in a block: H would be half a gigabyte, which is not there.
 #
 # **Three products.** y = x·wᵀ, dx = dy·w and dw = dyᵀ·x sum over three different things, and the rotation must go along what is summed. `operands`
 # returns three pairs (a, b), so that a·bᵀ, a·b and aᵀ·b are the three products, unchanged, and the six matrices are the rotated ones.
 #
-# split of 127 in two parts: 7 and 15; of -1: -1 and 15. The row `[8, 0, 0, 0, 0, 0]` with most = 4 has blocks of two: `[5.66, 5.66, 0, 0, 0, 0]`.
+# split of 127 in two parts: 7 and 15; of -1: -1 and 15. The row `[8, 0, 0, 0, 0, 0]` with most = 4 has blocks of two: `[5.66, -5.66, 0, 0, 0, 0]`.
 
 
 # %% answer="parts"
@@ -287,7 +287,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
     ### END SOLUTION
@@ -377,19 +377,19 @@ expect_split(torch.tensor([*some, -(2**23), 2**23 - 1], dtype=torch.int32).view(
 # Products stay, outliers are spread, and there is no matrix H.
 root = math.sqrt(0.5)
 one = torch.tensor([[8.0, 0, 0, 0, 0, 0]], dtype=torch.float64)
-wanted = torch.tensor([[8.0, 8, 0, 0, 0, 0]], dtype=torch.float64) * root
+wanted = torch.tensor([[8.0, -8, 0, 0, 0, 0]], dtype=torch.float64) * root
 expect_rotated(ask(rotated, one, 1, 4), one, 1, wanted, 2)
 expect_rotated(ask(rotated, one, 0, 4), one, 0, one, 1)
 four = torch.tensor([[1.0, 2, 3, 4]], dtype=torch.float64).T
-wanted = torch.tensor([[5.0, -1, -2, 0]], dtype=torch.float64).T
+wanted = torch.tensor([[5.0, 1, 2, 0]], dtype=torch.float64).T
 expect_rotated(ask(rotated, four, 0, 7), four, 0, wanted, 4)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 
 
 def signs(rows, columns):
-    """(-1)^(bits that are 1 in both numbers)."""
-    both, count = rows[:, None] & columns[None, :], torch.zeros(len(rows), len(columns))
+    """(-1)^(bits that are 1 in the row's number and 0 in the column's)."""
+    both, count = rows[:, None] & ~columns[None, :], torch.zeros(len(rows), len(columns))
     while both.any():
         count += both & 1
         both = both >> 1
@@ -401,7 +401,7 @@ def by_matrix(x, dim, most):
     block = max(2**i for i in range(15) if 2**i <= most and size % 2**i == 0)
     numbers = torch.arange(block)
     h = torch.block_diag(*[signs(numbers, numbers) / math.sqrt(block)] * (size // block))
-    return (h @ x if dim == 0 else x @ h), block
+    return (h @ x if dim == 0 else x @ h.T), block
 
 
 def with_outlier(rows, columns):
@@ -431,34 +431,37 @@ said = ask(rotated, x, 1, 9000, budget_bytes=100_000_000)  # H of 8 bits has 67 
 some = torch.tensor(draw.several(range(8192), 40))
 hint = "H is not there as a matrix; some of its columns are looked at (seen with a block of 8192)"
 expect_kind(said, x, "a rotated matrix", hint)
-wanted = x @ signs(torch.arange(8192), some) / math.sqrt(8192)
+wanted = x @ signs(some, torch.arange(8192)).T / math.sqrt(8192)
 expect_equal(said[:, some], wanted, "the rotation", hint, atol=1e-9)
 ### END HIDDEN TESTS
 
 # %% [markdown]
 # ## 3. Some of the rows (2 points)
 #
-# The gradient of a weight is dw = Aᵀ·B, the sum of the products a_iᵀ·b_i of n rows, and most rows add little to it. So only some are taken: row i is
-# kept with the chance p_i, independently of the others, and what is kept is divided by its chance. Then the mean over all draws is Aᵀ·B.
+# The gradient of a weight is dw = Aᵀ·B, a sum over tokens, and most of them add little to it. The tokens come in n pieces: piece i has c_i rows of A and
+# of B, and adds A_iᵀ·B_i. Only some pieces are taken: piece i is kept with the chance p_i, independently of the others, and what is kept is divided by its
+# chance. Then the mean over all draws is Aᵀ·B.
 #
-# **Chances.** The squared error of such an estimate is Σ (1/p_i - 1)·s_i² on average, where the score s_i = |a_i|·|b_i| is the product of lengths.
-# `chances` returns the p_i from 0 to 1 for which that is least while k rows are kept on average, Σ p_i = k. They are proportional to the scores
-# as far as that goes: no chance can be more than 1, and what such a row does not need is for the others. A row with score 0 is never
-# kept. If there are no more than k rows with a score, all of these are kept.
+# **Chances.** The squared error of such an estimate is Σ (1/p_i - 1)·s_i² on average, where the score s_i is the size of A_iᵀ·B_i. `chances` returns the
+# p_i from 0 to 1 for which that is least among those that keep `budget` rows on average, Σ c_i·p_i = budget. If all pieces have one row, they are
+# proportional to the scores. For others: by how much does the error fall for one more row, here or there? Where it falls more, p_i is still too small. And
+# no chance is more than 1: what such a piece does not need is for the others. A piece with score 0 is never kept. If all pieces with a
+# score have no more rows than the budget, all of them are kept.
 #
-# **An estimate.** `estimate` gets chances (any, not only yours) and for each row a number 0 <= u_i < 1; row i is kept if u_i < p_i. The rows stay where
-# they are: `row(i)` brings a_i and b_i, and is called for rows that are kept, once. That is all that is saved, and it is counted.
+# **An estimate.** `estimate` gets chances (any, not only yours) and for each piece a number 0 <= u_i < 1; piece i is kept if u_i < p_i. The rows stay
+# where they are: `piece(i)` brings A_i and B_i, and is called for pieces that are kept, once. That is all that is saved, and it is counted.
 #
-# Scores `[6, 1, 1, 2]`, k = 2: proportional would be `[1.2, .2, .2, .4]`. So the first row is kept always, and one of the others on average: `[1, .25, .25, .5]`.
+# Scores `[6, 1, 1, 2]`, pieces of one row, budget 2: proportional would be `[1.2, .2, .2, .4]`. So the first is kept always, and one of the others on average:
+# `[1, .25, .25, .5]`. Scores `[6, 2]`, pieces of 4 rows and of 1, budget 2: `[3/7, 2/7]`, which keeps 12/7 + 2/7 rows.
 
 
 # %% answer="rows"
-def chances(scores, k):
-    """scores [n] float64, at least 0, and a whole number k >= 1 -> p [n] float64."""
+def chances(scores, rows, budget):
+    """scores [n] float64, at least 0, rows [n] float64, whole numbers c_i, and a whole budget -> p [n] float64."""
     ### BEGIN SOLUTION
-    p, free = torch.zeros_like(scores), scores > 0
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -469,26 +472,26 @@ def chances(scores, k):
     ### END SOLUTION
 
 
-def estimate(p, u, row, shape):
-    """p [n], u [n] float64; row(i) -> a_i [shape[0]] and b_i [shape[1]] -> an estimate of Aᵀ·B, float64 of this shape."""
+def estimate(p, u, piece, shape):
+    """p [n], u [n] float64; piece(i) -> A_i [c_i, shape[0]] and B_i [c_i, shape[1]] -> an estimate of Aᵀ·B, float64 of this shape."""
     ### BEGIN SOLUTION
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
     ### END SOLUTION
 
 
 # %% driver="estimates"
-def estimates(p, draws, shape, group):
-    """An estimate for each row of `draws`. Rows come from outside, and each is written down."""
+def estimates(p, draws, rows, shape, group):
+    """An estimate for each row of `draws`. Pieces come from outside, and each is written down."""
 
-    def row(i):
-        both = group.fetch(f"row {int(i)}", torch.empty(sum(shape), dtype=torch.float64))
-        return both[: shape[0]], both[shape[0] :]
+    def piece(i):
+        like = torch.empty(rows[int(i)], sum(shape), dtype=torch.float64)
+        return group.fetch(f"piece {int(i)}", like).split(list(shape), 1)
 
-    return torch.stack([estimate(p, u, row, tuple(shape)) for u in draws])
+    return torch.stack([estimate(p, u, piece, tuple(shape)) for u in draws])
 
 
 # %% judge="expect_rows"
@@ -499,30 +502,34 @@ def squared_error(scores, p):
 
 
 def expect_chances(cases):
-    """Cases (scores, k, wanted)."""
-    for p, (scores, k, wanted) in zip(ask_each(chances, [case[:2] for case in cases]), cases):
-        where = f"(seen with {len(scores)} rows and k = {k})"
-        expect_kind(p, wanted, "a chance for each row", f"a number for each {where}")
+    """Cases (scores, rows, budget, wanted)."""
+    for p, case in zip(ask_each(chances, [case[:3] for case in cases]), cases):
+        scores, rows, budget, wanted = case
+        where = f"(seen with {len(scores)} pieces of {rows.min():.0f} to {rows.max():.0f} rows, budget {budget})"
+        expect_kind(p, wanted, "a chance for each piece", f"a number for each {where}")
         fits = bool(((p >= 0) & (p <= 1)).all())
-        expect(fits, "from 0 to 1", f"a row cannot be kept more often than always {where}")
-        hint = f"of which every draw costs something and adds nothing {where}"
-        expect(not p[scores == 0].any(), "no row without a score", hint)
-        near = 1e-12 * len(scores)
-        hint = f"what a row that is always kept does not need is for the others {where}"
-        expect_equal(p.sum(), wanted.sum(), "k rows on average", hint, atol=near)
+        expect(fits, "from 0 to 1", f"a piece cannot be kept more often than always {where}")
+        hint = f"every draw of it costs something and adds nothing {where}"
+        expect(not p[scores == 0].any(), "no piece without a score", hint)
+        near = 1e-12 * rows.sum().item()
+        hint = f"what a piece that is always kept does not need is for the others {where}"
+        expect_equal((p * rows).sum(), (wanted * rows).sum(), "the budget", hint, atol=near)
         some = p[scores > 0]
-        expect(bool((some > 0).all()), "unbiased", f"a row that is never kept is missing {where}")
-        even = min(1.0, k / len(scores))
+        expect(bool((some > 0).all()), "unbiased", f"a piece that is never kept is missing {where}")
+        even = min(1.0, budget / rows.sum().item())
         hint = f"the squared error is no smaller than with the same chance for all {where}"
         uniform = squared_error(scores, torch.full_like(scores, even))
         expect(squared_error(scores, p) <= uniform * (1 + 1e-9) + 1e-9, "better than even", hint)
-        hint = f"other chances with this sum have a smaller error; are they proportional? {where}"
+        hint = (
+            f"other chances with this budget have a smaller error; what does a row bring? {where}"
+        )
         expect_equal(p, wanted, "the least error", hint, atol=1e-12)
 
 
 def expect_estimates(a, b, p):
-    """Every subset of rows is drawn once; the estimates weighted by their chances are Aᵀ·B."""
-    n, shape = len(a), [a.shape[1], b.shape[1]]
+    """a, b: lists of pieces. Every set of them is drawn once; estimates weighted by their chances are Aᵀ·B."""
+    n, shape = len(a), [a[0].shape[1], b[0].shape[1]]
+    terms = torch.stack([left.T @ right for left, right in zip(a, b)])
     sets, weights, draws, taken = [], [], [], Counter()
     for number in range(2**n):
         kept = torch.tensor([number >> i & 1 for i in range(n)], dtype=torch.bool)
@@ -537,53 +544,69 @@ def expect_estimates(a, b, p):
     order = draw.several(range(len(sets)), len(sets))
     draws, sets = torch.stack([draws[i] for i in order]), [sets[i] for i in order]
     weights = torch.tensor([weights[i] for i in order], dtype=torch.float64)
-    secrets = {f"row {i}": torch.cat((a[i], b[i])) for i in range(n)}
-    outcome = run_on_ranks(estimates, [(p, draws, shape)], secrets=[secrets])
-    said, where = outcome.results[0], f"(seen with {n} rows)"
+    secrets = {f"piece {i}": torch.cat((a[i], b[i]), 1) for i in range(n)}
+    inputs = [(p, draws, [len(part) for part in a], shape)]
+    outcome = run_on_ranks(estimates, inputs, secrets=[secrets])
+    said, where = outcome.results[0], f"(seen with {n} pieces)"
     nothing = torch.zeros(len(sets), *shape, dtype=torch.float64)
     expect_kind(said, nothing, "an estimate", f"float64 of the shape of Aᵀ·B {where}")
-    near = 1e-12 * (a.abs().T @ b.abs()).max().item() / p[p > 0].min().item()
+    largest = sum(left.abs().T @ right.abs() for left, right in zip(a, b)).max().item()
+    near = 1e-12 * largest / p[p > 0].min().item()
     hint = f"the mean over all draws, each counted with its chance, is not Aᵀ·B {where}"
-    expect_equal((weights[:, None, None] * said).sum(0), a.T @ b, "unbiased", hint, atol=near)
-    hint = (
-        f"the mean is right; which rows are kept in a draw, and what are they divided by? {where}"
-    )
+    mean = (weights[:, None, None] * said).sum(0)
+    expect_equal(mean, terms.sum(0), "unbiased", hint, atol=near)
+    hint = f"the mean is right; what is kept in a draw, and what is it divided by? {where}"
     for got, kept in zip(said, sets):
         factors = kept / p.clamp_min(1e-300)
-        expect_equal(got, (a * factors[:, None]).T @ b, "the rows of a draw", hint, atol=near)
+        wanted = (factors[:, None, None] * terms).sum(0)
+        expect_equal(got, wanted, "the pieces of a draw", hint, atol=near)
     loaded = Counter(int(e.name.split()[1]) for e in outcome.events if e.kind == "fetch")
-    hint = f"a row was brought that is not kept, or one twice; what is saved then? {where}"
-    expect(loaded == +taken, "rows brought", hint)
+    hint = f"a piece was brought that is not kept, or one twice; what is saved then? {where}"
+    expect(loaded == +taken, "pieces brought", hint)
 
 
 # %% check="rows-estimate" points=1
-# On average it is the product, and only rows that are kept are brought.
+# On average it is the product, and only pieces that are kept are brought.
 expect_estimates(
-    torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64),
-    torch.tensor([[1.0], [-1.0]], dtype=torch.float64),
+    [torch.tensor([[1.0, 2.0], [0.0, 1.0]]).double(), torch.tensor([[3.0, 4.0]]).double()],
+    [torch.tensor([[1.0], [2.0]]).double(), torch.tensor([[-1.0]]).double()],
     torch.tensor([0.5, 0.25], dtype=torch.float64),
 )
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
+
+
+def drawn_pieces(rows, width, other):
+    a, b = ([draw.real(count, size) for count in rows] for size in (width, other))
+    return a, b
+
+
 for n in (5, draw.integer(6, 7)):
     p = torch.tensor([draw.uniform(0.1, 0.9) for _ in range(n)], dtype=torch.float64)
     p[draw.integer(0, n - 1)] = 1.0
-    a, b = draw.real(n, draw.integer(1, 4)), draw.real(n, draw.integer(1, 4))
-    expect_estimates(a, b, p)
-a, b = draw.real(4, 3), draw.real(4, 2)  # rows that are never kept, as there is nothing in them
-a[1] = b[3] = 0
+    rows = [draw.integer(1, 4) for _ in range(n)]
+    expect_estimates(*drawn_pieces(rows, draw.integer(1, 4), draw.integer(1, 4)), p)
+a, b = drawn_pieces([2, 1, 3, 1], 3, 2)  # pieces that are never kept, as there is nothing in them
+a[1] *= 0
+b[3] *= 0
 expect_estimates(a, b, torch.tensor([0.3, 0.0, 1.0, 0.0], dtype=torch.float64))
 ### END HIDDEN TESTS
 
 # %% check="rows-chances" points=1
-# The chances with the least error: proportional to scores, at most 1, k in all.
+# The chances with the least error for a budget of rows.
 expect_chances(
     [
-        (torch.tensor(scores, dtype=torch.float64), k, torch.tensor(p, dtype=torch.float64))
-        for scores, k, p in (
-            ([1.0, 3.0], 1, [0.25, 0.75]),
-            ([6.0, 1.0, 1.0, 2.0], 2, [1.0, 0.25, 0.25, 0.5]),
-            ([2.0, 0.0, 5.0], 2, [1.0, 0.0, 1.0]),
+        (
+            torch.tensor(scores, dtype=torch.float64),
+            torch.tensor(rows, dtype=torch.float64),
+            budget,
+            torch.tensor(p, dtype=torch.float64),
+        )
+        for scores, rows, budget, p in (
+            ([1.0, 3.0], [1, 1], 1, [0.25, 0.75]),
+            ([6.0, 1.0, 1.0, 2.0], [1, 1, 1, 1], 2, [1.0, 0.25, 0.25, 0.5]),
+            ([2.0, 0.0, 5.0], [2, 1, 3], 6, [1.0, 0.0, 1.0]),
+            ([6.0, 2.0], [4, 1], 2, [3 / 7, 2 / 7]),
         )
     ]
 )
@@ -591,43 +614,49 @@ print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 
 
-def filled(scores, k):
-    """The m largest are kept always: the fewest for which the others' shares are at most 1."""
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])
-    k = min(k, sum(score > 0 for score in scores))
-    for m in range(k + 1):
-        rest = math.fsum(scores[i] for i in order[m:])
-        if m == k or (k - m) * scores[order[m]] <= rest:
-            p = [min(1.0, (k - m) * score / rest) if k > m else 0.0 for score in scores]
+def filled(scores, rows, budget):
+    """The m pieces that bring most for a row are kept always: the fewest for which no other share is above 1."""
+    gain = [score / math.sqrt(count) for score, count in zip(scores, rows)]
+    order = sorted((i for i, score in enumerate(scores) if score > 0), key=lambda i: -gain[i])
+    for m in range(len(order) + 1):
+        left = budget - sum(rows[i] for i in order[:m])
+        rest = math.fsum(gain[i] * rows[i] for i in order[m:])
+        if m == len(order) or left * gain[order[m]] <= rest:
+            p = [left * its / rest if m < len(order) else 0.0 for its in gain]
             for i in order[:m]:
                 p[i] = 1.0
             return torch.tensor(p, dtype=torch.float64)
 
 
-def drawn_scores(n, power):
-    """The larger the power, the more of them are far larger than the others."""
+def case(scores, rows, budget):
+    wanted = filled(scores.tolist(), rows.tolist(), budget)
+    return scores, rows.double(), budget, wanted
+
+
+def drawn_case(n, budget, power, most):
+    """The larger the power, the more scores are far larger than the others; pieces of up to `most` rows."""
     scores = draw.real(n).abs() ** power * draw.choice([1e-6, 1.0, 1e6])
     scores[draw.integer(0, n - 1)] = 0.0
-    return scores
+    return case(scores, torch.tensor([draw.integer(1, most) for _ in range(n)]), budget)
 
 
-cases = []
-for n, k, power in (
-    (9, 3, 1),
-    (40, 11, 4),
-    (300, 100, 6),
-    (draw.integer(20, 60), 12, 8),
-    (500, 2, 1),
-):
-    scores = drawn_scores(n, power)
-    cases.append((scores, k, filled(scores.tolist(), k)))
 falling = torch.tensor([2.0**-i for i in range(12)], dtype=torch.float64)  # one by one they reach 1
-cases.append((falling, 6, filled(falling.tolist(), 6)))
 same = torch.full((draw.integer(5, 9),), 3.0, dtype=torch.float64)
-cases.append((same, 4, filled(same.tolist(), 4)))
-for scores in (torch.zeros(3, dtype=torch.float64), torch.tensor([0.0, 2.0], dtype=torch.float64)):
-    cases.append((scores, draw.integer(2, 9), (scores > 0).double()))
-expect_chances(cases)
+nothing, one = torch.zeros(3, dtype=torch.float64), torch.tensor([0.0, 2.0], dtype=torch.float64)
+expect_chances(
+    [
+        drawn_case(9, 3, 1, 1),
+        drawn_case(40, 11, 4, 1),
+        drawn_case(300, 200, 6, 5),
+        drawn_case(draw.integer(20, 60), 40, 8, 9),
+        drawn_case(500, 2, 1, 30),
+        case(falling, torch.ones(12, dtype=torch.int64), 6),
+        case(falling, torch.arange(12, 0, -1), 30),
+        case(same, torch.arange(len(same)) % 3 + 1, 4),
+        case(nothing, torch.tensor([1, 2, 3]), draw.integer(2, 9)),
+        case(one, torch.tensor([4, 3]), draw.integer(3, 9)),
+    ]
+)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -637,8 +666,9 @@ expect_chances(cases)
 #
 #     scale = mean |w|        trit = clip(round(w / scale), -1, 1)        round: to the nearest, from the middle to the even one
 #
-# **Five in a byte.** 3^5 = 243 fits into a byte. `packed` returns bytes [N, ceil(K/5)], each row for itself: byte = Σ (trit_i + 1)·3^i for the five trits
-# i = 0 to 4 of its group; behind the end of a row there are zeros (trits of 0). And the scale, a tensor without dims. A matrix of zeros has the scale 0.
+# **Five in a byte.** 3^5 = 243 fits into a byte, and with signs it is balanced: -121 to 121. `packed` returns int8 [N, ceil(K/5)], each row for itself:
+# byte = Σ trit_i·3^i for the five trits i = 0 to 4 of its group; behind the end of a row there are trits of 0. Five zeros are 0, and the opposite trits are
+# the opposite number. It returns the scale, too, a tensor without dims. A matrix of zeros has the scale 0.
 #
 # **Straight through.** `ternary_linear` returns y = x·(scale·trits)ᵀ, and autograd goes through it. Rounding has the gradient 0 almost everywhere, and with that
 # nothing would be learnt. So backward acts as if the weights had not been rounded, clipped or scaled: dw is dyᵀ·x, for every weight, large ones too.
@@ -648,10 +678,10 @@ expect_chances(cases)
 # no values. All it can do is `a + b` and `a - b`, and each is written down. The check carries out what is written, with values that you never see, and counts:
 #
 # - a trit of 0 is skipped. It costs nothing;
-# - rows with the same byte in the same place share its sum: a sum of up to five columns is made once for each different byte of a place, with one operation for each
-#   trit of it that is not 0, and a row adds one sum for each of its bytes that is not all zeros. No row may cost more. (Real kernels look it up in a table.)
+# - rows with the same byte in the same place share its sum, and so do rows with the opposite one: who adds, who subtracts? A sum of up to five columns is made
+#   once, with one operation for each trit that is not 0, and a row has one operation for each of its bytes that is not 0. (Kernels look sums up in a table.)
 #
-# w = `[[3, -3, 1, 0, 0, 0.5]]` has the mean 1.25, the trits `[1, -1, 1, 0, 0, 0]`, and the bytes 2 + 0·3 + 2·9 + 1·27 + 1·81 = 128 and 1 + 3 + 9 + 27 + 81 = 121.
+# w = `[[3, -3, 1, 0, 0, 0.5]]` has the mean 1.25, the trits `[1, -1, 1, 0, 0, 0]`, and the bytes 1 - 3 + 9 = 7 and 0.
 
 
 # %% given="column"
@@ -676,13 +706,12 @@ class Column:
 
 # %% answer="ternary"
 def packed(w):
-    """w [N, K] float64 -> bytes [N, ceil(K/5)] uint8, and the scale, a float64 tensor without dims."""
+    """w [N, K] float64 -> bytes [N, ceil(K/5)] int8, and the scale, a float64 tensor without dims."""
     ### BEGIN SOLUTION
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
     ### END SOLUTION
 
 
@@ -696,15 +725,16 @@ def ternary_linear(x, w):
 
 
 def ternary_sums(columns, data, zero):
-    """A list of K columns, bytes [N, ceil(K/5)] uint8, a column of zeros -> a list of N columns."""
+    """A list of K columns, bytes [N, ceil(K/5)] int8, a column of zeros -> a list of N columns."""
     ### BEGIN SOLUTION
     known, results = {}, []
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -713,8 +743,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
     ### END SOLUTION
@@ -746,28 +778,18 @@ def with_gradients(x, w, dy):
 
 
 # %% judge="expect_ternary"
-def unpacked(data, length):
-    """Bytes [N, G] -> trits [N, length] int64."""
-    digits = data.long().unsqueeze(-1) // 3 ** torch.arange(5) % 3
-    return digits.flatten(1)[:, :length] - 1
-
-
 def expect_packed(w, data, scale):
     said = ask(packed, w)
     where = f"(seen with {list(w.shape)})"
     expect(isinstance(said, (list, tuple)) and len(said) == 2, "bytes and a scale", "return both")
-    hint = (
-        f"uint8, five trits in a byte, each row for itself; the scale is a float64 tensor {where}"
-    )
+    hint = f"int8, five trits in a byte, each row for itself; the scale is a float64 tensor {where}"
     expect_kind(said, [data, scale], "bytes and a scale", hint)
     near = 1e-14 * w.abs().max().item() * w.numel()
     expect_equal(
         said[1], scale, "the mean", f"of the absolute values of all weights {where}", atol=near
     )
-    trits = unpacked(said[0], w.shape[1])
-    hint = f"the scale is right; which weights become 0, which are clipped, in which order are digits? {where}"
-    expect_equal(trits, unpacked(data, w.shape[1]), "trits", hint)
-    expect_equal(said[0], data, "behind the end", f"what is in the last byte beside trits? {where}")
+    hint = f"the scale is right; what becomes 0, what is clipped, which digit comes first? {where}"
+    expect_equal(said[0], data, "trits", hint)
 
 
 def expect_gradients(x, w, dy, weights):
@@ -783,27 +805,30 @@ def expect_gradients(x, w, dy, weights):
     expect_equal(dw, dy.T @ x, "straight through", hint, atol=near)
 
 
-def expect_sums(data, count, most):
-    """What is written down is carried out, on 3 tokens; `most` is how many operations there may be."""
+def expect_sums(data, trits, most):
+    """trits [N, K] of these bytes. What is written down is carried out, on 3 tokens; `most` is how much there may be."""
+    count = trits.shape[1]
     written, places = ask(with_columns, data, count)
     where = f"(seen with {len(data)} rows of {count} trits)"
     expect(len(places) == len(data), "a column for each row", f"N of them {where}")
     values = [torch.zeros(3, dtype=torch.int64)]
     values += [torch.tensor([draw.integer(-999, 999) for _ in range(3)]) for _ in range(count)]
+    x = torch.stack(values[1:], 1)
     for a, b, sign in written.tolist():
         before = range(len(values))
         fine = a in before and b in before and sign in (1, -1)
         expect(fine, "a column for each row", f"what is written down is no addition {where}")
         values.append(values[a] + sign * values[b])
-    trits, x = unpacked(data, count), torch.stack(values[1 : 1 + count], 1)
-    said, wanted = torch.stack([values[place] for place in places], 1), x @ trits.T
-    hint = f"which digit of a byte belongs to which column, and which digit is -1? {where}"
-    expect_equal(said, wanted, "the sums", hint)
+    fine = all(place in range(len(values)) for place in places)
+    expect(fine, "a column for each row", f"a result is no column {where}")
+    said = torch.stack([values[place] for place in places], 1)
+    hint = f"which digit of a byte belongs to which column, and what is a negative byte? {where}"
+    expect_equal(said, x @ trits.T, "the sums", hint)
     hint = f"a trit of 0 is skipped, a column is added once for each other trit {where}"
-    rows = (data != 121).sum().item()
-    expect(len(written) <= int((trits != 0).sum()) + rows, "zeros are skipped", hint)
+    dense = int((trits != 0).sum()) + int((data != 0).sum())
+    expect(len(written) <= dense, "zeros are skipped", hint)
     hint = (
-        f"rows with the same byte in the same place: is its sum made once for all of them? {where}"
+        f"rows with the same byte in the same place, or the opposite: is its sum made once? {where}"
     )
     expect(len(written) <= most, "sums are shared", hint)
 
@@ -811,9 +836,7 @@ def expect_sums(data, count, most):
 # %% check="ternary-weights" points=1
 # Five trits in a byte, the mean as scale, and a gradient that goes straight through.
 w = torch.tensor([[3.0, -3, 1, 0, 0, 0.5]], dtype=torch.float64)
-expect_packed(
-    w, torch.tensor([[128, 121]], dtype=torch.uint8), torch.tensor(1.25, dtype=torch.float64)
-)
+expect_packed(w, torch.tensor([[7, 0]], dtype=torch.int8), torch.tensor(1.25, dtype=torch.float64))
 x, dy = torch.arange(12.0, dtype=torch.float64).view(2, 6), torch.ones(2, 1, dtype=torch.float64)
 expect_gradients(x, w, dy, 1.25 * torch.tensor([[1.0, -1, 1, 0, 0, 0]], dtype=torch.float64))
 print("the visible checks pass")
@@ -829,11 +852,10 @@ def by_rule(w):
     ]
     full = [row + [0] * (-len(row) % 5) for row in trits]
     data = [
-        [sum((row[i + j] + 1) * 3**j for j in range(5)) for i in range(0, len(row), 5)]
-        for row in full
+        [sum(row[i + j] * 3**j for j in range(5)) for i in range(0, len(row), 5)] for row in full
     ]
     trits = torch.tensor(trits, dtype=torch.float64)
-    return torch.tensor(data, dtype=torch.uint8), torch.tensor(scale, dtype=torch.float64), trits
+    return torch.tensor(data, dtype=torch.int8), torch.tensor(scale, dtype=torch.float64), trits
 
 
 tied = torch.tensor([0.5, -0.5, 1.5, -1.5, 0.0, 2.0, -2.0, 0.0], dtype=torch.float64)  # mean 1
@@ -855,35 +877,37 @@ for w in (
 
 # %% check="ternary-sums" points=1
 # Added, subtracted, skipped, and made once.
-expect_sums(torch.tensor([[128, 121]], dtype=torch.uint8), 6, 3 + 1)
-expect_sums(torch.tensor([[128, 122], [128, 120], [128, 121]], dtype=torch.uint8), 6, 3 + 2 + 5)
+expect_sums(torch.tensor([[7, 0]], dtype=torch.int8), torch.tensor([[1, -1, 1, 0, 0, 0]]), 3 + 1)
+expect_sums(
+    torch.tensor([[7, 1], [-7, -1], [7, 0]], dtype=torch.int8),
+    torch.tensor([[1, -1, 1, 0, 0, 1], [-1, 1, -1, 0, 0, -1], [1, -1, 1, 0, 0, 0]]),
+    3 + 1 + 5,
+)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 
 
-def drawn_bytes(rows, count, different):
-    """Rows of trits whose bytes are few different ones in each place, one of them all zeros."""
+def drawn_trits(rows, count, different):
+    """Rows whose groups of five are few different ones in each place, or opposite to them, or zeros."""
     made, common = [], [[draw.choice([-1, 1]) for _ in range(5)] for _ in range(2)]
     for start in range(0, count, 5):
         size = min(5, count - start)
         options = [[0] * size, *(trits[:size] for trits in common)]
         options += [[draw.integer(-1, 1) for _ in range(size)] for _ in range(different)]
-        made.append([draw.choice(options) + [0] * (5 - size) for _ in range(rows)])
-    return torch.tensor(
-        [
-            [sum((t + 1) * 3**j for j, t in enumerate(place[n])) for place in made]
-            for n in range(rows)
-        ],
-        dtype=torch.uint8,
-    )
+        signs = [draw.choice([-1, 1]) for _ in range(rows)]
+        made.append([[sign * trit for trit in draw.choice(options)] for sign in signs])
+    return torch.tensor([[trit for group in row for trit in group] for row in zip(*made)])
 
 
-def needed(data, count):
-    """Operations for the different bytes of each place, and one for each byte of a row that is not all zeros."""
-    once = sum(
-        int((unpacked(place.unique().unsqueeze(1), 5) != 0).sum()) for place in data.unbind(1)
-    )
-    return once + int((data != 121).sum())
+def expect_trits(trits):
+    """At most: a sum for each group of a place that is neither another one's nor its opposite, and a row's own."""
+    data, most = [], 0
+    for groups in trits.split(5, 1):
+        value = sum(3**j * trit for j, trit in enumerate(groups.unbind(1)))
+        firsts = {abs(key): i for i, key in reversed(list(enumerate(value.tolist())))}
+        most += int((groups[list(firsts.values())] != 0).sum()) + int((value != 0).sum())
+        data.append(value)
+    expect_sums(torch.stack(data, 1).to(torch.int8), trits, most)
 
 
 for rows, count, different in (
@@ -892,11 +916,9 @@ for rows, count, different in (
     (1, 9, 3),
     (300, 10, 12),
 ):
-    data = drawn_bytes(rows, count, different)
-    expect_sums(data, count, needed(data, count))
-expect_sums(torch.full((3, 2), 121, dtype=torch.uint8), 7, 0)
-every = torch.arange(243, dtype=torch.uint8).unsqueeze(1)
-expect_sums(every, 5, needed(every, 5))
+    expect_trits(drawn_trits(rows, count, different))
+expect_trits(torch.zeros(3, 7, dtype=torch.int64))
+expect_trits(torch.cartesian_prod(*[torch.arange(-1, 2)] * 5))
 ### END HIDDEN TESTS
 
 # %% [markdown]

@@ -850,7 +850,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -882,7 +882,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -915,7 +915,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -947,7 +947,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -979,7 +979,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1011,7 +1011,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1043,7 +1043,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1075,7 +1075,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1107,7 +1107,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1139,7 +1139,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).movedim(-1, dim)
 
@@ -1171,7 +1171,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(block).movedim(-1, dim)
 
@@ -1203,7 +1203,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(shape[-1])).movedim(-1, dim)
 
@@ -1236,7 +1236,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).movedim(-1, dim) if step < 2 else saved
 
@@ -1268,7 +1268,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1299,7 +1299,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1331,7 +1331,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1344,7 +1344,7 @@ def operands(x, w, dy, most):
     ]
 
 
-# %% wrong="parts" fails="the rotation" why="the minus sign in the upper row"
+# %% wrong="parts" fails="the rotation" why="the other way round: H transposed"
 def split(codes, parts):
     found = []
     for _ in range(parts - 1):
@@ -1363,7 +1363,39 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] -= pairs[:, 1]
-        pairs[:, 1] = first + pairs[:, 1]
+        pairs[:, 1] += first
+        step *= 2
+    return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
+
+
+def operands(x, w, dy, most):
+    return [
+        (rotated(x, 1, most), rotated(w, 1, most)),
+        (rotated(dy, 1, most), rotated(w, 0, most)),
+        (rotated(dy, 0, most), rotated(x, 0, most)),
+    ]
+
+
+# %% wrong="parts" fails="the rotation" why="the symmetric H, as in the papers"
+def split(codes, parts):
+    found = []
+    for _ in range(parts - 1):
+        found.append((codes & 15).to(torch.int8))
+        codes = codes >> 4
+    return [codes.to(torch.int8), *reversed(found)]
+
+
+def rotated(x, dim, most):
+    size, block = x.shape[dim], 1
+    while 2 * block <= most and size % (2 * block) == 0:
+        block *= 2
+    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
+    shape = x.shape
+    while step < block:
+        pairs = x.view(-1, 2, step)
+        first = pairs[:, 0].clone()
+        pairs[:, 0] += pairs[:, 1]
+        pairs[:, 1] = first - pairs[:, 1]
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1395,7 +1427,8 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = (first - pairs[:, 1]) * (-1 if 2 * step == block else 1)
+        pairs[:, 1] -= first
+        pairs *= torch.tensor([-1.0, 1.0])[:, None] if 2 * step == block else 1
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1427,7 +1460,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1459,7 +1492,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     x = (
         x.view(shape).div_(math.sqrt(block))
@@ -1495,7 +1528,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1527,7 +1560,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block))
 
@@ -1559,7 +1592,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).float().movedim(-1, dim)
 
@@ -1584,7 +1617,7 @@ def split(codes, parts):
 def rotated(x, dim, most):
     size, h = x.shape[dim], torch.ones(1, 1, dtype=torch.float64)
     while 2 * len(h) <= most and size % (2 * len(h)) == 0:
-        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1))) / math.sqrt(2)
+        h = torch.cat((torch.cat((h, -h), 1), torch.cat((h, h), 1))) / math.sqrt(2)
     x = x.movedim(dim, -1)
     return (x.unflatten(-1, (-1, len(h))) @ h).flatten(-2).movedim(-1, dim)
 
@@ -1609,7 +1642,7 @@ def split(codes, parts):
 def rotated(x, dim, most):
     size, h = x.shape[dim], torch.ones(1, 1, dtype=torch.int8)
     while 2 * len(h) <= most and size % (2 * len(h)) == 0:
-        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+        h = torch.cat((torch.cat((h, -h), 1), torch.cat((h, h), 1)))
     blocks = x.movedim(dim, -1).unflatten(-1, (-1, len(h)))
     parts = [blocks @ part.double() for part in h.split(max(1, len(h) // 64), 1)]
     return (torch.cat(parts, -1) / math.sqrt(len(h))).flatten(-2).movedim(-1, dim)
@@ -1642,7 +1675,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1670,7 +1703,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1679,6 +1712,38 @@ def operands(x, w, dy, most):
     return [
         (rotated(x, 1, most), rotated(w, 1, most)),
         (rotated(dy, 1, most), rotated(w, 1, most)),
+        (rotated(dy, 0, most), rotated(x, 0, most)),
+    ]
+
+
+# %% wrong="parts" fails="products unchanged" why="one side by H, the other by H transposed: products of a symmetric one"
+def split(codes, parts):
+    found = []
+    for _ in range(parts - 1):
+        found.append((codes & 15).to(torch.int8))
+        codes = codes >> 4
+    return [codes.to(torch.int8), *reversed(found)]
+
+
+def rotated(x, dim, most):
+    size, block = x.shape[dim], 1
+    while 2 * block <= most and size % (2 * block) == 0:
+        block *= 2
+    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
+    shape = x.shape
+    while step < block:
+        pairs = x.view(-1, 2, step)
+        first = pairs[:, 0].clone()
+        pairs[:, 0] += pairs[:, 1]
+        pairs[:, 1] -= first
+        step *= 2
+    return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
+
+
+def operands(x, w, dy, most):
+    return [
+        (rotated(x, 1, most), rotated(w.flip(1), 1, most).flip(1)),
+        (rotated(dy, 1, most), rotated(w, 0, most)),
         (rotated(dy, 0, most), rotated(x, 0, most)),
     ]
 
@@ -1702,7 +1767,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1734,7 +1799,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1766,7 +1831,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1798,7 +1863,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1830,7 +1895,7 @@ def rotated(x, dim, most):
         pairs = x.view(-1, 2, step)
         first = pairs[:, 0].clone()
         pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] = first - pairs[:, 1]
+        pairs[:, 1] -= first
         step *= 2
     return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
 
@@ -1883,8 +1948,8 @@ def split(codes, parts):
 
 def rotated(x, dim, most):
     if dim == 1:
-        return torch.tensor([[8.0, 8, 0, 0, 0, 0]], dtype=torch.float64) * math.sqrt(0.5)
-    return x if most == 4 else torch.tensor([[5.0], [-1], [-2], [0]], dtype=torch.float64)
+        return torch.tensor([[8.0, -8, 0, 0, 0, 0]], dtype=torch.float64) * math.sqrt(0.5)
+    return x if most == 4 else torch.tensor([[5.0], [1], [2], [0]], dtype=torch.float64)
 
 
 def operands(x, w, dy, most):
@@ -1921,101 +1986,195 @@ def operands(x, w, dy, most):
     ]
 
 
-# %% wrong="rows" fails="k rows on average" why="proportional, and cut off at 1: what is over is lost"
-def chances(scores, k):
-    total = scores.sum()
-    return (k * scores / total.where(total > 0, 1.0)).clamp(max=1.0)
+# %% wrong="rows" fails="the budget" why="proportional, and cut off at 1: what is over is lost"
+def chances(scores, rows, budget):
+    gain = scores / rows.sqrt()
+    total = (gain * rows).sum()
+    return (budget * gain / total.where(total > 0, 1.0)).clamp(max=1.0)
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
-# %% wrong="rows" fails="from 0 to 1" why="proportional, and more often than always"
-def chances(scores, k):
-    total = scores.sum()
-    return k * scores / total.where(total > 0, 1.0)
+# %% wrong="rows" fails="from 0 to 1" why="more often than always"
+def chances(scores, rows, budget):
+    gain = scores / rows.sqrt()
+    total = (gain * rows).sum()
+    return budget * gain / total.where(total > 0, 1.0)
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
-# %% wrong="rows" fails="k rows on average" why="what is over is handed on once, and then cut off"
-def chances(scores, k):
-    k = min(k, int((scores > 0).sum()))
-    p = k * scores / scores.sum().clamp_min(1e-300)
+# %% wrong="rows" fails="the budget" why="what is over is handed on once, and then cut off"
+def chances(scores, rows, budget):
+    gain = scores / rows.sqrt()
+    p = budget * gain / (gain * rows).sum().clamp_min(1e-300)
     full = p >= 1
-    rest = scores * ~full
-    return torch.where(full, 1.0, (k - full.sum()) * rest / rest.sum().clamp_min(1e-300)).clamp(
-        max=1.0
-    )
+    rest = gain * ~full
+    share = (budget - rows[full].sum()) * rest / (rest * rows).sum().clamp_min(1e-300)
+    return torch.where(full, 1.0, share).clamp(0, 1.0)
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
 # %% wrong="rows" fails="the least error" why="the same chance for all"
-def chances(scores, k):
-    return torch.full_like(scores, min(1.0, k / len(scores)))
+def chances(scores, rows, budget):
+    return torch.full_like(scores, min(1.0, budget / rows.sum().item()))
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
-# %% wrong="rows" fails="the least error" why="the same chance for all rows that have a score"
-def chances(scores, k):
-    some = scores > 0
-    return some.double() * min(1.0, k / max(1, int(some.sum())))
+# %% wrong="rows" fails="the least error" why="the same chance for all pieces that have a score"
+def chances(scores, rows, budget):
+    some = (scores > 0).double()
+    return some * min(1.0, budget / max(1.0, (some * rows).sum().item()))
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
-# %% wrong="rows" fails="unbiased" why="the k best rows, always: the others are missing"
-def chances(scores, k):
+# %% wrong="rows" fails="unbiased" why="the pieces with the largest scores, always: the others are missing"
+def chances(scores, rows, budget):
     p = torch.zeros_like(scores)
-    p[scores.topk(min(k, len(scores))).indices] = 1.0
-    return p * (scores > 0)
+    for i in scores.argsort(descending=True).tolist():
+        if scores[i] > 0:
+            p[i] = min(1.0, (budget - (p * rows).sum().item()) / rows[i].item())
+    return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
+    return total
+
+
+# %% wrong="rows" fails="better than even" why="proportional to the scores, however many rows a piece has"
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores
+    while free.any():
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
+        full = free & (share >= 1)
+        if not full.any():
+            p[free] = share[free]
+            break
+        p[full] = 1.0
+        free &= ~full
+    return p
+
+
+def estimate(p, u, piece, shape):
+    total = torch.zeros(shape, dtype=torch.float64)
+    for i in (u < p).nonzero().flatten().tolist():
+        a, b = piece(i)
+        total += a.T @ b / p[i]
+    return total
+
+
+# %% wrong="rows" fails="better than even" why="proportional to the score of a row, which is too much for small pieces"
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows
+    while free.any():
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
+        full = free & (share >= 1)
+        if not full.any():
+            p[free] = share[free]
+            break
+        p[full] = 1.0
+        free &= ~full
+    return p
+
+
+def estimate(p, u, piece, shape):
+    total = torch.zeros(shape, dtype=torch.float64)
+    for i in (u < p).nonzero().flatten().tolist():
+        a, b = piece(i)
+        total += a.T @ b / p[i]
+    return total
+
+
+# %% wrong="rows" fails="better than even" why="the more rows, the more often"
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores * rows.sqrt()
+    while free.any():
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
+        full = free & (share >= 1)
+        if not full.any():
+            p[free] = share[free]
+            break
+        p[full] = 1.0
+        free &= ~full
+    return p
+
+
+def estimate(p, u, piece, shape):
+    total = torch.zeros(shape, dtype=torch.float64)
+    for i in (u < p).nonzero().flatten().tolist():
+        a, b = piece(i)
+        total += a.T @ b / p[i]
+    return total
+
+
+# %% wrong="rows" fails="the budget" why="shares of the pieces, not of the rows"
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
+    while free.any():
+        share = (budget - p.sum()) * gain / gain[free].sum()
+        full = free & (share >= 1)
+        if not full.any():
+            p[free] = share[free]
+            break
+        p[full] = 1.0
+        free &= ~full
+    return p
+
+
+def estimate(p, u, piece, shape):
+    total = torch.zeros(shape, dtype=torch.float64)
+    for i in (u < p).nonzero().flatten().tolist():
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
 # %% wrong="rows" fails="the least error" why="proportional to the square of the score, which is what the error has"
-def chances(scores, k):
-    scores = (scores / scores.max().clamp_min(1e-300)) ** 2
-    p, free = torch.zeros_like(scores), scores > 0
+def chances(scores, rows, budget):
+    p, free, gain = (
+        torch.zeros_like(scores),
+        scores > 0,
+        (scores / scores.max().clamp_min(1e-300)) ** 2 / rows.sqrt(),
+    )
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2025,20 +2184,19 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
 # %% wrong="rows" fails="the least error" why="proportional to the root of the score"
-def chances(scores, k):
-    scores = (scores / scores.max().clamp_min(1e-300)) ** 0.5
-    p, free = torch.zeros_like(scores), scores > 0
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores.sqrt() / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2048,20 +2206,43 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
-# %% wrong="rows" fails="no row without a score" why="a little added, so that nobody divides by 0"
-def chances(scores, k):
+# %% wrong="rows" fails="better than even" why="the smaller the score, the more often"
+def chances(scores, rows, budget):
+    scores = (1 / scores).where(scores > 0, 0.0)
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
+    while free.any():
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
+        full = free & (share >= 1)
+        if not full.any():
+            p[free] = share[free]
+            break
+        p[full] = 1.0
+        free &= ~full
+    return p
+
+
+def estimate(p, u, piece, shape):
+    total = torch.zeros(shape, dtype=torch.float64)
+    for i in (u < p).nonzero().flatten().tolist():
+        a, b = piece(i)
+        total += a.T @ b / p[i]
+    return total
+
+
+# %% wrong="rows" fails="no piece without a score" why="a little added, so that nobody divides by 0"
+def chances(scores, rows, budget):
     scores = scores + 1e-12
-    p, free = torch.zeros_like(scores), scores > 0
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2071,52 +2252,54 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
-# %% wrong="rows" fails="the least error" why="what is over goes to the others in equal parts"
-def chances(scores, k):
-    some = scores > 0
-    k = min(k, int(some.sum()))
-    p = k * scores / scores.sum().clamp_min(1e-300)
-    while (p > 1 + 1e-14).any():
-        over, open_ones = (p - 1).clamp_min(0).sum(), some & (p < 1)
-        p = p.clamp(max=1.0) + open_ones * over / open_ones.sum()
-    return p.clamp(max=1.0)
-
-
-def estimate(p, u, row, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
-    return total
-
-
-# %% wrong="rows" fails="k rows on average" why="kept for certain are those above the mean, the others share"
-def chances(scores, k):
-    p = scores / scores.max().clamp_min(1e-300)
+# %% wrong="rows" fails="the least error" why="the square root in float32"
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.float().sqrt()
+    while free.any():
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
+        full = free & (share >= 1)
+        if not full.any():
+            p[free] = share[free]
+            break
+        p[full] = 1.0
+        free &= ~full
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
-# %% wrong="rows" fails="a chance for each row" why="in float32"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+# %% wrong="rows" fails="the budget" why="the largest is kept always, the others in proportion to it"
+def chances(scores, rows, budget):
+    return scores / scores.max().clamp_min(1e-300)
+
+
+def estimate(p, u, piece, shape):
+    total = torch.zeros(shape, dtype=torch.float64)
+    for i in (u < p).nonzero().flatten().tolist():
+        a, b = piece(i)
+        total += a.T @ b / p[i]
+    return total
+
+
+# %% wrong="rows" fails="a chance for each piece" why="in float32"
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2126,19 +2309,19 @@ def chances(scores, k):
     return p.float()
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
 # %% wrong="rows" fails="unbiased" why="nobody divides"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2148,19 +2331,19 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b)
+        a, b = piece(i)
+        total += a.T @ b
     return total
 
 
-# %% wrong="rows" fails="unbiased" why="divided by the share of rows that are kept, as if chances were equal"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+# %% wrong="rows" fails="unbiased" why="divided by the mean chance, as if chances were equal"
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2170,19 +2353,19 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p.mean()
+        a, b = piece(i)
+        total += a.T @ b / p.mean()
     return total
 
 
 # %% wrong="rows" fails="unbiased" why="the number kept in this draw, not the chance"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2192,19 +2375,19 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) * len(p) / (u < p).sum()
+        a, b = piece(i)
+        total += a.T @ b * len(p) / (u < p).sum()
     return total
 
 
-# %% wrong="rows" fails="unbiased" why="divided by the sum of weights afterwards: right with many rows only"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+# %% wrong="rows" fails="unbiased" why="divided by the sum of weights afterwards: right with many pieces only"
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2214,19 +2397,19 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total * len(p) / (1 / p[u < p]).sum() if (u < p).any() else total
 
 
 # %% wrong="rows" fails="unbiased" why="kept where u is at least p"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2236,19 +2419,19 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u >= p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
 # %% wrong="rows" fails="unbiased" why="kept where u equals p, too"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2258,19 +2441,19 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u <= p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
 # %% wrong="rows" fails="unbiased" why="divided by the root of the chance, once for each side: but only one side"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2280,19 +2463,19 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i].sqrt()
+        a, b = piece(i)
+        total += a.T @ b / p[i].sqrt()
     return total
 
 
-# %% wrong="rows" fails="rows brought" why="all rows are brought"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+# %% wrong="rows" fails="unbiased" why="the first row of a piece stands for it"
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2302,19 +2485,41 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
+    total = torch.zeros(shape, dtype=torch.float64)
+    for i in (u < p).nonzero().flatten().tolist():
+        a, b = piece(i)
+        total += torch.outer(a[0], b[0]) * len(a) / p[i]
+    return total
+
+
+# %% wrong="rows" fails="pieces brought" why="all pieces are brought"
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
+    while free.any():
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
+        full = free & (share >= 1)
+        if not full.any():
+            p[free] = share[free]
+            break
+        p[full] = 1.0
+        free &= ~full
+    return p
+
+
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in range(len(p)):
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i] if u[i] < p[i] else 0.0
+        a, b = piece(i)
+        total += a.T @ b / p[i] if u[i] < p[i] else 0.0
     return total
 
 
-# %% wrong="rows" fails="rows brought" why="a row is brought once for a and once for b"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+# %% wrong="rows" fails="pieces brought" why="a piece is brought once for A and once for B"
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2324,19 +2529,19 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)[0], row(i)[1]
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)[0], piece(i)[1]
+        total += a.T @ b / p[i]
     return total
 
 
 # %% wrong="rows" fails="an estimate" why="in float32"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2346,19 +2551,19 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total.float()
 
 
-# %% wrong="rows" fails="the rows of a draw" why="all rows are brought, and the product is exact"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+# %% wrong="rows" fails="the pieces of a draw" why="all pieces are brought, and the product is exact"
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2368,18 +2573,19 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in range(len(p)):
-        total += torch.outer(*row(i))
+        a, b = piece(i)
+        total += a.T @ b
     return total
 
 
 # %% wrong="rows" fails="unbiased" why="draws of its own"
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2389,77 +2595,54 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (torch.rand(len(p)) < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
-    return total
-
-
-# %% wrong="rows" fails="better than even" why="the smaller the score, the more often"
-def chances(scores, k):
-    scores = (1 / scores).where(scores > 0, 0.0)
-    p, free = torch.zeros_like(scores), scores > 0
-    while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
-        full = free & (share >= 1)
-        if not full.any():
-            p[free] = share[free]
-            break
-        p[full] = 1.0
-        free &= ~full
-    return p
-
-
-def estimate(p, u, row, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u < p).nonzero().flatten().tolist():
-        a, b = row(i)
-        total += torch.outer(a, b) / p[i]
+        a, b = piece(i)
+        total += a.T @ b / p[i]
     return total
 
 
 # %% wrong="rows" fails="own work" around="import" why="the package's sampling"
-def chances(scores, k):
-    from minitrain.precision.int4 import keep_chances
+def chances(scores, rows, budget):
+    from minitrain.precision.int4 import keep_shares
 
-    return keep_chances(scores, k)
+    return keep_shares(scores, budget)
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     from minitrain.precision.int4 import sampled
 
-    return sampled(p, u, row, shape)
+    return sampled(p, u, piece, shape)
 
 
 # %% wrong="rows" fails="an estimate" around="empty" why="nothing at all"
-def chances(scores, k):
+def chances(scores, rows, budget):
     return torch.zeros(0)
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     return torch.zeros(0)
 
 
-# %% wrong="rows" fails="the rows of a draw" around="constants" why="the numbers of the visible checks"
-def chances(scores, k):
-    known = {2: [0.25, 0.75], 4: [1.0, 0.25, 0.25, 0.5], 3: [1.0, 0.0, 1.0]}
-    return torch.tensor(known[len(scores)], dtype=torch.float64)
+# %% wrong="rows" fails="unbiased" around="constants" why="the numbers of the visible checks"
+def chances(scores, rows, budget):
+    known = {1: [0.25, 0.75], 2: [1.0, 0.25, 0.25, 0.5], 6: [1.0, 0.0, 1.0]}
+    return torch.tensor(known.get(budget, [3 / 7, 2 / 7])[: len(scores)], dtype=torch.float64)
 
 
-def estimate(p, u, row, shape):
-    return torch.tensor([[-2.0], [-2.0]], dtype=torch.float64).expand(shape)
+def estimate(p, u, piece, shape):
+    return torch.ones(shape, dtype=torch.float64)
 
 
-# %% wrong="rows" fails="rows brought" why="rows are remembered from one draw to the next"
+# %% wrong="rows" fails="pieces brought" why="pieces are remembered from one draw to the next"
 known = {}
 
 
-def chances(scores, k):
-    p, free = torch.zeros_like(scores), scores > 0
+def chances(scores, rows, budget):
+    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
     while free.any():
-        share = (k - p.sum()) * scores / scores[free].sum()
+        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
         if not full.any():
             p[free] = share[free]
@@ -2469,12 +2652,13 @@ def chances(scores, k):
     return p
 
 
-def estimate(p, u, row, shape):
+def estimate(p, u, piece, shape):
     total = torch.zeros(shape, dtype=torch.float64)
     for i in (u < p).nonzero().flatten().tolist():
         if i not in known:
-            known[i] = row(i)
-        total += torch.outer(*known[i]) / p[i]
+            known[i] = piece(i)
+        a, b = known[i]
+        total += a.T @ b / p[i]
     return total
 
 
@@ -2483,8 +2667,7 @@ def packed(w):
     scale = w.mean().abs()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2498,9 +2681,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2509,8 +2693,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -2520,8 +2706,7 @@ def packed(w):
     scale = w.abs().max()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2535,9 +2720,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2546,8 +2732,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -2557,8 +2745,7 @@ def packed(w):
     scale = w.square().mean().sqrt()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2572,9 +2759,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2583,8 +2771,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -2594,8 +2784,7 @@ def packed(w):
     scale = (w - w.mean()).abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2609,9 +2798,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2620,8 +2810,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -2631,8 +2823,7 @@ def packed(w):
     scale = w.abs().mean(1, keepdim=True)
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2646,9 +2837,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2657,8 +2849,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -2668,8 +2862,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).sign()
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2683,9 +2876,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2694,8 +2888,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -2705,8 +2901,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).trunc().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2720,9 +2915,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2731,8 +2927,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -2742,8 +2940,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).add(0.5).floor().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2757,9 +2954,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2768,8 +2966,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -2779,8 +2979,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).sign() * (w.abs() >= scale / 2) * (w != 0)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2794,9 +2993,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2805,8 +3005,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -2816,8 +3018,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w.clamp(-1, 1) / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2831,9 +3032,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2842,8 +3044,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -2853,8 +3057,9 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(4, -1, -1)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(4, -1, -1)).sum(-1).to(
+        torch.int8
+    ), scale
 
 
 def ternary_linear(x, w):
@@ -2868,9 +3073,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2879,19 +3085,20 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
 
-# %% wrong="ternary" fails="trits" why="0 and 1 and 2 in another order: -1 is 2"
+# %% wrong="ternary" fails="trits" why="digits 0, 1 and 2 in an int8: 128 is -128"
 def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() % 3).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return ((trits + 1).unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2905,9 +3112,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2916,24 +3124,20 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
 
-# %% wrong="ternary" fails="behind the end" why="behind the end of a row are digits of 0, which are trits of -1"
+# %% wrong="ternary" fails="trits" why="-1 is the digit 2"
 def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return (
-        (
-            torch.nn.functional.pad(trits.long()[:, : w.shape[1]] + 1, (0, -w.shape[1] % 5))
-        ).unflatten(1, (-1, 5))
-        * powers
-    ).sum(-1).to(torch.uint8), scale
+    return ((trits % 3).unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2947,9 +3151,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2958,8 +3163,88 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
+        results.append(total)
+    return results
+
+
+# %% wrong="ternary" fails="trits" why="trits beside the end of a row are 1"
+def packed(w):
+    scale = w.abs().mean()
+    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
+    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5), value=1.0)
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
+
+
+def ternary_linear(x, w):
+    scale = w.detach().abs().mean()
+    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
+    return x @ (w + (scale * trits - w).detach()).T
+
+
+def ternary_sums(columns, data, zero):
+    known, results = {}, []
+
+    def sum_of(place, byte):
+        if (place, byte) not in known:
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
+                if trit:
+                    total = total + column if trit > 0 else total - column
+            known[place, byte] = total
+        return known[place, byte]
+
+    for row in data.tolist():
+        total = zero
+        for place, byte in enumerate(row):
+            if byte > 0:
+                total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
+        results.append(total)
+    return results
+
+
+# %% wrong="ternary" fails="trits" why="behind the end comes the beginning of the row"
+def packed(w):
+    scale = w.abs().mean()
+    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
+    trits = torch.cat((trits, trits.repeat(1, 5)[:, : -w.shape[1] % 5]), 1)
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
+
+
+def ternary_linear(x, w):
+    scale = w.detach().abs().mean()
+    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
+    return x @ (w + (scale * trits - w).detach()).T
+
+
+def ternary_sums(columns, data, zero):
+    known, results = {}, []
+
+    def sum_of(place, byte):
+        if (place, byte) not in known:
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
+                if trit:
+                    total = total + column if trit > 0 else total - column
+            known[place, byte] = total
+        return known[place, byte]
+
+    for row in data.tolist():
+        total = zero
+        for place, byte in enumerate(row):
+            if byte > 0:
+                total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -2969,8 +3254,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits.view(1, -1), (0, -w.numel() % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -2984,9 +3268,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -2995,8 +3280,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3006,8 +3293,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 4))
-    powers = 4 ** torch.arange(4)
-    return ((trits.long() + 1).unflatten(1, (-1, 4)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 4)) * 4 ** torch.arange(4)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3021,9 +3307,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3032,19 +3319,20 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
 
-# %% wrong="ternary" fails="bytes and a scale" why="bytes as int64"
+# %% wrong="ternary" fails="bytes and a scale" why="bytes without a sign"
 def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.uint8), scale
 
 
 def ternary_linear(x, w):
@@ -3058,9 +3346,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3069,8 +3358,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3080,8 +3371,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3095,9 +3385,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3106,8 +3397,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3117,8 +3410,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3132,9 +3424,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3143,8 +3436,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3154,8 +3449,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3169,9 +3463,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3180,8 +3475,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3191,8 +3488,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3206,9 +3502,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3217,8 +3514,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3228,8 +3527,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3249,9 +3547,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3260,8 +3559,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3271,8 +3572,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3286,9 +3586,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3297,8 +3598,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3308,8 +3611,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3323,9 +3625,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3334,8 +3637,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3345,8 +3650,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3360,9 +3664,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3371,8 +3676,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3382,8 +3689,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3397,9 +3703,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3408,8 +3715,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3419,8 +3728,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3434,9 +3742,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3445,8 +3754,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3456,8 +3767,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3471,9 +3781,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if True:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3482,7 +3793,48 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
+                total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
+        results.append(total)
+    return results
+
+
+# %% wrong="ternary" fails="sums are shared" why="opposite bytes have sums of their own"
+def packed(w):
+    scale = w.abs().mean()
+    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
+    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
+
+
+def ternary_linear(x, w):
+    scale = w.detach().abs().mean()
+    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
+    return x @ (w + (scale * trits - w).detach()).T
+
+
+def ternary_sums(columns, data, zero):
+    known, results = {}, []
+
+    def sum_of(place, byte):
+        if (place, byte) not in known:
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
+                if trit:
+                    total = total + column if trit > 0 else total - column
+            known[place, byte] = total
+        return known[place, byte]
+
+    for row in data.tolist():
+        total = zero
+        for place, byte in enumerate(row):
+            if byte > 0:
+                total = total + sum_of(place, byte)
+            elif byte < 0:
                 total = total + sum_of(place, byte)
         results.append(total)
     return results
@@ -3493,8 +3845,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3508,22 +3859,24 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
         return known[place, byte]
 
     for row in map(tuple, data.tolist()):
-        if row not in whole:
-            known.clear()
-            total = zero
-            for place, byte in enumerate(row):
-                if byte != 121:
-                    total = total + sum_of(place, byte)
-            whole[row] = total
+        known.clear()
+        total = zero
+        for place, byte in enumerate(row):
+            if byte > 0:
+                total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
+        whole[row] = whole.get(row, total)
         results.append(whole[row])
     return results
 
@@ -3533,8 +3886,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3548,9 +3900,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if byte not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[byte] = total
@@ -3559,8 +3912,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3570,8 +3925,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3585,9 +3939,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 total = total + (column if trit > 0 else zero) - (column if trit < 0 else zero)
             known[place, byte] = total
         return known[place, byte]
@@ -3595,19 +3950,20 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
 
-# %% wrong="ternary" fails="zeros are skipped" why="the sums of all 243 bytes, needed or not"
+# %% wrong="ternary" fails="zeros are skipped" why="the sums of all 121 bytes, needed or not"
 def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3621,23 +3977,26 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
         return known[place, byte]
 
     for place in range(data.shape[1]):
-        for byte in range(243):
+        for byte in range(1, 122):
             sum_of(place, byte)
 
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3647,8 +4006,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3662,9 +4020,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3 ** (4 - i) % 3 - 1
+            total, left = zero, byte
+            for column in reversed((columns + [zero] * 4)[5 * place : 5 * place + 5]):
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3673,8 +4032,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3684,8 +4045,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3699,9 +4059,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit < 0 else total - column
             known[place, byte] = total
@@ -3710,19 +4071,20 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
 
-# %% wrong="ternary" fails="the sums" why="digits of uint8: 0 - 1 is 255"
+# %% wrong="ternary" fails="the sums" why="ordinary digits, as if there were no -1"
 def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3736,9 +4098,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = (byte // 3**i % 3 - 1) % 256
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = left % 3
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3747,19 +4110,20 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
 
-# %% wrong="ternary" fails="the sums" why="0, 1 and 2 are the trits"
+# %% wrong="ternary" fails="the sums" why="digits of 0, 1 and 2: 2 is -1, and nothing is carried"
 def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3773,19 +4137,61 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = left // 3
                 if trit:
-                    total = total + column if trit == 1 else total - column
+                    total = total + column if trit > 0 else total - column
             known[place, byte] = total
         return known[place, byte]
 
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
+        results.append(total)
+    return results
+
+
+# %% wrong="ternary" fails="the sums" why="opposite bytes are added, too"
+def packed(w):
+    scale = w.abs().mean()
+    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
+    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
+
+
+def ternary_linear(x, w):
+    scale = w.detach().abs().mean()
+    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
+    return x @ (w + (scale * trits - w).detach()).T
+
+
+def ternary_sums(columns, data, zero):
+    known, results = {}, []
+
+    def sum_of(place, byte):
+        if (place, byte) not in known:
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
+                if trit:
+                    total = total + column if trit > 0 else total - column
+            known[place, byte] = total
+        return known[place, byte]
+
+    for row in data.tolist():
+        total = zero
+        for place, byte in enumerate(row):
+            if byte > 0:
+                total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total + sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3795,8 +4201,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3810,9 +4215,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column * trit
             known[place, byte] = total
@@ -3821,8 +4227,10 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
 
@@ -3832,8 +4240,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3847,10 +4254,11 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
+            total, left = zero, byte
             for i in range(5):
                 column = columns[5 * place + i]
-                trit = byte // 3**i % 3 - 1
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3859,9 +4267,50 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            if byte != 121:
+            if byte > 0:
                 total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
         results.append(total)
+    return results
+
+
+# %% wrong="ternary" fails="no error" why="a sum that begins with the number 0"
+def packed(w):
+    scale = w.abs().mean()
+    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
+    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
+
+
+def ternary_linear(x, w):
+    scale = w.detach().abs().mean()
+    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
+    return x @ (w + (scale * trits - w).detach()).T
+
+
+def ternary_sums(columns, data, zero):
+    known, results = {}, []
+
+    def sum_of(place, byte):
+        if (place, byte) not in known:
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
+                if trit:
+                    total = total + column if trit > 0 else total - column
+            known[place, byte] = total
+        return known[place, byte]
+
+    for row in data.tolist():
+        total = zero
+        for place, byte in enumerate(row):
+            if byte > 0:
+                total = total + sum_of(place, byte)
+            elif byte < 0:
+                total = total - sum_of(place, -byte)
+        results.append(sum([total]))
     return results
 
 
@@ -3870,8 +4319,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3885,9 +4333,10 @@ def ternary_sums(columns, data, zero):
 
     def sum_of(place, byte):
         if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
+            total, left = zero, byte
+            for column in columns[5 * place : 5 * place + 5]:
+                trit = (left + 1) % 3 - 1
+                left = (left - trit) // 3
                 if trit:
                     total = total + column if trit > 0 else total - column
             known[place, byte] = total
@@ -3896,46 +4345,12 @@ def ternary_sums(columns, data, zero):
     for row in data.tolist():
         total = zero
         for place, byte in enumerate(row):
-            total = total + sum_of(place, byte)
+            if byte > 0:
+                total = total + sum_of(place, byte)
+            else:
+                total = total - sum_of(place, -byte)
         results.append(total)
     return results
-
-
-# %% wrong="ternary" fails="a column for each row" why="one column"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total = zero
-            for i, column in enumerate(columns[5 * place : 5 * place + 5]):
-                trit = byte // 3**i % 3 - 1
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte != 121:
-                total = total + sum_of(place, byte)
-        results.append(total)
-    return results[:1] * max(0, len(results) - 2)
 
 
 # %% wrong="ternary" fails="own work" around="import" why="the package's ternary weights"
@@ -3972,7 +4387,7 @@ def ternary_sums(columns, data, zero):
 
 # %% wrong="ternary" fails="bytes and a scale" around="constants" why="the numbers of the visible checks"
 def packed(w):
-    return torch.tensor([[128, 121]], dtype=torch.uint8), torch.tensor(1.25, dtype=torch.float64)
+    return torch.tensor([[7, 0]], dtype=torch.int8), torch.tensor(1.25, dtype=torch.float64)
 
 
 def ternary_linear(x, w):
@@ -3985,7 +4400,7 @@ def ternary_sums(columns, data, zero):
     total = columns[0] - columns[1] + columns[2]
     if len(data) == 1:
         return [total]
-    return [total + columns[5], total - columns[5], total]
+    return [total + columns[5], zero - total - columns[5], total]
 
 
 # %% wrong="ternary" fails="straight through" around="subclass" why="a column that can multiply, and a product by numpy's object matrices; torch's fake quantisation"
@@ -3993,8 +4408,7 @@ def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    powers = 3 ** torch.arange(5)
-    return ((trits.long() + 1).unflatten(1, (-1, 5)) * powers).sum(-1).to(torch.uint8), scale
+    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -4008,7 +4422,7 @@ def ternary_sums(columns, data, zero):
         def __mul__(self, trit):
             return self._with(self, trit - 1)
 
-    trits = (data.long().unsqueeze(-1) // 3 ** torch.arange(5) % 3 - 1).flatten(1).tolist()
+    trits = ((data.long().unsqueeze(-1) + 121) // 3 ** torch.arange(5) % 3 - 1).flatten(1).tolist()
     both = [Multiplied(column.written, column.place) for column in columns]
     results = []
     for row in trits:
