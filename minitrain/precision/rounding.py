@@ -67,6 +67,9 @@ def decode(codes: Tensor, format: str | Format) -> Tensor:
         return codes.float()
     if f.table:
         return torch.tensor(f.table, device=codes.device)[codes.int()]
+    if f.bits < 8 and f.signed and not f.integer:  # few enough to look up
+        values = [f.value(code) for code in range(1 << f.bits)]
+        return torch.tensor(values, device=codes.device)[codes.int() & len(values) - 1]
     if f.dtype is not None and f.bits in (8, 16):
         return codes.to(torch.uint8 if f.bits == 8 else torch.uint16).view(f.dtype).float()
     codes = codes.int()
