@@ -3,16 +3,20 @@
 number_lines      a row per format, a stroke per number: steps double where the exponent does
 error_by_length   relative errors of sums over their length, a line per accumulator, bounds as dashes
 memory_bars       bytes per parameter by kind, a bar per policy
+magnitudes        which powers of two a kind of tensor holds, above what formats hold
+contractions      products of two matrices, each in tiles along what is summed over
 """
 
 from collections.abc import Mapping, Sequence
 from math import floor, log2
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from minitrain.plot import style
 from minitrain.plot.charts import bars_by_kind
 from minitrain.plot.style import BLACK, CYCLE, DASHES, GREY
+from minitrain.plot.style import BLACK, CENTRED, CYCLE, DASHES, GREY, ORANGE, PALE, SKY
 
 
 @style.styled
@@ -78,3 +82,57 @@ def memory_bars(rows: Mapping[str, Mapping[str, int]], parameters: int, *, title
     kinds = dict.fromkeys(kind for parts in rows.values() for kind, held in parts.items() if held)
     shares = {name: {kind: parts.get(kind, 0) / parameters for kind in kinds} for name, parts in rows.items()}
     return bars_by_kind(shares, title=title, unit="bytes per parameter")
+@style.styled
+def magnitudes(
+    shares: Mapping[str, Mapping[int, float]],
+    formats: Mapping[str, tuple[float, float, float]],
+    *,
+    title: str,
+) -> Figure:
+    """{kind: {exponent: share of its numbers}}, a panel each; below, of each format its smallest number, its
+    smallest normal and its largest: what lies between the first two is pale, it has fewer bits."""
+    if not shares or not formats:
+        raise ValueError(f"{len(shares)} kinds and {len(formats)} formats; give at least one of each")
+    heights = [0.62] * len(shares) + [0.25 + 0.24 * len(formats)]
+    figure = style.Picture(figsize=(style.WIDTH, 0.6 + sum(heights)))
+    *panels, below = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    for i, (ax, (kind, parts)) in enumerate(zip(panels, shares.items())):
+        ax.bar(list(parts), [100 * share for share in parts.values()], width=0.9, color=CYCLE[i % len(CYCLE)])
+        ax.set(yticks=[])
+        ax.set_ylabel(kind, rotation=0, ha="right", va="center", fontsize=8)
+    for y, (smallest, normal, largest) in enumerate(formats.values()):
+        ends = [log2(x) for x in (smallest, normal, largest)]
+        below.barh(y, ends[1] - ends[0], left=ends[0], height=0.6, color=PALE)
+        below.barh(y, ends[2] - ends[1], left=ends[1], height=0.6, color=GREY)
+    style.row_labels(below, list(formats))
+    below.grid(axis="y", visible=False)
+    below.set(xlabel="power of two")
+    style.title_above(figure, title)
+    return figure
+
+
+@style.styled
+def contractions(products: Sequence[tuple[str, tuple, tuple]], *, title: str) -> Figure:
+    """(name, left, right): an operand is (label, rows, columns, tile height, tile width), sizes in units of
+    the picture, named ("M", 4). What is summed over has the same name, left across and right down."""
+    figure = style.Picture(figsize=(style.WIDTH, 2.5))
+    for ax, (name, left, right) in zip(figure.subplots(1, len(products), squeeze=False)[0], products):
+        if left[2] != right[1]:
+            raise ValueError(f"{name}: {left[2]} across and {right[1]} down; sum over one of the two names")
+        at = 0.0
+        for (label, (row, down), (column, across), height, width), colour in ((left, SKY), (right, ORANGE)):
+            for y in range(0, down, height):
+                for x in range(0, across, width):
+                    size = min(width, across - x), min(height, down - y)
+                    ax.add_patch(Rectangle((at + x, y), *size, facecolor=colour, edgecolor="white"))
+            ax.text(at + across / 2, down / 2, label, **CENTRED, fontsize=11, fontweight="bold")
+            ax.text(at + across / 2, -0.25, column, ha="center", va="bottom", fontsize=8)
+            ax.text(at - 0.2, down / 2, row, ha="right", va="center", fontsize=8)
+            at += across + 1.4
+        tallest = max(left[1][1], right[1][1])
+        ax.set(xlim=(-1, at - 1), ylim=(tallest + 0.3, -1.2), aspect="equal")
+        ax.set_title(name, fontsize=9)
+        ax.set_anchor("NW")
+        ax.set_axis_off()
+    style.title_above(figure, title)
+    return figure

@@ -136,6 +136,14 @@ PICTURES = {
         bounds={"bound": [1e-3, 1e-2, 1]},
         title=LONG,
     ),
+    "magnitudes": lambda: plot_precision.magnitudes(
+        {"weights": {-5: 0.75, -4: 0.25}, "gradients of weights": {-28: 1.0}},
+        {"fp16": (2.0**-24, 2.0**-14, 65504.0)},
+        title=LONG,
+    ),
+    "contractions": lambda: plot_precision.contractions(
+        [("y = x · Wᵀ", ("x", ("M", 4), ("K", 6), 1, 4), ("Wᵀ", ("K", 6), ("N", 3), 4, 2))], title=LONG
+    ),
     "pipeline": lambda: plot_pipeline.schedule(
         *PIPELINES, title=LONG, peaks=[[4, 3, 2, 1], [5.5, 4.5, 3.5, 2.5]]
     ),
@@ -298,6 +306,27 @@ def test_errors_stand_at_their_lengths_and_none_at_zero():
     assert (bound.get_linestyle(), chunks.get_linestyle()) == ("--", "-")
     with pytest.raises(ValueError, match="x has 1 errors for 2 lengths"):
         plot_precision.error_by_length([1, 2], {"x": [1.0]}, title="")
+
+
+def test_magnitudes_stand_above_what_a_format_holds():
+    weights, gradients, fp16 = PICTURES["magnitudes"]().axes
+    assert [(bar.get_center()[0], bar.get_height()) for bar in weights.patches] == [(-5, 75), (-4, 25)]
+    assert [bar.get_center()[0] for bar in gradients.patches] == [-28] and gradients.get_ylabel()[
+        -7:
+    ] == "weights"
+    (left, wide), (normal, wider) = [(bar.get_x(), bar.get_width()) for bar in fp16.patches]
+    assert (left, wide, normal) == (-24, 10, -14) and wider == pytest.approx(30, abs=1e-3)
+    with pytest.raises(ValueError, match="0 kinds and 0 formats"):
+        plot_precision.magnitudes({}, {}, title="")
+
+
+def test_operands_are_cut_into_their_tiles_up_to_the_edge():
+    (ax,) = PICTURES["contractions"]().axes
+    sizes = [(tile.get_width(), tile.get_height()) for tile in ax.patches]
+    assert sizes == [(4, 1), (2, 1)] * 4 + [(2, 4), (1, 4), (2, 2), (1, 2)]
+    with pytest.raises(ValueError, match=r"y: \('K', 2\) across and \('K', 3\) down"):
+        one, other = ("x", ("M", 1), ("K", 2), 1, 1), ("W", ("K", 3), ("N", 1), 1, 1)
+        plot_precision.contractions([("y", one, other)], title="")
 
 
 def test_a_described_picture_carries_its_text():
