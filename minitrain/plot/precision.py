@@ -15,7 +15,6 @@ from matplotlib.patches import Rectangle
 
 from minitrain.plot import style
 from minitrain.plot.charts import bars_by_kind
-from minitrain.plot.style import BLACK, CYCLE, DASHES, GREY
 from minitrain.plot.style import BLACK, CENTRED, CYCLE, DASHES, GREY, ORANGE, PALE, SKY
 
 
@@ -82,6 +81,8 @@ def memory_bars(rows: Mapping[str, Mapping[str, int]], parameters: int, *, title
     kinds = dict.fromkeys(kind for parts in rows.values() for kind, held in parts.items() if held)
     shares = {name: {kind: parts.get(kind, 0) / parameters for kind in kinds} for name, parts in rows.items()}
     return bars_by_kind(shares, title=title, unit="bytes per parameter")
+
+
 @style.styled
 def magnitudes(
     shares: Mapping[str, Mapping[int, float]],
