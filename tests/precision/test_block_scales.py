@@ -349,6 +349,7 @@ def test_packed_codes_come_back(bits):
         assert packed.shape == (2, packed_bytes(length, bits)) and packed_bytes(length, bits) == math.ceil(
             length * bits / 8
         )
+        assert packed.is_contiguous()  # to be sent
         assert torch.equal(unpack(packed, bits, length), codes & 2**bits - 1)
     row = torch.arange(2**bits).to(torch.uint8)
     stream = sum(int(code) << bits * place for place, code in enumerate(row))

@@ -27,6 +27,7 @@ def test_4096_ones():
     assert sum_in(ones, "fp16_1_6_9").tolist() == [1024, 1024]
     assert sum_in(ones, "fp16_1_6_9", 64).tolist() == sum_in(ones, "fp16", 64).tolist() == [4096, 4096]
     assert sum_in(ones, "bf16", 64).tolist() == [4096, 4096] and sum_in(ones, "bf16", 1024)[0] == 1024
+    assert sum_in(ones, "bf16", 4).tolist() == [1024, 1024], "the sum of partial sums stalls too"
     by_chance = sum_in(
         torch.ones(500, 1024), "bf16", mode="stochastic", generator=torch.Generator().manual_seed(0)
     )
@@ -62,8 +63,10 @@ def test_a_product_is_the_sum_of_its_products():
     assert (matmul_in(a, b, "fp16_1_6_9", 64) - a.double() @ b.double()).abs().max() < 0.2
 
 
-def by_hand(a: list[float], b: list[float], bits: int, promote: int, lanes: int) -> float:
-    """One number of the tensor core's product, in Python's integers and floats."""
+def by_hand(
+    a: list[float], b: list[float], bits: int, promote: int, lanes: int, scales: list[tuple] = ()
+) -> float:
+    """One number of the tensor core's product, in Python's integers and floats. `scales`: of a and of b."""
     total = 0.0
     for start in range(0, len(a), promote):
         kept = 0.0
@@ -72,7 +75,10 @@ def by_hand(a: list[float], b: list[float], bits: int, promote: int, lanes: int)
             largest = max(map(abs, addends))
             step = 2.0 ** (math.floor(math.log2(largest)) + 1 - bits) if largest else 1.0
             kept = sum(math.trunc(x / step) for x in addends) * step
-        total = torch.tensor(total + torch.tensor(kept).float().item()).float().item()
+        promoted = torch.tensor(kept)
+        for scale in scales[start // promote] if scales else ():
+            promoted = promoted * scale  # float32 each time
+        total = (torch.tensor(total) + promoted).item()
     return total
 
 
@@ -83,6 +89,18 @@ def test_the_tensor_core_by_hand(bits, promote, lanes):
     c = tensor_core_matmul(a, b, bits=bits, promote=promote, lanes=lanes)
     rows = [[by_hand(row.tolist(), column.tolist(), bits, promote, lanes) for column in b.mT] for row in a]
     assert c.dtype == torch.float32 and c.tolist() == rows
+
+
+def test_what_is_promoted_is_float32_before_and_after_its_scales():
+    """An accumulator of 40 bits has more than a float32: it is rounded once, then times each scale."""
+    a, b = fp8(3, 256), fp8(256, 2, seed=1)
+    scale_a = torch.rand(3, 2, generator=torch.Generator().manual_seed(2))
+    scale_b = torch.rand(2, 2, generator=torch.Generator().manual_seed(3))
+    c = tensor_core_matmul(a, b, bits=40, scale_a=scale_a, scale_b=scale_b)
+    for i in range(3):
+        for j in range(2):
+            scales = list(zip(scale_a[i], scale_b[:, j]))
+            assert c[i, j] == by_hand(a[i].tolist(), b[:, j].tolist(), 40, 128, 32, scales)
 
 
 def test_what_promotion_leaves_at_k_4096():
@@ -143,6 +161,12 @@ A, B = torch.ones(2, 256), torch.ones(256, 3)
         (lambda: tensor_core_matmul(A, B, promote=100), r"promote=100 does not divide 256"),
         (lambda: tensor_core_matmul(A, B, promote=16), r"lanes=32 does not divide 16"),
         (lambda: tensor_core_matmul(A, B, bits=1), r"bits=1; use 2 to 40, 14 for Hopper"),
+        (lambda: tensor_core_matmul(A, B, bits=41), r"bits=41; use 2 to 40"),
+        (lambda: tensor_core_matmul(A, B, bits=14.5), r"bits=14.5; use 2 to 40"),
+        (
+            lambda: tensor_core_matmul(A, B, scale_b=torch.ones(1, 3)),
+            r"scale_a \[2, 2\] and scale_b \[1, 3\]; they must be \[2, 2\] and \[2, 3\]",
+        ),
         (
             lambda: tensor_core_matmul(A, B, scale_a=torch.ones(2, 1)),
             r"scale_a \[2, 1\] .* must be \[2, 2\] and \[2, 3\]",
