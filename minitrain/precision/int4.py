@@ -145,7 +145,7 @@ def halves(codes: Tensor) -> Tensor:
 
 def lengths(rows: Tensor, scales: Scales, dim: str) -> Tensor:
     """Of rows [.., M, C] of 4-bit integers, of which ranks have parts if they share out `dim`: float64."""
-    squares = rows.float().square_().sum(-1)  # exact, so the same in any order, for C up to 2^18
+    squares = rows.float().square().sum(-1)  # exact, so the same in any order, for C up to 2^18
     if scales.group is not None and dim in scales.cut:
         squares = collectives.all_reduce(squares, scales.group)
     return squares.double().sqrt()

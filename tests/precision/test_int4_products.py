@@ -126,6 +126,33 @@ def test_int4_xi():
         assert ((biased.mean(0) - of(g)) / sigma).square().mean() > 100
 
 
+def test_backward_is_right_on_average(monkeypatch):
+    """Through `backward` itself, 300 scales of dy and so 300 seeds: dx and dW are the products of dy with what
+    the codes stand for, turned back. Rows are drawn by |hi| and |lo| for dx, times |a| for dW."""
+    dy, x, weight = normal(2, 12, 8), normal(2, 12, 64, seed=1), normal(8, 64, seed=2)
+    x[0] *= 10
+    kept, seen, own = INT4.enter(x, ALONE), [], int4.sampled
+    monkeypatch.setattr(
+        int4, "sampled", lambda parts, sizes, *rest: seen.append(sizes) or own(parts, sizes, *rest)
+    )
+    scales = 1 + 1e-4 * torch.arange(300).double()
+    draws = [INT4.backward(dy * scale, kept, weight, (True, True), ALONE) for scale in scales]
+    back = int4.hadamard(dequantize(INT4.spread(weight, ALONE, "NK"), torch.float64))
+    x_back = int4.hadamard(dequantize(kept, torch.float64))
+    expected = dy @ back, dy.flatten(0, 1).mT @ x_back.flatten(0, 1)
+    for found, exact in zip(zip(*draws), expected):
+        found = torch.stack([one / scale for one, scale in zip(found, scales)])
+        off = (found.mean(0) - exact) / (found.std(0) / 300**0.5)
+        assert off.square().mean() < 1.3 and off.abs().max() < 5
+        assert 0.02 < ((found[0] - exact).norm() / exact.norm()) < 1
+    codes = INT4.enter_grad(dy, ALONE).codes.flatten(0, 1)
+    norms = torch.stack(
+        [part.double().norm(dim=1) for part in ((codes + 8) // 16, codes - (codes + 8) // 16 * 16)]
+    )
+    assert (seen[0] - norms).abs().max() < 1e-12
+    assert (seen[1] - norms * kept.elements().double().flatten(0, 1).norm(dim=1)).abs().max() < 1e-9
+
+
 def test_half_of_the_rows_are_kept_the_heavy_ones_surely():
     sizes = torch.tensor([[100.0, 1.0, 0.0, 2.0], [3.0, 1.0, 1.0, 0.0]]).double()
     p = int4.keep_shares(sizes, 4)
