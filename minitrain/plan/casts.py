@@ -113,7 +113,7 @@ def _reached(room: dict) -> dict:
 def readers(graph: Sequence[Op]) -> dict[str, list[Op]]:
     found = {op.name: [] for op in graph}
     for op in graph:
-        for name in dict.fromkeys(op.inputs):
+        for name in op.inputs:
             found[name].append(op)
     return found
 
