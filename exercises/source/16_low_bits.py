@@ -59,7 +59,7 @@ def expect_kind(said, wanted, property, hint):
 #
 #     y = 0;    for the blocks of K in rising order:    y += sums · (scale of a's block · scale of b's block)        product of scales first
 #
-# The scales that `product` gets come from another recipe and are any float32 numbers. What is the largest sum of 64 products of codes, and in
+# The scales that `product` gets may come from another recipe: any float32 numbers. What is the largest sum of 64 products of codes, and in
 # which integer does it fit?
 #
 # h = 2: x = `[[1, -4, 300]]` has the blocks `[1, -4]` and `[300]`. Their scales are 1/16 (127/32 is less than 4) and 4, their codes 16, -64 and 75.
@@ -86,15 +86,13 @@ def product(a, a_scales, b, b_scales, h):
     """Codes a [M, K], b [N, K] int8, their scales float32 -> y [M, N] float32."""
 
     ### BEGIN SOLUTION
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
     ### END SOLUTION
 
@@ -930,7 +928,7 @@ expect_trits(torch.cartesian_prod(*[torch.arange(-1, 2)] * 5))
 #     code_mk = round(x_mk·127 / amax_m)          amax_m = max over all k of |x_mk|;  a token of zeros has codes of 0
 #     y_mn = beta·amax_m/127 · Σ_k code_mk·bit_nk
 #
-# On ranks the matrix is cut, and what is written as "all" stays all. Shares need not be equal, and nobody knows the others' sizes.
+# On ranks the matrix is cut, and "all" still means the whole matrix. Shares need not be equal, and nobody knows the others' sizes.
 #
 # **Outputs cut.** A rank has x [M, K] whole and rows w [N_r, K]; it returns its own columns y [M, N_r]. What must ranks agree on? It is a few numbers.
 #
@@ -938,7 +936,7 @@ expect_trits(torch.cartesian_prod(*[torch.arange(-1, 2)] * 5))
 # numbers it can travel as int32: half the bytes of float64, and the result is that of one process in whatever order it was summed. That only works if the codes of all
 # ranks have one scale.
 #
-# Results are compared to 1e-12, and bytes are counted. One `all_reduce` of n ranks sends 2·(n-1) times its tensor in all. Nothing that can be left out
+# Results are compared to 1e-12, and bytes are counted. One `all_reduce` of n ranks sends 2·(n-1) times its tensor, all ranks together. Nothing that can be left out
 # may travel: at most three float64 numbers for the matrix, and if inputs are cut one float64 number for each token and an int32 one for each result.
 # `collectives.all_reduce(x, group, op="max")` is the elementwise maximum.
 #

@@ -14,15 +14,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -42,15 +40,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -70,15 +66,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -100,43 +94,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
-    return y
-
-
-# %% wrong="blocks" fails="the error of a block" why="one power of two too many: half of the codes are never used"
-def quantised(x, h):
-    codes = torch.empty_like(x, dtype=torch.int8)
-    scales = torch.ones(-(-x.shape[0] // h), -(-x.shape[1] // h))
-    for i, j in torch.cartesian_prod(*map(torch.arange, scales.shape)).tolist():
-        block = x[i * h : (i + 1) * h, j * h : (j + 1) * h]
-        amax = block.abs().max().item()
-        if amax > 0:
-            part, exponent = math.frexp(amax)  # amax = part · 2^exponent, part from 1/2 to 1
-            scales[i, j] = 2.0 ** (exponent - 6)
-        codes[i * h : (i + 1) * h, j * h : (j + 1) * h] = (block / scales[i, j]).round()
-    return codes, scales
-
-
-def product(a, a_scales, b, b_scales, h):
-
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
-    y = torch.zeros(len(a), len(b))
-    for k in range(a_scales.shape[1]):
-        inside = slice(k * h, (k + 1) * h)
-        sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -156,70 +120,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
-    return y
-
-
-# %% wrong="blocks" fails="the smallest power of two" why="the largest number becomes 127: no power of two"
-def quantised(x, h):
-    codes = torch.empty_like(x, dtype=torch.int8)
-    scales = torch.ones(-(-x.shape[0] // h), -(-x.shape[1] // h))
-    for i, j in torch.cartesian_prod(*map(torch.arange, scales.shape)).tolist():
-        block = x[i * h : (i + 1) * h, j * h : (j + 1) * h]
-        amax = block.abs().max().item()
-        if amax > 0:
-            scales[i, j] = amax / 127
-        codes[i * h : (i + 1) * h, j * h : (j + 1) * h] = (block / scales[i, j]).round()
-    return codes, scales
-
-
-def product(a, a_scales, b, b_scales, h):
-
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
-    y = torch.zeros(len(a), len(b))
-    for k in range(a_scales.shape[1]):
-        inside = slice(k * h, (k + 1) * h)
-        sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
-    return y
-
-
-# %% wrong="blocks" fails="codes" why="towards zero"
-def quantised(x, h):
-    codes = torch.empty_like(x, dtype=torch.int8)
-    scales = torch.ones(-(-x.shape[0] // h), -(-x.shape[1] // h))
-    for i, j in torch.cartesian_prod(*map(torch.arange, scales.shape)).tolist():
-        block = x[i * h : (i + 1) * h, j * h : (j + 1) * h]
-        amax = block.abs().max().item()
-        if amax > 0:
-            part, exponent = math.frexp(amax)  # amax = part · 2^exponent, part from 1/2 to 1
-            scales[i, j] = 2.0 ** (exponent - 7 + (part * 128 > 127))
-        codes[i * h : (i + 1) * h, j * h : (j + 1) * h] = (block / scales[i, j]).trunc()
-    return codes, scales
-
-
-def product(a, a_scales, b, b_scales, h):
-
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
-    y = torch.zeros(len(a), len(b))
-    for k in range(a_scales.shape[1]):
-        inside = slice(k * h, (k + 1) * h)
-        sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -239,15 +146,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -269,15 +174,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -297,99 +200,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
-    return y
-
-
-# %% wrong="blocks" fails="codes and scales" why="short blocks have no scale"
-def quantised(x, h):
-    codes = torch.empty_like(x, dtype=torch.int8)
-    scales = torch.ones(x.shape[0] // h, x.shape[1] // h)
-    for i, j in torch.cartesian_prod(*map(torch.arange, scales.shape)).tolist():
-        block = x[i * h : (i + 1) * h, j * h : (j + 1) * h]
-        amax = block.abs().max().item()
-        if amax > 0:
-            part, exponent = math.frexp(amax)  # amax = part · 2^exponent, part from 1/2 to 1
-            scales[i, j] = 2.0 ** (exponent - 7 + (part * 128 > 127))
-        codes[i * h : (i + 1) * h, j * h : (j + 1) * h] = (block / scales[i, j]).round()
-    return codes, scales
-
-
-def product(a, a_scales, b, b_scales, h):
-
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
-    y = torch.zeros(len(a), len(b))
-    for k in range(a_scales.shape[1]):
-        inside = slice(k * h, (k + 1) * h)
-        sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
-    return y
-
-
-# %% wrong="blocks" fails="codes and scales" why="codes as floats"
-def quantised(x, h):
-    codes = torch.empty_like(x)
-    scales = torch.ones(-(-x.shape[0] // h), -(-x.shape[1] // h))
-    for i, j in torch.cartesian_prod(*map(torch.arange, scales.shape)).tolist():
-        block = x[i * h : (i + 1) * h, j * h : (j + 1) * h]
-        amax = block.abs().max().item()
-        if amax > 0:
-            part, exponent = math.frexp(amax)  # amax = part · 2^exponent, part from 1/2 to 1
-            scales[i, j] = 2.0 ** (exponent - 7 + (part * 128 > 127))
-        codes[i * h : (i + 1) * h, j * h : (j + 1) * h] = (block / scales[i, j]).round()
-    return codes, scales
-
-
-def product(a, a_scales, b, b_scales, h):
-
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
-    y = torch.zeros(len(a), len(b))
-    for k in range(a_scales.shape[1]):
-        inside = slice(k * h, (k + 1) * h)
-        sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
-    return y
-
-
-# %% wrong="blocks" fails="codes and scales" why="a scale for each 1xh tile"
-def quantised(x, h):
-    codes = torch.empty_like(x, dtype=torch.int8)
-    scales = torch.ones(x.shape[0], -(-x.shape[1] // h))
-    for i, j in torch.cartesian_prod(*map(torch.arange, scales.shape)).tolist():
-        block = x[i : i + 1, j * h : (j + 1) * h]
-        amax = block.abs().max().item()
-        if amax > 0:
-            part, exponent = math.frexp(amax)  # amax = part · 2^exponent, part from 1/2 to 1
-            scales[i, j] = 2.0 ** (exponent - 7 + (part * 128 > 127))
-        codes[i : i + 1, j * h : (j + 1) * h] = (block / scales[i, j]).round()
-    return codes, scales
-
-
-def product(a, a_scales, b, b_scales, h):
-
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
-    y = torch.zeros(len(a), len(b))
-    for k in range(a_scales.shape[1]):
-        inside = slice(k * h, (k + 1) * h)
-        sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -409,15 +226,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside] @ b[:, inside].T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -437,15 +252,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].short() @ b[:, inside].short().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -465,14 +278,12 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += (a[:, inside] * left[:, None]) @ (b[:, inside] * right[:, None]).T
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += (a[:, inside] * left) @ (b[:, inside] * right[:, None]).T
     return y
 
 
@@ -492,15 +303,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b)).double()
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums * left[:, None].double() * right[None, :].double()
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums * left.double() * right.double()
     return y.float()
 
 
@@ -520,15 +329,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * left[:, None] * right[None, :]
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * left * right
     return y
 
 
@@ -548,15 +355,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in reversed(range(a_scales.shape[1])):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -576,43 +381,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, 0], len(a)), spread(b_scales[:, 0], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
-    return y
-
-
-# %% wrong="blocks" fails="the product" why="a's scales twice, b's never"
-def quantised(x, h):
-    codes = torch.empty_like(x, dtype=torch.int8)
-    scales = torch.ones(-(-x.shape[0] // h), -(-x.shape[1] // h))
-    for i, j in torch.cartesian_prod(*map(torch.arange, scales.shape)).tolist():
-        block = x[i * h : (i + 1) * h, j * h : (j + 1) * h]
-        amax = block.abs().max().item()
-        if amax > 0:
-            part, exponent = math.frexp(amax)  # amax = part · 2^exponent, part from 1/2 to 1
-            scales[i, j] = 2.0 ** (exponent - 7 + (part * 128 > 127))
-        codes[i * h : (i + 1) * h, j * h : (j + 1) * h] = (block / scales[i, j]).round()
-    return codes, scales
-
-
-def product(a, a_scales, b, b_scales, h):
-
-    def spread(column, size):
-        return column.repeat_interleave(h).repeat(size)[:size]
-
-    y = torch.zeros(len(a), len(b))
-    for k in range(a_scales.shape[1]):
-        inside = slice(k * h, (k + 1) * h)
-        sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(a_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, 0].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, 0].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -632,71 +407,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a.shape[1] // h):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
-    return y
-
-
-# %% wrong="blocks" fails="the product" why="a sum of scales"
-def quantised(x, h):
-    codes = torch.empty_like(x, dtype=torch.int8)
-    scales = torch.ones(-(-x.shape[0] // h), -(-x.shape[1] // h))
-    for i, j in torch.cartesian_prod(*map(torch.arange, scales.shape)).tolist():
-        block = x[i * h : (i + 1) * h, j * h : (j + 1) * h]
-        amax = block.abs().max().item()
-        if amax > 0:
-            part, exponent = math.frexp(amax)  # amax = part · 2^exponent, part from 1/2 to 1
-            scales[i, j] = 2.0 ** (exponent - 7 + (part * 128 > 127))
-        codes[i * h : (i + 1) * h, j * h : (j + 1) * h] = (block / scales[i, j]).round()
-    return codes, scales
-
-
-def product(a, a_scales, b, b_scales, h):
-
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
-    y = torch.zeros(len(a), len(b))
-    for k in range(a_scales.shape[1]):
-        inside = slice(k * h, (k + 1) * h)
-        sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] + right[None, :])
-    return y
-
-
-# %% wrong="blocks" fails="the product" why="the mean scale of a row of blocks"
-def quantised(x, h):
-    codes = torch.empty_like(x, dtype=torch.int8)
-    scales = torch.ones(-(-x.shape[0] // h), -(-x.shape[1] // h))
-    for i, j in torch.cartesian_prod(*map(torch.arange, scales.shape)).tolist():
-        block = x[i * h : (i + 1) * h, j * h : (j + 1) * h]
-        amax = block.abs().max().item()
-        if amax > 0:
-            part, exponent = math.frexp(amax)  # amax = part · 2^exponent, part from 1/2 to 1
-            scales[i, j] = 2.0 ** (exponent - 7 + (part * 128 > 127))
-        codes[i * h : (i + 1) * h, j * h : (j + 1) * h] = (block / scales[i, j]).round()
-    return codes, scales
-
-
-def product(a, a_scales, b, b_scales, h):
-
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
-    y = torch.zeros(len(a), len(b))
-    for k in range(a_scales.shape[1]):
-        inside = slice(k * h, (k + 1) * h)
-        sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales.mean(1), len(a)), spread(b_scales.mean(1), len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -716,44 +433,14 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y.double()
-
-
-# %% wrong="blocks" fails="to the bit" why="scales in bfloat16, products and all"
-def quantised(x, h):
-    codes = torch.empty_like(x, dtype=torch.int8)
-    scales = torch.ones(-(-x.shape[0] // h), -(-x.shape[1] // h))
-    for i, j in torch.cartesian_prod(*map(torch.arange, scales.shape)).tolist():
-        block = x[i * h : (i + 1) * h, j * h : (j + 1) * h]
-        amax = block.abs().max().item()
-        if amax > 0:
-            part, exponent = math.frexp(amax)  # amax = part · 2^exponent, part from 1/2 to 1
-            scales[i, j] = 2.0 ** (exponent - 7 + (part * 128 > 127))
-        codes[i * h : (i + 1) * h, j * h : (j + 1) * h] = (block / scales[i, j]).round()
-    return codes, scales
-
-
-def product(a, a_scales, b, b_scales, h):
-
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
-    y = torch.zeros(len(a), len(b))
-    for k in range(a_scales.shape[1]):
-        inside = slice(k * h, (k + 1) * h)
-        sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y = y + sums.float() * (left[:, None] * right[None, :] * (1 + 2.0**-23))
-    return y
 
 
 # %% wrong="blocks" fails="own work" around="import" why="the recipes of the package"
@@ -780,15 +467,13 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
 
-    def spread(column, size):
-        return column.repeat_interleave(h)[:size]
-
     y = torch.zeros(len(a), len(b))
     for k in range(a_scales.shape[1]):
         inside = slice(k * h, (k + 1) * h)
         sums = a[:, inside].int() @ b[:, inside].int().T
-        left, right = spread(a_scales[:, k], len(a)), spread(b_scales[:, k], len(b))
-        y += sums.float() * (left[:, None] * right[None, :])
+        left = a_scales[:, k].repeat_interleave(h)[: len(a), None]
+        right = b_scales[:, k].repeat_interleave(h)[: len(b)]
+        y += sums.float() * (left * right)
     return y
 
 
@@ -829,38 +514,6 @@ def quantised(x, h):
 
 def product(a, a_scales, b, b_scales, h):
     return torch.zeros(len(a), len(b))
-
-
-# %% wrong="parts" fails="every code comes back" why="division towards zero, and a rest without its sign"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append(codes.abs().fmod(16).to(torch.int8))
-        codes = torch.div(codes, 16, rounding_mode="trunc")
-    return [codes.to(torch.int8), *reversed(found)]
-
-
-def rotated(x, dim, most):
-    size, block = x.shape[dim], 1
-    while 2 * block <= most and size % (2 * block) == 0:
-        block *= 2
-    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
-    shape = x.shape
-    while step < block:
-        pairs = x.view(-1, 2, step)
-        first = pairs[:, 0].clone()
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] -= first
-        step *= 2
-    return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [
-        (rotated(x, 1, most), rotated(w, 1, most)),
-        (rotated(dy, 1, most), rotated(w, 0, most)),
-        (rotated(dy, 0, most), rotated(x, 0, most)),
-    ]
 
 
 # %% wrong="parts" fails="four bits" why="division towards zero: the low part has the sign, too"
@@ -992,108 +645,12 @@ def operands(x, w, dy, most):
     ]
 
 
-# %% wrong="parts" fails="every code comes back" why="the parts between the highest and the lowest in the wrong order"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append((codes & 15).to(torch.int8))
-        codes = codes >> 4
-    return [codes.to(torch.int8), *found]
-
-
-def rotated(x, dim, most):
-    size, block = x.shape[dim], 1
-    while 2 * block <= most and size % (2 * block) == 0:
-        block *= 2
-    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
-    shape = x.shape
-    while step < block:
-        pairs = x.view(-1, 2, step)
-        first = pairs[:, 0].clone()
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] -= first
-        step *= 2
-    return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [
-        (rotated(x, 1, most), rotated(w, 1, most)),
-        (rotated(dy, 1, most), rotated(w, 0, most)),
-        (rotated(dy, 0, most), rotated(x, 0, most)),
-    ]
-
-
 # %% wrong="parts" fails="parts" why="two parts, however many bits"
 def split(codes, parts):
     found = []
     for _ in range(1):
         found.append((codes & 15).to(torch.int8))
         codes = codes >> 4
-    return [codes.to(torch.int8), *reversed(found)]
-
-
-def rotated(x, dim, most):
-    size, block = x.shape[dim], 1
-    while 2 * block <= most and size % (2 * block) == 0:
-        block *= 2
-    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
-    shape = x.shape
-    while step < block:
-        pairs = x.view(-1, 2, step)
-        first = pairs[:, 0].clone()
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] -= first
-        step *= 2
-    return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [
-        (rotated(x, 1, most), rotated(w, 1, most)),
-        (rotated(dy, 1, most), rotated(w, 0, most)),
-        (rotated(dy, 0, most), rotated(x, 0, most)),
-    ]
-
-
-# %% wrong="parts" fails="parts" why="parts of 32 bits"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append((codes & 15))
-        codes = codes >> 4
-    return [codes, *reversed(found)]
-
-
-def rotated(x, dim, most):
-    size, block = x.shape[dim], 1
-    while 2 * block <= most and size % (2 * block) == 0:
-        block *= 2
-    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
-    shape = x.shape
-    while step < block:
-        pairs = x.view(-1, 2, step)
-        first = pairs[:, 0].clone()
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] -= first
-        step *= 2
-    return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [
-        (rotated(x, 1, most), rotated(w, 1, most)),
-        (rotated(dy, 1, most), rotated(w, 0, most)),
-        (rotated(dy, 0, most), rotated(x, 0, most)),
-    ]
-
-
-# %% wrong="parts" fails="every code comes back" why="parts of three bits"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append((codes & 7).to(torch.int8))
-        codes = codes >> 3
     return [codes.to(torch.int8), *reversed(found)]
 
 
@@ -1142,70 +699,6 @@ def rotated(x, dim, most):
         pairs[:, 1] -= first
         step *= 2
     return x.view(shape).movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [
-        (rotated(x, 1, most), rotated(w, 1, most)),
-        (rotated(dy, 1, most), rotated(w, 0, most)),
-        (rotated(dy, 0, most), rotated(x, 0, most)),
-    ]
-
-
-# %% wrong="parts" fails="lengths stay" why="divided by the block instead of its root"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append((codes & 15).to(torch.int8))
-        codes = codes >> 4
-    return [codes.to(torch.int8), *reversed(found)]
-
-
-def rotated(x, dim, most):
-    size, block = x.shape[dim], 1
-    while 2 * block <= most and size % (2 * block) == 0:
-        block *= 2
-    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
-    shape = x.shape
-    while step < block:
-        pairs = x.view(-1, 2, step)
-        first = pairs[:, 0].clone()
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] -= first
-        step *= 2
-    return x.view(shape).div_(block).movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [
-        (rotated(x, 1, most), rotated(w, 1, most)),
-        (rotated(dy, 1, most), rotated(w, 0, most)),
-        (rotated(dy, 0, most), rotated(x, 0, most)),
-    ]
-
-
-# %% wrong="parts" fails="lengths stay" why="divided by the root of the whole size"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append((codes & 15).to(torch.int8))
-        codes = codes >> 4
-    return [codes.to(torch.int8), *reversed(found)]
-
-
-def rotated(x, dim, most):
-    size, block = x.shape[dim], 1
-    while 2 * block <= most and size % (2 * block) == 0:
-        block *= 2
-    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
-    shape = x.shape
-    while step < block:
-        pairs = x.view(-1, 2, step)
-        first = pairs[:, 0].clone()
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] -= first
-        step *= 2
-    return x.view(shape).div_(math.sqrt(shape[-1])).movedim(-1, dim)
 
 
 def operands(x, w, dy, most):
@@ -1312,38 +805,6 @@ def operands(x, w, dy, most):
     ]
 
 
-# %% wrong="parts" fails="the rotation" why="blocks of two"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append((codes & 15).to(torch.int8))
-        codes = codes >> 4
-    return [codes.to(torch.int8), *reversed(found)]
-
-
-def rotated(x, dim, most):
-    size, block = x.shape[dim], 1
-    if 2 * block <= most and size % (2 * block) == 0:
-        block *= 2
-    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
-    shape = x.shape
-    while step < block:
-        pairs = x.view(-1, 2, step)
-        first = pairs[:, 0].clone()
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] -= first
-        step *= 2
-    return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [
-        (rotated(x, 1, most), rotated(w, 1, most)),
-        (rotated(dy, 1, most), rotated(w, 0, most)),
-        (rotated(dy, 0, most), rotated(x, 0, most)),
-    ]
-
-
 # %% wrong="parts" fails="the rotation" why="the other way round: H transposed"
 def split(codes, parts):
     found = []
@@ -1408,40 +869,7 @@ def operands(x, w, dy, most):
     ]
 
 
-# %% wrong="parts" fails="the rotation" why="the last minus sign at the wrong place"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append((codes & 15).to(torch.int8))
-        codes = codes >> 4
-    return [codes.to(torch.int8), *reversed(found)]
-
-
-def rotated(x, dim, most):
-    size, block = x.shape[dim], 1
-    while 2 * block <= most and size % (2 * block) == 0:
-        block *= 2
-    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
-    shape = x.shape
-    while step < block:
-        pairs = x.view(-1, 2, step)
-        first = pairs[:, 0].clone()
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] -= first
-        pairs *= torch.tensor([-1.0, 1.0])[:, None] if 2 * step == block else 1
-        step *= 2
-    return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [
-        (rotated(x, 1, most), rotated(w, 1, most)),
-        (rotated(dy, 1, most), rotated(w, 0, most)),
-        (rotated(dy, 0, most), rotated(x, 0, most)),
-    ]
-
-
-# %% wrong="parts" fails="the rotation" why="a block is every so-manieth number, not neighbours"
+# %% wrong="parts" fails="the rotation" why="a block is numbers far apart, not neighbours"
 def split(codes, parts):
     found = []
     for _ in range(parts - 1):
@@ -1455,74 +883,6 @@ def rotated(x, dim, most):
     while 2 * block <= most and size % (2 * block) == 0:
         block *= 2
     x, step = x.movedim(dim, -1).unflatten(-1, (block, -1)).mT.reshape(*x.movedim(dim, -1).shape), 1
-    shape = x.shape
-    while step < block:
-        pairs = x.view(-1, 2, step)
-        first = pairs[:, 0].clone()
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] -= first
-        step *= 2
-    return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [
-        (rotated(x, 1, most), rotated(w, 1, most)),
-        (rotated(dy, 1, most), rotated(w, 0, most)),
-        (rotated(dy, 0, most), rotated(x, 0, most)),
-    ]
-
-
-# %% wrong="parts" fails="the rotation" why="random signs beside: another rotation"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append((codes & 15).to(torch.int8))
-        codes = codes >> 4
-    return [codes.to(torch.int8), *reversed(found)]
-
-
-def rotated(x, dim, most):
-    size, block = x.shape[dim], 1
-    while 2 * block <= most and size % (2 * block) == 0:
-        block *= 2
-    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
-    shape = x.shape
-    while step < block:
-        pairs = x.view(-1, 2, step)
-        first = pairs[:, 0].clone()
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] -= first
-        step *= 2
-    x = (
-        x.view(shape).div_(math.sqrt(block))
-        * torch.where(torch.arange(shape[-1]) % 3 == 1, -1.0, 1.0).double()
-    )
-    return x.movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [
-        (rotated(x, 1, most), rotated(w, 1, most)),
-        (rotated(dy, 1, most), rotated(w, 0, most)),
-        (rotated(dy, 0, most), rotated(x, 0, most)),
-    ]
-
-
-# %% wrong="parts" fails="no error" why="a block that does not divide"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append((codes & 15).to(torch.int8))
-        codes = codes >> 4
-    return [codes.to(torch.int8), *reversed(found)]
-
-
-def rotated(x, dim, most):
-    size, block = x.shape[dim], 1
-    while 2 * block <= most:
-        block *= 2
-    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
     shape = x.shape
     while step < block:
         pairs = x.view(-1, 2, step)
@@ -1620,32 +980,6 @@ def rotated(x, dim, most):
         h = torch.cat((torch.cat((h, -h), 1), torch.cat((h, h), 1))) / math.sqrt(2)
     x = x.movedim(dim, -1)
     return (x.unflatten(-1, (-1, len(h))) @ h).flatten(-2).movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [
-        (rotated(x, 1, most), rotated(w, 1, most)),
-        (rotated(dy, 1, most), rotated(w, 0, most)),
-        (rotated(dy, 0, most), rotated(x, 0, most)),
-    ]
-
-
-# %% wrong="parts" fails="memory limit" why="H as a matrix of single bytes, in use as float64 a quarter at a time"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append((codes & 15).to(torch.int8))
-        codes = codes >> 4
-    return [codes.to(torch.int8), *reversed(found)]
-
-
-def rotated(x, dim, most):
-    size, h = x.shape[dim], torch.ones(1, 1, dtype=torch.int8)
-    while 2 * len(h) <= most and size % (2 * len(h)) == 0:
-        h = torch.cat((torch.cat((h, -h), 1), torch.cat((h, h), 1)))
-    blocks = x.movedim(dim, -1).unflatten(-1, (-1, len(h)))
-    parts = [blocks @ part.double() for part in h.split(max(1, len(h) // 64), 1)]
-    return (torch.cat(parts, -1) / math.sqrt(len(h))).flatten(-2).movedim(-1, dim)
 
 
 def operands(x, w, dy, most):
@@ -1844,66 +1178,6 @@ def operands(x, w, dy, most):
     ]
 
 
-# %% wrong="parts" fails="outliers are spread" why="blocks of two for dx"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append((codes & 15).to(torch.int8))
-        codes = codes >> 4
-    return [codes.to(torch.int8), *reversed(found)]
-
-
-def rotated(x, dim, most):
-    size, block = x.shape[dim], 1
-    while 2 * block <= most and size % (2 * block) == 0:
-        block *= 2
-    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
-    shape = x.shape
-    while step < block:
-        pairs = x.view(-1, 2, step)
-        first = pairs[:, 0].clone()
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] -= first
-        step *= 2
-    return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [
-        (rotated(x, 1, most), rotated(w, 1, most)),
-        (rotated(dy, 1, 2), rotated(w, 0, 2)),
-        (rotated(dy, 0, most), rotated(x, 0, most)),
-    ]
-
-
-# %% wrong="parts" fails="three pairs" why="two pairs"
-def split(codes, parts):
-    found = []
-    for _ in range(parts - 1):
-        found.append((codes & 15).to(torch.int8))
-        codes = codes >> 4
-    return [codes.to(torch.int8), *reversed(found)]
-
-
-def rotated(x, dim, most):
-    size, block = x.shape[dim], 1
-    while 2 * block <= most and size % (2 * block) == 0:
-        block *= 2
-    x, step = x.movedim(dim, -1).clone(memory_format=torch.contiguous_format), 1
-    shape = x.shape
-    while step < block:
-        pairs = x.view(-1, 2, step)
-        first = pairs[:, 0].clone()
-        pairs[:, 0] += pairs[:, 1]
-        pairs[:, 1] -= first
-        step *= 2
-    return x.view(shape).div_(math.sqrt(block)).movedim(-1, dim)
-
-
-def operands(x, w, dy, most):
-    return [(rotated(x, 1, most), rotated(w, 1, most)), (rotated(dy, 1, most), rotated(w, 0, most))]
-
-
 # %% wrong="parts" fails="own work" around="import" why="the package's rotation"
 def split(codes, parts):
     from minitrain.precision import int4
@@ -2047,20 +1321,6 @@ def estimate(p, u, piece, shape):
     return total
 
 
-# %% wrong="rows" fails="the least error" why="the same chance for all pieces that have a score"
-def chances(scores, rows, budget):
-    some = (scores > 0).double()
-    return some * min(1.0, budget / max(1.0, (some * rows).sum().item()))
-
-
-def estimate(p, u, piece, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u < p).nonzero().flatten().tolist():
-        a, b = piece(i)
-        total += a.T @ b / p[i]
-    return total
-
-
 # %% wrong="rows" fails="unbiased" why="the pieces with the largest scores, always: the others are missing"
 def chances(scores, rows, budget):
     p = torch.zeros_like(scores)
@@ -2103,28 +1363,6 @@ def estimate(p, u, piece, shape):
 # %% wrong="rows" fails="better than even" why="proportional to the score of a row, which is too much for small pieces"
 def chances(scores, rows, budget):
     p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows
-    while free.any():
-        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
-        full = free & (share >= 1)
-        if not full.any():
-            p[free] = share[free]
-            break
-        p[full] = 1.0
-        free &= ~full
-    return p
-
-
-def estimate(p, u, piece, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u < p).nonzero().flatten().tolist():
-        a, b = piece(i)
-        total += a.T @ b / p[i]
-    return total
-
-
-# %% wrong="rows" fails="better than even" why="the more rows, the more often"
-def chances(scores, rows, budget):
-    p, free, gain = torch.zeros_like(scores), scores > 0, scores * rows.sqrt()
     while free.any():
         share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
         full = free & (share >= 1)
@@ -2192,28 +1430,6 @@ def estimate(p, u, piece, shape):
     return total
 
 
-# %% wrong="rows" fails="the least error" why="proportional to the root of the score"
-def chances(scores, rows, budget):
-    p, free, gain = torch.zeros_like(scores), scores > 0, scores.sqrt() / rows.sqrt()
-    while free.any():
-        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
-        full = free & (share >= 1)
-        if not full.any():
-            p[free] = share[free]
-            break
-        p[full] = 1.0
-        free &= ~full
-    return p
-
-
-def estimate(p, u, piece, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u < p).nonzero().flatten().tolist():
-        a, b = piece(i)
-        total += a.T @ b / p[i]
-    return total
-
-
 # %% wrong="rows" fails="better than even" why="the smaller the score, the more often"
 def chances(scores, rows, budget):
     scores = (1 / scores).where(scores > 0, 0.0)
@@ -2260,63 +1476,6 @@ def estimate(p, u, piece, shape):
     return total
 
 
-# %% wrong="rows" fails="the least error" why="the square root in float32"
-def chances(scores, rows, budget):
-    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.float().sqrt()
-    while free.any():
-        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
-        full = free & (share >= 1)
-        if not full.any():
-            p[free] = share[free]
-            break
-        p[full] = 1.0
-        free &= ~full
-    return p
-
-
-def estimate(p, u, piece, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u < p).nonzero().flatten().tolist():
-        a, b = piece(i)
-        total += a.T @ b / p[i]
-    return total
-
-
-# %% wrong="rows" fails="the budget" why="the largest is kept always, the others in proportion to it"
-def chances(scores, rows, budget):
-    return scores / scores.max().clamp_min(1e-300)
-
-
-def estimate(p, u, piece, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u < p).nonzero().flatten().tolist():
-        a, b = piece(i)
-        total += a.T @ b / p[i]
-    return total
-
-
-# %% wrong="rows" fails="a chance for each piece" why="in float32"
-def chances(scores, rows, budget):
-    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
-    while free.any():
-        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
-        full = free & (share >= 1)
-        if not full.any():
-            p[free] = share[free]
-            break
-        p[full] = 1.0
-        free &= ~full
-    return p.float()
-
-
-def estimate(p, u, piece, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u < p).nonzero().flatten().tolist():
-        a, b = piece(i)
-        total += a.T @ b / p[i]
-    return total
-
-
 # %% wrong="rows" fails="unbiased" why="nobody divides"
 def chances(scores, rows, budget):
     p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
@@ -2336,50 +1495,6 @@ def estimate(p, u, piece, shape):
     for i in (u < p).nonzero().flatten().tolist():
         a, b = piece(i)
         total += a.T @ b
-    return total
-
-
-# %% wrong="rows" fails="unbiased" why="divided by the mean chance, as if chances were equal"
-def chances(scores, rows, budget):
-    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
-    while free.any():
-        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
-        full = free & (share >= 1)
-        if not full.any():
-            p[free] = share[free]
-            break
-        p[full] = 1.0
-        free &= ~full
-    return p
-
-
-def estimate(p, u, piece, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u < p).nonzero().flatten().tolist():
-        a, b = piece(i)
-        total += a.T @ b / p.mean()
-    return total
-
-
-# %% wrong="rows" fails="unbiased" why="the number kept in this draw, not the chance"
-def chances(scores, rows, budget):
-    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
-    while free.any():
-        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
-        full = free & (share >= 1)
-        if not full.any():
-            p[free] = share[free]
-            break
-        p[full] = 1.0
-        free &= ~full
-    return p
-
-
-def estimate(p, u, piece, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u < p).nonzero().flatten().tolist():
-        a, b = piece(i)
-        total += a.T @ b * len(p) / (u < p).sum()
     return total
 
 
@@ -2405,28 +1520,6 @@ def estimate(p, u, piece, shape):
     return total * len(p) / (1 / p[u < p]).sum() if (u < p).any() else total
 
 
-# %% wrong="rows" fails="unbiased" why="kept where u is at least p"
-def chances(scores, rows, budget):
-    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
-    while free.any():
-        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
-        full = free & (share >= 1)
-        if not full.any():
-            p[free] = share[free]
-            break
-        p[full] = 1.0
-        free &= ~full
-    return p
-
-
-def estimate(p, u, piece, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u >= p).nonzero().flatten().tolist():
-        a, b = piece(i)
-        total += a.T @ b / p[i]
-    return total
-
-
 # %% wrong="rows" fails="unbiased" why="kept where u equals p, too"
 def chances(scores, rows, budget):
     p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
@@ -2446,28 +1539,6 @@ def estimate(p, u, piece, shape):
     for i in (u <= p).nonzero().flatten().tolist():
         a, b = piece(i)
         total += a.T @ b / p[i]
-    return total
-
-
-# %% wrong="rows" fails="unbiased" why="divided by the root of the chance, once for each side: but only one side"
-def chances(scores, rows, budget):
-    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
-    while free.any():
-        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
-        full = free & (share >= 1)
-        if not full.any():
-            p[free] = share[free]
-            break
-        p[full] = 1.0
-        free &= ~full
-    return p
-
-
-def estimate(p, u, piece, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u < p).nonzero().flatten().tolist():
-        a, b = piece(i)
-        total += a.T @ b / p[i].sqrt()
     return total
 
 
@@ -2535,28 +1606,6 @@ def estimate(p, u, piece, shape):
         a, b = piece(i)[0], piece(i)[1]
         total += a.T @ b / p[i]
     return total
-
-
-# %% wrong="rows" fails="an estimate" why="in float32"
-def chances(scores, rows, budget):
-    p, free, gain = torch.zeros_like(scores), scores > 0, scores / rows.sqrt()
-    while free.any():
-        share = (budget - (p * rows).sum()) * gain / (gain * rows)[free].sum()
-        full = free & (share >= 1)
-        if not full.any():
-            p[free] = share[free]
-            break
-        p[full] = 1.0
-        free &= ~full
-    return p
-
-
-def estimate(p, u, piece, shape):
-    total = torch.zeros(shape, dtype=torch.float64)
-    for i in (u < p).nonzero().flatten().tolist():
-        a, b = piece(i)
-        total += a.T @ b / p[i]
-    return total.float()
 
 
 # %% wrong="rows" fails="the pieces of a draw" why="all pieces are brought, and the product is exact"
@@ -2662,126 +1711,9 @@ def estimate(p, u, piece, shape):
     return total
 
 
-# %% wrong="ternary" fails="the mean" why="the mean with signs"
-def packed(w):
-    scale = w.mean().abs()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
 # %% wrong="ternary" fails="the mean" why="the largest weight"
 def packed(w):
     scale = w.abs().max()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
-# %% wrong="ternary" fails="the mean" why="the root of the mean square"
-def packed(w):
-    scale = w.square().mean().sqrt()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
-# %% wrong="ternary" fails="the mean" why="a mean of weights around their centre"
-def packed(w):
-    scale = (w - w.mean()).abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
     return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
@@ -2896,45 +1828,6 @@ def ternary_sums(columns, data, zero):
     return results
 
 
-# %% wrong="ternary" fails="trits" why="towards zero"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w / scale, 0.0).trunc().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
 # %% wrong="ternary" fails="trits" why="from the middle upwards"
 def packed(w):
     scale = w.abs().mean()
@@ -2978,45 +1871,6 @@ def ternary_sums(columns, data, zero):
 def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).sign() * (w.abs() >= scale / 2) * (w != 0)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
-# %% wrong="ternary" fails="trits" why="clipped before it is divided"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w.clamp(-1, 1) / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
     return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
 
@@ -3132,168 +1986,12 @@ def ternary_sums(columns, data, zero):
     return results
 
 
-# %% wrong="ternary" fails="trits" why="-1 is the digit 2"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    return ((trits % 3).unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
-# %% wrong="ternary" fails="trits" why="trits beside the end of a row are 1"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5), value=1.0)
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
-# %% wrong="ternary" fails="trits" why="behind the end comes the beginning of the row"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.cat((trits, trits.repeat(1, 5)[:, : -w.shape[1] % 5]), 1)
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
 # %% wrong="ternary" fails="bytes and a scale" why="five in a byte over the ends of rows"
 def packed(w):
     scale = w.abs().mean()
     trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
     trits = torch.nn.functional.pad(trits.view(1, -1), (0, -w.numel() % 5))
     return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
-# %% wrong="ternary" fails="trits" why="four in a byte, of two bits each"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 4))
-    return (trits.unflatten(1, (-1, 4)) * 4 ** torch.arange(4)).sum(-1).to(torch.int8), scale
 
 
 def ternary_linear(x, w):
@@ -3417,45 +2115,6 @@ def ternary_linear(x, w):
     scale = w.detach().abs().mean()
     trits = (w.detach() / scale).round().clamp(-1, 1)
     return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
-# %% wrong="ternary" fails="ternary weights" why="without the scale"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (trits - w).detach()).T
 
 
 def ternary_sums(columns, data, zero):
@@ -3645,45 +2304,6 @@ def ternary_sums(columns, data, zero):
     return results
 
 
-# %% wrong="ternary" fails="straight through" why="a gradient for the mean alone"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w.abs().mean() * trits).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
 # %% wrong="ternary" fails="the input's gradient" why="dx sees the latent weights"
 def packed(w):
     scale = w.abs().mean()
@@ -3696,45 +2316,6 @@ def ternary_linear(x, w):
     scale = w.detach().abs().mean()
     trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
     return x @ w.T + (x @ (scale * trits - w).T).detach()
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
-# %% wrong="ternary" fails="the input's gradient" why="x gets no gradient"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x.detach() @ (w + (scale * trits - w).detach()).T
 
 
 def ternary_sums(columns, data, zero):
@@ -4040,84 +2621,6 @@ def ternary_sums(columns, data, zero):
     return results
 
 
-# %% wrong="ternary" fails="the sums" why="-1 is added, and 1 is taken away"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit < 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
-# %% wrong="ternary" fails="the sums" why="ordinary digits, as if there were no -1"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = left % 3
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(total)
-    return results
-
-
 # %% wrong="ternary" fails="the sums" why="digits of 0, 1 and 2: 2 is -1, and nothing is carried"
 def packed(w):
     scale = w.abs().mean()
@@ -4272,45 +2775,6 @@ def ternary_sums(columns, data, zero):
             elif byte < 0:
                 total = total - sum_of(place, -byte)
         results.append(total)
-    return results
-
-
-# %% wrong="ternary" fails="no error" why="a sum that begins with the number 0"
-def packed(w):
-    scale = w.abs().mean()
-    trits = torch.where(scale > 0, w / scale, 0.0).round().clamp(-1, 1)
-    trits = torch.nn.functional.pad(trits, (0, -w.shape[1] % 5))
-    return (trits.unflatten(1, (-1, 5)) * 3 ** torch.arange(5)).sum(-1).to(torch.int8), scale
-
-
-def ternary_linear(x, w):
-    scale = w.detach().abs().mean()
-    trits = torch.where(scale > 0, w.detach() / scale, 0.0).round().clamp(-1, 1)
-    return x @ (w + (scale * trits - w).detach()).T
-
-
-def ternary_sums(columns, data, zero):
-    known, results = {}, []
-
-    def sum_of(place, byte):
-        if (place, byte) not in known:
-            total, left = zero, byte
-            for column in columns[5 * place : 5 * place + 5]:
-                trit = (left + 1) % 3 - 1
-                left = (left - trit) // 3
-                if trit:
-                    total = total + column if trit > 0 else total - column
-            known[place, byte] = total
-        return known[place, byte]
-
-    for row in data.tolist():
-        total = zero
-        for place, byte in enumerate(row):
-            if byte > 0:
-                total = total + sum_of(place, byte)
-            elif byte < 0:
-                total = total - sum_of(place, -byte)
-        results.append(sum([total]))
     return results
 
 
@@ -4507,44 +2971,6 @@ def inputs_cut(x, w, group):
     return collectives.all_reduce(sums, group) * (size / count * amax / 127)
 
 
-# %% wrong="one_bit" fails="the whole matrix" why="no centre"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = x.abs().amax(1, keepdim=True)
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round()
-    bits = torch.where(w > 0, 1.0, -1.0).to(x.dtype)
-    return codes @ bits.T * (size / count * amax / 127)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return collectives.all_reduce(sums, group) * (size / count * amax / 127)
-
-
-# %% wrong="one_bit" fails="the whole matrix" why="its own centre, and the scale of all"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = x.abs().amax(1, keepdim=True)
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round()
-    bits = torch.where(w > w.mean(), 1.0, -1.0).to(x.dtype)
-    return codes @ bits.T * (size / count * amax / 127)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return collectives.all_reduce(sums, group) * (size / count * amax / 127)
-
-
 # %% wrong="one_bit" fails="the whole matrix" why="the centre of all, and a scale of its own"
 def outputs_cut(x, w, group):
     mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
@@ -4583,25 +3009,6 @@ def inputs_cut(x, w, group):
     return collectives.all_reduce(sums, group) * (size / count * amax / 127)
 
 
-# %% wrong="one_bit" fails="the whole matrix" why="0 for a weight at the centre"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = x.abs().amax(1, keepdim=True)
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round()
-    bits = (w - total / count).sign()
-    return codes @ bits.T * (size / count * amax / 127)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return collectives.all_reduce(sums, group) * (size / count * amax / 127)
-
-
 # %% wrong="one_bit" fails="the whole matrix" why="the scale of weights around the centre"
 def outputs_cut(x, w, group):
     mine = torch.stack(
@@ -4609,25 +3016,6 @@ def outputs_cut(x, w, group):
     )
     total, size, count = collectives.all_reduce(mine, group)
     amax = x.abs().amax(1, keepdim=True)
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round()
-    bits = torch.where(w > total / count, 1.0, -1.0).to(x.dtype)
-    return codes @ bits.T * (size / count * amax / 127)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return collectives.all_reduce(sums, group) * (size / count * amax / 127)
-
-
-# %% wrong="one_bit" fails="the whole matrix" why="one scale for all tokens"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = x.abs().max()
     codes = (x * 127 / amax.where(amax > 0, 1.0)).round()
     bits = torch.where(w > total / count, 1.0, -1.0).to(x.dtype)
     return codes @ bits.T * (size / count * amax / 127)
@@ -4661,87 +3049,11 @@ def inputs_cut(x, w, group):
     return collectives.all_reduce(sums, group) * (size / count * amax / 127)
 
 
-# %% wrong="one_bit" fails="the whole matrix" why="towards zero"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = x.abs().amax(1, keepdim=True)
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).trunc()
-    bits = torch.where(w > total / count, 1.0, -1.0).to(x.dtype)
-    return codes @ bits.T * (size / count * amax / 127)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return collectives.all_reduce(sums, group) * (size / count * amax / 127)
-
-
-# %% wrong="one_bit" fails="the whole matrix" why="128 instead of 127"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = x.abs().amax(1, keepdim=True)
-    codes = (x * 128 / amax.where(amax > 0, 1.0)).round()
-    bits = torch.where(w > total / count, 1.0, -1.0).to(x.dtype)
-    return codes @ bits.T * (size / count * amax / 128)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return collectives.all_reduce(sums, group) * (size / count * amax / 127)
-
-
-# %% wrong="one_bit" fails="the whole matrix" why="activations are not rounded"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = x.abs().amax(1, keepdim=True)
-    codes = x * 127 / amax.where(amax > 0, 1.0)
-    bits = torch.where(w > total / count, 1.0, -1.0).to(x.dtype)
-    return codes @ bits.T * (size / count * amax / 127)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return collectives.all_reduce(sums, group) * (size / count * amax / 127)
-
-
 # %% wrong="one_bit" fails="bytes on the wire" why="the largest activation is agreed on, though everyone has it"
 def outputs_cut(x, w, group):
     mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
     total, size, count = collectives.all_reduce(mine, group)
     amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round()
-    bits = torch.where(w > total / count, 1.0, -1.0).to(x.dtype)
-    return codes @ bits.T * (size / count * amax / 127)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return collectives.all_reduce(sums, group) * (size / count * amax / 127)
-
-
-# %% wrong="one_bit" fails="bytes on the wire" why="every number goes to everyone in each of many messages"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine.repeat(2), group)[:3]
-    amax = x.abs().amax(1, keepdim=True)
     codes = (x * 127 / amax.where(amax > 0, 1.0)).round()
     bits = torch.where(w > total / count, 1.0, -1.0).to(x.dtype)
     return codes @ bits.T * (size / count * amax / 127)
@@ -4833,25 +3145,6 @@ def inputs_cut(x, w, group):
     return collectives.all_reduce(sums, group) * (size / count * amax / 127)
 
 
-# %% wrong="one_bit" fails="one scale for a token" why="the first rank's largest activation is everyone's"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = x.abs().amax(1, keepdim=True)
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round()
-    bits = torch.where(w > total / count, 1.0, -1.0).to(x.dtype)
-    return codes @ bits.T * (size / count * amax / 127)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True) * (group.rank() == 0), group)
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return collectives.all_reduce(sums, group) * (size / count * amax / 127)
-
-
 # %% wrong="one_bit" fails="the whole matrix" why="the sum of the largest activations instead of the largest"
 def outputs_cut(x, w, group):
     mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
@@ -4928,25 +3221,6 @@ def inputs_cut(x, w, group):
     return collectives.all_reduce(sums.double(), group) * (size / count * amax / 127)
 
 
-# %% wrong="one_bit" fails="bytes on the wire" why="whole numbers of 64 bits"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = x.abs().amax(1, keepdim=True)
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round()
-    bits = torch.where(w > total / count, 1.0, -1.0).to(x.dtype)
-    return codes @ bits.T * (size / count * amax / 127)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return collectives.all_reduce(sums.long(), group) * (size / count * amax / 127)
-
-
 # %% wrong="one_bit" fails="bytes on the wire" why="each rank scales its own sums, and numbers travel"
 def outputs_cut(x, w, group):
     mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
@@ -4983,44 +3257,6 @@ def inputs_cut(x, w, group):
     codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
     sums = codes @ torch.where(w > total / count, 1, -1).int().T
     return collectives.all_reduce(sums.short(), group) * (size / count * amax / 127)
-
-
-# %% wrong="one_bit" fails="the whole matrix" why="sums in bfloat16"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = x.abs().amax(1, keepdim=True)
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round()
-    bits = torch.where(w > total / count, 1.0, -1.0).to(x.dtype)
-    return codes @ bits.T * (size / count * amax / 127)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return collectives.all_reduce(sums.bfloat16(), group).double() * (size / count * amax / 127)
-
-
-# %% wrong="one_bit" fails="the whole matrix" why="own sums only"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = x.abs().amax(1, keepdim=True)
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round()
-    bits = torch.where(w > total / count, 1.0, -1.0).to(x.dtype)
-    return codes @ bits.T * (size / count * amax / 127)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return sums * (size / count * amax / 127)
 
 
 # %% wrong="one_bit" fails="the whole matrix" why="0 / 0 for a token of zeros"
@@ -5079,25 +3315,6 @@ def inputs_cut(x, w, group):
     codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
     sums = codes @ torch.where(w > total / count, 1, -1).int().T
     return collectives.reduce_scatter(sums, group) * (size / count * amax / 127)
-
-
-# %% wrong="one_bit" fails="own work" why="a collective that is not there"
-def outputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_gather(mine, group).view(-1, 3).sum(0)
-    amax = x.abs().amax(1, keepdim=True)
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round()
-    bits = torch.where(w > total / count, 1.0, -1.0).to(x.dtype)
-    return codes @ bits.T * (size / count * amax / 127)
-
-
-def inputs_cut(x, w, group):
-    mine = torch.stack((w.sum(), w.abs().sum(), torch.tensor(w.numel(), dtype=w.dtype)))
-    total, size, count = collectives.all_reduce(mine, group)
-    amax = collectives.all_reduce(x.abs().amax(1, keepdim=True), group, op="max")
-    codes = (x * 127 / amax.where(amax > 0, 1.0)).round().int()
-    sums = codes @ torch.where(w > total / count, 1, -1).int().T
-    return collectives.all_reduce(sums, group) * (size / count * amax / 127)
 
 
 # %% wrong="one_bit" fails="own columns" around="empty" why="nothing at all"
