@@ -5,6 +5,7 @@ First  charts              what each rank does when, what fills its memory when,
        balance             loads of experts and of ranks
        experts             where tokens go
        precision           what a format can say, what a narrow sum loses
+       low_bits            whom an outlier takes its scale from, which codes are used
 beside style               one palette named by meaning, one style
        pipeline_widget     drag a schedule's sizes and costs
 """
