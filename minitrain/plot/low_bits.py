@@ -60,7 +60,9 @@ def code_shares(shares: Mapping[str, Mapping[int, float]], *, title: str, xlabel
     panels = figure.subplots(1, len(shares), sharey=True, squeeze=False)[0]
     top = max(share for parts in shares.values() for share in parts.values())
     for i, (ax, (name, parts)) in enumerate(zip(panels, shares.items())):
-        ax.bar(list(parts), [100 * share for share in parts.values()], width=0.85, color=CYCLE[i % len(CYCLE)])
+        ax.bar(
+            list(parts), [100 * share for share in parts.values()], width=0.85, color=CYCLE[i % len(CYCLE)]
+        )
         for code, share in parts.items():
             if share >= 0.005:
                 ax.text(code, 100 * share, f"{100 * share:.0f}", ha="center", va="bottom", fontsize=7)
