@@ -5,10 +5,10 @@
 
 Q, K, V `[B, H, T, K]` in blocks of `rows` tokens of a head, one scale each, which is that of a whole tile of
 the loop; rows=None: one scale a tensor. `signs` turn Q and K (incoherent.py) before. A normal E4M3 number
-errs by at most 1/16 of itself, whatever the scale: an outlier spoils less its neighbours than its product,
-the largest of all. Turned, that is a sum of many products whose errors cancel. So block scales alone help
-little, turning does, and more in long texts. Root mean square errors of 256 queries, means of 16 seeds, K = 128,
-N(0, 1) and one entry in a thousand more by N(0, 100):
+errs by at most 1/16 of itself, whatever the scale: an outlier spoils its product, the largest of all, more
+than its neighbours. Turned, that is a sum of many products whose errors cancel. So block scales alone help
+little, turning does, and more in long texts. Root mean square errors of 256 queries, means of 16 seeds, K =
+128, N(0, 1) and one entry in a thousand more by N(0, 100):
 
     T                     1,024     4,096     8,192     16,384    paper (sizes not given)
     one scale a tensor    1.2e-2    1.9e-2    2.1e-2    3.2e-2    2.4e-2
