@@ -12,7 +12,6 @@ least, the largest first: gradients send (n-1)/n bytes a parameter on average, w
 holds 2 + 1 bytes a parameter and about 3/n of states.
 Codes of one scale can be added, so a sum is of codes, and rounded once. Microbatches add up in E4M3 too: the
 sum so far and the next gradient, rounded again with the scale that they need together.
-Memory beside the states: a bucket's codes three times, with `deal` those of all tensors, and weights.
 Peng et al. 2023, FP8-LM, arXiv:2310.18313, sections 2.1 and 2.2. Differs: pieces go straight to who adds them
 up, a ring would round n-1 times; a sum starts when backward is done.
 """

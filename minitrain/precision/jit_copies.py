@@ -10,7 +10,7 @@ Inside a layer's forward its modules have the copies as attributes, in front of 
 their names and places; what autograd would save of a copy is exchanged for the parameter it was made of.
 Sends nothing. ZeRO cuts, and gathers, the weights that there are: float32, twice a copy's bytes; with stages
 1 and 2, which keep weights whole, masters are cut no more and 4 + 2 + 8/n may be more than 2 + 2 + 12/n.
-JIT-Q: Ibrahim et al. 2023, where memory that computes makes the copies on the way to the processor. Differs:
+Ibrahim et al. 2024 (JIT-Q), MLSys: there memory that computes makes them on the way to the processor. Differs:
 the processor makes them, and for a layer at a time.
 """
 

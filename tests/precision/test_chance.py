@@ -1,6 +1,7 @@
 """Weights without a master: the same random numbers wherever an element is, and nothing lost on average."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch
 from minitrain import collectives, launch
 from minitrain.attention.dropout import Places, hashed
 from minitrain.data.batches import Rows, random_tokens
+from minitrain.ledger import Ledger
 from minitrain.parallelize import parallelize
 from minitrain.precision.chance import Chance, draws, keep_by_chance
 from minitrain.precision.rounding import round_to
-from minitrain.sharding import full_tensor, placement
+from minitrain.sharding import full_tensor, numbers, placement
 from minitrain.strategy import Strategy
 from minitrain.training.hyperparameters import Hyperparameters
 from minitrain.training.optim import AdamW
@@ -162,6 +164,17 @@ def test_the_numbers_are_uniform_and_independent():
     share = (kept > 1).double().mean().item()
     assert abs(share - 1 / 32) < 3 * (31 / 32**2 / 65536) ** 0.5
     assert torch.equal(kept > 1, fields[1] < 1 / 32)
+
+
+def test_the_memory_that_rounding_takes():
+    weight, exact = torch.ones(1000, 100, dtype=torch.bfloat16), torch.rand(1000, 100)
+    chance = Chance([("a", partial(numbers, weight, 0, weight.numel()))])
+    with Ledger() as ledger:
+        bits = chance.bits(1, weight)
+    assert 24 * 10**5 <= ledger.peak_bytes < 24.01 * 10**5 and ledger.live_bytes == 8 * 10**5
+    with Ledger() as ledger:
+        keep_by_chance(weight, exact, bits, 1)
+    assert ledger.peak_bytes - ledger.live_bytes == 21 * 10**5
 
 
 def test_a_master_that_the_optimizer_asks_for_is_not_made():

@@ -74,6 +74,25 @@ def test_jit_q():
     assert POLICIES["bfloat16"].bytes_per_parameter - POLICIES["bfloat16_jit"].bytes_per_parameter == 2
 
 
+def test_gathered_weights_are_as_wide_as_they_are_kept():
+    """ZeRO gathers what it keeps: twice the bytes of copies; gradients travel as they do without."""
+
+    def rank():
+        found = []
+        for zero in (1, 3):
+            for precision in ("bfloat16", "bfloat16_jit"):
+                run = start(Strategy(dp=2, zero=zero), precision)
+                batch = batch_of(run, 0)
+                with Ledger() as ledger:
+                    run.step(batch)
+                found.append([ledger.sent_bytes(op) for op in ("all_gather", "reduce_scatter")])
+        return found
+
+    for one, one_jit, three, three_jit in launch.run(rank, ranks=2):
+        assert one_jit == [2 * one[0], one[1]] and three_jit == [2 * three[0], three[1]]
+        assert one[0] > 0
+
+
 def test_nothing_of_a_copy_is_kept_from_forward_to_backward():
     """By kind, the ledger of a step has the activations of the stored copy, and at no moment more copies
     than of one layer. Control: copies that autograd may keep."""

@@ -302,6 +302,8 @@ def test_a_run_resumed_in_its_own_layout_is_the_uninterrupted_one_bit_for_bit(tm
         (Strategy(dp=2, zero=0), "bfloat16"),
         (Strategy(dp=2, zero=3), "bfloat16_short_moments"),
         (Strategy(dp=2, zero=2), "bfloat16_stochastic_short"),
+        (Strategy(pp=2, microbatches=2), "bfloat16_jit"),
+        (Strategy(dp=2, zero=1), "fp8_lm"),
         (
             Strategy(dp=2, zero=1, loss_scale=2.0**30, loss_scale_window=1),
             "float16",
