@@ -99,18 +99,19 @@ class Scaled(Sync):
             raise self.no_gradient(missing)
         if self.trainable:
             self._agree(self.trainable, self.group, self.mu)
-            self._deal() if self.owner else [self._sum(bucket, self.group) for bucket in self.buckets]
-        for param in self.trainable:
+        if self.owner:
+            self._deal()
+        else:
+            for bucket in self.buckets:
+                self._sum(bucket, self.group)
+        for param in filter(self.has, self.trainable):
+            self.mu[param] = next_mu(self.mu[param], self.found[param][0], self.group.size())
             copies = placement(param).copies
             if copies is not None:
                 self._agree([param], copies, {param: torch.tensor(1 / copies.size(), device=param.device)})
                 self._sum([param], copies)
-        for param in self.trainable:
-            if self.has(param):
-                codes, amax = self.found.pop(param)
-                self.mu[param] = next_mu(self.mu[param], codes, self.group.size())
-                param.grad_dtype = FP8
-                param.grad, param.grad_largest = codes, amax
+            param.grad_dtype = FP8
+            param.grad, param.grad_largest = self.found[param]
         self.found.clear()
 
     def _agree(self, params: list[nn.Parameter], group: ProcessGroup, mu: dict) -> None:

@@ -10,8 +10,8 @@ Inside a layer's forward its modules have the copies as attributes, in front of 
 their names and places; what autograd would save of a copy is exchanged for the parameter it was made of.
 Sends nothing. ZeRO cuts, and gathers, the weights that there are: float32, twice a copy's bytes; with stages
 1 and 2, which keep weights whole, masters are cut no more and 4 + 2 + 8/n may be more than 2 + 2 + 12/n.
-Ibrahim et al. 2024 (JIT-Q), MLSys: there memory that computes makes them on the way to the processor. Differs:
-the processor makes them, and for a layer at a time.
+Ibrahim et al. 2024 (JIT-Q), MLSys, where memory that computes makes copies on their way to the processor.
+Differs: the processor makes them, and for a layer at a time.
 """
 
 from collections.abc import Callable, Iterable

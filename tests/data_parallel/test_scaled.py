@@ -142,6 +142,46 @@ def test_sums_of_equal_gradients_overflow_until_the_factor_is_small_enough_and_t
         assert all(0.25 <= m < 0.26 for m in mu)
 
 
+def test_a_gradient_that_is_no_number_on_one_rank_is_none_on_all():
+    def rank():
+        group, found = collectives.world(), []
+        for bad in (float("nan"), float("inf")):
+            sync = scaled_model(group)
+            for number, (param, grad) in enumerate(zip(sync.trainable, gradients(0, 0))):
+                param.grad = grad
+                if group.rank() == 1 and number == 1:
+                    param.grad[0, 0] = bad
+            sync.finish()
+            whole = [sync.full_grad(param) for param in sync.trainable]
+            found.append([x.isnan().all().item() for x in whole] + [whole[0].isfinite().all().item()])
+        return found
+
+    assert launch.run(rank, ranks=2) == [[[False, True, False, False, True]] * 2] * 2
+
+
+def test_a_tied_table_on_both_ends_of_a_pipeline_is_one():
+    """Its gradient is summed over rows, then over the stages: the same codes and factor on both, and near
+    what one process has."""
+
+    def rank(strategy):
+        run = start(strategy)
+        for number in range(3):
+            run.step(batch_of(run, number))
+        (table,) = [
+            param
+            for param, name in run.sync.names.items()
+            if name == "layers.0.tokens" or "out.w" in name and "layers.3" in name
+        ]
+        return run.sync.full_grad(table), run.sync.mu[table], run.sync.full_tensor(table)
+
+    (first, second), ((alone, *_),) = (
+        launch.run(rank, strategy, ranks=strategy.ranks)
+        for strategy in (Strategy(pp=2, microbatches=2), Strategy(microbatches=2))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert (first[0] - alone).abs().max() < alone.abs().max() / 8
+
+
 def test_the_factor_doubles_within_a_thousand_steps_and_halves_at_once():
     mu, none, one = torch.tensor(0.25), torch.zeros(10).to(FP8), torch.zeros(1000, 1000)
     for _ in range(1000):
