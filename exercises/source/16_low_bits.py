@@ -107,7 +107,7 @@ def spread_over(scales, shape, h):
 def expect_codes(x, h, codes, scales):
     """The codes and scales that are wanted; what is wrong with others has a name."""
     said = ask(quantised, x, h)
-    where = f"(seen with {list(x.shape)} in blocks of {h})"
+    where = f"(seen at {list(x.shape)} in blocks of {h})"
     expect(
         isinstance(said, (list, tuple)) and len(said) == 2, "codes and scales", "return two tensors"
     )
@@ -128,7 +128,7 @@ def expect_codes(x, h, codes, scales):
 def expect_product(a, a_scales, b, b_scales, h, wanted):
     """wanted [M, N] float32, to the bit. Before that: within what rounding in float32 may do."""
     y = ask(product, a, a_scales, b, b_scales, h)
-    where = f"(seen with {list(a.shape)} and {list(b.shape)} in blocks of {h})"
+    where = f"(seen at {list(a.shape)} and {list(b.shape)} in blocks of {h})"
     expect_kind(y, wanted, "a float32 product", f"y is [M, N] {where}")
     left, right = (
         codes.double() * spread_over(scales, codes.shape, h).double()
@@ -305,7 +305,7 @@ def operands(x, w, dy, most):
 # %% judge="expect_parts"
 def expect_split(codes, parts):
     said = ask(split, codes, parts)
-    where = f"(seen with {4 * parts} bits)"
+    where = f"(seen at {4 * parts} bits)"
     nothing = torch.zeros_like(codes, dtype=torch.int8)
     hint = f"a list of int8 tensors, one for each 4 bits {where}"
     expect(isinstance(said, list) and len(said) == parts, "parts", hint)
@@ -322,7 +322,7 @@ def expect_split(codes, parts):
 
 def expect_rotated(said, x, dim, wanted, block):
     """wanted [R, C]: x rotated along dim in blocks of `block`."""
-    where = f"(seen with {list(x.shape)} along dim {dim})"
+    where = f"(seen at {list(x.shape)} along dim {dim})"
     hint = f"of the shape of x {where}"
     expect_kind(said, x, "a rotated matrix", hint)
     top = x.abs().max().item()
@@ -337,7 +337,7 @@ def expect_rotated(said, x, dim, wanted, block):
 def expect_operands(x, w, dy, most, wanted):
     """wanted: six matrices."""
     said = ask(operands, x, w, dy, most)
-    where = f"(seen with x {list(x.shape)}, w {list(w.shape)})"
+    where = f"(seen at x {list(x.shape)}, w {list(w.shape)})"
     pairs = isinstance(said, list) and [len(pair) for pair in said] == [2, 2, 2]
     expect(pairs, "three pairs", f"one for each product {where}")
     (a, b), (c, d), (e, f) = said
@@ -427,7 +427,7 @@ for most in (8, draw.integer(4, 40)):
 x = draw.real(200, 8192)
 said = ask(rotated, x, 1, 9000, budget_bytes=100_000_000)  # H of 8 bits has 67 MB, x 13 MB
 some = torch.tensor(draw.several(range(8192), 40))
-hint = "H is not there as a matrix; some of its columns are looked at (seen with a block of 8192)"
+hint = "H is not there as a matrix; some of its columns are looked at (seen at a block of 8192)"
 expect_kind(said, x, "a rotated matrix", hint)
 wanted = x @ signs(some, torch.arange(8192)).T / math.sqrt(8192)
 expect_equal(said[:, some], wanted, "the rotation", hint, atol=1e-9)
@@ -503,7 +503,7 @@ def expect_chances(cases):
     """Cases (scores, rows, budget, wanted)."""
     for p, case in zip(ask_each(chances, [case[:3] for case in cases]), cases):
         scores, rows, budget, wanted = case
-        where = f"(seen with {len(scores)} pieces of {rows.min():.0f} to {rows.max():.0f} rows, budget {budget})"
+        where = f"(seen at {len(scores)} pieces of {rows.min():.0f} to {rows.max():.0f} rows, budget {budget})"
         expect_kind(p, wanted, "a chance for each piece", f"a number for each {where}")
         fits = bool(((p >= 0) & (p <= 1)).all())
         expect(fits, "from 0 to 1", f"a piece cannot be kept more often than always {where}")
@@ -545,7 +545,7 @@ def expect_estimates(a, b, p):
     secrets = {f"piece {i}": torch.cat((a[i], b[i]), 1) for i in range(n)}
     inputs = [(p, draws, [len(part) for part in a], shape)]
     outcome = run_on_ranks(estimates, inputs, secrets=[secrets])
-    said, where = outcome.results[0], f"(seen with {n} pieces)"
+    said, where = outcome.results[0], f"(seen at {n} pieces)"
     nothing = torch.zeros(len(sets), *shape, dtype=torch.float64)
     expect_kind(said, nothing, "an estimate", f"float64 of the shape of Aᵀ·B {where}")
     largest = sum(left.abs().T @ right.abs() for left, right in zip(a, b)).max().item()
@@ -778,7 +778,7 @@ def with_gradients(x, w, dy):
 # %% judge="expect_ternary"
 def expect_packed(w, data, scale):
     said = ask(packed, w)
-    where = f"(seen with {list(w.shape)})"
+    where = f"(seen at {list(w.shape)})"
     expect(isinstance(said, (list, tuple)) and len(said) == 2, "bytes and a scale", "return both")
     hint = f"int8, five trits in a byte, each row for itself; the scale is a float64 tensor {where}"
     expect_kind(said, [data, scale], "bytes and a scale", hint)
@@ -793,7 +793,7 @@ def expect_packed(w, data, scale):
 def expect_gradients(x, w, dy, weights):
     """weights [N, K]: scale·trits."""
     y, dx, dw = ask(with_gradients, x, w, dy)
-    where = f"(seen with x {list(x.shape)}, w {list(w.shape)})"
+    where = f"(seen at x {list(x.shape)}, w {list(w.shape)})"
     top = max(part.abs().max().item() for part in (x, w, dy))
     near = 1e-13 * top**2 * max(*x.shape, *w.shape)
     expect_equal(y, x @ weights.T, "ternary weights", f"y = x·(scale·trits)ᵀ {where}", atol=near)
@@ -807,7 +807,7 @@ def expect_sums(data, trits, most):
     """trits [N, K] of these bytes. What is written down is carried out, on 3 tokens; `most` is how much there may be."""
     count = trits.shape[1]
     written, places = ask(with_columns, data, count)
-    where = f"(seen with {len(data)} rows of {count} trits)"
+    where = f"(seen at {len(data)} rows of {count} trits)"
     expect(len(places) == len(data), "a column for each row", f"N of them {where}")
     values = [torch.zeros(3, dtype=torch.int64)]
     values += [torch.tensor([draw.integer(-999, 999) for _ in range(3)]) for _ in range(count)]
