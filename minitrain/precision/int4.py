@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from minitrain import collectives
+from minitrain.attention import incoherent
 from minitrain.attention.dropout import uniform
 from minitrain.precision import formats
 from minitrain.precision.blocks import Blocks, Quantized, quantize
@@ -105,12 +106,8 @@ def integer_product(a: Tensor, b: Tensor, step: Tensor, dtype: torch.dtype) -> T
 
 def hadamard(x: Tensor, block: int = 32) -> Tensor:
     """x [.., K] · H; H is symmetric, so once more gives x. log2(h) sums and differences a number."""
-    width = x.shape[-1]
-    h = min(block, width & -width)
-    for level in range(h.bit_length() - 1):
-        first, second = x.unflatten(-1, (-1, 2, 1 << level)).unbind(-2)
-        x = torch.stack((first + second, first - second), -2).flatten(-3)
-    return x * h**-0.5
+    h = min(block, x.shape[-1] & -x.shape[-1])
+    return incoherent.hadamard(x.unflatten(-1, (-1, h))).flatten(-2)
 
 
 def measured(x: Tensor, scales: Scales, dims: str) -> Quantized:
