@@ -6,6 +6,7 @@ First  start               launch.run(fn, ranks=4): the reader's function on N r
 then   local, ranks        both sides of a launch on this machine
        helper              the process between them, which has loaded what ranks are forked with
        report              who is to blame, in one sentence
+       pickled             what travels between them: anything, tensors of all dtypes
 beside shared_cores        what Linux's scheduler is asked when ranks share cores
        wire                the kernel's own count of bytes, which the ledger is checked with
 

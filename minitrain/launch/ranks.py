@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from minitrain import collectives
 from minitrain.collectives.backends import ON_OPEN
-from minitrain.launch import report, shared_cores
+from minitrain.launch import pickled, report, shared_cores
 from minitrain.torch_private import COMPILER, autograd_functions
 
 LINUX = sys.platform == "linux"
@@ -289,7 +289,7 @@ def seed_all() -> None:
 
 def pickled_result(result) -> bytes:
     try:
-        return cloudpickle.dumps(result)
+        return pickled.dumps(result)
     except Exception as error:
         raise TypeError(
             f"fn returned a {type(result).__name__}, which cannot be sent back ({error}); return tensors, "

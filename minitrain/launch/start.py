@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 from minitrain import collectives
-from minitrain.launch import local, report
+from minitrain.launch import local, pickled, report
 from minitrain.launch import ranks as launch_ranks
 from minitrain.launch.report import LaunchTimeout, RankError
 
@@ -138,7 +138,7 @@ def pickled_call(fn: Callable, args: tuple) -> bytes:
             for module in modules:
                 cloudpickle.register_pickle_by_value(module)
             try:
-                return cloudpickle.dumps((fn, args))
+                return pickled.dumps((fn, args))
             except Exception as failure:
                 error = failure
             finally:
@@ -147,7 +147,7 @@ def pickled_call(fn: Callable, args: tuple) -> bytes:
     culprit = "fn"
     for number, argument in enumerate(args):
         try:
-            cloudpickle.dumps(argument)
+            pickled.dumps(argument)
         except Exception:
             culprit = f"argument {number} (a {type(argument).__name__})"
     raise ValueError(

@@ -565,3 +565,22 @@ def test_fifty_launches():
         seconds.append(time.monotonic() - start - (starved_s() - starved))
     assert open_things() == before
     assert max(seconds) < 3, sorted(seconds)[-20:]
+
+
+def test_tensors_of_all_dtypes_travel_both_ways():
+    names = (
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+        "uint16",
+        "uint8",
+        "bfloat16",
+        "bool",
+        "complex64",
+    )
+    sent = {name: torch.arange(6).to(getattr(torch, name)).view(2, 3) for name in names}
+    sent["cut"], sent["empty"] = sent["float8_e4m3fn"][:, 1:], sent["uint16"][:0]
+    back = launch.run(lambda x: (x, {name: str(one.dtype) for name, one in x.items()}), sent, ranks=1)[0]
+    for name, one in back[0].items():
+        assert back[1][name] == str(one.dtype) == str(sent[name].dtype)
+        assert torch.equal(one.to(torch.complex64), sent[name].to(torch.complex64))
