@@ -14,7 +14,10 @@ Ibrahim et al. 2024 (JIT-Q), MLSys, where memory that computes makes copies on t
 Differs: the processor makes them, and for a layer at a time.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -29,13 +32,35 @@ def make_copies(layers: Iterable[nn.Module], copy_of: Callable[[nn.Parameter], T
     """Every forward of these layers computes with `copy_of(param)`, new memory, in the place of each of their
     parameters. A layer must be called as a module and be done with its parameters when it returns."""
     for layer in layers:
-        layer.forward = _with_copies(layer, layer.forward, copy_of)
+        copies = _Copies(copy_of)
+        layer.register_forward_pre_hook(copies.come)
+        layer.register_forward_hook(copies.go, prepend=True, always_call=True)
 
 
-def _with_copies(layer: nn.Module, inner: Callable, copy_of: Callable) -> Callable:
-    def forward(*args, **more):
+class _Copies:
+    """Of one layer, while it computes: on one thread, or with the halves of a pair on two."""
+
+    def __init__(self, copy_of: Callable[[nn.Parameter], Tensor]):
+        self.copy_of, self.shown = copy_of, defaultdict(list)  # thread -> what takes the copies away again
+
+    def come(self, layer: nn.Module, _) -> None:
         made: dict[int, nn.Parameter] = {}  # the storage of a copy -> what it was made of
-        shown, (pack_other, unpack_other) = [], saved_hooks() or (lambda x: x, lambda x: x)
+        self.shown[get_ident()].append(away := ExitStack())
+        for module in layer.modules():
+            for name, param in module.named_parameters(recurse=False):
+                copy = announce_buffer(_Copy.apply(param, self.copy_of))
+                copy.copy_of = param
+                made[storage_id(copy.untyped_storage())] = param
+                module.__dict__[name] = copy
+                away.callback(module.__dict__.pop, name, None)
+        away.enter_context(saved_tensors_hooks(*self.exchanged(made)))
+
+    def go(self, *_) -> None:
+        self.shown[get_ident()].pop().close()
+
+    def exchanged(self, made: dict[int, nn.Parameter]) -> tuple[Callable, Callable]:
+        """What autograd saves of a copy is the parameter, from which it makes another one."""
+        pack_other, unpack_other = saved_hooks() or (lambda x: x, lambda x: x)
 
         def pack(x: Tensor):
             param = made.get(storage_id(x.untyped_storage()))
@@ -45,23 +70,9 @@ def _with_copies(layer: nn.Module, inner: Callable, copy_of: Callable) -> Callab
         def unpack(saved) -> Tensor:
             if not isinstance(saved, _View):
                 return unpack_other(saved)
-            return announce_buffer(copy_of(saved.param)).as_strided(*saved[1:])
+            return announce_buffer(self.copy_of(saved.param)).as_strided(*saved[1:])
 
-        try:
-            for module in layer.modules():
-                for name, param in module.named_parameters(recurse=False):
-                    copy = announce_buffer(_Copy.apply(param, copy_of))
-                    copy.copy_of = param
-                    made[storage_id(copy.untyped_storage())] = param
-                    module.__dict__[name] = copy
-                    shown.append((module, name))
-            with saved_tensors_hooks(pack, unpack):
-                return inner(*args, **more)
-        finally:
-            for module, name in shown:
-                del module.__dict__[name]
-
-    return forward
+        return pack, unpack
 
 
 class _View(NamedTuple):

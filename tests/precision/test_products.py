@@ -281,13 +281,13 @@ CONFIG = small(num_layers=2, tied=False, d_ff=24)
 MIXTURE = replace(CONFIG, experts=ExpertsConfig(4, 2, shared_experts=1, expert_width=8))
 
 
-def trained(name, count=3, config=CONFIG, state=None, first=0, **layout):
+def trained(name, count=3, config=CONFIG, state=None, first=0, size=4, **layout):
     layout = dict(precision="float64", products=name) | layout
     run = parallelize(config, Strategy(**layout), partial(AdamW, lr=1e-2, eps=1e-3), seed=3)
     if state:
         run.load_state_dict(state)
     losses = [
-        run.total(run.step(run.batch(rows(i), i), 0.5).loss).item() for i in range(first, first + count)
+        run.total(run.step(run.batch(rows(i, size), i), 0.5).loss).item() for i in range(first, first + count)
     ]
     return losses, run.state_dict()
 
