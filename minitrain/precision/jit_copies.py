@@ -52,7 +52,7 @@ class _Copies:
                 copy.copy_of = param
                 made[storage_id(copy.untyped_storage())] = param
                 module.__dict__[name] = copy
-                away.callback(module.__dict__.pop, name, None)
+                away.callback(module.__dict__.pop, name)
         away.enter_context(saved_tensors_hooks(*self.exchanged(made)))
 
     def go(self, *_) -> None:

@@ -127,6 +127,7 @@ def test_nothing_of_a_copy_is_kept_from_forward_to_backward():
 def keeps_copies(layer):
     """As a cast in the layer would: autograd saves what the product was computed with."""
     inner = type(layer).forward
+    layer._forward_hooks.clear(), layer._forward_pre_hooks.clear()
     params = [(m, name, p) for m in layer.modules() for name, p in m.named_parameters(recurse=False)]
 
     def forward(*args):
