@@ -251,6 +251,8 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
     if chance.random() < 0.2 and all(values.get(name, only) == only for name, only in others.items()):
         names = [name for name in PRODUCTS if name != "plain"]
         values["products"] = chance.choice(["fp8_delayed"] * len(names) + names)
+        if axes["tp"] == axes.get("ep", 1) == 1 and chance.random() < 0.4:  # else nearly all are refused
+            values |= dict(precision="fp8_lm", zero=chance.choice((0, 1)), node=1, post_validation=False)
     if axes["cp"] > 1:
         core = chance.choice(tuple(CORES))
         values |= dict(core=core, layout=chance.choice(CORES[core].layouts))
@@ -486,6 +488,9 @@ FEATURES = {
     "low precision": lambda s, c: s.policy.narrow,
     "FP8, delayed": lambda s, c: s.products == "fp8_delayed",
     "other low products": lambda s, c: s.products not in EXACT,
+    "rounded by chance": lambda s, c: s.policy.by_chance,
+    "copies just in time": lambda s, c: s.policy.copies is not None,
+    "scaled tensors": lambda s, c: s.policy.scaled,
     "scaled loss": lambda s, c: s.loss_scale > 0,
     "ep, the cheaper travels": lambda s, c: s.ep_travel == "cheaper",
     "ep, shadows": lambda s, c: s.ep_shadow > 0,
