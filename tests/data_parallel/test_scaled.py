@@ -269,6 +269,18 @@ def test_dealt_out_whole_tensors_give_the_bits_of_replicas_in_less_memory():
     assert launch.run(rank, ranks=2) == [expected] * 2
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_are_clipped_by_their_scales(zero):
+    def rank():
+        run = start(Strategy(dp=2, zero=zero))
+        result = run.step(batch_of(run, 0), 0.01)
+        norm = sum(x.square().sum() for x in run.sync.full_grads().values()).sqrt()
+        return float(result.norm), float(norm)
+
+    for before, after in launch.run(rank, ranks=2):
+        assert before > 0.1 and abs(after - 0.01) < 1e-5
+
+
 def test_tensors_are_dealt_out_the_largest_first_to_who_has_least():
     assert deal_out(dict(a=5, b=9, c=4, d=4, e=3), 2) == dict(b=0, d=0, a=1, c=1, e=1)
     assert list(deal_out(dict(a=1, b=2), 4).values()) == [0, 1]

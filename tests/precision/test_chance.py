@@ -10,10 +10,11 @@ from minitrain import collectives, launch
 from minitrain.attention.dropout import Places, hashed
 from minitrain.data.batches import Rows, random_tokens
 from minitrain.ledger import Ledger
+from minitrain.mesh import Mesh
 from minitrain.parallelize import parallelize
 from minitrain.precision.chance import Chance, draws, keep_by_chance
 from minitrain.precision.rounding import round_to
-from minitrain.sharding import full_tensor, numbers, placement
+from minitrain.sharding import full_tensor, numbers, placement, shard
 from minitrain.strategy import Strategy
 from minitrain.training.hyperparameters import Hyperparameters
 from minitrain.training.optim import AdamW
@@ -164,6 +165,39 @@ def test_the_numbers_are_uniform_and_independent():
     share = (kept > 1).double().mean().item()
     assert abs(share - 1 / 32) < 3 * (31 / 32**2 / 65536) ** 0.5
     assert torch.equal(kept > 1, fields[1] < 1 / 32)
+
+
+def test_weight_and_moments_are_rounded_by_numbers_of_their_own():
+    """The first step by hand, to the bit."""
+    grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.nn.Parameter(torch.ones(64, 32, dtype=torch.bfloat16))
+    weight.chance = Chance([("a", lambda: torch.arange(64 * 32))], seed=4)
+    settings = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.0, by_chance=True)
+    optimizer = AdamW([weight], moment_dtypes=(torch.bfloat16, torch.bfloat16), **settings)
+    weight.grad = grad
+    optimizer.step()
+    bits, state, exact = weight.chance.bits(1, weight), optimizer.state[weight], grad.float()
+    mean, squares = exact * (1 - 0.9), exact * exact * (1 - 0.99)
+    updated = 1 - 1e-3 * exact / (exact.abs() + 1e-3)
+    for number, (kept, x) in enumerate(
+        ((weight, updated), (state["exp_avg"], mean), (state["exp_avg_sq"], squares))
+    ):
+        own, other = (
+            round_to(x, "bf16", "stochastic", generator=draws(bits, n).view(64, 32))
+            for n in (number, (number + 1) % 3)
+        )
+        assert (kept.float() == own).float().mean() > 0.99 > 0.95 > (other == own).float().mean()
+
+
+def test_numbers_of_a_part_that_was_cut_twice_along_a_dim():
+    def rank():
+        mesh = Mesh(outer=2, inner=2)
+        part = torch.arange(8 * 6).view(8, 6)
+        for axis, dim in (("outer", 0), ("inner", 0)):
+            part = shard(part, dim, mesh.group(axis))
+        return torch.equal(numbers(part, 3, 9), part.flatten()[3:9])
+
+    assert launch.run(rank, ranks=4) == [True] * 4
 
 
 def test_the_memory_that_rounding_takes():
