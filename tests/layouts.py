@@ -247,12 +247,12 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
         values |= dict(loss_scale=chance.choice((MODEST_SCALE, LARGE_SCALE)), loss_scale_window=1)
     elif chance.random() < 0.15:
         values["precision"] = chance.choice([name for name, policy in POLICIES.items() if policy.narrow])
+        if axes["tp"] == axes.get("ep", 1) == 1 and chance.random() < 0.4:  # else nearly all are refused
+            values |= dict(precision="fp8_lm", zero=chance.choice((0, 1)), node=1, post_validation=False)
     others = dict(overlap=False, ep_chunks=1, ep_travel="tokens", ep_shadow=0)  # have products of their own
     if chance.random() < 0.2 and all(values.get(name, only) == only for name, only in others.items()):
         names = [name for name in PRODUCTS if name != "plain"]
         values["products"] = chance.choice(["fp8_delayed"] * len(names) + names)
-        if axes["tp"] == axes.get("ep", 1) == 1 and chance.random() < 0.4:  # else nearly all are refused
-            values |= dict(precision="fp8_lm", zero=chance.choice((0, 1)), node=1, post_validation=False)
     if axes["cp"] > 1:
         core = chance.choice(tuple(CORES))
         values |= dict(core=core, layout=chance.choice(CORES[core].layouts))
