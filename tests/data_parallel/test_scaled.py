@@ -9,11 +9,13 @@ from minitrain import collectives, launch
 from minitrain.data.batches import Rows, random_tokens
 from minitrain.data_parallel.scaled import Scaled, deal_out
 from minitrain.ledger import Ledger
+from minitrain.mesh import Mesh
 from minitrain.parallelize import parallelize
 from minitrain.precision.fp8_lm import narrow, next_mu, wide
 from minitrain.precision.mixed import widen
 from minitrain.precision.policies import POLICIES
 from minitrain.precision.rounding import round_to
+from minitrain.sharding import place
 from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
 from tests.parallel import check_refusals, small
@@ -180,6 +182,20 @@ def test_a_tied_table_on_both_ends_of_a_pipeline_is_one():
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     assert (first[0] - alone).abs().max() < alone.abs().max() / 8
+
+
+def test_copies_on_other_stages_add_up_without_being_cut_off():
+    def rank():
+        mesh = Mesh(dp=1, pp=2)
+        sync = scaled_model(mesh.group("dp"))
+        param, grad = sync.trainable[0], gradients(0, 0)[0]
+        place(param, copies=mesh.group("pp"))
+        for other, found in zip(sync.trainable, gradients(0, 0)):
+            other.grad = found
+        sync.finish()
+        return ((sync.full_grad(param) - 2 * grad).abs().max() / grad.abs().max()).item()
+
+    assert all(far < 1 / 8 for far in launch.run(rank, ranks=2))
 
 
 def test_the_factor_doubles_within_a_thousand_steps_and_halves_at_once():
