@@ -49,6 +49,7 @@ from minitrain.training.optim import AdamW
 
 TOLERANCE, STEPS, SEED = 1e-12, 2, 3
 EXACT = ("plain", "fp8_delayed", "hfp8", "bitnet", "bitnet_b158")  # products whose scales no layout changes
+UNSCALED = ("hfp8", "fp8_wang")  # products that a loss times 2^20 overflows
 ROUNDING = 0.02  # how far a loss may be from float64's with 8 bits of mantissa
 MODEST_SCALE, LARGE_SCALE = 2.0**20, 2.0**513  # with the second, squares of gradients may overflow float64
 
@@ -251,7 +252,8 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
             values |= dict(precision="fp8_lm", zero=chance.choice((0, 1)), node=1, post_validation=False)
     others = dict(overlap=False, ep_chunks=1, ep_travel="tokens", ep_shadow=0)  # have products of their own
     if chance.random() < 0.2 and all(values.get(name, only) == only for name, only in others.items()):
-        names = [name for name in PRODUCTS if name != "plain"]
+        scaled = values.get("loss_scale") or POLICIES[values["precision"]].scales
+        names = [name for name in PRODUCTS if name not in ("plain", *UNSCALED * bool(scaled))]
         values["products"] = chance.choice(["fp8_delayed"] * len(names) + names)
     if axes["cp"] > 1:
         core = chance.choice(tuple(CORES))
