@@ -67,6 +67,7 @@ def code_shares(shares: Mapping[str, Mapping[int, float]], *, title: str, xlabel
             if share >= 0.005:
                 ax.text(code, 100 * share, f"{100 * share:.0f}", ha="center", va="bottom", fontsize=7)
         ax.set(ylim=(0, 112 * top), xlabel=xlabel)
+        ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set_title(name, fontsize=9)
         ax.grid(axis="x", visible=False)
     panels[0].set_ylabel("% of the numbers")
