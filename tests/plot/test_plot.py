@@ -16,6 +16,7 @@ from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plot import balance as plot_balance
 from minitrain.plot import charts as plot
 from minitrain.plot import experts as plot_experts
+from minitrain.plot import low_bits as plot_low_bits
 from minitrain.plot import pipeline as plot_pipeline
 from minitrain.plot import precision as plot_precision
 from minitrain.plot import style
@@ -124,6 +125,12 @@ PICTURES = {
         {"float32": dict(weights=400, gradients=400, moments=800), "8 bits": dict(weights=200, scales=8)},
         100,
         title=LONG,
+    ),
+    "sharing": lambda: plot_low_bits.sharing(
+        (4, 8), {"tensor": (0, 0), "token": (1, 0), "1 x 4": (1, 4)}, [(1, 2), (2, 7)], title=LONG
+    ),
+    "code_shares": lambda: plot_low_bits.code_shares(
+        {"as it is": {-1: 0.25, 0: 0.75}, "turned": {-1: 0.5, 0: 0.5 - 1e-3, 1: 1e-3}}, title=LONG
     ),
     "number_lines": lambda: plot_precision.number_lines(
         {"e2m1": [-6.0, 0.0, 0.5, 1, 1.5, 2, 3, 4, 6], "an eighth": [2.0**-k for k in range(9)]},
@@ -283,6 +290,25 @@ def test_heat_leaves_the_diagonal_out():
     assert [text.get_text() for text in ax.texts] == ["9,000", "3", "0", "7"]
     colours = [matplotlib.colors.to_hex(cell.get_facecolor()).upper() for cell in ax.patches]
     assert colours[0] == colours[3] == style.PALE.upper() and colours[2] == "#FFFFFF" != colours[1]
+
+
+def test_sharing_marks_the_tiles_of_outliers():
+    figure = PICTURES["sharing"]()
+    assert [ax.get_title(loc="left").split("\n")[1][:4] for ax in figure.axes] == ["100%", "50% ", "25% "]
+    colours = [matplotlib.colors.to_hex(box.get_facecolor()) for box in figure.axes[2].patches]
+    hit, pale, black = colours[2], colours[0], colours[-1]
+    assert colours[:8] == [pale, pale, hit, pale, pale, hit, pale, pale] and colours[8:] == [black] * 2
+    for outliers, tiles in ([(4, 0)], {"all": (0, 0)}), ([], {}):
+        with pytest.raises(ValueError, match="a matrix of 4 x 8; give places inside it and a tile"):
+            plot_low_bits.sharing((4, 8), tiles, outliers, title="")
+
+
+def test_code_shares_are_percent_and_name_what_can_be_seen():
+    one, other = PICTURES["code_shares"]().axes
+    assert [bar.get_height() for bar in one.patches] == [25, 75] and one.get_ylim() == other.get_ylim()
+    assert [text.get_text() for text in other.texts] == ["50", "50"], "nothing above 0.1 %"
+    with pytest.raises(ValueError, match="1 panels, of which some are empty"):
+        plot_low_bits.code_shares({"x": {}}, title="")
 
 
 def test_number_lines_have_a_stroke_for_each_positive_number_and_grey_subnormals():
