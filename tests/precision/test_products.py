@@ -368,6 +368,15 @@ def test_without_agreement_they_differ(what):
     assert distance(launch.run(rank, ranks=2)[0], single(name)) > 1e-6
 
 
+def test_of_a_shared_head_each_rank_casts_its_own_term():
+    """One K/V head on two ranks: dy of K and V is a sum that no rank has; the same loss, other last bits of dW."""
+    config = replace(CONFIG, num_kv_heads=1)
+    alone = single("fp8_delayed", 2, config=config)
+    found = launch.run(lambda: trained("fp8_delayed", 2, config=config, tp=2), ranks=2)[0]
+    assert abs(found[0][0] - alone[0][0]) < TOLERANCE  # forward is the same
+    assert TOLERANCE < distance(found, alone) < 0.02
+
+
 def test_delayed_scaling_resumes_bit_for_bit_under_another_layout():
     whole = single("fp8_delayed", 4)
     state = single("fp8_delayed", 2)[1]
