@@ -62,7 +62,8 @@ def emulation(layers: Iterable[nn.Module], strategy: Strategy) -> str | None:
     """What to tell whoever asked for products that this machine has no kernels for."""
     products = PRODUCTS.get(strategy.products)
     blocks = [layer for layer in layers if hasattr(layer, "attention")] if products else []
-    weights = [param for block in blocks for param in block.parameters() if param.dim() > 1]
+    named = [pair for block in blocks for pair in block.named_parameters()]
+    weights = [param for name, param in named if param.dim() > 1 and "router" not in name]
     if not any(emulated(products, weight) for weight in weights):
         return None
     where = f"{str(weights[0].dtype).removeprefix('torch.')} on {weights[0].device.type}"

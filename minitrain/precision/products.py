@@ -199,7 +199,8 @@ def emulated(products: Any, weight: Tensor) -> bool:
     if not isinstance(products, Products):
         return True
     pairs = ((products.x, products.weight), (products.dy, products.weight), (products.dy, products.x))
-    fits = all(fits_kernel(*pair, weight.dtype) for pair in pairs) and not any(n % 16 for n in weight.shape)
+    whole = not any(n % 16 for n in weight.shape[-2:])  # experts are stacked
+    fits = whole and all(fits_kernel(*pair, weight.dtype) for pair in pairs)
     return not (fits and has_kernel(weight.device))
 
 

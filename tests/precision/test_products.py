@@ -525,6 +525,14 @@ def test_names_are_known_everywhere_and_emulation_is_said():
     assert emulation(model.layers, strategy) == said and emulation(model.layers, Strategy()) is None
 
 
+def test_of_experts_neither_their_number_nor_the_router_needs_a_kernel(monkeypatch):
+    monkeypatch.setattr(products, "has_kernel", lambda device: True)
+    config = replace(MIXTURE, num_kv_heads=4, experts=replace(MIXTURE.experts, expert_width=16))
+    layers, strategy = GPT(config, seed=0, dtype=torch.bfloat16).layers, Strategy(products="fp8_tensor")
+    assert emulation(layers, strategy) is None
+    assert "emulated" in emulation(layers, Strategy(products="fp8_tiles"))
+
+
 def test_what_cannot_be_is_refused_in_one_line():
     for message, values in {
         "products='fp9'; use plain, fp8_tensor": dict(products="fp9"),
