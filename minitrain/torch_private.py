@@ -9,7 +9,7 @@ from importlib import import_module
 from operator import attrgetter
 
 import torch
-from torch import _C, _ops
+from torch import _C, _ops, overrides
 from torch.utils import _python_dispatch, _pytree
 
 COMPILER = (
@@ -23,14 +23,22 @@ schema_of = attrgetter("_schema")
 has_kernel = _C._dispatch_has_kernel_for_dispatch_key
 num_modes = _python_dispatch._len_torch_dispatch_stack
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack  # of this thread, the outermost first
+function_modes = overrides._get_current_function_mode_stack  # modes of torch functions, likewise
 # Inside this there are real numbers in a dry run, and no line in an account.
 outside_modes = _python_dispatch._disable_current_modes
 
 storage_id = attrgetter("_cdata")  # of a block of memory while it is alive; fake ones have no address
 grad_hooks = attrgetter("_post_accumulate_grad_hooks")  # of a parameter, in the order in which they run
 saved_hooks = partial(_C._autograd._top_saved_tensors_default_hooks, True)  # (pack, unpack) now, or None
+keeps_graph = (
+    _C._autograd._get_current_graph_task_keep_graph
+)  # will the graph of this backward be used again?
 autograd_functions = _C._functions  # a module that cannot be imported, so that it is pickled by its name
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map  # the tensors in any nest of arguments
+version_of = attrgetter("_version")  # of a tensor: how often it was written to in place
+# A tensor without memory that goes through an autograd graph in the place of one that may be dropped.
+wrapper_tensor = torch.Tensor._make_wrapper_subclass
+plain_torch_functions = _C._disabled_torch_function_impl
 
 # Attention kernels that also return the log of the denominator.
 aten = torch.ops.aten
@@ -43,6 +51,7 @@ efficient_backward = aten._scaled_dot_product_efficient_attention_backward
 cudnn = aten._scaled_dot_product_cudnn_attention
 cudnn_backward = aten._scaled_dot_product_cudnn_attention_backward
 scaled_mm = torch._scaled_mm  # FP8 codes and scales
+fused_adamw_ = torch._fused_adamw_  # the whole update of AdamW in one kernel, in place
 grouped_product = aten._grouped_mm  # what torch.nn.functional.grouped_mm runs
 
 # Tensors without numbers, their errors, ranks without a network: imported when asked for, in half a second.

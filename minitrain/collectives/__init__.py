@@ -17,6 +17,9 @@ import all_reduce`.
 from minitrain.collectives.arguments import channel_of
 from minitrain.collectives.call_log import (
     announce_buffer,
+    announce_copy,
+    announce_gradient,
+    announce_host,
     announce_resized,
     last_calls,
     log_to,
@@ -51,6 +54,9 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "announce_buffer",
+    "announce_copy",
+    "announce_gradient",
+    "announce_host",
     "announce_resized",
     "axis_of",
     "barrier",

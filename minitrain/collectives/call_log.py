@@ -202,10 +202,38 @@ def announce_resized(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def announce_host(tensor: torch.Tensor, kind: str = "activations") -> torch.Tensor:
+    """Mark the block of `tensor` as memory of the host, not of the device, and tell the observers. `kind` is
+    what an account calls it.
+
+    On a machine without an accelerator both are the same memory: this mark is what tells them apart."""
+    tensor.untyped_storage().on_host = kind
+    if _observers:
+        tell("host", tensor)
+    return tensor
+
+
+def announce_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """Tell the observers that `tensor` is a gradient which is about to leave its parameter."""
+    if _observers:
+        tell("gradient", tensor)
+    return tensor
+
+
+def announce_copy(kind: str, transfer) -> None:
+    """Tell the observers that a copy between memories (memory/pools.py) starts, "copy", or has been waited
+    for, "copied". `transfer` has a `way` ("to_host") and its `bytes`.
+    """
+    if _observers:
+        tell(kind, transfer)
+
+
 @contextmanager
 def observe(callback: Callable) -> Iterator[None]:
     """Call `callback(kind, subject)`: "issue" and "wait" with a `Call`, "buffer" with scratch memory just
-    allocated, "resized" with a gathered tensor whose storage has just grown or shrunk.
+    allocated, "gradient" with one that leaves, "resized" with a gathered tensor whose storage has just grown
+    or shrunk, "host" with memory of the host just allocated, "copy" and "copied" with a transfer between
+    memories.
     """
     _observers.append(callback)
     try:

@@ -37,7 +37,7 @@ from minitrain.torch_private import (
     tree_map,
 )
 
-LEDGER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger", "ledger.py")
+LEDGER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger") + os.sep
 NOT_THE_READERS = (os.path.dirname(torch.__file__), copy.__file__, LEDGER)
 # What torch says where it meets a fake tensor and wanted numbers, or a real one among fake ones.
 NUMBERS_WANTED = ("string passed to FakeTensor", ".numpy() is not supported for tensor subclasses")

@@ -1,7 +1,9 @@
 """The account of a run: bytes sent, FLOPs spent, memory held, in order. Real and dry runs write the same one.
 
 First  ledger              Ledger: open it around what is to be counted
-then   operators           what one operator costs
+then   watch               sees every operator
+       operators           what one operator costs
+       cost                one number for it, to compare operators
        memory_meter        every block of memory from birth to death
 
 This folder is one module to its users: `from minitrain.ledger import Ledger`.

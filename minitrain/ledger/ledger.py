@@ -23,30 +23,37 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
 
 from minitrain import collectives
 from minitrain.collectives.call_log import Call
 from minitrain.ledger.memory_meter import KINDS, MemoryMeter
-from minitrain.ledger.operators import FLOATS, Operator, describe, tensors
-from minitrain.simulate.events import Compute, Event, Issue, Wait
+from minitrain.ledger.watch import Watch
+from minitrain.simulate.events import WAYS, Compute, Copy, Event, Issue, Wait
 from minitrain.tables import aligned
-from minitrain.torch_private import DispatchMode
 
 
 class Ledger:
-    """One run's account, to be read while it is open or after. Bytes are bytes of this rank."""
+    """One run's account, to be read while it is open or after. Bytes are bytes of this rank.
 
-    def __init__(self, *, causal: str = "triangle") -> None:
+    With `limit_bytes` or `host_limit_bytes` the operator, buffer or copy that lets more be alive on the
+    device, or on the host, raises MemoryError: what does not fit fails on a CPU too.
+    """
+
+    def __init__(
+        self, *, causal: str = "triangle", limit_bytes: int | None = None, host_limit_bytes: int | None = None
+    ) -> None:
         if causal not in ("triangle", "square"):
             raise ValueError(
                 f"causal = {causal!r}; use 'triangle' (what a mask leaves) or 'square' (as in papers)"
             )
         self.causal = causal
-        self._events: list[Compute | _Issued | Wait] = []
+        self._events: list[Compute | _Issued | Wait | Copy] = []
         self._calls: list[_Issued] = []
-        self._pending: dict[int, _Issued] = {}  # id of the call -> the call, until it has been waited for
-        self._memory = MemoryMeter(now=lambda: len(self._events))
+        # id of a call or transfer -> what was written down of it, until it has been waited for
+        self._pending: dict[int, _Issued | Copy] = {}
+        self._memory = MemoryMeter(lambda: len(self._events), (limit_bytes, host_limit_bytes))
+        self._limited = limit_bytes is not None or host_limit_bytes is not None
+        self._copies: list[Copy] = []
         self._phase = ""
         self._open: ExitStack | None = None
         self._used = False
@@ -61,7 +68,7 @@ class Ledger:
         self._open.callback(self._memory.close)
         self._memory.open()
         self._open.enter_context(collectives.observe(self._on_call))
-        self._open.enter_context(_Watch(self))
+        self._open.enter_context(Watch(self))
         return self
 
     def __exit__(self, *error) -> None:
@@ -150,11 +157,41 @@ class Ledger:
         """What the peak consists of (the first moment at which it was reached)."""
         return self._memory.peak_by_kind()
 
+    @property
+    def host_bytes(self) -> int:
+        """As `live_bytes`, of the memory marked as the host's (memory/pools.py); not part of it."""
+        return self._memory.host_bytes
+
+    @property
+    def host_peak_bytes(self) -> int:
+        return self._memory.host_peak_bytes
+
+    @property
+    def host_by_kind(self) -> dict[str, int]:
+        return self._memory.host_by_kind()
+
+    def copied_bytes(self, way: str | None = None) -> int:
+        """Bytes copied between memories: "to_host", "to_device", "to_disk", "from_disk", or all."""
+        if way not in (None, *WAYS):
+            raise ValueError(f"way={way!r}; use {', '.join(WAYS)}")
+        return sum(copy.bytes for copy in self._copies if way in (None, copy.way))
+
+    def memory_trace(self) -> list[tuple[str, int, int]]:
+        """("alloc" or "free", block number, bytes) of the device's blocks, in order; those which the ledger
+        found there come first.
+        """
+        return list(self._memory.trace())
+
     def timeline(self) -> list[tuple[int, dict[str, int]]]:
         """(index of the event, live bytes by kind at its fullest moment), wherever something was born or
         died.
         """
         return list(self._memory.timeline())
+
+    @property
+    def block_kinds(self) -> list[str]:
+        """The kind of every block by its number in `memory_trace`."""
+        return self._memory.block_kinds()
 
     # ---- the order of things ------------------------------------------------------------------------------
 
@@ -163,7 +200,9 @@ class Ledger:
         return [event.event() if type(event) is _Issued else event for event in self._events]
 
     def table(self) -> str:
-        """Three small tables: calls per operation and axis, FLOPs per operator, memory per kind."""
+        """Three small tables: calls per operation and axis, FLOPs per operator, memory per kind; two more if
+        something was copied to another memory.
+        """
 
         def traffic(*which):
             return self.num_calls(*which), self.payload_bytes(*which), self.sent_bytes(*which)
@@ -178,6 +217,10 @@ class Ledger:
             (("computation", "FLOPs"), *self.flops_by_operator.items(), ("total", self.flops)),
             (("memory", "live bytes", "at the peak"), *kinds, ("total", self.live_bytes, self.peak_bytes)),
         )
+        if self._copies or self.host_peak_bytes:
+            ways = [(way, self.copied_bytes(way)) for way in WAYS if self.copied_bytes(way)]
+            host = ("host memory", "live bytes", "peak"), ("total", self.host_bytes, self.host_peak_bytes)
+            tables += ((("copies", "bytes"), *ways, ("total", self.copied_bytes())), host)
         return _Shown("\n\n".join(map(aligned, tables)))
 
     # ---- what the instruments report ----------------------------------------------------------------------
@@ -185,68 +228,30 @@ class Ledger:
     def _on_call(self, kind: str, subject) -> None:
         if kind == "buffer":
             self._memory.name(subject, "buffers", older=False)
+        elif kind == "gradient":
+            self._memory.name(subject, "gradients")
         elif kind == "resized":
             self._memory.resized(subject)
+        elif kind == "host":
+            self._memory.is_host(subject)
+        elif kind == "copy":
+            copy = Copy(self._next_id, subject.way, subject.bytes, self._phase)
+            self._pending[id(subject)] = copy
+            self._copies.append(copy)
+            self._events.append(copy)
         elif kind == "issue":
-            issued = _Issued(subject, len(self._calls), self._phase, _members(subject))
+            issued = _Issued(subject, self._next_id, self._phase, _members(subject))
             self._pending[id(subject)] = issued
             self._calls.append(issued)
             self._events.append(issued)
         elif id(subject) in self._pending:
             self._events.append(Wait(self._pending.pop(id(subject)).id))
+        if self._limited:
+            self._memory.check_limits()
 
-
-class _Watch(DispatchMode):
-    """Sees every operator of this thread on its way to the kernel."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
-        self._ledger, self._memory = ledger, ledger._memory
-        self._describe = cache(partial(describe, causal=ledger.causal))
-        # Equal events are one object: thousands would keep the garbage collector
-        # busy.
-        self._event = cache(Compute)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        operator = self._describe(func)
-        if operator.composite:
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        result = func(*args, **kwargs)
-        if not operator.bookkeeping:
-            self._account(operator, args, kwargs, result)
-        return result
-
-    def _account(self, operator: Operator, args: tuple, kwargs: dict, result) -> None:
-        memory = self._memory
-        inputs = [] if operator.allocates else operator.inputs(args, kwargs)
-        read = [min(tensor.nbytes, memory.read(tensor)) for tensor in inputs]
-        if operator.views:
-            return
-        outputs = tensors(result)
-        if operator.mutates:
-            for target in operator.targets(args, kwargs):
-                memory.read(target)  # lest it be taken for new-born below
-                if all(target is not output for output in outputs):
-                    outputs.append(target)
-        births = memory.births
-        written = sum([min(tensor.nbytes, memory.write(tensor)) for tensor in outputs])
-        if operator.allocates or (births == memory.births and not operator.mutates):
-            return  # memory that nobody has written yet, or a view by another name
-        if operator.gathers:
-            read[0] = written
-        elif operator.scatters:
-            read[0] = written = read[-1]
-        elif operator.ignores_first and read:
-            read[0] = 0
-        flops = operator.flops(*args, **kwargs, out_val=result) if operator.flops else 0
-        if flops or written:
-            dtype = next((FLOATS[tensor.dtype] for tensor in outputs if tensor.dtype in FLOATS), "")
-            event = self._event(operator.name, flops, sum(read) + written, self._ledger._phase, dtype)
-            self._ledger._events.append(event)
+    @property
+    def _next_id(self) -> int:
+        return len(self._calls) + len(self._copies)
 
 
 @dataclass(slots=True)

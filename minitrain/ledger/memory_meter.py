@@ -15,12 +15,13 @@ an allocator. Of several kinds that fit a block the first of this order holds, b
     activations        everything else: what forward and backward make, and the batch
     buffers            scratch of a collective or of an optimizer's step, gathered parameters
 
-A block resized in place (`resize_`) is measured when it is next used, or announced.
+A block resized in place (`resize_`) is measured when it is next used, or announced. Blocks marked as the
+host's (`collectives.announce_host`) are counted apart: live, peak and kinds are the device's.
 """
 
 import weakref
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
 import torch
@@ -35,6 +36,7 @@ from torch.optim.optimizer import (
 from minitrain.torch_private import grad_hooks, storage_id
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
+POOLS = ("device", "host")
 PRECEDENCE = ("parameters", "gradients", "optimizer state", "buffers", "activations")
 
 
@@ -47,12 +49,15 @@ class _Block(weakref.ref):
 class MemoryMeter:
     """`now()` is the index of the event during which something happens."""
 
-    def __init__(self, now: Callable[[], int]) -> None:
+    def __init__(self, now: Callable[[], int], limits: tuple[int | None, int | None] = (None, None)) -> None:
         self._now = now
         self._alive: dict[int, _Block] = {}  # address of the storage -> its block
         self._kinds: list[str] = []  # block number -> kind
         self._older: list[tuple[int, int]] = []  # (block number, bytes) of blocks older than the meter
         self._changes = array("q")  # event, block number, bytes (deaths: negative), event, ...
+        self._host: set[int] = set()  # numbers of the host's blocks
+        self._limits = limits  # device, host: most bytes, or None
+        self._checked, self._live = 0, [0, 0]  # changes already added up for the limits
         self._parameters: dict[int, weakref.ref] = {}  # id of a parameter -> it, unless it is gone
         self._hooks: list = []
         self._kind_of_births = "activations"
@@ -109,6 +114,13 @@ class MemoryMeter:
         block = self._alive[storage_id(tensor.untyped_storage())]
         block.is_parameter, self._kinds[block.number] = True, "buffers"
 
+    def is_host(self, tensor: Tensor) -> None:
+        """The block of `tensor`, just allocated, is the host's."""
+        self.write(tensor)
+        number = self._alive[storage_id(tensor.untyped_storage())].number
+        self._host.add(number)
+        self._kinds[number] = tensor.untyped_storage().on_host
+
     def _meet(self, storage: torch.UntypedStorage, block: _Block | None, older: bool) -> _Block:
         """A block seen for the first time, or with another size than last time."""
         size = storage.nbytes()
@@ -120,8 +132,12 @@ class MemoryMeter:
         block.key, block.number = storage_id(storage), len(self._kinds)
         block.bytes, block.is_parameter = size, False
         self._kinds.append("activations" if older else self._kind_of_births)
+        if kind := getattr(storage, "on_host", ""):
+            self._host.add(block.number)
+            self._kinds[-1] = kind
         if older:
             self._older.append((block.number, size))
+            self._live[block.number in self._host] += size
         else:
             self._change(block.number, size)
         return block
@@ -187,6 +203,10 @@ class MemoryMeter:
         """How many blocks have been seen so far."""
         return len(self._kinds)
 
+    def block_kinds(self) -> list[str]:
+        self._name_gradients()
+        return list(self._kinds)
+
     @property
     def live_bytes(self) -> int:
         return self._totals()[-1]
@@ -194,6 +214,42 @@ class MemoryMeter:
     @property
     def peak_bytes(self) -> int:
         return max(self._totals())
+
+    @property
+    def host_bytes(self) -> int:
+        return self._totals(host=True)[-1]
+
+    @property
+    def host_peak_bytes(self) -> int:
+        return max(self._totals(host=True))
+
+    def host_by_kind(self) -> dict[str, int]:
+        return self._by_kind(after=len(self._totals()) - 1, host=True)
+
+    def trace(self) -> Iterator[tuple[str, int, int]]:
+        """("alloc" or "free", block number, bytes) of the device's blocks; older ones come first."""
+        sizes: dict[int, int] = {}
+        for number, change in (*self._older, *zip(self._changes[1::3], self._changes[2::3])):
+            if number in self._host or not change:
+                continue
+            before, after = sizes.get(number, 0), sizes.get(number, 0) + change
+            sizes[number] = after
+            if before:
+                yield "free", number, before
+            if after:
+                yield "alloc", number, after
+
+    def check_limits(self) -> None:
+        """MemoryError where more is alive than the device, or the host, is said to have."""
+        start, self._checked = self._checked, len(self._changes) // 3
+        changes = self._changes[3 * start : 3 * self._checked]
+        for number, size in zip(changes[1::3], changes[2::3]):
+            self._live[number in self._host] += size
+        for host, (limit, live) in enumerate(zip(self._limits, self._live)):
+            if limit is not None and live > limit:
+                kinds = self._by_kind(after=self._checked, host=bool(host))
+                what = ", ".join(f"{kind} {size:,}" for kind, size in kinds.items() if size)
+                raise MemoryError(f"{live:,} bytes on the {POOLS[host]}, which has {limit:,}: {what}")
 
     def live_by_kind(self) -> dict[str, int]:
         return self._by_kind(after=len(self._totals()) - 1)
@@ -213,20 +269,24 @@ class MemoryMeter:
             if index != event:
                 yield event, fullest
                 event, most = index, -1
-            live[self._kinds[number]] += size
+            live[self._kinds[number]] += size * (number not in self._host)
             if total > most:
                 fullest, most = dict(live), total
         yield event, fullest
 
-    def _totals(self) -> list[int]:
-        """Live bytes at the start and after each change."""
-        return list(accumulate(self._changes[2::3], initial=sum(size for _, size in self._older)))
+    def _totals(self, host: bool = False) -> list[int]:
+        """Live bytes at the start and after each change, of one of the two pools."""
+        older = sum(size for number, size in self._older if (number in self._host) == host)
+        changes: Iterable[int] = self._changes[2::3]
+        if host or self._host:
+            changes = (size * ((n in self._host) == host) for n, size in zip(self._changes[1::3], changes))
+        return list(accumulate(changes, initial=older))
 
-    def _by_kind(self, after: int) -> dict[str, int]:
+    def _by_kind(self, after: int, host: bool = False) -> dict[str, int]:
         """Live bytes after so many changes."""
         self._name_gradients()
         live = dict.fromkeys(KINDS, 0)
         changes = zip(self._changes[1 : 3 * after : 3], self._changes[2 : 3 * after : 3])
         for number, size in (*self._older, *changes):
-            live[self._kinds[number]] += size
+            live[self._kinds[number]] += size * ((number in self._host) == host)
         return live

@@ -1,9 +1,9 @@
-"""What one rank did, in order: the three events which the ledger writes and the replay and the pictures read.
+"""What one rank did, in order: the four events which the ledger writes and the replay and the pictures read.
 
 One rank runs one stream of computation. A collective is handed to the network (`Issue`) and later waited for
 (`Wait`); what stands between the two can overlap with it. A blocking call is an `Issue` directly followed by
-its `Wait`. Events hold counts, never times: equal in a real run and in a dry run, so that two lists can be
-compared with ==.
+its `Wait`. A `Copy` between the memories of a device, its host and its disk is waited for likewise. Events
+hold counts, never times: equal in a real run and in a dry run, so that two lists can be compared with ==.
 """
 
 from dataclasses import dataclass
@@ -37,9 +37,38 @@ class Issue:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The stream of computation stops here until the collective `id` is complete."""
+    """The stream of computation stops here until the collective or the copy `id` is complete."""
 
     id: int
 
 
-Event = Compute | Issue | Wait
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Bytes that leave one memory of this rank for another, beside computation; ids are counted with those
+    of `Issue`.
+    """
+
+    id: int
+    way: str  # "to_host", "to_device"; "to_disk", "from_disk"
+    bytes: int
+    phase: str = ""
+
+    @property
+    def op(self) -> str:
+        return self.way
+
+    @property
+    def axis(self) -> str:
+        return "disk" if self.way.endswith("disk") else "host"
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.bytes
+
+
+WAYS = ("to_host", "to_device", "to_disk", "from_disk")
+Event = Compute | Issue | Wait | Copy

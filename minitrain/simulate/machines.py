@@ -4,7 +4,8 @@ Every bandwidth is *per direction*. Vendors print NVLink as the total of both (H
 way) and InfiniBand per direction in bits ("200 Gb/s" = 25 each way): 900 against 25 looks like 36x and is
 18x. Every FLOP rate is *dense*: half of a figure "with sparsity". FP64 is the matrix-unit rate where there is
 one. Latencies are the per-hop constants of NCCL's cost model for a ring with LL128 (src/graph/tuning.cc): 1.9
-us over NVLink, 2.5 us over PCIe, 4.0 us over a network.
+us over NVLink, 2.5 us over PCIe, 4.0 us over a network. `host` is the link of one device to its host's
+memory; two devices of a DGX-1 or DGX A100 share a switch, which is not modelled.
 
 No real machine reaches its datasheet; `dataclasses.replace(m, compute_efficiency=0.7)` asks for less.
 Published: NCCL counts on 20.6 of the 25 GB/s of an H100 NVLink (src/graph/topo.h), the DeepSeek-V3 report
@@ -63,6 +64,8 @@ class Machine:
     compute_efficiency: float = 1.0
     memory_efficiency: float = 1.0
     network_efficiency: float = 1.0
+    host: Link | None = None  # of one device, to the memory of its host
+    disk: Link | None = None  # a device's share of its node's drives
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -121,6 +124,10 @@ PCIE3, PCIE4, PCIE5 = _pcie(3, 8), _pcie(4, 16), _pcie(5, 32)
 INFINIBAND_EDR = _network("InfiniBand EDR", 100, "InfiniBand Trade Association roadmap")
 INFINIBAND_HDR = _network("InfiniBand HDR", 200, "InfiniBand Trade Association roadmap")
 INFINIBAND_NDR = _network("InfiniBand NDR", 400, "InfiniBand Trade Association roadmap")
+# Two SSDs for the system, four for data; the latency of reading one flash page is of this order.
+DGX_A100_DRIVES = Link(
+    "a share of 4 NVMe drives", 1e-4, 25 / 8 * GB, "NVIDIA DGX A100 datasheet: 25 GB/s a node"
+)
 ETHERNET_100G = _network("100G Ethernet", 100, "IEEE 802.3ba, with RDMA")
 
 
@@ -149,16 +156,22 @@ ASCEND_910 = _device("Ascend 910", 32, 1200, "Huawei, Hot Chips 31 (2019)", floa
 
 # ---- machines ---------------------------------------------------------------------------------------------
 _MACHINES = [
-    Machine("v100", V100, 8, NVLINK2, INFINIBAND_EDR, nics_per_node=4),  # DGX-1
-    Machine("v100-ethernet", V100_PCIE, 4, PCIE3, ETHERNET_100G, nics_per_node=1),  # a plain server
-    Machine("a100-40gb", A100_40GB, 8, NVLINK3, INFINIBAND_HDR, nics_per_node=8),  # the first DGX A100
-    Machine("a100", A100, 8, NVLINK3, INFINIBAND_HDR, nics_per_node=8),  # DGX A100
-    Machine("a800", A800, 8, NVLINK_A800, INFINIBAND_HDR, nics_per_node=8),
-    Machine("h100", H100, 8, NVLINK4, INFINIBAND_NDR, nics_per_node=8),  # DGX H100
-    Machine("h800", H800, 8, NVLINK_H800, INFINIBAND_NDR, nics_per_node=8),
-    Machine("h200", H200, 8, NVLINK4, INFINIBAND_NDR, nics_per_node=8),  # DGX H200
+    Machine("v100", V100, 8, NVLINK2, INFINIBAND_EDR, nics_per_node=4, host=PCIE3),  # DGX-1
+    Machine(
+        "v100-ethernet", V100_PCIE, 4, PCIE3, ETHERNET_100G, nics_per_node=1, host=PCIE3
+    ),  # a plain server
+    Machine(
+        "a100-40gb", A100_40GB, 8, NVLINK3, INFINIBAND_HDR, nics_per_node=8, host=PCIE4
+    ),  # the first DGX A100
+    Machine(
+        "a100", A100, 8, NVLINK3, INFINIBAND_HDR, nics_per_node=8, host=PCIE4, disk=DGX_A100_DRIVES
+    ),  # DGX A100
+    Machine("a800", A800, 8, NVLINK_A800, INFINIBAND_HDR, nics_per_node=8, host=PCIE4),
+    Machine("h100", H100, 8, NVLINK4, INFINIBAND_NDR, nics_per_node=8, host=PCIE5),  # DGX H100
+    Machine("h800", H800, 8, NVLINK_H800, INFINIBAND_NDR, nics_per_node=8, host=PCIE5),
+    Machine("h200", H200, 8, NVLINK4, INFINIBAND_NDR, nics_per_node=8, host=PCIE5),  # DGX H200
     # An Atlas 800 server holds two HCCS meshes of four: the fast domains. Each device has its own 100G port.
-    Machine("ascend910", ASCEND_910, 4, HCCS, ETHERNET_100G, nics_per_node=4),
+    Machine("ascend910", ASCEND_910, 4, HCCS, ETHERNET_100G, nics_per_node=4, host=PCIE4),
 ]
 MACHINES = {machine.name: machine for machine in _MACHINES}
 
@@ -178,6 +191,8 @@ def this_laptop(
     link_latency_s: float,
     link_bandwidth_bytes_per_s: float,
     ranks: int = 4,
+    host_bytes_per_s: float | None = None,
+    disk_bytes_per_s: float | None = None,
 ) -> Machine:
     """The machine under the reader's hands as one node of `ranks` equal devices, from measured rates.
 
@@ -189,13 +204,16 @@ def this_laptop(
         "memory_bandwidth_bytes_per_s": memory_bandwidth_bytes_per_s,
         "link_bandwidth_bytes_per_s": link_bandwidth_bytes_per_s,
     }
+    copies = dict(host_bytes_per_s=host_bytes_per_s, disk_bytes_per_s=disk_bytes_per_s)
+    rates |= {name: rate for name, rate in copies.items() if rate is not None}
     for name, rate in {**rates, **flops_per_s}.items():
         if not rate > 0:
             raise ValueError(f"{name}={rate} of this laptop: give the positive number you measured")
     memory = memory_bytes, memory_bandwidth_bytes_per_s
     device = Device("this laptop", dict(flops_per_s), *memory, "measured here")
     link = Link("loopback", link_latency_s, link_bandwidth_bytes_per_s, "measured here")
-    return Machine("laptop", device, ranks, link, link, nics_per_node=ranks)
+    host, disk = (rate and Link(name, 0.0, rate, "measured here") for name, rate in copies.items())
+    return Machine("laptop", device, ranks, link, link, nics_per_node=ranks, host=host, disk=disk)
 
 
 def describe() -> str:

@@ -7,7 +7,8 @@ Each rank runs its events in order. Compute takes the larger of two costs (roofl
 Issue hands a transfer to the stream of its group. The transfer starts when its last member has issued it and
 the group's previous one has ended, takes what collectives.py says and ends on all members together. Wait
 stops the rank until then. Messages have a stream per (source, destination), and are on it a latency after
-both sides are there: one issued while another is under way follows it without a pause.
+both sides are there: one issued while another is under way follows it without a pause. Copies of one rank and
+way follow each other likewise, each in latency + bytes / bandwidth of the machine's `host` or `disk` link.
 
 Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024. A
 faster device or network never makes a step slower (a scheduler that reorders work gives no such guarantee:
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from minitrain.simulate import collectives
-from minitrain.simulate.events import Compute, Event, Issue, Wait
+from minitrain.simulate.events import Compute, Copy, Event, Issue, Wait
 from minitrain.simulate.machines import Machine
 from minitrain.simulate.timeline import Span, Timeline
 
@@ -43,9 +44,9 @@ class _Transfer:
 
     __slots__ = ("arrived", "end_s", "waiting")
 
-    def __init__(self):
+    def __init__(self, end_s: float | None = None):
         self.arrived: list[tuple[int, Issue, float]] = []  # (rank, its Issue, when)
-        self.end_s: float | None = None
+        self.end_s = end_s
         self.waiting: list[int] = []
 
 
@@ -68,7 +69,8 @@ class _Rank:
         self.events = list(events)
         self.position = 0
         self.now_s = 0.0
-        self.issued: dict[int, tuple[Issue, _Transfer]] = {}  # by the id of the Issue
+        self.issued: dict[int, tuple[Issue | Copy, _Transfer]] = {}  # by the id
+        self.copied_s: dict[str, float] = {}  # way -> when its last copy ends
         self.spans: list[Span] = []
 
     @property
@@ -106,6 +108,8 @@ class _Player:
                 state.spans.append(Span("compute", "compute", start, state.now_s, event, start))
             elif isinstance(event, Issue):
                 state.issued[event.id] = event, self.issue(rank, event, state.now_s)
+            elif isinstance(event, Copy):
+                state.issued[event.id] = event, self.copy(state, event)
             elif not self.wait(rank, state, event):
                 return
             state.position += 1
@@ -136,6 +140,20 @@ class _Player:
         if len(transfer.arrived) == len(stream.expected):
             self.settle(stream, transfer)
         return transfer
+
+    def copy(self, state: _Rank, event: Copy) -> _Transfer:
+        """Starts when the copy before it, of that rank and way, has ended; nobody else is needed."""
+        link = getattr(self.machine, event.axis)
+        if link is None:
+            cure = f"give it one: dataclasses.replace(machine, {event.axis}=Link(...))"
+            raise ValueError(
+                f"{event.bytes:,} bytes {event.way}, and {self.machine.name} has no {event.axis} link; {cure}"
+            )
+        start = max(state.now_s, state.copied_s.get(event.way, 0.0))
+        rate = link.bandwidth_bytes_per_s * self.machine.network_efficiency
+        end = state.copied_s[event.way] = start + link.latency_s + event.bytes / rate
+        state.spans.append(Span(event.way, "transfer", start, end, event, state.now_s))
+        return _Transfer(end)
 
     def settle(self, stream: _Stream, transfer: _Transfer) -> None:
         op = transfer.arrived[0][1].op

@@ -6,8 +6,9 @@ direction).
     step = compute + exposed communication + idle      on every rank
 
 Exposed is the time in which a transfer of this rank is on the wire and nothing computes: what overlap could
-hide. Idle is the rest: waiting for members that are late (a pipeline's bubble, a straggler), or done before
-the others. MFU = model FLOPs of a rank / (step x peak FLOP/s) (Chowdhery et al. 2022, PaLM, appendix B).
+hide. A copy between memories is a transfer too, on the axis "host" or "disk". Idle is the rest: waiting for
+members that are late (a pipeline's bubble, a straggler), or done before the others. MFU = model FLOPs of a
+rank / (step x peak FLOP/s) (Chowdhery et al. 2022, PaLM, appendix B).
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from minitrain.simulate import trace
-from minitrain.simulate.events import Compute, Issue
+from minitrain.simulate.events import Compute, Copy, Issue
 from minitrain.simulate.intervals import Intervals, join, length, outside
 from minitrain.simulate.machines import Machine
 
@@ -25,11 +26,11 @@ from minitrain.simulate.machines import Machine
 class Span(NamedTuple):
     """Something that took time on a stream of a rank. A transfer starts and ends together on all members."""
 
-    stream: str  # "compute", an axis ("dp"), or an axis and a peer ("pp to 3", "pp from 1")
+    stream: str  # "compute", an axis ("dp"), an axis and a peer ("pp to 3", "pp from 1"), a way ("to_host")
     kind: str  # "compute", "wait" (on the compute stream) or "transfer"
     start_s: float
     end_s: float
-    event: Compute | Issue  # of a wait: what it waits for
+    event: Compute | Issue | Copy  # of a wait: what it waits for
     issued_s: float  # of a transfer: when this rank asked for it; else start_s
 
     @property

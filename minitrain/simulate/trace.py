@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from minitrain.simulate.events import Compute
+from minitrain.simulate.events import Compute, Copy, Issue
 
 
 def write(spans_by_rank: Mapping[int, list], path: str | Path, ranks: Iterable[int] | None = None) -> Path:
@@ -44,8 +44,10 @@ def _complete(span, process: int, thread: int) -> dict:
     event, names = span.event, ("seq", "axis", "payload_bytes", "sent_bytes")
     if isinstance(event, Compute):
         names = "flops", "bytes", "dtype"
+    elif isinstance(event, Copy):
+        names = "axis", "bytes"
     arguments = {name: getattr(event, name) for name in ("phase", *names)}
-    if not isinstance(event, Compute):
+    if isinstance(event, Issue):
         arguments |= {"call": event.site, "issued_us": _microseconds(span.issued_s)}
     return {
         "ph": "X",

@@ -1,0 +1,156 @@
+"""Two pools of memory, the device's and its host's, and copies between them that run beside computation.
+
+    host = to_host(x)           a Transfer: the copy has begun, x must not be written into until it ends
+    ...                         computation goes on
+    y = host.wait()             the host's tensor; another block than x
+    back = to_device(y, x.device).wait()
+
+On an accelerator host blocks are pinned, and each direction has a stream. On a CPU both pools are the same
+memory: a mark on a block says whose it is (`collectives.announce_host`), the ledger counts them apart and can
+be given a limit for each, and each direction has a worker thread, since torch lets go of the interpreter lock
+in a copy. Fake tensors have no numbers: nothing moves, but blocks and events are the same. Bytes of a copy:
+those of x, counted by the ledger at its start (`copied_bytes`). Until `wait` a Transfer keeps x alive: memory
+is free when somebody has waited, in a real run and in a dry one. What is on the host is computed on by the
+host: its results are the host's too only if they are written into `new_host` memory.
+Rhu et al. 2016 (vDNN), arXiv:1602.08124, section 3 (copies on a stream of their own, pinned memory).
+Differs: threads in place of streams on a CPU.
+"""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from math import prod
+
+import psutil
+import torch
+from torch import Tensor
+
+from minitrain import collectives
+from minitrain.torch_private import outside_modes
+
+LARGE = 1 << 20  # bytes from which on the host is asked whether it has room
+
+
+class Transfer:
+    """A copy under way. `way` is one of simulate/events.py's WAYS, `bytes` what moves.
+
+    `finish` blocks until the numbers are there; `holds` is kept alive until then. An error of the copy is
+    raised by `wait`.
+    """
+
+    def __init__(self, way: str, bytes: int, result: Tensor, finish: Callable[[], object], holds=()):
+        self.way, self.bytes = way, bytes
+        self._result, self._finish, self._holds = result, finish, holds
+        collectives.announce_copy("copy", self)
+
+    @property
+    def waited(self) -> bool:
+        return self._finish is None
+
+    def wait(self) -> Tensor:
+        """The copy, once it is complete. Waiting again gives it again."""
+        if self._finish is not None:
+            self._finish()
+            self._finish, self._holds = None, ()
+            collectives.announce_copy("copied", self)
+        return self._result
+
+
+def to_host(x: Tensor, out: Tensor | None = None) -> Transfer:
+    """Copy x to the host: into new memory, or into `out`, a host tensor of its shape and dtype."""
+    if out is None:
+        out = new_host(x.shape, x.dtype, pinned=x.is_cuda)
+    return _copy("to_host", x, out)
+
+
+def to_device(x: Tensor, device: torch.device | str | None = None, out: Tensor | None = None) -> Transfer:
+    """Copy host tensor x to `device` ("cpu" stands for one, if there is none), or into `out` there."""
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=device or "cpu")
+    return _copy("to_device", x, out)
+
+
+def new_host(
+    shape: Iterable[int], dtype: torch.dtype, pinned: bool = False, kind: str = "activations"
+) -> Tensor:
+    """Memory of the host, not yet written, of a `kind` of the ledger's. MemoryError where it has no room."""
+    shape = tuple(shape)
+    size = prod(shape) * dtype.itemsize
+    if size >= LARGE and not is_fake(torch.empty(0)):
+        free = psutil.virtual_memory().available
+        if size > free:
+            sizes = f"{size / 1e9:.3g} GB, and the host has {free / 1e9:.3g} GB left"
+            raise MemoryError(f"offload needs {sizes}; offload less, or take a smaller model or more ranks")
+    return collectives.announce_host(torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned), kind)
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether the block of x is marked as the host's."""
+    return hasattr(x.untyped_storage(), "on_host")
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether x has a shape and no numbers."""
+    return x.untyped_storage().device.type == "meta"
+
+
+def work(fn: Callable[[], object], like: Tensor) -> Future:
+    """Let the host compute `fn()` beside this thread, one such work after the other; in no account.
+
+    For a fake tensor `like` it is done before this returns.
+    """
+    if not is_fake(like):
+        return _worker("work").submit(fn)
+    done: Future = Future()
+    with outside_modes(), like.fake_mode:
+        done.set_result(fn())
+    return done
+
+
+def _copy(way: str, x: Tensor, out: Tensor) -> Transfer:
+    if out.shape != x.shape or out.dtype != x.dtype:
+        found = f"out is {list(out.shape)} {out.dtype}, x {list(x.shape)} {x.dtype}"
+        raise ValueError(f"{way}: {found}; a copy changes neither, give an out like x")
+    x, out = x.detach(), out.detach()
+    if is_fake(x):
+        finish = _nothing
+    elif x.is_cuda or out.is_cuda:
+        finish = _on_a_stream(way, x, out)
+    else:
+        finish = _worker(way).submit(_move, [x, out]).result
+    return Transfer(way, x.nbytes, out, finish, (x,))
+
+
+def _nothing() -> None:
+    """Fake tensors are there at once."""
+
+
+@torch.no_grad()
+def _move(both: list[Tensor]) -> None:
+    x, out = both
+    both.clear()  # or the worker would hold them for a moment after it is done
+    out.copy_(x)
+
+
+def _on_a_stream(way: str, x: Tensor, out: Tensor) -> Callable[[], object]:
+    on_device = x if x.is_cuda else out
+    device, side = on_device.device, _stream(on_device.device, way)
+    with outside_modes(), torch.cuda.stream(side), torch.no_grad():
+        side.wait_stream(torch.cuda.current_stream(device))
+        out.copy_(x, non_blocking=True)
+        on_device.record_stream(side)
+        done = side.record_event()
+    # The host reads what it was sent; a kernel of the device waits on the device.
+    return (
+        done.synchronize if way == "to_host" else lambda: torch.cuda.current_stream(device).wait_event(done)
+    )
+
+
+@cache
+def _worker(way: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix=f"copy {way}")
+
+
+@cache
+def _stream(device: torch.device, way: str):
+    return torch.cuda.Stream(device)

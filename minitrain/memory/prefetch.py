@@ -1,0 +1,136 @@
+"""What is used in a known order waits where there is room, and is fetched before it is needed. No torch.
+
+    engine = Prefetch(order, sizes, room_bytes, fetch, evict, ahead=1, policy="belady")
+    for chunk in order:
+        value = engine.use(chunk)       valid until the next `use`; those behind it are on their way
+
+`order` names the chunk of every use of one pass (a training step, say), and passes repeat. `fetch` starts to
+bring a chunk and returns something with `wait()`; `evict` takes back what was fetched. A use that
+finds its chunk neither here nor on its way is late: nothing could hide it. After it the chunks of the next
+`ahead` uses are fetched as long as there is room, or a chunk that is used later than they are to make room:
+
+    belady    out goes what is used again latest: the fewest fetches there can be, for chunks of one size
+    lru       out goes what was not used for longest
+
+With one chunk ahead the room must hold two. Belady 1966, IBM Systems Journal 5(2), section on MIN. Source of
+the use of it here: Fang et al. 2021 (PatrickStar), arXiv:2108.05818, section 8.3. Differs: one engine.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+POLICIES = ("belady", "lru")
+
+
+class Prefetch:
+    """Counts `fetched` and `evicted` chunks and bytes, and `late` uses, since it was made."""
+
+    def __init__(
+        self,
+        order: Sequence[Hashable],
+        sizes: Mapping[Hashable, int],
+        room_bytes: int,
+        fetch: Callable[[Hashable], Any],
+        evict: Callable[[Hashable, Any], None],
+        *,
+        ahead: int = 1,
+        policy: str = "belady",
+        circular: bool = True,
+    ):
+        if policy not in POLICIES:
+            raise ValueError(f"policy={policy!r}; use {' or '.join(POLICIES)}")
+        if not order:
+            raise ValueError("no uses: give the order in which chunks are used in one pass")
+        if not isinstance(ahead, int) or ahead < 0:
+            raise ValueError(f"ahead={ahead!r}; use a number of uses to look ahead, 0 or more")
+        largest = max(order, key=lambda chunk: sizes[chunk])
+        if sizes[largest] > room_bytes:
+            found = f"chunk {largest!r} has {sizes[largest]:,} bytes"
+            raise ValueError(f"{found}, and there is room for {room_bytes:,}; give more room, or cut chunks")
+        self.order, self.sizes, self.room_bytes, self.policy = list(order), sizes, room_bytes, policy
+        self.ahead, self.circular = ahead, circular
+        self._fetch, self._evict = fetch, evict
+        self._uses: dict[Hashable, list[int]] = defaultdict(list)
+        for position, chunk in enumerate(self.order):
+            self._uses[chunk].append(position)
+        self._here: dict[Hashable, Any] = {}  # chunk -> what fetch returned; least recently used first
+        self._position = 0  # of the next use, in the order
+        self.held_bytes = 0
+        self.fetched = self.fetched_bytes = self.evicted = self.evicted_bytes = self.late = 0
+
+    def use(self, chunk: Hashable) -> Any:
+        """What `fetch(chunk).wait()` gives. Uses must come in the order given."""
+        if chunk != self.order[self._position]:
+            wanted = self.order[self._position]
+            raise ValueError(f"use of {chunk!r}, and {wanted!r} is next; give the order as it is used")
+        if chunk not in self._here:
+            self.late += 1
+            self._make_room(self.sizes[chunk], keep=set())
+            self._bring(chunk)
+        transfer = self._here[chunk] = self._here.pop(chunk)  # now the most recently used
+        value = transfer.wait()
+        self._look_ahead(chunk)
+        self._position = (self._position + 1) % len(self.order)
+        return value
+
+    def clear(self) -> None:
+        """Give back everything; the next use is the first of a pass."""
+        for chunk in list(self._here):
+            self._drop(chunk)
+        self._position = 0
+
+    @property
+    def here(self) -> tuple[Hashable, ...]:
+        """Chunks that are here or on their way, the least recently used first."""
+        return tuple(self._here)
+
+    def next_use(self, chunk: Hashable, after: int) -> float:
+        """Position of the first use of a chunk behind `after`, counted on into the next pass."""
+        uses = self._uses[chunk]
+        index = bisect_right(uses, after)
+        if index < len(uses):
+            return uses[index]
+        return uses[0] + len(self.order) if self.circular else float("inf")
+
+    def _look_ahead(self, current: Hashable) -> None:
+        keep = {current}  # and what is used before the chunk that is to come
+        for position in range(self._position + 1, self._position + 1 + self.ahead):
+            if position >= len(self.order) and not self.circular:
+                return
+            chunk = self.order[position % len(self.order)]
+            if chunk not in self._here:
+                if not self._make_room(self.sizes[chunk], keep):
+                    return
+                self._bring(chunk)
+            keep.add(chunk)
+
+    def _make_room(self, size: int, keep: set) -> bool:
+        """Evict until `size` bytes are free, but none of `keep`: rather nothing at all, and False."""
+        free, victims = self.room_bytes - self.held_bytes, []
+        candidates = [chunk for chunk in self._here if chunk not in keep]
+        if self.policy == "belady":
+            candidates.sort(key=lambda chunk: self.next_use(chunk, self._position), reverse=True)
+        for chunk in candidates:
+            if free >= size:
+                break
+            victims.append(chunk)
+            free += self.sizes[chunk]
+        if free < size:
+            return False
+        for chunk in victims:
+            self._drop(chunk)
+        return True
+
+    def _bring(self, chunk: Hashable) -> None:
+        self._here[chunk] = self._fetch(chunk)
+        self.held_bytes += self.sizes[chunk]
+        self.fetched += 1
+        self.fetched_bytes += self.sizes[chunk]
+
+    def _drop(self, chunk: Hashable) -> None:
+        self._evict(chunk, self._here.pop(chunk))
+        self.held_bytes -= self.sizes[chunk]
+        self.evicted += 1
+        self.evicted_bytes += self.sizes[chunk]

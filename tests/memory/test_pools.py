@@ -1,0 +1,231 @@
+"""Copies between device and host: numbers, bytes, order, two totals, limits, real and dry alike."""
+
+import dataclasses
+import gc
+import threading
+
+import psutil
+import pytest
+import torch
+
+from minitrain.launch import dryrun
+from minitrain.ledger import Ledger
+from minitrain.memory import pools
+from minitrain.memory.pools import new_host, on_host, to_device, to_host
+from minitrain.simulate.events import Compute, Copy, Wait
+from minitrain.simulate.machines import GB, PCIE3, PCIE4, PCIE5, Link, machine, this_laptop
+from minitrain.simulate.replay import replay
+
+
+def there_and_back():
+    """-> the ledger of: 4,000 bytes to the host beside a sum, freed here, and back."""
+    x = torch.ones(1000)
+    with Ledger() as ledger:
+        x * 1
+        with ledger.phase("out"):
+            transfer = to_host(x)
+        y = x + 1
+        host = transfer.wait()
+        del x, transfer
+        back = to_device(host)
+        del y
+        result = back.wait()
+        del back, host
+        result * 2
+    return ledger
+
+
+def test_numbers_come_back_and_blocks_are_others():
+    x = torch.randn(3, 5)
+    host = to_host(x).wait()
+    back = to_device(host, x.device).wait()
+    assert torch.equal(host, x) and torch.equal(back, x)
+    assert len({t.untyped_storage().data_ptr() for t in (x, host, back)}) == 3
+    assert on_host(host) and on_host(host[1:].view(-1)) and not on_host(back) and not on_host(x)
+    out = new_host((3, 5), torch.float32)
+    assert to_host(2 * x, out=out).wait().data_ptr() == out.data_ptr() and torch.equal(out, 2 * x)
+    strided = torch.randn(4, 6).t()
+    assert torch.equal(to_host(strided).wait(), strided)
+    assert not to_host(torch.ones(2, requires_grad=True)).wait().requires_grad
+
+
+def test_account_of_a_copy_is_exact_and_the_same_in_a_dry_run():
+    """Device: x, y, x again. Host: one block of 4,000 bytes, until it is dropped."""
+    for ledger in (there_and_back(), dryrun.run(there_and_back, ranks=1)):
+        names = [event.name if isinstance(event, Compute) else event for event in ledger.events]
+        assert names == [
+            "mul",
+            Copy(0, "to_host", 4000, "out"),
+            "add",
+            Wait(0),
+            Copy(1, "to_device", 4000),
+            Wait(1),
+            "mul",
+        ]
+        assert [ledger.copied_bytes(way) for way in ("to_host", "to_device", "to_disk", None)] == [
+            4000,
+            4000,
+            0,
+            8000,
+        ]
+        assert (ledger.live_bytes, ledger.peak_bytes) == (4000, 8000)  # the result lives
+        assert (ledger.host_bytes, ledger.host_peak_bytes) == (0, 4000)
+        assert max(sum(kinds.values()) for _, kinds in ledger.timeline()) == 8000
+    assert there_and_back().events == dryrun.run(there_and_back, ranks=1).events
+    assert there_and_back().memory_trace() == dryrun.run(there_and_back, ranks=1).memory_trace()
+
+
+def test_table_shows_copies_and_the_host():
+    assert str(there_and_back().table()).split("\n\n")[3:] == [
+        "copies     bytes\nto_host    4,000\nto_device  4,000\ntotal      8,000",
+        "host memory  live bytes   peak\ntotal                 0  4,000",
+    ]
+
+
+def test_without_the_mark_the_host_would_be_the_device(monkeypatch):
+    """Control: the two totals differ by the mark alone."""
+    monkeypatch.setattr(pools.collectives, "announce_host", lambda tensor, kind: tensor)
+    ledger = there_and_back()
+    assert ledger.host_peak_bytes == 0 and ledger.peak_bytes > 8000
+
+
+def test_a_ledger_knows_the_hosts_memory_that_is_older_than_itself():
+    host, x = to_host(torch.ones(100)).wait(), torch.ones(50)
+    with Ledger() as ledger:
+        x.add_(host[:50])
+        assert (ledger.host_bytes, ledger.live_bytes) == (400, 200)
+        assert ledger.host_by_kind["activations"] == 400 and sum(ledger.live_by_kind.values()) == 200
+        assert sum(ledger.peak_by_kind.values()) == ledger.peak_bytes == 200
+        del host
+        assert ledger.host_bytes == 0
+
+
+def test_computation_goes_on_while_a_copy_waits():
+    """The copy is another thread's: it can be held up, and its caller goes on."""
+    gate, worker = threading.Event(), pools._worker("to_host")
+    worker.submit(gate.wait)
+    x = torch.ones(10)
+    transfer = to_host(x)
+    assert not transfer.waited and torch.equal(x + 1, torch.full((10,), 2.0))
+    gate.set()
+    assert torch.equal(transfer.wait(), x) and transfer.waited and transfer.wait() is transfer.wait()
+
+
+def test_a_transfer_keeps_its_source_until_it_is_waited_for():
+    x = torch.ones(1000)
+    with Ledger() as ledger:
+        x.mul_(1)
+        transfer = to_host(x)
+        del x
+        gc.collect()
+        assert ledger.live_bytes == 4000
+        transfer.wait()
+        assert ledger.live_bytes == 0 and ledger.host_bytes == 4000
+
+
+def test_memory_trace_lists_births_and_deaths_of_the_device():
+    older = torch.ones(10)
+    with Ledger() as ledger:
+        y = older + 1
+        host = to_host(y).wait()
+        z = y * 2
+        del y
+        z.untyped_storage().resize_(80)
+        z.detach()
+        del z
+    assert ledger.memory_trace() == [
+        ("alloc", 0, 40), ("alloc", 1, 40), ("alloc", 3, 40), ("free", 1, 40),
+        ("free", 3, 40), ("alloc", 3, 80), ("free", 3, 80),
+    ]  # fmt: skip
+    assert len(host) == 10
+
+
+def test_what_does_not_fit_fails_with_what_is_there():
+    x = torch.ones(1000)
+    with pytest.raises(MemoryError, match="12,000 bytes on the device, which has 11,999: activations 12,000"):
+        with Ledger(limit_bytes=11_999):
+            y = x + 1
+            z = y + 1
+    with Ledger(limit_bytes=12_000):
+        y = x + 1
+        z = y + 1
+        del y
+        z + 1
+    with pytest.raises(MemoryError, match="8,000 bytes on the host, which has 7,999"):
+        with Ledger(limit_bytes=4000, host_limit_bytes=7999):
+            first = to_host(x).wait()
+            to_host(x)
+    with Ledger(limit_bytes=8000, host_limit_bytes=4000):  # what has moved makes room on the device
+        first = to_host(x + 1).wait()
+        x * 2
+    with pytest.raises(MemoryError, match="8,000 bytes on the device"):
+        with Ledger(limit_bytes=7999):
+            x * 1
+            to_device(first)
+    del z
+
+
+def test_a_host_without_room_says_so(monkeypatch):
+    few = psutil.virtual_memory()._replace(available=2**20)
+    monkeypatch.setattr(pools.psutil, "virtual_memory", lambda: few)
+    with pytest.raises(MemoryError, match="needs 0.00419 GB, and the host has 0.00105 GB left; offload less"):
+        new_host((2**20,), torch.float32)
+    assert new_host((2**18,), torch.float32).nbytes == 2**20
+    assert dryrun.run(lambda: new_host((2**40,), torch.float32).nbytes, ranks=1) == 2**42
+
+
+@pytest.mark.parametrize("out", [torch.empty(4), torch.empty(3, dtype=torch.float64)])
+def test_a_copy_changes_neither_shape_nor_dtype(out):
+    with pytest.raises(ValueError, match="a copy changes neither"):
+        to_device(torch.ones(3), out=out)
+
+
+def test_an_error_of_the_copy_reaches_who_waits(monkeypatch):
+    def fails(both):
+        raise RuntimeError("bus error")
+
+    monkeypatch.setattr(pools, "_move", fails)
+    with pytest.raises(RuntimeError, match="bus error"):
+        to_host(torch.ones(1)).wait()
+    with pytest.raises(ValueError, match="use to_host, to_device, to_disk, from_disk"):
+        Ledger().copied_bytes("to_moon")
+
+
+# ---- replayed ---------------------------------------------------------------------------------------------
+SLOW = dataclasses.replace(machine("a100"), host=Link("one second a GB", 0.5, 1e9, "made up"))
+
+
+def test_copies_take_the_links_time_and_follow_each_other():
+    GIGA = 10**9
+    events = [Copy(0, "to_host", GIGA), Copy(1, "to_host", 2 * GIGA), Copy(2, "to_device", GIGA), Wait(1)]
+    line = replay({0: events, 1: [Copy(0, "to_host", GIGA)]}, SLOW)
+    spans = {(rank, span.event.id): span for rank in (0, 1) for span in line.transfers(rank)}
+    assert [(spans[0, i].start_s, spans[0, i].end_s) for i in (0, 1, 2)] == [(0, 1.5), (1.5, 4.0), (0, 1.5)]
+    assert (spans[1, 0].start_s, spans[1, 0].end_s) == (0, 1.5)  # ranks do not share a link
+    assert line.step_s == 4.0 and line.account(0).waiting_s == 4.0 == line.account(0).exposed_communication_s
+    assert [span.stream for span in line.transfers(0, "host")].count("to_host") == 2
+    assert replay({0: events}, dataclasses.replace(SLOW, network_efficiency=0.5)).step_s == 7.0
+
+
+def test_a_copy_is_hidden_behind_what_computes(tmp_path):
+    work = Compute("mm", int(2 * SLOW.device.peak("bfloat16")), 0, "", "bfloat16")
+    hidden = replay({0: [Copy(0, "to_host", 10**9), work, Wait(0)]}, SLOW)
+    assert (hidden.step_s, hidden.exposed_communication_s) == (2.0, 0.0)
+    assert replay({0: [work, Copy(0, "to_host", 10**9), Wait(0)]}, SLOW).step_s == 3.5
+    assert "to_host" in hidden.to_chrome_trace(tmp_path / "trace.json").read_text()
+    assert "1 transfers, 1,000,000,000 bytes" in hidden.table()
+
+
+def test_every_machine_has_a_link_to_its_host_and_a_disk_is_optional():
+    links = {name: machine(name).host for name in ("v100", "a100", "h100", "h200")}
+    assert links == dict(v100=PCIE3, a100=PCIE4, h100=PCIE5, h200=PCIE5)
+    assert (
+        PCIE3.bandwidth_bytes_per_s == 16 * GB and machine("a100").disk.bandwidth_bytes_per_s * 8 == 25 * GB
+    )
+    with pytest.raises(ValueError, match="h100 has no disk link; give it one"):
+        replay({0: [Copy(0, "to_disk", 8)]}, machine("h100"))
+    rates = dict(flops_per_s={"float32": 1.0}, memory_bytes=1, memory_bandwidth_bytes_per_s=1)
+    here = this_laptop(**rates, link_latency_s=0, link_bandwidth_bytes_per_s=1, disk_bytes_per_s=2)
+    assert here.host is None and replay({0: [Copy(0, "from_disk", 8)]}, here).step_s == 4.0
+    with pytest.raises(ValueError, match="host_bytes_per_s=0"):
+        this_laptop(**rates, link_latency_s=0, link_bandwidth_bytes_per_s=1, host_bytes_per_s=0)
