@@ -13,7 +13,9 @@ counter is a place in the kernel's grid on one device, ours in the model. Megatr
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -94,6 +96,19 @@ class Places:
 
     def at(self, step: int, first_row: int) -> None:
         self.step, self.first_row = step, first_row
+
+    def again(self) -> Callable[[], AbstractContextManager]:
+        """Of what is computed again later: inside of it(), step and rows are those of now."""
+        return partial(self.during, self.step, self.first_row)
+
+    @contextmanager
+    def during(self, step: int, first_row: int) -> Iterator[None]:
+        outside = self.step, self.first_row
+        self.at(step, first_row)
+        try:
+            yield
+        finally:
+            self.at(*outside)
 
     def seed_of(self, site: str) -> int:
         """63 bits: another mask in each step and at each site."""

@@ -22,6 +22,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.layers import MLP, Attention, Dropout, LatentAttention, Linear, causal_attention, norm
 from minitrain.model.mixture import MixtureOfExperts
+from minitrain.model.named import call
 
 __all__ = ["GPT", "Block", "GPTConfig", "Stages", "cross_entropy_sum", "generate", "presets", "seed_of"]
 
@@ -82,6 +84,8 @@ class Block(nn.Module):
     deepnorm   norm(alpha·x + f(x))                      for depth: alpha = sqrt(2L), smaller weights
     """
 
+    result = staticmethod(call)
+
     def __init__(
         self, config: GPTConfig, name: str, attention: Callable = causal_attention, part=0, parts=1, **place
     ):
@@ -102,16 +106,18 @@ class Block(nn.Module):
         def mlp(x):
             return self.dropout2(self.mlp(x, positions), positions)
 
+        norm1 = partial(self.result, "norm1", self.norm1)
+        norm2 = partial(self.result, "norm2", self.norm2)
         match self.config.residual:
             case "pre":
-                x = x + attention(self.norm1(x))
-                return x + mlp(self.norm2(x))
+                x = x + attention(norm1(x))
+                return x + mlp(norm2(x))
             case "parallel":
-                return x + attention(self.norm1(x)) + mlp(self.norm2(x))
+                return x + attention(norm1(x)) + mlp(norm2(x))
             case "post" | "deepnorm" as kind:
                 alpha = deepnorm(self.config.num_layers)[0] if kind == "deepnorm" else 1.0
-                x = self.norm1(alpha * x + attention(x))
-                return self.norm2(alpha * x + mlp(x))
+                x = norm1(alpha * x + attention(x))
+                return norm2(alpha * x + mlp(x))
 
 
 def deepnorm(num_layers: int) -> tuple[float, float]:
@@ -139,8 +145,16 @@ class Layers(nn.ModuleList):
         return list(self)[index]
 
 
+def one_by_one(layers: Iterable[nn.Module], x: Tensor, positions: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x, positions)
+    return x
+
+
 class GPT(nn.Module):
     """The model, or the slice `layers` of it (numbers from 0, the embedding, to L + 1, the head)."""
+
+    play = staticmethod(one_by_one)  # who runs layers again (memory/) brings another way through them
 
     def __init__(
         self,
@@ -184,9 +198,7 @@ class GPT(nn.Module):
             )
         if positions is None:
             positions = torch.arange(x.size(1), device=x.device)
-        for layer in self.layers:
-            x = layer(x, positions)
-        return x
+        return self.play(self.layers, x, positions)
 
 
 def share_table(config: GPTConfig, layers: Iterable[nn.Module]) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
 from minitrain.model.config import GATED, GPTConfig
+from minitrain.model.named import call
 
 
 class Linear(nn.Linear):
@@ -165,7 +166,7 @@ def future(length: int, like: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Multi-head attention whose keys and values may be shared by groups of heads (GQA; one group: MQA)."""
 
-    project = staticmethod(project)
+    project, result = staticmethod(project), staticmethod(call)
 
     def __init__(self, config: GPTConfig, core: Callable = causal_attention, **place):
         super().__init__()
@@ -180,12 +181,17 @@ class Attention(nn.Module):
             self.register_buffer("slopes", slopes, persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        q, k, v = self.result("qkv", partial(self.queries_keys_values, positions=positions), x)
+        out = self.result("core", partial(self.core, **self._extras(positions)), q, k, v)
+        return self.result("out", self.out, rearrange(out, "b h t k -> b t (h k)"))
+
+    def queries_keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """As the core takes them: q `[B, H, T, K]`, k and v `[B, H_kv, T, K]`."""
         projected = self.project(x, (self.q, self.k, self.v))
-        q, k, v = (heads_of(y, self.config.head_dim) for y in projected)  # [B, H, T, K]
+        q, k, v = (heads_of(y, self.config.head_dim) for y in projected)
         if self.config.positions == "rope":
             q, k = self.rotated(q, positions), self.rotated(k, positions)
-        out = self.core(q, k, v, **self._extras(positions))
-        return self.out(rearrange(out, "b h t k -> b t (h k)"))
+        return q, k, v
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Queries or keys `[B, H, T, K]` with RoPE, on as much of a head as the model turns."""
@@ -213,6 +219,8 @@ class LatentAttention(nn.Module):
     A cache holds kv_latent + rope_head_dim numbers per token and layer, whatever the number of heads.
     """
 
+    result = staticmethod(call)
+
     def __init__(self, config: GPTConfig, core: Callable = causal_attention, **place):
         super().__init__()
         self.config, self.core = config, core
@@ -231,20 +239,22 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """As it is trained: keys and values of every head are written out, then attention as always."""
-        out = self.attend(*self.compress(x), positions)
-        return self.out(rearrange(out, "b h t k -> b t (h k)"))
+        latents = self.result("latents", self.compress, x)
+        q, k, v = self.result("qkv", partial(self.expand, positions=positions), *latents)
+        extras = {"dropout": self.config.dropout} if self.config.dropout and self.training else {}
+        out = self.result("core", partial(self.core, **extras), q, k, v)
+        return self.result("out", self.out, rearrange(out, "b h t k -> b t (h k)"))
 
     def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`[B, T, D]` -> query latent `[B, T, query_latent]`, and [c, r] `[B, T, kv_latent + R]`."""
         return self.q_down(x) if self.config.query_latent else x, self.kv_down(x)
 
-    def attend(self, query_latent: Tensor, kv_latent: Tensor, positions: Tensor) -> Tensor:
-        """The wide part: norms, up-projections and core -> `[B, H, T, K]`."""
+    def expand(self, query_latent: Tensor, kv_latent: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """The wide part in front of the core: norms and up-projections -> `[B, H, T, K]` each."""
         plain, turned, latent, shared_key = self._parts(query_latent, kv_latent, positions)
         k, v = (heads_of(up(latent), self.config.head_dim) for up in (self.k_up, self.v_up))
         k = torch.cat((k, shared_key.expand(-1, k.size(1), -1, -1)), dim=-1)
-        extras = {"dropout": self.config.dropout} if self.config.dropout and self.training else {}
-        return self.core(torch.cat((plain, turned), dim=-1), k, v, **extras)
+        return torch.cat((plain, turned), dim=-1), k, v
 
     def absorbed(self, x: Tensor, positions: Tensor) -> Tensor:
         """As it is served, and equal to forward: W_k_up moves to the queries, W_v_up behind the core.
@@ -276,7 +286,7 @@ class LatentAttention(nn.Module):
 class MLP(nn.Module):
     """Two matrices of width F = 4·D, or with a gate three of width 8/3·D: 8·D² parameters either way."""
 
-    project = staticmethod(project)
+    project, result = staticmethod(project), staticmethod(call)
 
     def __init__(self, config: GPTConfig, width: int | None = None, **place):
         super().__init__()
@@ -290,10 +300,12 @@ class MLP(nn.Module):
         """`positions` are for experts in its place."""
         act = ACTIVATIONS[self.activation]
         if self.activation in GATED:
-            gate, up = self.project(x, (self.gate, self.up))
-            return self.down(act(gate) * up)
-        (up,) = self.project(x, (self.up,))
-        return self.down(act(up))
+            gate, up = self.result("up", lambda x: self.project(x, (self.gate, self.up)), x)
+            hidden = self.result("act", lambda gate, up: act(gate) * up, gate, up)
+        else:
+            (up,) = self.result("up", lambda x: self.project(x, (self.up,)), x)
+            hidden = self.result("act", act, up)
+        return self.result("down", self.down, hidden)
 
 
 def fast_gelu(x: Tensor) -> Tensor:

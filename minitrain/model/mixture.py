@@ -28,10 +28,12 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.model.config import GATED, GPTConfig
 from minitrain.model.layers import ACTIVATIONS, MLP, Linear
+from minitrain.model.named import call
 from minitrain.moe import experts as ways
 from minitrain.moe import router
 from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.router import NOWHERE, Routing, without_numbers
+from minitrain.torch_private import in_backward
 
 
 class Router(nn.Module):
@@ -112,6 +114,8 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """`part` of `parts`: with experts spread over ranks, this one makes only its own."""
 
+    result = staticmethod(call)
+
     def __init__(self, config: GPTConfig, num_experts: int, part: int = 0, parts: int = 1, **place):
         super().__init__()
         self.config, self.num_experts = config.experts, num_experts
@@ -131,7 +135,12 @@ class MixtureOfExperts(nn.Module):
         own, at, padded = self.enter(x, positions)
         routing = self.route(own, at, padded, x.shape[1] * self.row_ranks)
         routing = replace(routing, weights=routing.weights.to(x.dtype))
-        y = self.leave(self.through(own.flatten(0, 1), routing).view_as(own), x.shape[1])
+
+        def through(x: Tensor, weights: Tensor) -> Tensor:
+            return self.through(x, replace(routing, weights=weights))
+
+        y = self.result("experts", through, own.flatten(0, 1), routing.weights)
+        y = self.leave(y.view_as(own), x.shape[1])
         return y if self.shared is None else y + self.shared(x)
 
     def through(self, x: Tensor, routing: Routing) -> Tensor:
@@ -174,15 +183,18 @@ class MixtureOfExperts(nn.Module):
 
     def note(self, scores: Tensor, routing: Routing, chosen: Tensor, mask: Tensor | None) -> None:
         """Losses and load of this rank's tokens: who chose whom, before anybody is dropped."""
-        c, self.noted = self.config, None
+        c, noted = self.config, None
         if c.balance_alpha:
             counts = router.counts_of(chosen.flatten(1), self.num_experts)
-            self.noted = c.balance_alpha * router.balance_sum(
+            noted = c.balance_alpha * router.balance_sum(
                 routing.probs.unflatten(0, (len(chosen), -1)), counts
             )
         if c.z_alpha:
             z = c.z_alpha * router.z_sum(scores, mask)
-            self.noted = z if self.noted is None else self.noted + z
+            noted = z if noted is None else noted + z
+        if in_backward():  # a second pass over tokens that have been counted
+            return
+        self.noted = noted
         if self.training and torch.is_grad_enabled():
             self.router.load = self.router.load + routing.counts
 

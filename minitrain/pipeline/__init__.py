@@ -13,5 +13,5 @@ beside eviction            activations that leave for another rank (BPipe)
        post_validation     clipping without a common stop
        asynchronous        PipeDream: never emptied
        contrastive         a loss over all samples at once
-       named, random_state, torch_csv           schedules by name; masks drawn again; PyTorch's files
+       named, torch_csv    schedules by name; PyTorch's files
 """

@@ -31,9 +31,9 @@ from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.fits import check_boundary, check_fits, takes_positions
 from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.lower import Program, Receive, Reduce, Send, Sent, Step, lower, pause, user_of
-from minitrain.pipeline.random_state import drawing_from, random_state, set_random_state
 from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W
 from minitrain.pipeline.units import Unit, cut_evenly, first_rows
+from minitrain.random_state import drawing_from, random_state, set_random_state
 
 
 @dataclass(slots=True)

@@ -19,7 +19,8 @@ Li et al. 2021 (TeraPipe), arXiv:2102.07988, section 3.1; Sun et al. 2024 (Seq1F
 import math
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from minitrain.attention.alibi import Alibi, check_bias
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.kernel import widened
 from minitrain.pipeline.schedule import Schedule
+from minitrain.torch_private import in_backward
 
 
 def attend(q, k, v, lengths=None, *, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
@@ -74,9 +76,10 @@ class SlicedAttention:
             return self.attend(q, k, v, None, **extras)
         first = self.now - self.now % self.slices
         seen = [self.kept[unit].seen for unit in range(first, self.now)] + [(k, v)]
-        again = self.kept.get(self.now)  # recomputed: what later slices look at stays
-        leaves = again.seen if again else (k.detach().requires_grad_(), v.detach().requires_grad_())
-        self.kept[self.now] = Slice((k, v), leaves)
+        if not in_backward():  # else a block is computed again: it is kept, or its backward has begun
+            again = self.kept.get(self.now)  # a stage: what later slices look at stays
+            leaves = again.seen if again else (k.detach().requires_grad_(), v.detach().requires_grad_())
+            self.kept[self.now] = Slice((k, v), leaves)
         keys, values = (torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0] for parts in zip(*seen))
         return self.attend(q, keys, values, [k.size(-2) for k, _ in seen], **extras)
 
@@ -103,6 +106,11 @@ class SliceMemory:
         finally:
             for core in cores:
                 core.now = None
+
+    def again(self, stage: int) -> Callable[[], AbstractContextManager]:
+        """Of what is computed again later: inside of it(), the slice is that of now."""
+        now = {core.now for core in self.cores.get(stage, ())}
+        return partial(self.during, stage, now.pop()) if now else nullcontext
 
     def ends(self, stage: int, unit: int) -> list[tuple[Tensor, Tensor]]:
         """Where the backward of the slice starts, beside the stage's output, and with what."""

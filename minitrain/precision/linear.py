@@ -75,7 +75,8 @@ class _Multiply(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *dys):
         products, scales, way = ctx.rest
-        weights, tensors = ctx.saved_tensors[: len(scales)], ctx.saved_tensors[len(scales) :]
+        saved = ctx.saved_tensors  # once: what is recomputed is gone when it has been read
+        weights, tensors = saved[: len(scales)], saved[len(scales) :]
         wants_x, *wanted = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
         x, dx, dweights = way.x(ctx.rebuild(tensors)), None, []
         for dy, weight, own, wants in zip(dys, weights, scales, wanted):

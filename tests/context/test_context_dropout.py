@@ -353,7 +353,7 @@ MODELS = {  # shape: ways, each with the microbatches of a rank
         dict(pp=2),
         [
             ({}, 4),
-            (dict(recompute=True), 3),
+            (dict(recompute="stage"), 3),
             (dict(schedule="zb_h1"), 4),
             (dict(schedule="interleaved", chunks=2), 2),
             (dict(schedule="chimera"), 2),
@@ -378,7 +378,7 @@ MODELS = {  # shape: ways, each with the microbatches of a rank
         [({}, 1), (dict(sequence_parallel=True, overlap=True), 1), (dict(core="ulysses"), 1)],
     ),
     "pp2 cp2": (dict(pp=2, cp=2), [({}, 2), (dict(schedule="terapipe", slices=2), 2)]),
-    "pp2 tp2": (dict(pp=2, tp=2), [(dict(sequence_parallel=True), 2), (dict(recompute=True), 2)]),
+    "pp2 tp2": (dict(pp=2, tp=2), [(dict(sequence_parallel=True), 2), (dict(recompute="stage"), 2)]),
 }
 
 

@@ -46,7 +46,7 @@ CASES = {
     "cheaper: experts": case(ep_travel="cheaper"),
     "cheaper: rows": case(WIDE, ep_travel="cheaper"),
     "cheaper, tp": case(dp=2, tp=2, ep=2, ep_travel="cheaper"),
-    "cheaper, pp": case(dp=2, pp=2, ep=2, ep_travel="cheaper", microbatches=2, recompute=True),
+    "cheaper, pp": case(dp=2, pp=2, ep=2, ep_travel="cheaper", microbatches=2, recompute="stage"),
     "shadows": case(ep_shadow=3, length=13),
     "shadows, nodes": case(ep_shadow=3, ep_node=2, length=11),
     "shadows, chunks, tp": case(MIDDLE, dp=2, tp=2, ep=2, ep_shadow=1, ep_chunks=2),  # by the rows of both

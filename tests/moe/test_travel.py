@@ -231,9 +231,9 @@ def case(**values):
 RUNS = {
     2: [case(dp=2, ep=2, ep_shadow=2), case(dp=2, ep=2, ep_travel="cheaper", ep_chunks=2)],
     4: [
-        case(dp=2, pp=2, ep=2, microbatches=3, recompute=True, ep_travel="cheaper"),
+        case(dp=2, pp=2, ep=2, microbatches=3, recompute="stage", ep_travel="cheaper"),
         case(dp=2, tp=2, ep=2, zero=2, ep_travel="cheaper"),
-        case(dp=2, pp=2, ep=2, microbatches=3, recompute=True, ep_shadow=3),
+        case(dp=2, pp=2, ep=2, microbatches=3, recompute="stage", ep_shadow=3),
         case(dp=2, tp=2, ep=2, zero=1, ep_shadow=2),
         case(dp=4, ep=2, zero=3, ep_shadow=4, ep_chunks=2),
         case(dp=4, ep=4, ep_node=2, ep_shadow=2),

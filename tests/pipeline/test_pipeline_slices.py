@@ -248,7 +248,7 @@ def test_refusals_on_ranks():
                 terapipe(2, 2, 4)
             ),
             "balanced: 2 slices of a sequence in the pipeline": lambda: build(
-                None, pp=1, cp=2, core="balanced", layout="contiguous", recompute=True
+                None, pp=1, cp=2, core="balanced", layout="contiguous", recompute="stage"
             ),
             "are 7, the batch has 8": wrong_sum,
         },

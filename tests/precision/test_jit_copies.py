@@ -28,7 +28,7 @@ LAYOUTS = [
     Strategy(cp=2),
     Strategy(pp=2, microbatches=2),
     Strategy(pp=2, microbatches=2, schedule="zb_h1"),
-    Strategy(pp=2, microbatches=2, recompute=True),
+    Strategy(pp=2, microbatches=2, recompute="stage"),
     Strategy(pp=4, microbatches=4, schedule="bpipe"),
 ]
 

@@ -187,7 +187,7 @@ WIDE = [
     Strategy(dp=2, zero="III", node=2, microbatches=2),
     Strategy(tp=2, sequence_parallel=True, microbatches=2),
     Strategy(pp=2, schedule="zb_h1", microbatches=4),
-    Strategy(pp=2, schedule="1f1b", microbatches=4, recompute=True),
+    Strategy(pp=2, schedule="1f1b", microbatches=4, recompute="stage"),
 ]
 
 

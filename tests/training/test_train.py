@@ -237,7 +237,7 @@ def test_a_run_is_the_plain_loop():
 
 
 LAYOUTS = {
-    1: [Strategy(microbatches=3), Strategy(recompute=True)],
+    1: [Strategy(microbatches=3), Strategy(recompute="stage")],
     2: [
         Strategy(dp=2),
         Strategy(dp=2, zero=1),

@@ -30,6 +30,12 @@ def set_random_state(state: tuple[Tensor, ...], device: torch.device) -> None:
             torch.cuda.set_rng_state(cuda, device)
 
 
+def same(state: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+    """Has nothing been drawn between the two?"""
+    with outside_modes():
+        return all(map(torch.equal, state, other))
+
+
 @contextmanager
 def drawing_from(state: tuple[Tensor, ...], device: torch.device) -> Iterator[None]:
     outside = random_state(device)

@@ -1,0 +1,186 @@
+"""A piece of a forward that can be made again, and the tensors of it that are not kept.
+
+    Slot       in the place of a saved tensor: its segment, and which of the tensors saved there it was
+    Segment    what was run on what; `again()` runs it once more and catches the tensors of living Slots
+    Results    the door through which a model computes what has a name: for each thread alone, as modes are
+
+The second pass sees what the first saw: its inputs, torch's random state, modes of torch functions (one of
+them puts products off; not autocast), and what `replay` brings back. Both number the tensors that are saved;
+one that is wanted is held from when it is caught until its Slot is opened, every other goes at once. With a
+graph that is used again (retain_graph) inputs stay, and each backward has its own second pass. Two passes
+that differ in number, shape or dtype are refused. Sends what `run` sends.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from minitrain.random_state import drawing_from, random_state
+from minitrain.torch_private import function_modes, keeps_graph, saved_hooks, storage_id
+
+Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # of hooks: what is kept, and the way back
+Hold = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]  # a part of a tensor, and the way back
+
+
+class Results(threading.local):
+    """The door to what a model computes by name, for each thread alone: compute(*inputs), unless it is known.
+    All tensors with gradients that `compute` reads must be inputs, or parameters."""
+
+    frame = None
+
+    def __call__(self, name: str, compute: Callable, *inputs):
+        return compute(*inputs) if self.frame is None else self.frame.result(name, compute, inputs)
+
+    @contextmanager
+    def inside(self, frame) -> Iterator[None]:
+        outside, self.frame = self.frame, frame
+        try:
+            yield
+        finally:
+            self.frame = outside
+
+    def know(self, module: nn.Module, *_) -> None:
+        """Its parameters are there anyway. A hook for modules that are about to run."""
+        if hasattr(self.frame, "know"):
+            self.frame.know(module)
+
+
+class Slot:
+    """A tensor that was saved and not kept."""
+
+    __slots__ = ("segment", "number", "like", "__weakref__")
+
+    def __init__(self, segment: Segment, number: int, x: Tensor):
+        self.segment, self.number, self.like = segment, number, (x.shape, x.dtype)
+
+
+class Done(Exception):
+    """The second pass has found all that is wanted."""
+
+
+class Segment:
+    """One call of `run`, that can be made again."""
+
+    def __init__(
+        self, run, inputs: Sequence, replay, early_stop: bool, results: Results, *, hold=None, hooks=None
+    ):
+        """`hooks`: through which inputs are kept; else those that are in force around the segment."""
+        self.outer = saved_hooks() or (as_it_is, as_it_is)
+        self.run, self.early_stop, self.results = run, early_stop, results
+        self.inputs = [held(x, hooks or self.outer, hold) for x in inputs]
+        self.devices = {x.device for x in inputs if isinstance(x, Tensor)} or {torch.device("cpu")}
+        generators = [partial(drawing_again, device) for device in self.devices]
+        self.replay = [kept() for kept in (*generators, *replay)]
+        self.modes = function_modes()
+        self.count, self.last = 0, -1  # saved so far in this pass; the last one wanted in the second
+        self.slots: dict[int, weakref.ref[Slot]] = {}
+        self.outputs: dict[int, tuple] = {}  # of Slots that are views of results: which, and the view
+        # what named results meet in the second pass
+        self.frame: Callable = lambda segment, may_stop: None
+        self.found: dict[int, Tensor] = {}
+
+    def slot(self, number: int, x: Tensor) -> Slot:
+        slot = Slot(self, number, x)
+        self.slots[number] = weakref.ref(slot)
+        return slot
+
+    def output_slot(self, index: int, x: Tensor) -> Slot:
+        """Of a view of result `index`."""
+        number = -1 - len(self.outputs)
+        self.outputs[number] = index, view(x)
+        return self.slot(number, x)
+
+    def unpack(self, packed) -> Tensor:
+        return open_slot(packed) if isinstance(packed, Slot) else self.outer[1](packed)
+
+    def wanted(self) -> list[int]:
+        return [number for number, slot in self.slots.items() if slot() is not None]
+
+    def again(self) -> None:
+        """The second pass: fills `found`."""
+        if self.run is None:
+            cure = "read ctx.saved_tensors once in a backward, or give retain_graph=True"
+            raise RuntimeError(f"a recomputed tensor is opened a second time; {cure}")
+        self.count, wanted = 0, self.wanted()
+        self.last = max(wanted)
+        outside = {number: self.outputs[number] for number in wanted if number in self.outputs}
+        with ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(mode if mode not in function_modes() else nullcontext())
+            for context in self.replay:
+                stack.enter_context(context())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self.results.inside(self.frame(self, self.early_stop and not outside)))
+            stack.enter_context(saved_tensors_hooks(partial(self.catch, not outside), as_it_is))
+            try:
+                made = self.run(*(given() for given in self.inputs))
+                for number, (index, place) in outside.items():
+                    result = made[index] if isinstance(made, (tuple, list)) else made
+                    self.found[number] = result.detach().as_strided(*place)
+            except Done:
+                pass
+        if missing := [number for number in wanted if number not in self.found]:
+            said = f"the second pass saved {self.count} tensors, without the {missing[0]}th of the first"
+            raise RuntimeError(f"recomputation: {said}; a forward must do the same each time")
+        if not keeps_graph():
+            self.run = self.inputs = self.replay = self.frame = None
+
+    def catch(self, may_stop: bool, x: Tensor) -> None:
+        number, self.count = self.count, self.count + 1
+        self.find(number, x)
+        if may_stop and self.early_stop and number == self.last:
+            raise Done
+
+    def find(self, number: int, x: Tensor) -> None:
+        """Of a number that is wanted: here it is."""
+        slot = self.slots[number]() if number in self.slots else None
+        if slot is None:
+            return
+        if (x.shape, x.dtype) != slot.like:
+            (shape, dtype), found = slot.like, f"{list(x.shape)} {x.dtype}"
+            said = f"tensor {number} was {list(shape)} {dtype} in the first pass and is {found} in the second"
+            raise RuntimeError(f"recomputation: {said}; a forward must do the same each time")
+        self.found[number] = x.detach()
+
+
+def open_slot(slot: Slot) -> Tensor:
+    segment = slot.segment
+    if slot.number not in segment.found:
+        segment.again()
+    return segment.found.pop(slot.number)
+
+
+def held(x, hooks: Pair, hold: Hold | None = None) -> Callable:
+    """Makes an input of the second pass."""
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        return lambda: x
+    part, whole = hold(x.detach()) if hold else (x.detach(), as_it_is)
+    (pack, unpack), wanted = hooks, x.requires_grad
+    packed = pack(part)
+    return lambda: whole(unpack(packed)).detach().requires_grad_(wanted)
+
+
+def storages(tensors: Sequence) -> dict[int, tuple[int, torch.dtype]]:
+    found = enumerate(tensors)
+    return {storage_id(x.untyped_storage()): (i, x.dtype) for i, x in found if isinstance(x, Tensor)}
+
+
+def view(x: Tensor) -> tuple:
+    return x.size(), x.stride(), x.storage_offset()
+
+
+def drawing_again(device: torch.device) -> Callable:
+    return partial(drawing_from, random_state(device), device)
+
+
+def as_it_is(x):
+    return x

@@ -1,0 +1,365 @@
+"""Recomputation on ranks: the gradients of no recomputation bit by bit in every layout, and what is sent again."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from minitrain import collectives, launch
+from minitrain.attention.dropout import Places
+from minitrain.launch import dryrun
+from minitrain.ledger import Ledger
+from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.mesh import Mesh
+from minitrain.model.config import GPTConfig
+from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.gpt import GPT
+from minitrain.model.layers import naive_attention
+from minitrain.parallelize import parallelize
+from minitrain.recompute_passes import in_parts, recompute_in
+from minitrain.strategy import Strategy
+from minitrain.tensor_parallel.model import cut_layers
+from minitrain.training.optim import AdamW
+from tests.parallel import Problem, rows_of_problem, small
+
+WORDS = (
+    *("full", "selective", "keep:core", "keep:qkv+out+up+experts", "drop:act+norm1+core", "every:2"),
+    *("revolve:1", "full,selective,keep:act"),
+)
+BATCH = dict(batch_sizes=(8, 7), length=8, microbatches=1)
+EXPERTS = ExpertsConfig(
+    num_experts=4,
+    top_k=2,
+    router="gshard",
+    balance_alpha=0.05,
+    z_alpha=0.01,
+    capacity_factor=1.5,
+    shared_experts=1,
+)
+LAYOUTS = {
+    "tp2": dict(tp=2, microbatches=2),
+    "tp2 sequence": dict(tp=2, sequence_parallel=True),
+    "tp2 overlap": dict(tp=2, overlap=True),
+    "tp2 sequence overlap": dict(tp=2, sequence_parallel=True, overlap=True),
+    "dp2 zero3": dict(dp=2, zero=3, microbatches=2),
+    "dp4 hybrid": dict(dp=4, zero="III", node=2),
+    "cp2 ring": dict(cp=2),
+    "cp2 ulysses": dict(cp=2, core="ulysses", layout="contiguous"),
+    "cp4 usp": dict(cp=4, core="usp", ulysses=2),
+    "pp2": dict(pp=2, microbatches=4),
+    "pp2 zb": dict(pp=2, microbatches=4, schedule="zb_h1"),
+    "pp2 late": dict(pp=2, microbatches=4, post_validation=True),
+    "pp2 slices": dict(pp=2, microbatches=2, schedule="seq1f1b", slices=2),
+    "pp2 dualpipe": dict(pp=2, microbatches=4, schedule="dualpipe"),
+    "pp2 tp2": dict(pp=2, tp=2, microbatches=2, schedule="zb_h1"),
+    "dp2 ep2": dict(dp=2, ep=2),
+    "dp2 ep2 chunks": dict(dp=2, ep=2, ep_chunks=3),
+    "dp2 ep2 experts": dict(dp=2, ep=2, ep_travel="experts"),
+    "dp2 pp2 ep2 pairs": dict(dp=2, pp=2, ep=2, microbatches=4, schedule="dualpipe"),
+    "dp2 tp2 ep2": dict(dp=2, tp=2, ep=2, zero=1),
+    "bfloat16": dict(dp=2, precision="bfloat16", zero=1),
+    "bfloat16 copies": dict(dp=2, zero=3, precision="bfloat16_jit"),
+    "fp8 delayed": dict(tp=2, products="fp8_delayed", precision="bfloat16"),
+    "fp8 tiles": dict(tp=2, products="fp8_tiles", sequence_parallel=True),
+    "loss scale": dict(dp=2, precision="float16", loss_scale=2.0**12),
+}
+
+
+def trained(config: GPTConfig, strategy: Strategy) -> tuple:
+    """Two steps: losses, gradients, parameters; and what the first sent again of the rank's account."""
+    problem = Problem(config=config, batch_sizes=(9, 8), microbatches=strategy.microbatches)
+    torch.manual_seed(1000 + collectives.world().rank())
+    run = parallelize(
+        config, strategy, lambda params: AdamW(params, lr=1e-2), seed=3, frozen=["layers.1.norm1.weight"]
+    )
+    losses = [
+        run.total(run.step(run.batch(rows_of_problem(problem, step), step), 0.5).loss).item()
+        for step in range(len(problem.batch_sizes))
+    ]
+    if run.runner and run.runner.memory:
+        cores = [core for some in run.runner.memory.cores.values() for core in some]
+        assert not any(core.kept for core in cores)  # a second pass keeps no slice for anybody
+    return losses, run.sync.full_grads(), run.state_dict()["parameters"]
+
+
+def differing(config: GPTConfig, base: dict, words) -> list[str]:
+    """The words that change a bit."""
+    base = dict(precision="float64", bucket_bytes=3000) | base
+    losses, grads, params = trained(config, Strategy(**base))
+    wrong = []
+    for word in words:
+        if base["precision"] == "bfloat16_jit" and "norm1" in word:
+            word = "drop:act+core"
+        shares = (
+            base.get("tp", 1) > 1
+            and not base.get("sequence_parallel")
+            and word in ("full", "every:2", "keep:core")
+        )
+        more = dict(recompute=word, recompute_partition=shares)
+        found = trained(config, Strategy(**(base | more)))
+        same = found[0] == losses
+        for ours, theirs in zip(found[1:], (grads, params)):
+            same &= ours.keys() == theirs.keys() and all(
+                torch.equal(ours[name], theirs[name]) for name in theirs
+            )
+        wrong += [] if same else [word]
+    return wrong
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_no_recomputation_bit_by_bit(layout):
+    """Two steps with dropout, a frozen parameter, clipping, uneven batches and a tied table."""
+    experts = dict(experts=EXPERTS) if "ep" in LAYOUTS[layout] else {}
+    config = small(num_layers=4, num_kv_heads=4 if "cp" in layout else 2, dropout=0.1, **experts)
+    for wrong in launch.run(
+        differing, config, LAYOUTS[layout], WORDS, ranks=Strategy(**LAYOUTS[layout]).ranks
+    ):
+        assert not wrong, wrong
+
+
+def test_with_other_masks_gradients_differ():
+    """The control: the second pass of a rank that does not know step and rows drops others."""
+
+    def rank():
+        places = Places.again
+        Places.again = lambda self: partial(self.during, 7, 3)
+        try:
+            return differing(small(num_layers=2, dropout=0.1), dict(tp=2), ("full", "drop:core"))
+        finally:
+            Places.again = places
+
+    assert launch.run(rank, ranks=2) == [["full", "drop:core"]] * 2
+
+
+# ---- what is sent again ----------------------------------------------------------------------------------
+
+
+def calls_of(config: GPTConfig, base: dict, words, op: str, axis: str) -> dict:
+    """word -> (calls, bytes) of a step's forward and backward."""
+    found = {}
+    for word in words:
+        more = dict(recompute=word.removesuffix(" in parts"), recompute_partition=word.endswith(" in parts"))
+        run = parallelize(config, Strategy(**(dict(precision="float64") | base | more)), seed=3)
+        problem = Problem(config=config, batch_sizes=(4,))
+        batch = run.batch(rows_of_problem(problem, 0), 0)
+        with Ledger() as ledger:
+            run.forward_backward(batch)
+        found[word] = ledger.num_calls(op, axis), ledger.sent_bytes(op, axis)
+    return found
+
+
+def test_all_reduces_of_tensor_parallelism():
+    """A block has two sums in forward and two in backward. Of the forward's, a second pass makes again the one
+    behind attention; the one behind the MLP only where it does not stop before."""
+    layers, rows, t, width, bytes_ = 3, 4, 8, 16, 8
+    words = (
+        "none",
+        "full",
+        "keep:core",
+        "keep:out",
+        "selective",
+        "drop:core+act+norm1",
+        "drop:out",
+        "full in parts",
+    )
+    config = small(num_layers=layers, norm="layer")
+    each = rows * t * width * bytes_  # 2(t-1)/t of it for two ranks
+    for found in launch.run(calls_of, config, dict(tp=2), words, "all_reduce", "tp", ranks=2):
+        calls, bytes_sent = found["none"]
+        more = {word: (count - calls, sent - bytes_sent) for word, (count, sent) in found.items()}
+        again = dict.fromkeys(words, 0) | {"full": 1, "keep:core": 1, "full in parts": 1}
+        assert more == {word: (layers * again[word], layers * again[word] * each) for word in words}
+    for found in launch.run(calls_of, config, dict(tp=2), words, "all_gather", "tp", ranks=2):
+        gathered = {word: (0, 0) for word in words} | {"full in parts": (layers, layers * each // 2)}
+        assert found == gathered  # Pa: one more of B·T·D a block, of which each rank sends its half
+
+
+def test_gathers_of_sequence_parallelism():
+    """In backward the layer gathers its inputs once more anyway; a second pass gathers them for its forward,
+    and scatters attention's output. Gathers that end in a kept result are not made again."""
+    layers, words = 3, ("none", "full", "keep:qkv", "keep:qkv+up", "keep:qkv+up+out", "drop:up")
+    config, base = small(num_layers=layers, norm="layer"), dict(tp=2, sequence_parallel=True)
+    for found in launch.run(calls_of, config, base, words, "all_gather", "tp", ranks=2):
+        calls = {word: count - found["none"][0] for word, (count, _) in found.items()}
+        assert calls == {
+            **{"none": 0, "full": 2 * layers, "keep:qkv": layers, "keep:qkv+up": 0, "keep:qkv+up+out": 0},
+            "drop:up": layers,
+        }
+    for found in launch.run(calls_of, config, base, words, "reduce_scatter", "tp", ranks=2):
+        calls = {word: count - found["none"][0] for word, (count, _) in found.items()}
+        again = {"full": layers, "keep:qkv": layers, "keep:qkv+up": layers}
+        assert calls == dict.fromkeys(words, 0) | again
+
+
+@pytest.mark.parametrize("core", ["ring", "ulysses"])
+def test_selective_ckpt_pp(core):
+    """LoongTrain's Selective Checkpoint++: of a layer the input, the core's output and lse are kept, and K and V
+    (ring) or heads (Ulysses) do not travel again; with full they do, as often as in forward."""
+    forward = {"ring": 4, "ulysses": 2}[core]  # calls a layer: two sends and receives; there and back
+    layout = dict(ring="zigzag", ulysses="contiguous")[core]
+    layers, rows, t, width, heads, bytes_ = 3, 4, 8, 16, 4, 8
+    config = small(num_layers=layers, num_kv_heads=heads)
+    words = ("none", "full", "keep:core", "selective")
+
+    def rank():
+        base = dict(cp=2, core=core, layout=layout)
+        sent = calls_of(config, base, words, None, "cp")
+        return sent, kept(config, core, layout), differing(config, base, ("keep:core",))
+
+    for found, bytes_kept, wrong in launch.run(rank, ranks=2):
+        assert not wrong
+        assert found["keep:core"] == found["none"]
+        once = (found["full"][0] - found["none"][0]), (found["full"][1] - found["none"][1])
+        sent = layers * rows * t * width * bytes_ // 2 * {"ring": 2, "ulysses": 2}[core]
+        assert once == (layers * forward, sent)
+        if core == "ulysses":  # selective stops where the core's inside is found: its result stays at home
+            assert found["selective"] == (found["full"][0] - layers, found["full"][1] - sent // 4)
+        else:
+            assert found["selective"] == found["full"]
+        if core == "ring":
+            own = rows * t // 2  # tokens of this rank
+            assert bytes_kept["full"] == layers * own * width * 2
+            assert bytes_kept["keep:core"] - bytes_kept["full"] == layers * own * (2 * width + 4 * heads)
+
+
+def kept(config: GPTConfig, core: str, layout: str) -> dict:
+    """word -> bytes that blocks keep, in bfloat16."""
+    found = {}
+    for word in ("full", "keep:core"):
+        run = parallelize(
+            config, Strategy(cp=2, core=core, layout=layout, precision="bfloat16", recompute=word), seed=3
+        )
+        batch = run.batch(rows_of_problem(Problem(config=config, batch_sizes=(4,)), 0), 0)
+        blocks = torch.nn.ModuleList(run.model.layers[1:-1])
+        x = torch.randn(*batch.tokens.shape, config.d_model, dtype=torch.bfloat16, requires_grad=True)
+        with SavedTensors(blocks) as saved:
+            run.model.play.args[0][:] = [entry for entry in run.model.play.args[0] if entry[1] is not None]
+            run.model(x, batch.positions)
+        found[word] = saved.bytes
+    return found
+
+
+def test_rows_of_kept_experts_do_not_travel_again():
+    """Forward: counts, rows there, rows back. With keep:experts none is sent twice."""
+    words = ("none", "full", "keep:experts", "selective", "drop:experts")
+    config = small(num_layers=2, experts=replace(EXPERTS, router="top_k", capacity_factor=0.0))
+    for found in launch.run(calls_of, config, dict(dp=2, ep=2), words, "all_to_all", "ep", ranks=2):
+        calls = {word: count - found["none"][0] for word, (count, _) in found.items()}
+        assert calls == {"none": 0, "full": 6, "keep:experts": 0, "selective": 0, "drop:experts": 6}
+        assert found["keep:experts"] == found["none"] and found["full"] == found["drop:experts"]
+
+
+def test_second_passes_gather_no_parameters():
+    """ZeRO-3 has the weights of a block whole while it is differentiated; of a segment of several blocks
+    those in front are gathered for the second pass, and not again."""
+    config, words = small(num_layers=4), ("none", "full", "keep:core", "drop:up+act", "every:2", "sqrt")
+    for found in launch.run(calls_of, config, dict(dp=2, zero=3), words, "all_gather", "dp", ranks=2):
+        assert len(set(found.values())) == 1, found
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------
+
+PAPER = dict(norm="layer", activation="gelu", positions="learned", bias=True, dropout=0.1)
+
+
+def kept_on_a_rank(s, b, h, a, words, sequence_parallel=False) -> dict:
+    """Bytes in fp16 of one block cut over tp, means and deviations of norms left out."""
+    mesh, found = Mesh(tp=collectives.world().size()), {}
+    config = GPTConfig(d_model=h, num_heads=a, num_layers=1, **PAPER)
+    for word in words:
+        part = word.removesuffix(" in parts")
+        model = GPT(config, layers=[1], attention=naive_attention, dtype=torch.float16)
+        cut_layers(model.layers, h // a, 8, mesh.group("tp"), sequence_parallel=sequence_parallel)
+        strategy = Strategy(tp=2, recompute=part, recompute_partition=part != word)
+        recompute_in(model, strategy, mesh, Places())
+        tokens = s // 2 if sequence_parallel else s
+        x = torch.zeros(b, tokens, h, dtype=torch.float16, requires_grad=True)
+        with SavedTensors(model) as saved:
+            model(x, torch.arange(s))
+        found[word] = saved.bytes - sum(item.bytes for item in saved.saved if item.shape[2:] == (1,))
+    return found
+
+
+@pytest.mark.parametrize("s,b,h,a", [(32, 2, 64, 4), (16, 1, 32, 2)])
+def test_activation_bytes_under_tensor_parallelism(s, b, h, a):
+    """Korthikanti's table 2 with t = 2, tensor by tensor: sbh(10 + 24/t), 34sbh/t, and 2sbh kept in t parts."""
+    words, t, sbh = ("none", "selective", "full"), 2, s * b * h
+    for found in launch.run(kept_on_a_rank, s, b, h, a, (*words, "full in parts"), ranks=2):
+        core = 5 * a * s * s * b // t
+        assert found["selective"] == 10 * sbh + 24 * sbh // t and found["none"] == found["selective"] + core
+        assert (found["full"], found["full in parts"]) == (2 * sbh, 2 * sbh // t)
+    for found in launch.run(kept_on_a_rank, s, b, h, a, words, True, ranks=2):
+        assert found == {"none": 34 * sbh // t + core, "selective": 34 * sbh // t, "full": 2 * sbh // t}
+
+
+def test_zero_r():
+    """Pa: of the inputs that are kept each of t ranks has 1/t, for one more all-gather of B·T·D a block. CB: what
+    fuses gradients is as large for 8 layers as for 2."""
+    for t, heads in ((2, 4), (4, 4)):
+        layers, rows, length, bytes_ = 3, 4, 8, 8
+        config = small(num_layers=layers, num_kv_heads=heads, norm="layer")
+
+        def rank(t=t, config=config):
+            found = calls_of(config, dict(tp=t), ("full", "full in parts"), "all_gather", "tp")
+            peaks = []
+            for parts in (False, True):
+                strategy = Strategy(tp=t, precision="float64", recompute="full", recompute_partition=parts)
+                run = parallelize(config, strategy, seed=3)
+                batch = run.batch(rows_of_problem(Problem(config=config, batch_sizes=(4,)), 0), 0)
+                with Ledger() as ledger:
+                    loss = run.loss_fn(run.model(batch.tokens), batch.targets)
+                    peaks.append(ledger.live_by_kind["activations"])
+                del loss
+            return found, peaks[0] - peaks[1]
+
+        whole = rows * length * config.d_model * bytes_
+        for found, less in launch.run(rank, ranks=t):
+            assert less == layers * (whole - whole // t)
+            calls, sent = (b - a for a, b in zip(found["full"], found["full in parts"]))
+            assert (calls, sent) == (layers, layers * whole * (t - 1) // t)
+
+    def fused(layers, bucket_bytes):
+        strategy = Strategy(dp=2, zero=2, precision="float64", bucket_bytes=bucket_bytes)
+        run = parallelize(small(num_layers=layers), strategy, lambda params: AdamW(params, lr=1e-2), seed=3)
+        batch = run.batch(rows_of_problem(Problem(config=run.config, batch_sizes=(4,)), 0), 0)
+        with Ledger() as ledger:
+            run.forward_backward(batch)
+            run.sync.finish()
+        return max(call.payload_bytes for call in ledger._matching(None, "dp"))
+
+    for bucket_bytes, constant in ((9_000, True), (25_000_000, False)):
+        two, eight = (launch.run(fused, layers, bucket_bytes, ranks=2)[0] for layers in (2, 8))
+        assert (two == eight <= bucket_bytes) == constant and eight > 8_000, (two, eight)
+
+
+def test_parts_of_a_tensor_whose_size_no_rank_divides():
+    def rank():
+        x = torch.arange(35.0).view(5, 7)
+        part, whole = in_parts(collectives.world())(x)
+        return part.numel(), torch.equal(whole(part), x)
+
+    assert launch.run(rank, ranks=4) == [(9, True)] * 4
+
+
+# ---- a dry run -------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_is_the_real_run():
+    """FLOPs, bytes and the peak by kind of a step, for words on tp, cp and ZeRO-3."""
+    config = small(num_layers=3, dropout=0.1)
+
+    def account(base, word):
+        strategy = Strategy(precision="float64", recompute=word, **base)
+        with Ledger() as ledger:
+            run = parallelize(config, strategy, lambda params: AdamW(params, lr=1e-2), seed=3)
+            run.step(run.batch(rows_of_problem(Problem(config=config), 0), 0), 0.5)
+        return ledger.flops, ledger.sent_bytes(), ledger.peak_by_kind
+
+    for base in (dict(tp=2), dict(cp=2), dict(dp=2, zero=3)):
+        for word in ("full", "keep:core", "drop:act+core", "revolve:2"):
+            real = launch.run(account, base, word, ranks=2)
+            assert real == [dryrun.run(account, base, word, rank=rank, ranks=2) for rank in range(2)], (
+                base,
+                word,
+            )
