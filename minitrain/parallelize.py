@@ -9,8 +9,9 @@ Its passes, in this order:
     4 dropout    every mask a function of the place
     5 placements how each parameter is cut, over whom its gradient is a sum, who else holds it
     6 sync       what sums gradients and owns the optimizer: replicated, ZeRO 1 to 3, hybrid sharding; in
-                 which precision gradients add up and states are kept
-    7 schedule   gradient accumulation, or a pipeline
+                 which precision gradients add up and states are kept; what the host keeps
+    7 recompute  what blocks keep for their backward
+    8 schedule   gradient accumulation, or a pipeline
 
 A pass lives with its technique and takes groups; what it swaps keeps the names of parameters. Sends nothing.
 """
@@ -39,6 +40,7 @@ from minitrain.mesh import Mesh
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
 from minitrain.model.mixture import RouterLosses, mixtures
+from minitrain.offload_passes import keep_on_host, parameters_on_host, update_on_host
 from minitrain.pipeline.eviction import Balanced
 from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.partition import even
@@ -50,6 +52,7 @@ from minitrain.pipeline.sliced_attention import look_back
 from minitrain.precision import mixed
 from minitrain.precision.all_products import PRODUCTS
 from minitrain.product_passes import multiply_in
+from minitrain.recompute_passes import recompute_in
 from minitrain.run import Run
 from minitrain.sharding import numbers, place
 from minitrain.strategy import Strategy
@@ -117,7 +120,12 @@ def parallelize(
     factor, window = strategy.first_loss_scale, strategy.loss_scale_window
     scale = mixed.loss_scale(sync.optimizer, strategy.policy, factor, window)
 
+    parameters_on_host(sync, strategy)
+    update_on_host(sync, strategy)
+    keep_on_host(module, sync, strategy)
     mixed.copy_in_time(module.layers if config else (), strategy.policy)
+    if config:
+        recompute_in(module, strategy, mesh, places, memory)
     if schedule is None:
         more = dict(router_loss=losses.taken) if losses else {}
         forward_backward = accumulate(module, loss_fn, strategy.microbatches, sync, places.at, **more)
@@ -135,7 +143,7 @@ def parallelize(
 
 
 def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
-    if max(strategy.pp, strategy.cp, strategy.tp, strategy.ep) > 1 or strategy.recompute:
+    if max(strategy.pp, strategy.cp, strategy.tp, strategy.ep) > 1 or strategy.recompute != "none":
         why = "a module of your own gets dp and ZeRO, for nobody knows its layers; use these, or a GPTConfig"
         raise ValueError(f"{type(module).__name__} with {strategy}: {why}")
     if strategy.products != "plain":

@@ -99,6 +99,8 @@ class Run:
         return result
 
     def _step(self, batch: Batch, clip: float | None) -> StepResult:
+        if self.sync.host:
+            self.sync.host.early = clip is None and self.scale is None
         if self.late is None:
             step, more = (scaled_train_step, (self.scale,)) if self.scale else (train_step, ())
             return step(self.forward_backward, batch, self.sync, self.sync, *more, clip, self.stage_group)

@@ -3,7 +3,7 @@
     Strategy(dp=2, tp=2, zero=1)          ranks = dp · pp · cp · tp, tp innermost: its ranks are neighbours
 
     dp    rows          different rows of the batch          zero; `node`, of hybrid sharding
-    pp    layers        stages, run by `schedule`            microbatches, chunks, slices, recompute
+    pp    layers        stages, run by `schedule`            microbatches, chunks, slices
     cp    tokens        of the same rows, by `layout`        core: attention over them
     tp    matrices      the same tokens                      sequence_parallel, overlap
     ep    experts       none of its own: it splits dp · cp   ep_node, ep_chunks, ep_travel, ep_shadow
@@ -27,7 +27,7 @@ from minitrain.pipeline.named import named
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import Schedule
 from minitrain.precision.policies import FIRST_SCALE, POLICIES, PRODUCTS, Policy
-from minitrain.strategy_sizes import check_expert_parallel, check_tensor_parallel
+from minitrain.strategy_checks import check_expert_parallel, check_memory, check_tensor_parallel
 
 AXES = ("dp", "pp", "cp", "tp")
 TRAVEL = ("tokens", "experts", "cheaper")
@@ -54,7 +54,8 @@ class Strategy:
     microbatches: int = 1  # parts in which a rank runs its rows, one after the other
     chunks: int = 1  # stages a rank, for the schedules that interleave
     slices: int = 1  # of each sequence, for terapipe and seq1f1b
-    recompute: bool = False  # a forward keeps its stage's input only
+    recompute: str = "none"  # what a backward computes again: full, selective, stage, .. (memory/policies)
+    recompute_partition: bool = False  # each rank of tp keeps a part of the inputs of what is computed again
     post_validation: bool = False  # of a pipeline: update first, clip when all norms are known
     core: str = "ring"  # attention over the ranks of cp: ring, ulysses, double_ring, usp, ...
     layout: str = "zigzag"  # of a sequence over the ranks of cp: contiguous, zigzag or striped
@@ -65,6 +66,8 @@ class Strategy:
     loss_scale: float = 0.0  # first factor of the loss, halved on overflow; 0: as the precision has it
     loss_scale_window: int = 2000  # steps without overflow after which the factor doubles
     bucket_bytes: int = 25_000_000  # of gradients that travel together
+    offload: str = "none"  # what the host keeps: optimizer, parameters, activations, joined by +
+    delayed_update: bool = False  # the host updates beside the next step, whose weights are one step old
 
     def __post_init__(self):
         names = "ep ep_node ep_chunks node microbatches chunks slices inner ulysses bucket_bytes"
@@ -89,6 +92,7 @@ class Strategy:
         self._check_loss_scale()
         self._check_products()
         self._check_scaled()
+        check_memory(self)
         if self.tp == 1 and (self.sequence_parallel or self.overlap):
             name = "sequence_parallel" if self.sequence_parallel else "overlap"
             raise ValueError(f"{name}=True is about the ranks of tp, and tp=1; use tp > 1")
@@ -118,13 +122,17 @@ class Strategy:
         return self.loss_scale or FIRST_SCALE * self.policy.scales
 
     @property
+    def offloads(self) -> tuple[str, ...]:
+        return () if self.offload == "none" else tuple(self.offload.split("+"))
+
+    @property
     def word(self) -> bool:
         return isinstance(self.zero, str)
 
     @property
     def pipelined(self) -> bool:
         """Whether stages are run by a schedule: also on one rank, if that recomputes."""
-        return self.pp > 1 or self.recompute
+        return self.pp > 1 or self.recompute == "stage"
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -155,7 +163,7 @@ class Strategy:
         return rows | {"pp": self.pp} | self._context | ({"tp": self.tp} if self.tp > 1 else {})
 
     def build_schedule(self) -> Schedule:
-        sizes = dict(chunks=self.chunks, slices=self.slices, recompute=self.recompute)
+        sizes = dict(chunks=self.chunks, slices=self.slices, recompute=self.recompute == "stage")
         return named(self.schedule, self.pp, self.microbatches, **sizes)
 
     def hides_transfers(self, schedule: Schedule | None) -> bool:
@@ -271,9 +279,9 @@ class Strategy:
         if self.ranks != ranks:
             dp, rest = divmod(self.dp * ranks, self.ranks)
             cure = f"choose sizes whose product is {ranks}" if rest else f"dp={dp} would fit"
-            raise ValueError(
-                f"{self._said(AXES, ' · ')} are {self.ranks} ranks, but the job has {ranks}; {cure}"
-            )
+            said = f"{self._said(AXES, ' · ')} are {self.ranks} ranks, but the job has {ranks}"
+            raise ValueError(f"{said}; {cure}")
+        check_memory(self, config)
         if self.ep > 1 or config.experts:
             check_expert_parallel(config, self)
         if self.tp > 1:

@@ -44,6 +44,7 @@ from minitrain.pipeline.named import CHUNKED, NAMES, SLICED
 from minitrain.precision.policies import POLICIES, PRODUCTS
 from minitrain.product_passes import multiply_in, roll_scales
 from minitrain.run import Run, kept_buffers
+from minitrain.simulate.events import WAYS
 from minitrain.strategy import PARO_SHARDINGS, Strategy
 from minitrain.training.optim import AdamW
 
@@ -52,6 +53,12 @@ PLAIN_GRADS = ("plain", "bitnet", "bitnet_b158")
 EXACT = (*PLAIN_GRADS, "fp8_delayed", "hfp8")  # products whose scales no layout changes
 UNSCALED = ("hfp8", "fp8_wang")  # products that a loss times 2^20 overflows
 ROUNDING = 0.02  # how far a loss may be from float64's with 8 bits of mantissa
+RECOMPUTED = (  # words of memory/policies.py, each result once
+    *("full", "full", "selective", "keep:core", "keep:core", "every:2", "sqrt", "revolve:1", "revolve:2"),
+    *("keep:qkv+out+experts", "keep:norm1+latents+up+down", "keep:norm2+act"),
+    *("drop:act+norm1", "drop:core+norm2", "drop:qkv+out+up+experts", "drop:latents+qkv+core+down"),
+    *("full,none", "none,full", "selective,keep:core+act", "drop:act+core,full"),
+)
 MODEST_SCALE, LARGE_SCALE = 2.0**20, 2.0**513  # with the second, squares of gradients may overflow float64
 
 
@@ -246,7 +253,8 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
         if axes["pp"] > 1 and axes.get("ep", 1) > 1 and chance.random() < 0.8:
             values["schedule"] = chance.choice(("dualpipe", "dualpipe_v"))
             values["microbatches"] = 2 * axes["pp"]
-        values["recompute"] = chance.random() < 0.2 or axes["pp"] == 1
+        if chance.random() < 0.2 or axes["pp"] == 1:
+            values["recompute"] = "stage"
         values["post_validation"] = axes["pp"] > 1 and chance.random() < 0.15
         if values["schedule"] in CHUNKED:
             values["chunks"] = chance.choice((1, 2))
@@ -263,6 +271,12 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
         scaled = values.get("loss_scale") or POLICIES[values["precision"]].scales
         names = [name for name in PRODUCTS if name not in ("plain", *UNSCALED * bool(scaled))]
         values["products"] = chance.choice(["fp8_delayed"] * len(names) + names)
+    if chance.random() < 0.3:
+        words = [word for word in ("optimizer", "activations") if chance.random() < 0.7]
+        if values["zero"] == 3 and words[:1] == ["optimizer"] and chance.random() < 0.6:
+            words.append("parameters")
+        values["offload"] = "+".join(words) or "none"
+        values["delayed_update"] = words[:1] == ["optimizer"] and chance.random() < 0.3
     if axes["cp"] > 1:
         core = chance.choice(tuple(CORES))
         values |= dict(core=core, layout=chance.choice(CORES[core].layouts))
@@ -270,6 +284,9 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
             values["ulysses" if axis == "ulysses" else "inner"] = chance.choice(
                 [n for n in (1, 2, 4) if axes["cp"] % n == 0]
             )
+    if "recompute" not in values and chance.random() < 0.5:
+        values["recompute"] = chance.choice(RECOMPUTED)
+        values["recompute_partition"] = axes["tp"] > 1 and chance.random() < 0.4
     return Strategy(**values)
 
 
@@ -366,6 +383,8 @@ def begin(case: Draw, lent: dict | None = None):
     account = {
         "FLOPs": ledger.flops,
         "peak": ledger.peak_by_kind,
+        "host": (ledger.host_peak_bytes, ledger.host_by_kind),
+        "copied": {way: ledger.copied_bytes(way) for way in WAYS},
         "bytes": {
             call: (ledger.num_calls(*call), ledger.sent_bytes(*call), ledger.payload_bytes(*call))
             for call in calls
@@ -376,12 +395,12 @@ def begin(case: Draw, lent: dict | None = None):
 
 def step_of(case: Draw, run: Run, step: int) -> Tensor:
     result = run.step(run.batch(case.rows(step), step), case.clip)
-    grads = [kept for kept in run.sync.held if run.scale and kept.shard.grad is not None]
-    for kept in grads:  # as an optimizer has them
+    grads = [run.sync.grad_of(kept) for kept in run.sync.held if run.scale]
+    for grad in (grad for grad in grads if grad is not None):  # as an optimizer has them
         if result.updated:
-            kept.shard.grad /= run.sync.param_groups[0]["grad_scale"]
+            grad /= run.sync.param_groups[0]["grad_scale"]
         else:
-            kept.shard.grad.zero_()
+            grad.zero_()
     return run.total(result.loss)
 
 
@@ -505,7 +524,14 @@ FEATURES = {
     "ep, the cheaper travels": lambda s, c: s.ep_travel == "cheaper",
     "ep, shadows": lambda s, c: s.ep_shadow > 0,
     "pairs overlap": lambda s, c: s.pp > 1 and s.hides_transfers(s.build_schedule()),
-    "recompute": lambda s, c: s.recompute,
+    "offload, optimizer": lambda s, c: "optimizer" in s.offloads,
+    "offload, parameters": lambda s, c: "parameters" in s.offloads,
+    "offload, activations": lambda s, c: "activations" in s.offloads,
+    "recompute": lambda s, c: s.recompute != "none",
+    "kept results": lambda s, c: "keep" in s.recompute,
+    "dropped results": lambda s, c: "drop" in s.recompute or "selective" in s.recompute,
+    "segments of blocks": lambda s, c: s.recompute[:5] in ("every", "sqrt", "revol"),
+    "inputs in parts": lambda s, c: s.recompute_partition,
     "late clipping": lambda s, c: s.post_validation,
     "microbatches": lambda s, c: s.microbatches > 1,
     "tied": lambda s, c: c.config.tied,

@@ -176,7 +176,9 @@ def train_pipeline(
     """
     problem = replace(problem, microbatches=schedule.microbatches // schedule.slices)
     if schedule.slices > 1:
-        settings |= dict(schedule="terapipe", slices=schedule.slices, recompute=shape["pp"] == 1)
+        settings |= dict(
+            schedule="terapipe", slices=schedule.slices, recompute="stage" if shape["pp"] == 1 else "none"
+        )
     return train_parallel(problem, Strategy(**shape, **settings), schedule=schedule, cuts=cuts)
 
 

@@ -11,7 +11,7 @@ Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, sections 3.2.2 and 3.2.3.
 finish(), no callback at the end of backward; SUM, no mean; no search for unused parameters.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -26,6 +26,7 @@ class GradReducer:
 
     def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup, bucket_bytes: int = 25_000_000):
         self.group, self.enabled = group, True
+        self.on_sum: Callable[[GradBucket], None] | None = None  # told of each sum as soon as it is there
         self.buckets = [GradBucket(packed) for packed in pack(trainable_once(params)[::-1], bucket_bytes)]
         self._in_order, self._handles = InOrder(self.buckets, self._start), []
         params = self._in_order.bucket_of
@@ -38,7 +39,17 @@ class GradReducer:
             self._in_order.complete(param)
 
     def _start(self, bucket: GradBucket) -> None:
-        self._handles.append(all_reduce(bucket.grads, self.group, out=bucket.grads, async_op=True))
+        if self.on_sum and self._handles:
+            self._settle()
+        handle = all_reduce(bucket.grads, self.group, out=bucket.grads, async_op=True)
+        self._handles.append((bucket, handle))
+
+    def _settle(self) -> None:
+        """Wait for the first bucket under way."""
+        bucket, handle = self._handles.pop(0)
+        handle.wait()
+        if self.on_sum:
+            self.on_sum(bucket)
 
     def ready(self, params: Iterable[nn.Parameter]) -> None:
         """These gradients are complete: for a pipeline, which sets `enabled = False` and knows when."""
@@ -64,9 +75,8 @@ class GradReducer:
                 "loss on every rank, freeze it with requires_grad_(False), or set enabled=True before the "
                 "last backward"
             )
-        for handle in self._handles:
-            handle.wait()
-        self._handles = []
+        while self._handles:
+            self._settle()
         self._in_order.reset()
 
     def close(self) -> None:

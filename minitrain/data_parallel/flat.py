@@ -100,11 +100,13 @@ class Shards(Sync):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of this rank's shards and optimizer state, for the same stage and world size."""
+        self.settle()
         shards = [flat.shard.detach().clone() for flat in self.flats]
         return {**self._layout(), "shards": shards, "optimizer": copied(self.optimizer.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave on the same rank."""
+        self.settle()
         for what, mine in self._layout().items():
             if state.get(what) != mine:
                 theirs = f"the state is of {what} {state.get(what)}"

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.collectives import all_reduce
 from minitrain.data_parallel.bucketed import GradReducer
-from minitrain.data_parallel.buckets import grouped
+from minitrain.data_parallel.buckets import GradBucket, grouped
 from minitrain.data_parallel.sync import Sync, WholeParameter
 from minitrain.sharding import placement
 
@@ -32,6 +32,11 @@ class Replicated(Sync):
         alike = grouped(self.trainable, lambda param: self.key_of[param][:3])  # part, groups, copies
         self.reducers = [GradReducer(params, key[1][0], bucket_bytes) for key, params in alike.items()]
 
+    def send_to(self, host) -> None:
+        super().send_to(host)
+        for reducer in self.reducers:
+            reducer.on_sum = self._sum_is_there
+
     @property
     def enabled(self) -> bool:
         return all(reducer.enabled for reducer in self.reducers)
@@ -46,9 +51,15 @@ class Replicated(Sync):
         for reducer in self.reducers:
             reducer.ready(params)
 
+    def _sum_is_there(self, bucket: GradBucket) -> None:
+        for kept in self.held:
+            if kept.shard in bucket.place:
+                self.final(kept)
+
     def finish(self) -> None:
         for reducer in self.reducers:
             reducer.finish()
             for bucket in reducer.buckets:
                 if (copies := placement(bucket.params[0]).copies) is not None:
                     all_reduce(bucket.grads, copies, out=bucket.grads)
+        self.all_final()

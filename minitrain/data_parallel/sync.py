@@ -61,6 +61,7 @@ class Sync:
 
     enabled = True  # hooks count: this backward is the last of the step
     driven = False  # hooks do not count: `arrived` and `ready` are called
+    host = None  # who takes gradients away as soon as they are sums: an optimizer of the host
 
     def __init__(self, model: nn.Module, groups: tuple, make_optimizer: MakeOptimizer | None):
         """`groups`: over whose ranks gradients are sums, where a parameter's placement names no others."""
@@ -95,6 +96,8 @@ class Sync:
         for kept in self.held:
             for param in (kept.shard, *kept.params):
                 param.grad = None
+        if self.host:
+            self.host.zero_grad()
 
     def ready(self, params: Iterable[nn.Parameter]) -> None:
         """The gradients of these are complete for this step."""
@@ -119,6 +122,42 @@ class Sync:
     def publish(self) -> None:
         """Bring the model up to date with what was updated. Here: it is."""
 
+    def send_to(self, host) -> None:
+        """From now on `host` updates: an optimizer (memory/host_optimizer.py) made of this one's."""
+        self.optimizer = self.host = host
+
+    def final(self, kept) -> None:
+        """The gradient of what is kept is the sum, unless other stages have terms of it."""
+        if self.host and placement(kept.params[0]).copies is None:
+            self.host.take(kept.shard, kept.shard.grad)
+
+    def all_final(self) -> None:
+        """So are all; `finish` ends with it."""
+        if self.host:
+            for kept in self.held:
+                if kept.shard.grad is not None and not self.host.has_taken(kept.shard):
+                    self.host.take(kept.shard, kept.shard.grad)
+            self.host.taken()
+
+    def found(self, kept, grad: Tensor) -> None:
+        """A sum over data ranks: the gradient of what is kept, when other stages have added theirs."""
+        copies = placement(kept.params[0]).copies
+        if copies is not None:
+            collectives.all_reduce(grad, copies, out=grad)
+        if self.host:
+            self.host.take(kept.shard, grad)
+        else:
+            kept.shard.grad = grad
+
+    def grad_of(self, kept) -> Tensor | None:
+        """The gradient that the optimizer sees, wherever it is."""
+        return self.host.grad_of(kept.shard) if self.host else kept.shard.grad
+
+    def settle(self) -> None:
+        """Bring in updates that are still being made."""
+        if self.host and self.host.settle():
+            self.publish()
+
     def add_copies(self, kept) -> None:
         """Ranks of other stages that hold the same parameters have terms of the same gradient."""
         copies = placement(kept.params[0]).copies
@@ -142,13 +181,14 @@ class Sync:
 
     def full_grad(self, param: nn.Parameter) -> Tensor:
         """The whole of its gradient, after `finish()`."""
-        return self._whole(param, lambda kept: kept.shard.grad)
+        return self._whole(param, self.grad_of)
 
     def _whole(self, param: nn.Parameter, shard_of: Callable) -> Tensor:
         for kept in self.held:
             for position, known in enumerate(kept.params):
                 if known is param:
-                    return full_tensor(kept.unfold(shard_of(kept))[position].clone(), placement(param).shards)
+                    mine = shard_of(kept).to(param.device)  # from the host, perhaps
+                    return full_tensor(kept.unfold(mine)[position].clone(), placement(param).shards)
         raise ValueError(f"this parameter {list(param.shape)} is not sharded here; give one of the model")
 
     def full_tensors(self) -> dict[str, Tensor]:
@@ -159,12 +199,13 @@ class Sync:
     def full_grads(self) -> dict[str, Tensor]:
         """All gradients likewise, after `finish()`."""
         trainable = [kept for kept in self.held if kept.shard.requires_grad]
-        return self._all_whole(trainable, lambda kept: kept.shard.grad)
+        return self._all_whole(trainable, self.grad_of)
 
     def _all_whole(self, held: Iterable, shard_of: Callable) -> dict[str, Tensor]:
         whole = {}
         for kept in held:
-            for param, part in zip(kept.params, kept.unfold(shard_of(kept))):
+            mine = shard_of(kept).to(kept.params[0].device)
+            for param, part in zip(kept.params, kept.unfold(mine)):
                 whole[self.names[param]] = full_tensor(part, placement(param).shards).clone()
         return whole
 
@@ -177,6 +218,7 @@ class Sync:
 
     def full_state_dict(self) -> dict[str, Any]:
         """Copies of whole parameters and optimizer states by name."""
+        self.settle()
         states: dict[str, dict] = {}
         for kept in self.held:
             state, shape = (
@@ -184,7 +226,8 @@ class Sync:
                 kept.shard.shape,
             )
             cut = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
-            whole = {key: kept.unfold(state[key]) for key in state if key in cut}
+            device = kept.params[0].device  # what the host keeps is gathered from there
+            whole = {key: kept.unfold(state[key].to(device)) for key in state if key in cut}
             for position, param in enumerate(kept.params):
                 name, shards = self.names[param], placement(param).shards
                 for key, value in state.items():
@@ -194,6 +237,7 @@ class Sync:
 
     def load_full_state_dict(self, full: dict[str, Any]) -> None:
         """Take this rank's part of what `full_state_dict` gave, in whatever layout."""
+        self.settle()
         parameters, states = full["parameters"], full["optimizer"]
         ours, theirs = set(self.names.values()), set(parameters)
         if ours != theirs:
@@ -208,6 +252,8 @@ class Sync:
                 kept.shard.copy_(kept.fold(own))
                 if self.optimizer and kept.shard.requires_grad and names[0] in states:
                     self._take_state(kept, [states[name] for name in names])
+        if self.host:
+            self.host.refresh()
         self.publish()
 
     def _take_state(self, kept, states: list[dict]) -> None:

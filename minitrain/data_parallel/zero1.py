@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from minitrain.collectives import Handle, reduce_scatter
 from minitrain.data_parallel.buckets import GradBucket
 from minitrain.data_parallel.flat import Flat, WholeParameters
+from minitrain.sharding import placement
 
 
 class Zero1(WholeParameters):
@@ -33,7 +34,7 @@ class Zero1(WholeParameters):
     def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer, bucket_bytes=25_000_000):
         super().__init__(model, group, make_optimizer, bucket_bytes)
         self.grads = {flat: GradBucket(flat.params, flat.padding) for flat in self.flats}
-        self._sent: list[Handle] = []
+        self._sent: list[tuple[Flat, Handle]] = []
 
     def _on_grad(self, param: nn.Parameter) -> None:
         """After a backward: the gradient goes to its place, where those of other microbatches add up."""
@@ -50,14 +51,23 @@ class Zero1(WholeParameters):
 
     def _send(self, flat: Flat) -> None:
         """A bucket is full: its sum comes back in place, in this rank's slice."""
+        if self.host and self._sent and placement(self._sent[0][0].params[0]).copies is None:
+            self._settle()
         grads = self.grads[flat].grads
-        self._sent.append(reduce_scatter(grads, flat.groups[0], out=flat.own(grads), async_op=True))
+        handle = reduce_scatter(grads, flat.groups[0], out=flat.own(grads), async_op=True)
+        self._sent.append((flat, handle))
+
+    def _settle(self) -> Flat:
+        """Wait for the first bucket under way."""
+        flat, handle = self._sent.pop(0)
+        flat.shard.grad = handle.wait()
+        self.final(flat)
+        return flat
 
     def finish(self) -> None:
         if self.in_order.waiting:
             raise self.no_gradient(self.in_order.missing())
-        for flat, handle in zip(self.flats, self._sent):
-            flat.shard.grad = handle.wait()
-            self.add_copies(flat)
-        self._sent = []
+        while self._sent:
+            self.add_copies(self._settle())
         self.in_order.reset()
+        self.all_final()

@@ -32,7 +32,7 @@ class Zero2(WholeParameters):
     def __init__(self, model, group, make_optimizer, bucket_bytes=25_000_000, accumulate="scatter"):
         self.keep = keeps_gradients(accumulate)
         super().__init__(model, group, make_optimizer, bucket_bytes)
-        self._in_flight: tuple[Flat, Handle] | None = None
+        self._in_flight: tuple[Flat, Handle, bool] | None = None
 
     def _on_grad(self, param: nn.Parameter) -> None:
         """This parameter's gradient is complete; send the buckets that are full, in order."""
@@ -60,21 +60,25 @@ class Zero2(WholeParameters):
         grads = flat.pack([grad_of(param) for param in flat.params])
         for param in flat.params:
             param.grad = None
-        self._in_flight = flat, reduce_scatter(grads, flat.groups[0], async_op=True)
+        last = self.enabled and not self.driven  # a pipeline may have more of it
+        self._in_flight = flat, reduce_scatter(grads, flat.groups[0], async_op=True), last
 
     def _settle(self) -> None:
         """Wait for the bucket in flight and add what came to its shard's gradient."""
         if self._in_flight is not None:
-            (flat, handle), self._in_flight = self._in_flight, None
+            (flat, handle, last), self._in_flight = self._in_flight, None
             mine = handle.wait()
             flat.shard.grad = mine if flat.shard.grad is None else flat.shard.grad.add_(mine)
+            if last:
+                self.final(flat)
 
     def finish(self) -> None:
         self._settle()
-        if any(self.in_order.arrived.values()) or any(flat.shard.grad is None for flat in self.flats):
+        if any(self.in_order.arrived.values()) or any(self.grad_of(flat) is None for flat in self.flats):
             raise self.no_gradient(self.in_order.missing())
         for flat in self.flats:
             self.add_copies(flat)
+        self.all_final()
 
 
 def grad_of(param: nn.Parameter) -> Tensor:

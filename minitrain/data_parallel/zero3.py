@@ -28,6 +28,7 @@ from minitrain.collectives import Handle
 from minitrain.data_parallel.flat import Shards
 from minitrain.data_parallel.units import Turns, Unit, UnitBuffer, assign, elements
 from minitrain.data_parallel.zero2 import keeps_gradients
+from minitrain.sharding import placement
 from minitrain.torch_private import in_backward, tree_leaves
 
 # The states of a buffer's parameters, and what moves it from one to the next:
@@ -53,6 +54,7 @@ class Zero3(Shards):
     """Reducer and optimizer of a training step: train_step(forward_backward, batch, zero, zero)."""
 
     stage = 3
+    sums_are_final = True  # what is scattered needs no more sums once a step
 
     def __init__(
         self, model, group, make_optimizer, units=None, *, reshard=True, prefetch=True, accumulate="scatter"
@@ -65,7 +67,7 @@ class Zero3(Shards):
         self.called: set[Unit] = set()  # in this step
         self.hold(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
         self.flat_of = {param: flat for flat in self.flats for param in flat.params}
-        self._in_flight: tuple[UnitBuffer, Handle] | None = None
+        self._in_flight: tuple[UnitBuffer, Handle, bool] | None = None
         for part in self.parts:
             flats = {self.flat_of[param] for param in part}
             units = [unit for unit in self.units if unit.turns is None and not flats.isdisjoint(unit.flats)]
@@ -187,14 +189,18 @@ class Zero3(Shards):
         """Scatter a buffer of gradients in the background; one at a time is under way."""
         self._settle()
         grads, flat.grads = flat.grads, None
-        self._in_flight = flat, self.scatter(flat, grads)
+        last = self.sums_are_final and self.enabled and not self.driven
+        self._in_flight = flat, self.scatter(flat, grads), last
 
     def _settle(self) -> None:
         """Wait for the gradients in flight and add what came to the shard's."""
         if self._in_flight is not None:
-            (flat, handle), self._in_flight = self._in_flight, None
+            (flat, handle, last), self._in_flight = self._in_flight, None
             mine = handle.wait()
             flat.sum = mine if flat.sum is None else flat.sum.add_(mine)
+            if last and self.host and placement(flat.params[0]).copies is None:
+                mine, flat.sum = flat.sum, None
+                self.host.take(flat.shard, mine)
 
     def _check_called(self, flat: UnitBuffer) -> None:
         users = [unit for unit in self.units if flat in unit.flats]
@@ -209,12 +215,16 @@ class Zero3(Shards):
         for flat in self.flats:
             flat.free()
         trainable = [flat for flat in self.flats if flat.shard.requires_grad]
-        missing = [flat for flat in trainable if flat.sum is None or flat.arrived or flat.grads is not None]
+        away = {flat for flat in trainable if flat.sum is None and self.grad_of(flat) is not None}  # final
+        here = [flat for flat in trainable if flat not in away]
+        missing = [flat for flat in here if flat.sum is None]
+        missing += [flat for flat in trainable if flat.arrived or flat.grads is not None]
         if missing:
             raise self.no_gradient(param for flat in missing for param in flat.params)
-        for flat in trainable:
-            flat.shard.grad, flat.sum = self.complete(flat), None
-            self.add_copies(flat)
+        for flat in here:
+            mine, flat.sum = self.complete(flat), None
+            self.found(flat, mine)
+        self.all_final()
 
     @contextmanager
     def whole(self) -> Iterator[None]:

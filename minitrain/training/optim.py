@@ -85,9 +85,13 @@ class AdamW(torch.optim.Optimizer):
                     if bits:
                         update_by_chance(part, grad, moments, group, bits[0])
                     else:
-                        adamw_update(part, grad, moments, group)
+                        self.update(part, grad, moments, group)
                 if weight is not param:
                     param.copy_(weight)
+
+    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Of one tensor; an instance may have a kernel in its place."""
+        adamw_update(weight, grad, state, group)
 
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state, weight, master_dtype = self.state[param], param, group["master_dtype"]
@@ -243,7 +247,7 @@ def clip_grad_norm(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's epsilon: no division by zero
     for param in params:
         if param.grad is not None:
-            (param.grad_largest if hasattr(param, "largest") else param.grad).mul_(scale)
+            (param.grad_largest if hasattr(param, "largest") else param.grad).mul_(scale.to(param.device))
     return norm
 
 
@@ -253,7 +257,8 @@ def sum_of_squares(params: list[Tensor], like: Tensor | None = None) -> Tensor:
         raise ValueError("no parameters: there is no norm to clip")
     dtypes = (param.dtype for param in params)
     dtype = reduce(torch.promote_types, dtypes, torch.float32 if like is None else like.dtype)
-    total = torch.zeros((), dtype=dtype, device=(params[0] if params else like).device)
+    device = (params[0] if like is None else like).device  # gradients may be on the host
+    total = torch.zeros((), dtype=dtype, device=device)
     # The groups that cut -> the parameters they cut, also those without a gradient: a rank whose expert saw
     # no token takes part in the all-reduce too.
     cuts: dict[tuple, list[Tensor]] = {}
@@ -264,7 +269,7 @@ def sum_of_squares(params: list[Tensor], like: Tensor | None = None) -> Tensor:
         for param in held:
             copies = placement(param).copies
             if param.grad is not None and (copies is None or copies.rank() == 0):
-                square = square + torch.linalg.vector_norm(values_of(param), dtype=dtype).square()
+                square = square + torch.linalg.vector_norm(values_of(param), dtype=dtype).square().to(device)
         for group in groups:
             square = collectives.all_reduce(square, group)
         total = total + square

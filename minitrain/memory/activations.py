@@ -1,0 +1,137 @@
+"""Activations on the host: what autograd keeps of a layer leaves the device until its backward.
+
+    away = AwayActivations(stays)          stays(): what is on the device anyway and outlives the forward
+    away.watch(model, model.layers)
+
+    forward     layer i saves x -> to_host(x) begins           x is free when layer i + 1 begins
+    backward    layer i opens the first of its tensors         all of layer i is fetched, and of layer i - 1
+
+Sent over the link: what autograd keeps, once down and once up in a microbatch. Memory of the device: what two
+layers keep; of the host: what all of them keep of every microbatch under way. Each block of memory travels
+once, wherever autograd keeps views of it. Under recomputation, which hands on what it keeps to whoever was
+asked before (memory/recompute.py), that is the inputs and the results it keeps.
+Rhu et al. 2016 (vDNN), arXiv:1602.08124, section 3.2; Rajbhandari et al. 2021 (ZeRO-Infinity),
+arXiv:2104.07857, section 5.1.2. Differs: all that is saved moves, that of the last layer too.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from minitrain.memory.pools import Transfer, to_device, to_host
+from minitrain.torch_private import in_backward, storage_id
+
+
+class _Away:
+    """A block of memory: on the device, on the host, or on its way."""
+
+    def __init__(self, block: Tensor):
+        self.device = block.device
+        self.leaving: Transfer | None = to_host(block)
+        self.host: Tensor | None = None
+        self.coming: Transfer | None = None
+        self.uses = 0  # how many saved tensors lie on it and have not been opened
+
+    def settle(self) -> None:
+        """The device has its memory back."""
+        if self.leaving is not None:
+            self.host, self.leaving = self.leaving.wait(), None
+
+    def fetch(self) -> None:
+        self.settle()
+        if self.coming is None and self.uses:
+            self.coming = to_device(self.host, self.device)
+
+    def open(self) -> Tensor:
+        self.uses = max(self.uses, 1)  # opened once more than it was saved: another backward
+        self.fetch()
+        block, self.uses = self.coming.wait(), self.uses - 1
+        if not self.uses:
+            self.coming = None
+        return block
+
+
+class _Layer:
+    """What one layer saved in one forward, and the layer before it."""
+
+    def __init__(self, before: "_Layer | None"):
+        self.before, self.blocks = before, []
+
+    def settle(self) -> None:
+        for block in self.blocks:
+            block.settle()
+
+    def fetch(self) -> None:
+        for block in self.blocks:
+            block.fetch()
+
+
+class AwayActivations:
+    """Sees what is saved in the forwards of the modules it watches."""
+
+    def __init__(self, stays: Callable[[], Iterable[Tensor]]):
+        self.stays = stays
+        self._hooks: list[saved_tensors_hooks] = []
+        self._layer: _Layer | None = None
+        self._staying: set[int] = set()
+        self._known: dict[int, tuple[weakref.ref, _Away]] = {}  # by storage, as long as it lives
+
+    def watch(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
+        """`model` is called as a module, and calls `layers`, which are modules too."""
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
+        for layer in layers:
+            layer.register_forward_pre_hook(self._next)
+
+    def _begin(self, *_) -> None:
+        if in_backward() or not torch.is_grad_enabled():
+            return
+        self._staying = {storage_id(x.untyped_storage()) for x in self.stays()}
+        self._known.clear()
+        self._layer = _Layer(None)
+        self._hooks.append(saved_tensors_hooks(self._pack, self._unpack))
+        self._hooks[-1].__enter__()
+
+    def _next(self, *_) -> None:
+        if self._hooks and not in_backward():
+            self._layer.settle()
+            self._layer = _Layer(self._layer)
+
+    def _end(self, *_) -> None:
+        if self._hooks and not in_backward():
+            self._hooks.pop().__exit__()
+            self._layer.settle()
+            self._layer = None
+            self._known.clear()
+
+    @torch.no_grad()
+    def _pack(self, x: Tensor):
+        storage = x.untyped_storage()
+        key = storage_id(storage)
+        if key in self._staying or not storage.nbytes():
+            return x
+        known, away = self._known.get(key, (None, None))
+        if known is None or known() is not storage:
+            first = x.detach().as_strided((1,), (1,), 0).view(torch.uint8)
+            away = _Away(first.as_strided((storage.nbytes(),), (1,), 0))
+            self._layer.blocks.append(away)
+            self._known[key] = weakref.ref(storage), away
+        away.uses += 1
+        return away, self._layer, partial(_view, x.dtype, x.storage_offset(), x.size(), x.stride())
+
+    def _unpack(self, packed) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        away, layer, view = packed
+        layer.fetch()
+        if layer.before is not None:
+            layer.before.fetch()
+        return view(away.open())
+
+
+def _view(dtype: torch.dtype, offset: int, size: tuple, stride: tuple, block: Tensor) -> Tensor:
+    return block.view(dtype).as_strided(size, stride, offset)

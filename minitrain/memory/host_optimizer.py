@@ -1,0 +1,272 @@
+"""ZeRO-Offload: the host keeps the optimizer's states and updates; the device keeps parameters alone.
+
+    backward    gradient final -> to_host            bucket by bucket, and its update on the host begins,
+                                                     while backward goes on
+    step        what is left                         -> to_device, while the next tensor is updated
+    device      2Ψ bytes and the gradients under way     host  2Ψ parameters, 2Ψ gradients, 12Ψ states
+
+for Ψ parameters in bfloat16 with float32 masters; all on the device are 16Ψ. Sent over the link in a step: 2Ψ
+down and 2Ψ up, once however many microbatches there are. `take` is told of every gradient that is a sum over
+ranks (data_parallel/sync.py); ZeRO-2 and 3 then free it, ZeRO-0 and 1 keep the buckets it lay in. Clipping
+and a scaled loss need the norm of all gradients before the first update: then `early` is False, updates begin
+in `step`, and the host takes the norm from what it has. With `early` a step that fails in backward is lost.
+
+    delayed     the update of step k runs beside step k + 1, which computes with the weights before it: as
+                training whose weights are one step late. The first `warmup_steps` updates are not delayed.
+
+Reading or loading states waits for a delayed update, so that training goes on alike from what was saved.
+Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840, sections 3, 4.2 and 5.2 (delayed update after 40 steps).
+Differs: any elementwise optimizer; its kernel is torch's fused one where it has one.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, MutableMapping
+from concurrent.futures import Future
+from inspect import getattr_static
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minitrain import collectives
+from minitrain.memory import pools
+from minitrain.memory.pools import Transfer, new_host, on_host, to_device, to_host
+from minitrain.torch_private import fused_adamw_, in_backward
+
+
+class HostOptimizer:
+    """Takes over `optimizer`, whose parameters become copies on the host; those it had are the device's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, delayed: bool = False, warmup_steps: int = 40):
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps}; use how many updates are not delayed, 0 or more")
+        self.inner, self.delayed, self.warmup_steps = optimizer, delayed, warmup_steps
+        self.twin_of: dict[Tensor, nn.Parameter] = {}  # parameter of the device -> the host's
+        self.updates = 0  # begun so far
+        self.early = False  # updates may begin before `step`: nothing of all gradients has to be known
+        self.exposed_elements = 0  # whose update in the last step did not begin inside of a backward
+        self._coming: dict[Tensor, Transfer] = {}  # gradients on their way, of this step
+        self._there: set[Tensor] = set()  # parameters of the device whose gradient the host has,
+        self._begun: set[Tensor] = set()  # and whose update in this step has begun
+        self._spare: dict[Tensor, list[Tensor]] = {}  # host memory for gradients: two if updates are delayed
+        self._pending: list[tuple[Tensor, Future]] = []
+        states = dict(optimizer.state)
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["params"] = [self._twin(param) for param in group["params"]]
+        for param, state in states.items():
+            self.state[param] = state
+
+    def _twin(self, param: nn.Parameter) -> nn.Parameter:
+        twin = param
+        if not on_host(param):
+            data = new_host(param.shape, param.dtype, pinned=param.is_cuda, kind="parameters")
+            twin = nn.Parameter(to_host(param, out=data).wait())
+            twin.grad_dtype = param.grad_dtype
+            vars(twin).update(vars(param))  # where it is, how it is rounded
+        self.twin_of[param] = twin
+        return twin
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own: settings, and parameters on the host with their gradients."""
+        return self.inner.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.inner.defaults
+
+    # ---- gradients ----------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        self.taken()
+        self._there.clear()
+        self._begun.clear()
+        self.exposed_elements = 0
+        for twin in self.twin_of.values():
+            twin.grad = None
+
+    def take(self, param: nn.Parameter, grad: Tensor) -> None:
+        """The gradient of a parameter is final: off to the host. One more may be on its way."""
+        for before in list(self._coming)[:-1]:
+            self._arrive(before)
+        spare = self._spare.setdefault(param, [])
+        number = self.updates % 2 if self.delayed else 0  # a delayed update still reads the other one
+        while len(spare) <= number:
+            spare.append(new_host(grad.shape, grad.dtype, grad.is_cuda, "gradients"))
+        self._coming[param] = to_host(collectives.announce_gradient(grad), out=spare[number])
+        param.grad = None
+
+    def _arrive(self, param: Tensor) -> None:
+        self.twin_of[param].grad = self._coming.pop(param).wait()
+        self._there.add(param)
+        if self.early and not self._delays:
+            self._begin(param)
+
+    def has_taken(self, param: Tensor) -> bool:
+        return param in self._there or param in self._coming
+
+    def taken(self) -> None:
+        """Backward has ended: wait for what is on its way."""
+        for param in list(self._coming):
+            self._arrive(param)
+
+    def grad_of(self, param: Tensor) -> Tensor | None:
+        """The gradient of a parameter of the device, here or there."""
+        if param in self._coming:
+            self._arrive(param)
+        return self.twin_of[param].grad if param in self._there else param.grad
+
+    # ---- updates ------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Begin the update of all gradients taken; wait for it, or delayed for the one before."""
+        delays = self._delays
+        if delays:
+            self.settle()
+        self.taken()
+        for param in [param for param in self.twin_of if param in self._there - self._begun]:
+            self._begin(param)
+        self.updates += 1
+        if not delays:
+            self.settle()
+
+    @property
+    def _delays(self) -> bool:
+        """Whether the update of this step is a delayed one."""
+        return self.delayed and self.updates >= self.warmup_steps
+
+    def _begin(self, param: Tensor) -> None:
+        self._begun.add(param)
+        if not (self._delays or in_backward()):
+            self.exposed_elements += param.numel()
+        twin = self.twin_of[param]
+        group = next(group for group in self.inner.param_groups if any(twin is p for p in group["params"]))
+        self._pending.append((param, pools.work(_One(self.inner, group, twin).updated, twin)))
+
+    def settle(self) -> bool:
+        """Bring the weights of an update under way to the device; False if there is none."""
+        pending, self._pending, coming = self._pending, [], []
+        for param, update in pending:
+            twin = self.twin_of[param]
+            self.inner.state[twin] = update.result()
+            self._mark(twin)
+            if twin is not param:
+                coming.append(to_device(twin, out=param))
+        for transfer in coming:
+            transfer.wait()
+        return bool(pending)
+
+    def _mark(self, twin: Tensor) -> None:
+        """What an update has made for a parameter is memory of the host."""
+        for value in self.inner.state[twin].values():
+            if isinstance(value, Tensor):
+                collectives.announce_host(value, "optimizer state")
+
+    # ---- states -------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> MutableMapping[Tensor, dict]:
+        """By parameter of the device. What is read is a copy there, what is written goes to the host."""
+        return _States(self)
+
+    def refresh(self) -> None:
+        """Take the parameters from the device, where they were written."""
+        for param, twin in self.twin_of.items():
+            if twin is not param:
+                to_host(param, out=twin).wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return self.inner.state_dict() | {"updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The parameters of the device have been loaded before."""
+        self.settle()
+        self.updates = state.get("updates", 0)
+        self.inner.load_state_dict(state)
+        for twin in self.twin_of.values():
+            self._mark(twin)
+        self.refresh()
+
+
+class _One:
+    """An optimizer with one parameter, and the gradient and the settings that it has now, for another thread.
+
+    Hooks of an optimizer's steps do not see this one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter):
+        self._optimizer, self._param = optimizer, nn.Parameter(param.detach())
+        self._param.grad_dtype = param.grad_dtype
+        self._param.grad = param.grad
+        vars(self._param).update(vars(param))
+        self.param_groups = [dict(group, params=[self._param])]
+        self.state = defaultdict(dict)
+        if param in optimizer.state:
+            self.state[self._param] = optimizer.state[param]
+
+    def __getattr__(self, name: str) -> Any:
+        """The optimizer's settings; its methods see this parameter and its state."""
+        kind = type(self._optimizer)
+        if name not in vars(self._optimizer) and isinstance(getattr_static(kind, name), FunctionType):
+            return MethodType(getattr(kind, name), self)
+        return getattr(self._optimizer, name)
+
+    def updated(self) -> dict[str, Any]:
+        """The state after a step."""
+        type(self._optimizer).step.__wrapped__(self)
+        return self.state[self._param]
+
+
+class _States(MutableMapping):
+    """The states of a HostOptimizer by the parameters of the device."""
+
+    def __init__(self, host: HostOptimizer):
+        self._host, self._states = host, host.inner.state
+
+    def __getitem__(self, param: Tensor) -> dict[str, Any]:
+        self._host.settle()
+        state = self._states[self._host.twin_of[param]] if param in self else {}
+        if not state:
+            raise KeyError(param)
+
+        def seen(value):
+            return to_device(value, param.device).wait() if isinstance(value, Tensor) else value
+
+        return {name: seen(value) for name, value in state.items()}
+
+    def __setitem__(self, param: Tensor, state: dict[str, Any]) -> None:
+        host, kept = self._host, {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                value = to_host(value, out=new_host(value.shape, value.dtype, kind="optimizer state")).wait()
+            kept[name] = value
+        self._states[host.twin_of[param]] = kept
+        host.updates = max(host.updates, int(state.get("step", 0)))
+
+    def __delitem__(self, param: Tensor) -> None:
+        del self._states[self._host.twin_of[param]]
+
+    def __contains__(self, param: Tensor) -> bool:
+        return self._host.twin_of.get(param) in self._states
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (param for param, twin in self._host.twin_of.items() if twin in self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
+def fused_adamw(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """One step of AdamW of one tensor by torch's fused kernel; arguments as training/optim.py's update."""
+    names = ("exp_avg", "exp_avg_sq")
+    moments = [state[name].to(weight.dtype) for name in names]
+    step = torch.tensor(float(state["step"]))
+    (beta1, beta2), settings = group["betas"], {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    settings |= dict(beta1=beta1, beta2=beta2, amsgrad=False, maximize=False)
+    fused_adamw_([weight], [grad], *([moment] for moment in moments), [], [step], **settings)
+    for name, moment in zip(names, moments):
+        if moment is not state[name]:  # kept in fewer bits
+            state[name].copy_(moment)

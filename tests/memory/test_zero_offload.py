@@ -1,0 +1,515 @@
+"""ZeRO-Offload: the host's update is the device's; bytes on both sides and over the link; updates a step late."""
+
+import copy
+import math
+import threading
+from functools import partial
+
+import psutil
+import pytest
+import torch
+
+from minitrain import launch
+from minitrain.data.batches import Rows, random_tokens
+from minitrain.launch import dryrun
+from minitrain.ledger import Ledger
+from minitrain.memory import host_optimizer, pools
+from minitrain.memory.host_optimizer import HostOptimizer, fused_adamw
+from minitrain.model.config import GPTConfig
+from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.parallelize import parallelize
+from minitrain.simulate.events import Compute, Copy
+from minitrain.simulate.machines import machine
+from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW, adamw_update
+
+VOCABULARY, LENGTH = 29, 12
+CONFIG = GPTConfig(
+    vocab_size=VOCABULARY, d_model=24, num_layers=2, num_heads=6, num_kv_heads=2, max_positions=16
+)
+PARAMETERS = sum(param.numel() for param in GPT(CONFIG, device="meta").parameters())
+
+
+def rows(size=6, length=LENGTH, vocabulary=VOCABULARY):
+    def draw(step, rank, ranks):
+        return random_tokens(step, rank, ranks, size, length, vocabulary, seed=5)
+
+    return Rows(draw, size, length)
+
+
+def adamw(params, **settings):
+    return AdamW(params, lr=1e-2, eps=1e-3, **settings)
+
+
+def start(strategy, make=adamw, warmup_steps=None, config=CONFIG):
+    run = parallelize(config, strategy, make, seed=3)
+    if warmup_steps is not None:
+        run.sync.optimizer.warmup_steps = warmup_steps
+    return run
+
+
+def steps(run, numbers, clip=None):
+    return [run.total(run.step(run.batch(rows(), number), clip).loss).item() for number in numbers]
+
+
+def train(strategy, clip=None, make=adamw, count=3):
+    run = start(strategy, make)
+    losses = steps(run, range(count), clip)
+    return losses, run.state_dict()
+
+
+def exact(**values):
+    return Strategy(**(dict(precision="float64", bucket_bytes=3000) | values))
+
+
+def apart(ours, theirs):
+    """The largest difference of two (losses, state)."""
+    differences = [abs(a - b) for a, b in zip(ours[0], theirs[0], strict=True)]
+    ours, theirs = ours[1], theirs[1]
+    assert ours["parameters"].keys() == theirs["parameters"].keys()
+    differences += [(ours["parameters"][n] - x).abs().max().item() for n, x in theirs["parameters"].items()]
+    assert ours["optimizer"].keys() == theirs["optimizer"].keys()
+    for name, state in theirs["optimizer"].items():
+        assert state.keys() == ours["optimizer"][name].keys()
+        for key, value in state.items():
+            mine = ours["optimizer"][name][key]
+            differences.append(
+                (mine - value).abs().max().item() if torch.is_tensor(value) else abs(mine - value)
+            )
+    return max(differences)
+
+
+# ---- the same training ------------------------------------------------------------------------------------
+LAYOUTS = {
+    "one": dict(),
+    "microbatches": dict(microbatches=3, zero=2),
+    "dp": dict(dp=2),
+    "zero1": dict(dp=2, zero=1),
+    "zero2": dict(dp=2, zero=2, microbatches=2),
+    "zero3": dict(dp=2, zero=3, microbatches=2),
+    "hybrid": dict(dp=4, zero="IIG", node=2),
+    "pp": dict(pp=2, microbatches=2, schedule="zb_h1"),
+    "pp, zero2": dict(pp=2, dp=2, zero=2, microbatches=2),
+    "tp": dict(tp=2, sequence_parallel=True),
+    "cp": dict(cp=2, zero=1),
+}
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_updates_on_the_host_are_those_on_the_device(name, clip):
+    here, there = exact(**LAYOUTS[name]), exact(**LAYOUTS[name], offload="optimizer")
+    plain, *_ = launch.run(train, here, clip, ranks=here.ranks)
+    for ours in launch.run(train, there, clip, ranks=there.ranks):
+        assert apart(ours, plain) < 1e-12
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def not_fused(params):
+    optimizer = adamw(params)
+    kind = type("Plain", (AdamW,), {})  # the pass gives its kernel to AdamW itself only
+    optimizer.__class__ = kind
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [sgd, not_fused])
+def test_where_the_arithmetic_is_the_same_so_is_every_bit(make):
+    plain = launch.run(train, exact(dp=2, zero=2), 0.3, make, ranks=2)
+    away = launch.run(train, exact(dp=2, zero=2, offload="optimizer"), 0.3, make, ranks=2)
+    assert apart(away[0], plain[0]) == 0
+
+
+@pytest.mark.parametrize("moments", [None, (torch.bfloat16, torch.float32)])
+def test_the_fused_kernel_is_our_adamw(moments):
+    torch.manual_seed(0)
+    group = dict(lr=0.01, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
+    dtypes = moments or (torch.float64, torch.float64)
+    exact_dtype = torch.float32 if moments else torch.float64
+    ours, theirs = torch.randn(2, 37, dtype=exact_dtype)
+    theirs.copy_(ours)
+    states = [
+        dict(step=0, exp_avg=torch.zeros(37, dtype=dtypes[0]), exp_avg_sq=torch.zeros(37, dtype=dtypes[1]))
+        for _ in range(2)
+    ]
+    for _ in range(5):
+        grad = torch.randn(37, dtype=exact_dtype)
+        for update, weight, state in ((adamw_update, ours, states[0]), (fused_adamw, theirs, states[1])):
+            state["step"] += 1
+            update(weight, grad, state, group)
+    tolerance = 1e-4 if moments else 1e-14
+    assert (ours - theirs).abs().max() < tolerance and not torch.equal(ours, torch.zeros(37))
+    assert states[1]["exp_avg"].dtype == dtypes[0] and states[1]["exp_avg"].abs().max() > 0
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_low_precision_with_masters(precision):
+    """Masters and moments in float32 by another kernel: the weights agree but for a rounding."""
+    plain = launch.run(train, Strategy(precision=precision), 0.3, ranks=1)[0]
+    away = launch.run(train, Strategy(precision=precision, offload="optimizer"), 0.3, ranks=1)[0]
+    assert max(abs(a - b) for a, b in zip(plain[0], away[0])) < 0.02
+    name = "layers.1.mlp.up.weight"
+    masters = [state["optimizer"][name]["master"] for _, state in (plain, away)]
+    assert masters[0].dtype == torch.float32 and (masters[0] - masters[1]).abs().max() < 2e-3
+
+
+# ---- bytes ------------------------------------------------------------------------------------------------
+BUCKET = 4_000
+
+
+def accounts(strategy, config=CONFIG, size=6, length=LENGTH, count=2):
+    """-> ledgers of two steps: states are there in the second."""
+    run, found = start(strategy, config=config), []
+    for number in range(count):
+        batch = run.batch(rows(size, length, config.vocab_size), number)
+        with Ledger() as ledger:
+            run.step(batch)
+        found.append(ledger)
+    return found
+
+
+def most(ledger, kind):
+    return max(live[kind] for _, live in ledger.timeline())
+
+
+def model_states(ledger):
+    return {kind: most(ledger, kind) for kind in ("parameters", "gradients", "optimizer state")}
+
+
+def test_zero_offload():
+    """The check of the atlas's row. 70 billion parameters on 16 devices are cut by tensor parallelism here."""
+    device_states_fall_from_16_to_2_bytes_and_4_cross_the_link()
+    for name in PAPERS:
+        the_papers_models_fit_a_v100(name)
+    assert launch.run(late_to_the_bit, True, ranks=1) == launch.run(late_to_the_bit, False, ranks=1)
+
+
+def device_states_fall_from_16_to_2_bytes_and_4_cross_the_link():
+    """Ren et al., section 3: 2Ψ down, 2Ψ up, once a step; the device keeps 2Ψ and gradients under way."""
+    P, largest = PARAMETERS, 2 * max(p.numel() for p in GPT(CONFIG, device="meta").parameters())
+    everything = Strategy(precision="bfloat16", zero=2, bucket_bytes=BUCKET)
+    _, ledger = launch.run(accounts, everything, ranks=1)[0]
+    assert ledger.live_by_kind | dict(activations=0, buffers=0) == {
+        "parameters": 2 * P, "gradients": 2 * P, "optimizer state": 12 * P, "activations": 0, "buffers": 0,
+    }  # fmt: skip
+    away = Strategy(precision="bfloat16", zero=2, bucket_bytes=BUCKET, offload="optimizer")
+    for ledgers in (launch.run(accounts, away, ranks=1)[0], dryrun.run(accounts, away, ranks=1)):
+        for ledger in ledgers:
+            states = model_states(ledger)
+            assert states["parameters"] == 2 * P and states["optimizer state"] == 0
+            assert 0 < states["gradients"] <= 4 * max(BUCKET, largest)  # full, summed, and two leaving
+            assert ledger.live_by_kind["gradients"] == 0
+            assert (ledger.copied_bytes("to_host"), ledger.copied_bytes("to_device")) == (2 * P, 2 * P)
+        assert ledger.host_by_kind == {
+            "parameters": 2 * P, "gradients": 2 * P, "optimizer state": 12 * P, "activations": 0, "buffers": 0,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_bytes_over_the_link_are_a_ranks_share_whatever_the_microbatches(microbatches):
+    strategy = exact(dp=2, zero=2, microbatches=microbatches, offload="optimizer", bucket_bytes=25_000_000)
+    for first, second in launch.run(accounts, strategy, ranks=2):
+        for ledger in (first, second):
+            padded = 8 * -(-PARAMETERS // 2)
+            assert ledger.copied_bytes("to_host") == ledger.copied_bytes("to_device") == padded
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_buckets_of_whole_gradients_stay_on_the_device(zero):
+    """As the docstring says: 4Ψ with ZeRO-0 and 1, whose buckets are for good."""
+    strategy = Strategy(precision="bfloat16", zero=zero, bucket_bytes=BUCKET, offload="optimizer")
+    _, ledger = dryrun.run(accounts, strategy, ranks=1)
+    assert model_states(ledger)["parameters"] == 2 * PARAMETERS
+    assert sum(model_states(ledger).values()) + most(ledger, "activations") >= 4 * PARAMETERS
+
+
+BIG = dict(
+    max_positions=64, activation="gelu", vocab_size=50_257, bias=True, positions="learned", norm="layer"
+)
+PAPERS = {
+    "13B": (GPTConfig(num_layers=12, d_model=9216, num_heads=64, d_ff=36864, **BIG | dict(head_dim=144)), 1),
+    "70B": (GPTConfig(num_layers=21, d_model=16384, num_heads=128, d_ff=65536, **BIG), 16),
+}
+
+
+def the_papers_models_fit_a_v100(name):
+    """13 billion parameters on one V100 of 32 GB, 70 billion on 16 with tensor parallelism (Ren et al., section
+    6.2.1, whose models have more and narrower layers); with all states on the device neither fits."""
+    config, tp = PAPERS[name]
+    memory, billions = machine("v100").device.memory_bytes, float(name[:-1])
+    parameters = sum(param.numel() for param in GPT(config, device="meta").parameters())
+    assert abs(parameters / 1e9 - billions) < 0.05 * billions
+    strategy = Strategy(precision="bfloat16", tp=tp, zero=2, offload="optimizer")
+    (ledger,) = dryrun.run(accounts, strategy, config, 1, 64, 1, ranks=tp)
+    assert 2 * parameters / tp < ledger.peak_bytes < memory < 16 * parameters / tp
+    assert ledger.host_by_kind["optimizer state"] >= 12 * parameters / tp
+
+
+def test_gradients_leave_while_backward_goes_on_and_weights_come_while_the_host_updates():
+    ledger, _ = launch.run(accounts, exact(zero=2, offload="optimizer"), ranks=1)[0]
+    copies = [i for i, event in enumerate(ledger.events) if type(event) is Copy and event.way == "to_host"]
+    products = [i for i, event in enumerate(ledger.events) if type(event) is Compute and event.flops]
+    between = sum(copies[0] < i for i in products)
+    assert len(copies) > 5 and between > len(products) // 3
+    assert sum(i < products[-1] for i in copies) >= len(copies) - 4
+
+
+def test_it_fits_where_states_on_the_device_do_not():
+    """A limit between the two: the same training fails or not."""
+    _, ledger = dryrun.run(accounts, exact(zero=2, offload="optimizer"), ranks=1)
+
+    def limited(strategy):
+        with Ledger(limit_bytes=ledger.peak_bytes + 8 * PARAMETERS):
+            return train(strategy)[0]
+
+    assert len(launch.run(limited, exact(zero=2, offload="optimizer"), ranks=1)[0]) == 3
+    with pytest.raises(Exception, match="on the device, which has .*: parameters .* optimizer state"):
+        launch.run(limited, exact(zero=2), ranks=1)
+
+
+# ---- one step late ----------------------------------------------------------------------------------------
+
+
+def late_by_hand(count, warmup_steps):
+    """One process, torch's AdamW: gradients of weights that lack the last update, once warm."""
+    model = GPT(CONFIG, seed=3, dtype=torch.float64)
+    ahead = copy.deepcopy(model)  # has all updates
+    optimizer = torch.optim.AdamW(ahead.parameters(), lr=1e-2, eps=1e-3)
+    losses = []
+    for step in range(count):
+        tokens, targets = rows().draw(step, 0, 1)
+        loss = cross_entropy_sum(model(tokens), targets) / targets.numel()
+        losses.append(loss.item())
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        before = [param.detach().clone() for param in ahead.parameters()]
+        for param, grad in zip(ahead.parameters(), grads):
+            param.grad = grad
+        optimizer.step()
+        with torch.no_grad():
+            for param, new, old in zip(model.parameters(), ahead.parameters(), before):
+                param.copy_(new if step < warmup_steps else old)
+    return losses, dict(ahead.named_parameters())
+
+
+def late(strategy, count, warmup_steps):
+    run = start(strategy, warmup_steps=warmup_steps)
+    losses = steps(run, range(count))
+    return losses, run.state_dict()["parameters"]
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 2, 9])
+@pytest.mark.parametrize(
+    "layout", [dict(), dict(zero=2, dp=2), dict(zero=3, dp=2, microbatches=2), dict(pp=2)]
+)
+def test_delayed_updates_are_training_one_step_late(layout, warmup_steps):
+    strategy = exact(**layout, offload="optimizer", delayed_update=True)
+    losses, params = late_by_hand(6, warmup_steps)
+    for ours, state in launch.run(late, strategy, 6, warmup_steps, ranks=strategy.ranks):
+        assert max(abs(a - b) for a, b in zip(ours, losses)) < 1e-12
+        assert max((state[name] - params[name]).abs().max().item() for name in params) < 1e-12
+    if warmup_steps < 5:  # control: it is not the training without delay
+        assert max(abs(a - b) for a, b in zip(losses, late_by_hand(6, 9)[0])) > 1e-4
+
+
+def late_to_the_bit(delayed):
+    """The same machinery without delay, its weights on the device put back by one update after each step."""
+    run = start(exact(zero=2, offload="optimizer", delayed_update=delayed), warmup_steps=1)
+    losses = []
+    for number in range(5):
+        before = [run.sync.optimizer.twin_of[kept.shard].detach().clone() for kept in run.sync.held]
+        losses += steps(run, [number])
+        if not delayed and number >= 1:
+            for kept, old in zip(run.sync.held, before):
+                kept.shard.data.copy_(old)
+            run.sync.publish()
+    return losses
+
+
+def exposed(delayed, clip):
+    run = start(exact(zero=2, dp=2, offload="optimizer", delayed_update=delayed), warmup_steps=1)
+    found = []
+    for number in range(3):
+        steps(run, [number], clip)
+        found.append((run.sync.optimizer.exposed_elements, bool(run.sync.optimizer._pending)))
+    return found
+
+
+def test_what_is_updated_behind_backward():
+    """All if the norm must be known first, else the last two buckets, and delayed nothing."""
+    mine = -(-PARAMETERS // 2)
+    for found in launch.run(exposed, False, 1.0, ranks=2):
+        assert all(mine <= elements < mine + 40 and not pending for elements, pending in found)
+    for found in launch.run(exposed, False, None, ranks=2):
+        assert all(0 < elements < mine / 2 and not pending for elements, pending in found)
+    for found in launch.run(exposed, True, 1.0, ranks=2):
+        assert found[0][0] >= mine and found[1:] == [(0, True), (0, True)]
+
+
+def test_forty_steps_are_not_delayed_unless_told_otherwise():
+    assert HostOptimizer(adamw([torch.nn.Parameter(torch.ones(2))])).warmup_steps == 40
+
+
+# ---- states -----------------------------------------------------------------------------------------------
+
+
+def go_on(strategy, state, delayed_from=1):
+    run = start(strategy, warmup_steps=delayed_from)
+    run.load_state_dict(state)
+    return steps(run, range(3, 6), 0.3), run.state_dict()
+
+
+def save_and_go_on(strategy, delayed_from=1):
+    run = start(strategy, warmup_steps=delayed_from)
+    steps(run, range(3), 0.3)
+    state = run.state_dict()
+    return state, (steps(run, range(3, 6), 0.3), run.state_dict())
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(
+    "layout", [dict(), dict(dp=2, zero=1), dict(dp=2, zero=2), dict(dp=2, zero=3), dict(pp=2)]
+)
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(layout, delayed):
+    strategy = exact(**layout, offload="optimizer", delayed_update=delayed)
+    state, rest = launch.run(save_and_go_on, strategy, ranks=strategy.ranks)[0]
+    assert apart(launch.run(go_on, strategy, state, ranks=strategy.ranks)[0], rest) == 0
+
+
+def test_a_checkpoint_is_for_any_layout_with_or_without_offload():
+    there = exact(dp=2, zero=3, offload="optimizer")
+    state, rest = launch.run(save_and_go_on, there, ranks=2)[0]
+    run = partial(launch.run, ranks=1)
+
+    def plain(state):
+        mine = parallelize(CONFIG, exact(), adamw, seed=8)
+        mine.load_state_dict(state)
+        return steps(mine, range(3, 6), 0.3), mine.state_dict()
+
+    assert apart(run(plain, state)[0], rest) < 1e-12
+    assert state["optimizer"]["layers.1.mlp.up.weight"]["step"] == 3
+
+
+def own_state(zero):
+    run = start(exact(dp=2, zero=zero, offload="optimizer"))
+    steps(run, range(2))
+    saved = run.sync.state_dict()
+    rest = steps(run, range(2, 4))
+    again = start(exact(dp=2, zero=zero, offload="optimizer"))
+    again.sync.load_state_dict(saved)
+    return rest, steps(again, range(2, 4))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_ranks_own_state_goes_on_bit_for_bit(zero):
+    for rest, again in launch.run(own_state, zero, ranks=2):
+        assert rest == again
+
+
+def stale_twins(refresh):
+    first = parallelize(CONFIG, exact(), adamw, seed=8)  # other weights
+    state = first.state_dict() | {"optimizer": {}}  # and no states, which would bring them
+    if not refresh:
+        HostOptimizer.refresh = lambda self: None
+    run = start(exact(offload="optimizer"))
+    run.load_state_dict(state)
+    steps(run, [0])
+    steps(first, [0])
+    ours, theirs = (r.state_dict()["parameters"] for r in (run, first))
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+
+
+def test_parameters_that_were_loaded_are_what_the_host_updates():
+    """And a control: without the refresh it would update those it was made with."""
+    assert (
+        launch.run(stale_twins, True, ranks=1)[0] < 1e-12 < 1e-3 < launch.run(stale_twins, False, ranks=1)[0]
+    )
+
+
+# ---- controls and refusals --------------------------------------------------------------------------------
+
+
+def broken(what):
+    if what == "weights do not come back":
+        host_optimizer.to_device = lambda x, out: pools.to_device(x, out=torch.empty_like(x))
+    elif what == "gradients do not arrive":
+        host_optimizer.to_host = lambda x, out: pools.to_host(torch.zeros_like(x), out=out)
+    return train(exact(zero=2, offload="optimizer"))
+
+
+@pytest.mark.parametrize("what", ["weights do not come back", "gradients do not arrive"])
+def test_the_comparison_would_notice(what):
+    plain = launch.run(train, exact(), ranks=1)[0]
+    assert apart_losses(launch.run(broken, what, ranks=1)[0], plain) > 1e-5
+    assert apart_losses(launch.run(broken, "", ranks=1)[0], plain) < 1e-12
+
+
+def apart_losses(ours, theirs):
+    return max(abs(a - b) for a, b in zip(ours[0], theirs[0], strict=True))
+
+
+class Fails(AdamW):
+    def _new_state(self, param, group):
+        raise ArithmeticError("the host is on fire")
+
+
+def test_an_error_of_the_update_reaches_the_step():
+    with pytest.raises(Exception, match="the host is on fire"):
+        launch.run(train, exact(offload="optimizer"), None, Fails, ranks=1)
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        (dict(offload="everything"), "use none, or once each of optimizer, parameters, activations"),
+        (dict(offload="optimizer+optimizer"), "use none, or once each"),
+        (dict(offload=""), "use none, or once each"),
+        (dict(delayed_update=True), "what is delayed is an update on the host; add optimizer"),
+        (dict(delayed_update=True, offload="activations"), "add optimizer"),
+        (dict(offload="parameters+optimizer", zero=1), "use zero=3"),
+        (dict(offload="parameters+optimizer", zero="III"), "use zero=3"),
+        (dict(offload="parameters", zero=3), "use zero=3 and offload='parameters\\+optimizer'"),
+        (dict(offload="optimizer", pp=2, post_validation=True), "may be taken back"),
+        (dict(offload="optimizer", precision="fp8_lm"), "codes with a scale"),
+        (dict(offload="activations", pp=2, schedule="bpipe"), "activations leave already"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(values, said):
+    with pytest.raises(ValueError, match=said) as refused:
+        Strategy(**values)
+    assert "\n" not in str(refused.value)
+
+
+def without_room():
+    few = psutil.virtual_memory()._replace(available=1000)
+    pools.psutil.virtual_memory = lambda: few
+    pools.LARGE = 2000
+    parallelize(CONFIG, Strategy(offload="optimizer"), adamw)
+
+
+def test_a_host_without_room_is_refused_before_training():
+    with pytest.raises(Exception, match="and the host has 1e-06 GB left; offload less"):
+        launch.run(without_room, ranks=1)
+    with pytest.raises(ValueError, match="warmup_steps=-1"):
+        HostOptimizer(adamw([torch.nn.Parameter(torch.ones(2))]), warmup_steps=-1)
+    assert math.isfinite(PARAMETERS)
+
+
+def test_a_delayed_update_reads_the_gradients_of_its_own_step():
+    """Also if the next ones arrive before it begins."""
+    param, gate = torch.nn.Parameter(torch.zeros(4)), threading.Event()
+    host = HostOptimizer(torch.optim.SGD([param], lr=1.0), delayed=True, warmup_steps=0)
+    pools._worker("work").submit(gate.wait)
+    try:
+        host.take(param, torch.ones(4))
+        host.step()
+        host.zero_grad()
+        host.take(param, torch.full((4,), 5.0))
+        host.taken()
+        assert torch.equal(param.detach(), torch.zeros(4))  # late
+    finally:
+        gate.set()
+    assert host.settle() and torch.equal(param.detach(), -torch.ones(4))
+    host.step()
+    assert host.settle() and torch.equal(param.detach(), torch.full((4,), -6.0)) and not host.settle()
