@@ -1,0 +1,205 @@
+"""PatrickStar: parameters in equal chunks that move between device and host; gradients take their places.
+
+    chunks     parameters, in order, packed whole into blocks of one size; three more lists of float32 blocks,
+               laid out alike, have masters and moments
+    forward    a layer's chunks come to the device; for room goes the one that is used again latest
+    backward   a layer's gradients are written over its parameters, which its graph has used for the last time
+    update     chunk by chunk on the host: gradient -> moments, master -> parameter, in the gradient's place
+
+So model data are 2 + 4 + 4 + 4 = 14 bytes a parameter in bfloat16, of device and host together, not 16: a
+chunk is in one place only. The first step is traced: which chunks each layer asks for, in turn. From then on
+the chunk evicted is that of the farthest next use in this order, so no other choice loads fewer (Belady).
+What is unused at the end of chunks is the price: `best_chunk` looks for the size that wastes least.
+Fang et al. 2021, PatrickStar, arXiv:2108.05818, sections 6 to 8. Differs: all room is for chunks (theirs
+leaves what activations will need at each moment, as traced); the optimizer always runs on the host.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from minitrain.collectives import announce_host
+from minitrain.memory.in_turn import forward_backward
+from minitrain.memory.pools import new_host, on_host, to_device, to_host, work
+
+
+def pack(sizes: Sequence[int], chunk: int) -> list[list[int]]:
+    """Which tensors lie in which chunk: in order, each whole. ValueError: larger than a chunk."""
+    chunks: list[list[int]] = []
+    free = 0
+    for number, size in enumerate(sizes):
+        if size > chunk:
+            raise ValueError(f"tensor {number} has {size} elements, a chunk {chunk}: use larger chunks")
+        if not chunks or size > free:
+            chunks.append([])
+            free = chunk
+        chunks[-1].append(number)
+        free -= size
+    return chunks
+
+
+def utilization(sizes: Sequence[int], chunk: int) -> float:
+    """The part of all chunks that is used."""
+    return sum(sizes) / (chunk * len(pack(sizes, chunk)))
+
+
+def best_chunk(sizes: Sequence[int], most: int) -> int:
+    """The chunk size up to `most` that wastes least; of those the smallest. Only sums of neighbours are
+    tried: a chunk of any other size could be smaller."""
+    sums = {sum(sizes[i:j]) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)}
+    fitting = sorted(size for size in sums if max(sizes) <= size <= most)
+    if not fitting:
+        raise ValueError(f"most={most}: the largest tensor has {max(sizes)} elements, use at least as many")
+    return min(fitting, key=lambda size: (size * len(pack(sizes, size)), size))
+
+
+def farthest(resident: Iterable[int], coming: Sequence[Collection[int]]) -> int:
+    """Of `resident` chunks one that is used again latest, or never, in the uses that are `coming`."""
+
+    def distance(chunk: int) -> int:
+        return next((step for step, use in enumerate(coming) if chunk in use), len(coming))
+
+    return max(resident, key=distance)
+
+
+class ChunkedTraining:
+    """Takes the parameters of `layers`, of 16 bits, which are to be used through this only.
+
+    `chunk` elements each, of which as many as `device_bytes` can hold are on the device at a time.
+    `make_optimizer([masters])` is called for every chunk. ValueError: what does not fit, shared or frozen
+    parameters, parameters of other dtypes.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        chunk: int,
+        device_bytes: int,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        device: torch.device | str | None = None,
+    ):
+        self.layers = list(layers)
+        self.params = [param for layer in self.layers for param in layer.parameters()]
+        self._check()
+        self.device, dtype = device or self.params[0].device, self.params[0].dtype
+        self.chunks = pack([param.numel() for param in self.params], chunk)
+        self.room = device_bytes // (chunk * dtype.itemsize)  # in chunks
+        number_of = {self.params[i]: number for number, owned in enumerate(self.chunks) for i in owned}
+        self._needs = [frozenset(number_of[param] for param in layer.parameters()) for layer in self.layers]
+        if (most := max(map(len, self._needs))) > self.room:
+            layer = self._needs.index(max(self._needs, key=len))
+            found = f"layer {layer} needs {most} chunks of {chunk * dtype.itemsize:,} bytes at once"
+            raise ValueError(f"{found}, device_bytes={device_bytes:,} are {self.room}: give more room")
+        self._blocks = [new_host((chunk,), dtype, kind="parameters") for _ in self.chunks]
+        self.optimizers = []
+        for number in range(len(self.chunks)):
+            places = self._places(number)
+            self._blocks[number].zero_()  # the unused end too
+            for place, i in zip(places, self.chunks[number]):
+                to_host(self.params[i].data, out=place).wait()
+            self._point(number)
+            master = new_host((chunk,), torch.float32, kind="optimizer state").copy_(self._blocks[number])
+            self.optimizers.append(make_optimizer([nn.Parameter(master)]))
+        self._here: list[int] = []  # chunks on the device, in the order in which they came
+        self._trace: list[frozenset[int]] = []  # uses of the first step
+        self._use = 0  # of this step, so far
+        self.loads = 0  # chunks that came to the device, ever
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """Of all chunks: settings of the optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss of layers(x, positions); then chunks have gradients, and `step` must be next."""
+        if self._use:
+            raise ValueError("the chunks have gradients: call step() before the next forward")
+
+        def run(number: int, x: Tensor) -> Tensor:
+            return self.layers[number](x, positions)
+
+        return forward_backward(len(self.layers), run, x, loss_of, self._enter, self._leave)
+
+    def step(self) -> None:
+        """Update all chunks, on the host."""
+        for number, optimizer in enumerate(self.optimizers):
+            if number in self._here:
+                self._evict(number)
+            work(partial(_update, optimizer, self._blocks[number]), self._blocks[number]).result()
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor) and not on_host(value):
+                        announce_host(value, "optimizer state")
+        self._use = 0
+
+    # ---- chunks come and go -------------------------------------------------------------------------------
+
+    def _enter(self, layer: int) -> None:
+        """Bring a layer's chunks. The first step notes what is asked for, and what came first goes first;
+        later ones know what is to come."""
+        needed = self._needs[layer]
+        traced = self._use < len(self._trace)
+        if not traced:
+            self._trace.append(needed)
+        self._use += 1
+        for number in sorted(needed.difference(self._here)):
+            if len(self._here) == self.room:
+                idle = [chunk for chunk in self._here if chunk not in needed]
+                self._evict(farthest(idle, self._trace[self._use :]) if traced else idle[0])
+            self._load(number)
+
+    def _leave(self, layer: int) -> None:
+        """Gradients go where the parameters were."""
+        for param in self.layers[layer].parameters():
+            param.data.copy_(param.grad)
+            param.grad = None
+
+    def _load(self, number: int) -> None:
+        self._move(number, to_device(self._blocks[number], self.device).wait())
+        self._here.append(number)
+        self.loads += 1
+
+    def _evict(self, number: int) -> None:
+        block = self._blocks[number]
+        place = new_host(block.shape, block.dtype, block.is_cuda, "parameters")
+        self._move(number, to_host(block, out=place).wait())
+        self._here.remove(number)
+
+    def _move(self, number: int, block: Tensor) -> None:
+        self._blocks[number] = block
+        self._point(number)
+
+    def _point(self, number: int) -> None:
+        """A chunk's parameters are where it is."""
+        for i, place in zip(self.chunks[number], self._places(number)):
+            self.params[i].data = place
+
+    def _places(self, number: int) -> list[Tensor]:
+        """The parameters' places in a chunk."""
+        owned, block = [self.params[i] for i in self.chunks[number]], self._blocks[number]
+        *starts, _ = accumulate((param.numel() for param in owned), initial=0)
+        return [block[start : start + p.numel()].view(p.shape) for start, p in zip(starts, owned)]
+
+    def _check(self) -> None:
+        if len(set(self.params)) < len(self.params):
+            raise ValueError(
+                "two layers share a parameter (a tied table): untie it, its gradient has two parts"
+            )
+        if any(not param.requires_grad for param in self.params):
+            raise ValueError("a parameter is frozen: it has no gradient to take its place; train all")
+        dtypes = {param.dtype for param in self.params}
+        if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+            said = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"parameters are {said}: chunks are for one 16-bit dtype with float32 masters")
+
+
+def _update(optimizer: torch.optim.Optimizer, block: Tensor) -> None:
+    """A chunk of gradients becomes one of parameters."""
+    (master,) = optimizer.param_groups[0]["params"]
+    master.grad = block.to(torch.float32)
+    optimizer.step()
+    master.grad = None
+    block.copy_(master.detach())

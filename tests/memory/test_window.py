@@ -1,0 +1,207 @@
+"""Layer by layer, and through a window: the bits of recomputation, bytes and memory as the formulas say."""
+
+import pytest
+import torch
+from torch import nn
+
+from minitrain.ledger import Ledger
+from minitrain.memory.in_turn import forward_backward, order_of_use
+from minitrain.memory.window import LayerWindow
+from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.training.optim import AdamW, clip_grad_norm
+from tests.parallel import small
+
+TOKENS = torch.arange(40).view(5, 8) * 7 % 29
+POSITIONS = torch.arange(8)
+
+
+def make_model(num_layers=4, **changes):
+    return GPT(small(tied=False, num_layers=num_layers, **changes), seed=3, dtype=torch.float64)
+
+
+def loss_of(logits):
+    return cross_entropy_sum(logits, TOKENS.roll(1)) / TOKENS.numel()
+
+
+def train_plainly(model, steps=3, clip=None):
+    optimizer, losses = AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(TOKENS))
+        loss.backward()
+        if clip:
+            clip_grad_norm(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_in(window, steps=3, clip=None):
+    optimizer, losses = AdamW(window.parameters, lr=1e-2), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(window.forward_backward(TOKENS, POSITIONS, loss_of).item())
+        if clip:
+            clip_grad_norm(window.parameters, clip)
+        optimizer.step()
+    return losses
+
+
+def same_weights(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
+
+
+# ---- one layer after the other -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_in_turn_gives_the_gradients_of_one_graph_and_asks_in_order(count):
+    models = [nn.Sequential(*(nn.Linear(3, 3, dtype=torch.float64) for _ in range(count))) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    x, asked, left = torch.randn(4, 3, dtype=torch.float64), [], []
+    expected = (models[0](x).tanh() ** 2).sum()
+    expected.backward()
+    loss = forward_backward(
+        count,
+        lambda number, x: models[1][number](x),
+        x,
+        lambda y: (y.tanh() ** 2).sum(),
+        asked.append,
+        left.append,
+    )
+    assert loss == expected and not loss.requires_grad
+    assert asked == order_of_use(count) and left == list(reversed(range(count)))
+    for one, other in zip(*(model.parameters() for model in models)):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_in_turn_keeps_an_input_a_layer_and_the_graph_of_one():
+    """Widths 4 and 400: what is kept of n layers grows by their inputs of 4 numbers, not by 400."""
+
+    def peak(count):
+        layers = [nn.Sequential(nn.Linear(4, 400), nn.Tanh(), nn.Linear(400, 4)) for _ in range(count)]
+        x = torch.randn(10, 4)
+
+        def forget(number):
+            for param in layers[number].parameters():
+                param.grad = None
+
+        with Ledger() as ledger:
+            forward_backward(count, lambda number, x: layers[number](x), x, torch.sum, after=forget)
+        return ledger.peak_by_kind["activations"]
+
+    assert peak(9) - peak(5) == 4 * 10 * 4 * 4
+
+
+# ---- a window ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+def test_training_through_a_window_is_training(window, clip):
+    models = [make_model() for _ in range(2)]
+    losses = train_plainly(models[0], clip=clip)
+    through = LayerWindow(models[1].layers, window)
+    assert all(param.numel() == 0 for param in models[1].parameters())
+    found = train_in(through, clip=clip)
+    if clip:  # the norm adds up layer by layer
+        assert torch.allclose(torch.tensor(found), torch.tensor(losses), rtol=0, atol=1e-12)
+    else:
+        assert found == losses
+    through.release()
+    for one, other in zip(*(model.parameters() for model in models)):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12 if clip else 0)
+
+
+def test_control_without_bringing_copies_up_to_date_it_is_not(monkeypatch):
+    models = [make_model() for _ in range(2)]
+    through = LayerWindow(models[1].layers, 2)
+    monkeypatch.setattr("minitrain.memory.window.to_device", stale(through))
+    assert train_in(through) != train_plainly(models[0])
+
+
+def stale(window):
+    from minitrain.memory.pools import to_device
+
+    return lambda x, device=None, out=None: to_device(x, device, out=None if out is None else out.clone())
+
+
+def test_two_batches_add_up_their_gradients():
+    models = [make_model() for _ in range(2)]
+    through = LayerWindow(models[1].layers, 2)
+    for _ in range(2):
+        loss_of(models[0](TOKENS)).backward()
+        through.forward_backward(TOKENS, POSITIONS, loss_of)
+    grads = torch.cat([param.grad.flatten() for param in models[0].parameters()])
+    assert torch.equal(torch.cat([param.grad for param in through.parameters]), grads)
+
+
+def uniform(count, width=50):
+    torch.manual_seed(0)
+    return [Plus(nn.Linear(width, width)) for _ in range(count)]
+
+
+class Plus(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, positions):
+        return x + self.inner(x).tanh()
+
+
+@pytest.mark.parametrize("count, window", [(4, 1), (8, 1), (8, 2), (16, 3), (8, 6)])
+def test_bytes_over_the_link_and_on_the_device(count, window):
+    """A layer of 50 x 50 + 50 float32: 10,200 bytes, of which m + 1 are on the device, however deep."""
+    layers, x, size = uniform(count), torch.randn(3, 50), 4 * (50 * 50 + 50)
+    through = LayerWindow(layers, window)
+    optimizer = AdamW(through.parameters)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with Ledger() as ledger:
+            through.forward_backward(x, POSITIONS, torch.sum)
+        assert ledger.copied_bytes("to_device") == size * (2 * count - window - 1)
+        assert ledger.copied_bytes("to_host") == size * count
+        device = ledger.peak_by_kind
+        assert through.room_bytes == size * (window + 1)
+        assert max(live["parameters"] for _, live in ledger.timeline()) == size * (window + 1)
+        assert max(live["gradients"] for _, live in ledger.timeline()) == size
+        assert device["optimizer state"] == 0 and ledger.live_by_kind["gradients"] == 0
+        optimizer.step()
+
+
+def test_layers_come_while_others_compute():
+    """No use is late but the first, and it is the prefetch engine that says so."""
+    through = LayerWindow(uniform(8), 2)
+    for _ in range(3):
+        through.forward_backward(torch.randn(3, 50), POSITIONS, torch.sum)
+        for param in through.parameters:
+            param.grad = None
+    assert through._engine.late == 1
+
+
+def test_the_largest_run_of_layers_counts_and_layers_without_parameters_pass():
+    layers = [*uniform(2), Plus(nn.Identity()), *uniform(2, 50)]
+    layers[1].inner = nn.Sequential(nn.Linear(50, 90), nn.Linear(90, 50))
+    models = [nn.ModuleList(layers), nn.ModuleList(uniform(5))]
+    through = LayerWindow(models[0], 1)
+    large = 4 * (50 * 90 + 90 + 90 * 50 + 50)
+    assert through.room_bytes == large + 4 * 2550
+    with Ledger() as ledger:
+        through.forward_backward(torch.randn(3, 50), POSITIONS, torch.sum)
+    assert max(live["parameters"] for _, live in ledger.timeline()) <= through.room_bytes
+
+
+@pytest.mark.parametrize(
+    "make, window, message",
+    [
+        (lambda: make_model().layers, 0, "window=0 of 6 layers: use 1 to 5"),
+        (lambda: make_model().layers, 6, "window=6 of 6 layers"),
+        (lambda: GPT(small()).layers, 1, "two layers share a parameter .a tied table.: untie it"),
+        (lambda: [uniform(1)[0], uniform(1)[0].double()], 1, "several dtypes"),
+        (lambda: [uniform(1)[0], uniform(1)[0].requires_grad_(False)], 1, "frozen"),
+    ],
+)
+def test_wrong_use_is_refused(make, window, message):
+    with pytest.raises(ValueError, match=message):
+        LayerWindow(make(), window)
