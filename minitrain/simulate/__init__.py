@@ -6,4 +6,11 @@ First  events              what one rank did, in order
        replay              when everything would happen
 then   timeline, intervals, trace               where the time went, and a file for a browser
 beside storage             feeding accelerators from slow disks
+       links               work, and copies that share links
+       swaps, tiers        whose copies meet; parameters and states on devices, hosts and disks
+       device_memory       a device's memory, and the replay of allocations on it
+       allocator_rules, allocator, stitching     PyTorch's caching allocator; GMLake
+       memory_traces       what breaks an allocator
+       eviction, eviction_traces                results that are dropped when memory is short, and made again
+       eviction_addresses                       the same where free bytes must lie side by side
 """
