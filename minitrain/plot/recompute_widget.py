@@ -1,0 +1,95 @@
+"""Drag it: two plans of a chain, how long it is and what may be held; picture, forwards and memory follow.
+
+    explore()                        in a notebook: two menus of plans, sliders for n, k, c and a graph's size
+    picture(names, n, k, c, graph)   the same without a widget: the figure, and a line for each plan
+    pick(choices)                    click through the front of plan/recompute_front.py: a word, its price
+
+An input counts 1; the graph of a layer, between its T and its B, counts `graph`. k is the length of a
+segment, c how many inputs revolve may hold. What a plan refuses is shown as the line that it raises.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import ipywidgets
+from matplotlib.figure import Figure
+
+from minitrain.memory.chain_plan import Action, LayerBytes, every, forwards, peak_bytes, sqrt
+from minitrain.plan.recompute_front import Choice
+from minitrain.plan.revolve import revolve
+from minitrain.plot import memory as plot_memory
+from minitrain.plot import recompute as plot_recompute
+from minitrain.plot.style import png
+
+PLANS: Mapping[str, Callable[[int, int, int], tuple[Action, ...]]] = {
+    "keep all": lambda n, k, c: every(n, n),
+    "all inputs": lambda n, k, c: every(n, 1),
+    "every k": lambda n, k, c: every(n, k),
+    "sqrt": lambda n, k, c: sqrt(n),
+    "revolve": lambda n, k, c: revolve(n, c),
+}
+
+
+def picture(names: Sequence[str], n: int, k: int, c: int, graph: int) -> tuple[Figure | None, list[str]]:
+    """The plans below each other, and for each its forwards and what is held at most, or why it is none."""
+    plans, lines = {}, []
+    layer = LayerBytes(output=1, forward=1, tape=graph, taping=graph + 1, gradient=1, backward=1)
+    for place, name in zip(("above", "below"), names):
+        try:
+            plan = PLANS[name](n, k, c)
+        except ValueError as error:
+            lines.append(f"{name}: {error}")
+            continue
+        plans[f"{place}, {name}"] = plan
+        most = peak_bytes(plan, [layer] * n)
+        lines.append(f"{name}: {forwards(plan).total()} forwards of a layer, at most {most} inputs' worth")
+    title = f"{n} layers, a graph {graph} times as large as an input"
+    return (plot_recompute.plan(plans, title=title) if plans else None), lines
+
+
+def explore(first: str = "every k", second: str = "revolve") -> ipywidgets.VBox:
+    """Menus and sliders above a picture that follows them."""
+
+    def slider(name: str, low: int, value: int, high: int) -> ipywidgets.IntSlider:
+        range_ = {"min": low, "value": value, "max": high}
+        return ipywidgets.IntSlider(**range_, description=name, continuous_update=False)
+
+    menus = [
+        ipywidgets.Dropdown(options=list(PLANS), value=name, description=where)
+        for where, name in (("above", first), ("below", second))
+    ]
+    sizes = [slider("n", 1, 16, 48), slider("k", 1, 4, 16), slider("c", 1, 4, 12), slider("graph", 0, 4, 16)]
+    image, text = ipywidgets.Image(format="png"), ipywidgets.HTML()
+
+    def follow(_=None) -> None:
+        figure, lines = picture([menu.value for menu in menus], *(size.value for size in sizes))
+        text.value = "<br>".join(lines)
+        if figure is not None:
+            image.value = png(figure)
+
+    for control in (*menus, *sizes):
+        control.observe(follow, names="value")
+    follow()
+    return ipywidgets.VBox([ipywidgets.HBox(menus), ipywidgets.HBox(sizes), text, image])
+
+
+def pick(choices: Sequence[Choice], unit: str = "FLOPs") -> ipywidgets.VBox:
+    """A button for every choice, whose times are in `unit`; the picture rings the one that is pressed, the
+    text says what it means."""
+    if not choices:
+        raise ValueError("pick: no choices; give those of plan.recompute_front.front")
+    by_word = {choice.word: choice for choice in choices}
+    buttons = ipywidgets.ToggleButtons(options=list(by_word))
+    image, text = ipywidgets.Image(format="png"), ipywidgets.HTML()
+    points = [(word, choice.bytes, choice.time) for word, choice in by_word.items()]
+    look = dict(title="What a block keeps, and what it costs", ylabel="computed again", unit=unit)
+
+    def follow(_=None) -> None:
+        choice = by_word[buttons.value]
+        text.value = (
+            f"Strategy(recompute={choice.word!r}): {choice.bytes:,} bytes kept, {choice.time:,} {unit} more"
+        )
+        image.value = png(plot_memory.pareto(points, chosen=buttons.value, **look))
+
+    buttons.observe(follow, names="value")
+    follow()
+    return ipywidgets.VBox([buttons, text, image])
