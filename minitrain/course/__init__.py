@@ -4,4 +4,5 @@ First  notebook            show a function, set numbers beside formulas, run a n
        atlas               every system covered, and the test that proves it
 then   exercises           make, prove and grade exercise notebooks
        grading/            the judge stays outside; an answer runs in processes that give back data
+beside under_limits       one model under a hard limit of memory, trained in four ways
 """
