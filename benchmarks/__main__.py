@@ -19,6 +19,7 @@ ALL = (
     "moe",
     "one_device",
     "precision",
+    "memory",
     "ledger",
 )
 
