@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minitrain"
 FLOORS = [
     {"torch_private", "tables"},
-    {"collectives", "attention", "data", "simulate"},
+    {"collectives", "attention", "data", "simulate", "random_state"},
     {"mesh", "sharding", "ledger", "launch", "precision"},
     {
         "model",
@@ -33,26 +33,40 @@ FLOORS = [
         "fault",
         "kernels",
     },
-    {"training", "plan", "strategy", "strategy_sizes"},
-    {"run", "parallelize", "expert_passes", "product_passes", "plot", "course", "trainer"},
+    {"training", "plan", "strategy", "strategy_checks"},
+    {
+        "run",
+        "parallelize",
+        "expert_passes",
+        "product_passes",
+        "recompute_passes",
+        "offload_passes",
+        "plot",
+        "course",
+        "trainer",
+    },
     {"train_command", "cli", "__main__"},
 ]
 TECHNIQUES = FLOORS[3] - {"model"}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 BASE = {
     "torch_private",
+    "random_state",
     "tables",
     "collectives",
     "attention",
     "sharding",
     "precision",
+    "random_state",
 }  # all a technique may lean on
 NEIGHBOURS = {
     ("model", "moe"),
     ("parallelize", "run"),
-    ("strategy", "strategy_sizes"),
+    ("strategy", "strategy_checks"),
     ("parallelize", "expert_passes"),
     ("parallelize", "product_passes"),
+    ("parallelize", "offload_passes"),
+    ("parallelize", "recompute_passes"),
     ("run", "product_passes"),
     ("trainer", "run"),
     ("cli", "train_command"),
