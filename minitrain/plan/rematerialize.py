@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
+from minitrain.memory.chain_plan import Action, LayerBytes
 from minitrain.pipeline.partition import Number, check_costs
 
 
@@ -158,13 +159,49 @@ def checkmate_chain(costs: Sequence[Number], sizes: Sequence[Number], budget: Nu
     input and the gradient of its output. The chain's own input is always there and not counted."""
     if len(costs) != len(sizes):
         raise ValueError(f"Checkmate: {len(costs)} costs of {len(sizes)} layers; give one a layer")
-    n, nodes = len(costs), []
-    for i, (cost, size) in enumerate(zip(costs, sizes)):
-        nodes.append(Node(cost, size, (i - 1,) if i else ()))
+    layers = [LayerBytes(size, size, 0, size, before, before) for size, before in zip(sizes, [0, *sizes])]
+    return checkmate(chain_nodes(costs, layers, [2 * cost for cost in costs], sizes[-1]), budget)
+
+
+def checkmate_layers(
+    costs: Sequence[Number], layers: Sequence[LayerBytes], budget: Number
+) -> tuple[Action, ...]:
+    """The plan for memory/chain.py whose `peak_bytes` are within the budget and whose forwards cost least, if
+    the graph of a layer but the last is made right before its backward. The output, which stays with the
+    caller, counts from the start, gradients of parameters do not."""
+    nodes = chain_nodes(costs, layers, costs, 0)
+    return actions(checkmate(nodes, budget - layers[-1].output), len(layers))
+
+
+def chain_nodes(costs, layers: Sequence[LayerBytes], backward: Sequence, output: Number) -> list[Node]:
+    """Of a chain: node i is F of layer i (of the last one T), 2n-1-i is T and B of layer i (of the last one
+    B), which cost `backward`; `output` bytes of the last layer's result are let go with its graph."""
+    n, nodes = len(layers), []
+    for i, (cost, layer) in enumerate(zip(costs, layers)):
+        inputs = (i - 1,) if i else ()
+        size = layer.tape + output if i == n - 1 else layer.output
+        most = layer.taping - layer.output + output if i == n - 1 else layer.forward
+        nodes.append(Node(cost, size, inputs, max(0, most - size)))
     for i in reversed(range(n)):
-        before = (i - 1,) if i else ()
-        nodes.append(Node(2 * costs[i], sizes[i - 1] if i else 0, (*before, len(nodes) - 1)))
-    return checkmate(nodes, budget)
+        layer, inputs = layers[i], (i - 1,) * (i > 0) + (len(nodes) - 1,)
+        most = layer.backward if i == n - 1 else max(layer.taping, layer.tape + layer.backward)
+        nodes.append(Node(backward[i], layer.gradient, inputs, max(0, most - layer.gradient)))
+    return nodes
+
+
+def actions(plan: Rematerialization, layers: int) -> tuple[Action, ...]:
+    """The plan of `chain_nodes` as a list for memory/chain.py."""
+    found, left = [], layers
+    for what, node in plan.steps:
+        layer = min(node, 2 * layers - 1 - node)
+        if what == "drop" and node + 1 < left:  # B has let the others go
+            found.append(Action("D", node + 1))
+        elif what == "compute" and node < layers:
+            found.append(Action("F" if node < layers - 1 else "T", layer))
+        elif what == "compute":
+            found += [Action("T", layer)] * (layer < layers - 1) + [Action("B", layer)]
+            left = layer
+    return tuple(found)
 
 
 def check_graph(nodes: Sequence[Node], budget: Number) -> None:

@@ -6,7 +6,17 @@ from math import isqrt
 
 import pytest
 
-from minitrain.plan.rematerialize import Node, carried_out, checkmate, checkmate_chain
+from minitrain.memory.chain_plan import LayerBytes, check, peak_bytes, recomputed
+from minitrain.plan.rematerialize import (
+    Node,
+    actions,
+    carried_out,
+    chain_nodes,
+    checkmate,
+    checkmate_chain,
+    checkmate_layers,
+)
+from minitrain.plan.revolve import revolve
 
 
 def program(nodes, kept, budget):
@@ -191,3 +201,37 @@ def test_a_chain_of_equal_layers():
         assert plan.recomputed == plan.extra > 0 or budget == 7
     with pytest.raises(ValueError, match="5 costs of 6 layers"):
         checkmate_chain([1] * 5, [1] * 6, 9)
+
+
+LAYERS = [
+    LayerBytes(output=o, forward=o + 2, tape=3 * o, taping=4 * o, gradient=g, backward=2 * g + o, left=0)
+    for o, g in ((4, 5), (9, 4), (2, 9), (6, 2), (6, 6), (3, 6))
+]
+COSTS = [3, 1, 4, 1, 5, 2]
+
+
+def test_plans_for_real_layers_fit_the_budget_to_the_byte():
+    """A plan's peak, followed action by action, is within the budget; a byte less costs more or is refused."""
+    room = peak_bytes(actions(checkmate(chain_nodes(COSTS, LAYERS, COSTS, 0), 1000), 6), LAYERS)
+    costs = []
+    for budget in range(room, 0, -1):
+        try:
+            plan = checkmate_layers(COSTS, LAYERS, budget)
+        except ValueError as error:
+            assert "bytes" in str(error)
+            break
+        check(plan, 6)
+        assert peak_bytes(plan, LAYERS) <= budget
+        costs.append(sum(COSTS[action.layer] for action in plan if action.kind in "FT"))
+    assert costs == sorted(costs) and costs[0] < costs[-1] and budget < room - 5
+    assert recomputed(checkmate_layers(COSTS, LAYERS, room), 6) == 5  # only a graph of each but the last
+
+
+def test_revolve_is_no_better_at_its_own_peak():
+    """revolve counts inputs, not bytes: at equal bytes Checkmate's forwards cost no more, sometimes less."""
+    again = lambda plan: sum(COSTS[action.layer] for action in plan if action.kind == "F")
+    found = []
+    for held in (1, 2, 3, 4):
+        plan = checkmate_layers(COSTS, LAYERS, peak_bytes(revolve(6, held), LAYERS))
+        found.append((again(plan), again(revolve(6, held))))
+    assert all(ours <= theirs for ours, theirs in found) and found[1][0] < found[1][1]
