@@ -555,7 +555,7 @@ def features(case: Draw) -> list[str]:
 
 def table(pairs: Counter) -> str:
     """How many draws had both, as Markdown."""
-    columns = list(FEATURES)[: list(FEATURES).index("recompute")]
+    columns = list(FEATURES)[: list(FEATURES).index("experts")]
     lines = [" | ".join(["", *columns]), " | ".join(["---"] * (len(columns) + 1))]
     for row in FEATURES:
         counts = [pairs[tuple(sorted((row, column)))] for column in columns]

@@ -73,7 +73,7 @@ class FileStore:
         *,
         buffer_bytes: int = 4 << 20,
         buffers: int = 6,
-        threads: int = 2,
+        threads: int = 4,
         direct: bool = True,
     ):
         if buffer_bytes < 1 or buffers < 1 or threads < 1:
