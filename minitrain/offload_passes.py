@@ -1,4 +1,4 @@
-"""What a Strategy says about memory, applied to what `parallelize` has made: who updates, and where.
+"""What a Strategy leaves to the host, applied to what `parallelize` has made: who updates, and where.
 
     parameters_on_host  ZeRO-3's shards lie on the host; a unit is copied from there and gathered
     update_on_host      the optimizer's states and its work go to the host (memory/host_optimizer.py)
@@ -25,6 +25,13 @@ from minitrain.memory.pools import Transfer, is_fake, new_host, to_device, to_ho
 from minitrain.model.gpt import Stages
 from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
+
+
+def offload(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
+    """All that `strategy.offload` names, in the order in which one needs the other."""
+    parameters_on_host(sync, strategy)
+    update_on_host(sync, strategy)
+    keep_on_host(module, sync, strategy)
 
 
 def parameters_on_host(sync: Sync, strategy: Strategy) -> None:

@@ -40,7 +40,7 @@ from minitrain.mesh import Mesh
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
 from minitrain.model.mixture import RouterLosses, mixtures
-from minitrain.offload_passes import keep_on_host, parameters_on_host, update_on_host
+from minitrain.offload_passes import offload
 from minitrain.pipeline.eviction import Balanced
 from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.partition import even
@@ -120,9 +120,7 @@ def parallelize(
     factor, window = strategy.first_loss_scale, strategy.loss_scale_window
     scale = mixed.loss_scale(sync.optimizer, strategy.policy, factor, window)
 
-    parameters_on_host(sync, strategy)
-    update_on_host(sync, strategy)
-    keep_on_host(module, sync, strategy)
+    offload(module, sync, strategy)
     mixed.copy_in_time(module.layers if config else (), strategy.policy)
     if config:
         recompute_in(module, strategy, mesh, places, memory)
