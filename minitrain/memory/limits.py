@@ -126,6 +126,7 @@ def serve() -> None:
     try:
         _receive(requests)()
         gc.collect()  # what the warm-up left would be room for every run
+        ctypes.CDLL(None).malloc_trim(0)
         error = None
     except Exception as raised:
         error = _said(raised)

@@ -11,6 +11,7 @@ CONFIG = GPTConfig(d_model=128, num_layers=6, num_heads=4, max_positions=64)
 SIZES = (4, 64)  # rows, tokens
 STEP_BYTES = 1 << 18
 ROOM = 5 << 19  # what libraries need beside tensors: 2.5 MiB at most
+SPARE = 1 << 20  # room that the interpreter mapped before the limit and has free: 1 MiB at most
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_the_smallest_limit_of_each_way_is_its_tensors_and_a_little(counted, tmp
             most = -(-(counted[way] + ROOM) // STEP_BYTES) * STEP_BYTES
             assert runs.run(train, way, CONFIG, str(tmp_path), *SIZES, limit_bytes=most) == losses
             with pytest.raises(MemoryError, match="train does not fit in .* bytes: .*; recompute, offload"):
-                runs.run(train, way, CONFIG, str(tmp_path), *SIZES, limit_bytes=counted[way] - STEP_BYTES)
+                runs.run(train, way, CONFIG, str(tmp_path), *SIZES, limit_bytes=counted[way] - SPARE)
             limits[way] = most
         # so the limits are in the order of the ways, each under what the one before can do with
         assert limits["states in files"] + 5 * STEP_BYTES < limits["recompute"] < limits["plain"]
@@ -49,7 +50,7 @@ def test_the_smallest_limit_of_each_way_is_its_tensors_and_a_little(counted, tmp
         found = runs.smallest_limit(
             train, "all in files", CONFIG, str(tmp_path), *SIZES, most_bytes=little, step_bytes=STEP_BYTES
         )
-        assert counted["all in files"] <= found <= little
+        assert counted["all in files"] - SPARE <= found <= little
 
 
 def test_a_way_that_is_none_is_refused(tmp_path):
