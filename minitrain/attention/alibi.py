@@ -46,14 +46,11 @@ def check_bias(what: str, bias: Alibi | None, heads: int) -> None:
     if bias is None:
         return
     if not isinstance(bias, Alibi):
-        raise ValueError(
-            f"{what}: a bias {list(bias.shape)} is about the keys that are here, others come by too; "
-            "give an Alibi(slopes, positions)"
-        )
+        found = f"a bias {list(bias.shape)} is about the keys that are here, others come by too"
+        raise ValueError(f"{what}: {found}; give an Alibi(slopes, positions)")
     if bias.positions.dim() != 1:
-        raise ValueError(
-            f"{what}: ALiBi with positions {list(bias.positions.shape)}, other ones in each row; tiles have "
-            "the same in all: give positions [T], or attend in one piece, with causal_attention"
-        )
+        found = f"ALiBi with positions {list(bias.positions.shape)}, other ones in each row"
+        cure = "give positions [T], or attend in one piece, with causal_attention"
+        raise ValueError(f"{what}: {found}; tiles have the same in all: {cure}")
     if len(bias.slopes) != heads:
         raise ValueError(f"{what}: ALiBi has {len(bias.slopes)} slopes for {heads} heads; cut both alike")

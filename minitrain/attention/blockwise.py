@@ -31,8 +31,7 @@ def blockwise_layer(x, positions, query, keys_values, finish, *, rows: int, caus
     """x `[B, T, D]`, positions `[T]` or `[B, T]` -> `[B, T, D]`, `rows` tokens at a time, by three functions:
 
     `query(x_i, positions_i)` -> `[B, H, r, K]`, `keys_values(x, positions)` -> k, v `[B, H_kv, T, K]`, and
-    `finish(x_i, attended [B, H, r, K])` -> `[B, r, D]`, all that follows, with the residuals.
-    """
+    `finish(x_i, attended [B, H, r, K])` -> `[B, r, D]`, all that follows, with the residuals."""
     k, v = checkpoint(keys_values, x, positions, use_reentrant=False)
 
     def block(x_i: Tensor, positions_i: Tensor, k: Tensor, v: Tensor) -> Tensor:

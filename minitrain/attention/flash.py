@@ -47,7 +47,8 @@ def flash_attention(q, k, v, *, causal=True, kernel=FUSED, bias: Alibi | None = 
 def flash_1(fast_elements: int = A100_ELEMENTS, memory: SlowMemory = UNCOUNTED) -> Kernel:
     """The first FlashAttention, for tiles that fit a fast memory of so many numbers."""
     settings = {"fast_elements": fast_elements, "memory": memory}
-    return Kernel(partial(flash_1_forward, **settings), partial(flash_1_backward, **settings))
+    backward = partial(flash_2_backward, **settings, delta_first=False)
+    return Kernel(partial(flash_1_forward, **settings), backward)
 
 
 def flash_2(fast_elements=A100_ELEMENTS, memory=UNCOUNTED, order: Sequence[int] | None = None) -> Kernel:
@@ -128,13 +129,8 @@ def see(state: tuple[Tensor, Tensor, Tensor], scores: Tensor, v_j: Tensor) -> tu
     return kept * summed + p.to(v_j.dtype) @ v_j, kept * row_sum + p.sum(-1, keepdim=True), new_max
 
 
-def flash_1_backward(dout, q, k, v, out, lse, causal: bool, **settings) -> tuple[Tensor, Tensor, Tensor]:
-    """That of version 2, but for D, which is made of dO_i and O_i anew for every K_j."""
-    return flash_2_backward(dout, q, k, v, out, lse, causal, **settings, delta_first=False)
-
-
 def flash_2_backward(dout, q, k, v, out, lse, causal, *, fast_elements, memory=UNCOUNTED, delta_first=True):
-    """-> dq, dk, dv in the shapes of q, k, v."""
+    """-> dq, dk, dv in the shapes of q, k, v. Version 1 makes D of dO_i and O_i anew for every K_j."""
     kv_heads, (k, v) = k.size(1), repeat_kv(q, k, v)
     shift, lse = diagonal(q, k, causal), lse.unsqueeze(-1)
     outer, inner = tile_sizes(fast_elements, q.size(-1))

@@ -94,7 +94,7 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable 
     if causal:
         _check_square(q, k)
     width, (k, v) = v.size(-1), repeat_kv(q, k, v)
-    v = widened(v, q)
+    q, k, v = in_rows(q, k, widened(v, q))
     if q.is_cuda:
         out, lse = torch_private.flash_cuda(q, k, v, 0.0, causal)[:2]
     else:
@@ -107,15 +107,15 @@ def fused_backward(dout, q, k, v, out, lse, causal: bool, bias: Callable | None 
         return plain_backward(dout, q, k, v, out, lse, causal, bias)
     kv_heads, width, (k, v) = k.size(1), v.size(-1), repeat_kv(q, k, v)
     dout, v, out = (widened(x, q) for x in (dout, v, out))
+    q, k, v, dout, out = in_rows(q, k, v, dout, out)
     if q.is_cuda:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of no dropout
-        dq, dk, dv = torch_private.flash_cuda_backward(
-            dout, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, unused, unused
-        )
+        lengths = None, None, q.size(2), k.size(2)
+        how = *lengths, 0.0, causal, unused, unused
+        dq, dk, dv = torch_private.flash_cuda_backward(dout, q, k, v, out, lse, *how)
     else:
-        dq, dk, dv = torch_private.flash_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(bias, q)
-        )
+        mask = _mask(bias, q)
+        dq, dk, dv = torch_private.flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask)
     return dq, sum_kv_copies(dk, kv_heads), sum_kv_copies(dv[..., :width], kv_heads)
 
 
@@ -128,6 +128,11 @@ def _fits_kernel(q: Tensor, v: Tensor, bias: Callable | None) -> bool:
 def widened(x: Tensor, q: Tensor) -> Tensor:
     """x padded with zeros to the width of q."""
     return x if x.size(-1) == q.size(-1) else F.pad(x, (0, q.size(-1) - x.size(-1)))
+
+
+def in_rows(*tensors: Tensor) -> list[Tensor]:
+    """The kernel for CPUs reads K numbers one behind the other wherever they lie, and says nothing."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _mask(bias: Callable | None, q: Tensor) -> Tensor | None:

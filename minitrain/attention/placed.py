@@ -60,9 +60,7 @@ def check_places(what: str, q: Tensor, bias: Alibi | None = None, dropout: DropM
     """What a core by tiles can be given; before anything is sent."""
     check_bias(what, bias, q.size(1))
     if dropout and not isinstance(dropout, DropMask):
-        raise ValueError(
-            f"{what}: dropout={dropout} is a rate without a seed, and each rank would draw its own mask; "
-            "give a DropMask, as dropout.drop_scores does"
-        )
+        why = f"dropout={dropout} is a rate without a seed, and each rank would draw its own mask"
+        raise ValueError(f"{what}: {why}; give a DropMask, as dropout.drop_scores does")
     if dropout and not 0 <= dropout.p < 1:
         raise ValueError(f"{what}: dropout p={dropout.p}; must be in [0, 1)")

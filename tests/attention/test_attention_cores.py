@@ -12,7 +12,14 @@ from minitrain.attention import flash, lazy
 from minitrain.attention.blockwise import blockwise_block, blockwise_layer
 from minitrain.attention.flash import flash_1, flash_2, flash_2_forward, flash_attention
 from minitrain.attention.incoherent import hadamard, random_signs, turned
-from minitrain.attention.kernel import empty_result, merge
+from minitrain.attention.kernel import (
+    empty_result,
+    fused_backward,
+    fused_forward,
+    merge,
+    plain_backward,
+    plain_forward,
+)
 from minitrain.attention.lazy import lazy_attention
 from minitrain.attention.pipelined import elapsed, pingpong, play_steps, sequential, within
 from minitrain.attention.traffic import SlowMemory, Traffic
@@ -448,3 +455,16 @@ def test_hadamard_is_orthogonal():
     torch.testing.assert_close(turned(q, signs) @ turned(k, signs).mT, q @ k.mT, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="12 columns: give a power of two, 16"):
         hadamard(torch.zeros(1, 12))
+
+
+def test_the_fused_kernel_is_given_rows_wherever_they_lie():
+    """As RoPE on heads of two leaves them: the last dim is not the one that lies in a row."""
+    drawn = (torch.randn(2, 3, 2, 5, dtype=torch.float64).permute(0, 1, 3, 2) for _ in range(4))
+    q, k, v, dout = drawn
+    for causal in (False, True):
+        out, lse = fused_forward(q, k, v, causal)
+        for found, wanted in zip((out, lse), plain_forward(q, k, v, causal)):
+            assert (found - wanted).abs().max() < 1e-12
+        grads = fused_backward(dout, q, k, v, out, lse, causal)
+        for found, wanted in zip(grads, plain_backward(dout, q, k, v, out, lse, causal)):
+            assert (found - wanted).abs().max() < 1e-12
