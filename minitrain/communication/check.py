@@ -90,6 +90,5 @@ def draw(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> s
 
     cells = [["".join(map(glyph, row)) for row in frame] for frame in frames]  # [step][rank]
     lines = [("rank", *titles), *((f"{rank}", *row) for rank, row in enumerate(zip(*cells)))]
-    return "\n".join(
-        "  ".join([f"{name:<7}", *(c.ljust(width) for c in row)]).rstrip() for name, *row in lines
-    )
+    padded = ((f"{name:<7}", *(cell.ljust(width) for cell in row)) for name, *row in lines)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)

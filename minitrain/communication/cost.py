@@ -36,8 +36,7 @@ def racks(rack_of: Sequence[int], near: tuple, far: tuple, oversubscription: flo
     """[rank] -> rack or node, and (alpha_s, bytes_per_s) of a rank's ports inside (near) and outside (far).
 
     The uplink of a rack carries what the far ports of its ranks carry, divided by `oversubscription`: for
-    nodes of g ranks 1 with a network card each, g with one card for all, as fast as a far port.
-    """
+    nodes of g ranks 1 with a network card each, g with one card for all, as fast as a far port."""
     ranks_in_rack = Counter(rack_of)
 
     def path(source: int, to: int) -> Path:

@@ -81,8 +81,7 @@ def mirror(schedule: Schedule) -> Schedule:
 def place(schedule: Schedule, ranks: Sequence[int], chunks: range, *, of: tuple[int, int]) -> Schedule:
     """The schedule as part of a larger one, `of` = (ranks, chunks): rank i becomes ranks[i].
 
-    Each of its chunks becomes a block of len(chunks) / schedule.chunks of the new ones.
-    """
+    Each of its chunks becomes a block of len(chunks) / schedule.chunks of the new ones."""
     block, rest = divmod(len(chunks), schedule.chunks)
     if rest or len(set(ranks)) != schedule.ranks:
         size, room = (schedule.ranks, schedule.chunks), (len(set(ranks)), len(chunks))

@@ -22,10 +22,7 @@ section 4.
 from math import ceil, floor, sqrt
 from typing import NamedTuple
 
-from minitrain.communication.algorithms import ring_all_reduce
-from minitrain.communication.halving import doubling_all_reduce, halving_doubling_all_reduce
-from minitrain.communication.schedule import Schedule, check_ranks
-from minitrain.communication.tree import double_tree_all_reduce
+from minitrain.communication.schedule import check_ranks
 
 AS_NCCL = ("ring", "double tree")
 POWERS_OF_TWO_ONLY = ("halving and doubling", "recursive doubling")
@@ -85,18 +82,6 @@ def choose(n: int, size_bytes: float, network: Network, among: tuple[str, ...] =
         return Choice(algorithm, time_s(algorithm, n, size_bytes, network, pieces), pieces)
 
     return min(map(priced, among), key=lambda choice: choice.seconds)
-
-
-def schedule_of(choice: Choice, n: int) -> Schedule:
-    """What was chosen, ready for the interpreter."""
-    _check(choice.algorithm, n)
-    build = {
-        "ring": ring_all_reduce,
-        "double tree": lambda n: double_tree_all_reduce(n, choice.pieces),
-        "halving and doubling": halving_doubling_all_reduce,
-        "recursive doubling": doubling_all_reduce,
-    }
-    return build[choice.algorithm](n)
 
 
 def crossover_bytes(n: int, network: Network) -> float:

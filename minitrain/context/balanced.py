@@ -103,9 +103,7 @@ def inputs_to(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
     return next(((other, need[1]) for other, need in needed if need and need[0] == rank), None)
 
 
-def run_schedule(
-    schedule: Schedule, group: ProcessGroup, sent: dict, returned: dict, compute: Callable, merge: Callable
-) -> None:
+def run_schedule(schedule: Schedule, group, sent: dict, returned: dict, compute, merge) -> None:
     """compute(work, side, what came) -> what goes back; side is "keys", "queries", or "" where both are here.
     merge(side that was sent, what came back). sent[side] are this rank's tensors; returned[side] are shaped
     as what comes back for them. All ranks' are alike."""
@@ -155,9 +153,7 @@ def received(handles: list[Handle]) -> Tensors:
     return tuple(x for handle in handles if (x := handle.wait()) is not None)
 
 
-def balanced_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, schedule: Callable = balanced, **how
-) -> Tensor:
+def balanced_attention(q, k, v, *, group: ProcessGroup, schedule: Callable = balanced, **how) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, contiguous tokens -> `[B, H, T/n, K]`, causal.
     `schedule`: of n ranks. `how`: kernel, bias, dropout (ring.check_core)."""
     kernel = check_core("balanced_attention", q, k, v, **how)
@@ -166,9 +162,7 @@ def balanced_attention(
     return recomputed(balanced_forward, balanced_backward, q, k, v, group, work, kernel)
 
 
-def balanced_forward(
-    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, schedule: Schedule, kernel: Kernel
-) -> tuple[Tensor, Tensor]:
+def balanced_forward(q, k, v, group, schedule: Schedule, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` in q's dtype, and lse `[B, H, T/n]`."""
     softmax, like_out = OnlineSoftmax(q), q.new_empty(*q.shape[:-1], v.size(-1))
     like_lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -186,9 +180,7 @@ def balanced_forward(
     return softmax.result()
 
 
-def balanced_backward(
-    dout, q, k, v, out, lse, group: ProcessGroup, schedule: Schedule, kernel: Kernel
-) -> Tensors:
+def balanced_backward(dout, q, k, v, out, lse, group, schedule: Schedule, kernel: Kernel) -> Tensors:
     """The same tiles by the same ranks -> dq, dk, dv of this rank's tokens."""
     sums = {"queries": (GradSum(q),), "keys": (GradSum(k), GradSum(v))}
 

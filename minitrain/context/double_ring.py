@@ -32,9 +32,7 @@ from minitrain.context.ring import Rings, Tensors, check_core, nested_ring_pass,
 SIDES = "queries", "keys"
 
 
-def double_ring_attention(
-    q, k, v, *, outer: ProcessGroup, inner: ProcessGroup, layout=zigzag, causal=True, **how
-) -> Tensor:
+def double_ring_attention(q, k, v, *, outer, inner, layout=zigzag, causal=True, **how) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens by `layout` over the ranks outer · M + inner of
     mesh.group("outer", "inner") -> `[B, H, T/n, K]`. `how`: kernel, bias, dropout (ring.check_core)."""
     kernel = check_core("double_ring_attention", q, k, v, fewer=True, **how)
@@ -49,16 +47,12 @@ def burst_attention(
     """The same; groups `inside`: the M devices of this node, `across`: the N with this one's number."""
     kernel = check_core("burst_attention", q, k, v, fewer=True, **how)
     if backward_sends not in SIDES:
-        raise ValueError(
-            f"burst_attention: backward_sends={backward_sends!r}; choose from {', '.join(SIDES)}"
-        )
+        raise ValueError(f"burst_attention: {backward_sends=}; choose from {', '.join(SIDES)}")
     backward = ring_backward if backward_sends == "keys" else queries_backward
     return recomputed(ring_forward, backward, q, k, v, Rings((across, inside), layout, causal), kernel)
 
 
-def queries_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rings: Rings, kernel: Kernel
-) -> Tensors:
+def queries_backward(dout, q, k, v, out, lse, rings: Rings, kernel: Kernel) -> Tensors:
     """`ring_backward`, but the queries' side goes round -> dq, dk, dv of this rank's tokens."""
     plan, dk, dv = rings.plan(q, k, queries_travel=True), GradSum(k), GradSum(v)
 
@@ -76,8 +70,6 @@ def check_crossing(**groups: ProcessGroup) -> None:
     for (axis, group), (other, other_group) in combinations(sorted(groups.items()), 2):
         ours, theirs = (list(collectives.channel_of(g).members) for g in (group, other_group))
         if len(shared := sorted(set(ours) & set(theirs))) != 1:
-            what = (
-                f"{axis} group {ours} and {other} group {theirs} share ranks {shared}, but must cross in this"
-            )
+            what = f"{axis} group {ours} and {other} group {theirs} share ranks {shared}"
             names = f"on Mesh({axis}=, {other}=) they are group({axis!r}) and group({other!r})"
-            raise ValueError(f"{what} rank only; {names}")
+            raise ValueError(f"{what}, but must cross in this rank only; {names}")

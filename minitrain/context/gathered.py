@@ -27,9 +27,7 @@ from minitrain.context.layout import Documents, Layout, Tile, contiguous, last, 
 from minitrain.context.ring import check_core
 
 
-def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout=contiguous, causal=True, keep=True, **how
-) -> Tensor:
+def gathered_attention(q, k, v, *, group, layout=contiguous, causal=True, keep=True, **how) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. Fewer queries
     than keys are each rank's last. `how`: kernel, bias, dropout (ring.check_core)."""
     kernel = check_core("gathered_attention", q, k, v, fewer=True, **how)
@@ -39,9 +37,7 @@ def gathered_attention(
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, group, seen, order, kernel: Kernel, keep: bool
-    ) -> Tensor:
+    def forward(ctx, q, k, v, group, seen, order, kernel: Kernel, keep: bool) -> Tensor:
         keys_values, softmax = gather(k, v, group, order), OnlineSoftmax(q)
         softmax.add_tiles(seen, *keys_values, kernel)
         out, lse = softmax.result()
@@ -59,9 +55,7 @@ class _Gathered(torch.autograd.Function):
         return dq.total.to(q.dtype), *scatter(dk, dv, group, order, k.dtype), *[None] * 5
 
 
-def seen_and_order(
-    q: Tensor, k: Tensor, group: ProcessGroup, layout: Layout, causal: bool
-) -> tuple[list[Tile], Tensor | None]:
+def seen_and_order(q, k, group, layout: Layout, causal: bool) -> tuple[list[Tile], Tensor | None]:
     """What this rank's queries see of all keys in the order of the sequence, and the place of each of those
     in rank order (None: the same)."""
     ranks, length = group.size(), group.size() * k.size(-2)
@@ -91,9 +85,7 @@ def gather(k: Tensor, v: Tensor, group: ProcessGroup, order: Tensor | None) -> t
     return both[..., : k.size(-1)], both[..., k.size(-1) :]
 
 
-def scatter(
-    dk: GradSum, dv: GradSum, group: ProcessGroup, order: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def scatter(dk: GradSum, dv: GradSum, group, order: Tensor | None, dtype) -> tuple[Tensor, Tensor]:
     """This rank's tokens of the sums over ranks, `[B, H_kv, T/n, K]`."""
     both = torch.cat((dk.by_token, dv.by_token), -1).to(dtype)
     if order is not None:

@@ -40,9 +40,7 @@ def usp_attention(q, k, v, *, ulysses: ProcessGroup, ring: ProcessGroup, **setti
     return heads_and_rings(q, k, v, ulysses, dict(ring=ring), core, **settings)
 
 
-def loongtrain_attention(
-    q, k, v, *, ulysses: ProcessGroup, outer: ProcessGroup, inner: ProcessGroup, **settings
-):
+def loongtrain_attention(q, k, v, *, ulysses, outer, inner, **settings) -> Tensor:
     """The same with a double ring; its ranks are numbered as in mesh.group("outer", "inner")."""
     core = partial(double_ring_attention, outer=outer, inner=inner)
     return heads_and_rings(q, k, v, ulysses, dict(outer=outer, inner=inner), core, **settings)

@@ -47,9 +47,8 @@ def striped(rank: int, ranks: int, length: int) -> list[range]:
 def _piece(name: str, length: int, pieces: int) -> int:
     if length % pieces or not length:
         fits = -(-max(length, 1) // pieces) * pieces
-        raise ValueError(
-            f"{name}: T={length} is not a multiple of {pieces} pieces; pad the sequence to {fits}"
-        )
+        cure = f"pad the sequence to {fits}"
+        raise ValueError(f"{name}: T={length} is not a multiple of {pieces} pieces; {cure}")
     return length // pieces
 
 

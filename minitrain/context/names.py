@@ -6,7 +6,6 @@ of the rings, and each of their ranks deals its tokens to `ulysses` ranks.
 """
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -61,27 +60,6 @@ def check_choice(
         raise ValueError(f"{name}: {why}")
 
 
-def check_tokens(
-    name: str, sizes: Mapping[str, int], layout: str, length: int, slices: int | Sequence[int] = 1
-) -> None:
-    """T divides as the layout needs it; so does every slice (how many, or the tokens of each)."""
-    ranks = math.prod(sizes.values())
-    pieces = math.lcm(ranks // dealt_to(name, sizes) * LAYOUTS[layout], ranks)
-    what = f"{name}, {layout}:"
-    if slices == 1:
-        if length % pieces or not length:
-            padded = -(-max(length, 1) // pieces) * pieces
-            what = f"{what} T={length} is not a multiple of {pieces} on cp={ranks}"
-            raise ValueError(f"{what}; pad the sequence to {padded}")
-        return
-    lengths = slice_lengths(length, slices, ranks)
-    if any(size % pieces or not size for size in lengths):
-        what = f"{what} slices of {lengths} tokens are not all multiples of {pieces} on cp={ranks}"
-        raise ValueError(
-            f"{what}; use a T that is a multiple of {len(lengths) * pieces}, or give the lengths of slices"
-        )
-
-
 def dealt_to(name: str, sizes: Mapping[str, int]) -> int:
     """To how many ranks each rank of the rings deals its tokens; the layout is that of the rings."""
     return sizes["ulysses"] if len(CORES[name].axes) > 1 and "ulysses" in sizes else 1
@@ -105,12 +83,6 @@ def even_slices(length: int, count: int, ranks: int) -> list[int]:
         raise ValueError(f"{what}: each rank needs the same number of tokens, {count} or more")
     size, longer = divmod(length // ranks, count)
     return [(size + (number < longer)) * ranks for number in range(count)]
-
-
-def check_length(max_positions: int, length: int) -> None:
-    """Of a whole sequence; a rank of cp sees a part of it only."""
-    if length > max_positions:
-        raise ValueError(f"sequence {length} > max_positions {max_positions}; cut it or raise max_positions")
 
 
 def _named(what: str, name: str, table: Mapping[str, object]):

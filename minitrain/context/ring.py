@@ -60,9 +60,7 @@ def flat_ring(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Ten
     return out.to(q.dtype), lse
 
 
-def flat_ring_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, group: ProcessGroup
-) -> Tensors:
+def flat_ring_backward(dout, q, k, v, out, lse, group: ProcessGroup) -> Tensors:
     """dq, dk, dv. The block goes round with the sums for its keys; n hops bring them home."""
     rank, ranks = group.rank(), group.size()
     dq, sums = torch.zeros_like(q), (torch.zeros_like(k), torch.zeros_like(v))
@@ -78,9 +76,7 @@ def flat_ring_backward(
 # ---- then any layout, any mask, and nothing waited for that could be hidden ------------------------------
 
 
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout=contiguous, causal=True, **how
-) -> Tensor:
+def ring_attention(q, k, v, *, group: ProcessGroup, layout=contiguous, causal=True, **how) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. A core for the
     model. Fewer queries than keys are each rank's last (sliced.py). `how`: kernel, bias, dropout
     (`check_core`)."""
@@ -122,9 +118,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, rings: Rings, kernel: Kernel) 
     return softmax.result()
 
 
-def ring_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rings: Rings, kernel: Kernel
-) -> Tensors:
+def ring_backward(dout, q, k, v, out, lse, rings: Rings, kernel: Kernel) -> Tensors:
     """-> dq, dk, dv of this rank's tokens."""
     plan, dq = rings.plan(q, k), GradSum(q)
 
@@ -140,9 +134,7 @@ def ring_backward(
 # ---- the ring --------------------------------------------------------------------------------------------
 
 
-def ring_pass(
-    x: Tensors, group: ProcessGroup, work: Callable, skip: int | None = None, steps: int | None = None
-) -> Tensors | None:
+def ring_pass(x: Tensors, group: ProcessGroup, work: Callable, skip=None, steps=None) -> Tensors | None:
     """work(step, *x of rank - step), step = 0..n-1, while the next x arrives. What it returns is this rank's
     share of sums that belong to x's owner. They travel one step behind x, in the dtype of its first tensor,
     hide as x does, and the sums for this rank's own x are returned. With `skip` x goes that far first, and no
@@ -166,9 +158,7 @@ def ring_pass(
     return sums if own is None else added(own, sums)
 
 
-def nested_ring_pass(
-    x: Tensors, groups: Sequence[ProcessGroup], work: Callable, steps: tuple[int, ...] = ()
-) -> Tensors | None:
+def nested_ring_pass(x: Tensors, groups: Sequence[ProcessGroup], work: Callable, steps=()) -> Tensors | None:
     """`ring_pass` in rings within rings, the first outermost: work(the steps x has come in each ring, *x).
     The next x of an outer ring arrives behind all the steps of the rings inside."""
     if not groups:
@@ -183,9 +173,7 @@ def added(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Sequence[Tensor]:
     return ours
 
 
-def check_core(
-    what: str, q: Tensor, k: Tensor, v: Tensor, *, fewer=False, kernel: Kernel = FUSED, bias=None, dropout=0.0
-) -> Kernel:
+def check_core(what: str, q, k, v, *, fewer=False, kernel: Kernel = FUSED, bias=None, dropout=0.0) -> Kernel:
     """What a core over ranks can be given, before anything is sent -> the kernel with its bias and dropout
     (placed.py). `fewer`: the core takes fewer queries than keys."""
     alike = k.shape[:3] == v.shape[:3] and q.shape[::3] == k.shape[::3]

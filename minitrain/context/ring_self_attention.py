@@ -30,9 +30,7 @@ from minitrain.context.layout import Layout, Tile, contiguous, last, positions_o
 from minitrain.context.ring import Tensors, check_core, ring_pass
 
 
-def ring_self_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, layout=contiguous, causal=True, **places
-) -> Tensor:
+def ring_self_attention(q, k, v, *, group: ProcessGroup, layout=contiguous, causal=True, **places) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. `places`: bias,
     dropout."""
     check_core("ring_self_attention", q, k, v, fewer=True, **places)

@@ -20,10 +20,11 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from minitrain.attention.kernel import FUSED, GradSum, Kernel, OnlineSoftmax, add_tiles_backward, recomputed
+from minitrain.attention.kernel import FUSED, Kernel, recomputed
 from minitrain.attention.placed import check_places, placed
-from minitrain.context.layout import Layout, Tile, moved, tiles
+from minitrain.context.layout import Layout, moved
 from minitrain.context.names import slice_lengths
+from minitrain.context.ring import Rings, ring_backward, ring_forward
 
 
 def sliced(layout: Layout, slices: int | Sequence[int]) -> Layout:
@@ -49,20 +50,6 @@ def last_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel: Kernel = FUSED, *
     if before < 0:
         what = f"last_attention: {q.size(-2)} queries end where {length} keys do"
         raise ValueError(f"{what}, so the first ones see nothing; give them their keys")
-    keys = [range(before), range(before, length)] if before else [range(length)]
-    seen = tiles(keys[-1:], keys, causal=True)
-    return recomputed(_forward, _backward, q, k, v, seen, placed(kernel, **places))
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, seen: list[Tile], kernel: Kernel) -> tuple[Tensor, Tensor]:
-    softmax = OnlineSoftmax(q)
-    softmax.add_tiles(seen, k, v, kernel)
-    return softmax.result()
-
-
-def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: list[Tile], kernel: Kernel
-) -> tuple[Tensor, ...]:
-    dq, dk, dv = sums = [GradSum(x) for x in (q, k, v)]
-    add_tiles_backward(seen, dout, q, k, v, out, lse, dq, dk, dv, kernel)
-    return tuple(dx.total.to(q.dtype) for dx in sums)
+    slices = lambda rank, ranks, length: [range(before), range(before, length)] if before else [range(length)]
+    alone = Rings((), slices, causal=True)  # a ring without ranks
+    return recomputed(ring_forward, ring_backward, q, k, v, alone, placed(kernel, **places))

@@ -33,9 +33,7 @@ from minitrain.context.layout import contiguous, last, positions_of
 from minitrain.context.ring import Tensors, check_core
 
 
-def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup, core: Callable, layout=contiguous, **places
-) -> Tensor:
+def ulysses_attention(q, k, v, *, group: ProcessGroup, core: Callable, layout=contiguous, **places) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`; core(q, k, v) on
     `[B, H/n, T, K]`. `places`: bias and dropout (placed.py), which are the core's: it is given the slopes of
     this rank's heads, and the mask, whose heads begin where this rank's do."""
@@ -49,10 +47,9 @@ def ulysses_attention(
     held = [layout(other, ranks, k.size(2) * ranks) for other in range(ranks)]
     asking = [last(runs, q.size(2)) for runs in held]
     if min(run[0] for runs in asking for run in runs) != (k.size(2) - q.size(2)) * ranks:
-        what = (
-            f"Ulysses: the last {q.size(2)} of {k.size(2)} tokens of each rank are not the last ones of the"
-        )
-        raise ValueError(f"{what} sequence; lay slices out one after the other, sliced(layout, slices)")
+        what = f"Ulysses: the last {q.size(2)} of {k.size(2)} tokens of each rank are not the last ones"
+        cure = "lay slices out one after the other, sliced(layout, slices)"
+        raise ValueError(f"{what} of the sequence; {cure}")
     if bias:
         places = torch.arange(k.size(2) * ranks, device=q.device)
         core = partial(core, bias=Alibi(bias.slopes.chunk(ranks)[rank], places))
@@ -81,10 +78,8 @@ def switch(x: Tensor, group: ProcessGroup, *, cut: int, join: int) -> Tensor:
     if cut == join:
         raise ValueError(f"switch: cut and join are both dim {cut} of x {shape}; give two dims")
     if x.size(cut) % ranks:
-        raise ValueError(
-            f"switch: x {shape} has {x.size(cut)} along dim {cut}, not a multiple of the {ranks} ranks of "
-            f"{collectives.axis_of(group)}; pad it or cut another dim"
-        )
+        what = f"switch: x {shape} has {x.size(cut)} along dim {cut}, not a multiple of the {ranks} ranks"
+        raise ValueError(f"{what} of {collectives.axis_of(group)}; pad it or cut another dim")
     parts = x.unflatten(cut, (ranks, -1)).movedim(cut, 0)
     return collectives.all_to_all(parts, group).movedim(0, join).flatten(join, join + 1)
 

@@ -34,9 +34,7 @@ from minitrain.context.ring import Tensors, check_core, ring_pass
 TIME = 2
 
 
-def wallfacer_attention(
-    q, k, v, *, team: ProcessGroup, ring: ProcessGroup, layout=zigzag, causal=True, **how
-) -> Tensor:
+def wallfacer_attention(q, k, v, *, team, ring, layout=zigzag, causal=True, **how) -> Tensor:
     """q `[B, H, T/P, K]`, k, v `[B, H_kv, T/P, K]`, tokens by `layout` over the ranks ring · C + team, as in
     mesh.group("ring", "team") -> `[B, H, T/P, K]`. `how`: kernel, bias, dropout (ring.check_core)."""
     kernel = check_core("wallfacer_attention", q, k, v, **how)
@@ -46,10 +44,9 @@ def wallfacer_attention(
         raise ValueError(f"{what}: they travel in one message as wide as queries; take another core")
     members, teams = team.size(), ring.size()
     if teams % members:
-        what = (
-            f"teams of C={members} on P={teams * members} ranks: P/C² = {teams / members:g} blocks for each"
-        )
-        raise ValueError(f"{what} member; take a C whose square divides P")
+        what = f"teams of C={members} on P={teams * members} ranks"
+        share = f"P/C² = {teams / members:g} blocks for each member"
+        raise ValueError(f"{what}: {share}; take a C whose square divides P")
     where = Teams(team, ring, tiles_by_step(team, ring, layout, q.size(TIME), causal))
     out = recomputed(wallfacer_forward, wallfacer_backward, q, k, widened(v, q), where, kernel)
     return out if v.size(-1) == q.size(-1) else out[..., : v.size(-1)]
@@ -77,9 +74,7 @@ def wallfacer_forward(q: Tensor, k: Tensor, v: Tensor, where: Teams, kernel: Ker
     return out.to(q.dtype), lse
 
 
-def wallfacer_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, where: Teams, kernel: Kernel
-) -> Tensors:
+def wallfacer_backward(dout, q, k, v, out, lse, where: Teams, kernel: Kernel) -> Tensors:
     """-> dq, dk, dv of this rank's tokens."""
     q, k, v, dout, out = gathered((q, k, v, dout, out), where.team)
     lse, dq = collectives.all_gather(lse, where.team, TIME), GradSum(q)
@@ -109,9 +104,7 @@ def merged_scatter(out: Tensor, lse: Tensor, team: ProcessGroup) -> tuple[Tensor
     return (outs * (lses - whole).exp()).sum(0), whole.squeeze(-1)
 
 
-def tiles_by_step(
-    team: ProcessGroup, ring: ProcessGroup, layout: Layout, tokens: int, causal: bool
-) -> list[list[Tile]]:
+def tiles_by_step(team, ring, layout: Layout, tokens: int, causal: bool) -> list[list[Tile]]:
     """For each of this member's S = P/C² blocks what the team's queries see of it."""
     members, teams = team.size(), ring.size()
     blocks, total = teams // members, members * teams

@@ -12,8 +12,6 @@ FLOPs depend on it: Llama 3.1's rescaled RoPE, GPT-3's alternating sparse attent
 positions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from minitrain.model.experts_config import ExpertsConfig
@@ -80,9 +78,8 @@ class GPTConfig:
             raise ValueError(f"dropout = {self.dropout}; must be in [0, 1)")
         self._check_experts()
         if self.norm_eps <= 0 or self.rope_theta <= 0:
-            raise ValueError(
-                f"norm_eps = {self.norm_eps} and rope_theta = {self.rope_theta} must both be > 0"
-            )
+            found = f"norm_eps = {self.norm_eps} and rope_theta = {self.rope_theta}"
+            raise ValueError(f"{found} must both be > 0")
 
     def _derive(self, name: str, value: int):
         if _derived(getattr(self, name)):
@@ -93,10 +90,8 @@ class GPTConfig:
     def _check_attention(self):
         heads, kv_heads, latent = self.num_heads, self.num_kv_heads, self.kv_latent
         if heads % kv_heads:
-            allowed = ", ".join(map(str, divisors(heads)))
-            raise ValueError(
-                f"num_heads {heads} is not a multiple of num_kv_heads {kv_heads}; allowed {allowed}"
-            )
+            found = f"num_heads {heads} is not a multiple of num_kv_heads {kv_heads}"
+            raise ValueError(f"{found}; allowed {', '.join(map(str, divisors(heads)))}")
         latent_wants = {
             "positions": ("'rope'", self.positions == "rope"),
             "rope_head_dim": ("at least 2", self.rope_head_dim >= 2),
@@ -149,10 +144,8 @@ def _derived(value: int | None) -> bool:
 def _gpt2(width: int, num_layers: int, num_heads: int, **other) -> GPTConfig:
     """Radford et al. 2019, section 2.3: pre-norm, learned positions, GELU (by tanh, in their code and in what
     was trained after it: GPT-NeoX, BLOOM), biases everywhere, tied head."""
-    style = dict(
-        vocab_size=50_257, max_positions=1024, norm="layer", positions="learned", bias=True, tied=True
-    )
-    style |= dict(activation="gelu_tanh") | other
+    style = dict(norm="layer", positions="learned", activation="gelu_tanh", bias=True, tied=True)
+    style |= dict(vocab_size=50_257, max_positions=1024) | other
     return GPTConfig(d_model=width, num_layers=num_layers, num_heads=num_heads, **style)
 
 
@@ -162,7 +155,13 @@ def _llama(width: int, num_layers: int, num_heads: int, num_kv_heads: int, d_ff:
     return GPTConfig(d_model=width, num_layers=num_layers, d_ff=d_ff, **heads, **other)
 
 
+_V3_EXPERTS = dict(expert_width=2048, shared_experts=1, dense_first=3, balance_alpha=1e-4, bias_speed=1e-3)
+_V3_EXPERTS |= dict(route_nodes=8, node_limit=4, route_scale=2.5)
 _DEEPSEEK_V3 = dict(kv_latent=512, query_latent=1536, rope_head_dim=64, head_dim=128, norm_eps=1e-6)
+_DEEPSEEK_V3 |= dict(vocab_size=129_280, max_positions=4096)
+_DEEPSEEK_V3 |= dict(experts=ExpertsConfig(256, 8, "deepseek", **_V3_EXPERTS))
+_MIXTRAL = dict(vocab_size=32_000, max_positions=32_768, rope_theta=1e6, experts=ExpertsConfig(8, 2))
+_TINY = dict(d_model=64, num_layers=2, num_heads=4, max_positions=256)
 _LLAMA3 = dict(vocab_size=128_256, max_positions=8192, rope_theta=500_000.0)
 _NEOX = dict(vocab_size=50_432, max_positions=2048, positions="rope", rope_fraction=0.25, tied=False)
 _BLOOM = dict(vocab_size=250_880, max_positions=2048, positions="alibi", embedding_norm=True)
@@ -170,16 +169,9 @@ _GLM = dict(vocab_size=150_528, max_positions=2048, positions="rope", activation
 
 presets = {
     # For laptops: text as bytes, so 256 tokens.
-    "tiny": GPTConfig(d_model=64, num_layers=2, num_heads=4, max_positions=256),
+    "tiny": GPTConfig(**_TINY),
     "small": GPTConfig(d_model=256, num_layers=6, num_heads=8, max_positions=512),
-    "tiny-moe": GPTConfig(
-        d_model=64,
-        num_layers=2,
-        num_heads=4,
-        max_positions=256,
-        d_ff=96,
-        experts=ExpertsConfig(num_experts=8, top_k=2, balance_alpha=0.01),
-    ),
+    "tiny-moe": GPTConfig(**_TINY, d_ff=96, experts=ExpertsConfig(8, 2, balance_alpha=0.01)),
     "medium": GPTConfig(d_model=1024, num_layers=8, num_heads=16, num_kv_heads=8, max_positions=1024),
     # Radford et al. 2019 (the repository's readme corrects the paper's 117M to 124M).
     "gpt2": _gpt2(768, 12, 12),
@@ -200,39 +192,7 @@ presets = {
     "llama3-70b": _llama(8192, 80, 64, 8, 28_672, **_LLAMA3),
     "llama3.1-405b": _llama(16_384, 126, 128, 8, 53_248, **(_LLAMA3 | dict(max_positions=131_072))),
     # Jiang et al. 2024, table 1: Mistral 7B's layers with 8 experts each.
-    "mixtral-8x7b": _llama(
-        4096,
-        32,
-        32,
-        8,
-        14_336,
-        vocab_size=32_000,
-        max_positions=32_768,
-        rope_theta=1e6,
-        experts=ExpertsConfig(8, 2),
-    ),
+    "mixtral-8x7b": _llama(4096, 32, 32, 8, 14_336, **_MIXTRAL),
     # DeepSeek-AI 2024, section 4.2, without the multi-token prediction module.
-    "deepseek-v3": _llama(
-        7168,
-        61,
-        128,
-        128,
-        18_432,
-        vocab_size=129_280,
-        max_positions=4096,
-        **_DEEPSEEK_V3,
-        experts=ExpertsConfig(
-            256,
-            8,
-            "deepseek",
-            expert_width=2048,
-            shared_experts=1,
-            dense_first=3,
-            balance_alpha=1e-4,
-            bias_speed=1e-3,
-            route_nodes=8,
-            node_limit=4,
-            route_scale=2.5,
-        ),
-    ),
+    "deepseek-v3": _llama(7168, 61, 128, 128, 18_432, **_DEEPSEEK_V3),
 }

@@ -10,8 +10,6 @@ the last layers). What is per row here, capacity and the balance loss, is per ba
 Transformer and per group in GShard; a row is a group that no layout of ranks cuts differently. No torch here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from minitrain.model.fields import check_choice, check_least, check_names, check_types
@@ -49,9 +47,8 @@ class ExpertsConfig:
         check_types(self)
         check_choice(self, "router", ROUTERS)
         check_least(self, 1, ("num_experts", "top_k", "expert_every", "route_nodes"))
-        check_least(
-            self, 0, ("shared_experts", "dense_first", "pyramid_layers", "pyramid_experts", "node_limit")
-        )
+        counts = "shared_experts", "dense_first", "pyramid_layers", "pyramid_experts", "node_limit"
+        check_least(self, 0, counts)
         for name in ("capacity_factor", "balance_alpha", "z_alpha", "bias_speed", "route_scale"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} = {getattr(self, name)}; use 0 or more, finite")
@@ -72,14 +69,12 @@ class ExpertsConfig:
         plain = ExpertsConfig.__dataclass_fields__
         for name in ("bias_speed", "route_nodes", "node_limit", "route_scale"):
             if self.router != "deepseek" and getattr(self, name) != plain[name].default:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)} is for router 'deepseek', not {self.router!r}"
-                )
+                found = f"{name} = {getattr(self, name)}"
+                raise ValueError(f"{found} is for router 'deepseek', not {self.router!r}")
         nodes, limit = self.route_nodes, self.node_limit or self.route_nodes
         if limit > nodes:
-            raise ValueError(
-                f"node_limit = {limit} of route_nodes = {nodes}; use at most {nodes}, or 0 for all"
-            )
+            found = f"node_limit = {limit} of route_nodes = {nodes}"
+            raise ValueError(f"{found}; use at most {nodes}, or 0 for all")
         for experts in {self.num_experts, self.pyramid_experts or self.num_experts}:
             if experts % nodes or self.top_k % limit or self.top_k // limit > experts // nodes:
                 sizes = f"{experts} experts, route_nodes {nodes}, node_limit {limit}, top_k {self.top_k}"
@@ -91,19 +86,12 @@ class ExpertsConfig:
         blocks = self.blocks(num_layers)
         if number not in blocks:
             return 0
-        return (
-            self.pyramid_experts
-            if number in blocks[len(blocks) - self.pyramid_layers :]
-            else self.num_experts
-        )
+        in_pyramid = number in blocks[len(blocks) - self.pyramid_layers :]
+        return self.pyramid_experts if in_pyramid else self.num_experts
 
     def blocks(self, num_layers: int) -> list[int]:
         """The blocks with experts."""
-        return [
-            n
-            for n in range(1, num_layers + 1)
-            if n > (at := self.dense_first) and not (n - at) % self.expert_every
-        ]
+        return list(range(self.dense_first + self.expert_every, num_layers + 1, self.expert_every))
 
     @property
     def whole_rows(self) -> bool:

@@ -1,7 +1,5 @@
 """What the configs of a model check alike: names, types and choices of their fields, in words that help."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from dataclasses import fields

@@ -81,22 +81,18 @@ class Block(nn.Module):
     pre        x + f(norm(x))                            the usual one: the stream itself is never normed
     parallel   x + attention(norm1(x)) + mlp(norm2(x))   both at once: one all-reduce under tensor parallelism
     post       norm(x + f(x))                            the original; deep down all tokens become one vector
-    deepnorm   norm(alpha·x + f(x))                      for depth: alpha = sqrt(2L), smaller weights
-    """
+    deepnorm   norm(alpha·x + f(x))                      for depth: alpha = sqrt(2L), smaller weights"""
 
     result = staticmethod(call)
 
-    def __init__(
-        self, config: GPTConfig, name: str, attention: Callable = causal_attention, part=0, parts=1, **place
-    ):
+    def __init__(self, config: GPTConfig, name: str, attention=causal_attention, part=0, parts=1, **place):
         super().__init__()
         self.config, self.name = config, name
         kind = LatentAttention if config.kv_latent else Attention
         self.norm1, self.attention = norm(config, **place), kind(config, attention, **place)
         self.norm2, experts = norm(config, **place), config.experts_in(int(name.split(".")[-1]))
-        self.mlp = (
-            MixtureOfExperts(config, experts, part, parts, **place) if experts else MLP(config, **place)
-        )
+        routed = partial(MixtureOfExperts, num_experts=experts, part=part, parts=parts)
+        self.mlp = (routed if experts else MLP)(config, **place)
         self.dropout1, self.dropout2 = Dropout(config.dropout), Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -193,9 +189,8 @@ class GPT(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """tokens `[B, T]` -> logits `[B, T, V]`; a slice takes and gives what its first and last layer do."""
         if x.dim() < 2:
-            raise ValueError(
-                f"input is {list(x.shape)}; expected tokens [B, T] (or x [B, T, D] for later layers)"
-            )
+            expected = "tokens [B, T] (or x [B, T, D] for later layers)"
+            raise ValueError(f"input is {list(x.shape)}; expected {expected}")
         if positions is None:
             positions = torch.arange(x.size(1), device=x.device)
         return self.play(self.layers, x, positions)
@@ -289,16 +284,13 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of -log p(target) over the targets that count (not -100): `[B, T, V]`, `[B, T]` -> scalar.
 
     A sum and not a mean: whoever knows how many tokens count on all ranks divides once. If every target is
-    masked it is 0 with zero gradients and no error, for another rank may hold tokens that count.
-    """
+    masked it is 0 with zero gradients and no error, for another rank may hold tokens that count."""
     logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets.flatten(), ignore_index=MASKED, reduction="sum")
 
 
 @torch.no_grad()
-def generate(
-    model: Callable, prompt: Tensor, n: int, temperature=1.0, seed=0, window: int | None = None
-) -> Tensor:
+def generate(model: Callable, prompt: Tensor, n: int, temperature=1.0, seed=0, window=None) -> Tensor:
     """`[B, T]` tokens -> `[B, T + n]`, one at a time, without a cache; temperature 0 takes the likeliest."""
     if temperature < 0:
         raise ValueError(f"temperature = {temperature}; use 0 (the likeliest token) or more")

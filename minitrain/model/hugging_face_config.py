@@ -1,6 +1,7 @@
 """The GPTConfig of a config.json as Hugging Face writes it, or one line that says what has no counterpart.
 
     config_of({"model_type": "mixtral", "hidden_size": 4096, ..})         llama, gpt2, mixtral, deepseek_v3
+    settings_of(config, "Mixtral")                                        the same the other way round
 
 Read are sizes and the arithmetic of a forward. Not read is how a model was trained: balance losses, the
 speed of biases, dropout. Refused is what would change logits in silence: rescaled RoPE (DeepSeek-V3's own
@@ -71,6 +72,49 @@ def config_of(settings: Mapping) -> GPTConfig:
             )
     known = "'llama', 'gpt2', 'mixtral' and 'deepseek_v3' are known here"
     raise ValueError(f"model_type {settings.get('model_type')!r}; {known}")
+
+
+def settings_of(config: GPTConfig, family: str) -> dict:
+    """What a config.json says of the model; `family` as `hugging_face.family_of` calls it."""
+    c = config
+    if family == "GPT-2":
+        return dict(
+            model_type="gpt2",
+            architectures=["GPT2LMHeadModel"],
+            vocab_size=c.vocab_size,
+            n_embd=c.d_model,
+            n_layer=c.num_layers,
+            n_head=c.num_heads,
+            n_inner=int(c.d_ff),
+            n_positions=c.max_positions,
+            layer_norm_epsilon=c.norm_eps,
+            activation_function="gelu" if c.activation == "gelu" else "gelu_new",
+            tie_word_embeddings=c.tied,
+        )
+    kinds = {"Llama": "llama", "Mixtral": "mixtral"}
+    if family not in kinds:
+        raise ValueError(
+            f"a config.json of {family} is not written here; {' and '.join(kinds)} are, and GPT-2"
+        )
+    settings = dict(
+        model_type=kinds[family],
+        architectures=[f"{family}ForCausalLM"],
+        vocab_size=c.vocab_size,
+        hidden_size=c.d_model,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=int(c.num_kv_heads),
+        head_dim=int(c.head_dim),
+        intermediate_size=int(c.d_ff),
+        max_position_embeddings=c.max_positions,
+        rms_norm_eps=c.norm_eps,
+        rope_theta=c.rope_theta,
+        tie_word_embeddings=c.tied,
+        hidden_act="silu",
+    )
+    if family == "Mixtral":
+        settings |= dict(num_local_experts=c.experts.num_experts, num_experts_per_tok=c.experts.top_k)
+    return settings
 
 
 def _llama(settings: Mapping, norm_eps: float = 1e-6, **other) -> GPTConfig:

@@ -111,8 +111,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
     """RoPE: turns the pair (x_i, x_{i+R/2}) of a head by the angle position · theta^(-2i/R).
 
     x `[B, H, T, R]`, R even; positions `[T]` or `[B, T]`. The product of a rotated query and a rotated key
-    depends on the difference of their positions only.
-    """
+    depends on the difference of their positions only."""
     exact = torch.promote_types(x.dtype, torch.float32)  # angles in bf16 would be wrong from position 256 on
     exponents = torch.arange(0, x.size(-1), 2, device=x.device, dtype=exact) / x.size(-1)
     angles = positions.to(exact).unsqueeze(-1) * theta**-exponents  # [(B,) T, R/2]
@@ -122,16 +121,13 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0
-) -> Tensor:
+def causal_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0):
     """torch's fused attention: q `[B, H, T, K]`, k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`. A bias is added
     to the scores: numbers that fit `[B, H, T, T]`, or ALiBi's, of the positions of these tokens.
 
     Values `[.., W]` narrower than keys (MLA): on a CPU torch would keep scores. Its flash kernel, called
     here, keeps q, k, v, out and lse, and pads values with zeros: FLOPs are 2K for K + W, in backward 5K for
-    3K + 2W.
-    """
+    3K + 2W."""
     if q.size(-2) != k.size(-2):
         sizes = f"{q.size(-2)} queries, {k.size(-2)} keys"
         raise ValueError(f"causal_attention: {sizes}; it is written for as many of both")
@@ -146,9 +142,7 @@ def causal_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, **settings)
 
 
-def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0
-) -> Tensor:
+def naive_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0):
     """The same in five lines: each FLOP and each saved tensor can be seen. Keeps `[B, H, T, T]` scores."""
     bias = bias.own(q) if isinstance(bias, Alibi) else bias
     if (shared := q.size(1) // k.size(1)) > 1:
@@ -216,8 +210,7 @@ class LatentAttention(nn.Module):
         [c, r] = x · W_kv_down        k_h = [c · W_k_up,h, rope(r)]        v_h = c · W_v_up,h
                                       q_h = [plain_h, rope(turned_h)]      from x, or from a query latent
 
-    A cache holds kv_latent + rope_head_dim numbers per token and layer, whatever the number of heads.
-    """
+    A cache holds kv_latent + rope_head_dim numbers per token and layer, whatever the number of heads."""
 
     result = staticmethod(call)
 
@@ -228,9 +221,8 @@ class LatentAttention(nn.Module):
         if config.query_latent:
             self.q_down = Linear(config.d_model, config.query_latent, bias=config.bias, **place)
             self.q_norm = norm(config, config.query_latent, **place)
-        self.q_up = Linear(
-            config.query_latent or config.d_model, heads * (plain + turned), bias=False, **place
-        )
+        query_width = config.query_latent or config.d_model
+        self.q_up = Linear(query_width, heads * (plain + turned), bias=False, **place)
         self.kv_down = Linear(config.d_model, config.kv_latent + turned, bias=config.bias, **place)
         self.kv_norm = norm(config, config.kv_latent, **place)
         self.k_up = Linear(config.kv_latent, heads * plain, bias=False, **place)
@@ -260,8 +252,7 @@ class LatentAttention(nn.Module):
         """As it is served, and equal to forward: W_k_up moves to the queries, W_v_up behind the core.
 
         q · (c · W)ᵀ = (q · Wᵀ) · cᵀ, so what is left is MQA: one key [c, rope(r)] and one value c for every
-        head.
-        """
+        head."""
         plain, turned, latent, shared_key = self._parts(*self.compress(x), positions)
         weights, width = (self.k_up.weight, self.v_up.weight), self.config.head_dim
         k_up, v_up = (rearrange(weight, "(h k) c -> h k c", k=width) for weight in weights)

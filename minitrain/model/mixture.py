@@ -75,9 +75,8 @@ class Router(nn.Module):
     def by_row(self, scores: Tensor, rows: int, mask: Tensor | None) -> Routing:
         """Experts choose among the tokens of a row, as many in each."""
         tokens, experts = len(scores) // rows, scores.shape[1]
-        room = min(
-            tokens, router.capacity_of(tokens, experts, self.config.top_k, self.config.capacity_factor or 1)
-        )
+        mean, factor = (tokens, experts, self.config.top_k), self.config.capacity_factor or 1
+        room = min(tokens, router.capacity_of(*mean, factor))
         masks = [None] * rows if mask is None else mask.chunk(rows)
         parts = [router.expert_choice(part, room, own) for part, own in zip(scores.chunk(rows), masks)]
         widest = max(part.experts.shape[1] for part in parts)
@@ -86,9 +85,8 @@ class Router(nn.Module):
             found = (getattr(part, name) for part in parts)
             return torch.cat([nn.functional.pad(x, (0, widest - x.shape[1]), value=missing) for x in found])
 
-        return Routing(
-            joined("experts", NOWHERE), joined("weights", 0.0), torch.cat([part.probs for part in parts])
-        )
+        probs = torch.cat([part.probs for part in parts])
+        return Routing(joined("experts", NOWHERE), joined("weights", 0.0), probs)
 
 
 class Experts(nn.Module):
@@ -98,13 +96,10 @@ class Experts(nn.Module):
     def __init__(self, config: GPTConfig, num_experts: int, **place):
         super().__init__()
         self.act, self.way = ACTIVATIONS[config.activation], ways.grouped
-        inwards, outwards = (
-            (num_experts, config.d_model, config.expert_width),
-            (num_experts, config.expert_width, config.d_model),
-        )
-        self.up = nn.Parameter(torch.empty(inwards, **place))
-        self.gate = nn.Parameter(torch.empty(inwards, **place)) if config.activation in GATED else None
-        self.down = nn.Parameter(torch.empty(outwards, **place))
+        make = lambda *widths: nn.Parameter(torch.empty(num_experts, *widths, **place))
+        self.up = make(config.d_model, config.expert_width)
+        self.gate = make(config.d_model, config.expert_width) if config.activation in GATED else None
+        self.down = make(config.expert_width, config.d_model)
 
     def forward(self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None, way=None) -> Tensor:
         way = way or self.way
@@ -125,7 +120,7 @@ class MixtureOfExperts(nn.Module):
         width = config.experts.shared_experts * config.expert_width
         self.shared = MLP(config, width, **place) if width else None
         self.dispatch: Callable[[Routing], Dispatch] = Dispatch
-        self.enter, self.leave = _as_they_are, lambda y, length: y
+        self.enter, self.leave = lambda x, positions: (x, positions, False), lambda y, length: y
         self.row_group: ProcessGroup | None = None
         self.row_ranks = 1  # over how many ranks the rows of the input are cut
         self.noted: Tensor | None = None  # the router's losses of the last forward, a sum over tokens
@@ -186,9 +181,8 @@ class MixtureOfExperts(nn.Module):
         c, noted = self.config, None
         if c.balance_alpha:
             counts = router.counts_of(chosen.flatten(1), self.num_experts)
-            noted = c.balance_alpha * router.balance_sum(
-                routing.probs.unflatten(0, (len(chosen), -1)), counts
-            )
+            probs = routing.probs.unflatten(0, (len(chosen), -1))
+            noted = c.balance_alpha * router.balance_sum(probs, counts)
         if c.z_alpha:
             z = c.z_alpha * router.z_sum(scores, mask)
             noted = z if noted is None else noted + z
@@ -197,10 +191,6 @@ class MixtureOfExperts(nn.Module):
         self.noted = noted
         if self.training and torch.is_grad_enabled():
             self.router.load = self.router.load + routing.counts
-
-
-def _as_they_are(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, bool]:
-    return x, positions, False
 
 
 class RouterLosses:
@@ -234,11 +224,7 @@ def mixtures(layers: Iterable[nn.Module]) -> list[MixtureOfExperts]:
 
 
 @torch.no_grad()
-def move_biases(
-    layers: Iterable[nn.Module],
-    groups: Callable[[MixtureOfExperts], Iterable[ProcessGroup]],
-    move: bool = True,
-) -> None:
+def move_biases(layers: Iterable[nn.Module], groups: Callable, move: bool = True) -> None:
     """After a step: every router's bias follows the load of the whole batch, summed over these groups; 8
     bytes an expert and layer. Without `move`, of a step that was left out, the load is forgotten."""
     for layer in mixtures(layers):

@@ -49,16 +49,7 @@ def held_by(holders: Holders, ranks: int) -> list[list[int]]:
 # ---- rows to their holders -------------------------------------------------------------------------------
 
 
-def layer(
-    x: Tensor,
-    routing: Routing,
-    weights: Weights,
-    holders: Holders,
-    group: ProcessGroup,
-    work: Callable = experts.loop,
-    *,
-    share: bool = False,
-) -> Tensor:
+def layer(x, routing: Routing, weights, holders, group, work=experts.loop, *, share=False) -> Tensor:
     """x [N, D] -> [N, D], with the `weights` of the experts that this rank holds."""
     held = held_by(holders, group.size())[group.rank()]
     way = Dispatch(placed(routing, holders, group, share=share), group)
@@ -69,8 +60,7 @@ def layer(
 def placed(routing: Routing, holders: Holders, group: ProcessGroup, *, share: bool = False) -> Routing:
     """The same choices, of places: place s of rank r has number r · places + s, and every rank has as many.
 
-    With `share`, of the rows that a rank has for an expert row i goes to holder number (rank + i) mod h.
-    """
+    With `share`, of the rows that a rank has for an expert row i goes to holder number (rank + i) mod h."""
     held, rank = held_by(holders, group.size()), group.rank()
     places = max(map(len, held))
     table = torch.zeros(len(holders), max(map(len, holders)), dtype=torch.long)
@@ -133,8 +123,7 @@ def _passed_on(weights: Weights, holders: Holders, group: ProcessGroup) -> list[
 def summed(grads: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
     """Of each expert that this rank holds, the sum of its holders' gradients.
 
-    A slice for each holder: all send it theirs, it adds, and sends the sum to all, hence the same bits.
-    """
+    A slice for each holder: all send it theirs, it adds, and sends the sum to all, hence the same bits."""
     rank, own = group.rank(), _packed(grads)
     mine = dict(zip(held_by(holders, group.size())[rank], own))
     cuts = [part for e, there in enumerate(holders) for part in _slices(e, there, own.shape[1])]
@@ -154,8 +143,7 @@ def summed(grads: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor
 def moved(tensors: Weights, before: Holders, after: Holders, group: ProcessGroup) -> list[Tensor]:
     """Tensors of the experts held `before` -> of those held `after`, from the first holder where new.
 
-    Give weights, moments and masters together: whoever holds an expert goes on as its first holder would.
-    """
+    Give weights, moments and masters together: whoever holds an expert goes on as its first holder would."""
     rank, own = group.rank(), _packed(tensors)
     mine = dict(zip(held_by(before, group.size())[rank], own))
     new = [(e, to) for e, there in enumerate(after) for to in there if to not in before[e]]
@@ -165,9 +153,7 @@ def moved(tensors: Weights, before: Holders, after: Holders, group: ProcessGroup
     return _unpacked(torch.stack([mine[e] for e in held_by(after, group.size())[rank]]), tensors)
 
 
-def _carried(
-    parcels: list[Parcel], piece: Callable[[Parcel], Tensor], group: ProcessGroup, like: Tensor
-) -> tuple[dict[Parcel, Tensor], Tensor]:
+def _carried(parcels: list[Parcel], piece: Callable, group, like: Tensor) -> tuple[dict, Tensor]:
     """One all-to-all for parcels that all ranks know of: what comes here, and all of it as one tensor."""
     rank, ranks = group.rank(), range(group.size())
     sends = [[p for p in parcels if (p.source, p.to) == (rank, r)] for r in ranks]
@@ -198,21 +184,13 @@ def _unpacked(rows: Tensor, like: Weights) -> list[Tensor]:
 # ---- one layout, many plans ------------------------------------------------------------------------------
 
 
-def switchable(
-    x: Tensor,
-    routing: Routing,
-    weights: Weights,
-    sharing: ProcessGroup,
-    group: ProcessGroup,
-    work=experts.loop,
-) -> Tensor:
+def switchable(x, routing: Routing, weights, sharing, group, work=experts.loop) -> Tensor:
     """x [N, D] -> [N, D], where each rank has 1/n of the weights and the c neighbours in `sharing` gather.
 
     E >= n: E/n experts are here, [E/n, D, F] and [E/n, F, D]; else 1/s of one, s = n/E: [1, D, F/s] and
     [1, F/s, D]. c = n: all weights come, no row goes. c = 1: no weights come; a row goes to all s ranks of
     its expert, whose results add up (act works on each element of F alone). Between: c copies of each expert,
-    on r = n/(cE) ranks each if that exceeds 1; a row goes to the copy with its rank's place in `sharing`.
-    """
+    on r = n/(cE) ranks each if that exceeds 1; a row goes to the copy with its rank's place in `sharing`."""
     n, c, num = group.size(), sharing.size(), routing.probs.shape[1]
     uneven = n % c or (num % n and n % num) or (num * c % n and n % (num * c))
     if uneven or sharing.rank() != group.rank() % c:

@@ -33,14 +33,11 @@ class Dispatch:
     `sizes` the same as numbers, if the routing knows them. `meanwhile()` is called while rows, or their
     gradients, are under way."""
 
-    def __init__(
-        self, routing: Routing, group: ProcessGroup | None = None, meanwhile: Meanwhile = None
-    ) -> None:
+    def __init__(self, routing: Routing, group: ProcessGroup | None = None, meanwhile: Meanwhile = None):
         experts, n = routing.probs.shape[1], 1 if group is None else group.size()
         if experts % n:
-            raise ValueError(
-                f"{experts} experts on {n} ranks; each rank gets as many, so ep divides the experts"
-            )
+            rule = "each rank gets as many, so ep divides the experts"
+            raise ValueError(f"{experts} experts on {n} ranks; {rule}")
         chosen, counts = routing.experts.flatten(), routing.counts
         order = chosen.argsort(stable=True)  # by expert, then by token
         going = int(counts.sum()) if routing.sizes is None else sum(routing.sizes)
@@ -60,9 +57,7 @@ class Dispatch:
             own = routing.sizes[group.rank() * here : (group.rank() + 1) * here]
             self.send_sizes = [sum(routing.sizes[first : first + here]) for first in range(0, experts, here)]
             self.receive_sizes, self.sizes = [sum(own)] * n, [n * size for size in own]
-        which = torch.arange(here, device=counts.device).repeat(n)  # the expert of each piece
-        which = which.repeat_interleave(arriving.flatten(), output_size=sum(self.receive_sizes))
-        self.turn = which.argsort(stable=True)
+        self.turn = by_expert(arriving, sum(self.receive_sizes))
 
     def there(self, x: Tensor) -> Tensor:
         """x [N, D] -> [R, D], the rows of this rank's experts, one expert after the other."""
@@ -79,6 +74,12 @@ class Dispatch:
             y = _Turned.apply(y, inverse(self.turn), self.turn)
             y = collectives.all_to_all(y, self.group, **how)
         return combined(y, weights.flatten().index_select(0, self.choices), self.tokens, self.num_tokens)
+
+
+def by_expert(arriving: Tensor, total: int) -> Tensor:
+    """[n, E] rows that n ranks send for each of E experts, `total` in all -> their order by expert, rank."""
+    which = torch.arange(arriving.shape[1], device=arriving.device).repeat(len(arriving))
+    return which.repeat_interleave(arriving.flatten(), output_size=total).argsort(stable=True)
 
 
 def inverse(order: Tensor) -> Tensor:

@@ -19,20 +19,15 @@ host for all ways: give them as `sizes` where you know them (a dry run), else co
 Differs: dense products per expert in place of their kernels; MegaBlocks' blocks are rows, its F is whole.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minitrain.moe.turns import Act, Given, hidden, in_turns
 from minitrain.precision.linear import multiply
-from minitrain.precision.products import Scales
 
 
-def loop(
-    rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, act=F.gelu, gate: Given = None, *, sizes=None
-) -> Tensor:
+def loop(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:
     """The reference."""
     parts = rows.split(numbers(counts, sizes, len(rows)))
     gates = [None] * len(up) if gate is None else gate.unbind()
@@ -45,9 +40,7 @@ def loop(
 # ---- room for zeros --------------------------------------------------------------------------------------
 
 
-def padded(
-    rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, act=F.gelu, gate: Given = None, *, sizes=None
-) -> Tensor:
+def padded(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:
     """All experts at once, each with room for the busiest (GShard's C, with nothing dropped)."""
     sizes = numbers(counts, sizes, len(rows))
     place = places(sizes, [max(sizes)] * len(sizes), rows.device)
@@ -57,17 +50,7 @@ def padded(
     return y.flatten(0, 1).index_select(0, place)
 
 
-def blocked(
-    rows: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    act=F.gelu,
-    gate: Given = None,
-    *,
-    sizes=None,
-    block: int = 16,
-) -> Tensor:
+def blocked(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None, block: int = 16) -> Tensor:
     """Groups of whole blocks, as kernels want them that work on tiles: then the grouped products."""
     sizes = numbers(counts, sizes, len(rows))
     room = whole_blocks(sizes, block)
@@ -93,9 +76,7 @@ def places(sizes: list[int], room: list[int], device: torch.device) -> Tensor:
 # ---- nothing in excess -----------------------------------------------------------------------------------
 
 
-def grouped(
-    rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, act=F.gelu, gate: Given = None, *, sizes=None
-) -> Tensor:
+def grouped(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:
     """Each expert on its own rows, however many."""
     if has_kernel(rows, up, down):
         return by_kernel(rows, counts, up, down, act, gate)
@@ -103,40 +84,16 @@ def grouped(
     return in_turns(rows, None, None, up, down, gate, act, sizes)
 
 
-def scattered(
-    x: Tensor,
-    tokens: Tensor,
-    weights: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    act=F.gelu,
-    gate: Given = None,
-    *,
-    sizes=None,
-) -> Tensor:
+def scattered(x, tokens, weights, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:
     """x [N, D] -> [N, D]. Row r of the experts is token tokens[r], and counts weights[r] in its sum.
 
     Neither the rows nor their results [R, D] ever exist at once, nor are they kept: the gradient of a weight
-    comes from the hidden layer.
-    """
+    comes from the hidden layer."""
     sizes = numbers(counts, sizes, len(tokens))
     return in_turns(x, tokens, weights, up, down, gate, act, sizes)
 
 
-def low(
-    rows: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    act=F.gelu,
-    gate: Given = None,
-    *,
-    sizes=None,
-    products: Any,
-    inwards: Scales,
-    outwards: Scales,
-) -> Tensor:
+def low(rows, counts, up, down, act=F.gelu, gate=None, *, sizes=None, products, inwards, outwards) -> Tensor:
     """`products` of precision/products.py; `inwards` scales what up and gate multiply, `outwards` down."""
     results = []
     for e, part in enumerate(rows.split(numbers(counts, sizes, len(rows)))):
@@ -166,9 +123,8 @@ def numbers(counts: Tensor, sizes: list[int] | None, rows: int) -> list[int]:
     """The counts on the host, where each product gets its shape from."""
     sizes = counts.tolist() if sizes is None else sizes
     if sum(sizes) != rows:
-        raise ValueError(
-            f"counts {sizes} add up to {sum(sizes)}, but there are {rows} rows; each has one expert"
-        )
+        found = f"counts {sizes} add up to {sum(sizes)}"
+        raise ValueError(f"{found}, but there are {rows} rows; each has one expert")
     return sizes
 
 

@@ -26,21 +26,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
-from minitrain.moe.turns import Given, of, slices, turn, turn_backward
+from minitrain.moe.turns import of, slices, turn, turn_backward
 
 
-def pulled(
-    rows: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    across: ProcessGroup,
-    inside: ProcessGroup,
-    act=F.gelu,
-    gate: Given = None,
-    *,
-    sizes: list[int] | None = None,
-) -> Tensor:
+def pulled(rows, counts, up, down, across, inside, act=F.gelu, gate=None, *, sizes=None) -> Tensor:
     """What `experts.grouped` gives with the experts of all ranks. `sizes`: the counts in a dry run."""
     n = across.size() * inside.size()
     if len(counts) != n * len(up):
@@ -50,14 +39,11 @@ def pulled(
     return _Pulled.apply(rows, up, down, gate, act, counts.tolist() if sizes is None else sizes, way)
 
 
-def pull_is_cheaper(
-    rows: int, experts: int, width: int, *, gated: bool = False, backward: bool = True
-) -> bool:
+def pull_is_cheaper(rows: int, experts: int, width: int, *, gated=False, backward=True) -> bool:
     """Do `experts` pulled experts of hidden `width` F take fewer bytes than `rows` that would go to them?
 
     A row goes and comes, D elements each; in backward again. An expert comes; in backward again, and its
-    gradient goes home. D cancels. Forward alone, with F = 4h and no gate: k·T > 4·h·E_remote.
-    """
+    gradient goes home. D cancels. Forward alone, with F = 4h and no gate: k·T > 4·h·E_remote."""
     matrices = 3 if gated else 2
     return experts * matrices * width * (3 if backward else 1) < rows * (4 if backward else 2)
 
@@ -65,9 +51,7 @@ def pull_is_cheaper(
 class Way:
     """Who wants which expert. Rank r is place r % g of node r // g."""
 
-    def __init__(
-        self, counts: Tensor, across: ProcessGroup, inside: ProcessGroup, sizes: list[int] | None = None
-    ) -> None:
+    def __init__(self, counts: Tensor, across: ProcessGroup, inside: ProcessGroup, sizes=None) -> None:
         self.across, self.inside = across, inside
         self.nodes, self.node, self.g, self.place = across.size(), across.rank(), inside.size(), inside.rank()
         wanted = counts.gt(0).to(torch.uint8).view(self.nodes, self.g, -1)
@@ -117,8 +101,7 @@ def start(tensors: list[Tensor], own: list[Tensor], group: ProcessGroup, to: tup
 
 def arrivals(matrices: list[Tensor], sizes: list[int], way: Way) -> Iterator[tuple]:
     """(s, q, j), expert, its matrices: every expert in turn, empty if it is not wanted here. The next one
-    travels while the caller works; the caller drops what it got before it asks again.
-    """
+    travels while the caller works; the caller drops what it got before it asks again."""
     rounds = [(s, j) for s in range(way.nodes) for j in range(way.here)]
     entering = None
     for number, (s, j) in enumerate(rounds):
@@ -142,8 +125,7 @@ def arrivals(matrices: list[Tensor], sizes: list[int], way: Way) -> Iterator[tup
 
 class Homeward:
     """Gradients of experts on their way: summed in the node at once, sent home behind the next expert's work,
-    added to `sums`, those of this rank's experts.
-    """
+    added to `sums`, those of this rank's experts."""
 
     def __init__(self, sums: list[Tensor], way: Way) -> None:
         self.sums, self.way, self.total, self.leaving = sums, way, None, None

@@ -108,7 +108,7 @@ class Part:
         return inverse(self.turn)
 
 
-def by_capacity(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=(), *, chunks: int = 2):
+def by_capacity(x, routing: Routing, group, work: Work, params=(), *, chunks: int = 2) -> Tensor:
     """x [N, D] -> [N, D], what Dispatch and `work(rows, counts, *params)` give, in `chunks` steps."""
     return in_parts(x, routing, *capacity_parts(routing, group, chunks), work, params)
 
@@ -224,13 +224,11 @@ def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[
 def peer_parts(routing: Routing, group: ProcessGroup, size: int = 1) -> tuple[Dispatch, list[Part]]:
     """A part for each distance between groups of `size` ranks that follow one another, the own group first.
 
-    Inside a step pairs take turns too: place i of a group sends to places i, i + 1, .. of the other.
-    """
+    Inside a step pairs take turns too: place i of a group sends to places i, i + 1, .. of the other."""
     rank, n = group.rank(), group.size()
     if not isinstance(size, int) or size < 1 or n % size:
-        raise ValueError(
-            f"overlap: groups of size={size!r} of {n} ranks; use a divisor of {n}, 1 for single ranks"
-        )
+        rule = f"use a divisor of {n}, 1 for single ranks"
+        raise ValueError(f"overlap: groups of size={size!r} of {n} ranks; {rule}")
 
     def peer(distance: int, turn: int) -> int:
         return (rank // size + distance) % (n // size) * size + (rank + turn) % size
@@ -242,9 +240,8 @@ def peer_parts(routing: Routing, group: ProcessGroup, size: int = 1) -> tuple[Di
             pieces, handles = rows.split(sends), {}
             for to, source in pairs:
                 like = rows.new_empty(receives[source], rows.shape[1])
-                handles[source] = collectives.exchange(
-                    pieces[to], to, source, group, like=like, async_op=True
-                )
+                way = dict(like=like, async_op=True)
+                handles[source] = collectives.exchange(pieces[to], to, source, group, **way)
             return joined([handles[source] for source in sorted(handles)])
 
         return exchange

@@ -35,8 +35,7 @@ class Piece(NamedTuple):
     """Between two transfers: run(arrived, *beside) -> (rows, flight, *beside).
 
     The flight takes the rows to the next piece (None: they are there), `beside` stays on this rank. `params`:
-    gradients of these are taken after the input's has left, of others with it.
-    """
+    gradients of these are taken after the input's has left, of others with it."""
 
     run: Callable
     params: Sequence[Tensor] = ()
@@ -45,8 +44,7 @@ class Piece(NamedTuple):
 def layer(before: Callable, route: Callable, work: Work, params, group: ProcessGroup, *, dense=None) -> list:
     """The pieces of h = before(x), y = h + experts(h): attention, experts, sum. `route(h)` gives a Routing.
 
-    With `dense`, the parameters of before and route, gradients of all weights wait for the next transfer.
-    """
+    With `dense`, the parameters of before and route, gradients of all weights wait for the next transfer."""
 
     def leave(x: Tensor):
         h = before(x)

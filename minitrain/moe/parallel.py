@@ -17,12 +17,12 @@ al. 2025 (MoE parallel folding), arXiv:2504.14960, section 3. Differs: rows of u
 from collections.abc import Callable
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.moe.dispatch import by_expert, inverse
 from minitrain.sharding import Shard, place, placement, shard
 
 TIME = 1  # the dim of the sequence in [B, T, D]
@@ -55,11 +55,8 @@ def own_tokens(x: Tensor, positions: Tensor, group: ProcessGroup) -> tuple[Tenso
     """x [B, T, D], alike on all ranks -> this rank's [B, T/t, D], rounded up with padding at the end."""
     missing = -x.shape[TIME] % group.size()
     x, positions = F.pad(x, (0, 0, 0, missing)), F.pad(positions, (0, missing), value=-1)
-    return (
-        collectives.scatter_to(x, group, TIME),
-        positions.chunk(group.size(), -1)[group.rank()],
-        missing > 0,
-    )
+    own = positions.chunk(group.size(), -1)[group.rank()]
+    return collectives.scatter_to(x, group, TIME), own, missing > 0
 
 
 def all_tokens(y: Tensor, length: int, group: ProcessGroup) -> Tensor:
@@ -82,13 +79,9 @@ class CutExperts(nn.Module):
         # a copy of the rows to every rank; backward adds up what they give back
         rows = rows.expand(t, *rows.shape).flatten(0, 1)
         rows = collectives.all_to_all(rows, self.group, send_sizes=[here] * t, receive_sizes=lengths)
-        which = torch.arange(len(counts), device=counts.device).repeat(t)
-        turn = which.repeat_interleave(each.flatten(), output_size=sum(lengths)).argsort(stable=True)
-        if sizes is not None:
-            sizes = [t * size for size in sizes]
+        turn, sizes = by_expert(each, sum(lengths)), sizes and [t * size for size in sizes]
         matrices = dict(gate=self.gate, sizes=sizes)
         y = (way or self.way)(rows[turn], each.sum(0), self.up, self.down, self.act, **matrices)
-        home = torch.empty_like(turn)
-        home[turn] = torch.arange(len(home), device=home.device)
-        y = collectives.all_to_all(y[home], self.group, send_sizes=lengths, receive_sizes=[here] * t)
+        back = dict(send_sizes=lengths, receive_sizes=[here] * t)
+        y = collectives.all_to_all(y[inverse(turn)], self.group, **back)
         return y.unflatten(0, (t, here)).sum(0)

@@ -46,8 +46,7 @@ class Routing:
         """No expert gets more than `capacity` tokens: first choices before second ones, then in their order.
 
         What is dropped keeps nothing of its weight: the token lives on in the residual stream alone. `places`
-        [N, k] are those of `places_of`, where the tokens are not a group of their own.
-        """
+        [N, k] are those of `places_of`, where the tokens are not a group of their own."""
         if capacity < 1:
             raise ValueError(f"capacity = {capacity}; an expert needs room for at least 1 token")
         return self.without((places_of(self.experts) if places is None else places) > capacity)
@@ -113,29 +112,15 @@ def top_k(scores: Tensor, k: int, mask: Tensor | None = None) -> Routing:
     return _routed(scores.softmax(-1), _best(_checked(scores, k), k), mask, normalised=True)
 
 
-def deepseek(
-    scores: Tensor,
-    k: int,
-    bias: Tensor,
-    mask: Tensor | None = None,
-    *,
-    nodes: int = 1,
-    node_limit: int | None = None,
-    scale: float = 1.0,
-) -> Routing:
+def deepseek(scores, k, bias, mask=None, *, nodes=1, node_limit=None, scale=1.0) -> Routing:
     """The k best of sigmoid(scores) + bias, weighted with the sigmoids alone: normalised, times `scale`.
 
     With `nodes` the experts stand in equal rows on so many nodes, and a token visits at most `node_limit` of
-    them: those with the largest sums of their k / node_limit best.
-    """
+    them: those with the largest sums of their k / node_limit best."""
     affinity = _checked(scores, k).sigmoid()
     wanted, limit = affinity.detach() + bias, node_limit or nodes
-    if (
-        scores.shape[1] % nodes
-        or not 1 <= limit <= nodes
-        or k % limit
-        or k // limit > scores.shape[1] // nodes
-    ):
+    fits = 1 <= limit <= nodes and not (scores.shape[1] % nodes or k % limit)
+    if not fits or k // limit > scores.shape[1] // nodes:
         rule = "nodes divide the experts, node_limit divides k, and k / node_limit experts stand on a node"
         raise ValueError(f"{scores.shape[1]} experts, {nodes} nodes, node_limit {limit}, k {k}: {rule}")
     if limit < nodes:
@@ -151,8 +136,7 @@ def deepseek(
 def expert_choice(scores: Tensor, capacity: int, mask: Tensor | None = None) -> Routing:
     """Each expert takes the `capacity` tokens that like it best: equal loads, and some tokens go nowhere.
 
-    Differs from all others: who is chosen depends on the other tokens of the batch, later ones included.
-    """
+    Differs from all others: who is chosen depends on the other tokens of the batch, later ones included."""
     tokens, experts = scores.shape
     if not 1 <= capacity <= tokens:
         raise ValueError(f"capacity = {capacity}; an expert chooses 1 to {tokens} of {tokens} tokens")
@@ -168,8 +152,7 @@ def expert_choice(scores: Tensor, capacity: int, mask: Tensor | None = None) -> 
 def balanced(scores: Tensor, k: int, positions: Tensor, mask: Tensor | None = None) -> Routing:
     """Token t of a row visits experts t·k, t·k + 1, .. in turn: of a row's T tokens every expert gets T·k/E.
 
-    `positions` [B, T], B·T = N. Without numbers (a dry run) they are taken to be 0 to T - 1.
-    """
+    `positions` [B, T], B·T = N. Without numbers (a dry run) they are taken to be 0 to T - 1."""
     (_, experts), (rows, length) = _checked(scores, k, values=False).shape, positions.shape
     turns = (positions.reshape(-1, 1) * k + torch.arange(k, device=scores.device)) % experts
     routing = _routed(scores.softmax(-1), turns, mask, normalised=True)
@@ -180,9 +163,7 @@ def balanced(scores: Tensor, k: int, positions: Tensor, mask: Tensor | None = No
     return replace(routing, sizes=sizes, visits=partial(visits_in_turn, rows, length, k, experts))
 
 
-def visits_in_turn(
-    rows: int, length: int, k: int, experts: int, nodes: int, only: Collection[int] | None = None
-) -> list[int]:
+def visits_in_turn(rows: int, length: int, k: int, experts: int, nodes: int, only=None) -> list[int]:
     """How many tokens `balanced` sends to one or more (of `only`) in each of `nodes` equal parts of the
     experts."""
     turn, found = experts // math.gcd(k, experts), [0] * nodes  # after `turn` tokens it begins again
@@ -200,10 +181,8 @@ def without_numbers(x: Tensor) -> bool:
 
 def _checked(scores: Tensor, k: int, values: bool = True) -> Tensor:
     if scores.dim() != 2 or not 1 <= k <= scores.shape[1]:
-        found = f"scores {list(scores.shape)}, k = {k}"
-        raise ValueError(
-            f"{found}; a router needs scores [tokens, experts] and k from 1 to the number of experts"
-        )
+        rule = "a router needs scores [tokens, experts] and k from 1 to the number of experts"
+        raise ValueError(f"scores {list(scores.shape)}, k = {k}; {rule}")
     finite = torch.isfinite(scores.detach())  # detached, for autograd would save what is looked at
     if values and not bool(finite.all()):
         token = int((~finite).any(1).nonzero()[0])
@@ -238,16 +217,13 @@ def capacity_of(tokens: int, experts: int, k: int, factor: float) -> int:
     return math.ceil(Fraction(k * tokens, experts) * Fraction(factor).limit_denominator(1000))
 
 
-def balance_loss(
-    routing: Routing, alpha: float, counts: Tensor | None = None, tokens: int | None = None
-) -> Tensor:
+def balance_loss(routing: Routing, alpha: float, counts=None, tokens=None) -> Tensor:
     """alpha · E · sum_e f_e · P_e: f_e the share of choices, P_e the mean probability (Switch, eqs. 4 to 6).
 
     alpha if both are uniform, alpha · E if all tokens surely go to one expert. `counts` [E] and `tokens` are
-    those of the whole batch; left out, the batch is this routing.
-    """
+    those of the whole batch; left out, the batch is this routing."""
     counts = routing.counts if counts is None else counts
-    tokens = _tokens_of(routing) if tokens is None else tokens
+    tokens = tokens_of(routing) if tokens is None else tokens
     return alpha * balance_sum(routing.probs, counts) / max(1, int(tokens))
 
 
@@ -275,6 +251,6 @@ def moved_bias(bias: Tensor, counts: Tensor, speed: float) -> Tensor:
     return bias + speed * torch.sign(counts.to(bias.dtype).mean() - counts)
 
 
-def _tokens_of(routing: Routing) -> Tensor:
+def tokens_of(routing: Routing) -> Tensor:
     """Tokens that are not masked: their probabilities add up to 1."""
     return (routing.probs.detach().sum(1) > 0).sum()

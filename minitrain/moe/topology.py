@@ -17,7 +17,7 @@ target, so that the least loss is alpha, where theirs normalises them; no capaci
 import torch
 from torch import Tensor
 
-from minitrain.moe.router import Routing
+from minitrain.moe.router import Routing, tokens_of
 
 
 def bandwidths(rank: int, ranks: int, per_node: int, local: float, intra: float, inter: float) -> Tensor:
@@ -43,18 +43,11 @@ def target(bandwidths: Tensor, experts: int) -> Tensor:
     return (bandwidths / bandwidths.sum() / each).repeat_interleave(each)
 
 
-def topology_loss(
-    routing: Routing,
-    target: Tensor,
-    alpha: float,
-    counts: Tensor | None = None,
-    tokens: int | Tensor | None = None,
-) -> Tensor:
+def topology_loss(routing: Routing, target: Tensor, alpha: float, counts=None, tokens=None) -> Tensor:
     """alpha at the target. `counts` [E] are this rank's, of all microbatches of its batch; `tokens` those of
-    all ranks: with both, what microbatches and ranks compute adds up to the mean over the batch's tokens.
-    """
+    all ranks: with both, what microbatches and ranks compute adds up to the mean over the batch's tokens."""
     counts = routing.counts if counts is None else counts
-    own = (routing.probs.detach().sum(1) > 0).sum()  # tokens that are not masked
+    tokens = tokens_of(routing) if tokens is None else tokens
     share = counts.to(routing.probs.dtype) / counts.sum().clamp(min=1)
     penalty = share / target.to(routing.probs)
-    return alpha * (penalty * routing.probs.sum(0)).sum() / max(1, int(own if tokens is None else tokens))
+    return alpha * (penalty * routing.probs.sum(0)).sum() / max(1, int(tokens))

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.moe.balance import shadows
-from minitrain.moe.dispatch import Dispatch, Meanwhile
+from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.experts import grouped
 from minitrain.moe.move_experts import pull_is_cheaper, pulled
 from minitrain.moe.overlap import by_capacity
@@ -40,17 +40,7 @@ Rule = Callable[..., Sequence[int]]  # (table, D, F, matrices) -> experts: plan/
 
 
 def choose_way(
-    mixture: nn.Module,
-    group: ProcessGroup,
-    across: ProcessGroup,
-    inside: ProcessGroup,
-    beside: Sequence[ProcessGroup] = (),
-    *,
-    what: str = "tokens",
-    chunks: int = 1,
-    most: int = 0,
-    rule: Rule,
-    meanwhile: Meanwhile = None,
+    mixture, group, across, inside, beside=(), *, what="tokens", chunks=1, most=0, rule: Rule, meanwhile=None
 ) -> None:
     """For a layer whose experts are spread over `group`, in nodes of `inside`, and not cut yet. `most` of the
     experts that `rule` picks get shadows; `meanwhile` as in dispatch.py."""
@@ -86,9 +76,7 @@ def in_chunks(mixture: nn.Module, group: ProcessGroup, chunks: int) -> None:
     mixture.through = partial(by_capacity, group=group, work=work, chunks=chunks)
 
 
-def pull(
-    mixture: nn.Module, across: ProcessGroup, inside: ProcessGroup, pays: Callable[[Routing], bool]
-) -> None:
+def pull(mixture, across: ProcessGroup, inside: ProcessGroup, pays: Callable[[Routing], bool]) -> None:
     """Where it pays, alike on all ranks, experts travel to the rows; else rows as before."""
     rows_travel = mixture.through
 

@@ -25,19 +25,9 @@ Tensors = Sequence[Tensor]
 Act = Callable[[Tensor], Tensor]
 
 
-def in_turns(
-    x: Tensor,
-    tokens: Given,
-    weights: Given,
-    up: Tensor,
-    down: Tensor,
-    gate: Given,
-    act: Act,
-    sizes: list[int],
-) -> Tensor:
+def in_turns(x, tokens: Given, weights: Given, up, down, gate: Given, act: Act, sizes: list[int]) -> Tensor:
     """The rows of the experts, sizes[e] of each, are x itself; or row r is x[tokens[r]], and weights[r] times
-    its result is added to y[tokens[r]].
-    """
+    its result is added to y[tokens[r]]."""
     matrices = (up,) if gate is None else (up, gate)
     if tokens is None:
         made = [_Inwards.apply(x, None, sizes, matrix)[0] for matrix in matrices]
@@ -130,17 +120,7 @@ def leave(made: Tensors, weight: Given, down: Tensor, act: Act) -> Tensor:
     return y if weight is None else y.mul_(weight)
 
 
-def turn_backward(
-    dy: Tensor,
-    rows: Tensor,
-    weight: Given,
-    matrices: Tensors,
-    down: Tensor,
-    made: Tensors,
-    act: Act,
-    rooms: Sequence,
-    wants_rows: bool,
-) -> Given:
+def turn_backward(dy, rows, weight: Given, matrices, down, made, act, rooms, wants_rows: bool) -> Given:
     """dy of one expert's rows -> that of the rows; the others are written into `rooms`."""
     dweight, ddown, *dmatrices = rooms
     dmade = leave_backward(dy, weight, down, made, act, dweight, ddown)
@@ -160,16 +140,7 @@ def rows_backward(dmade: Tensors, matrices: Tensors, out: Given = None) -> Tenso
     return drows
 
 
-def leave_backward(
-    dy: Tensor,
-    weight: Given,
-    down: Tensor,
-    made: Tensors,
-    act: Act,
-    dweight: Given,
-    ddown: Given,
-    dlayer: Given = None,
-) -> Tensors:
+def leave_backward(dy, weight: Given, down, made, act, dweight, ddown, dlayer: Given = None) -> Tensors:
     """dy of one expert's rows -> those of `made`; the others are written into dweight and ddown. `dlayer`:
     where [rows, F] may be overwritten."""
     with torch.enable_grad():

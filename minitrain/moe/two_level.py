@@ -30,18 +30,13 @@ from minitrain.moe.router import NOWHERE, Routing
 
 class TwoLevelDispatch:
     """As `Dispatch`, of a group whose ranks are those of `across` and `inside`. Expert e lives on rank
-    e // (E/n). `meanwhile()` is called while rows, or their gradients, are under way between nodes.
-    """
+    e // (E/n). `meanwhile()` is called while rows, or their gradients, are under way between nodes."""
 
-    def __init__(
-        self, routing: Routing, across: ProcessGroup, inside: ProcessGroup, meanwhile: Meanwhile = None
-    ) -> None:
+    def __init__(self, routing: Routing, across: ProcessGroup, inside: ProcessGroup, meanwhile=None) -> None:
         experts, nodes, n = routing.probs.shape[1], across.size(), across.size() * inside.size()
         if experts % n:
-            raise ValueError(
-                f"{experts} experts on {nodes} nodes of {inside.size()} ranks; each rank gets as many, so "
-                f"the ranks divide the experts"
-            )
+            found = f"{experts} experts on {nodes} nodes of {inside.size()} ranks"
+            raise ValueError(f"{found}; each rank gets as many, so the ranks divide the experts")
         self.across, self.meanwhile, per_node = across, meanwhile, experts // nodes
         self.num_tokens = len(routing.experts)
         node = routing.experts.div(per_node, rounding_mode="floor")  # NOWHERE stays below every node
@@ -84,9 +79,9 @@ def two_level_all_to_all(x: Tensor, across: ProcessGroup, inside: ProcessGroup) 
     """x [n·d, ..], d rows for each of all ranks -> [n·d, ..], from each. As `all_to_all` over all of them."""
     nodes, g = across.size(), inside.size()
     if x.dim() == 0 or x.shape[0] % (nodes * g):
-        rows = x.shape[0] if x.dim() else "no"
+        found = f"x has {x.shape[0] if x.dim() else 'no'} rows"
         raise ValueError(
-            f"x has {rows} rows; all-to-all over {nodes} nodes of {g} ranks needs a multiple of {nodes * g}"
+            f"{found}; all-to-all over {nodes} nodes of {g} ranks needs a multiple of {nodes * g}"
         )
     blocks = x.unflatten(0, (nodes, g, -1))  # for whom
     met = collectives.all_to_all(blocks.transpose(0, 1).flatten(0, 2), inside)  # by place of the sender, node

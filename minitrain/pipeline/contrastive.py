@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.pipeline.schedule import Action, Schedule, check
-from minitrain.pipeline.schedules.one_direction import check_sizes
+from minitrain.pipeline.schedules.one_direction import alternate, check_sizes
 
 Towers = Callable[[object], tuple[Tensor, Tensor]]
 
@@ -76,8 +76,6 @@ def doubled(p: int, m: int) -> Schedule:
     check_sizes("doubled", p=p, m=m)
     ranks = []
     for rank in range(p):
-        ahead = min(m + p - rank - 1, 2 * m)
         forwards, backwards = ([Action(kind, rank, i) for i in range(2 * m)] for kind in "FB")
-        turns = [action for pair in zip(backwards, forwards[ahead:]) for action in pair]
-        ranks.append(forwards[:ahead] + turns + backwards[2 * m - ahead :])
+        ranks.append(alternate(forwards, backwards, min(m + p - rank - 1, 2 * m) - 1))
     return check(Schedule(f"doubled microbatches, p={p}, m={m}", ranks, p, 2 * m))

@@ -143,10 +143,9 @@ class Balanced(Runner):
         length = self.receive(source, (1,), torch.int64)
         if self.unit(what) not in self.lent:
             if type(length) is not Tensor:
-                raise ValueError(
-                    f"rank {self.rank} hosts what {what} lends, and a dry run cannot learn how much; "
-                    f"give lent=, as `Balanced.lent` is after a dry run of rank {source}"
-                )
+                why = f"rank {self.rank} hosts what {what} lends, and a dry run cannot learn how much"
+                cure = f"give lent=, as `Balanced.lent` is after a dry run of rank {source}"
+                raise ValueError(f"{why}; {cure}")
             self.lent[self.unit(what)] = int(length)
 
     def message(self, what: Action) -> tuple[tuple[int, ...], torch.dtype]:
@@ -172,10 +171,8 @@ class Balanced(Runner):
         flat, self.places[action[1:]] = self.saved[action[1:]].evict()
         size, told = flat.numel(), self.lent.setdefault(self.unit(action), flat.numel())
         if size != told:
-            raise ValueError(
-                f"{action} moves {size} bytes, and {told} in another microbatch of its shape; "
-                "what a stage keeps must not depend on the data"
-            )
+            found = f"{action} moves {size} bytes, and {told} in another microbatch of its shape"
+            raise ValueError(f"{found}; what a stage keeps must not depend on the data")
         self.boundary[action] = flat  # the next step of the program sends it
 
     def host(self, action: Action) -> None:

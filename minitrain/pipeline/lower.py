@@ -55,10 +55,9 @@ def pause(program: Program, rank: int, schedule: Schedule) -> tuple[Program, Pro
     for step in own:
         late = next((before for before in schedule.needs[step] if before not in filling), None)
         if late:
-            raise ValueError(
-                f"{schedule.name}: rank {rank} needs {late}, which comes behind a first backward, "
-                f"for {step}, before its own; a step can be checked late only where no rank needs that"
-            )
+            why = f"rank {rank} needs {late}, which comes behind a first backward, for {step}, before its own"
+            rule = "a step can be checked late only where no rank needs that"
+            raise ValueError(f"{schedule.name}: {why}; {rule}")
     at = program.index(computed[len(own)])
     late = [step for step in program[:at] if isinstance(step, Receive) and step.what not in filling]
     early = [step for step in program[at:] if isinstance(step, Receive) and step.what in filling]

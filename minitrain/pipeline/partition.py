@@ -16,9 +16,10 @@ Narayanan et al. 2019 (PipeDream), arXiv:1806.03377, section 3.1. Differs: one l
 for the time of a whole step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from minitrain.pipeline.simulate import Time as Number
@@ -48,19 +49,20 @@ def balanced(costs: Sequence[Number], stages: int) -> list[range]:
     if not 1 <= stages <= len(costs):
         raise ValueError(f"balanced: {stages} stages of {len(costs)} layers; use 1 to {len(costs)} stages")
     before = [0, *accumulate(costs)]
-    # (layers, stages) -> (largest sum, - the last cut)
-    best = {(end, 1): (before[end], 0) for end in range(1, len(costs) + 1)}
-    for count in range(2, stages + 1):
-        for end in range(count, len(costs) + 1):
-            cuts = range(count - 1, end)
-            largest = {cut: max(best[cut, count - 1][0], before[end] - before[cut]) for cut in cuts}
-            best[end, count] = min((size, -cut) for cut, size in largest.items())
-    runs, end = [], len(costs)
-    for count in range(stages, 0, -1):
-        cut = -best[end, count][1]
-        runs.append(range(cut, end))
-        end = cut
-    return runs[::-1]
+    return list(least_largest(len(costs), stages, lambda _, run: before[run.stop] - before[run.start]))
+
+
+def least_largest(layers: int, stages: int, size: Callable[[int, range], Number]) -> tuple[range, ...]:
+    """The runs of layers whose largest `size(stage, run)` is least; of equal ones, the last cuts."""
+    best = {0: (-inf, ())}  # layers in the stages so far -> (largest size, runs)
+    for stage in range(stages):
+        longer = {}
+        for end in range(stage + 1, layers - stages + stage + 2):
+            runs = [(before, range(start, end)) for start, before in reversed(best.items()) if start < end]
+            found = [(max(high, size(stage, run)), (*cut, run)) for (high, cut), run in runs]
+            longer[end] = min(found, key=lambda pair: pair[0])
+        best = longer
+    return best[layers][1]
 
 
 class Partition(NamedTuple):

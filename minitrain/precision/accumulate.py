@@ -23,13 +23,7 @@ from minitrain.precision.formats import Format
 from minitrain.precision.rounding import checked, rounded
 
 
-def sum_in(
-    x: Tensor,
-    format: str | Format,
-    chunk: int | None = None,
-    mode: str = "nearest",
-    generator: Generator | None = None,
-) -> Tensor:
+def sum_in(x, format: str | Format, chunk: int | None = None, mode="nearest", generator=None) -> Tensor:
     """x [.., K] -> its sums [..] in the format, one number after the other, or in chunks: float64."""
     f, numbers = checked("sum_in", x, format, mode, None, generator), x.shape[-1]
     _divides("sum_in", numbers, chunk, "chunk")
@@ -44,16 +38,7 @@ def matmul_in(a: Tensor, b: Tensor, format: str | Format, chunk: int | None = No
     return sum_in(a.double().unsqueeze(-2) * b.double().mT, format, chunk)
 
 
-def tensor_core_matmul(
-    a: Tensor,
-    b: Tensor,
-    *,
-    bits: int = 14,
-    promote: int | None = 128,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    lanes: int = 32,
-) -> Tensor:
+def tensor_core_matmul(a, b, *, bits=14, promote=128, scale_a=None, scale_b=None, lanes=32) -> Tensor:
     """a [M, K] @ b [K, N] of FP8 numbers -> [M, N] float32; scale_a [M, K/promote], scale_b [K/promote, N].
 
     promote=None is one sum over all of K, and scales are [M, 1] and [1, N]."""

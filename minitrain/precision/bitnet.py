@@ -17,8 +17,6 @@ Differs: a scale a token in training, too (BitNet: a tensor); agreed over tp (Bi
 the block keeps its norm, all activations have signs; head and tables have all bits; no packed kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,7 +27,7 @@ from minitrain import collectives
 from minitrain.precision.blocks import Blocks, Quantized, dequantize
 from minitrain.precision.formats import INT8, Format
 from minitrain.precision.packing import pack, unpack
-from minitrain.precision.products import Scales
+from minitrain.precision.products import Grads, Scales
 from minitrain.precision.rounding import rounded
 
 TERNARY = Format("ternary", 0, 1, 0, "none")  # two's complement without the most negative: -1, 0, 1
@@ -78,9 +76,7 @@ class BitProducts:
         whole = kept[0].elements().to(few.dtype) @ few.mT  # exact in float32 to K = 132,104
         return (whole * (kept[0].multipliers.to(few.dtype) * size)).to(weight.dtype)
 
-    def backward(
-        self, dy: Tensor, kept: tuple[Quantized, Tensor], weight: Tensor, wanted: tuple, scales: Scales
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def backward(self, dy: Tensor, kept: tuple, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
         dx = dweight = None
         few, size = self.weights(weight, scales)
         dy, normed = dy.to(few.dtype), dequantize(kept[0], few.dtype)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
-from torch import Generator, Size, Tensor
+from torch import Size, Tensor
 from torch.nn.functional import pad
 
 from minitrain.precision import formats
@@ -118,15 +118,7 @@ class Quantized:
         return decode(codes, f)
 
 
-def quantize(
-    x: Tensor,
-    blocks: Blocks | str,
-    *,
-    amax: Tensor | None = None,
-    fill: bool = False,
-    mode: str = "nearest",
-    generator: Generator | None = None,
-) -> Quantized:
+def quantize(x, blocks: Blocks | str, *, amax=None, fill=False, mode="nearest", generator=None) -> Quantized:
     """x [.., d] outside autograd. `fill`: short last tiles may be, as if filled up with zeros. An `amax` from
     elsewhere has the shape of the scales, [] for a whole tensor."""
     blocks = recipe("quantize", blocks)

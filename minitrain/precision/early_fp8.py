@@ -19,18 +19,16 @@ Wang et al. 2018, arXiv:1812.08011, sections 2 and 3; Sun et al. 2019, NeurIPS (
 Differs: first and last layer are not cast at all; HFP8's sums are wide, its batch norms are not there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.nn.functional import pad
 
 from minitrain.precision import formats
 from minitrain.precision.accumulate import matmul_in
 from minitrain.precision.formats import Format
-from minitrain.precision.products import Scales
+from minitrain.precision.products import Grads, Scales
 from minitrain.precision.rounding import codes_of, decode, round_to, rounded
 
 CHUNK = 64
@@ -56,9 +54,7 @@ class CastProducts:
         """-> y [.., N]."""
         return self.product(decode(kept, self.ahead), self.cast(weight), weight.dtype)
 
-    def backward(
-        self, dy: Tensor, kept: Tensor, weight: Tensor, wanted: tuple[bool, bool], scales: Scales
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def backward(self, dy: Tensor, kept: Tensor, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
         dx = dweight = None
         dy = rounded(dy * self.factor, self.back, "nearest")
         if wanted[0]:
@@ -95,15 +91,7 @@ def narrow_product(a: Tensor, b: Tensor, sums: Format, chunk: int = CHUNK) -> Te
 
 @torch.no_grad()
 def sgd_by_chance_(
-    weight: Tensor,
-    grad: Tensor,
-    velocity: Tensor,
-    generator: Generator,
-    *,
-    lr: float,
-    momentum: float = 0.9,
-    decay: float = 0.0,
-    format: Format = formats.FP16_WANG,
+    weight, grad, velocity, generator, *, lr: float, momentum=0.9, decay=0.0, format=formats.FP16_WANG
 ) -> None:
     """weight and velocity after a step, in place, their numbers those of `format` in float32: three
     multiplications with an addition, each rounded by chance."""

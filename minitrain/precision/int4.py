@@ -19,8 +19,6 @@ measured, gradients pass where a number is clipped, 1/p in float32 before the su
 smaller for what is left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +29,7 @@ from minitrain.attention import incoherent
 from minitrain.attention.dropout import uniform
 from minitrain.precision import formats
 from minitrain.precision.blocks import Blocks, Quantized, quantize
-from minitrain.precision.products import Scales, amax_of, usable
+from minitrain.precision.products import Grads, Scales, amax_of, usable
 from minitrain.precision.rounding import rounded
 
 FOUR, EIGHT = Blocks(formats.INT4), Blocks(formats.INT8)  # one scale for a tensor
@@ -75,9 +73,7 @@ class HadamardProducts:
         moved = torch.where(amax.isfinite(), moved.clamp(-top.to(dy.dtype), top.to(dy.dtype)), amax - amax)
         return quantize(moved, EIGHT, amax=top * (EIGHT.format.max / LARGEST))
 
-    def backward(
-        self, dy: Tensor | Quantized, x: Quantized, weight: Tensor, wanted: tuple[bool, bool], scales: Scales
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def backward(self, dy, x: Quantized, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
         grad = dy if isinstance(dy, Quantized) else self.enter_grad(dy, scales)
         parts, a = halves(grad.codes.flatten(0, -2)), x.elements().flatten(0, -2)
         sizes, dx, dweight = lengths(parts, scales, "N"), None, None

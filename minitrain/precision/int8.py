@@ -16,13 +16,11 @@ Xi et al. 2024 (Jetfire), arXiv:2403.12422, sections 4 and 5. Differs: emulated,
 gradients round to nearest, where the authors' code draws.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from minitrain.precision.blocks import RECIPES, Quantized
-from minitrain.precision.products import Products, Scales
+from minitrain.precision.products import Grads, Products, Scales
 
 TILE = 32
 
@@ -32,9 +30,7 @@ class BlockProducts(Products):
         y = block_product(rows(x), rows(scales.quantized("weight", weight, self.weight, "NK")), weight.dtype)
         return without_filling(y, x.shape[:-1], len(weight))
 
-    def backward(
-        self, dy: Tensor | Quantized, x: Quantized, weight: Tensor, wanted: tuple[bool, bool], scales: Scales
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def backward(self, dy, x: Quantized, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
         along_n = rows(dy if isinstance(dy, Quantized) else self.enter_grad(dy, scales))
         dx = dweight = None
         if wanted[0]:

@@ -19,8 +19,6 @@ Xi et al. 2024 (Jetfire), arXiv:2403.12422, sections 3 and 6. Differs: the core 
 so does the residual sum, whose stream the authors' code keeps in 16 bits; nearest rounding, no fused kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -34,6 +32,7 @@ from minitrain.precision.linear import taken_apart
 from minitrain.precision.products import Scales
 
 INT8, ALONE = PRODUCTS["int8"], Scales()
+Grads = tuple[Quantized, dict[Tensor, Tensor]]  # of the input, and of parameters
 
 
 read = dequantize  # to float32
@@ -65,9 +64,7 @@ def linear(x: Quantized, layers: Sequence[nn.Linear]) -> list[Quantized]:
     return [write(y if layer.bias is None else y + layer.bias) for y, layer in zip(ys, layers)]
 
 
-def linear_backward(
-    dys: Sequence[Quantized], x: Quantized, layers: Sequence[nn.Linear]
-) -> tuple[Quantized, dict[Tensor, Tensor]]:
+def linear_backward(dys: Sequence[Quantized], x: Quantized, layers: Sequence[nn.Linear]) -> Grads:
     """Their gradients of x are summed before they are written."""
     total, grads = 0, {}
     for dy, layer in zip(dys, layers):
@@ -102,9 +99,7 @@ def parts(block: nn.Module, positions: Tensor, act: Callable) -> tuple:
     return (attention.q, attention.k, attention.v), core, (attention.out,), inwards, partial(hidden, act)
 
 
-def block_forward(
-    block: nn.Module, x: Quantized, positions: Tensor, act: Callable
-) -> tuple[Quantized, tuple]:
+def block_forward(block, x: Quantized, positions: Tensor, act: Callable) -> tuple[Quantized, tuple]:
     """-> y, and what the operators have read."""
     projections, core, out, inwards, between = parts(block, positions, act)
     a = forward(block.norm1, x)
@@ -118,9 +113,7 @@ def block_forward(
     return y, (x, a, *qkv, o, h, b, *made, z)
 
 
-def block_backward(
-    block: nn.Module, dy: Quantized, kept: tuple, positions: Tensor, act: Callable
-) -> tuple[Quantized, dict[Tensor, Tensor]]:
+def block_backward(block, dy: Quantized, kept: tuple, positions: Tensor, act: Callable) -> Grads:
     """-> dx and the gradients of the parameters. A sum passes dy to both of its terms."""
     projections, core, out, inwards, between = parts(block, positions, act)
     x, a, q, k, v, o, h, b, *made, z = kept

@@ -9,8 +9,6 @@ product is an object like those of products.py: `enter`, `forward`, `enter_grad`
 Kept for backward: what `enter` gives, and no x. FLOPs: those of the plain layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,9 +52,7 @@ def project(x: Tensor, linears: Sequence[LowLinear]) -> tuple[Tensor, ...]:
     return tuple(y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears))
 
 
-def multiply(
-    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Scales], products: Products, way: Way = Way()
-) -> tuple[Tensor, ...]:
+def multiply(x, weights, scales, products: Products, way: Way = Way()) -> tuple[Tensor, ...]:
     """x [.., K] by each of the weights [N, K], without biases; what x is scaled by, the first one says."""
     return _Multiply.apply(x, products, scales, way, *weights)
 

@@ -13,8 +13,6 @@ Memory per parameter is the policy's `state_bytes`; sent per parameter: its grad
 Raises ValueError for an optimizer that keeps states in another way than the policy says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -94,9 +92,7 @@ def bytes_by_kind(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimiz
     return found
 
 
-def loss_scale(
-    optimizer: torch.optim.Optimizer | None, policy: Policy, factor: float, window: int
-) -> LossScale | None:
+def loss_scale(optimizer, policy: Policy, factor: float, window: int) -> LossScale | None:
     """None for a factor of 0. The optimizer divides gradients by the factor, in the dtype of the master."""
     if factor and optimizer:
         check_knows(optimizer, ["grad_scale"])

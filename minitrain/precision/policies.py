@@ -19,9 +19,7 @@ DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.3. Differs from autocast: one dt
 layer, chosen where the model is built.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 FIRST_SCALE = 2.0**16  # of a policy that scales its loss
@@ -58,6 +56,8 @@ class Policy:
         return sum(self.state_bytes)
 
 
+_STOCHASTIC = Policy("bfloat16", "bfloat16", by_chance=True)
+_FP8_LM = "float8_e4m3fn", None, ("float8_e4m3fn", "float16")
 POLICIES = {
     "float32": Policy("float32", "float32"),
     "bfloat16": Policy("bfloat16", "bfloat16", "float32"),
@@ -66,16 +66,10 @@ POLICIES = {
     "bfloat16_main_grads": Policy("bfloat16", "float32", "float32"),
     "bfloat16_short_moments": Policy("bfloat16", "float32", "float32", ("bfloat16", "bfloat16")),
     "bfloat16_jit": Policy("float32", "bfloat16", copies="bfloat16"),
-    "fp8_lm": Policy(
-        "float16", "float8_e4m3fn", None, ("float8_e4m3fn", "float16"), scaled=True, copies="bfloat16"
-    ),
-    "bfloat16_stochastic": Policy("bfloat16", "bfloat16", by_chance=True),
-    "bfloat16_stochastic_short_mean": Policy(
-        "bfloat16", "bfloat16", None, ("bfloat16", "float32"), by_chance=True
-    ),
-    "bfloat16_stochastic_short": Policy(
-        "bfloat16", "bfloat16", None, ("bfloat16", "bfloat16"), by_chance=True
-    ),
+    "fp8_lm": Policy("float16", *_FP8_LM, scaled=True, copies="bfloat16"),
+    "bfloat16_stochastic": _STOCHASTIC,
+    "bfloat16_stochastic_short_mean": replace(_STOCHASTIC, moments=("bfloat16", "float32")),
+    "bfloat16_stochastic_short": replace(_STOCHASTIC, moments=("bfloat16", "bfloat16")),
 }
 
 # How the products of a block are computed (`Strategy.products`): attention's projections, MLPs, experts.

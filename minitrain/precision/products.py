@@ -37,6 +37,7 @@ from minitrain.torch_private import scaled_mm
 
 FIRST_AMAX = {"x": formats.E4M3.max, "dy": 1.0}  # of delayed scaling, before the first step
 ROLES = tuple(FIRST_AMAX)
+Grads = tuple[Tensor | None, Tensor | None]  # dx [.., K] and dW [N, K], those that are wanted
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,8 @@ class Products:
         """-> y [.., N]."""
         return product(x, scales.quantized("weight", weight, self.weight, "NK"), weight.dtype)
 
-    def backward(
-        self, dy: Tensor | Quantized, x: Quantized, weight: Tensor, wanted: tuple[bool, bool], scales: Scales
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """dy [.., N] -> dx [.., K] and dW [N, K], those that are wanted."""
+    def backward(self, dy, x: Quantized, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
+        """Of dy [.., N]."""
         along_n = dy if isinstance(dy, Quantized) else self.enter_grad(dy, scales)
         dx = dweight = None
         if wanted[0]:
@@ -79,9 +78,7 @@ class Products:
             dweight = product(tokens, self.turned(x, self.x, exact, scales, "K"), weight.dtype)
         return dx, dweight
 
-    def turned(
-        self, x: Tensor | Quantized, blocks: Blocks, exact: torch.dtype, scales: Scales, rows: str
-    ) -> Quantized | Tensor:
+    def turned(self, x, blocks: Blocks, exact: torch.dtype, scales: Scales, rows: str) -> Quantized | Tensor:
         """[.., R] -> [R, M], in tiles along all tokens; with one scale for all there is nothing to do."""
         values = dequantize(x, exact) if isinstance(x, Quantized) else x
         values = values.flatten(0, -2).mT
@@ -95,9 +92,7 @@ class Scales(nn.Module):
     """Of the operands of one matrix. `cut`: which of its widths N, K, and of the tokens M, the ranks of
     `group` share out."""
 
-    def __init__(
-        self, history: int = 0, group: ProcessGroup | None = None, cut: str = "", device=None
-    ) -> None:
+    def __init__(self, history=0, group: ProcessGroup | None = None, cut="", device=None) -> None:
         super().__init__()
         self.steps, self.group, self.cut = history, group, cut
         if history:
@@ -120,11 +115,9 @@ class Scales(nn.Module):
 
     def shared(self, blocks: Blocks, dims: str) -> bool:
         """Whether other ranks have a part of these tiles."""
-        if self.group is None or blocks.scale != "float32":
+        if self.group is None or blocks.scale != "float32" or blocks.tile not in ((), (0,)):
             return False
-        return bool(
-            set(dims) & set(self.cut) if not blocks.tile else blocks.tile == (0,) and dims[-1] in self.cut
-        )
+        return dims[-1] in self.cut if blocks.tile else not set(dims).isdisjoint(self.cut)
 
     def note(self, role: str, amax: Tensor) -> None:
         """In training; a forward that is done again notes the same."""

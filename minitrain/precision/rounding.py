@@ -32,27 +32,13 @@ LAYOUT = {torch.float32: (torch.int32, 0xFF << 23, 23), torch.float64: (torch.in
 PART = 1 << 17  # numbers that stay in a core's cache while they are worked on
 
 
-def round_to(
-    x: Tensor,
-    format: str | Format,
-    mode: str = "nearest",
-    *,
-    overflow: str | None = None,
-    generator: Generator | Tensor | None = None,
-) -> Tensor:
+def round_to(x, format: str | Format, mode="nearest", *, overflow=None, generator=None) -> Tensor:
     """The numbers of the format that x becomes: float32, of a float64 x float64; outside autograd."""
     f = checked("round_to", x, format, mode, overflow, generator)
     return rounded(x, f, mode, overflow, generator)
 
 
-def encode(
-    x: Tensor,
-    format: str | Format,
-    mode: str = "nearest",
-    *,
-    overflow: str | None = None,
-    generator: Generator | None = None,
-) -> Tensor:
+def encode(x, format: str | Format, mode="nearest", *, overflow: str | None = None, generator=None) -> Tensor:
     """Codes of x: uint8 to 8 bits, uint16 or int32 above; of an integer format int8, its value."""
     f = checked("encode", x, format, mode, overflow, generator)
     return codes_of(x if mode == "nearest" else rounded(x, f, mode, overflow, generator), f, overflow)
@@ -135,9 +121,7 @@ def checked(what: str, x: Tensor, format, mode: str, overflow, generator) -> For
     return f
 
 
-def rounded(
-    x: Tensor, f: Format, mode: str, overflow: str | None = None, generator: Generator | Tensor | None = None
-) -> Tensor:
+def rounded(x: Tensor, f: Format, mode: str, overflow: str | None = None, generator=None) -> Tensor:
     """`round_to` without questions."""
     x = _bounded(x, f, mode, overflow)
     if f.integer:

@@ -83,10 +83,9 @@ def check_whole(what: str, cut: Tensor | nn.Module) -> None:
 
 def check_divides(what: str, size: int, group: ProcessGroup) -> None:
     if size % group.size():
-        ranks, fit = f"{group.size()} ranks of {collectives.axis_of(group)}", divisors(size, group.size())
-        raise ValueError(
-            f"{what} = {size} is not a multiple of the {ranks}; take {fit} ranks, or another size"
-        )
+        ranks = f"{group.size()} ranks of {collectives.axis_of(group)}"
+        cure = f"take {divisors(size, group.size())} ranks, or another size"
+        raise ValueError(f"{what} = {size} is not a multiple of the {ranks}; {cure}")
 
 
 def divisors(size: int, below: int) -> str:

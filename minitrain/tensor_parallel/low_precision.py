@@ -14,7 +14,7 @@ NVIDIA Transformer Engine (amax over the tensor-parallel group, FP8 all-gather).
 gather what they were made from.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,9 +37,7 @@ def ways(products: Any, sequence_parallel: bool) -> tuple[Callable, Callable]:
     return partial(column, **how), partial(row, **how)
 
 
-def column(
-    x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, products: Any, sequence_parallel: bool
-) -> tuple[Tensor, ...]:
+def column(x, linears, group: ProcessGroup, *, products: Any, sequence_parallel: bool) -> tuple[Tensor, ...]:
     """x `[.., D]`, alike on all ranks or this rank's tokens of it -> this rank's slice of each output."""
     check_column(x, linears, group)
     weights, biases = zip(*(linear.own() for linear in linears))
@@ -53,9 +51,7 @@ def column(
     return tuple(y if bias is None else y + bias for y, bias in zip(ys, biases))
 
 
-def row(
-    x: Tensor, linear: nn.Module, group: ProcessGroup, *, products: Any, sequence_parallel: bool
-) -> Tensor:
+def row(x, linear: nn.Module, group: ProcessGroup, *, products: Any, sequence_parallel: bool) -> Tensor:
     """x `[.., F/t]` -> the product `[.., D]`, of all tokens or this rank's; the bias once."""
     check_row(x, linear, group)
     if sequence_parallel:

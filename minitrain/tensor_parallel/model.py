@@ -32,14 +32,7 @@ WAYS = {
 
 
 def cut_layers(
-    layers: Iterable,
-    head_dim: int,
-    vocab_size: int,
-    group,
-    *,
-    sequence_parallel=False,
-    overlap=False,
-    products=None,
+    layers: Iterable, head_dim, vocab_size, group, *, sequence_parallel=False, overlap=False, products=None
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Cuts every layer of a model, or stage, in place; returns the loss of the logits left on this rank.
     `products` in few bits (precision/products.py) are those of blocks."""

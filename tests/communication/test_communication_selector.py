@@ -7,22 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitrain.communication import cost
+from minitrain.communication.algorithms import ring_all_reduce
 from minitrain.communication.check import check
-from minitrain.communication.halving import halving_doubling_all_reduce
+from minitrain.communication.halving import doubling_all_reduce, halving_doubling_all_reduce
 from minitrain.communication.selector import (
-    Choice,
     Network,
     best_pieces,
     choose,
     crossover_by_sweep,
     crossover_bytes,
-    schedule_of,
     steps,
     time_s,
 )
+from minitrain.communication.tree import double_tree_all_reduce
 
 INFINIBAND = Network(alpha_s=5e-6, bytes_per_s=50e9)
-ALL = ("ring", "double tree", "halving and doubling", "recursive doubling")
+SCHEDULES = {
+    "ring": ring_all_reduce,
+    "double tree": double_tree_all_reduce,
+    "halving and doubling": halving_doubling_all_reduce,
+    "recursive doubling": doubling_all_reduce,
+}
+ALL = tuple(SCHEDULES)
 
 
 def test_nccl_rccl():
@@ -61,7 +67,7 @@ def test_the_closed_forms_are_the_schedules_on_equal_links():
     fabric = cost.flat(*INFINIBAND[:2])
     for n in (2, 3, 4, 8, 12, 32):
         for algorithm in ALL[:: 1 if n & (n - 1) == 0 else 99]:
-            schedule = schedule_of(Choice(algorithm, 0.0), n)
+            schedule = SCHEDULES[algorithm](n)
             check(schedule)
             assert len(schedule.steps) == steps(algorithm, n)
             if algorithm != "double tree":  # its own test, in test_communication_tree, to within one piece
@@ -78,7 +84,7 @@ def test_halving_wins_everywhere_on_equal_links_and_loses_on_unequal_ones():
     rack_of = [rank // 8 for rank in range(32)]
     fabric = cost.racks(rack_of, near=(1e-6, 10e9), far=(1e-6, 10e9), oversubscription=4)
     far_first = cost.time_s(halving_doubling_all_reduce(32, near_first=False), 1e9, fabric)
-    ring = cost.time_s(schedule_of(Choice("ring", 0.0), 32), 1e9, fabric)
+    ring = cost.time_s(ring_all_reduce(32), 1e9, fabric)
     near_first = cost.time_s(halving_doubling_all_reduce(32, near_first=True), 1e9, fabric)
     assert ring < near_first < far_first / 2
 

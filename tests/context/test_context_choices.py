@@ -10,7 +10,9 @@ import pytest
 from minitrain import launch
 from minitrain.context.choices import FUNCTIONS, core_for, data_layout
 from minitrain.context.choices import LAYOUTS as LAYOUT_FUNCTIONS
-from minitrain.context.names import CORES, LAYOUTS, check_choice, check_length, check_tokens
+from minitrain.context.layout import zigzag
+from minitrain.context.names import CORES, LAYOUTS, check_choice
+from minitrain.context.sliced import sliced
 from minitrain.mesh import Mesh
 from tests.context.cores import HEADS, in_one_process
 from tests.context.runs import furthest, over
@@ -33,7 +35,7 @@ SIZES = {
 
 
 def test_names_need_no_torch_and_are_all_there():
-    code = "import sys; from minitrain.context.names import check_choice, check_length; assert 'torch' not in sys.modules"
+    code = "import sys; from minitrain.context.names import check_choice; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert CORES.keys() == FUNCTIONS.keys() == SIZES[4].keys() and LAYOUTS.keys() == LAYOUT_FUNCTIONS.keys()
 
@@ -58,22 +60,21 @@ def test_every_choice_equals_one_process():
 
 @pytest.mark.parametrize("name", CORES)
 def test_lengths_are_those_that_the_layout_takes(name):
-    """check_tokens says yes where the layout does, for whole sequences and slices."""
+    """A length that does not fit is refused on every rank alike, in one line; a padded one is taken."""
     sizes = SIZES[4][name]
     for layout in CORES[name].layouts:
+        pieces = 4 * LAYOUTS[layout]
         for length in range(1, 66):
             for slices in (1, 2, (16, 8), (8, 12, 4)) if CORES[name].slices else (1,):
-                try:
-                    [data_layout(name, sizes, layout, slices)(rank, 4, length) for rank in range(4)]
-                    fits = True
-                except ValueError:
-                    fits = False
-                try:
-                    check_tokens(name, sizes, layout, length, slices)
-                    assert fits, (layout, length, slices)
-                except ValueError as error:
-                    assert not fits, (layout, length, slices, error)
-                    assert "\n" not in str(error)
+                found = set()
+                for rank in range(4):
+                    try:
+                        found.add(sum(map(len, data_layout(name, sizes, layout, slices)(rank, 4, length))))
+                    except ValueError as error:
+                        assert "\n" not in str(error)
+                        found.add(0)
+                assert found in ({0}, {length / 4}), (layout, length, slices)
+                assert length % pieces or slices != 1 or found == {length / 4}
 
 
 def test_refusals_are_one_line():
@@ -104,17 +105,12 @@ def test_refusals_are_one_line():
         "wallfacer: values 8 wide, keys 4": lambda: check_choice(
             "wallfacer", {"ring": 2, "team": 2}, "zigzag", heads=4, key_width=4, value_width=8
         ),
-        "ring, zigzag: T=30 is not a multiple of 4 on cp=2; pad the sequence to 32": lambda: check_tokens(
-            "ring", ring, "zigzag", 30
+        "zigzag: T=30 is not a multiple of 4 pieces; pad the sequence to 32": lambda: zigzag(0, 2, 30),
+        "slice 1 of 2, T=14: zigzag: T=6 is not a multiple of 4 pieces": lambda: sliced(zigzag, (8, 6))(
+            0, 2, 14
         ),
-        "slices of [8, 6] tokens are not all multiples of 4": lambda: check_tokens(
-            "ring", ring, "zigzag", 14, (8, 6)
-        ),
-        "slices of [8, 8] tokens are 16, the sequence has 24": lambda: check_tokens(
-            "ring", ring, "zigzag", 24, (8, 8)
-        ),
-        "5 slices of T=8 over 2 ranks": lambda: check_tokens("ring", ring, "zigzag", 8, 5),
-        "sequence 2048 > max_positions 1024": lambda: check_length(1024, 2048),
+        "slices of [8, 8] tokens are 16, the sequence has 24": lambda: sliced(zigzag, (8, 8))(0, 2, 24),
+        "5 slices of T=8 over 2 ranks": lambda: sliced(zigzag, 5)(0, 2, 8),
     }
     for words, call in refused.items():
         with pytest.raises(ValueError) as error:
@@ -122,4 +118,3 @@ def test_refusals_are_one_line():
         assert words in str(error.value) and "\n" not in str(error.value), error.value
     for name, sizes in SIZES[4].items():
         check_choice(name, sizes, CORES[name].layouts[0], heads=4, slices=2 if CORES[name].slices else 1)
-    check_length(1024, 1024)

@@ -11,7 +11,6 @@ from minitrain import launch
 from minitrain.attention.dropout import Places, drop_scores
 from minitrain.context.choices import core_of_slices, data_layout
 from minitrain.context.layout import positions, split
-from minitrain.context.names import check_tokens
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
@@ -80,7 +79,6 @@ def in_slices(kind, schedule, name, sizes, layout, pp):
     cuts, own = even(2, schedule.stages), schedule.stages_of(mesh.rank("pp"))
     model = Stages(config_of(kind), {stage: cuts[stage] for stage in own}, seed=3, dtype=torch.float64)
     stages, slices = dict(model.items()), schedule.lengths or schedule.slices
-    check_tokens(name, sizes, layout, LENGTH, slices)
     memory = look_back(
         stages, schedule, core_of_slices(name, {axis: mesh.group(axis) for axis in sizes}, layout, slices)
     )

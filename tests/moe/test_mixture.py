@@ -22,7 +22,7 @@ from minitrain.moe.dispatch import Dispatch
 from minitrain.parallelize import parallelize
 from minitrain.plan.accounting.compute import forward_flops_per_token
 from minitrain.plan.accounting.parameters import active_parameters, parameters
-from minitrain.run import kept_buffers
+from minitrain.run_states import kept_buffers
 from minitrain.strategy import Strategy
 from minitrain.tensor_parallel.sequence import own_time
 from minitrain.training.optim import AdamW

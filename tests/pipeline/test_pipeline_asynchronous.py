@@ -18,7 +18,7 @@ from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import B, F, I, R, Schedule, W
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.plan.trirace import delayed, end_times, one_f_one_b_ahead, paired_calls, period
+from minitrain.plan.trirace import delayed, paired_calls, period
 from minitrain.training.step import Batch
 from tests.parallel import TOLERANCE, check_refusals, small
 
@@ -266,11 +266,7 @@ def test_trirace():
     assert delayed(64, 3, 5, 4).latest == 4 and delayed(64, 5, 3, 4).latest == 1
 
 
-def test_one_way_messages_are_those_of_simulate():
-    for p, m, c in [(2, 6, 1), (4, 12, 2), (4, 12, 0)]:
-        run = simulate(one_f_one_b(p, m), Costs(F=4, B=8, send=c))
-        for rank, done in enumerate(end_times(one_f_one_b_ahead(p, m, 1), 4, 8, c, paired=False)):
-            assert {span.entry: span.end for span in run.spans[rank]} == done
+def test_calls_pair_the_messages_of_neighbours():
     schedule = one_f_one_b(4, 8)
     for rank in range(3):  # every message of a link is in one call at each of its ends
         up = [what for call in paired_calls(schedule, rank) for what in call.sends if what.kind == "F"]

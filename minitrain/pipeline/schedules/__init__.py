@@ -1,7 +1,7 @@
 """The published schedules, each a function from ranks and microbatches to lists. No torch.
 
-First  one_direction       GPipe, 1F1B, interleaved, breadth-first then   zero_bubble         ZB-H1, ZB-H2,
-interleaved
+First  one_direction       GPipe, 1F1B, interleaved, breadth-first
+then   zero_bubble         ZB-H1, ZB-H2, interleaved
        v_shape             ZB-V, V-Half, V-Min
        chimera, dualpipe, hanayo                two directions, and a wave
        greedy              a list scheduler: ZB with any memory

@@ -47,8 +47,7 @@ def _with_moves(entries: tuple[Action, ...], limit: int) -> list[Entry]:
     """A rank's list with E where the limit demands it and L in front of the backward of what was evicted.
 
     Counted is what is here while an entry is computed: a microbatch that leaves in front of it, one that
-    comes for the next.
-    """
+    comes for the next."""
     moves: list[list[Entry]] = [[] for _ in entries]
     here, away = [], set()
     could_leave: list[int] = []  # here when the entry before began, and still

@@ -38,12 +38,14 @@ def urgency(action: Action) -> tuple[int, int, int]:
 
 
 def greedy(
-    place: Place, stages, m, costs=Costs(), limit=None, split=True, priority=urgency, kept=1, name=None
+    place: Place, stages, m, costs=Costs(), limit=None, split=True, priority=urgency, kept=1, sizes=()
 ) -> Schedule:
-    name = name or f"greedy, stages={stages}, m={m}" + (f", limit={limit}" if limit is not None else "")
+    """`sizes[microbatch]` of an activation, by default 1."""
+    name = f"greedy, stages={stages}, m={m}" + (f", limit={limit}" if limit is not None else "")
     home = placement(place, stages, m, name)
     p = max(home.values()) + 1
-    memory = [Memory(held, kept) for held in limits(limit, home, p, name)]
+    sizes = sizes or (1,) * m
+    memory = [Memory(held, kept, sizes) for held in limits(limit, home, p, max(sizes), name)]
     for (_, microbatch), rank in home.items():
         memory[rank].stages[microbatch] += 1
     needs = dependencies(home, stages, m, p, "FIW" if split else "FB")
@@ -82,8 +84,9 @@ def greedy(
 class Memory:
     """What one rank holds, and which of the things that it could do it may do."""
 
-    def __init__(self, limit: Amount | None, kept: Amount):
-        self.limit, self.kept, self.held, self.oldest = limit, kept, 0, 0
+    def __init__(self, limit: Amount | None, kept: Amount, sizes: Sequence[Amount]):
+        self.limit, self.kept, self.sizes, self.largest = limit, kept, sizes, max(sizes)
+        self.held = self.oldest = 0
         self.stages, self.forwards, self.backwards = (Counter() for _ in range(3))  # of each microbatch
 
     def first_allowed(self, ready: list[tuple[object, Action]]) -> Action | None:
@@ -101,10 +104,11 @@ class Memory:
             self.oldest += 1
         own = self.forwards[self.oldest] - self.backwards[self.oldest]  # what it has given back stays its own
         room = 0 if microbatch == self.oldest else max(self.stages.values()) - own
-        return self.held + 1 + room <= self.limit
+        return self.held + self.sizes[microbatch] + room * self.largest <= self.limit
 
     def account(self, action: Action) -> None:
-        self.held += {"F": 1, "B": -1, "I": self.kept - 1, "W": -self.kept}[action.kind]
+        share = {"F": 1, "B": -1, "I": self.kept - 1, "W": -self.kept}[action.kind]
+        self.held += share * self.sizes[action.microbatch]
         self.forwards[action.microbatch] += action.kind == "F"
         self.backwards[action.microbatch] += action.kind in "BI"
 
@@ -131,16 +135,16 @@ def placement(place: Place, stages: int, m: int, name: str) -> Home:
     return home
 
 
-def limits(limit: Amount | Sequence[Amount] | None, home: Home, p: int, name: str) -> list[Amount | None]:
+def limits(limit, home: Home, p: int, size: Amount, name: str) -> list[Amount | None]:
     """One for each rank, each enough for one microbatch to come through."""
     each = list(limit) if isinstance(limit, Sequence) else [limit] * p
     if len(each) != p:
         raise ValueError(f"{name}: {len(each)} limits for {p} ranks; give one for each, or one for all")
     stages = Counter((rank, i) for (_, i), rank in home.items())
     for rank, given in enumerate(each):
-        least = max(count for (at, _), count in stages.items() if at == rank)
-        if given is not None and given < least:
-            found = f"rank {rank} may hold {given} activations, but a microbatch has {least} stages there"
+        count = max(count for (at, _), count in stages.items() if at == rank)
+        if given is not None and given < (least := count * size):
+            found = f"rank {rank} may hold {given} activations, but a microbatch has {count} stages there"
             why = "all must forward before one goes backward: it would wait for ever"
             raise ValueError(f"{name}: {found} and {why}; use limit={least} or more")
     return each
