@@ -90,9 +90,8 @@ def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> Fil
     if optimizer is None:
         return None
     if sync.host:
-        raise ValueError(
-            "offload='optimizer' keeps the states on the host: leave it out to keep them in files"
-        )
+        cure = "leave it out to keep them in files"
+        raise ValueError(f"offload='optimizer' keeps the states on the host: {cure}")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if is_fake(params[0]):
         raise ValueError("a dry run has no numbers to write; states in files are for a real one")

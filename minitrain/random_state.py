@@ -16,18 +16,25 @@ from torch import Tensor
 
 from minitrain.torch_private import outside_modes
 
+Source = torch.device | torch.Generator  # of draws: what a device has by itself, or one of the program's
 
-def random_state(device: torch.device) -> tuple[Tensor, ...]:
+
+def random_state(source: Source) -> tuple[Tensor, ...]:
     with outside_modes():
-        cuda = [torch.cuda.get_rng_state(device)] if _draws(device) else []
+        if isinstance(source, torch.Generator):
+            return (source.get_state(),)
+        cuda = [torch.cuda.get_rng_state(source)] if _draws(source) else []
         return torch.get_rng_state(), *cuda
 
 
-def set_random_state(state: tuple[Tensor, ...], device: torch.device) -> None:
+def set_random_state(state: tuple[Tensor, ...], source: Source) -> None:
     with outside_modes():
+        if isinstance(source, torch.Generator):
+            source.set_state(state[0])
+            return
         torch.set_rng_state(state[0])
         for cuda in state[1:]:
-            torch.cuda.set_rng_state(cuda, device)
+            torch.cuda.set_rng_state(cuda, source)
 
 
 def same(state: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
@@ -37,13 +44,13 @@ def same(state: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
 
 
 @contextmanager
-def drawing_from(state: tuple[Tensor, ...], device: torch.device) -> Iterator[None]:
-    outside = random_state(device)
-    set_random_state(state, device)
+def drawing_from(state: tuple[Tensor, ...], source: Source) -> Iterator[None]:
+    outside = random_state(source)
+    set_random_state(state, source)
     try:
         yield
     finally:
-        set_random_state(outside, device)
+        set_random_state(outside, source)
 
 
 def _draws(device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -28,7 +28,7 @@ from minitrain.memory.recompute import recompute
 from minitrain.memory.segment import Hold, Results
 from minitrain.mesh import Mesh
 from minitrain.model.gpt import GPT, Stages, one_by_one
-from minitrain.plan.revolve import fewest_forwards
+from minitrain.plan.revolve import next_held
 from minitrain.strategy import Strategy
 
 
@@ -53,9 +53,10 @@ def recompute_in(
         stage.play = partial(play, plan, how)
 
 
-def planned(
-    layers: Iterable[nn.Module], policies: list[Policy]
-) -> list[tuple[list[nn.Module], Policy | None]]:
+Segments = list[tuple[list[nn.Module], Policy | None]]
+
+
+def planned(layers: Iterable[nn.Module], policies: list[Policy]) -> Segments:
     """Layers that run one after the other, in segments."""
     blocks = {int(layer.name.split(".")[-1]) - 1: layer for layer in layers if hasattr(layer, "attention")}
     plan, own = [], range(min(blocks, default=0), max(blocks, default=-1) + 1)
@@ -90,23 +91,10 @@ def revolve(layers: list[nn.Module], held: int, how: dict, x: Tensor, positions:
     """x behind these layers, with at most `held` inputs of layers kept at once, x among them: segments inside
     segments, cut as plan/revolve.py cuts a chain. Forwards are the plan's, the graph is autograd's own."""
     while len(layers) > 1:
-        cut = cut_of(len(layers), held)
+        cut = next_held(len(layers), held) if held > 1 else len(layers) - 1
         x = recompute(partial(revolve, layers[:cut], held, how), x, positions, **how)
         layers, held = layers[cut:], max(1, held - 1)
     return one_by_one(layers, x, positions)
-
-
-@cache
-def cut_of(layers: int, held: int) -> int:
-    """Of a chain: in front of which layer the next input is held, for the fewest forwards; with none left to
-    hold, the last one."""
-    if held == 1:
-        return layers - 1
-
-    def forwards(cut: int) -> int:
-        return cut + fewest_forwards(layers - cut, held - 1) + fewest_forwards(cut, held)
-
-    return min(range(1, layers), key=forwards)
 
 
 def in_parts(group: ProcessGroup) -> Hold:

@@ -58,16 +58,13 @@ def _step(way: str, config: GPTConfig, store: FileStore, tokens, positions, loss
     if way == "states in files":
         optimizer = FileOptimizer(optimizer, store, PIECE)
 
-    def run(number: int, x: Tensor) -> Tensor:
-        return model.layers[number](x, positions)
-
     def step() -> Tensor:
         optimizer.zero_grad()
         if way == "plain":
             loss = loss_of(model(tokens, positions))
             loss.backward()
         else:
-            loss = forward_backward(len(model.layers), run, tokens, loss_of)
+            loss = forward_backward(model.layers, tokens, loss_of, others=(positions,))
         optimizer.step()
         return loss.detach()
 

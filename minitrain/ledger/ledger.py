@@ -19,7 +19,7 @@ FLOP counting by dispatch mode is the idea of torch.utils.flop_counter, weak ref
 torch.distributed._tools.mem_tracker. Differs: one account for both and for communication, of a dry run too.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,16 +36,14 @@ class Ledger:
     """One run's account, to be read while it is open or after. Bytes are bytes of this rank.
 
     With `limit_bytes` or `host_limit_bytes` the operator, buffer or copy that lets more be alive on the
-    device, or on the host, raises MemoryError: what does not fit fails on a CPU too.
-    """
+    device, or on the host, raises MemoryError: what does not fit fails on a CPU too."""
 
     def __init__(
         self, *, causal: str = "triangle", limit_bytes: int | None = None, host_limit_bytes: int | None = None
     ) -> None:
         if causal not in ("triangle", "square"):
-            raise ValueError(
-                f"causal = {causal!r}; use 'triangle' (what a mask leaves) or 'square' (as in papers)"
-            )
+            ways = "'triangle' (what a mask leaves) or 'square' (as in papers)"
+            raise ValueError(f"causal = {causal!r}; use {ways}")
         self.causal = causal
         self._events: list[Compute | _Issued | Wait | Copy] = []
         self._calls: list[_Issued] = []
@@ -60,9 +58,8 @@ class Ledger:
 
     def __enter__(self) -> "Ledger":
         if self._used:
-            raise ValueError(
-                "this Ledger has accounted for a run already; make a new one: `with Ledger() as ledger`"
-            )
+            cure = "make a new one: `with Ledger() as ledger`"
+            raise ValueError(f"this Ledger has accounted for a run already; {cure}")
         self._used = True
         self._open = ExitStack()
         self._open.callback(self._memory.close)
@@ -98,7 +95,7 @@ class Ledger:
     @property
     def sent_by_dtype(self) -> dict[str, int]:
         """Bytes handed to the network as numbers of each dtype; codes are uint8."""
-        total: defaultdict[str, int] = defaultdict(int)
+        total: Counter[str] = Counter()
         for issued in self._calls:
             total[str(issued.call.dtype).removeprefix("torch.")] += issued.call.sent_bytes
         return dict(total)
@@ -131,7 +128,7 @@ class Ledger:
         return self._flops_by(lambda compute: compute.phase)
 
     def _flops_by(self, key) -> dict[str, int]:
-        total: defaultdict[str, int] = defaultdict(int)
+        total: Counter[str] = Counter()
         for event in self._events:
             if type(event) is Compute and event.flops:
                 total[key(event)] += event.flops
@@ -142,33 +139,34 @@ class Ledger:
     @property
     def live_bytes(self) -> int:
         """Bytes of all tensors that live now; of a closed ledger: that lived when it was closed."""
-        return self._memory.live_bytes
+        return self._memory.live_bytes()
 
     @property
     def peak_bytes(self) -> int:
-        return self._memory.peak_bytes
+        return max(self._memory.totals())
 
     @property
     def live_by_kind(self) -> dict[str, int]:
-        return self._memory.live_by_kind()
+        return self._memory.by_kind()
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
         """What the peak consists of (the first moment at which it was reached)."""
-        return self._memory.peak_by_kind()
+        totals = self._memory.totals()
+        return self._memory.by_kind(after=totals.index(max(totals)))
 
     @property
     def host_bytes(self) -> int:
         """As `live_bytes`, of the memory marked as the host's (memory/pools.py); not part of it."""
-        return self._memory.host_bytes
+        return self._memory.live_bytes(host=True)
 
     @property
     def host_peak_bytes(self) -> int:
-        return self._memory.host_peak_bytes
+        return max(self._memory.totals(host=True))
 
     @property
     def host_by_kind(self) -> dict[str, int]:
-        return self._memory.host_by_kind()
+        return self._memory.by_kind(host=True)
 
     def copied_bytes(self, way: str | None = None) -> int:
         """Bytes copied between memories: "to_host", "to_device", "to_disk", "from_disk", or all."""
@@ -178,14 +176,11 @@ class Ledger:
 
     def memory_trace(self) -> list[tuple[str, int, int]]:
         """("alloc" or "free", block number, bytes) of the device's blocks, in order; those which the ledger
-        found there come first.
-        """
+        found there come first."""
         return list(self._memory.trace())
 
     def timeline(self) -> list[tuple[int, dict[str, int]]]:
-        """(index of the event, live bytes by kind at its fullest moment), wherever something was born or
-        died.
-        """
+        """(index of the event, live bytes by kind at its fullest moment), where one is born or dies."""
         return list(self._memory.timeline())
 
     @property
@@ -201,8 +196,7 @@ class Ledger:
 
     def table(self) -> str:
         """Three small tables: calls per operation and axis, FLOPs per operator, memory per kind; two more if
-        something was copied to another memory.
-        """
+        something was copied to another memory."""
 
         def traffic(*which):
             return self.num_calls(*which), self.payload_bytes(*which), self.sent_bytes(*which)
@@ -235,19 +229,18 @@ class Ledger:
         elif kind == "host":
             self._memory.is_host(subject)
         elif kind == "copy":
-            copy = Copy(self._next_id, subject.way, subject.bytes, self._phase)
-            self._pending[id(subject)] = copy
-            self._copies.append(copy)
-            self._events.append(copy)
+            self._begun(subject, Copy(self._next_id, subject.way, subject.bytes, self._phase), self._copies)
         elif kind == "issue":
-            issued = _Issued(subject, self._next_id, self._phase, _members(subject))
-            self._pending[id(subject)] = issued
-            self._calls.append(issued)
-            self._events.append(issued)
+            self._begun(subject, _Issued(subject, self._next_id, self._phase, _members(subject)), self._calls)
         elif id(subject) in self._pending:
             self._events.append(Wait(self._pending.pop(id(subject)).id))
         if self._limited:
             self._memory.check_limits()
+
+    def _begun(self, subject, event, alike: list) -> None:
+        self._pending[id(subject)] = event
+        alike.append(event)
+        self._events.append(event)
 
     @property
     def _next_id(self) -> int:
@@ -256,9 +249,7 @@ class Ledger:
 
 @dataclass(slots=True)
 class _Issued:
-    """A call in its place among the events. What it sent is known only when it is complete, hence asked for
-    late.
-    """
+    """A call in its place among the events. What it sent is known, hence asked for, when it is complete."""
 
     call: Call
     id: int

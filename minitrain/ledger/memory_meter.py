@@ -14,6 +14,7 @@ an allocator. Of several kinds that fit a block the first of this order holds, b
     optimizer state    an optimizer keeps it in its `state`
     activations        everything else: what forward and backward make, and the batch
     buffers            scratch of a collective or of an optimizer's step, gathered parameters
+    checkpoint         of the host alone: what is copied to be saved
 
 A block resized in place (`resize_`) is measured when it is next used, or announced. Blocks marked as the
 host's (`collectives.announce_host`) are counted apart: live, peak and kinds are the device's.
@@ -24,20 +25,16 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from minitrain.torch_private import grad_hooks, storage_id
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
 POOLS = ("device", "host")
-PRECEDENCE = ("parameters", "gradients", "optimizer state", "buffers", "activations")
+PRECEDENCE = ("parameters", "gradients", "optimizer state", "checkpoint", "buffers", "activations")
 
 
 class _Block(weakref.ref):
@@ -58,6 +55,9 @@ class MemoryMeter:
         self._host: set[int] = set()  # numbers of the host's blocks
         self._limits = limits  # device, host: most bytes, or None
         self._checked, self._live = 0, [0, 0]  # changes already added up for the limits
+        # Of the blocks that live: bytes by number, as far as changes were looked at.
+        self._sizes: dict[int, int] = {}
+        self._seen = self._seen_older = 0
         self._parameters: dict[int, weakref.ref] = {}  # id of a parameter -> it, unless it is gone
         self._hooks: list = []
         self._kind_of_births = "activations"
@@ -65,10 +65,8 @@ class MemoryMeter:
     # ---- watching -----------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        before = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
+        self._hooks = [before, torch_optimizer.register_optimizer_step_post_hook(self._after_step)]
 
     def close(self) -> None:
         """Stop watching. Nothing of the run is kept alive; only numbers remain."""
@@ -79,51 +77,43 @@ class MemoryMeter:
         self._now = None
 
     def read(self, tensor: Tensor) -> int:
-        """An operator reads `tensor`; if its block is unknown, it is older than the meter. -> bytes of its
-        block.
-        """
-        storage = tensor.untyped_storage()
-        block = self._alive.get(storage_id(storage))
-        if block is None or block.bytes != storage.nbytes():
-            block = self._meet(storage, block, older=True)
+        """An operator reads `tensor`; if its block is unknown, it is older than the meter. -> its block's
+        bytes."""
+        block = self._block(tensor, older=True)
         if type(tensor) is not Tensor and isinstance(tensor, Parameter):
             self._adopt(tensor, block)
         return block.bytes
 
     def write(self, tensor: Tensor) -> int:
-        """An operator returns `tensor`; if its block is unknown, it was born just now. -> bytes of its
-        block.
-        """
-        storage = tensor.untyped_storage()
-        block = self._alive.get(storage_id(storage))
-        if block is None or block.bytes != storage.nbytes():
-            block = self._meet(storage, block, older=False)
-        return block.bytes
+        """An operator returns `tensor`; if its block is unknown, it was born just now. -> its block's
+        bytes."""
+        return self._block(tensor, older=False).bytes
 
     def name(self, tensor: Tensor, kind: str, older: bool = True) -> None:
         """The block of `tensor` is of this kind, unless it has a kind that comes first."""
-        (self.read if older else self.write)(tensor)
-        number = self._alive[storage_id(tensor.untyped_storage())].number
+        if older:
+            self.read(tensor)
+        number = self._block(tensor, older).number
         self._kinds[number] = min(kind, self._kinds[number], key=PRECEDENCE.index)
 
     def resized(self, tensor: Tensor) -> None:
         """The block of `tensor`, where parameters are gathered for a while, has a new size. It is a buffer
-        for good.
-        """
-        self.write(tensor)
-        block = self._alive[storage_id(tensor.untyped_storage())]
+        for good."""
+        block = self._block(tensor, older=False)
         block.is_parameter, self._kinds[block.number] = True, "buffers"
 
     def is_host(self, tensor: Tensor) -> None:
         """The block of `tensor`, just allocated, is the host's."""
-        self.write(tensor)
-        number = self._alive[storage_id(tensor.untyped_storage())].number
+        number = self._block(tensor, older=False).number
         self._host.add(number)
         self._kinds[number] = tensor.untyped_storage().on_host
 
-    def _meet(self, storage: torch.UntypedStorage, block: _Block | None, older: bool) -> _Block:
-        """A block seen for the first time, or with another size than last time."""
-        size = storage.nbytes()
+    def _block(self, tensor: Tensor, older: bool) -> _Block:
+        """Its block, perhaps seen for the first time, or with another size than last time."""
+        storage = tensor.untyped_storage()
+        block, size = self._alive.get(storage_id(storage)), storage.nbytes()
+        if block is not None and block.bytes == size:
+            return block
         if block is not None:
             self._change(block.number, size - block.bytes)
             block.bytes = size
@@ -149,8 +139,7 @@ class MemoryMeter:
 
     def _change(self, number: int, size: int) -> None:
         # Tensors die in any thread at any moment: one call that cannot be interrupted, and no sums are kept
-        # on the way. An array holds no objects, so that long runs give the garbage collector nothing to look
-        # at.
+        # on the way. An array holds no objects: the garbage collector has nothing to look at.
         self._changes.extend((self._now(), number, size))
 
     # ---- naming -------------------------------------------------------------------------------------------
@@ -207,25 +196,6 @@ class MemoryMeter:
         self._name_gradients()
         return list(self._kinds)
 
-    @property
-    def live_bytes(self) -> int:
-        return self._totals()[-1]
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self._totals())
-
-    @property
-    def host_bytes(self) -> int:
-        return self._totals(host=True)[-1]
-
-    @property
-    def host_peak_bytes(self) -> int:
-        return max(self._totals(host=True))
-
-    def host_by_kind(self) -> dict[str, int]:
-        return self._by_kind(after=len(self._totals()) - 1, host=True)
-
     def trace(self) -> Iterator[tuple[str, int, int]]:
         """("alloc" or "free", block number, bytes) of the device's blocks; older ones come first."""
         sizes: dict[int, int] = {}
@@ -247,34 +217,25 @@ class MemoryMeter:
             self._live[number in self._host] += size
         for host, (limit, live) in enumerate(zip(self._limits, self._live)):
             if limit is not None and live > limit:
-                kinds = self._by_kind(after=self._checked, host=bool(host))
+                kinds = self.by_kind(after=self._checked, host=bool(host))
                 what = ", ".join(f"{kind} {size:,}" for kind, size in kinds.items() if size)
                 raise MemoryError(f"{live:,} bytes on the {POOLS[host]}, which has {limit:,}: {what}")
 
-    def live_by_kind(self) -> dict[str, int]:
-        return self._by_kind(after=len(self._totals()) - 1)
-
-    def peak_by_kind(self) -> dict[str, int]:
-        """Of the first moment at which the peak was reached."""
-        totals = self._totals()
-        return self._by_kind(after=totals.index(max(totals)))
-
     def timeline(self) -> Iterator[tuple[int, dict[str, int]]]:
-        """(event, live bytes by kind at its fullest moment), for every event in which something was born or
-        died.
-        """
-        live, totals = self._by_kind(after=0), self._totals()
+        """(event, live bytes by kind at its fullest moment): every event with a birth or a death."""
+        live, totals = self.by_kind(after=0), self.totals()
         event, fullest, most = 0, dict(live), totals[0]
         for index, number, size, total in zip(*(self._changes[i::3] for i in range(3)), totals[1:]):
             if index != event:
                 yield event, fullest
                 event, most = index, -1
-            live[self._kinds[number]] += size * (number not in self._host)
+            if number not in self._host:
+                live[self._kinds[number]] += size
             if total > most:
                 fullest, most = dict(live), total
         yield event, fullest
 
-    def _totals(self, host: bool = False) -> list[int]:
+    def totals(self, host: bool = False) -> list[int]:
         """Live bytes at the start and after each change, of one of the two pools."""
         older = sum(size for number, size in self._older if (number in self._host) == host)
         changes: Iterable[int] = self._changes[2::3]
@@ -282,11 +243,30 @@ class MemoryMeter:
             changes = (size * ((n in self._host) == host) for n, size in zip(self._changes[1::3], changes))
         return list(accumulate(changes, initial=older))
 
-    def _by_kind(self, after: int, host: bool = False) -> dict[str, int]:
-        """Live bytes after so many changes."""
+    def by_kind(self, after: int | None = None, host: bool = False) -> dict[str, int]:
+        """Live bytes after so many changes, or now."""
         self._name_gradients()
         live = dict.fromkeys(KINDS, 0)
-        changes = zip(self._changes[1 : 3 * after : 3], self._changes[2 : 3 * after : 3])
-        for number, size in (*self._older, *changes):
-            live[self._kinds[number]] += size * ((number in self._host) == host)
+        if after is None:
+            blocks = self.living().items()
+        else:
+            blocks = (*self._older, *zip(self._changes[1 : 3 * after : 3], self._changes[2 : 3 * after : 3]))
+        for number, size in blocks:
+            if (number in self._host) == host:
+                live[self._kinds[number]] = live.get(self._kinds[number], 0) + size
         return live
+
+    def live_bytes(self, host: bool = False) -> int:
+        return sum(size for number, size in self.living().items() if (number in self._host) == host)
+
+    def living(self) -> dict[int, int]:
+        """Bytes of every block that lives now. Some ask after each of many actions: this looks only at what
+        has changed since the last time."""
+        older, self._seen_older = self._older[self._seen_older :], len(self._older)
+        start, self._seen = self._seen, len(self._changes)
+        changes = self._changes[start : self._seen]
+        for number, size in (*older, *zip(changes[1::3], changes[2::3])):
+            left = self._sizes.pop(number, 0) + size
+            if left:
+                self._sizes[number] = left
+        return self._sizes

@@ -121,8 +121,7 @@ def _attention(
     names: list[str], with_keys: int, with_values: int, aligned: str, causal: str, *args, **kwargs
 ):
     """So many products of Tq·Tk scores with the width of the keys, and with that of the values. q [B, H, Tq,
-    K], k and v [B, H', Tk, K]: heads that are shared, H' < H, save no work.
-    """
+    K], k and v [B, H', Tk, K]: heads that are shared, H' < H, save no work."""
     given = dict(zip(names, args)) | kwargs
     (B, H, T, K), S = given["query"].shape, given["key"].shape[-2]
     triangle = given.get("is_causal", False) and causal == "triangle"
@@ -131,9 +130,7 @@ def _attention(
 
 
 def visible_scores(queries: int, keys: int, aligned: str = "top left") -> int:
-    """What a causal mask leaves of [Tq, Tk]. Its diagonal starts in the first row or ends in the last ("lower
-    right").
-    """
+    """What a causal mask leaves of [Tq, Tk]: the diagonal starts in the first row or ends in the last."""
     side = min(queries, keys)
     whole = (queries - side) * keys if aligned == "top left" else queries * (keys - side)
     return side * (side + 1) // 2 + whole
@@ -152,13 +149,11 @@ def _matrix_vector(matrix: Tensor, *args, **kwargs) -> int:
 
 def _grouped_product(a: Tensor, b: Tensor, *args, **kwargs) -> int:
     """Every row of a [R, D] meets one matrix of b [E, D, F]; or b is [R, F], and each row adds to one [D, F]
-    (a is then [D, R]).
-    """
+    (a is then [D, R])."""
     return 2 * a.numel() * b.shape[-1]
 
 
-# Forward: scores = Q·Kᵀ, out = P·V. Backward: scores once more, dP = dO·Vᵀ, dV = Pᵀ·dO, dQ = dS·K, dK =
-# dSᵀ·Q.
+# Scores = Q·Kᵀ, out = P·V. Backward: scores again, dP = dO·Vᵀ, dV = Pᵀ·dO, dQ = dS·K, dK = dSᵀ·Q.
 ATTENTION = {
     torch_private.flash_cpu: (1, 1, "top left"),
     torch_private.flash_cuda: (1, 1, "lower right"),

@@ -4,7 +4,7 @@ from functools import cache, partial
 
 from minitrain.ledger.operators import FLOATS, Operator, describe, tensors
 from minitrain.simulate.events import Compute
-from minitrain.torch_private import DispatchMode
+from minitrain.torch_private import DEVICE_OF, DispatchMode
 
 
 class Watch(DispatchMode):
@@ -14,11 +14,12 @@ class Watch(DispatchMode):
         super().__init__()
         self._ledger, self._memory = ledger, ledger._memory
         self._describe = cache(partial(describe, causal=ledger.causal))
-        # Equal events are one object: thousands would keep the garbage collector
-        # busy.
+        # Equal events are one object: thousands would keep the garbage collector busy.
         self._event = cache(Compute)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is DEVICE_OF:  # autograd asks it of every fake tensor that an operator gives
+            return args[0].device
         kwargs = kwargs or {}
         operator = self._describe(func)
         if operator.composite:

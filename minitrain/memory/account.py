@@ -104,10 +104,8 @@ class _Frame:
         for event in self.ledger.events:
             if getattr(event, "phase", None) in moved and hasattr(event, "flops"):
                 moved[event.phase] += event.bytes
-        return [
-            UnitCost(name, flops.get(name, 0), moved[name], kept, number <= self.last_needed)
-            for number, (name, kept) in enumerate(zip(self.names, self.kept))
-        ]
+        costs = zip(self.names, (flops.get(name, 0) for name in self.names), moved.values(), self.kept)
+        return [UnitCost(*cost, number <= self.last_needed) for number, cost in enumerate(costs)]
 
 
 def layer_bytes(ledger: Callable, layer: nn.Module, x: Tensor, *others, wanted: bool = True) -> LayerBytes:

@@ -28,9 +28,7 @@ from minitrain.memory.chain_plan import Action, check, split
 from minitrain.random_state import drawing_from, random_state
 
 
-def chain(
-    layers: Sequence[nn.Module], plan: Sequence[Action], replay: Iterable[Callable[[], Callable]] = ()
-) -> Callable:
+def chain(layers: Sequence[nn.Module], plan: Sequence[Action], replay: Iterable[Callable] = ()) -> Callable:
     """-> run(x, *others), which is layers[-1](.. layers[0](x, *others) .., *others) carried out by the plan.
 
     `others` are given to every layer and have no gradient. Each of `replay` is called in front of a layer's

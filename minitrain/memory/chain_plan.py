@@ -160,9 +160,8 @@ def peak_bytes(plan: Sequence[Action], layers: Sequence[LayerBytes]) -> int:
         elif kind == "B":
             most = max(most, now + layer.backward)
             now += layer.gradient + layer.left - behind - layer.tape
-        now += sum(layers[x - 1].output for x in after - held) - sum(
-            layers[x - 1].output for x in held - after if x
-        )
+        now += sum(layers[x - 1].output for x in after - held)
+        now -= sum(layers[x - 1].output for x in held - after if x)
         held = after
     return most
 

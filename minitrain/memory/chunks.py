@@ -16,7 +16,6 @@ leaves what activations will need at each moment, as traced); the optimizer alwa
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from minitrain.collectives import announce_host
 from minitrain.memory.in_turn import forward_backward
 from minitrain.memory.pools import new_host, on_host, to_device, to_host, work
+from minitrain.memory.window import lie_in, parameters_of, sent_home
 
 
 def pack(sizes: Sequence[int], chunk: int) -> list[list[int]]:
@@ -70,38 +70,32 @@ class ChunkedTraining:
 
     `chunk` elements each, of which as many as `device_bytes` can hold are on the device at a time.
     `make_optimizer([masters])` is called for every chunk. ValueError: what does not fit, shared or frozen
-    parameters, parameters of other dtypes.
-    """
+    parameters, parameters of other dtypes."""
 
     def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        chunk: int,
-        device_bytes: int,
-        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        device: torch.device | str | None = None,
+        self, layers: Sequence[nn.Module], chunk: int, device_bytes: int, make_optimizer, device=None
     ):
         self.layers = list(layers)
-        self.params = [param for layer in self.layers for param in layer.parameters()]
-        self._check()
-        self.device, dtype = device or self.params[0].device, self.params[0].dtype
-        self.chunks = pack([param.numel() for param in self.params], chunk)
+        params = parameters_of(self.layers)
+        dtypes = {param.dtype for param in params}
+        if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+            said = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"parameters are {said}: chunks are for one 16-bit dtype with float32 masters")
+        self.device, dtype = device or params[0].device, params[0].dtype
+        packed = pack([param.numel() for param in params], chunk)
+        self.chunks = [[params[i] for i in numbers] for numbers in packed]  # parameters of each
         self.room = device_bytes // (chunk * dtype.itemsize)  # in chunks
-        number_of = {self.params[i]: number for number, owned in enumerate(self.chunks) for i in owned}
+        number_of = {param: number for number, owned in enumerate(self.chunks) for param in owned}
         self._needs = [frozenset(number_of[param] for param in layer.parameters()) for layer in self.layers]
         if (most := max(map(len, self._needs))) > self.room:
             layer = self._needs.index(max(self._needs, key=len))
             found = f"layer {layer} needs {most} chunks of {chunk * dtype.itemsize:,} bytes at once"
             raise ValueError(f"{found}, device_bytes={device_bytes:,} are {self.room}: give more room")
-        self._blocks = [new_host((chunk,), dtype, kind="parameters") for _ in self.chunks]
-        self.optimizers = []
-        for number in range(len(self.chunks)):
-            places = self._places(number)
-            self._blocks[number].zero_()  # the unused end too
-            for place, i in zip(places, self.chunks[number]):
-                to_host(self.params[i].data, out=place).wait()
-            self._point(number)
-            master = new_host((chunk,), torch.float32, kind="optimizer state").copy_(self._blocks[number])
+        self._blocks, self.optimizers = [], []
+        for owned in self.chunks:
+            self._blocks.append(sent_home(owned, chunk))
+            lie_in(self._blocks[-1], owned)
+            master = new_host((chunk,), torch.float32, kind="optimizer state").copy_(self._blocks[-1])
             self.optimizers.append(make_optimizer([nn.Parameter(master)]))
         self._here: list[int] = []  # chunks on the device, in the order in which they came
         self._trace: list[frozenset[int]] = []  # uses of the first step
@@ -117,11 +111,7 @@ class ChunkedTraining:
         """The loss of layers(x, positions); then chunks have gradients, and `step` must be next."""
         if self._use:
             raise ValueError("the chunks have gradients: call step() before the next forward")
-
-        def run(number: int, x: Tensor) -> Tensor:
-            return self.layers[number](x, positions)
-
-        return forward_backward(len(self.layers), run, x, loss_of, self._enter, self._leave)
+        return forward_backward(self.layers, x, loss_of, self._enter, self._leave, (positions,))
 
     def step(self) -> None:
         """Update all chunks, on the host."""
@@ -170,30 +160,7 @@ class ChunkedTraining:
 
     def _move(self, number: int, block: Tensor) -> None:
         self._blocks[number] = block
-        self._point(number)
-
-    def _point(self, number: int) -> None:
-        """A chunk's parameters are where it is."""
-        for i, place in zip(self.chunks[number], self._places(number)):
-            self.params[i].data = place
-
-    def _places(self, number: int) -> list[Tensor]:
-        """The parameters' places in a chunk."""
-        owned, block = [self.params[i] for i in self.chunks[number]], self._blocks[number]
-        *starts, _ = accumulate((param.numel() for param in owned), initial=0)
-        return [block[start : start + p.numel()].view(p.shape) for start, p in zip(starts, owned)]
-
-    def _check(self) -> None:
-        if len(set(self.params)) < len(self.params):
-            raise ValueError(
-                "two layers share a parameter (a tied table): untie it, its gradient has two parts"
-            )
-        if any(not param.requires_grad for param in self.params):
-            raise ValueError("a parameter is frozen: it has no gradient to take its place; train all")
-        dtypes = {param.dtype for param in self.params}
-        if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
-            said = ", ".join(sorted(map(str, dtypes)))
-            raise ValueError(f"parameters are {said}: chunks are for one 16-bit dtype with float32 masters")
+        lie_in(block, self.chunks[number])
 
 
 def _update(optimizer: torch.optim.Optimizer, block: Tensor) -> None:

@@ -18,7 +18,7 @@ checkpointing. Differs: results are named by the model, any set of them can be d
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -31,12 +31,7 @@ from minitrain.torch_private import saved_hooks, storage_id
 
 @contextmanager
 def dropping(
-    drop: Collection[str],
-    results: Results,
-    *,
-    inside: Collection[str] = (),
-    replay: Iterable = (),
-    early_stop=True,
+    drop: Collection[str], results: Results, *, inside: Collection[str] = (), replay=(), early_stop=True
 ) -> Iterator[None]:
     """Inside, the results called `drop` are not kept, nor what is saved in them, but for what they are made
     from; of those called `inside` the result is kept. Each is made again, alone, when it is asked for."""
@@ -59,9 +54,7 @@ class _Dropping:
         self.segment: Segment | None = None  # of the result that is being made
         self.reads: dict = {}
         self.known: set[int] = set()  # parameters
-        self.made: dict[
-            int, tuple
-        ] = {}  # storage -> a weak reference to it, who makes it again, which result
+        self.made: dict[int, tuple] = {}  # storage -> a weak reference to it, who makes it, which result
 
     def know(self, module: nn.Module) -> None:
         self.known |= storages((*module.parameters(), *module.buffers())).keys()

@@ -45,8 +45,7 @@ class Dynamic(DispatchMode):
 
     `evictor` counts operators, recomputed, evictions, peak_bytes, and writes the trace. `constants`, such as
     model.parameters(), count from the start; others from their first use. What is still alive after the
-    `with` may be used (loss.item()).
-    """
+    `with` may be used (loss.item())."""
 
     def __init__(self, evictor, cost: Callable[..., int], constants: Iterable[Tensor] = ()):
         super().__init__()

@@ -13,13 +13,14 @@ Kirisame et al. 2021, arXiv:2006.09616, section 4: tensors, storages and views. 
 """
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from minitrain import torch_private
-from minitrain.torch_private import OpOverload, outside_modes, version_of
+from minitrain.random_state import drawing_from, random_state
+from minitrain.torch_private import OpOverload, version_of
 
 
 class Evictable(Tensor):
@@ -49,8 +50,7 @@ class Evictable(Tensor):
 class Value:
     """One tensor on a block: output `key` of the operator that makes the block, or a view, `taken` of others.
 
-    `like` has its shape and no numbers.
-    """
+    `like` has its shape and no numbers."""
 
     __slots__ = ("block", "like", "key", "taken")
 
@@ -81,19 +81,17 @@ class Hold:
 class Call:
     """An operator with its arguments, values in the place of tensors that may be dropped.
 
-    `copied`: the position of an argument; the operator writes into a copy of it, which is then the result.
-    """
+    `copied`: the position of an argument; the operator writes into a copy of it, which is then the result."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict):
         self.func, self.copied = func, None
-        self.args, self.kwargs = torch_private.tree_map(
-            lambda x: x.hold.value if isinstance(x, Evictable) else x, (args, kwargs)
-        )
+        named = lambda x: x.hold.value if isinstance(x, Evictable) else x
+        self.args, self.kwargs = torch_private.tree_map(named, (args, kwargs))
         leaves = torch_private.tree_leaves((self.args, self.kwargs))
         self.values = [leaf for leaf in leaves if isinstance(leaf, Value)]
         self.plain = tensors(leaves)
         self._versions = [version_of(tensor) for tensor in self.plain]
-        self._state: Tensor | None = None
+        self._state: tuple[Tensor, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -125,38 +123,19 @@ class Call:
         self.func(*args, **kwargs)
         return args[self.copied]
 
-    @contextmanager
     def _drawing(self):
         """A random operator starts from the same state each time; draws of others do not change by it."""
         if torch.Tag.nondeterministic_seeded not in self.func.tags:
-            yield
-            return
-        generator, now = self.kwargs.get("generator") or _default_generator(self._device()), None
-        with outside_modes():
-            if self._state is None:
-                self._state = generator.get_state()
-            else:
-                now = generator.get_state()
-                generator.set_state(self._state)
-        try:
-            yield
-        finally:
-            if now is not None:
-                with outside_modes():
-                    generator.set_state(now)
-
-    def _device(self) -> torch.device:
+            return nullcontext()
         devices = [value.like.device for value in self.values] + [tensor.device for tensor in self.plain]
-        return devices[0] if devices else torch.device(self.kwargs.get("device") or "cpu")
+        device = devices[0] if devices else torch.device(self.kwargs.get("device") or "cpu")
+        source = self.kwargs.get("generator") or device
+        if self._state is not None:
+            return drawing_from(self._state, source)
+        self._state = random_state(source)
+        return nullcontext()
 
 
 def tensors(nest) -> list[Tensor]:
     """All tensors in a nest of tuples, lists and dicts, in order."""
     return [leaf for leaf in torch_private.tree_leaves(nest) if isinstance(leaf, Tensor)]
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type != "cuda":
-        return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]

@@ -31,11 +31,7 @@ class FiledLayers:
     share a parameter."""
 
     def __init__(
-        self,
-        layers: Iterable[nn.Module],
-        store: FileStore,
-        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        piece: int = 1 << 18,
+        self, layers: Iterable[nn.Module], store: FileStore, make_optimizer: Callable, piece: int = 1 << 18
     ):
         self.store, self.piece = store, piece
         self.layers: list[nn.Module] = []
@@ -56,11 +52,7 @@ class FiledLayers:
 
     def step(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions), and an update of all of them."""
-
-        def run(number: int, x: Tensor) -> Tensor:
-            return self.layers[number](x, positions)
-
-        return forward_backward(len(self.layers), run, x, loss_of, self._enter, self._update)
+        return forward_backward(self.layers, x, loss_of, self._enter, self._update, (positions,))
 
     def parameters(self) -> Iterator[Tensor]:
         """All of them, read as they are asked for."""

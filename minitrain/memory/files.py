@@ -67,14 +67,7 @@ class FileStore:
     folder that cannot be used, a name that is not there or out, a tensor larger than a buffer."""
 
     def __init__(
-        self,
-        folder: str | Path,
-        rank: int = 0,
-        *,
-        buffer_bytes: int = 4 << 20,
-        buffers: int = 6,
-        threads: int = 4,
-        direct: bool = True,
+        self, folder: str | Path, rank=0, *, buffer_bytes=4 << 20, buffers=6, threads=4, direct: bool = True
     ):
         if buffer_bytes < 1 or buffers < 1 or threads < 1:
             given = f"buffer_bytes={buffer_bytes}, buffers={buffers}, threads={threads}"
@@ -116,9 +109,8 @@ class FileStore:
         record = self._records.get(name) or self._place(name, tensor)
         if (record.shape, record.dtype) != (tensor.shape, tensor.dtype):
             was, now = (f"{list(x.shape)} {x.dtype}" for x in (record, tensor))
-            raise ValueError(
-                f"{name!r} is {was} in {self.place}, got {now}: a name keeps its shape and dtype"
-            )
+            place = f"{was} in {self.place}"
+            raise ValueError(f"{name!r} is {place}, got {now}: a name keeps its shape and dtype")
         buffer = self._out.get(name)
         if buffer is None or tensor.data_ptr() != buffer.view(record).data_ptr():
             if name in self._reads:

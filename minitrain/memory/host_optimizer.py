@@ -45,6 +45,7 @@ class HostOptimizer:
         self.twin_of: dict[Tensor, nn.Parameter] = {}  # parameter of the device -> the host's
         self.updates = 0  # begun so far
         self.early = False  # updates may begin before `step`: nothing of all gradients has to be known
+        self.before_update = None  # if set, called with a parameter of the device before its update begins
         self.exposed_elements = 0  # whose update in the last step did not begin inside of a backward
         self._coming: dict[Tensor, Transfer] = {}  # gradients on their way, of this step
         self._there: set[Tensor] = set()  # parameters of the device whose gradient the host has,
@@ -138,6 +139,8 @@ class HostOptimizer:
         return self.delayed and self.updates >= self.warmup_steps
 
     def _begin(self, param: Tensor) -> None:
+        if self.before_update:
+            self.before_update(param)
         self._begun.add(param)
         if not (self._delays or in_backward()):
             self.exposed_elements += param.numel()
@@ -170,6 +173,10 @@ class HostOptimizer:
     def state(self) -> MutableMapping[Tensor, dict]:
         """By parameter of the device. What is read is a copy there, what is written goes to the host."""
         return _States(self)
+
+    def own_state(self, param: Tensor) -> dict[str, Any]:
+        """What the host has, no copy; an update under way must have been settled."""
+        return self.inner.state.get(self.twin_of[param], {})
 
     def refresh(self) -> None:
         """Take the parameters from the device, where they were written."""

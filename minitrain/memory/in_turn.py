@@ -5,11 +5,12 @@
 
 That is recomputation of every layer but the last. `before(i)` must bring layer i's parameters; `after(i)` may
 take them and their gradients away. Layers must do the same twice: dropout by place, not by torch's stream.
-Memory: an input a layer, and what one layer keeps. Sends what the layers send.
+Of several microbatches each passes a layer before the next one is asked for.
+Memory: an input a layer and microbatch, and what one layer keeps. Sends what the layers send.
 Chen et al. 2016, arXiv:1604.06174, section 3. Differs: no hook of autograd between layers, just this order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,30 +21,64 @@ def order_of_use(count: int) -> list[int]:
     return [*range(count - 1), *reversed(range(count))]
 
 
+class Kept:
+    """An input that stays where it is until its layer runs again."""
+
+    def __init__(self, x: Tensor):
+        self.x = x
+
+    def settle(self) -> None:
+        """What it leaves has its memory back; here it leaves nothing."""
+
+    def wait(self) -> Tensor:
+        return self.x
+
+
+def _nobody(number: int) -> None:
+    """Is asked for a layer, where layers are there anyway."""
+
+
+def _settle(inputs: Sequence[Kept]) -> None:
+    for x in inputs:
+        x.settle()
+
+
 def forward_backward(
-    count: int,
-    run: Callable[[int, Tensor], Tensor],
-    x: Tensor,
-    loss_of: Callable[[Tensor], Tensor],
-    before: Callable[[int], object] = lambda number: None,
-    after: Callable[[int], object] = lambda number: None,
+    layers: Sequence[Callable], x: Tensor, loss_of: Callable, before=_nobody, after=_nobody, others=()
 ) -> Tensor:
-    """The loss; gradients are where loss_of(layers(x)).backward() leaves them. `run(i, x)` is layer i."""
-    inputs = [x]
+    """The loss; gradients are where loss_of(layers(x)).backward() leaves them. Each layer gets `others`."""
+    return of_microbatches(layers, [x], lambda y, u: loss_of(y), before, after, others)
+
+
+def of_microbatches(
+    layers: Sequence[Callable], x: Sequence[Tensor], loss_of: Callable, before, after, others=(), keep=Kept
+) -> Tensor:
+    """The sum of loss_of(layers(x[u]), u); `keep(x)` holds an input of a layer until its backward."""
+    kept: list[list[Kept | None]] = []
+    x, last = list(x), len(layers) - 1
     with torch.no_grad():
-        for number in range(count - 1):
+        for number in range(last):
             before(number)
-            inputs.append(run(number, inputs[-1]))
-    loss, gradient = None, None
-    for number in reversed(range(count)):
+            if kept:
+                _settle(kept[-1])
+            kept.append([keep(part) for part in x])
+            x = [layers[number](part, *others) for part in x]
+    kept.append([Kept(part) for part in x])
+    total, gradients = 0, [None] * len(x)
+    del x
+    for number in range(last, -1, -1):
         before(number)
-        x = inputs.pop().detach()
-        x.requires_grad_(x.is_floating_point())
-        y = run(number, x)
-        if loss is None:
-            y = loss = loss_of(y)
-        y.backward(gradient)
-        gradient = x.grad
-        loss, y = loss.detach(), None
+        inputs = kept.pop()
+        for u in range(len(inputs)):
+            x, inputs[u] = inputs[u].wait().detach(), None
+            x.requires_grad_(number > 0 and x.is_floating_point())
+            y = layers[number](x, *others)
+            if number == last:
+                y = loss_of(y, u)
+                total = total + y.detach()
+            if y.requires_grad:
+                y.backward(gradients[u])
+            gradients[u] = x.grad
+            del x, y
         after(number)
-    return loss
+    return total

@@ -18,15 +18,14 @@ import contextlib
 import ctypes
 import gc
 import os
-import pickle
 import resource
-import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import cloudpickle
@@ -36,18 +35,21 @@ ONE_THREAD = dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS
 STACK_BYTES = 256 << 10  # of a thread, instead of 8 MiB of room that nobody uses
 PR_SET_PDEATHSIG = 1  # of prctl(2): a child ends with its parent
 PAGE = os.sysconf("SC_PAGE_SIZE")
-START = "import sys; sys.path[:0] = {path!r}; from minitrain.memory.limits import serve; serve()"
+START = "import sys; sys.path[:0] = {path!r}; from minitrain.memory.limits import serve; serve({fd})"
 
 
 class LimitedRuns:
     """Runs functions in forked children of a helper process; closed, it leaves no process behind."""
 
     def __init__(self, warm_up: Callable[[], object] = lambda: None):
-        command = [sys.executable, "-c", START.format(path=[path for path in sys.path if path])]
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._helper = subprocess.Popen(command, env=os.environ | MALLOC | ONE_THREAD, **pipes)
-        _send(self._helper.stdin, warm_up)
-        if (error := _receive(self._helper.stdout)) is not None:
+        path = [folder for folder in sys.path if folder]
+        self._line, theirs = Pipe()
+        command = [sys.executable, "-c", START.format(path=path, fd=theirs.fileno())]
+        files = dict(stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._helper = subprocess.Popen(command, env=os.environ | MALLOC | ONE_THREAD, **files)
+        theirs.close()
+        _send(self._line, warm_up)
+        if (error := self._line.recv()) is not None:
             self.close()
             raise ValueError(f"the warm-up failed: {error}; it must run without a limit")
 
@@ -59,14 +61,12 @@ class LimitedRuns:
 
     def close(self) -> None:
         """End the helper, and with it what it runs."""
-        with contextlib.suppress(BrokenPipeError):
-            self._helper.stdin.close()
+        self._line.close()
         try:
             self._helper.wait(timeout=1)
         except subprocess.TimeoutExpired:
             self._helper.kill()
             self._helper.wait()
-        self._helper.stdout.close()
 
     def run(self, function: Callable, *args, limit_bytes: int | None = None, timeout_s: float = 60) -> Any:
         """What `function(*args)` returns in a child that may map `limit_bytes` more than it begins with.
@@ -74,11 +74,11 @@ class LimitedRuns:
         MemoryError: it fails under this limit. RuntimeError: it fails without any."""
         if limit_bytes is not None and limit_bytes < 0:
             raise ValueError(f"limit_bytes={limit_bytes}: use 0 or more, or None for no limit")
-        _send(self._helper.stdin, (function, args, limit_bytes, timeout_s))
-        answer = _receive(self._helper.stdout)
-        if answer is None:
-            raise RuntimeError("the helper process is gone; make a new LimitedRuns")
-        done, result = answer
+        try:
+            _send(self._line, (function, args, limit_bytes, timeout_s))
+            done, result = self._line.recv()
+        except (EOFError, OSError):
+            raise RuntimeError("the helper process is gone; make a new LimitedRuns") from None
         if done:
             return result
         name = getattr(function, "__name__", "the run")
@@ -87,15 +87,12 @@ class LimitedRuns:
         cure = "recompute, offload, or give it more"
         raise MemoryError(f"{name} does not fit in {limit_bytes:,} bytes: {result}; {cure}")
 
-    def smallest_limit(
-        self, function: Callable, *args, most_bytes=1 << 30, step_bytes=1 << 16, timeout_s: float = 60
-    ) -> int:
+    def smallest_limit(self, function, *args, most_bytes=1 << 30, step_bytes=1 << 16, timeout_s=60) -> int:
         """The smallest multiple of `step_bytes` that will do, by bisection: log2(most / step) runs.
 
         ValueError: `most_bytes` will not do."""
-        self.run(
-            function, *args, timeout_s=timeout_s
-        )  # without a limit, so that from here on only memory can be missing
+        # without a limit, so that from here on only memory can be missing
+        self.run(function, *args, timeout_s=timeout_s)
         fails, fits = 0, -(-most_bytes // step_bytes)
         if not self._fits(function, args, fits * step_bytes, timeout_s):
             raise ValueError(f"most_bytes={most_bytes:,} will not do either: try {2 * most_bytes:,}")
@@ -118,45 +115,40 @@ class LimitedRuns:
 # ---- the helper process ----------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Answer requests of standard input until it ends."""
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what runs print is no answer
+def serve(fd: int) -> None:
+    """Answer requests that come over a connection, until it ends."""
+    line = Connection(fd)
+    os.dup2(2, 1)  # what runs print is not mixed with what their caller prints
     threading.stack_size(STACK_BYTES)
     try:
-        _receive(requests)()
+        line.recv()()
         gc.collect()  # what the warm-up left would be room for every run
         ctypes.CDLL(None).malloc_trim(0)
         error = None
     except Exception as raised:
         error = _said(raised)
-    _send(answers, error)
-    with contextlib.suppress(BrokenPipeError):
-        while (request := _receive(requests)) is not None:
-            _send(answers, _in_a_child(*request))
+    with contextlib.suppress(EOFError, OSError):  # the caller is gone
+        _send(line, error)
+        while True:
+            _send(line, _in_a_child(line, *line.recv()))
 
 
-def _in_a_child(function: Callable, args: tuple, limit_bytes: int | None, timeout_s: float) -> tuple:
-    read, write = os.pipe()
+def _in_a_child(line, function: Callable, args: tuple, limit_bytes: int | None, timeout_s: float) -> tuple:
+    answer, write = Pipe(duplex=False)
     child = os.fork()
     if not child:
-        os.close(read)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        with os.fdopen(write, "wb") as answer:
-            _send(answer, _limited(function, args, limit_bytes))
+        _send(write, _limited(function, args, limit_bytes))
         os._exit(0)
-    os.close(write)
-    wait = select.poll()
-    wait.register(read, select.POLLIN)
-    wait.register(0, 0)  # only whether our caller is gone
-    ready = [file for file, _ in wait.poll(timeout_s * 1000)]
-    if read not in ready:
+    write.close()
+    ready = wait([answer, line], timeout_s)  # it has answered, it is gone, or our caller is
+    if answer not in ready:
         os.kill(child, signal.SIGKILL)
-    with os.fdopen(read, "rb") as answer:
-        found = _receive(answer)
-    _, status = os.waitpid(child, 0)
-    if found is not None:
+    with answer, contextlib.suppress(EOFError):
+        found = answer.recv()
+        os.waitpid(child, 0)
         return found
+    _, status = os.waitpid(child, 0)
     if not ready:
         return False, f"no answer in {timeout_s} s"
     ended = os.waitstatus_to_exitcode(status)
@@ -187,16 +179,5 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _send(file, thing) -> None:
-    data = cloudpickle.dumps(thing)
-    file.write(struct.pack("<q", len(data)) + data)
-    file.flush()
-
-
-def _receive(file) -> Any:
-    """The next thing; None where the other side is gone."""
-    head = file.read(8)
-    if len(head) < 8:
-        return None
-    data = file.read(struct.unpack("<q", head)[0])
-    return pickle.loads(data)
+def _send(line: Connection, thing) -> None:
+    line.send_bytes(cloudpickle.dumps(thing))

@@ -72,9 +72,8 @@ def policy_of(word: str, text: str) -> Policy:
         case "keep" | "drop":
             names = frozenset(rest.split("+"))
             if wrong := sorted(names - set(NAMES)):
-                raise ValueError(
-                    f"recompute={text!r}: no result is called {wrong[0]!r}; use {', '.join(NAMES)}"
-                )
+                missing = f"no result is called {wrong[0]!r}"
+                raise ValueError(f"recompute={text!r}: {missing}; use {', '.join(NAMES)}")
             return Policy(again=True, keep=names) if kind == "keep" else Policy(drop=names)
         case "every" | "revolve":
             if not (rest.isdigit() and int(rest)):

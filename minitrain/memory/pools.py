@@ -35,8 +35,7 @@ class Transfer:
     """A copy under way. `way` is one of simulate/events.py's WAYS, `bytes` what moves.
 
     `finish` blocks until the numbers are there; `holds` is kept alive until then. An error of the copy is
-    raised by `wait`.
-    """
+    raised by `wait`."""
 
     def __init__(self, way: str, bytes: int, result: Tensor, finish: Callable[[], object], holds=()):
         self.way, self.bytes = way, bytes
@@ -70,9 +69,7 @@ def to_device(x: Tensor, device: torch.device | str | None = None, out: Tensor |
     return _copy("to_device", x, out)
 
 
-def new_host(
-    shape: Iterable[int], dtype: torch.dtype, pinned: bool = False, kind: str = "activations"
-) -> Tensor:
+def new_host(shape: Iterable[int], dtype: torch.dtype, pinned=False, kind="activations") -> Tensor:
     """Memory of the host, not yet written, of a `kind` of the ledger's. MemoryError where it has no room."""
     shape = tuple(shape)
     size = prod(shape) * dtype.itemsize
@@ -97,8 +94,7 @@ def is_fake(x: Tensor) -> bool:
 def work(fn: Callable[[], object], like: Tensor) -> Future:
     """Let the host compute `fn()` beside this thread, one such work after the other; in no account.
 
-    For a fake tensor `like` it is done before this returns.
-    """
+    For a fake tensor `like` it is done before this returns."""
     if not is_fake(like):
         return _worker("work").submit(fn)
     done: Future = Future()
@@ -141,9 +137,9 @@ def _on_a_stream(way: str, x: Tensor, out: Tensor) -> Callable[[], object]:
         on_device.record_stream(side)
         done = side.record_event()
     # The host reads what it was sent; a kernel of the device waits on the device.
-    return (
-        done.synchronize if way == "to_host" else lambda: torch.cuda.current_stream(device).wait_event(done)
-    )
+    if way == "to_host":
+        return done.synchronize
+    return lambda: torch.cuda.current_stream(device).wait_event(done)
 
 
 @cache

@@ -70,9 +70,7 @@ class Done(Exception):
 class Segment:
     """One call of `run`, that can be made again."""
 
-    def __init__(
-        self, run, inputs: Sequence, replay, early_stop: bool, results: Results, *, hold=None, hooks=None
-    ):
+    def __init__(self, run, inputs: Sequence, replay, early_stop, results: Results, *, hold=None, hooks=None):
         """`hooks`: through which inputs are kept; else those that are in force around the segment."""
         self.outer = saved_hooks() or (as_it_is, as_it_is)
         self.run, self.early_stop, self.results = run, early_stop, results

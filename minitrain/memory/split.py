@@ -36,8 +36,7 @@ class Swap:
     """`Swap(to_host, to_device, stays)(run, x)`: run(x), and what it saves for backward waits on the host.
 
     `to_host(x)` and `to_device(y, device)` begin copies; `.wait()` gives what they copy. The tensors that
-    `stays` names, parameters for instance, are not moved.
-    """
+    `stays` names, parameters for instance, are not moved."""
 
     def __init__(self, to_host: Callable, to_device: Callable, stays: Iterable[Tensor] = ()):
         self.to_host, self.to_device = to_host, to_device

@@ -7,9 +7,9 @@
 
 While layer i computes, the next `window` layers are here or on their way: `window + 1` layers in all, used in
 the order of memory/in_turn.py, fetched and evicted by memory/prefetch.py. A layer comes in one copy, its
-gradients leave as its backward ends. For L layers of P/L parameters in n bytes and a window of m:
+gradients leave while the layer before it computes. For L layers of P/L parameters in n bytes, a window of m:
 
-    device     n·P/L·(m + 1) of parameters, n·P/L of gradients        whatever L is
+    device     n·P/L·(m + 1) of parameters, 2·n·P/L of gradients      whatever L is
     to_device  n·P/L·(2·L - m - 1)   each layer twice, but where it turns those that are still here
     to_host    n·P                   the gradients
 
@@ -19,6 +19,7 @@ they can be clipped), not layer by layer beside backward; copies on the device a
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -33,23 +34,26 @@ class LayerWindow:
     two layers share or that is frozen, several dtypes, a window of all layers."""
 
     def __init__(self, layers: Sequence[nn.Module], window: int, device: torch.device | str | None = None):
-        self.layers = list(layers)
-        if not 1 <= window < len(self.layers):
-            raise ValueError(f"window={window} of {len(self.layers)} layers: use 1 to {len(self.layers) - 1}")
-        self._owned = {
-            i: params for i, layer in enumerate(self.layers) if (params := list(layer.parameters()))
-        }
-        self._check()
-        self._shapes = {number: [param.shape for param in params] for number, params in self._owned.items()}
-        self.device = device or self._params[0].device
+        self.layers, most = list(layers), max(1, len(layers) - 1)
+        if not 1 <= window <= most:
+            raise ValueError(f"window={window} of {len(self.layers)} layers: use 1 to {most}")
+        owned = {number: list(layer.parameters()) for number, layer in enumerate(self.layers)}
+        self._owned = {number: params for number, params in owned.items() if params}
+        params = parameters_of(self.layers)
+        if len({param.dtype for param in params}) != 1:
+            raise ValueError("parameters have several dtypes: use one, a layer is one block of memory")
+        self.device = device or params[0].device
         sizes = {number: sum(param.nbytes for param in params) for number, params in self._owned.items()}
-        runs = [range(first, first + window + 1) for first in range(len(self.layers) - window)]
+        runs = [range(first, first + window + 1) for first in range(max(1, len(self.layers) - window))]
         self.room_bytes = max(sum(sizes.get(number, 0) for number in run) for run in runs)
-        self._home = {number: self._send(number) for number in self._owned}
+        self._home = {number: nn.Parameter(sent_home(params)) for number, params in self._owned.items()}
         self._here: dict[int, Tensor] = {}  # layers on the device, that have been used there
+        self._going: list[tuple[nn.Parameter, Tensor, list[Transfer]]] = []  # gradients on their way
+        for number in self._owned:
+            self._leave(number)
         order = [number for number in order_of_use(len(self.layers)) if number in sizes]
         settings = dict(ahead=window, circular=False)
-        self._engine = Prefetch(order, sizes, self.room_bytes, self._fetch, self._evict, **settings)
+        self._engine = Prefetch(order, sizes, self.room_bytes, self._fetch, self._leave, **settings)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -59,39 +63,14 @@ class LayerWindow:
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); gradients are added to those of `parameters`."""
         self._bring_up_to_date()
-
-        def run(number: int, x: Tensor) -> Tensor:
-            return self.layers[number](x, positions)
-
-        return forward_backward(len(self.layers), run, x, loss_of, self._enter, self._leave)
+        loss = forward_backward(self.layers, x, loss_of, self._enter, self._send_gradients, (positions,))
+        self._take_gradients()
+        return loss
 
     def release(self) -> list[nn.Module]:
         """Whole layers again, on the host; the window is closed."""
         self._engine.clear()
-        for number, home in self._home.items():
-            self._share(number, home)
         return self.layers
-
-    @property
-    def _params(self) -> list[nn.Parameter]:
-        return [param for params in self._owned.values() for param in params]
-
-    def _check(self) -> None:
-        if len(set(self._params)) < len(self._params):
-            raise ValueError("two layers share a parameter (a tied table): untie it, or keep both outside")
-        if any(not param.requires_grad for param in self._params):
-            raise ValueError("a parameter is frozen: keep its layer outside, or train all")
-        if len({param.dtype for param in self._params}) != 1:
-            raise ValueError("parameters have several dtypes: use one, a layer is one block of memory")
-
-    def _send(self, number: int) -> nn.Parameter:
-        """A layer's parameters to the host, in one block."""
-        params = self._owned[number]
-        home = new_host((sum(param.numel() for param in params),), params[0].dtype, kind="parameters")
-        for param, view in zip(params, views(home, self._shapes[number])):
-            to_host(param, out=view).wait()
-        self._part(number)
-        return nn.Parameter(home)
 
     # ---- a layer comes and goes ---------------------------------------------------------------------------
 
@@ -108,37 +87,62 @@ class LayerWindow:
             copy = self._engine.use(number)
             if number not in self._here:
                 self._here[number] = copy
-                self._share(number, copy)
+                lie_in(copy, self._owned[number])
 
-    def _evict(self, number: int, transfer: Transfer) -> None:
+    def _leave(self, number: int, transfer: Transfer | None = None) -> None:
         self._here.pop(number, None)
-        self._part(number)
+        lie_in(self._home[number], self._owned[number])
 
-    def _leave(self, number: int) -> None:
-        """Its gradients go to the host."""
-        if number not in self._owned:
-            return
-        home, params = self._home[number], self._owned[number]
-        grad = new_host(home.shape, home.dtype, kind="gradients")
-        places = views(grad, self._shapes[number])
-        copies = [to_host(param.grad, out=place) for param, place in zip(params, places)]
-        for param, copy in zip(params, copies):
-            copy.wait()
-            param.grad = None
-        home.grad = grad if home.grad is None else home.grad.add_(grad)
+    def _send_gradients(self, number: int) -> None:
+        """Those of a layer begin to leave, once those of the layer behind it have arrived."""
+        self._take_gradients()
+        if number in self._owned:
+            home, params = self._home[number], self._owned[number]
+            grad = new_host(home.shape, home.dtype, home.is_pinned(), "gradients")
+            copies = [to_host(param.grad, out=place) for param, place in zip(params, views(grad, params))]
+            self._going.append((home, grad, copies))
+            for param in params:
+                param.grad = None
 
-    def _share(self, number: int, flat: Tensor) -> None:
-        """A layer's parameters are in this block of memory,"""
-        for param, view in zip(self._owned[number], views(flat, self._shapes[number])):
-            param.data = view
-
-    def _part(self, number: int) -> None:
-        """or nowhere."""
-        for param in self._owned[number]:
-            param.data = param.data.new_empty(0)
+    def _take_gradients(self) -> None:
+        for home, grad, copies in self._going:
+            for copy in copies:
+                copy.wait()
+            home.grad = grad if home.grad is None else home.grad.add_(grad)
+        self._going.clear()
 
 
-def views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+# ---- parameters in blocks of memory ------------------------------------------------------------------------
+
+
+def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Of all layers, each of one layer alone, all trained. ValueError: what there is else."""
+    params = [param for layer in layers for param in layer.parameters()]
+    if not params:
+        raise ValueError("these layers have no parameters: give at least one that has some")
+    if len(set(params)) < len(params):
+        raise ValueError("two layers share a parameter (a tied table): untie it, or keep both outside")
+    if any(not param.requires_grad for param in params):
+        raise ValueError("a parameter is frozen: keep its layer outside, or train all")
+    return params
+
+
+def sent_home(params: Sequence[Tensor], size: int = 0) -> Tensor:
+    """A copy of them on the host, in one block, of `size` elements if it is to have more than they have."""
+    size, some = size or sum(param.numel() for param in params), params[0]
+    home = new_host((size,), some.dtype, some.is_cuda, "parameters").zero_()
+    for param, place in zip(params, views(home, params)):
+        to_host(param, out=place).wait()
+    return home
+
+
+def views(block: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """A block of memory as tensors of these shapes, one behind the other."""
-    parts = flat.detach().split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes)]
+    *starts, _ = accumulate((param.numel() for param in params), initial=0)
+    return [block.detach()[at : at + p.numel()].view(p.shape) for at, p in zip(starts, params)]
+
+
+def lie_in(block: Tensor, params: Sequence[nn.Parameter]) -> None:
+    """The numbers of these parameters are in this block."""
+    for param, place in zip(params, views(block, params)):
+        param.data = place

@@ -365,6 +365,35 @@ def test_memory_resized_in_place():
         assert (ledger.live_bytes, ledger.peak_bytes) == (400, 400)
 
 
+def test_asked_on_the_way_it_says_what_the_whole_list_of_changes_adds_up_to():
+    """After each of many actions, also where a block is older, resized, the host's, or changes its kind."""
+    kept, older = [], torch.ones(3)
+    linear = nn.Linear(4, 4)
+    optimizer = AdamW(linear.parameters())
+
+    def actions():
+        yield older * 2
+        yield kept.append(torch.ones(1000))
+        yield kept.append(call_log.announce_host(torch.ones(500)))
+        yield linear(torch.ones(2, 4)).sum().backward()
+        yield optimizer.step()
+        yield kept[0].resize_(10)
+        yield kept[0].add_(1)
+        yield kept.pop()
+        yield kept.append(call_log.announce_buffer(torch.ones(70)))
+        yield kept.clear()
+
+    with Ledger() as ledger:
+        meter = ledger._memory
+        for _ in actions():
+            added_up = [meter.by_kind(len(meter._changes) // 3, host) for host in (False, True)]
+            assert [ledger.live_by_kind, ledger.host_by_kind] == added_up
+            assert [ledger.live_bytes, ledger.host_bytes] == [sum(kinds.values()) for kinds in added_up]
+            assert ledger.timeline()[-1][1] == ledger.live_by_kind or ledger.live_bytes < ledger.peak_bytes
+    assert ledger.host_peak_bytes == 2000 and ledger.host_bytes == 0 < ledger.live_bytes
+    assert ledger.live_by_kind["gradients"] == ledger.live_by_kind["parameters"] == 4 * 20
+
+
 def test_timeline():
     with Ledger() as ledger:
         x = torch.zeros(100)  # event 0

@@ -371,3 +371,19 @@ def test_the_cost_of_an_operator():
     assert operator_cost(aten.mm.default, (a, b), {}, product) == 2 * 4 * 6 * 8 + 4 * (24 + 48 + 32)
     assert operator_cost(aten.t.default, (a,), {}, view) == 0
     assert operator_cost(aten.add.Tensor, (a, a), {}, a) == 3 * 4 * 24
+
+
+def test_a_generator_of_ones_own_draws_again_what_it_drew():
+    """And what it draws next is what it would have drawn without an eviction."""
+
+    def program():
+        generator, x = torch.Generator().manual_seed(3), torch.ones(64)
+        noise = [torch.rand(64, generator=generator) * x for _ in range(4)]
+        last = torch.rand(1, generator=generator)
+        return sum((part * (i + 1)).sum() for i, part in enumerate(noise)).item(), last.item()
+
+    expected = program()
+    evictor = Evictor(1300, "lru")
+    with Dynamic(evictor, operator_cost):
+        assert program() == expected
+    assert evictor.recomputed > 0

@@ -52,6 +52,14 @@ def test_gradients_are_those_of_the_plain_model_to_the_bit(depth, microbatches, 
     assert all(on_host(param) and on_host(param.grad) for layer in layers for param in layer.parameters())
 
 
+def test_layers_without_parameters_pass():
+    layers, (inputs, targets) = [nn.Tanh(), *stack(2), nn.Tanh()], batch(2)
+    loss, grads = of_plain(layers, inputs, targets)
+    assert torch.equal(LayerToLayer(layers, loss_fn)(inputs, targets), loss)
+    ours = [param.grad for layer in layers for param in layer.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+
+
 def test_training_is_the_plain_models():
     """The caller updates on the host; the next step fetches what it has written."""
     layers, (inputs, targets) = stack(3), batch(2)
@@ -87,7 +95,7 @@ def test_parameters_on_the_device_are_two_layers_however_deep(stash):
                 kind: max(live[kind] for _, live in ledger.timeline())
                 for kind in ("parameters", "buffers", "gradients")
             }
-            assert most == dict(parameters=0, buffers=2 * LAYER_BYTES, gradients=2 * LAYER_BYTES)
+            assert most == dict(parameters=2 * LAYER_BYTES, buffers=0, gradients=2 * LAYER_BYTES)
             on_the_host = ledger.host_by_kind
             assert on_the_host["parameters"] == on_the_host["gradients"] == depth * LAYER_BYTES
             assert ledger.host_by_kind["activations"] == 0  # all given back
@@ -97,7 +105,7 @@ def test_l2l():
     """The check of the atlas's row: 4 to 64 layers, one figure of the device's; gradients of the plain model."""
     for depth in (4, 16, 64):
         test_gradients_are_those_of_the_plain_model_to_the_bit(depth, 2, "host")
-        assert max(live["buffers"] for _, live in step(depth).timeline()) == 2 * LAYER_BYTES
+        assert max(live["parameters"] for _, live in step(depth).timeline()) == 2 * LAYER_BYTES
 
 
 def test_a_plain_model_grows_with_depth():
@@ -147,20 +155,19 @@ def test_the_next_layer_comes_while_this_one_works():
 def test_room_for_one_layer_only_is_late_every_time():
     """Control: without a place for the next layer nothing hides a fetch."""
     run = LayerToLayer(stack(4), loss_fn)
-    run.fetches.room_bytes = LAYER_BYTES
+    run._engine.room_bytes = LAYER_BYTES
     run(*batch(1))
-    assert run.fetches.late == 7
+    assert run._engine.late == 7
     run = LayerToLayer(stack(4), loss_fn)
     run(*batch(1))
-    assert run.fetches.late == 1
+    assert run._engine.late == 1
 
 
 def test_bad_input():
     with pytest.raises(ValueError, match="stash='disk'; use device or host"):
         LayerToLayer(stack(1), loss_fn, "disk")
-    with pytest.raises(ValueError, match="no layers"):
-        LayerToLayer([], loss_fn)
-    with pytest.raises(ValueError, match="Tanh has no parameters"):
-        LayerToLayer([nn.Tanh()], loss_fn)
+    for layers in ([], [nn.Tanh()]):
+        with pytest.raises(ValueError, match="have no parameters"):
+            LayerToLayer(layers, loss_fn)
     with pytest.raises(ValueError, match="2 microbatches of inputs and 1 of targets"):
         LayerToLayer(stack(1), loss_fn)(batch(2)[0], batch(1)[1])
