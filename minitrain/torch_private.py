@@ -38,6 +38,12 @@ tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map  # the tensors in 
 version_of = attrgetter("_version")  # of a tensor: how often it was written to in place
 # A tensor without memory that goes through an autograd graph in the place of one that may be dropped.
 wrapper_tensor = torch.Tensor._make_wrapper_subclass
+# What a tensor without numbers is made of, and two operators that those who see every one must know.
+make_subclass = torch.Tensor._make_subclass
+throw_on_data_ptr = _C._set_throw_on_mutable_data_ptr
+default_device = _C._get_default_device
+DEVICE_OF = torch.ops.prim.device.default  # which device a tensor is on
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd does not call one
 plain_torch_functions = _C._disabled_torch_function_impl
 
 # Attention kernels that also return the log of the denominator.
@@ -57,7 +63,9 @@ grouped_product = aten._grouped_mm  # what torch.nn.functional.grouped_mm runs
 # Tensors without numbers, their errors, ranks without a network: imported when asked for, in half a second.
 FAKE = "torch._subclasses.fake_tensor"
 FOR_DRY_RUNS = {
+    "FakeTensor": FAKE,
     "FakeTensorMode": FAKE,
+    "_DispatchCacheValidEntry": FAKE,
     "FakeCopyMode": FAKE,
     "DataDependentOutputException": FAKE,
     "DynamicOutputShapeException": FAKE,

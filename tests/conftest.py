@@ -6,6 +6,7 @@ Tests run side by side, and ranks beside them: threads of a caller's small sums 
 draws the same examples in every run and never looks at the clock: a test that fails does so again.
 """
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded
@@ -24,6 +25,10 @@ def pytest_addoption(parser):
     parser.addoption(
         "--atlas", action="store_true", help="fail unless every test that the atlas names ran and passed"
     )
+
+
+def pytest_collection_finish():
+    gc.freeze()  # thousands of tests stay to the end: nothing to look at each time that garbage is collected
 
 
 def pytest_runtest_logreport(report):

@@ -50,6 +50,11 @@ def world() -> ProcessGroup:
     return dist.group.WORLD
 
 
+def members(group: ProcessGroup) -> list[int]:
+    """Global ranks of a group, in its order."""
+    return dist.get_process_group_ranks(group)
+
+
 def axis_of(group: ProcessGroup) -> str:
     """The mesh axis a group belongs to: "tp", "dp_cp", or "world"."""
     return channel_of(group).axis

@@ -3,6 +3,7 @@ run).
 
 First  start               launch.run(fn, ranks=4): the reader's function on N ranks
        dryrun              dryrun.run(fn, rank=0, ranks=4096): the same as one rank, shapes without numbers
+       shapes              its tensors, quickly
 then   local, ranks        both sides of a launch on this machine
        helper              the process between them, which has loaded what ranks are forked with
        report              who is to blame, in one sentence

@@ -2,10 +2,10 @@
 
     ledger = dryrun.run(train, rank=17, ranks=1024)         as launch.run(train, ranks=1024)[17], without data
 
-torch's FakeTensorMode gives tensors a shape, a dtype and a device but no memory; its "fake" backend gives one
-process a group of any size. The same operators and collectives happen in the same order, so FLOPs, bytes sent
-and peak bytes equal those of a real run to the last digit. (As far as torch's fake kernels give what its real
-ones do: on a CPU batch norm and LSTM differ in an output.)
+torch's FakeTensorMode (shapes.py) gives tensors a shape, a dtype and a device but no memory; its "fake"
+backend gives one process a group of any size. The same operators and collectives happen in the same order, so
+FLOPs, bytes sent and peak bytes equal those of a real run to the last digit. (As far as torch's fake kernels
+give what its real ones do: on a CPU batch norm and LSTM differ in an output.)
 
 What has no number cannot decide: `.item()`, `if loss > 3` and `x[mask]` end the dry run with the line that
 asked. Tensors must be made inside the function or be its arguments (passed without data). Whatever happens,
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain import collectives
+from minitrain.launch import shapes
 from minitrain.launch.local import notebook_cells
 from minitrain.launch.report import spot
 from minitrain.torch_private import (
@@ -33,12 +34,11 @@ from minitrain.torch_private import (
     DynamicOutputShapeException,
     FakeCopyMode,
     FakeStore,
-    FakeTensorMode,
     tree_map,
 )
 
 LEDGER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger") + os.sep
-NOT_THE_READERS = (os.path.dirname(torch.__file__), copy.__file__, LEDGER)
+NOT_THE_READERS = (os.path.dirname(torch.__file__), copy.__file__, shapes.__file__, LEDGER)
 # What torch says where it meets a fake tensor and wanted numbers, or a real one among fake ones.
 NUMBERS_WANTED = ("string passed to FakeTensor", ".numpy() is not supported for tensor subclasses")
 NUMBERS_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -67,7 +67,7 @@ def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
     on_crash = sys.excepthook  # torch puts one in its place that prints "[rank17]: " before every line
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        mode = FakeTensorMode()
+        mode = shapes.ShapesMode()
         args = _without_data(args, mode)
         with mode:
             return fn(*args)
@@ -81,7 +81,7 @@ def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
         sys.excepthook = on_crash
 
 
-def _without_data(args: tuple, mode: FakeTensorMode) -> tuple:
+def _without_data(args: tuple, mode: shapes.ShapesMode) -> tuple:
     """Tensors and modules among the arguments as fake copies; what they share, the copies share."""
     memo: dict = {}
     with FakeCopyMode(mode):

@@ -7,6 +7,7 @@ one of those files has been edited the next launch starts another helper: ranks 
 
 import atexit
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +21,8 @@ CALLERS_OWN = ("minitrain.plot", "minitrain.course", "minitrain.cli")
 # Read when numpy and torch are loaded: a process with threads cannot be forked safely, and the ranks share
 # the cores.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# In a pickled function: `torch.optim`, `from torch.optim import SGD`. Its optimizers import torch's compiler.
+OPTIMIZERS = re.compile(rb"\x8c\x05optim\x94|torch\.optim")
 # Read when a process starts: the kernel gives large tensors pages of 2 MB, 300 times fewer faults for the
 # same memory.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -70,8 +73,12 @@ class Helper:
             return False
         return all(changed_at(file) == time for file, time in self.files.items())
 
-    def modules(self) -> list[str]:
-        """What it should have imported before it forks: heavy ones, and those of minitrain in use here."""
+    def modules(self, call: bytes) -> list[str]:
+        """What it should have imported before it forks ranks for `call`: heavy ones, which the caller has or
+        ranks had to import, or will; and those of minitrain in use here.
+        """
+        if OPTIMIZERS.search(call):
+            self.heavy.add(launch_ranks.COMPILER)
         heavy = [name for name in launch_ranks.HEAVY if name in sys.modules or name in self.heavy]
         ours = {
             name: module.__file__

@@ -31,9 +31,15 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 def run_local(
-    call: bytes, ranks: int, timeout_s: float, start_timeout_s: float, checked: bool, echo: bool
+    call: bytes,
+    ranks: int,
+    timeout_s: float,
+    start_timeout_s: float,
+    checked: bool,
+    echo: bool,
+    grace_s: float | None = None,
 ) -> list:
-    launch = Launch(ranks, echo)
+    launch = Launch(ranks, echo, grace_s)
     try:
         # The ranks' own time-outs are longer than ours: the caller speaks, with the stacks of all ranks in
         # hand.
@@ -47,8 +53,8 @@ def run_local(
 class Launch:
     """The ranks of one `run`, seen from the caller."""
 
-    def __init__(self, ranks: int, echo: bool):
-        self.ranks, self.echo, self.cells = ranks, echo, notebook_cells()
+    def __init__(self, ranks: int, echo: bool, grace_s: float | None):
+        self.ranks, self.echo, self.cells, self.grace_s = ranks, echo, notebook_cells(), grace_s
         self.states = dict.fromkeys(range(ranks), "start")  # -> "ready" -> "done" or "error"
         self.pids: dict[int, int] = {}
         self.exits: dict[int, int] = {}  # of ranks that are gone although nobody asked
@@ -74,7 +80,7 @@ class Launch:
         for name, content in (("request", pickle.dumps(request)), ("call", call)):
             with open(self.path(name), "wb") as file:
                 file.write(content)
-        order = {"directory": self.directory, "ranks": self.ranks, "modules": self.helper.modules()}
+        order = {"directory": self.directory, "ranks": self.ranks, "modules": self.helper.modules(call)}
         self.lifeline.sendall(json.dumps(order).encode() + b"\n")
         with (
             suppress(OSError),
@@ -111,12 +117,27 @@ class Launch:
             self.listen(0.1)
             self.show(0, "stdout", sys.stdout)
             if self.failed():
-                grace = time.monotonic() + GRACE_S
-                while time.monotonic() < grace and len(self.failed()) < self.ranks:
-                    self.listen(0.05)
+                self.let_others_end()
                 self.show_all()
                 raise self.failure()
         return True
+
+    def let_others_end(self) -> None:
+        """For `grace_s`, until all have. A rank that has raised keeps its sockets open: it is killed, having
+        said why, so that those that wait for it see their collective fail, and the news goes round.
+        """
+        deadline, let_go = time.monotonic() + (self.grace_s or GRACE_S), set()
+        while time.monotonic() < deadline and self.busy():
+            for rank in self.failed() if self.grace_s else ():
+                if rank not in let_go and rank not in self.exits:
+                    os.kill(self.pids[rank], signal.SIGKILL)
+                let_go.add(rank)
+            self.listen(0.05)
+
+    def busy(self) -> list[int]:
+        """Ranks that have not come to an end."""
+        ended = ("done", "error")
+        return [rank for rank, now in self.states.items() if now not in ended and rank not in self.exits]
 
     def listen(self, timeout_s: float) -> None:
         """Take in what ranks and helper say on the events pipe, for at most `timeout_s`."""

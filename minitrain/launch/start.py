@@ -58,6 +58,7 @@ def run(
     start_timeout_s: float = 60.0,
     checked: bool | None = None,
     echo: bool = True,
+    grace_s: float | None = None,
 ) -> list:
     """Call fn(*args) on every rank and return the results in rank order.
 
@@ -66,10 +67,12 @@ def run(
     ranks print, as "[rank 3] text" in rank order: rank 0 as it runs, the others at the end. A rank has the
     environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), one torch thread, and
     all seeds at 0. When fn has returned everywhere the ranks are killed, not asked to leave: what must be
-    closed is closed in fn, with `with`. Raises ValueError before anything starts; RankError and LaunchTimeout
+    closed is closed in fn, with `with`. `grace_s`: after the first failure the other ranks have that long to
+    see it and come to an end by themselves, to save what they have say (not under torchrun, which ends them
+    itself). Raises ValueError before anything starts; RankError and LaunchTimeout
     after.
     """
-    ranks = _check(fn, args, ranks, timeout_s, start_timeout_s)
+    ranks = _check(fn, args, ranks, timeout_s, start_timeout_s, 1 if grace_s is None else grace_s)
     checked = os.environ.get("MINITRAIN_CHECKED", "1") != "0" if checked is None else checked
     if all(variable in os.environ for variable in TORCHRUN):
         return Job.find(ranks, start_timeout_s).run(fn, args, timeout_s, checked)
@@ -79,7 +82,8 @@ def run(
             "runs one rank of a world of any size",
             stacklevel=2,
         )
-    return local.run_local(pickled_call(fn, args), ranks, timeout_s, start_timeout_s, checked, echo)
+    call = pickled_call(fn, args)
+    return local.run_local(call, ranks, timeout_s, start_timeout_s, checked, echo, grace_s)
 
 
 def device() -> torch.device:
@@ -90,7 +94,7 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus) if gpus else torch.device("cpu")
 
 
-def _check(fn, args, ranks, timeout_s, start_timeout_s) -> int:
+def _check(fn, args, ranks, timeout_s, start_timeout_s, grace_s) -> int:
     if os.environ.get("MINITRAIN_INSIDE"):
         raise ValueError(
             "run was called inside a rank; a rank cannot start ranks: call run from the outside, or use "
@@ -106,7 +110,8 @@ def _check(fn, args, ranks, timeout_s, start_timeout_s) -> int:
         count = 0
     if count < 1:
         raise ValueError(f"ranks = {ranks!r}; use a whole number, 1 or more")
-    for name, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
+    times = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s, "grace_s": grace_s}
+    for name, seconds in times.items():
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
             raise ValueError(f"{name} = {seconds!r}; use a number of seconds above 0")
     try:

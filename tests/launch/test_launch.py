@@ -1,6 +1,7 @@
 """Launching: any function travels, results and prints come back in rank order, nothing stays behind."""
 
 import glob
+import importlib
 import os
 import random
 import stat
@@ -21,10 +22,13 @@ import torch
 import torch.distributed as dist
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from torch.optim import SGD
 
 from minitrain import collectives, launch, strategy
-from minitrain.launch import local
+from minitrain.launch import local, start
+from minitrain.launch.helper import Helper
 from minitrain.plot import style  # noqa: F401
+from minitrain.training.optim import AdamW
 
 LINUX = sys.platform == "linux"
 
@@ -457,11 +461,37 @@ def test_the_helper_is_fit_to_be_forked():
 def test_what_a_rank_imports_slowly_the_helper_has_next_time():
     def build():
         known = "torch._dynamo" in sys.modules
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        importlib.import_module("torch.opt" + "im").SGD([torch.zeros(1, requires_grad=True)])
         return known
 
     launch.run(build)
     assert launch.run(build) == [True, True]
+
+
+def test_the_helper_imports_what_an_optimizer_in_the_function_will_ask_for():
+    def by_attribute(params):
+        return torch.optim.SGD(params)
+
+    def by_name(params):
+        return SGD(params)
+
+    def inside(params):
+        from torch.optim import Adam
+
+        return Adam(params)
+
+    def ours(params):
+        return AdamW(params), torch.ones(1), "optimal"
+
+    class Fresh(Helper):
+        def __init__(self):
+            self.heavy, self.files = set(), {}
+
+    for fn in (by_attribute, by_name, inside, ours):
+        fresh = Fresh()
+        names = fresh.modules(start.pickled_call(fn, ([],)))
+        assert fresh.heavy == ({"torch._dynamo"} if fn is not ours else set())
+        assert fresh.heavy <= set(names)
 
 
 def test_the_helper_has_what_the_caller_uses_of_minitrain_as_the_files_are_by_now(tmp_path, monkeypatch):
