@@ -4,21 +4,18 @@
     batch = run.batch(rows, step)               this rank's part of global batch `step` of text.rows(..)
     result = run.step(batch, clip=1.0)          forwards, backwards, sums, clipping, update
     run.evaluate(batch), run(tokens)            the loss, and the logits of whole rows, on every rank
-    run.state_dict(), run.load_state_dict(..)   whole parameters and optimizer states by name: for any layout
+    run.pieces(), run.load_pieces(saved)        its state for a checkpoint of any layout (run_states.py)
 
 Every rank calls the same methods in the same order.
 Sends what the technique sends, and 8 bytes a batch for the number of valid targets; `run(tokens)` gathers
-logits over tp and cp and sends them to all stages; `state_dict` gathers everything on every rank, 16 bytes a
-parameter with Adam, for models that one rank can hold.
+logits over tp and cp and sends them to all stages.
 """
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,19 +28,20 @@ from minitrain.data.batches import Rows, rows_of
 from minitrain.data_parallel.sync import Sync
 from minitrain.mesh import Mesh
 from minitrain.model.config import GPTConfig
-from minitrain.model.gpt import GPT, generate
-from minitrain.model.mixture import mixtures, move_biases
+from minitrain.model.gpt import generate
+from minitrain.model.mixture import move_biases
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.precision.loss_scale import LossScale
-from minitrain.product_passes import histories, load_histories, roll_scales
+from minitrain.product_passes import roll_scales
+from minitrain.run_states import RunStates
 from minitrain.sharding import placement
 from minitrain.strategy import Strategy
 from minitrain.training.step import Batch, StepResult, scaled_train_step, train_step, valid_tokens
 
 
 @dataclass(eq=False, repr=False)
-class Run:
+class Run(RunStates):
     """Made by `parallelize`."""
 
     model: nn.Module
@@ -91,6 +89,8 @@ class Run:
         strategy's `post_validation` the norm is that of the step before (0 in the first). With a scaled loss
         that overflows nothing changes but the scale, on all ranks."""
         result = self._step(batch, clip)
+        if self.config and (self.config.experts or self.strategy.products != "plain"):
+            self.sync.before_update()  # biases and histories change as well
         if self.config and self.config.experts:
             move_biases(self.model.layers, self._load_groups, move=result.updated)
         if self.config and self.strategy.products != "plain":
@@ -195,69 +195,7 @@ class Run:
     def training(self) -> bool:
         return self.model.training
 
-    # ---- states -------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """{"parameters": {name: whole}, "optimizer": {name: {..}}}, the same on every rank; "loss_scale",
-        and "amax", the histories of delayed scaling."""
-        full = self._whole_state()
-        return full | ({"loss_scale": self.scale.state_dict()} if self.scale else {})
-
-    def _whole_state(self) -> dict[str, Any]:
-        self.settle()
-        full, group = self.sync.full_state_dict(), self.stage_group
-        if self.config:
-            kept = kept_buffers(self.model.layers)
-            full["parameters"] |= {name: buffer.clone() for name, buffer in kept.items()}
-            full["amax"] = histories(self.model.layers)
-        if group is None:
-            return full
-        stages = [_broadcast(full, rank, group, self.device) for rank in range(group.size())]
-        return {
-            what: {name: value for stage in reversed(stages) for name, value in stage[what].items()}
-            for what in full
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave under any strategy."""
-        self.settle()
-        if self.scale and "loss_scale" in state:
-            self.scale.load_state_dict(state["loss_scale"])
-        if self.config:
-            check_names(state["parameters"], self.config)
-            for name, buffer in kept_buffers(self.model.layers).items():
-                buffer.copy_(state["parameters"][name])
-            load_histories(self.model.layers, state.get("amax", {}))
-            ours, kinds = set(self.sync.names.values()), ("parameters", "optimizer")
-            state = {what: {n: value for n, value in state[what].items() if n in ours} for what in kinds}
-        self.sync.load_full_state_dict(state)
-
-
-def check_names(parameters: dict[str, Tensor], config: GPTConfig) -> None:
-    """Is it the state of a model of this config?"""
-    model = GPT(config, device="meta")
-    wanted = {
-        name: list(x.shape) for name, x in (*model.named_parameters(), *kept_buffers(model.layers).items())
-    }
-    found = {name: list(value.shape) for name, value in parameters.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            here, there = found.get(name, "not at all"), wanted.get(name, "has none")
-            raise ValueError(f"the state has {name} {here}, this model {there}: it is of another model")
-
-
-def kept_buffers(layers: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """What is part of a model's state and no parameter, by its name in the whole: biases of routers."""
-    routed = {layer.name: layer.mlp.router for layer in layers if mixtures([layer])}
-    return {f"{name}.mlp.router.{n}": x for name, router in routed.items() for n, x in router.named_buffers()}
-
-
-def _broadcast(value: dict, source: int, group: ProcessGroup, device: torch.device) -> dict:
-    """Nested dicts of tensors and numbers, from one rank to all."""
-    data = io.BytesIO()
-    if group.rank() == source:
-        torch.save(value, data)
-    size = collectives.broadcast(torch.tensor([len(data.getvalue())], device=device), source, group).item()
-    held = torch.frombuffer(bytearray(data.getvalue() or size), dtype=torch.uint8).to(device)
-    data = io.BytesIO(collectives.broadcast(held, source, group).cpu().numpy().tobytes())
-    return torch.load(data, map_location=device, weights_only=True)
+    def attach(self, saver) -> None:
+        """Updates wait for what a checkpoint/saver.py has not copied yet. The last thing before training: not
+        before `update_in_files`."""
+        self.sync.tell_updates(saver.before_update)

@@ -8,7 +8,7 @@ parameters, dropout), a strategy of 1 to 8 ranks and two steps (uneven batches, 
 rank's rows masked altogether, clipping, an optimizer with weight decay by group). One process trains it with
 torch's optimizer and clipping and nothing of minitrain's but the model and the places of its dropout.
 Compared are every loss, each gradient and each parameter after two steps, to 1e-12 (in bfloat16 and float16
-the losses to 2 %, and the ranks' weights bit by bit, as of products whose scales are a microbatch's), and of every rank's account FLOPs, bytes by operation and axis, and the peak by kind of the first step, exactly. A new technique
+the losses to 2 %, and the ranks' weights bit by bit, as of products whose scales are a microbatch's), and of every rank's account FLOPs, bytes by operation and axis, and the peak by kind of the first step, exactly. After the two steps the run is saved, each element by one rank, and loaded by another strategy for the same model (`other_strategy`), whose whole state must have the same bits. A new technique
 adds its column here: a field to draw, a word in FEATURES.
 """
 
@@ -18,6 +18,7 @@ import argparse
 import math
 import random
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -25,6 +26,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import combinations_with_replacement
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -43,10 +45,22 @@ from minitrain.parallelize import parallelize
 from minitrain.pipeline.named import CHUNKED, NAMES, SLICED
 from minitrain.precision.policies import POLICIES, PRODUCTS
 from minitrain.product_passes import multiply_in, roll_scales
-from minitrain.run import Run, kept_buffers
+from minitrain.run import Run
+from minitrain.run_states import kept_buffers
 from minitrain.simulate.events import WAYS
 from minitrain.strategy import PARO_SHARDINGS, Strategy
 from minitrain.training.optim import AdamW
+from tests.saving import (
+    Checkpoint,
+    bits,
+    check_layout,
+    load,
+    save,
+    state_of,
+    wrong_cover,
+    wrong_holders,
+    wrong_shares,
+)
 
 TOLERANCE, STEPS, SEED = 1e-12, 2, 3
 PLAIN_GRADS = ("plain", "bitnet", "bitnet_b158")
@@ -141,13 +155,18 @@ def draw(number: int, seed: int) -> Draw:
             pass
 
 
-def attempt(chance: random.Random) -> Draw:
+def draw_axes(chance: random.Random) -> dict[str, int]:
     axes = dict.fromkeys(("dp", "pp", "cp", "tp"), 1)
     for _ in range(chance.choice((1, 2, 2, 3, 3))):
         axis = chance.choice(tuple(axes))
         axes[axis] *= chance.choice((2, 2, 2, 3)) if axis != "cp" else 2
     if math.prod(axes[axis] for axis in ("dp", "pp", "cp", "tp")) > 8:
         raise ValueError("more than 8 ranks")
+    return axes
+
+
+def attempt(chance: random.Random) -> Draw:
+    axes = draw_axes(chance)
     config = draw_config(chance)
     if config.experts and axes["dp"] * axes["cp"] > 1 and chance.random() < 0.8:
         splits = [n for n in range(2, 9) if axes["dp"] * axes["cp"] % n == 0]
@@ -290,6 +309,24 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
     return Strategy(**values)
 
 
+@cache
+def other_strategy(case: Draw) -> Strategy:
+    """Another one for the same model, on any number of ranks; the numbers are kept in as many bits."""
+    chance, mine = random.Random(f"other than {case!r}"), case.strategy
+    kept = dict(precision=mine.precision, products=mine.products)
+    kept |= dict(loss_scale=mine.loss_scale, loss_scale_window=mine.loss_scale_window)
+    for _ in range(30):
+        try:
+            axes = draw_axes(chance)
+            if case.config.experts:
+                axes["ep"] = chance.choice((1, axes["dp"] * axes["cp"]))
+            other = replace(draw_strategy(chance, axes), **kept)
+            return other.check(case.config, other.ranks)
+        except ValueError:
+            pass
+    return Strategy(**kept)
+
+
 def draw_frozen(chance: random.Random, config: GPTConfig) -> tuple[str, ...]:
     layer = chance.randrange(1, config.num_layers + 1)
     return chance.choice(
@@ -412,6 +449,39 @@ def on_rank(case: Draw) -> tuple[Outcome, dict]:
     return Outcome([loss.item() for loss in losses], grads, params), account
 
 
+def on_rank_saved(case: Draw, folder: Path) -> tuple:
+    """As `on_rank`; then what it has written, what it says of its pieces, and the whole state."""
+    run, loss, account = begin(case)
+    losses = [loss, *(step_of(case, run, step) for step in range(1, STEPS))]
+    run.settle()
+    grads, state = run.sync.full_grads(), run.state_dict()
+    outcome = Outcome([loss.item() for loss in losses], grads, state["parameters"])
+    return outcome, account, save(run, folder), check_layout(run), state_of(run)
+
+
+def loaded_on_rank(case: Draw, other: Strategy, checkpoint: Checkpoint, state: dict[str, Tensor]) -> str:
+    """What is not as it was saved."""
+    run = parallelize(case.config, other, case.make_optimizer, seed=SEED + 1, frozen=case.frozen)
+    lost, found = load(run, checkpoint), state_of(run)
+    if found.keys() != state.keys():
+        return f"{sorted(found.keys() ^ state.keys())[:3]} on one side only"
+    if [what for what in lost if not what.startswith("random")]:
+        return f"{lost}"
+    wrong = [name for name in state if not torch.equal(bits(found[name]), bits(state[name]))]
+    return f"{wrong[:3]} have other bits" if wrong else ""
+
+
+def wrong_checkpoint(case: Draw, folder: Path, written, told, state) -> str:
+    """Nothing, or what is wrong about what was saved, or with loading it."""
+    held, shares = zip(*told)
+    wrong = wrong_holders(held) + wrong_shares(held, shares) + wrong_cover(shares)
+    if wrong:
+        return f"saved: {wrong[0]}"
+    other, checkpoint = other_strategy(case), Checkpoint(folder, tuple(written))
+    found = launch.run(loaded_on_rank, case, other, checkpoint, state, ranks=other.ranks, timeout_s=120)
+    return f"{other} loads it and {max(found)}" if any(found) else ""
+
+
 def dry_account(case: Draw, rank: int) -> dict:
     """Of one rank."""
     lent = lent_in(case)
@@ -451,8 +521,17 @@ def distance(outcome: Outcome, reference: Outcome) -> float:
 
 def verdict(case: Draw, every_rank: bool = False) -> str:
     """Nothing, or what is wrong. The dry run is compared on two ranks, or on all."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        saved = launch.run(on_rank_saved, case, folder, ranks=case.strategy.ranks, timeout_s=120)
+        *results, written, told, states = zip(*saved)
+        if wrong := compared(case, list(zip(*results)), every_rank):
+            return wrong
+        return wrong_checkpoint(case, folder, written, told, states[0])
+
+
+def compared(case: Draw, results: list[tuple[Outcome, dict]], every_rank: bool) -> str:
     reference = one_process(case)
-    results = launch.run(on_rank, case, ranks=case.strategy.ranks, timeout_s=120)
     grads = set().union(*(outcome.grads for outcome, _ in results))
     if grads != reference.grads.keys():
         return f"gradients of {sorted(grads ^ reference.grads.keys())[:3]} on one side only"
@@ -545,6 +624,8 @@ FEATURES = {
     "router losses": lambda s, c: (
         c.config.experts is not None and c.config.experts.balance_alpha + c.config.experts.z_alpha > 0
     ),
+    "loaded on other ranks": lambda s, c: other_strategy(c).ranks != s.ranks,
+    "loaded on as many": lambda s, c: other_strategy(c).ranks == s.ranks > 1,
     "bias without a loss": lambda s, c: c.config.experts is not None and c.config.experts.bias_speed > 0,
 }
 

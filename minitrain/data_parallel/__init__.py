@@ -1,7 +1,7 @@
 """Data parallelism: ranks with other rows of the batch. A Sync sums their gradients and owns the optimizer.
 
 First  naive, buckets, bucketed  gradients summed after backward, and behind it
-then   sync                      what all stages share: hooks, optimizers by name and shape, states by name
+then   sync, states              what all stages share: hooks, optimizers by name and shape; states, in pieces
        replicated                everything whole on every rank
        flat, zero1, zero2        buffers that divide; optimizer states, then gradients, kept in shards
        units, zero3              parameters too, whole only while a layer needs them

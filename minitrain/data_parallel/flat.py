@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup
 
 from minitrain.collectives import all_gather
 from minitrain.data_parallel.buckets import InOrder, flatten, pack, views
-from minitrain.data_parallel.sync import MakeOptimizer, Sync, copied
+from minitrain.data_parallel.states import copied
+from minitrain.data_parallel.sync import MakeOptimizer, Sync
 from minitrain.sharding import Placement, Shard, full_tensor, placement
 
 
@@ -66,10 +67,6 @@ class Flat:
     def unfold(self, kept: Tensor) -> list[Tensor]:
         """What all ranks keep, gathered, in the shapes of the parameters."""
         return self.views(full_tensor(kept, self.shard.placement.shards))
-
-    def fold(self, tensors: list[Tensor]) -> Tensor:
-        """The shard's part of tensors shaped like the parameters."""
-        return self.own(self.pack(tensors), slice(len(self.shard.placement.shards)))
 
     def pieces(self) -> list[tuple[nn.Parameter, int, int]]:
         """Elements first .. last of which parameters the shard has, in its order; then comes padding."""

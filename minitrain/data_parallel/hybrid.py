@@ -107,7 +107,13 @@ class Hybrid(Zero3):
 
     def publish(self) -> None:
         """Give every rank what it holds of the parameters, the last cut first."""
-        for flat in self.flats:
-            for cuts in range(self.updated, self.kept, -1) if flat.shard.requires_grad else ():
+        self._publish([flat for flat in self.flats if flat.shard.requires_grad])
+
+    def publish_all(self) -> None:
+        self._publish(self.flats)
+
+    def _publish(self, flats: list[HybridBuffer]) -> None:
+        for flat in flats:
+            for cuts in range(self.updated, self.kept, -1):
                 piece, whole = (flat.own(flat.held, slice(self.kept, end)) for end in (cuts, cuts - 1))
                 all_gather(piece, flat.groups[cuts - 1], out=whole)

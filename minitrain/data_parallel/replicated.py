@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 from minitrain.collectives import all_reduce
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.buckets import GradBucket, grouped
-from minitrain.data_parallel.sync import Sync, WholeParameter
+from minitrain.data_parallel.states import WholeParameter
+from minitrain.data_parallel.sync import Sync
 from minitrain.sharding import placement
 
 

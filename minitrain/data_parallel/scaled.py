@@ -16,7 +16,8 @@ Peng et al. 2023, FP8-LM, arXiv:2310.18313, sections 2.1 and 2.2. Differs: piece
 up, a ring would round n-1 times; a sum starts when backward is done.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from torch.distributed import ProcessGroup
 
 from minitrain.collectives import all_gather, all_reduce, all_to_all, broadcast
 from minitrain.data_parallel.buckets import flatten, pack
-from minitrain.data_parallel.sync import Sync, WholeParameter, copied
+from minitrain.data_parallel.states import Whole, WholeParameter
+from minitrain.data_parallel.sync import Sync
+from minitrain.pieces import Piece, whole_piece
 from minitrain.precision.formats import E4M3
 from minitrain.precision.fp8_lm import narrow, next_mu, wide
 from minitrain.precision.rounding import encode
@@ -35,16 +38,12 @@ FP8 = torch.float8_e4m3fn
 
 
 class ScaledParameter(WholeParameter):
-    """Its values are told, and taken, in float32."""
+    """Its values are told in float32."""
 
     def unfold(self, kept: Tensor) -> list[Tensor]:
         if kept is self.shard:
             return [wide(kept, kept.largest)]
         return [wide(kept, self.shard.grad_largest) if kept is self.shard.grad else kept.detach().clone()]
-
-    def fold(self, tensors: list[Tensor]) -> Tensor:
-        codes, self.shard.largest = narrow(tensors[0], self.shard.dtype)
-        return codes
 
 
 class Scaled(Sync):
@@ -193,14 +192,41 @@ class Scaled(Sync):
             full["optimizer"] |= {self.names[param]: state} if state else {}
         return full
 
-    def _take_state(self, kept: ScaledParameter, states: list[dict]) -> None:
-        state = copied(states[0])
-        if state["exp_avg"].dtype != FP8:
-            found = f"the state of {self.names[kept.shard]} has moments in {state['exp_avg'].dtype}"
+    def whole_of(self, full: dict[str, Any]) -> Whole:
+        """Values become codes again."""
+        params, scales = {}, {}
+        for param, name in self.names.items():
+            params[name], scales[f"largest/{name}"] = narrow(full["parameters"][name], param.dtype)
+        return Whole(params, full["optimizer"], **scales)
+
+    def pieces_of_parameters(self, kept: ScaledParameter, beside: tuple = ()) -> Iterator[Piece]:
+        """Codes, and "largest/NAME": what the largest of them stands for."""
+        yield from super().pieces_of_parameters(kept, beside)
+        holders = self.holders(kept, beside)
+        yield whole_piece(f"largest/{self.names[kept.shard]}", kept.shard.largest, holders)
+
+    def pieces_of_states(self, kept: ScaledParameter, state: dict, beside: tuple = ()) -> Iterator[Piece]:
+        """With `deal` an owner's, which no other data rank has."""
+        for piece in super().pieces_of_states(kept, state, beside):
+            dealt = self.group if kept.shard in self.owner else None
+            yield replace(piece, holders=tuple(group for group in piece.holders if group is not dealt))
+
+    def new_state(self, kept: ScaledParameter, saved, device=None) -> dict[str, Any]:
+        if not self.has(kept.shard):
+            return {}
+        state = super().new_state(kept, saved, device)
+        if state and (dtype := state["exp_avg"].dtype) != FP8:
+            found = f"the state of {self.names[kept.shard]} has moments in {dtype}"
             raise ValueError(f"{found}, this precision in {FP8}; go on with the precision it was saved in")
-        self.mu[kept.shard] = state.pop("mu")
-        if self.has(kept.shard):
-            self.optimizer.state[kept.shard] = state
+        return state
+
+    def state_of(self, kept: ScaledParameter) -> dict[str, Any]:
+        state = super().state_of(kept)
+        return state | {"mu": self.mu[kept.shard]} if state else {}
+
+    def put_state(self, kept: ScaledParameter, state: dict[str, Any]) -> None:
+        self.mu[kept.shard] = state.pop("mu", torch.ones((), device=kept.shard.device))
+        super().put_state(kept, state)
 
 
 def from_owner(state: dict | None, owner: int, group: ProcessGroup, param: nn.Parameter) -> dict | None:

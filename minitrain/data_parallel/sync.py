@@ -9,19 +9,19 @@ the last.
 `make_optimizer(params)` is called once with a stand-in for every trainable parameter: its `.global_name`, the
 shape of the whole, no memory. So groups by name or shape (`p.dim() >= 2`) mean the same whatever is cut. Then
 what this rank keeps takes the stand-ins' places; nothing that is kept mixes two groups.
-`full_state_dict()` has whole parameters and optimizer states by global name, the same on all ranks that hold
-them; `load_full_state_dict` takes them into any stage, number of ranks and cut.
-Sends nothing but for `full_*`, which gathers (n-1)/n of what it returns, cut by cut.
+What a checkpoint has of it is in states.py. Sends nothing but for `full_*`, which gathers (n-1)/n of what it
+returns, cut by cut.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minitrain import collectives
-from minitrain.sharding import full_tensor, own_slice, placement, whole_shape
+from minitrain.data_parallel.states import States, Whole
+from minitrain.sharding import full_tensor, placement, whole_shape
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -37,26 +37,7 @@ class BufferKey(NamedTuple):
     settings: int | None  # the optimizer's group
 
 
-class WholeParameter:
-    """A parameter that this rank updates as it is; flat.Flat has the same interface for a slice of many."""
-
-    def __init__(self, param: nn.Parameter):
-        self.shard, self.params = param, [param]
-
-    def unfold(self, kept: Tensor) -> list[Tensor]:
-        """What all ranks keep, put together: a tensor for each parameter."""
-        return [kept.detach().clone()]
-
-    def fold(self, tensors: list[Tensor]) -> Tensor:
-        """What this rank keeps of one tensor for each parameter."""
-        return tensors[0]
-
-    def pieces(self) -> list[tuple[nn.Parameter, int, int]]:
-        """Elements first .. last of which parameter are kept, in the order of the shard."""
-        return [(self.shard, 0, self.shard.numel())]
-
-
-class Sync:
+class Sync(States):
     """A stage adds how gradients and parameters travel: `finish`, `publish`, and what hooks call."""
 
     enabled = True  # hooks count: this backward is the last of the step
@@ -77,14 +58,15 @@ class Sync:
                 self.key_of[param] = key
 
     def hold(self, held: Iterable) -> None:
-        """What this rank keeps of the parameters (WholeParameter, Flat) is what the optimizer updates."""
-        self.held, first_states, self._first_states = list(held), self._first_states, {}
+        """What this rank keeps of the parameters (states.WholeParameter, flat.Flat) is what is updated."""
+        first = {self.names[param]: state for param, state in self._first_states.items()}
+        self.held, self._first_states, first_states = list(held), {}, Whole({}, first)
         for kept in self.held:
             if self.optimizer and kept.shard.requires_grad:
                 group = self.optimizer.param_groups[self.key_of[kept.params[0]].settings]
                 group["params"].append(kept.shard)
-                if kept.params[0] in first_states:
-                    self._take_state(kept, [first_states[param] for param in kept.params])
+                if first:
+                    self.load_state(kept, first_states)
 
     # ---- a training step
 
@@ -116,11 +98,29 @@ class Sync:
     def step(self) -> None:
         """Update, then bring the model up to date."""
         if self.optimizer:
+            if not hasattr(self.optimizer, "before_update"):  # else it says which parameter is next
+                self.before_update()
             self.optimizer.step()
         self.publish()
 
+    def before_update(self, shard: Tensor | None = None) -> None:
+        """What is kept, and its states, are about to change; None: of all parameters."""
+
+    def tell_updates(self, listener: Callable[[list[str] | None], None]) -> None:
+        """Call listener(names) before parameters of these names or their states change, as soon as backward
+        where the host updates; None: before all of them do."""
+        names = {kept.shard: [self.names[param] for param in kept.params] for kept in self.held}
+        self.before_update = lambda shard=None: listener(names.get(shard))
+        optimizer = self.host or self.optimizer
+        if hasattr(optimizer, "before_update"):
+            optimizer.before_update = self.before_update
+
     def publish(self) -> None:
         """Bring the model up to date with what was updated. Here: it is."""
+
+    def publish_all(self) -> None:
+        """And with what was loaded: frozen parameters too."""
+        self.publish()
 
     def send_to(self, host) -> None:
         """From now on `host` updates: an optimizer (memory/host_optimizer.py) made of this one's."""
@@ -214,59 +214,6 @@ class Sync:
         kept = {param for held in self.held for param in held.params}
         return [param for param in self.names if param not in kept]
 
-    # ---- states
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Copies of whole parameters and optimizer states by name."""
-        self.settle()
-        states: dict[str, dict] = {}
-        for kept in self.held:
-            state, shape = (
-                self.optimizer.state.get(kept.shard, {}) if self.optimizer else {},
-                kept.shard.shape,
-            )
-            cut = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
-            device = kept.params[0].device  # what the host keeps is gathered from there
-            whole = {key: kept.unfold(state[key].to(device)) for key in state if key in cut}
-            for position, param in enumerate(kept.params):
-                name, shards = self.names[param], placement(param).shards
-                for key, value in state.items():
-                    full = full_tensor(whole[key][position], shards).clone() if key in cut else copied(value)
-                    states.setdefault(name, {})[key] = full
-        return {"parameters": self.full_tensors(), "optimizer": states}
-
-    def load_full_state_dict(self, full: dict[str, Any]) -> None:
-        """Take this rank's part of what `full_state_dict` gave, in whatever layout."""
-        self.settle()
-        parameters, states = full["parameters"], full["optimizer"]
-        ours, theirs = set(self.names.values()), set(parameters)
-        if ours != theirs:
-            less, more = sorted(ours - theirs)[:3], sorted(theirs - ours)[:3]
-            raise ValueError(f"the state lacks {less} and has {more} too many: it is of another model")
-        with torch.no_grad():
-            for param in self.frozen():
-                param.copy_(own_slice(parameters[self.names[param]], param))
-            for kept in self.held:
-                names = [self.names[param] for param in kept.params]
-                own = [own_slice(parameters[self.names[p]].to(p.device), p) for p in kept.params]
-                kept.shard.copy_(kept.fold(own))
-                if self.optimizer and kept.shard.requires_grad and names[0] in states:
-                    self._take_state(kept, [states[name] for name in names])
-        if self.host:
-            self.host.refresh()
-        self.publish()
-
-    def _take_state(self, kept, states: list[dict]) -> None:
-        """`states`: of the whole parameters."""
-        shape, mine = whole_shape(kept.params[0]), {}
-        for key, value in states[0].items():
-            if isinstance(value, Tensor) and list(value.shape) == shape:
-                own = [own_slice(state[key].to(p.device), p) for state, p in zip(states, kept.params)]
-                mine[key] = kept.fold(own).clone()
-            else:
-                mine[key] = copied(value)
-        self.optimizer.state[kept.shard] = mine
-
 
 def build_optimizer(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Parameter, str]) -> tuple:
     """(the optimizer, its groups emptied; states it made already; the group of each trainable parameter)."""
@@ -307,12 +254,3 @@ def parts_of(model: nn.Module) -> list[dict[nn.Parameter, str]]:
 
 def all_names(parts: Iterable[dict[nn.Parameter, str]]) -> dict[nn.Parameter, str]:
     return {param: name for part in parts for param, name in part.items()}
-
-
-def copied(value: Any) -> Any:
-    """The same nest of dicts and lists with copies of the tensors in it."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: copied(inner) for key, inner in value.items()}
-    return [copied(inner) for inner in value] if isinstance(value, list) else value

@@ -44,6 +44,8 @@ class AdamW(torch.optim.Optimizer):
     `largest` is codes with a scale, and so are its gradient and moments (precision/fp8_lm.py): without tiles.
     """
 
+    before_update = None  # if somebody sets it, called with a parameter before it and its state change
+
     def __init__(
         self,
         params: Iterable,
@@ -67,6 +69,8 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
+                if self.before_update:
+                    self.before_update(param)
                 state = self.state[param] or self._new_state(param, group)
                 state["step"] += 1
                 if hasattr(param, "largest"):
@@ -107,9 +111,8 @@ class AdamW(torch.optim.Optimizer):
             }
         return state
 
-    # The four methods below replace torch's, which import its compiler when first used: two seconds in every
-    # rank. And its load_state_dict shares tensors with the caller, rounds float32 states of bfloat16
-    # parameters, and takes a state of another shape.
+    # These four replace torch's, which import its compiler when first used: two seconds in every rank. Its
+    # load_state_dict shares tensors with the caller, rounds states of bfloat16, takes those of other shapes.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for param in self._params():
@@ -234,9 +237,8 @@ def clip_grad_norm(
     the first. `stages`: the ranks that have the other layers, over which squares are added too (a stage may
     have no parameter to train: `like` is a tensor of the dtype and device of all). Hence the same number on
     every rank, which must all call this, those of one stage with the same parameters in the same order. A NaN
-    or infinite gradient makes the norm so and the gradients useless: the caller reads the norm, when it can
-    afford to wait for it, and stops. The norm is that of the gradients divided by `grad_scale`.
-    """
+    or infinite gradient makes the norm so and the gradients useless: the caller reads it, and stops. The norm
+    is that of the gradients divided by `grad_scale`."""
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm}: must be > 0 (math.inf measures without clipping)")
     params = list(params)
@@ -282,8 +284,7 @@ def warmup_cosine(
     """The rate of step 0, 1, 2, ...: up in a line, at the peak after `warmup_steps`, then half a cosine down
     to `min_lr` at `total_steps`, where it stays. Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5."""
     if not 0 <= warmup_steps <= total_steps:
-        steps = f"warmup_steps={warmup_steps} of total_steps={total_steps}"
-        raise ValueError(f"{steps}: the peak is never reached")
+        raise ValueError(f"{warmup_steps=} of {total_steps=}: the peak is never reached")
     if not 0 <= min_lr <= peak_lr < math.inf:
         raise ValueError(f"min_lr={min_lr}, peak_lr={peak_lr}: need 0 <= min_lr <= peak_lr, finite")
     if step < warmup_steps:
