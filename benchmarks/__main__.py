@@ -20,6 +20,7 @@ ALL = (
     "one_device",
     "precision",
     "memory",
+    "checkpoint",
     "ledger",
 )
 

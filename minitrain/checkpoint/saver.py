@@ -1,0 +1,306 @@
+"""Saver: what ranks do together so that a folder of checkpoints gets one more, beside training or not.
+
+    with Saver(store, device, way="asynchronous") as saver:        on every rank
+        run.attach(saver)                                           so that updates wait: before_update
+        saver.save(step, run.pieces(), run.plain_state(), manifest)
+        ...                                                         steps; after each of them
+        saver.after_step()                                          ranks agree, rank 0 commits
+
+    save          share_out, then a thread copies (snapshot.py) and another writes (format.py)
+    before_update what is about to change is copied first
+    after_step    all have written -> rank 0 commits, on its thread -> all know: so two steps later at least
+
+What training waited for stands in `waits`: "copy", "write", "previous save". No thread calls a collective.
+If a rank cannot write, all raise the same NotSaved at the next call of after_step, save or finish, or at
+close: the save is dropped, older checkpoints and the training state are as they were, training may go on.
+Sends 32 bytes to each other rank to begin a save, and per step while one is under way; 400 more, of text, if
+it fails. Memory: snapshot.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent import futures
+from typing import Any, NamedTuple
+
+import torch
+
+from minitrain import collectives
+from minitrain.checkpoint.format import Written, write_file
+from minitrain.checkpoint.snapshot import GivenUp, Snapshot, parameter_of
+from minitrain.checkpoint.store import Store, file_name
+from minitrain.checkpoint.ways import Way, named
+from minitrain.pieces import Piece, share_out
+
+UNDER_WAY, WRITTEN, COMMITTED, FAILED = range(4)
+TEXT_BYTES = 400  # of an error that ranks tell each other
+
+
+class NotSaved(RuntimeError):
+    """A checkpoint could not be saved; the older ones are as they were."""
+
+
+class Wait(NamedTuple):
+    """What training stood still for: `bytes` had still to be copied, or taken by the writer, at its begin."""
+
+    step: int
+    why: str  # "copy", "write", "previous save"
+    bytes: int
+    s: float
+
+
+class Save:
+    """One under way, on this rank."""
+
+    def __init__(self, step: int, plain: dict, manifest: dict, snapshot: Snapshot):
+        self.step, self.plain, self.manifest, self.snapshot = step, plain, manifest, snapshot
+        self.state, self.error, self.written = UNDER_WAY, "", Written("", 0, "0" * 16)
+        self.copying: futures.Future | None = None
+        self.task: futures.Future | None = None  # the write, then on rank 0 the commit
+        self.committing = False
+        self.copy_s = self.write_s = 0.0
+
+    def fails(self, error: BaseException) -> None:
+        self.error, self.state = told(error), FAILED
+        self.snapshot.give_up()
+
+    @property
+    def left_bytes(self) -> int:
+        """Not written yet."""
+        snapshot = self.snapshot
+        return sum(block.bytes for block in snapshot.blocks[snapshot.taken :])
+
+
+class Saver:
+    """Of one run; every rank calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        store: Store,
+        device: torch.device | str = "cpu",
+        way: Way | str = "sync",
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.store, self.device, self.way, self.clock = store, device, named(way), clock
+        self.group = collectives.world()
+        self.rank = self.group.rank()
+        self.waits: list[Wait] = []
+        self.notes: list[str] = []  # on rank 0: which older ones could not be removed
+        self.last: Save | None = None  # the newest that is committed
+        self.update_s = 0.0  # of the last step, from the first `before_update` on, without waits
+        self._update_began: tuple[float, int] | None = None  # when, and after how many waits
+        self.snapshots = [
+            Snapshot(device, self.way.chunk_bytes, self.way.slots) for _ in range(self.way.snapshots)
+        ]
+        self._under_way: deque[Save] = deque()
+        self._order: dict[str, int] = {}  # parameters as updates want them
+        self._copier = futures.ThreadPoolExecutor(1, thread_name_prefix="copy a checkpoint")
+        self._writer = futures.ThreadPoolExecutor(1, thread_name_prefix="write a checkpoint")
+        self.closed = False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._under_way)
+
+    # ---- what training calls ------------------------------------------------------------------------------
+
+    def save(self, step: int, pieces: list[Piece], plain: dict[str, Any], manifest: dict[str, Any]) -> None:
+        """Begin a checkpoint of a step, and do at once of it what the way says."""
+        if self.closed:
+            raise ValueError(f"step {step} cannot be saved: the saver is closed; make a new one")
+        while len(self._under_way) >= self.way.snapshots:
+            first = self._under_way[0]
+            self._wait(first, "previous save", first.left_bytes, lambda: self._end(first))
+        in_use = [save.snapshot for save in self._under_way]
+        snapshot = next(snapshot for snapshot in self.snapshots if snapshot not in in_use)
+        save = Save(step, plain, manifest, snapshot)
+        try:
+            share = share_out(pieces, self.way.writers)
+            last = len(self._order)
+            snapshot.begin(sorted(share, key=lambda piece: self._order.get(parameter_of(piece), last)))
+            if self.rank == 0 and not self.busy:
+                self.store.begin(step)
+        except Exception as error:
+            save.fails(error)
+        self._raise(self._failure(save, self._tell(save)))
+        self._under_way.append(save)
+        save.copying = self._copier.submit(self._copy, save)
+        if save is self._under_way[0]:
+            save.task = self._writer.submit(self._write, save)
+        if self.way.copy == "now":
+            self._wait(save, "copy", snapshot.bytes, snapshot.wait)
+        if self.way.write == "now":
+            self._wait(save, "write", snapshot.bytes, lambda: self._end(save))
+
+    def before_update(self, names: Iterable[str] | None = None) -> None:
+        """Return when parameters of these names and their states may change; None: all that is saved."""
+        self._update_began = self._update_began or (self.clock(), len(self.waits))
+        if self.way.by_layer and names is not None:
+            names = list(names)
+            for name in names:
+                self._order.setdefault(name, len(self._order))
+        else:
+            names = None
+        for save in self._under_way:
+            snapshot = save.snapshot
+            if not snapshot.over and (missing := snapshot.missing_bytes(names)):
+                self._wait(save, "copy", missing, lambda: snapshot.wait(names))
+
+    def after_step(self) -> None:
+        """Ranks agree on what is under way; on its error, if there is one."""
+        if self._update_began:
+            (began_s, waits), self._update_began = self._update_began, None
+            self.update_s = self.clock() - began_s - sum(wait.s for wait in self.waits[waits:])
+        if self._under_way:
+            self._raise(self._advance())
+
+    def finish(self) -> None:
+        """All that was asked for is saved."""
+        while self._under_way:
+            first = self._under_way[0]
+            self._wait(first, "write", first.left_bytes, lambda: self._end(first))
+
+    def close(self) -> None:
+        """Finish; then no thread is left. The errors of all that is not saved."""
+        errors = []
+        try:
+            while self._under_way:
+                try:
+                    self.finish()
+                except NotSaved as error:
+                    errors.append(str(error))
+        finally:
+            self.stop()
+        if errors:
+            raise NotSaved("; ".join(errors))
+
+    def stop(self) -> None:
+        """Give up what is under way, without a word to other ranks: they may be gone."""
+        self.closed = True
+        for save in self._under_way:
+            save.snapshot.give_up()
+        self._under_way.clear()
+        for threads in (self._copier, self._writer):
+            threads.shutdown(wait=True, cancel_futures=True)
+        if self.rank == 0:
+            self.store.unlock()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.close() if error is None else self.stop()
+
+    # ---- ranks agree --------------------------------------------------------------------------------------
+
+    def _wait(self, save: Save, why: str, size: int, wait: Callable[[], None]) -> None:
+        started = self.clock()
+        try:
+            wait()
+        finally:
+            self.waits.append(Wait(save.step, why, size, self.clock() - started))
+
+    def _end(self, save: Save) -> None:
+        """Wait until it is committed or has failed on all ranks."""
+        while save in self._under_way:
+            futures.wait([save.task])
+            self._raise(self._advance())
+
+    def _advance(self) -> str:
+        """Tell each other how far the first save is, and do what follows. -> why it has failed, or "" """
+        save = self._under_way[0]
+        ranks = self._tell(save)
+        if any(state == FAILED for state, *_ in ranks):
+            failure = self._failure(save, ranks)
+            save.snapshot.give_up()
+            futures.wait([save.copying, save.task])
+        elif ranks[0][0] == COMMITTED:
+            failure, self.last = "", save
+        else:
+            if not save.committing and all(state == WRITTEN for state, *_ in ranks):
+                save.committing = True
+                if self.rank == 0:
+                    save.task = self._writer.submit(self._commit, save, ranks)
+            return ""
+        self._under_way.popleft()
+        more = self._begin_next()
+        return "; ".join(filter(None, (failure, more)))
+
+    def _begin_next(self) -> str:
+        """A second snapshot may be written now. -> why not, or "" """
+        if not self._under_way:
+            return ""
+        save = self._under_way[0]
+        if self.rank == 0:
+            try:
+                self.store.begin(save.step)
+            except Exception as error:
+                save.fails(error)
+        if failure := self._failure(save, self._tell(save)):
+            save.snapshot.give_up()
+            futures.wait([save.copying])
+            self._under_way.popleft()
+            return failure
+        save.task = self._writer.submit(self._write, save)
+        return ""
+
+    def _tell(self, save: Save) -> list[list[int]]:
+        """(state, bytes, hash of the header, length of the error) of each rank's part."""
+        state, written = save.state, save.written  # another thread may be about to change them
+        number = int(written.header_hash, 16) - (1 << 63)
+        mine = [state, written.size, number, len(save.error) if state == FAILED else 0]
+        mine = torch.tensor([mine], device=self.device)
+        return collectives.all_gather(mine, self.group, name="checkpoint").tolist()
+
+    def _failure(self, save: Save, ranks: list[list[int]]) -> str:
+        """The same on all ranks: whose error it is; "" if there is none."""
+        failed = [rank for rank, (state, *_) in enumerate(ranks) if state == FAILED]
+        if not failed:
+            return ""
+        text = torch.tensor([list(save.error.encode()[:TEXT_BYTES].ljust(TEXT_BYTES))], device=self.device)
+        text = collectives.all_gather(text, self.group, name="checkpoint error")[failed[0]]
+        error = bytes(text.tolist()).decode(errors="replace").strip()
+        others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        return f"cannot save step {save.step}: rank {failed[0]}{others}: {error}"
+
+    def _raise(self, failure: str) -> None:
+        if failure:
+            raise NotSaved(f"{failure}; older checkpoints are as they were, training can go on")
+
+    # ---- threads: no collective, and errors are kept ------------------------------------------------------
+
+    def _copy(self, save: Save) -> None:
+        started = self.clock()
+        save.snapshot.copy()
+        save.copy_s = self.clock() - started
+
+    def _write(self, save: Save) -> None:
+        path, started = self.store.writing(save.step) / file_name(self.rank), self.clock()
+        try:
+            disk, snapshot = self.store.disk, save.snapshot
+            save.written = write_file(disk, path, snapshot.pieces, save.plain, snapshot.blocks_of)
+            save.write_s, save.state = self.clock() - started, WRITTEN
+        except GivenUp:
+            save.state = FAILED
+        except BaseException as error:
+            save.fails(error if str(path) in str(error) else OSError(f"{path}: {told(error)}"))
+
+    def _commit(self, save: Save, ranks: list[list[int]]) -> None:
+        try:
+            files = [
+                Written(file_name(rank), size, f"{number + (1 << 63):016x}")
+                for rank, (_, size, number, _) in enumerate(ranks)
+            ]
+            self.notes += self.store.commit(save.step, files, save.manifest) or []
+            save.state = COMMITTED
+        except BaseException as error:
+            save.fails(OSError(f"{self.store.path(save.step)}: {told(error)}"))
+
+
+def told(error: BaseException) -> str:
+    """In one line."""
+    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    path = getattr(error, "filename", None)
+    return " ".join(f"{path}: {said}".split() if path else said.split())

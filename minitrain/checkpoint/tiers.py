@@ -1,0 +1,147 @@
+"""Tiers: the newest checkpoints in a hot folder, all older ones in a cold one; to others both are one Store.
+
+    commit     hot has k + 1 complete           training goes on
+    move       the oldest: read from hot, written to cold, committed there, verified; then removed from hot
+    open       from hot if it is there, else from cold
+
+A crash at any point of a move leaves the checkpoint in hot, in cold or in both, complete in at least one; the
+next move goes on from there. Moves run on a thread of their own; an error of one is told at the next `begin`
+or `settle`: what could not move stays in hot, and is tried again after the next commit. Memory: 1 MiB.
+Cai et al. 2024 (InternLM2, InternEvo), arXiv:2403.17297: saved to a hot storage, moved to a remote one later.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+from minitrain.checkpoint.disk import Disk, new_file
+from minitrain.checkpoint.format import BLOCK_BYTES, Damaged, File, Written
+from minitrain.checkpoint.store import MANIFEST, Store
+
+
+class Tiers(Store):
+    """The `keep` newest in the folder `hot`, and `keep_cold` more in `cold`."""
+
+    def __init__(
+        self,
+        hot: Path | str,
+        cold: Path | str,
+        keep: int = 2,
+        keep_cold: int = sys.maxsize,
+        disk: Disk | None = None,
+    ):
+        super().__init__(hot, keep, disk)
+        if Path(hot).resolve() == Path(cold).resolve():
+            raise ValueError(f"{hot} is both the hot and the cold folder; use two")
+        self.cold = Store(cold, keep_cold, self.disk)
+        self._mover: futures.ThreadPoolExecutor | None = None
+        self._moving: futures.Future | None = None
+
+    # ---- where a step is
+
+    def in_hot(self, step: int) -> bool:
+        return (super().path(step) / MANIFEST).exists()
+
+    def path(self, step: int) -> Path:
+        only_cold = not self.in_hot(step) and self.cold.is_complete(step)
+        return self.cold.path(step) if only_cold else super().path(step)
+
+    def is_complete(self, step: int) -> bool:
+        return self.in_hot(step) or self.cold.is_complete(step)
+
+    def hot_steps(self) -> list[int]:
+        return [step for step in super().steps() if self.in_hot(step)]
+
+    def steps(self) -> list[int]:
+        """Of both: hot is asked first, for a step may be moving."""
+        hot = self.hot_steps()
+        return sorted({*hot, *self.cold.steps()})
+
+    def open(self, step: int) -> tuple[dict[str, Any], list[File]]:
+        """As Store's: from hot, or if it is not there or its headers are damaged, from cold."""
+        try:
+            return super().open(step)
+        except Damaged:
+            if not self.cold.is_complete(step):
+                raise
+            return self.cold.open(step)
+
+    # ---- writing
+
+    def begin(self, step: int) -> Path:
+        """As Store's. It may raise the error of the last move, once."""
+        self.settle()
+        return super().begin(step)
+
+    def commit(self, step: int, files: Iterable[Written], plain: dict[str, Any]) -> list[str]:
+        """As Store's; then older ones begin to move."""
+        lines = super().commit(step, files, plain)
+        self._mover = self._mover or futures.ThreadPoolExecutor(1, thread_name_prefix="move a checkpoint")
+        self._moving = self._mover.submit(self.move)
+        return lines
+
+    def settle(self) -> None:
+        """Wait for a move under way. Its error, if it had one."""
+        moving, self._moving = self._moving, None
+        if moving is not None:
+            moving.result()
+
+    def unlock(self) -> None:
+        """Of both; no thread is left. It may raise the error of the last move."""
+        try:
+            self.settle()
+        finally:
+            if self._mover:
+                self._mover.shutdown()
+                self._mover = None
+            super().unlock()
+            self.cold.unlock()
+
+    def set_aside(self, step: int) -> None:
+        """As Store's, where it is."""
+        super().set_aside(step) if self.in_hot(step) else self.cold.set_aside(step)
+
+    def _too_many(self) -> list[int]:
+        """None is removed that has not moved."""
+        return []
+
+    # ---- moving
+
+    def move(self) -> None:
+        """Until hot has `keep`: the oldest to cold. What a crash has left is used, or replaced."""
+        for step in self.hot_steps()[: -self.keep]:
+            if not self._is_in_cold(step):
+                if self.cold.is_complete(step):
+                    self.cold._discard([step])
+                self._copy(step)
+                self.cold.verify(step)
+            self._discard([step])  # from hot
+
+    def _is_in_cold(self, step: int) -> bool:
+        """Every byte of it?"""
+        try:
+            self.cold.verify(step)
+        except Damaged:
+            return False
+        return True
+
+    def _copy(self, step: int) -> None:
+        manifest, files = super().open(step)
+        folder = self.cold.begin(step)
+        for file in files:
+            copy_file(self.cold.disk, file.path, folder / file.path.name)
+        plain = {key: value for key, value in manifest.items() if key not in ("hash", "step", "files")}
+        self.cold.commit(step, [Written(**written) for written in manifest["files"]], plain)
+
+
+def copy_file(disk: Disk, path: Path, to: Path) -> None:
+    """A block at a time, synced. What it read is verified later, where it was written."""
+    with open(path, "rb") as source, new_file(disk, to) as file:
+        offset = 0
+        while block := source.read(BLOCK_BYTES):
+            disk.write(file, offset, block)
+            offset += len(block)

@@ -1,0 +1,266 @@
+"""The file of one writer: what is read is what was written, in any part, in safetensors' own words."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+
+from minitrain.checkpoint import format, header
+from minitrain.checkpoint.disk import Disk
+from minitrain.checkpoint.format import RUN_BYTES, Damaged, File, bytes_of, write_file
+from minitrain.checkpoint.header import ALIGNMENT, BLOCK_BYTES, DTYPES, key_of
+from minitrain.pieces import Piece, whole_piece
+
+
+class Counting(Disk):
+    """Offset and length of every write."""
+
+    def __init__(self):
+        super().__init__()
+        self.writes = []
+
+    def write(self, file, offset, data):
+        self.writes.append((offset, memoryview(data).nbytes))
+        super().write(file, offset, data)
+
+
+def random_bytes(shape, dtype, seed: int = 0) -> torch.Tensor:
+    """Any bits, so also NaNs and infinities."""
+    size = math.prod(shape) * dtype.itemsize
+    data = torch.from_numpy(np.frombuffer(random.Random(seed).randbytes(size), np.uint8).copy())
+    return (data % 2 if dtype == torch.bool else data).view(dtype).reshape(shape)
+
+
+def one_of_each() -> list[Piece]:
+    made = [random_bytes((3, 5), dtype, seed) for seed, dtype in enumerate(DTYPES)]
+    pieces = [Piece(f"x/{x.dtype}", (6, 5), (3, 0), x) for x in made]
+    pieces += [whole_piece("none", torch.ones(())), whole_piece("empty", torch.ones(0, 3))]
+    rows = torch.arange(40.0).view(8, 5)
+    return [*pieces, Piece("column", (8, 5), (0, 2), rows[:, 2:4]), whole_piece("turned", rows.T)]
+
+
+@pytest.fixture(scope="module")
+def each(tmp_path_factory):
+    path, pieces = tmp_path_factory.mktemp("each") / "rank-00000.safetensors", one_of_each()
+    written = write_file(Disk(), path, pieces, {"step": 3, "names": ["ü", "x\ny"], "nan": float("inf")})
+    file = File(path, written)
+    yield file, pieces
+    file.close()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool((bytes_of(a) == bytes_of(b)).all())
+
+
+def test_every_dtype_and_shape_comes_back(each):
+    file, pieces = each
+    assert file.plain == {"step": 3, "names": ["ü", "x\ny"], "nan": float("inf")}
+    entries = {entry.name: entry for entry in file.entries}
+    assert len(entries) == len(pieces)
+    for piece in pieces:
+        entry, got = entries[piece.name], torch.empty(piece.shape, dtype=piece.values.dtype)
+        assert (entry.whole, entry.start, entry.shape) == (piece.whole, piece.start, piece.shape)
+        assert entry.first_byte % entry.dtype.itemsize == 0  # so that others may map it
+        file.read(entry, 0, entry.size, bytes_of(got))
+        assert same_bits(got, piece.values), piece.name
+
+
+def test_safetensors_reads_the_same_tensors(each):
+    file, pieces = each
+    with open(file.path, "rb") as raw:
+        assert (8 + int.from_bytes(raw.read(8), "little")) % ALIGNMENT == 0
+    with safe_open(file.path, "pt") as theirs:
+        assert set(theirs.keys()) == {key_of(piece.name, piece.start) for piece in pieces}
+        for piece in pieces:
+            assert same_bits(theirs.get_tensor(key_of(piece.name, piece.start)), piece.values), piece.name
+        assert theirs.metadata()["plain"].startswith('{"step": 3')
+    loaded = safetensors.torch.load_file(file.path)
+    assert same_bits(loaded["column@0,2"], pieces[-2].values)
+
+
+def test_only_what_safetensors_knows_is_written(tmp_path):
+    with pytest.raises(
+        ValueError, match="^x is in torch.complex128, which safetensors does not know: convert it$"
+    ):
+        write_file(Disk(), tmp_path / "a", [whole_piece("x", torch.ones(1, dtype=torch.complex128))], {})
+    with pytest.raises(ValueError, match="^x@0 is given twice; a rank writes a piece once$"):
+        write_file(Disk(), tmp_path / "a", [whole_piece("x", torch.ones(1))] * 2, {})
+    with pytest.raises(ValueError, match="^plain values of a checkpoint must be what JSON knows: .*set"):
+        write_file(Disk(), tmp_path / "a", [], {"x": {1}})
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_header_over_the_limit_is_refused_before_there_is_a_file(tmp_path, monkeypatch):
+    pieces = [whole_piece(f"x{number}", torch.ones(2)) for number in range(20)]
+    length = len(header.pack(pieces, {})) - 8
+    monkeypatch.setattr(header, "MOST_HEADER_BYTES", length)
+    write_file(Disk(), tmp_path / "a", pieces, {})
+    monkeypatch.setattr(header, "MOST_HEADER_BYTES", length - 1)
+    with pytest.raises(ValueError) as error:
+        write_file(Disk(), tmp_path / "b", pieces, {})
+    why = f"20 pieces of 160 bytes need a header of {length:,} bytes, a file may have {length - 1:,}"
+    assert str(error.value) == f"{why}: write with more ranks" and not (tmp_path / "b").exists()
+    assert header.MOST_HEADER_BYTES < format.MOST_HEADER_BYTES == 100_000_000
+
+
+# ---- large ones
+
+LARGE = 3 * BLOCK_BYTES + 12_344  # bytes
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    path, x = (
+        tmp_path_factory.mktemp("large") / "rank-00000.safetensors",
+        random_bytes((LARGE // 8,), torch.float64),
+    )
+    small = [whole_piece(f"small{number:03}", torch.full((1000,), float(number))) for number in range(120)]
+    disk = Counting()
+    written = write_file(disk, path, [*small[:60], whole_piece("x", x), *small[60:]], {})
+    file = File(path, written)
+    yield file, x, disk.writes
+    file.close()
+
+
+def test_the_disk_is_given_whole_blocks(large):
+    """In the order given, each to its place: blocks from where they are, little is gathered; the header last."""
+    file, x, writes = large
+    begin = file.entries[0].first_byte
+    small, end = begin + LARGE, begin + LARGE + 480_000
+    assert writes == [
+        (small, 240_000),
+        *((begin + number * BLOCK_BYTES, BLOCK_BYTES) for number in range(3)),
+        (begin + 3 * BLOCK_BYTES, 12_344),
+        (small + 240_000, 240_000),
+        (0, begin),
+    ]
+    assert file.path.stat().st_size == end
+
+
+def test_small_pieces_are_gathered_up_to_a_run(tmp_path):
+    disk, each = Counting(), RUN_BYTES // 5
+    pieces = [whole_piece(f"x{number}", random_bytes((each,), torch.uint8, number)) for number in range(12)]
+    written = write_file(disk, tmp_path / "a", pieces, {})
+    assert [length for _, length in disk.writes[:-1]] == [5 * each, 5 * each, 2 * each]
+    file = File(tmp_path / "a", written)
+    file.verify()
+    file.close()
+
+
+def test_the_disk_begins_before_the_sync(tmp_path, monkeypatch):
+    """With all but the last bytes, and no byte twice: with what was written since the last time."""
+    monkeypatch.setattr(format, "START_BYTES", 2 * BLOCK_BYTES)
+    started = []
+
+    class Watched(Counting):
+        def start(self, file, offset, size):
+            started.append((offset, size))
+            super().start(file, offset, size)
+
+    disk, x = Watched(), random_bytes((5 * BLOCK_BYTES + 10,), torch.uint8)
+    write_file(disk, tmp_path / "a", [whole_piece("x", x)], {})
+    begin = disk.writes[0][0]
+    assert started == [(begin, 2 * BLOCK_BYTES), (begin + 2 * BLOCK_BYTES, 2 * BLOCK_BYTES)]
+
+
+def test_blocks_may_come_from_elsewhere_one_at_a_time(tmp_path):
+    """As a snapshot gives them: in the order of the pieces, each valid until the next is asked for."""
+    values = [random_bytes((BLOCK_BYTES // 4 * 3 + 7,), dtype, 3) for dtype in (torch.int32, torch.float64)]
+    pieces, asked = [whole_piece(f"x{number}", x) for number, x in enumerate(values)], []
+
+    def blocks_of(piece):
+        asked.append(piece.name)
+        data, held = bytes_of(piece.values), np.empty(BLOCK_BYTES, np.uint8)
+        for at in range(0, len(data), BLOCK_BYTES):
+            part = held[: len(data[at : at + BLOCK_BYTES])]
+            part[:] = data[at : at + BLOCK_BYTES]
+            yield part
+            held[:] = 0
+
+    file = File(tmp_path / "a", write_file(Disk(), tmp_path / "a", pieces, {}, blocks_of))
+    assert asked == ["x0", "x1"] and [entry.name for entry in file.entries] == ["x1", "x0"]
+    for entry in file.entries:
+        got = torch.empty_like(values[int(entry.name[1])])
+        file.read(entry, 0, entry.size, bytes_of(got))
+        assert same_bits(got, values[int(entry.name[1])])
+    file.close()
+    whole = File(
+        tmp_path / "b", write_file(Disk(), tmp_path / "b", pieces, {}, lambda x: [bytes_of(x.values)])
+    )
+    assert [entry.hashes for entry in whole.entries] == [entry.hashes for entry in file.entries]
+    with pytest.raises(AssertionError, match="x0"):
+        write_file(Disk(), tmp_path / "c", pieces, {}, lambda piece: [bytes_of(piece.values)[:10]])
+    halves = lambda piece: np.array_split(bytes_of(piece.values), 9)
+    with pytest.raises(AssertionError, match="parts of blocks"):
+        write_file(Disk(), tmp_path / "c", pieces, {}, halves)
+
+
+def test_any_part_is_read_and_no_more_than_its_blocks(large):
+    file, x, _ = large
+    entry, data, draw = file.entries[0], bytes_of(x), random.Random(0)
+    edges = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, LARGE - 1, LARGE]
+    edges += [draw.randrange(LARGE) for _ in range(4)]
+    for first in sorted(edges):
+        for last in sorted(edge for edge in edges if edge >= first):
+            out, before = np.full(last - first, 7, np.uint8), file.read_bytes
+            file.read(entry, first, last, out)
+            assert (out == data[first:last]).all(), (first, last)
+            blocks = range(first // BLOCK_BYTES, -(-last // BLOCK_BYTES)) if last > first else []
+            held = sum(min(BLOCK_BYTES, LARGE - BLOCK_BYTES * block) for block in blocks)
+            assert file.read_bytes - before == held, (first, last)
+
+
+def test_reading_goes_straight_to_where_it_is_wanted(large, monkeypatch):
+    """Whole blocks: no memory is taken beside the tensor's own."""
+    file, x, _ = large
+    got = torch.empty_like(x)
+    monkeypatch.setattr(np, "empty", None)
+    file.read(file.entries[0], 0, LARGE, bytes_of(got))
+    assert torch.equal(bytes_tensor(got), bytes_tensor(x))
+
+
+def bytes_tensor(x):
+    return x.view(torch.uint8)
+
+
+def test_verifying_takes_the_memory_of_a_block(large, monkeypatch):
+    file, _, _ = large
+    sizes, real = [], np.empty
+    monkeypatch.setattr(np, "empty", lambda size, kind: sizes.append(size) or real(size, kind))
+    before = file.read_bytes
+    file.verify()
+    assert sizes == [BLOCK_BYTES] and file.read_bytes - before == sum(entry.size for entry in file.entries)
+
+
+def test_a_damaged_block_is_named_and_the_others_can_be_read(large, tmp_path):
+    file, x, _ = large
+    changed = tmp_path / "changed"
+    data = bytearray(file.path.read_bytes())
+    entry = file.entries[0]
+    data[entry.first_byte + 2 * BLOCK_BYTES + 5] ^= 1
+    changed.write_bytes(data)
+    written = format.Written("changed", len(data), header.digest(bytes(data[8 : entry.first_byte])))
+    other = File(changed, written)
+    got = np.empty(LARGE, np.uint8)
+    other.read(other.entries[0], 0, 2 * BLOCK_BYTES, got[: 2 * BLOCK_BYTES])
+    for first, last in ((0, LARGE), (2 * BLOCK_BYTES + 6, 2 * BLOCK_BYTES + 7)):
+        with pytest.raises(Damaged, match="changed: x is damaged, in block 2$"):
+            other.read(other.entries[0], first, last, got[first:last])
+    with pytest.raises(Damaged, match="block 2"):
+        other.verify()
+    other.close()
+
+
+def test_a_file_is_open_only_while_it_is_read(large):
+    file, _, _ = large
+    file.close()
+    assert file._file is None
+    file.read(file.entries[0], 0, 8, np.empty(8, np.uint8))
+    assert file._file is not None
+    file.close()
+    file.close()
+    assert file._file is None

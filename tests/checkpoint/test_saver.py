@@ -1,0 +1,334 @@
+"""Savers on ranks: what is saved is what was there, waits are counted, and an error is everybody's."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from minitrain import collectives, launch
+from minitrain.checkpoint import format as file_format
+from minitrain.checkpoint.saver import NotSaved, Saver, Wait, told
+from minitrain.checkpoint.store import Store
+from minitrain.checkpoint.ways import WAYS, Way
+from minitrain.ledger import Ledger
+from minitrain.pieces import Piece
+from tests.checkpoint.saver_runs import HeldDisk, Hold, copies, differing, run_of, some_pieces, train
+from tests.parallel import check_refusals
+
+SLOW = Way(copy="beside")
+KEPT = "older checkpoints are as they were, training can go on"
+
+
+def shared(*sizes, value=1.0):
+    """Pieces that both ranks hold alike."""
+    holders = (collectives.world(),)
+    return [Piece(p.name, p.whole, p.start, p.values, holders) for p in some_pieces(*sizes, value=value)]
+
+
+def our_threads():
+    return sum("a checkpoint" in thread.name for thread in threading.enumerate())
+
+
+def plain_waits(saver):
+    return [(wait.step, wait.why, wait.bytes) for wait in saver.waits]
+
+
+# ---- in training -------------------------------------------------------------------------------------------
+
+
+def train_and_save(folder, way):
+    run, wanted, losses = run_of(dp=2, zero=2), {}, []
+    small = replace(way, chunk_bytes=way.chunk_bytes and 4000)
+    with Saver(Store(folder, keep=9), way=small) as saver:
+        run.attach(saver)
+        for step in range(8):
+            losses += train(run, step)
+            saver.after_step()
+            if step in (1, 2, 5, 7):
+                wanted[step] = copies(run.pieces())
+                saver.save(step, run.pieces(), run.plain_state(), {"seen": step})
+    steps = saver.store.steps()
+    differ = {step: differing(saver.store, step, pieces) for step, pieces in wanted.items()}
+    return losses, steps, differ, our_threads(), saver.store.manifest(5)["seen"]
+
+
+def every_way(folder):
+    plain = train(run_of(dp=2, zero=2), *range(8))
+    return plain, [train_and_save(f"{folder}/{name}", way) for name, way in WAYS.items()]
+
+
+def test_every_way_saves_what_was_there_and_training_does_not_notice(tmp_path):
+    for plain, outcomes in launch.run(every_way, str(tmp_path), ranks=2, timeout_s=300):
+        for losses, steps, differ, left, seen in outcomes:
+            assert losses == plain and steps == [1, 2, 5, 7] and seen == 5
+            assert not any(differ.values())
+            assert left == 0  # `close` leaves none
+
+
+# ---- waits -------------------------------------------------------------------------------------------------
+
+
+def one_after_the_other(folder, snapshots):
+    """Saves of steps 1, 2 and 3; the disk of this rank begins to write when something waits for it."""
+    disk, file_format.RUN_BYTES = HeldDisk(allowed=0), 64  # so that files gather nothing
+    saver = Saver(Store(folder, keep=9, disk=disk), way=replace(SLOW, snapshots=snapshots))
+    real = saver._end
+    saver._end = lambda save: (disk.allow(), real(save))
+    for step in (1, 2, 3):
+        saver.save(step, shared(16, 16, value=step), {}, {})
+        saver.before_update()
+        saver.after_step()
+        if step == 1:
+            assert saver.busy and saver.last is None
+    saver.close()
+    found = {}
+    for step in (1, 2, 3):
+        wanted = [Piece(p.name, p.whole, p.start, p.values) for p in some_pieces(16, 16, value=step)]
+        found[step] = differing(saver.store, step, wanted)
+    return plain_waits(saver), found, saver.store.steps(), saver.last.step
+
+
+@pytest.mark.parametrize("snapshots", [1, 2])
+def test_a_save_waits_for_the_one_before_unless_there_are_two(tmp_path, snapshots):
+    """Of 32 numbers that two ranks hold alike each writes 16, or 128 bytes."""
+    for waits, found, steps, last in launch.run(one_after_the_other, str(tmp_path), snapshots, ranks=2):
+        previous = [wait for wait in waits if wait[1] == "previous save"]
+        assert previous[0] == (1, "previous save", 128) and len(previous) == 3 - snapshots
+        assert steps == [1, 2, 3] and not any(found.values()) and last == 3
+
+
+def waits_before_update(folder):
+    saver = Saver(Store(folder), way=SLOW)
+    hold = Hold(saver.snapshots[0])
+    saver.save(1, shared(16, 16), {}, {})
+    saver.after_step()  # a step without an update
+    real = saver.snapshots[0].wait
+    saver.snapshots[0].wait = lambda names: (hold.allow(), real(names))
+    saver.before_update(["p0"])  # this way knows no layers
+    assert not saver.snapshots[0].missing_bytes()
+    saver.before_update()
+    saver.close()
+    return plain_waits(saver), all(type(wait) is Wait and wait.s >= 0 for wait in saver.waits)
+
+
+def test_the_update_waits_once_and_for_all(tmp_path):
+    for waits, typed in launch.run(waits_before_update, str(tmp_path), ranks=2):
+        assert waits[0] == (1, "copy", 128) and [why for _, why, _ in waits].count("copy") == 1
+        assert typed
+
+
+def one_is_slow(folder):
+    """Rank 0 has written, rank 1 has not."""
+    rank, file_format.RUN_BYTES = collectives.world().rank(), 64
+    disk = HeldDisk(allowed=0 if rank else 9)
+    saver = Saver(Store(folder, disk=disk), way=SLOW)
+    saver.save(1, shared(16, 16), {}, {})
+    saver.before_update()
+    if rank == 0:
+        saver._under_way[0].task.result()
+    for _ in range(3):
+        saver.after_step()
+    before = saver.busy, saver.store.steps()
+    disk.allow()
+    saver.close()
+    Store(folder).verify(1)
+    return before, saver.store.steps()
+
+
+def test_it_is_committed_when_all_have_written(tmp_path):
+    assert launch.run(one_is_slow, str(tmp_path), ranks=2) == [((True, []), [1])] * 2
+
+
+def account(folder):
+    """(bytes, calls) of: a save, a step while it is written, steps until it is complete, one without."""
+    disk = HeldDisk(allowed=0)
+    saver, found = Saver(Store(folder, disk=disk), way=SLOW), []
+
+    def of(fn):
+        with Ledger() as ledger:
+            fn()
+        found.append((ledger.sent_bytes(), ledger.num_calls()))
+
+    of(lambda: saver.save(1, shared(16), {}, {}))
+    of(saver.before_update)
+    of(saver.after_step)
+    disk.allow()
+    of(saver.finish)
+    of(saver.after_step)
+    saver.close()
+    return found
+
+
+def test_ranks_say_32_bytes_to_each_other_while_a_save_is_under_way(tmp_path):
+    for save, update, step, finish, after in launch.run(account, str(tmp_path), ranks=2):
+        assert save == step == (32, 1) and update == after == (0, 0)
+        assert finish == (64, 2)  # all have written; it is committed
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+def breaks(folder, call, rank):
+    """A save that works, one in which a call to the disk of a rank fails, one that works again."""
+    disk = HeldDisk()
+    saver = Saver(Store(folder, disk=disk), way=SLOW)
+    me = collectives.world().rank()
+
+    def steps(step):
+        saver.save(step, shared(16, 16, value=step), {}, {})
+        for _ in range(50):
+            saver.before_update()
+            saver.after_step()
+            if not saver.busy:
+                return
+            saver._under_way[0].task.exception()  # let the disk catch up
+
+    steps(1)
+    said = "nothing"
+    disk.broken = call if me == rank else ""
+    try:
+        steps(2)
+    except NotSaved as error:
+        said = str(error)
+    between = saver.store.steps()
+    disk.broken = ""
+    steps(3)
+    saver.close()
+    wanted = [Piece(p.name, p.whole, p.start, p.values) for p in some_pieces(16, 16, value=3)]
+    return said, between, saver.store.steps(), differing(saver.store, 3, wanted), saver.busy
+
+
+def all_breaks(folder):
+    cases = [(call, rank) for call in ("create", "write", "sync") for rank in (0, 1)]
+    cases += [("make_folder", 0), ("rename", 0)]
+    return {case: breaks(f"{folder}/{case[0]}{case[1]}", *case) for case in cases}
+
+
+def test_what_one_rank_cannot_write_all_hear_in_one_line(tmp_path):
+    ranks = launch.run(all_breaks, str(tmp_path), ranks=2)
+    for case, (said, between, steps, differs, busy) in ranks[0].items():
+        call, rank = case
+        assert ranks[1][case][0] == said
+        assert said.startswith(f"cannot save step 2: rank {rank}: ") and said.endswith(KEPT)
+        assert "No space left on device" in said and "\n" not in said
+        if call in ("create", "write", "sync"):
+            assert f"step-00000002.writing/rank-0000{rank}.safetensors: No space" in said
+        assert between == [1] and steps == [1, 3] and not differs and not busy
+
+
+def more_errors(folder):
+    rank = collectives.world().rank()
+    saver, found = Saver(Store(f"{folder}/a", disk=HeldDisk()), way=SLOW), {}
+
+    def heard(name, fn):
+        try:
+            fn()
+            found[name] = "nothing"
+        except NotSaved as error:
+            found[name] = str(error).removesuffix(f"; {KEPT}")
+
+    def fails(*args):
+        raise RuntimeError("the device\nis gone")
+
+    move, saver.snapshots[0].move = saver.snapshots[0].move, fails if rank else saver.snapshots[0].move
+    saver.save(1, shared(16), {}, {})
+    saver.before_update()
+    heard("copy, told by the next save", lambda: saver.save(2, shared(16), {}, {}))
+    saver.snapshots[0].move = move
+    saver.save(3, shared(16), {}, {})
+    saver.finish()
+    heard("the same step again", lambda: saver.save(3, shared(16), {}, {}))
+    saver.store.disk.broken = "sync" if rank else ""
+    saver.save(4, shared(16), {}, {})
+    heard("at close", saver.close)
+    closed = saver.closed, our_threads()
+    synchronous = Saver(Store(f"{folder}/b", disk=(disk := HeldDisk())), way="sync")
+    disk.broken = "sync"
+    heard("both, at once", lambda: synchronous.save(1, shared(16), {}, {}))
+    disk.broken = ""
+    synchronous.save(1, shared(16), {}, {})
+    synchronous.close()
+    return found, closed, saver.store.steps(), synchronous.store.steps()
+
+
+def test_no_error_is_lost(tmp_path):
+    ranks = launch.run(more_errors, str(tmp_path), ranks=2)
+    assert ranks[0][0] == ranks[1][0]
+    for found, (closed, left), steps, others in ranks:
+        assert "cannot save step 1: rank 1: " in found["copy, told by the next save"]
+        assert "the device is gone" in found["copy, told by the next save"]
+        assert "step 3: rank 0: " in (again := found["the same step again"]) and "is there already" in again
+        assert "cannot save step 4: rank 1: " in found["at close"] and "No space" in found["at close"]
+        assert "step 1: rank 0 (and 1 more ranks): " in found["both, at once"]
+        assert closed and left == 0 and steps == [3] and others == [1]
+
+
+def two_at_once(folder, once):
+    """Two snapshots: the first cannot be written, and with `once` the second can."""
+    disk = HeldDisk(allowed=0)
+    saver = Saver(Store(folder, disk=disk), way=replace(SLOW, snapshots=2))
+    for step in (1, 2):
+        saver.save(step, shared(16, value=step), {}, {})
+    saver.before_update()
+    disk.broken, disk.once = "sync" if collectives.world().rank() else "", once
+    disk.allow()
+    try:
+        saver.close()
+    except NotSaved as error:
+        return str(error), saver.store.steps(), our_threads()
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_of_two_at_once_each_is_saved_or_told(tmp_path, once):
+    for said, steps, threads in launch.run(two_at_once, str(tmp_path), once, ranks=2):
+        assert "cannot save step 1: rank 1" in said and ("cannot save step 2: rank 1" in said) == (not once)
+        assert steps == ([2] if once else []) and threads == 0
+
+
+def leaves(folder):
+    """An exception inside of `with`, a slot being written: nobody waits for other ranks, no thread is left."""
+    file_format.RUN_BYTES = 64  # so that files gather nothing
+    saver = Saver(
+        Store(folder, disk=(disk := HeldDisk(allowed=0))), way=replace(SLOW, chunk_bytes=64, slots=1)
+    )
+    snapshot = saver.snapshots[0]
+    give_up, snapshot.give_up = snapshot.give_up, lambda: (give_up(), disk.allow())
+    try:
+        with saver:
+            saver.save(1, shared(16, 16, 16, 16), {}, {})
+            assert our_threads() == 2
+            raise KeyError("training has failed")
+    except KeyError as error:
+        return str(error), our_threads(), saver.store.steps(), snapshot.copied < len(snapshot.blocks)
+
+
+def test_an_error_of_training_ends_threads_and_waits_for_nobody(tmp_path):
+    for said, left, steps, unfinished in launch.run(leaves, str(tmp_path), ranks=2):
+        assert "training has failed" in said and left == 0 and steps == [] and unfinished
+
+
+def test_bad_input_is_refused(tmp_path):
+    def closed():
+        saver = Saver(Store(tmp_path))
+        saver.close()
+        saver.save(1, [], {}, {})
+
+    refused = {
+        "way='fast'; use one of sync, snapshot, deepfreeze,": lambda: Saver(Store(tmp_path), way="fast"),
+        "step 1 cannot be saved: the saver is closed": closed,
+        "copy='later'; use 'now' or 'beside'": lambda: Way(copy="later"),
+        "write='never'; use 'now' or 'behind'": lambda: Way(write="never"),
+        "slots=0; use 1 or more": lambda: Way(slots=0),
+        "writers=-1; use 1 or more": lambda: Way(writers=-1),
+        "slots=2, chunk_bytes=None, snapshots=1: slots hold": lambda: Way(slots=2),
+        "slots=2, chunk_bytes=9, snapshots=2: slots hold": lambda: Way(slots=2, chunk_bytes=9, snapshots=2),
+        "by_layer=True with copy='now': nothing is left": lambda: Way(by_layer=True),
+        "write='now' with copy='beside'": lambda: Way(copy="beside", write="now"),
+    }
+    check_refusals(refused, ranks=1)
+
+
+def test_errors_are_told_in_one_line():
+    assert told(OSError(28, "No space", "/a")) == "/a: No space"
+    assert told(ValueError("one\n  two")) == "one two"
+    assert told(KeyError()) == "KeyError"

@@ -1,0 +1,368 @@
+"""What each way of the literature waits for, as events and bytes: a row of the atlas each."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minitrain import collectives, launch
+from minitrain.checkpoint import format as file_format
+from minitrain.checkpoint.saver import Saver
+from minitrain.checkpoint.store import Store
+from minitrain.checkpoint.ways import WAYS, best_writers, stream_s
+from minitrain.ledger import Ledger
+from minitrain.pieces import Piece, share_out
+from tests.checkpoint.saver_runs import (
+    ALL,
+    DEADLOCK_S,
+    HeldDisk,
+    Hold,
+    copies,
+    differing,
+    run_of,
+    some_pieces,
+    train,
+)
+
+SHARE = 2 * 1024  # bytes of a rank: four pieces of 512, of which each of two ranks has two
+CHUNK = 512
+
+
+def pieces(value=1.0):
+    """Four that both ranks hold alike."""
+    made = some_pieces(64, 64, 64, 64, value=value)
+    holders = (collectives.world(),)
+    return [Piece(p.name, p.whole, p.start, p.values, holders) for p in made]
+
+
+def saver_of(folder, name, **changes):
+    """(saver, its disk, a hold of its copies), all that is asked for done at once."""
+    way, file_format.RUN_BYTES = WAYS[name], 64  # so that files gather nothing
+    changes = ({"chunk_bytes": CHUNK} if way.chunk_bytes else {}) | changes
+    disk = HeldDisk()
+    saver = Saver(Store(folder, keep=9, disk=disk), way=replace(way, **changes))
+    return saver, disk, Hold(saver.snapshots[0], ALL)
+
+
+def waits(saver):
+    return [(wait.why, wait.bytes) for wait in saver.waits]
+
+
+def written_bytes(folder, step):
+    """Bytes of pieces in the files of each rank."""
+    _, files = Store(folder).open(step)
+    sizes = [sum(entry.size for entry in file.entries) for file in files]
+    for file in files:
+        file.close()
+    return sizes
+
+
+def whole(folder, step, value=1.0):
+    """Is the union of what was written all there is?"""
+    made = some_pieces(64, 64, 64, 64, value=value)
+    return not differing(Store(folder), step, made)
+
+
+# ---- sync: stands still for both ---------------------------------------------------------------------------
+
+
+def sync_on_ranks(folder):
+    """One writer, and all; how far the disk is when `save` returns."""
+    found = []
+    for name, writers in (("one", 1), ("all", None)):
+        saver, disk, _ = saver_of(f"{folder}/{name}", "sync", writers=writers)
+        saver.save(1, pieces(), {}, {})
+        found.append((waits(saver), saver.store.steps(), saver.busy))
+        saver.close()
+        found.append((written_bytes(f"{folder}/{name}", 1), whole(f"{folder}/{name}", 1)))
+    return found
+
+
+def test_sync_ckpt(tmp_path):
+    """Training stands still for copy and write of all of it; shared out over dp ranks, for 1/dp."""
+    for rank, (one, one_files, all_, all_files) in enumerate(
+        launch.run(sync_on_ranks, str(tmp_path), ranks=2)
+    ):
+        size = SHARE if rank == 0 else 0
+        assert one == ([("copy", size), ("write", size)], [1], False)
+        assert one_files == ([SHARE, 0], True)
+        assert all_ == ([("copy", SHARE // 2), ("write", SHARE // 2)], [1], False)
+        assert all_files == ([SHARE // 2, SHARE // 2], True)
+
+
+# ---- snapshot: for the copy --------------------------------------------------------------------------------
+
+
+def snapshot_on_ranks(folder, name):
+    """The disk is stopped: what does training wait for, and when may it save again?"""
+    saver, disk, hold = saver_of(folder, name)
+    disk.allow(0)
+    values = pieces()
+    saver.save(1, values, {}, {})  # returns while nothing can be written
+    for piece in values:
+        piece.values.zero_()  # and all may change
+    saver.before_update()
+    saver.after_step()
+    began = waits(saver)
+    real = saver._end
+    saver._end = lambda save: (disk.allow(), real(save))
+    saver.save(2, pieces(2.0), {}, {})
+    then = waits(saver)[len(began) :]
+    saver.close()
+    return began, then, saver.store.steps(), whole(folder, 1), whole(folder, 2, 2.0)
+
+
+@pytest.mark.parametrize("name", ["snapshot", "deepfreeze"])
+def test_snapshot_stall_ckpt(tmp_path, name):
+    """The stall is the copy of the share; the next snapshot waits until the last is written."""
+    for rank, (began, then, steps, first, second) in enumerate(
+        launch.run(snapshot_on_ranks, str(tmp_path), name, ranks=2)
+    ):
+        size = SHARE * (rank == 0) if name == "snapshot" else SHARE // 2
+        assert began == [("copy", size)]
+        assert then == [("previous save", size), ("copy", size)]
+        assert steps == [1, 2] and first and second
+
+
+def test_megascale_ckpt(tmp_path):
+    """Two stages: training waits for the first alone. (Its readers: tests/checkpoint/test_load.py.)"""
+    test_snapshot_stall_ckpt(tmp_path, "snapshot")
+    assert "MegaScale" in WAYS["snapshot"].paper
+
+
+def deepfreeze_on_ranks(folder):
+    """A run whose parameters all four ranks hold alike."""
+    run = run_of(dp=4)
+    train(run, 0)
+    saver = Saver(Store(folder), way="deepfreeze")
+    held = [p for p in run.pieces() if not p.name.startswith("random/")]  # a rank's own
+    wanted = copies(held)
+    total = sum(p.values.numel() * p.values.element_size() for p in wanted)
+    saver.save(1, held, run.plain_state(), {})
+    saver.close()
+    return total, written_bytes(folder, 1), differing(saver.store, 1, wanted)
+
+
+def test_deepfreeze(tmp_path):
+    """Each of dp ranks writes 1/dp, to an element per dtype; together it is the state."""
+    for total, sizes, differs in launch.run(deepfreeze_on_ranks, str(tmp_path), ranks=4):
+        assert sum(sizes) == total and max(sizes) - min(sizes) <= 8 and not differs
+
+
+# ---- asynchronous: for what is not copied ------------------------------------------------------------------
+
+
+def asynchronous_on_ranks(folder, name):
+    """One of two pieces is copied when the update begins; then, one more step without a stall."""
+    saver, _, hold = saver_of(folder, name)
+    hold.allow(1)
+    values, snapshot = pieces(), saver.snapshots[0]
+    saver.save(1, values, {}, {})
+    snapshot.wait([f"p{2 * saver.rank}"])  # the first piece of this rank
+    real = snapshot.wait
+    snapshot.wait = lambda names: (hold.allow(), real(names))
+    saver.before_update()
+    stalled = waits(saver)
+    for piece in values:
+        piece.values.zero_()
+    saver.finish()
+    saver.save(2, pieces(2.0), {}, {})
+    real()  # forward and backward are long enough
+    saver.before_update()
+    more = [why for why, _ in waits(saver)[len(stalled) :]]
+    saver.close()
+    return stalled, more, whole(folder, 1), whole(folder, 2, 2.0)
+
+
+@pytest.mark.parametrize("name", ["asynchronous", "checkfreq"])
+def test_async_ckpt(tmp_path, name):
+    """The stall is what is left to copy when the update begins, 512 of 1,024 bytes; nothing if nothing is."""
+    for stalled, more, first, second in launch.run(asynchronous_on_ranks, str(tmp_path), name, ranks=2):
+        assert stalled == [("copy", SHARE // 4)] and "copy" not in more
+        assert first and second
+
+
+# ---- torchsnapshot: chunks ---------------------------------------------------------------------------------
+
+
+def torchsnapshot_on_ranks(folder):
+    """The second chunk is not copied before the first is written."""
+    saver, disk, hold = saver_of(folder, "torchsnapshot")
+    hold.allow(1)
+    seen = []
+
+    def when_written():
+        disk.until(1)
+        seen.append(saver.snapshots[0].copied)
+        hold.allow()
+
+    thread = threading.Thread(target=when_written)
+    thread.start()
+    saver.save(1, pieces(), {}, {})
+    thread.join(DEADLOCK_S)
+    saver.close()
+    return seen, waits(saver)[:1], written_bytes(folder, 1), whole(folder, 1)
+
+
+def test_torchsnapshot(tmp_path):
+    """Writing begins with the first chunk, and each replica writes 1/dp: so of n equal chunks all but one of
+    the shorter kind of work are hidden, max(copy, write) and one chunk of the other."""
+    for seen, stalled, sizes, all_ in launch.run(torchsnapshot_on_ranks, str(tmp_path), ranks=2):
+        assert seen == [1] and stalled == [("copy", SHARE // 2)]
+        assert sizes == [SHARE // 2] * 2 and all_
+    for copy_s, write_s in ((1.0, 3.0), (3.0, 1.0), (2.0, 2.0)):
+        for n in (1, 2, 8):
+            took_s = stream_s([copy_s] * n, [write_s] * n)
+            assert took_s == n * max(copy_s, write_s) + min(copy_s, write_s)
+    assert stream_s([8.0], [8.0]) == 16 and stream_s([], []) == 0  # in one chunk nothing is hidden
+
+
+# ---- lightcheck: an update waits for its own copy ----------------------------------------------------------
+
+
+def lightcheck_on_ranks(folder):
+    run, saver = run_of(dp=2, zero=2), Saver(Store(folder), way=replace(WAYS["lightcheck"], chunk_bytes=4000))
+    updates, hold, snapshot = [], Hold(saver.snapshots[0], ALL), saver.snapshots[0]
+
+    def before_update(names):
+        if saver.busy:
+            until = snapshot.until(names)
+            updates.append((names, until))
+            hold.allow(max(hold.allowed, until))  # of what comes later nothing is copied
+        saver.before_update(names)
+
+    run.sync.tell_updates(before_update)
+    train(run, 0)
+    wanted = copies(run.pieces())
+    hold.allow(0)
+    saver.save(1, run.pieces(), run.plain_state(), {})
+    first = snapshot.copied, snapshot.bytes
+    train(run, 1)
+    hold.allow()
+    saver.close()
+    stalls = [wait.bytes for wait in saver.waits if wait.why == "copy"]
+    named = {name for names, _ in updates for name in names}
+    return first, updates, stalls, named, len(snapshot.blocks), differing(saver.store, 1, wanted)
+
+
+def test_lightcheck(tmp_path):
+    """Copies are in the order of updates, and each update waits for its own: no stall is of all of it."""
+    for first, updates, stalls, named, blocks, differs in launch.run(
+        lightcheck_on_ranks, str(tmp_path), ranks=2
+    ):
+        copied, size = first
+        needs = [until for _, until in updates]
+        assert copied == 0 and needs == sorted(needs) and len(updates) > 3
+        assert needs[-1] == blocks - 1  # no update changes the copy of the random state
+        assert max(stalls) < size / 2 and len(stalls) >= 3
+        assert not differs
+
+
+# ---- datastates: limited memory, nothing allocated ---------------------------------------------------------
+
+
+def datastates_on_ranks(folder):
+    saver, disk, hold = saver_of(folder, "datastates", slots=1)
+    snapshot, addresses = saver.snapshots[0], set()
+    values, host = pieces(), []
+    disk.allow(0)
+    with Ledger() as ledger:
+        for step in (1, 2, 3):
+            values = pieces(float(step))
+            saver.save(step, values, {}, {})
+            if step == 1:
+                # One of two chunks fits: the update waits until it is written.
+                real = snapshot.wait
+                real([f"p{2 * saver.rank}"])
+                missing = snapshot.missing_bytes(), snapshot.bytes
+                snapshot.wait = lambda names: (disk.allow(), real(names))
+            saver.before_update()
+            for piece in values:
+                piece.values.zero_()
+            addresses.add(snapshot.memory.data_ptr())
+            host.append((ledger.host_bytes, ledger.host_peak_bytes))
+            saver.finish()
+            real()
+        saver.save(4, pieces(4.0), {}, {})
+        real()
+        count = len(saver.waits)
+        saver.before_update()
+        again = len(saver.waits) - count
+    saver.close()
+    good = [whole(folder, step, float(step)) for step in (1, 2, 3, 4)]
+    return missing, waits(saver)[0], again, len(addresses), host, good
+
+
+def test_datastates_llm(tmp_path):
+    """From memory for one chunk of two: allocated once; the update waits only for an unfinished copy."""
+    for missing, first, again, addresses, host, good in launch.run(
+        datastates_on_ranks, str(tmp_path), ranks=2
+    ):
+        assert missing == (CHUNK, 2 * CHUNK) and first == ("copy", CHUNK) and again == 0
+        assert addresses == 1 and set(host) == {(CHUNK, CHUNK)}
+        assert all(good)
+
+
+# ---- fastpersist: two buffers by turns, some of the writers ------------------------------------------------
+
+
+def fastpersist_on_ranks(folder):
+    """One rank writes all: four chunks. A write ends when the next buffer is full, or being so."""
+    saver, disk, hold = saver_of(folder, "fastpersist", writers=1)
+    snapshot, log, lock = saver.snapshots[0], [], threading.Lock()
+    move, write = hold.real, disk.write
+    filled = [threading.Event() for _ in range(5)]
+
+    def fill(*args):
+        with lock:
+            log.append(("fill", snapshot.blocks[snapshot.copied].chunk))
+        move(*args)
+        filled[snapshot.blocks[snapshot.copied].chunk].set()
+
+    def slow_write(file, offset, data):
+        if len(data) == CHUNK and disk._paths[file].name.startswith("rank"):
+            chunk = sum(kind == "write" for kind, _ in log)
+            if chunk < 3:
+                assert filled[chunk + 1].wait(DEADLOCK_S)  # filled beside this write
+            with lock:
+                log.append(("write", chunk))
+        write(file, offset, data)
+
+    snapshot.move, disk.write = fill, slow_write
+    saver.save(1, pieces(), {}, {})
+    saver.close()
+    return log, written_bytes(folder, 1), whole(folder, 1), snapshot.memory.nbytes
+
+
+def shares(writers):
+    return [sum(p.values.numel() for p in share_out(pieces(), writers))]
+
+
+def test_fastpersist(tmp_path):
+    """Buffer k is written while k + 1 is filled and k + 2 is not begun: so max(fill, write) for each. As many
+    write as is fastest."""
+    ranks = launch.run(fastpersist_on_ranks, str(tmp_path), ranks=2)
+    log, sizes, all_, memory = ranks[0]
+    assert memory == 2 * CHUNK and sizes == [SHARE, 0] and all_ and ranks[1][0] == []
+    for chunk in range(4):
+        assert log.index(("fill", chunk)) < log.index(("write", chunk))
+        if chunk < 2:
+            assert log.index(("fill", chunk + 2)) > log.index(("write", chunk))
+    for fill_s, write_s in ((1.0, 2.0), (2.0, 1.0)):
+        assert stream_s([fill_s] * 4, [write_s] * 4, slots=2) == 4 * 2.0 + 1.0
+        assert stream_s([fill_s] * 4, [write_s] * 4, slots=1) == 4 * 3.0  # one buffer hides nothing
+
+    def write_s(writers):  # each writer has 3 GB/s of the disk's 12, and starts in 0.2 s
+        return 24 / min(12, 3 * writers) + 0.2 * writers
+
+    assert best_writers(range(1, 17), write_s) == 4 == min(range(1, 17), key=write_s)
+    assert best_writers((8, 2, 4), lambda writers: 1.0) == 2
+    for writers, wanted in ((1, [256, 0, 0, 0]), (3, [85, 85, 86, 0]), (4, [64] * 4), (9, [64] * 4)):
+        found = launch.run(shares, writers, ranks=4)
+        assert [share for (share,) in found] == wanted
+
+
+def test_every_way_has_a_paper_or_a_name():
+    assert all(way.paper for way in WAYS.values()) and len({way.paper for way in WAYS.values()}) == len(WAYS)
+    assert torch.equal(some_pieces(2)[0].values, torch.tensor([1.0, 2.0]).double())
