@@ -18,4 +18,6 @@ then   dapple, autopipe    where to cut a pipeline
        expert_overlap, expert_pair       hiding the all-to-alls of experts: in one layer; of two microbatches
        infinity           what ZeRO-Infinity needs of GPU, CPU and disk, and how fast
        stronghold         the smallest window of layers that hides their transfers
+       checkpoint_interval   how often to save: Young, Daly, exactly; to two levels; CheckFreq
+       checkpoint_placement  whose memory keeps whose state, and what failures leave: Gemini, REFT
 """

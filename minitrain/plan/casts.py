@@ -16,8 +16,6 @@ He et al. 2022 (Campo), USENIX ATC. Differs: times are given or a roofline's, no
 forward alone; the choice is a minimum cut, not theirs.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence

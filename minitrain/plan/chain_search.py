@@ -42,9 +42,11 @@ def cheapest(costs: Sequence[Number], layers: Sequence[LayerBytes], budget: Numb
     while waiting:
         cost, _, _, state, way = heappop(waiting)
         if state.left == 0:
-            return _actions(way)
-        if _beaten(done.setdefault(state[1:], []), state.held):
+            return tuple(action for steps in _in_order(way) for action in steps)
+        cheaper = done.setdefault(state[1:], [])  # what was held with the same graphs, at no higher cost
+        if any(not state.held & ~more for more in cheaper):
             continue
+        cheaper.append(state.held)
         occupied = _occupied(state, layers, sizes)
         for action, most, after in _moves(state, layers):
             pinned = state.taped | 1 | 1 << action.layer
@@ -79,20 +81,8 @@ def _occupied(state: _State, layers: Sequence[LayerBytes], sizes: Sequence[Numbe
     return total + layers[-1].output * bool(behind or state.taped >> n - 1 & 1)
 
 
-def _beaten(done: list[int], held: int) -> bool:
-    """Was all of this held before, at no higher cost, with the same graphs?"""
-    if any(not held & ~more for more in done):
-        return True
-    done.append(held)
-    return False
-
-
-def _actions(way) -> tuple[Action, ...]:
-    found = []
-    while way:
-        way, steps = way
-        found = steps + found
-    return tuple(found)
+def _in_order(way: tuple) -> list[list[Action]]:
+    return [*_in_order(way[0]), way[1]] if way else []
 
 
 def members(held: int) -> Iterator[int]:

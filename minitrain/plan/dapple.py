@@ -156,8 +156,7 @@ def plan_dapple(model: Model, cluster: Cluster, m: int, placements: Callable = a
 
     Stages go in front of stages, keeping all that no other beats in every number of `Ahead`: the latency
     never falls if one rises, so this equals trying everything. `paper_placements` tries fewer, for clusters
-    where all are too many.
-    """
+    where all are too many."""
     if m < 1:
         raise ValueError(f"plan_dapple: {m} microbatches; use 1 or more")
     # (layers left, devices left, devices of the stage behind, stages and links behind) -> (Ahead, stages)

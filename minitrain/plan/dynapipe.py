@@ -18,11 +18,13 @@ longest time, an approximation, and balances replicas too.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from minitrain.pipeline.lower import Receive, Send, Step, user_of
 from minitrain.pipeline.partition import Number, undominated
-from minitrain.pipeline.schedule import Action, B, F, Schedule, check, in_order, parts
+from minitrain.pipeline.schedule import Action, Schedule, in_order, parts
+from minitrain.pipeline.schedules.greedy import greedy
 from minitrain.pipeline.simulate import Costs, Measured, simulate
 
 Programs = tuple[tuple[Step, ...], ...]
@@ -36,8 +38,7 @@ class DynaPipePlan(NamedTuple):
 def microbatches(lengths: Sequence[int], time: Callable, stages: int, cap_tokens=None) -> DynaPipePlan:
     """Runs of the sorted samples with the shortest step, none of more than `cap_tokens` = rows·length.
 
-    `time(rows, length)` is that of a microbatch on a stage.
-    """
+    `time(rows, length)` is that of a microbatch on a stage."""
     if not lengths or min(lengths) < 1 or (cap_tokens is not None and max(lengths) > cap_tokens):
         found = f"found {min(lengths, default=None)} to {max(lengths, default=None)} under {cap_tokens}"
         raise ValueError(f"microbatches: {found}; each sample needs 1 token or more and must fit alone")
@@ -91,29 +92,10 @@ def adaptive(times: Sequence[Sequence[tuple]], sizes: Sequence[Number], cap: Num
     p, m = len(times), len(sizes)
     if max(sizes) > cap:
         raise ValueError(f"adaptive: a microbatch of {max(sizes)} does not fit the cap {cap}; cut it")
-    lists: list[list[Action]] = [[] for _ in range(p)]
-    free, held, ended = [0] * p, [0] * p, {}
-    forwards, backwards = [0] * p, [0] * p  # the next of each rank
-
-    def starts(rank: int):
-        """(start, is a forward, rank, action) of what the rank could do next."""
-        i = backwards[rank]
-        behind = B(rank + 1, i) if rank + 1 < p else F(rank, i)
-        if i < forwards[rank] and behind in ended:
-            yield max(free[rank], ended[behind]), False, rank, B(rank, i)
-        i = forwards[rank]
-        if i < m and held[rank] + sizes[i] <= cap and (rank == 0 or F(rank - 1, i) in ended):
-            yield max(free[rank], ended.get(F(rank - 1, i), 0)), True, rank, F(rank, i)
-
-    for _ in range(2 * p * m):
-        start, forward, rank, action = min(option for rank in range(p) for option in starts(rank))
-        i = action.microbatch
-        free[rank] = ended[action] = start + times[rank][i][0 if forward else 1]
-        held[rank] += sizes[i] if forward else -sizes[i]
-        forwards[rank] += forward
-        backwards[rank] += not forward
-        lists[rank].append(action)
-    return check(Schedule(f"DynaPipe, p={p}, m={m}", tuple(map(tuple, lists)), p, m))
+    of = {(s, i): pair for s, own in enumerate(times) for i, pair in enumerate(own)}
+    costs = Measured({Action(kind, *at): pair[kind == "B"] for at, pair in of.items() for kind in "FB"})
+    schedule = greedy(range(p), p, m, costs, limit=cap, split=False, sizes=sizes)
+    return replace(schedule, name=f"DynaPipe, p={p}, m={m}")
 
 
 def planned(schedule: Schedule, costs: Costs | Measured = Costs()) -> Programs:

@@ -48,8 +48,7 @@ def lines(ranks: int, row_bytes: float, row_flops: float, on: Machine, launch_s:
 def pipemoe_s(r: int, rows: float, transfer: Line, work: Line) -> float:
     """r chunks: all dispatches, then all combines on one link, a chunk's work between its two.
 
-    Either the link is never idle, or the experts are busy from the first arrival to the last.
-    """
+    Either the link is never idle, or the experts are busy from the first arrival to the last."""
     return max(2 * r * transfer(rows / r), 2 * transfer(rows / r) + r * work(rows / r))
 
 
@@ -57,8 +56,7 @@ def pipemoe_degree(rows: float, transfer: Line, work: Line, most: int = 16) -> i
     """The best r of 1 .. most without trying all: the larger of a rising line and a curve with one valley.
 
     The curve, 2 transfer(rows/r) + r work(rows/r), is lowest at r² = 2 beta rows / alpha of the work. The two
-    are equal where a r² + b r + c = 0. The best r is a neighbour of one of these points.
-    """
+    are equal where a r² + b r + c = 0. The best r is a neighbour of one of these points."""
     a, c = 2 * transfer.alpha - work.alpha, -2 * transfer.beta * rows
     b = (2 * transfer.beta - work.beta) * rows - 2 * transfer.alpha
     points = [1, most]
@@ -103,8 +101,7 @@ def schemoe_order(chunks: int) -> list[int]:
     """Chunk numbers: each is the next task of that chunk, queued on its stream.
 
     All chunks are compressed and sent first; then each is decompressed, worked on, compressed and sent;
-    decompressing what came home is left for the end, behind the all-to-alls of later chunks.
-    """
+    decompressing what came home is left for the end, behind the all-to-alls of later chunks."""
     first, last = [*range(chunks)] * 2, [*range(chunks)]
     return first + [chunk for chunk in range(chunks) for _ in range(4)] + last
 
@@ -117,9 +114,8 @@ def makespan(order: Sequence[int], tasks: Sequence[Task], chunks: int) -> float:
         free[stream] = ready[chunk] = max(free[stream], ready[chunk]) + seconds
         step[chunk] += 1
     if step != [len(tasks)] * chunks:
-        raise ValueError(
-            f"order {list(order)}: {step} tasks of the chunks; each has {len(tasks)} tasks to do"
-        )
+        rule = f"each has {len(tasks)} tasks to do"
+        raise ValueError(f"order {list(order)}: {step} tasks of the chunks; {rule}")
     return max(ready)
 
 
@@ -190,8 +186,7 @@ def mpipemoe_s(way: tuple[str, str], chunk: Chunk, chunks: int) -> float:
     """Forward and backward; products, crossings and copies have a stream each, the busiest sets the pace.
 
     Backward has two products for each of forward, and as many crossings; making the middle again is the first
-    of the two products, sending rows again a crossing.
-    """
+    of the two products, sending rows again a crossing."""
     copies = (way[0] == "offload") * chunk.copy_rows + (way[1] == "offload") * chunk.copy_middle
     work = (2 + (way[1] != "offload") / 2) * chunk.work
     forward = max(chunk.work, 2 * chunk.transfer, copies)

@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 
+from minitrain.model.config import presets
+from minitrain.plan.accounting.parameters import attention_parameters
 from minitrain.simulate.events import Compute, Event, Issue, Wait
 from minitrain.simulate.machines import GB, Link, Machine, machine
 from minitrain.simulate.replay import replay
@@ -60,14 +62,9 @@ class Layer:
         return [leg for leg in (across, inside) if len(leg[1]) > 1]
 
 
-def mla_weights(d_model: int, heads: int, q: int, kv: int, rope: int, nope: int, v: int) -> int:
-    """Multi-head latent attention: down to the ranks q and kv, up to the heads, and out."""
-    return d_model * (q + kv + rope) + heads * (q * (nope + rope) + kv * (nope + v) + v * d_model)
-
-
 DEEPSEEK_V3 = Layer(
     *(4096, 7168, 2048, 8, 1, 4),
-    attention_weights=mla_weights(7168, 128, 1536, 512, 64, 128, 128),
+    attention_weights=attention_parameters(presets["deepseek-v3"], matrices_only=True),
     attention_flops=128 * (192 + 128) * 4096,  # 2 for each of the scores that a mask leaves, half of them
 )
 REPORTED = replace(
@@ -93,9 +90,8 @@ class Log:
         first = self.issued
         for axis, members, payload in legs:
             sent = payload * (len(members) - 1) // len(members)
-            self.events.append(
-                Issue(self.issued, "all_to_all", axis, members, payload, sent, self.issued, name)
-            )
+            way = "all_to_all", axis, members, payload, sent
+            self.events.append(Issue(self.issued, *way, self.issued, name))
             self.issued += 1
         return list(range(first, self.issued))
 

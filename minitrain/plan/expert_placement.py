@@ -43,10 +43,8 @@ def owners(experts: int, ranks: int) -> Holders:
 
 def everywhere(chosen: Sequence[int], experts: int, ranks: int) -> Holders:
     """Copies of the chosen experts on every rank."""
-    return tuple(
-        (own, *(r for r in range(ranks) if r != own and e in chosen))
-        for e, (own,) in enumerate(owners(experts, ranks))
-    )
+    copies = lambda e, own: (r for r in range(ranks) if r != own and e in chosen)
+    return tuple((own, *copies(e, own)) for e, (own,) in enumerate(owners(experts, ranks)))
 
 
 # ---- one model of a layer's time -------------------------------------------------------------------------
@@ -105,8 +103,7 @@ def shadowed(counts: Counts, d_model: int, d_ff: int, matrices: int = 2) -> tupl
 
     Each pass moves 2·d_model elements for a remote row, in and out, against matrices·d_model·d_ff once. This
     minimises the sum over experts, and of equal sets takes the smallest. Differs: theirs stops, in the order
-    of loads, when `seconds` grows.
-    """
+    of loads, when `seconds` grows."""
     found = []
     for e, (owner,) in enumerate(owners(len(counts[0]), len(counts))):
         remote = sum(row[e] for r, row in enumerate(counts) if r != owner)
@@ -123,8 +120,7 @@ def prophet(counts: Counts, costs: Costs) -> list[tuple[float, Holders]]:
 
     Descents from the eight best of: copies everywhere of the k heaviest experts, k = 0 .. E. A step adds or
     removes the copy on one rank that saves most; where none saves, the best two that begin with one of the
-    four best. Ends at most 5 % above the best of all in our small cases.
-    """
+    four best. Ends at most 5 % above the best of all in our small cases."""
     experts, ranks = len(counts[0]), len(counts)
 
     def priced(options) -> list[tuple[float, Holders]]:
@@ -157,8 +153,7 @@ def layerwise(compute: Sequence[float], copies: Sequence[float], *, hidden: bool
     copies[l] before its forward, their gradients as long after its backward.
 
     `hidden`: over a link of their own, the copies of a layer while the layer before computes (no sooner: room
-    for one layer's copies), the gradients while the layers before it go backward.
-    """
+    for one layer's copies), the gradients while the layers before it go backward."""
     if not hidden:
         return 3 * sum(compute) + 2 * sum(copies)
     end = link = start = 0.0
@@ -206,16 +201,13 @@ def shared_loads(loads: Sequence[int], holders: Holders, ranks: int) -> list[Fra
     return total
 
 
-def flexmoe(
-    loads: Sequence[int], holders: Holders, ranks: int, slots: int, threshold: float = 1.1, most: int = 64
-) -> list[Step]:
+def flexmoe(loads, holders: Holders, ranks: int, slots: int, threshold=1.1, most=64) -> list[Step]:
     """At most `most` steps, until the busiest rank has at most `threshold` times the mean, or none helps.
 
     Each round relieves the busiest rank of one of its experts: a replica of it, or the expert itself, on a
     rank with fewer than `slots` experts; or on a full one, for which a replica there shrinks, or an expert
     comes in exchange. The round is taken after which the loads, largest first, are least; if they were no
-    less, the best two rounds that begin with one of the eight best.
-    """
+    less, the best two rounds that begin with one of the eight best."""
     steps: list[Step] = []
     if max(Counter(chain(*holders)).values()) > slots:
         raise ValueError(f"a rank holds more than slots = {slots} experts; give it that many")
@@ -223,9 +215,8 @@ def flexmoe(
         rounds = _rounds(loads, holders, ranks, slots)
         if not rounds or rounds[0][0] >= now:
             pairs = [(r, _rounds(loads, applied(holders, r[2]), ranks, slots)) for r in rounds[:8]]
-            rounds = sorted(
-                (after, n + m, one + two) for (_, n, one), twos in pairs for after, m, two in twos
-            )
+            both = ((after, n + m, one + two) for (_, n, one), twos in pairs for after, m, two in twos)
+            rounds = sorted(both)
         if not rounds or rounds[0][0] >= now or len(steps) + rounds[0][1] > most:
             break
         steps += rounds[0][2]
@@ -268,13 +259,23 @@ def round_robin(experts: int, ranks: int) -> Holders:
 
 def greedy(loads: Sequence[int], ranks: int) -> Holders:
     """The heaviest expert first, each to the least loaded rank that has room: all hold as many."""
-    room = len(owners(len(loads), ranks)) // ranks
-    total, held, place = [0] * ranks, [0] * ranks, {}
-    for e in sorted(range(len(loads)), key=lambda e: (-loads[e], e)):
-        place[e] = min((r for r in range(ranks) if held[r] < room), key=lambda r: (total[r], r))
-        total[place[e]] += loads[e]
-        held[place[e]] += 1
-    return tuple((place[e],) for e in range(len(loads)))
+    return packed(loads, [1] * len(loads), ranks, len(owners(len(loads), ranks)) // ranks)
+
+
+def packed(loads: Sequence, copies: Sequence[int], ranks: int, slots: int) -> Holders | None:
+    """The heaviest replicas first, each to the least loaded rank with room that has none of its expert; None
+    if there is no such rank."""
+    total, held = [Fraction(0)] * ranks, [[] for _ in range(ranks)]
+    share = [Fraction(load) / number for load, number in zip(loads, copies)]
+    for e in sorted(range(len(loads)), key=lambda e: (-share[e], e)):
+        for _ in range(copies[e]):
+            open_ranks = [r for r in range(ranks) if len(held[r]) < slots and e not in held[r]]
+            if not open_ranks:
+                return None
+            to = min(open_ranks, key=lambda r: (total[r], r))
+            total[to] += share[e]
+            held[to].append(e)
+    return tuple(tuple(r for r in range(ranks) if e in held[r]) for e in range(len(loads)))
 
 
 def pool(samples: Sequence[Sequence[int]], ranks: int) -> list[Holders]:
@@ -282,14 +283,11 @@ def pool(samples: Sequence[Sequence[int]], ranks: int) -> list[Holders]:
     return list(dict.fromkeys([owners(len(samples[0]), ranks), *(greedy(loads, ranks) for loads in samples)]))
 
 
-def switched(
-    pool: Sequence[Holders], current: Holders, loads: Sequence[int], costs: Costs, steps: int, states: int = 7
-) -> Holders:
+def switched(pool, current: Holders, loads, costs: Costs, steps: int, states: int = 7) -> Holders:
     """Online: the placement with the least time over the next `steps`, the way to it included.
 
     A step takes 3 · the largest load · compute. Experts move one after the other, each `states` times its
-    weights: in 16 bits these are 1, two moments and a master in 32 bits 6 more.
-    """
+    weights: in 16 bits these are 1, two moments and a master in 32 bits 6 more."""
     ranks = 1 + max(chain(*current))
 
     def total(holders: Holders) -> float:

@@ -35,29 +35,6 @@ class Layer(NamedTuple):
     dense_weights: int
 
 
-# ---- what a rank holds -----------------------------------------------------------------------------------
-
-
-def shards(grid: Grid, holders: Holders, layer: Layer) -> list[dict]:
-    """Of each rank {expert's number or "dense": (first element, last + 1)}."""
-    found = []
-    for _, e, t in product(*map(range, grid)):
-        sizes = {x: layer.expert_weights for x, (place,) in enumerate(holders) if place == e}
-        sizes |= {"dense": layer.dense_weights}
-        found.append({name: (t * n // grid.tp, (t + 1) * n // grid.tp) for name, n in sizes.items()})
-    return found
-
-
-def received(before: Sequence[dict], after: Sequence[dict]) -> list[Counter]:
-    """Elements that each rank did not hold before, by name."""
-    new: list[Counter] = [Counter() for _ in after]
-    for found, old, own in zip(new, before, after, strict=True):
-        for name, (start, stop) in own.items():
-            first, last = old.get(name, (0, 0))
-            found[name] = stop - start - max(0, min(stop, last) - max(start, first))
-    return [+found for found in new]
-
-
 # ---- offline ---------------------------------------------------------------------------------------------
 
 
@@ -65,9 +42,8 @@ def grids(ranks: int, layer: Layer, bytes_per_element: int, memory_bytes: int) -
     """All whose parts are whole and fit; `bytes_per_element`: of weight, gradient and optimizer state."""
     found = []
     for ep, tp in product(range(1, ranks + 1), repeat=2):
-        uneven = (
-            ranks % (ep * tp) or layer.experts % ep or layer.expert_weights % tp or layer.dense_weights % tp
-        )
+        uneven = ranks % (ep * tp) or layer.experts % ep
+        uneven = uneven or layer.expert_weights % tp or layer.dense_weights % tp
         here = layer.dense_weights // tp + layer.experts // ep * (layer.expert_weights // tp)
         if not uneven and here * bytes_per_element <= memory_bytes:
             found.append(Grid(ranks // (ep * tp), ep, tp))
@@ -117,16 +93,7 @@ def switch_s(grid: Grid, before: Holders, after: Holders, costs: Costs, states: 
     return max(arriving.values(), default=0) * states * costs.carry / grid.tp
 
 
-def chosen(
-    grid: Grid,
-    pool: Sequence[Holders],
-    current: Holders,
-    loads: Sequence[int],
-    layer: Layer,
-    costs: Costs,
-    steps: int,
-    states: int = 7,
-) -> Holders:
+def chosen(grid, pool, current: Holders, loads, layer: Layer, costs: Costs, steps, states=7) -> Holders:
     """The plan with the least time over so many steps; of equal ones the present."""
 
     def total(plan: Holders) -> float:

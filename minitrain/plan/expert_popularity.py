@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from minitrain.plan.expert_placement import Holders, shared_loads
+from minitrain.plan.expert_placement import Holders, packed, shared_loads
 
 Path = tuple[int, ...]
 Profile = Mapping[tuple[int, Path], Counter]  # (layer, experts in the layers just before it) -> next experts
@@ -63,7 +63,7 @@ def placed(loads: Sequence, ranks: int, slots: int) -> Holders:
         raise ValueError(f"{experts} experts on {ranks} ranks with {slots} slots; each expert needs a slot")
     copies, found = [1] * experts, []
     while True:
-        holders = _packed(loads, copies, ranks, slots)
+        holders = packed(loads, copies, ranks, slots)
         if holders is not None:
             found.append((max(shared_loads(loads, holders, ranks)), sum(copies), holders))
         growing = [e for e in range(experts) if copies[e] < ranks]
@@ -72,24 +72,7 @@ def placed(loads: Sequence, ranks: int, slots: int) -> Holders:
         copies[max(growing, key=lambda e: (Fraction(loads[e]) / copies[e], -e))] += 1
 
 
-def _packed(loads: Sequence, copies: Sequence[int], ranks: int, slots: int) -> Holders | None:
-    """None if an expert's last replica finds room only where one is already."""
-    total, held = [Fraction(0)] * ranks, [[] for _ in range(ranks)]
-    share = [Fraction(load) / number for load, number in zip(loads, copies)]
-    for e in sorted(range(len(loads)), key=lambda e: (-share[e], e)):
-        for _ in range(copies[e]):
-            open_ranks = [r for r in range(ranks) if len(held[r]) < slots and e not in held[r]]
-            if not open_ranks:
-                return None
-            to = min(open_ranks, key=lambda r: (total[r], r))
-            total[to] += share[e]
-            held[to].append(e)
-    return tuple(tuple(r for r in range(ranks) if e in held[r]) for e in range(len(loads)))
-
-
-def settled(
-    placement: Holders, guess: Sequence, loads: Sequence[int], popular: int, ranks: int, slots: int
-) -> Holders:
+def settled(placement: Holders, guess, loads, popular: int, ranks: int, slots: int) -> Holders:
     """The placement for the loads that the router found, of a layer that was placed by the guess."""
     if _heaviest(guess, popular) == _heaviest(loads, popular):
         return placement

@@ -112,8 +112,7 @@ def plan_graphpipe(model: Series, devices: int, m: int) -> GraphPipePlan:
 def cuts(series: Series, devices: int) -> list[tuple]:
     """All ((stages, depth, slowest), parts) of at most `devices` stages that no other beats in every number.
 
-    A part is the names of a stage, or a list of each branch's parts.
-    """
+    A part is the names of a stage, or a list of each branch's parts."""
     if not series:
         raise ValueError("a branch is empty; give every branch an operator (leave a skip connection out)")
     best = [[((0, 0, 0), ())]]  # for each number of elements

@@ -68,8 +68,7 @@ def table(layer: Layer, ranks: int, links: Links, weight_bytes=16, element_bytes
     """A row for every grid of so many ranks, the fastest first.
 
     A weight has 16 bytes with its gradient and AdamW's state; an element kept, worked on or sent has
-    `element_bytes`.
-    """
+    `element_bytes`."""
     rows = []
     for grid in grids(ranks):
         if grid.kind != "1-D" or len(layer.products) % 2 == 0:

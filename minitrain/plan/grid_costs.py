@@ -115,8 +115,7 @@ class Cost:
     1-D      kn/p      mk of the first, mk/p of the second   mn, a sum that is not complete
     2.5-D    kn/q²     mk/(dq²)                              2(mk/d + kn)/q², the next blocks on their way
     3-D      kn/l³     mk/l³                                 (mk + kn + mn)/l²
-    RTP      kn/p      mk/p                                  2kn/p with prefetch
-    """
+    RTP      kn/p      mk/p                                  2kn/p with prefetch"""
 
     grid: Grid
     forward_sent: Sent
@@ -164,8 +163,7 @@ def _product_1d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
 def _product_25d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
     """SUMMA on d layers, 1/d of the tokens each: in q steps blocks of x pass along rows, of W along columns.
 
-    Backward each gradient needs q broadcasts of one operand, and its sums go round a ring in q-1 hops.
-    """
+    Backward each gradient needs q broadcasts of one operand, and its sums go round a ring in q-1 hops."""
     q, d = grid.side, grid.depth
     x, w = m * k / (d * q * q), k * n / (q * q)  # a block
     none = (0,) * len(grid.axes[2:])

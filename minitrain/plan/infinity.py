@@ -68,8 +68,7 @@ def flops_per_byte(kind: str, batch: int, length: int, width: int = 0, every: in
     """What is computed for each byte that is moved, on one GPU with `batch` sequences.
 
     8·b·s·P FLOPs (forward, recomputation, backward) over 8·P bytes (weights three times, gradients once),
-    32·P (states, masters and gradients in fp32, read and written) or 4·b·s·D·L/c (there and back).
-    """
+    32·P (states, masters and gradients in fp32, read and written) or 4·b·s·D·L/c (there and back)."""
     match kind:
         case "parameters":
             return length * batch
@@ -97,8 +96,7 @@ def fetch_s(bytes: int, links: Mapping[str, float], ranks: int, *, partitioned: 
     """Seconds until every rank has a tensor that is kept away from the devices.
 
     `links`: bytes per second of a rank's own "slow" link (PCIe, disk) and of "network" between ranks. One
-    owner reads all and sends it on, or all read 1/n at once and gather, (n-1)/n over the network (ring).
-    """
+    owner reads all and sends it on, or all read 1/n at once and gather, (n-1)/n over the network (ring)."""
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: use at least 1")
     read = bytes / ranks if partitioned else bytes

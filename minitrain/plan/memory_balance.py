@@ -15,10 +15,11 @@ Dreuning, Bal and van Nieuwpoort 2022 (mCAP), Euro-Par 2022. Differs: for 1F1B, 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from typing import NamedTuple
 
 import numpy
+
+from minitrain.pipeline.partition import least_largest
 
 Cut = tuple[range, ...]
 
@@ -59,20 +60,7 @@ def fit(measured: Mapping[Cut, Sequence[int]], in_flight: Sequence[int]) -> Peak
     return Peaks(*(tuple(part.tolist()) for part in parts), tuple(in_flight))
 
 
-def smallest_peak(layers: int, stages: int, peak: Callable[[int, range], float]) -> Cut:
-    """The cut with the smallest largest `peak(stage, layers)`, whatever that is."""
-    best = {0: (-inf, ())}  # layers in the stages so far -> (largest peak, cut)
-    for stage in range(stages):
-        longer = {}
-        for end in range(stage + 1, layers - stages + stage + 2):
-            runs = [(before, range(start, end)) for start, before in best.items() if start < end]
-            found = [(max(high, peak(stage, run)), (*cut, run)) for (high, cut), run in runs]
-            longer[end] = min(found, key=lambda pair: pair[0])
-        best = longer
-    return best[layers][1]
-
-
 def mcap(layers: int, stages: int, in_flight: Sequence[int], measure: Callable) -> tuple[Cut, Peaks]:
     """Measure a few, predict all, choose. `measure(cut)`: the peak of every stage."""
     peaks = fit({cut: measure(cut) for cut in profiled(layers, stages)}, in_flight)
-    return smallest_peak(layers, stages, peaks.of), peaks
+    return least_largest(layers, stages, peaks.of), peaks

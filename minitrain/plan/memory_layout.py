@@ -28,11 +28,9 @@ Addresses = dict[int, int]
 
 def most_live(lives: Sequence[Lifetime]) -> int:
     """The most bytes that live at one moment."""
-    changes = sorted(
-        (at, size) for _, born, dies, bytes in lives for at, size in ((born, bytes), (dies, -bytes))
-    )
+    changes = [(life.born, life.bytes) for life in lives] + [(life.dies, -life.bytes) for life in lives]
     live = most = 0
-    for _, size in changes:  # of one moment deaths come first
+    for _, size in sorted(changes):  # of one moment deaths come first
         live += size
         most = max(most, live)
     return most
@@ -56,16 +54,9 @@ def best_fit(lives: Sequence[Lifetime]) -> Addresses:
     return addresses
 
 
-def annealed(
-    lives: Sequence[Lifetime],
-    *,
-    steps: int = 2000,
-    seed: int = 0,
-    around: Sequence[tuple[Lifetime, int]] = (),
-) -> Addresses:
+def annealed(lives: Sequence[Lifetime], *, steps=2000, seed=0, around=()) -> Addresses:
     """The best layout of so many tries; equal seeds give equal layouts. `around`: (life, address) of others
-    that lie there already. ValueError if a block has two lives: give each a number of its own.
-    """
+    that lie there already. ValueError if a block has two lives: give each a number of its own."""
     if len({life.block for life in lives}) < len(lives):
         raise ValueError("a block has several lives; give each life a number of its own")
     if steps < 0:
@@ -95,13 +86,10 @@ class _Falling:
 
     def __init__(self, lives: Sequence[Lifetime], around: Sequence[tuple[Lifetime, int]]) -> None:
         self._sizes = [life.bytes for life in lives]
-        self._meets = [
-            [j for j, other in enumerate(lives) if j != i and _together(life, other)]
-            for i, life in enumerate(lives)
-        ]
-        self._fixed = [
-            [(address, other.bytes) for other, address in around if _together(life, other)] for life in lives
-        ]
+        self._meets, self._fixed = [], []
+        for i, life in enumerate(lives):
+            self._meets.append([j for j, other in enumerate(lives) if j != i and _together(life, other)])
+            self._fixed.append([(at, other.bytes) for other, at in around if _together(life, other)])
         self._least = max((address + life.bytes for life, address in around), default=0)
 
     def drop(self, order: Sequence[int]) -> tuple[int, list[int]]:

@@ -44,13 +44,10 @@ def crossed(roots: Sequence[int]) -> list[int]:
     return order
 
 
-def tasks(
-    stages: Sequence[Layer], m: int, order: Sequence[int], roots: Sequence[int], *, prefetch: bool = True
-) -> list[Task]:
+def tasks(stages: Sequence[Layer], m: int, order, roots, *, prefetch: bool = True) -> list[Task]:
     """A step, on the links "down r" and "up r" of each root complex r.
 
-    Without prefetch a stage is loaded when the one before it on its device has ended, into the same room.
-    """
+    Without prefetch a stage is loaded when the one before it on its device has ended, into the same room."""
     made, n, last = [], len(order), len(stages) - 1
 
     def device(s: int) -> int:
@@ -111,9 +108,7 @@ class _Times:
         self.before, self.free[d] = ends, ends[-1]
 
 
-def makespan(
-    stages: Sequence[Layer], devices: int, m: int, bytes_per_s: Number, *, prefetch: bool = True
-) -> Number:
+def makespan(stages: Sequence[Layer], devices: int, m: int, bytes_per_s: Number, *, prefetch=True) -> Number:
     """Seconds of a step if every copy has its link to itself, stage by stage: a recursion, no simulation."""
     times, stored = _Times(devices, m, bytes_per_s, prefetch), [0] * devices
     for s, stage in enumerate(stages):
@@ -134,7 +129,7 @@ def partition(layers: Sequence[Layer], devices: int, m: int, room: Number, bytes
     waiting = [(0,)]  # ends of the stages so far
     while waiting:
         ends = waiting.pop()
-        stages = [_merged(layers[a:b]) for a, b in pairwise(ends)]
+        stages = [Layer(*map(sum, zip(*layers[a:b]))) for a, b in pairwise(ends)]
         pairs = zip(stages, stages[devices:])
         if any(stage.bytes > room for stage in stages) or any(a.bytes + b.bytes > room for a, b in pairs):
             continue
@@ -153,16 +148,10 @@ def partition(layers: Sequence[Layer], devices: int, m: int, room: Number, bytes
     return Partition(*best, tried)
 
 
-def _least(
-    stages: Sequence[Layer], others: Sequence[Layer], devices: int, m: int, bytes_per_s: Number
-) -> Number:
+def _least(stages, others: Sequence[Layer], devices: int, m: int, bytes_per_s: Number) -> Number:
     times = _Times(devices, m, bytes_per_s)
     for s, stage in enumerate(stages):
         times.add(s, stage, stage.forward_s, load=True)
     through = sum(layer.forward_s + layer.backward_s for layer in others)
     back = sum(stage.backward_s for stage in stages) + (m - 1) * max(stage.backward_s for stage in stages)
     return times.before[-1] + through + back + times.copy_s(stages[0])
-
-
-def _merged(layers: Sequence[Layer]) -> Layer:
-    return Layer(*map(sum, zip(*layers)))

@@ -56,8 +56,7 @@ def plan_mpress(tensors: Sequence[Tensor], fixed: Sequence, cap, links: Links, w
     """The way of each tensor, with the smallest largest extra time of a rank: exact, as trying everything.
 
     `fixed[r]`: bytes that rank r holds anyway; `cap`: what each may hold. Kept is what no other beats: per
-    rank in (held + lent bytes, extra time), over ranks in (sum of bytes, largest time).
-    """
+    rank in (held + lent bytes, extra time), over ranks in (sum of bytes, largest time)."""
     ways, everything = tuple(ways), [((0, 0), ())]
     for rank, size in enumerate(fixed):
         own = [((size, 0, 0), ())]  # (held, lent, extra time), [(tensor, way)]
@@ -84,23 +83,6 @@ def plan_mpress(tensors: Sequence[Tensor], fixed: Sequence, cap, links: Links, w
         raise ValueError(f"MPress: {cap} bytes a rank do not do; use a larger cap or more ways than {ways}")
     time, chosen = min(everything, key=lambda found: found[0])
     return MPressPlan(time, tuple(way for _, way in sorted(chosen)))
-
-
-def fits(tensors: Sequence[Tensor], ways: Sequence[str], fixed: Sequence[Number], cap: Number) -> bool:
-    """Does each rank hold at most the cap, and is there room for all that is lent?"""
-    held = list(fixed)
-    for tensor, way in zip(tensors, ways):
-        held[tensor.rank] += tensor.bytes * (way == "keep")
-    lent = sum(tensor.bytes for tensor, way in zip(tensors, ways) if way == "peer")
-    return max(held) <= cap and sum(held) + lent <= cap * len(fixed)
-
-
-def extra_times(tensors: Sequence[Tensor], ways: Sequence[str], ranks: int, links: Links) -> list[Number]:
-    """Of each rank."""
-    times = [0] * ranks
-    for tensor, way in zip(tensors, ways):
-        times[tensor.rank] += extra_time(tensor, way, links)
-    return times
 
 
 def tensors_at_peak(schedule: Schedule, costs: Costs, layers: Sequence, recompute: Sequence) -> list[Tensor]:

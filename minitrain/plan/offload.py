@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
-from minitrain.simulate.links import Number, Task, divided
+from minitrain.simulate.links import Number, divided
 
 # ---- Elixir ------------------------------------------------------------------------------------------------
 
@@ -64,8 +64,7 @@ def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offload
     """A chunk is gathered for the forward and again for the backward, then its gradient is scattered.
 
     What is cached beyond what one module needs saves the last chunks their second gather. An offloaded shard
-    crosses PCIe for each gather, its gradient once; the host updates it.
-    """
+    crosses PCIe for each gather, its gradient once; the host updates it."""
     places = packed(profile.modules, chunk)
     count, least = places[-1][-1] + 1, max(len(set(module)) for module in places)
     if not (least <= cached <= count and 0 <= offloaded <= count):
@@ -84,8 +83,7 @@ def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offload
 
 def elixir(profile: Profile, rates: Rates, cap: Number, chunks: Iterable[int]) -> ElixirPlan:
     """The fastest plan within `cap` bytes. Each chunk offloaded costs time, so as few as fit: none is tried
-    but the smallest number, for every size and number of cached chunks.
-    """
+    but the smallest number, for every size and number of cached chunks."""
     if rates.host_update > rates.device_update:
         given = f"host_update={rates.host_update}, device_update={rates.device_update}"
         raise ValueError(f"Elixir: {given}; the host updates no faster than the device")
@@ -162,8 +160,7 @@ def fuyou_share(work: Work, server: Server) -> Number:
     """The share with the fastest iteration, the smallest of several; exact.
 
     Seconds of everything are straight lines in the share, with one bend where the host's memory is full. The
-    sum of two largest of them is lowest at an end, at the bend, or where two lines of a phase cross.
-    """
+    sum of two largest of them is lowest at an end, at the bend, or where two lines of a phase cross."""
     if not work.activation_bytes:
         return 0
     bend = min(1, divided(server.host_bytes, work.activation_bytes))
@@ -180,37 +177,3 @@ def _crossings(low: Number, high: Number, first: Mapping, last: Mapping) -> Iter
         before, after = first[a] - first[b], last[a] - last[b]
         if before * after < 0:
             yield low + (high - low) * divided(before, before - after)
-
-
-def fuyou_tasks(work: Work, server: Server, share: Number, layers: int) -> list[Task]:
-    """The same layer by layer, for `play(.., {"up": bus, "down": bus, "disk": 1})`: disks count in seconds.
-
-    States are read ahead; the backward begins when all of the forward has ended. Nothing waits for room.
-    """
-    one = Work(*(divided(amount, layers) for amount in work))
-    deep = max(0, share - divided(server.host_bytes, work.activation_bytes or 1)) * one.activation_bytes
-    weights, states, swapped = 2 * one.parameters, 12 * one.parameters, share * one.activation_bytes
-    tasks, lasts = [], ()
-    for way, order in (("F", range(layers)), ("B", reversed(range(layers)))):
-        back, seconds = way == "B", one.forward_s
-        if back:
-            seconds = one.backward_s + (1 - share) * one.recompute_s
-            lasts = tuple(f"{what} F{layers - 1}" for what in ("compute", "send", "store"))
-        for layer in order:
-            i, read = f"{way}{layer}", divided(weights + back * deep, server.read)
-            stored = divided(states + weights, server.write) if back else divided(deep, server.write)
-            compute = f"compute {i}"
-            tasks += [
-                Task(f"read {i}", "reads", read, ("disk",), lasts),
-                Task(f"load {i}", "loads", weights + back * swapped, ("down",), (f"read {i}",)),
-                Task(compute, "device", seconds, after=(f"load {i}",)),
-                Task(f"send {i}", "sends", weights if back else swapped, ("up",), (compute,)),
-            ]
-            made = (f"send {i}",)
-            if back:
-                tasks.append(Task(f"states {i}", "states", divided(states, server.read), ("disk",), lasts))
-                update = divided(one.parameters, server.update)
-                tasks.append(Task(f"update {i}", "CPU", update, after=(*made, f"states {i}")))
-                made = (f"update {i}",)
-            tasks.append(Task(f"store {i}", "stores", stored, ("disk",), made))
-    return tasks

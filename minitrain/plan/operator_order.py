@@ -18,7 +18,7 @@ al. 2023 (ROAM), arXiv:2310.19295. Differs: they solve integer programs over a t
 choose where updates go by a rule; here a segment must be small enough to be searched (`most_states`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -36,9 +36,7 @@ class Operator(NamedTuple):
 class Graph:
     """Operators in the order of the program, and the bytes of every tensor."""
 
-    def __init__(
-        self, sizes: dict[str, int], operators: Sequence[Operator], kept: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, sizes: dict[str, int], operators: Sequence[Operator], kept: Sequence[str] = ()):
         self.sizes, self.operators = dict(sizes), tuple(operators)
         self.names = tuple(self.sizes)
         self.kept = frozenset(kept)
@@ -47,9 +45,8 @@ class Graph:
         for number, one in enumerate(self.operators):
             for name in one.reads:
                 if name in all_written and name not in written:
-                    raise ValueError(
-                        f"operator {number}, {one.name}, reads {name} before it is written; put it later"
-                    )
+                    what = f"operator {number}, {one.name}, reads {name}"
+                    raise ValueError(f"{what} before it is written; put it later")
             again = written & set(one.writes)
             if again:
                 raise ValueError(f"{one.name} writes {sorted(again)[0]} again; give each result its own name")
@@ -91,11 +88,8 @@ class Graph:
     def given_bytes(self) -> int:
         """Of tensors that are there from the start."""
         written = {name for one in self.operators for name in one.writes}
-        return sum(
-            self.sizes[name]
-            for name, readers in self.readers.items()
-            if name not in written and (readers or name in self.kept)
-        )
+        given = (name for name, readers in self.readers.items() if readers or name in self.kept)
+        return sum(self.sizes[name] for name in given if name not in written)
 
     def result_bytes(self, number: int) -> int:
         return sum(self.sizes[name] for name in self.operators[number].writes)
@@ -136,9 +130,7 @@ def lives(graph: Graph, order: Sequence[int]) -> list[Lifetime]:
 def segments(graph: Graph) -> list[list[int]]:
     """Groups of operators: in every order a group runs after the one before. A cut is a group of its own."""
     count, before = len(graph.operators), graph.before
-    after = [
-        sum(1 << later for later in range(count) if before[later] >> number & 1) for number in range(count)
-    ]
+    after = [sum(1 << i for i in range(count) if before[i] >> number & 1) for number in range(count)]
     everyone = (1 << count) - 1
     cuts = [number for number in range(count) if before[number] | after[number] | 1 << number == everyone]
     groups: dict[int, list[int]] = {}
@@ -153,7 +145,8 @@ def least_memory(graph: Graph, *, most_states: int = 100_000) -> list[int]:
     order: list[int] = []
     done, live = 0, graph.given_bytes
     # Below this no order comes: the largest operator with all that it reads and writes.
-    peak = max((_own_bytes(graph, number) for number in range(len(graph.operators))), default=0)
+    own = ({*one.reads, *one.writes} for one in graph.operators)
+    peak = max((sum(graph.sizes[name] for name in names) for names in own), default=0)
     for group in segments(graph):
         peak, found = _searched(graph, group, done, live, peak, most_states)
         for number in found:
@@ -163,14 +156,7 @@ def least_memory(graph: Graph, *, most_states: int = 100_000) -> list[int]:
     return order
 
 
-def _own_bytes(graph: Graph, number: int) -> int:
-    one = graph.operators[number]
-    return sum(graph.sizes[name] for name in {*one.reads, *one.writes})
-
-
-def _searched(
-    graph: Graph, group: list[int], done: int, live: int, peak: int, most_states: int
-) -> tuple[int, list[int]]:
+def _searched(graph: Graph, group, done: int, live: int, peak: int, most_states: int) -> tuple:
     """The lowest peak, at least `peak`, with which the group runs after `done`, and an order that has it."""
     goal = done | sum(1 << number for number in group)
     came: dict[int, tuple[int, int]] = {}  # set -> the operator that completed it, and the set before
@@ -184,10 +170,8 @@ def _searched(
             break
         settled += 1
         if settled > most_states:
-            raise ValueError(
-                f"a segment of {len(group)} operators has more than {most_states:,} sets to look at; "
-                "raise most_states, or give a graph of fewer branches"
-            )
+            what = f"a segment of {len(group)} operators has more than {most_states:,} sets to look at"
+            raise ValueError(f"{what}; raise most_states, or give a graph of fewer branches")
         steps = []
         for number in group:
             if not state >> number & 1 and not graph.before[number] & ~state:
@@ -199,14 +183,11 @@ def _searched(
         for number, during, change in steps:
             new = state | 1 << number
             heappush(waiting, (max(peak, during), left - 1, new, live + change, number, state))
-    order = list(_back(came, goal, done))
-    return peak, order[::-1]
-
-
-def _back(came: dict[int, tuple[int, int]], state: int, start: int) -> Iterator[int]:
-    while state != start:
+    order = []
+    while state != done:
         number, state = came[state]
-        yield number
+        order.append(number)
+    return peak, order[::-1]
 
 
 # ---- layout ----------------------------------------------------------------------------------------------
@@ -231,8 +212,7 @@ def laid_out(graph: Graph, order: Sequence[int], *, steps: int = 500, seed: int 
 
 def training(layers: int, activation_bytes: int, weight_bytes: int) -> Graph:
     """A step as a framework runs it: forward, backward, and then all updates. Each layer writes what its
-    backward needs and its result; its backward makes the gradient of its input, and of its weights.
-    """
+    backward needs and its result; its backward makes the gradient of its input, and of its weights."""
     sizes, operators = {"x0": activation_bytes}, []
     for i in range(1, layers + 1):
         sizes |= {f"kept{i}": activation_bytes, f"x{i}": activation_bytes}

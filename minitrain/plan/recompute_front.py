@@ -19,7 +19,8 @@ their figures are a model's (memory/account.py), not a profile of one GPU; paral
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from minitrain.pipeline.partition import Number, check_costs, divided, undominated
+from minitrain.pipeline.partition import Number, check_costs, undominated
+from minitrain.simulate.links import Task, play
 
 
 class Unit(NamedTuple):
@@ -100,39 +101,31 @@ class Offload(NamedTuple):
     most_held: int  # microbatches whose activations are on the device, on their way included
 
 
-def offloaded(
-    actions: Sequence[tuple[str, int, Number]], size: Number, rate: Number, away: Iterable[int] | None = None
-) -> Offload:
+def offloaded(actions: Sequence[tuple], size: Number, rate: Number, away=None) -> Offload:
     """One rank's actions ("F" or "B", microbatch, time) in order, with the activations of the microbatches
     `away` on the host meanwhile (of all that have two actions or more between their F and B). A link each
     way, `rate` bytes a time unit. They leave behind their F and are fetched from the start of the action in
     front of their B. A forward waits until all but the last of those in front of it have left."""
     if rate <= 0 or size < 0:
         raise ValueError(f"offloaded: {size} bytes at {rate}; use 0 bytes or more, and a rate above 0")
-    copy, now, out = divided(size, rate), 0, 0
     names = [action[:2] for action in actions]
     between = {m: names.index(("B", m)) - names.index(("F", m)) - 1 for kind, m in names if kind == "F"}
     away = {m for m, others in between.items() if others >= 2} if away is None else set(away)
     if near := sorted(m for m in away if not between.get(m)):
         raise ValueError(f"offloaded: microbatch {near[0]} has no action between F and B; it has to stay")
-    left, fetched, spans = {}, {}, []  # microbatch -> when it has left; when it is back; [from, to) on device
-    born: dict[int, Number] = {}
-    for number, (kind, microbatch, time) in enumerate(actions):
-        if kind == "F":
-            now = max([now, *sorted(left.values())[:-1]])
-            born[microbatch] = now
-        elif microbatch in fetched:
-            now = max(now, fetched[microbatch])
-        if number + 1 < len(actions) and names[number + 1][0] == "B" and names[number + 1][1] in away:
-            following = names[number + 1][1]
-            start = max(now, left[following])  # the link is free: each B has waited for its own
-            born[following] = start
-            fetched[following] = start + copy
-        now += time
-        if kind == "B":
-            spans.append((born[microbatch], now))
-        elif microbatch in away:
-            left[microbatch] = out = max(now, out) + copy
-            spans.append((born[microbatch], out))
+    tasks, left, before = [], [], ()
+    for (kind, microbatch, time), then in zip(actions, [*names[1:], None]):
+        needs = tuple(left[:-1]) if kind == "F" else (f"in {microbatch}",) * (microbatch in away)
+        tasks.append(Task(f"{kind}{microbatch}", "rank", time, after=needs))
+        if kind == "F" and microbatch in away:
+            left.append(f"out {microbatch}")
+            tasks.append(Task(left[-1], "out", size, ("up",), after=(f"F{microbatch}",)))
+        if then and then[0] == "B" and then[1] in away:
+            needs = *before, *needs, f"out {then[1]}"
+            tasks.append(Task(f"in {then[1]}", "in", size, ("down",), after=needs))
+        before = (f"{kind}{microbatch}",)
+    run = play(tasks, {"up": rate, "down": rate})
+    spans = [(run.start(f"F{m}"), run.end(f"out {m}" if m in away else f"B{m}")) for m in between]
+    spans += [(run.start(f"in {m}"), run.end(f"B{m}")) for m in away]
     held = [sum(begin <= moment < end for begin, end in spans) for moment, _ in spans]
-    return Offload(now, max(held, default=0))
+    return Offload(max(map(run.end, run.lane("rank")), default=0), max(held, default=0))

@@ -72,11 +72,7 @@ def optimal(tasks: Sequence[Task], windows: Sequence[Number], room: Number) -> P
             for (more, size), places in choices
             if kept + size <= room
         )
-        found, smallest = [], room + 1
-        for (shown, kept), way in sorted(both, key=lambda plan: plan[0]):
-            if kept < smallest:
-                smallest = kept
-                found.append(((shown, kept), way))
+        found = undominated(both)
     (shown, _), way = found[0]
     places = ()
     while way:
@@ -127,9 +123,7 @@ def _unbeaten(tasks: Sequence[Task], windows: Sequence[Number], room: Number) ->
     return [(costs[:2], places) for plans in groups.values() for costs, places in plans]
 
 
-def backward_of(
-    layer: Sequence[Task], windows: Sequence[Number], layers: int
-) -> tuple[list[Task], list[Number]]:
+def backward_of(layer: Sequence[Task], windows: Sequence[Number], layers: int) -> tuple[list, list]:
     """(tasks, windows) of equal layers in the order of backward. The windows of a layer's tasks are those in
     the backward of the layer in front, so the first layer's tasks have none."""
     if layers < 1:

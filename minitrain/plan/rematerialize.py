@@ -96,20 +96,17 @@ class _Program:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import csr_array
         except ImportError:
-            raise ModuleNotFoundError(
-                "Checkmate's program needs scipy: pip install 'minitrain[course]'"
-            ) from None
-        entries = [
-            (y, self.numbers[name], x) for y, row in enumerate(self.rows) for name, x in row[0].items()
-        ]
+            cure = "pip install 'minitrain[course]'"
+            raise ModuleNotFoundError(f"Checkmate's program needs scipy: {cure}") from None
+        terms = ((y, *term) for y, row in enumerate(self.rows) for term in row[0].items())
+        entries = [(y, self.numbers[name], x) for y, name, x in terms]
         y, x, values = zip(*entries)
         matrix = csr_array((values, (y, x)), shape=(len(self.rows), len(self.numbers)))
         limits = LinearConstraint(matrix, *([row[side] for row in self.rows] for side in (1, 2)))
         whole, most = [name[0] != "free" for name in self.numbers], max(costs.values()) or 1
         goal = [costs.get(name, 0) / most for name in self.numbers]
-        found = milp(
-            goal, integrality=whole, bounds=Bounds(0, 1), constraints=limits, options={"mip_rel_gap": 0}
-        )
+        rules = dict(integrality=whole, bounds=Bounds(0, 1), constraints=limits)
+        found = milp(goal, **rules, options={"mip_rel_gap": 0})
         if found.status == 2:  # infeasible
             return None
         assert found.success, found.message
@@ -163,9 +160,7 @@ def checkmate_chain(costs: Sequence[Number], sizes: Sequence[Number], budget: Nu
     return checkmate(chain_nodes(costs, layers, [2 * cost for cost in costs], sizes[-1]), budget)
 
 
-def checkmate_layers(
-    costs: Sequence[Number], layers: Sequence[LayerBytes], budget: Number
-) -> tuple[Action, ...]:
+def checkmate_layers(costs, layers: Sequence[LayerBytes], budget: Number) -> tuple[Action, ...]:
     """The plan for memory/chain.py whose `peak_bytes` are within the budget and whose forwards cost least, if
     the graph of a layer but the last is made right before its backward. The output, which stays with the
     caller, counts from the start, gradients of parameters do not."""
@@ -216,6 +211,5 @@ def check_graph(nodes: Sequence[Node], budget: Number) -> None:
         inputs = sum(sizes[i] for i in set(node.inputs))
         if (need := inputs + node.bytes + node.scratch) > budget:
             parts = f"inputs {inputs}, result {node.bytes}, scratch {node.scratch}"
-            raise ValueError(
-                f"Checkmate: node {number} alone needs {need} bytes ({parts}), budget {budget}; use more"
-            )
+            alone = f"node {number} alone needs {need} bytes ({parts})"
+            raise ValueError(f"Checkmate: {alone}, budget {budget}; use more")

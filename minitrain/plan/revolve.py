@@ -69,7 +69,7 @@ def revolve(layers: int, held: int) -> tuple[Action, ...]:
 
     def add(start: int, end: int, held: int) -> None:
         while end - start > 1 and held > 1:
-            k = start + _next_held(end - start, held)
+            k = start + next_held(end - start, held)
             plan.extend(advance(start, k))
             add(k, end, held - 1)
             end = k
@@ -79,7 +79,7 @@ def revolve(layers: int, held: int) -> tuple[Action, ...]:
     return tuple(plan)
 
 
-def _next_held(layers: int, held: int) -> int:
+def next_held(layers: int, held: int) -> int:
     """A k that the recursion may take: x_k splits the chain into parts that each need what is best for them,
     C(c+r-2, c) <= k <= C(c+r-1, c) in front and C(c+r-2, c-1) <= n-k <= C(c+r-1, c-1) behind."""
     r = repetitions(layers, held)

@@ -39,8 +39,7 @@ class Kind(NamedTuple):
 def prepared(place: Sequence[int], m: int, costs: Costs, limit: Limit, split: bool) -> tuple[list, list]:
     """The kinds of actions in a microbatch's order (F up, B or I down, then all W), and every rank's limit.
 
-    By default that is the number of stages; at least it is the number of the rank's own.
-    """
+    By default that is the number of stages; at least it is the number of the rank's own."""
     stages, p = len(place), 1 + max(place, default=-1)
     if p < 1 or sorted(set(place)) != list(range(p)):
         raise ValueError(f"place={list(place)}: give the rank of each stage, and a stage to every rank")
@@ -75,9 +74,7 @@ class Shortest(NamedTuple):
     states: int  # how many were looked at, over all times that were tried
 
 
-def shortest(
-    place: Sequence[int], m, costs=Costs(), limit: Limit = None, *, split=False, span=False, most=2_000_000
-) -> Shortest:
+def shortest(place, m, costs=Costs(), limit=None, *, split=False, span=False, most=2_000_000) -> Shortest:
     """The schedule of the smallest makespan, or span; refuses a search of more than `most` states."""
     kinds, limits = prepared(place, m, costs, limit, split)
     search = Search(kinds, m, limits, span, most)
@@ -128,8 +125,7 @@ class Search:
         """The same from this moment on.
 
         `started[kind]` counts microbatches, `running[rank]` is (kind, end), `deadlines[rank]` when the rank
-        must be done (None: it has not begun).
-        """
+        must be done (None: it has not begun)."""
         if all(count == self.m for count in started):
             return []
         jobs_left = tuple(job and (job[0], job[1] - now) for job in running)

@@ -18,9 +18,7 @@ from fractions import Fraction
 Time = int | float | Fraction
 
 
-def stalls(
-    compute: Sequence[Time], transfer: Sequence[Time], window: int, one_link: bool = True
-) -> list[Time]:
+def stalls(compute: Sequence[Time], transfer: Sequence[Time], window: int, one_link=True) -> list[Time]:
     """How long each layer waits. The first `window` are here at the start."""
     _check(compute, transfer, window)
     starts: list[Time] = []
@@ -49,8 +47,7 @@ def hides(compute: Sequence[Time], transfer: Sequence[Time], window: int, one_li
     """Whether a window hides every transfer, without playing it.
 
     Own links: sum of compute[i .. i+m-1] >= transfer[i+m] for all i. One link: the transfers i+m .. j+m, one
-    after the other, begin with layer i and are needed when layer j+m begins.
-    """
+    after the other, begin with layer i and are needed when layer j+m begins."""
     _check(compute, transfer, window)
     for last in range(window, len(compute)):
         if not transfer[last]:
@@ -65,12 +62,9 @@ def hides(compute: Sequence[Time], transfer: Sequence[Time], window: int, one_li
     return True
 
 
-def there_and_back(
-    forward: Sequence[Time], backward: Sequence[Time], copies: Sequence[Time], window: int
-) -> tuple:
+def there_and_back(forward, backward, copies: Sequence[Time], window: int) -> tuple:
     """(compute, transfer) of a training step in order of use: layers 1 .. L, then L .. 1. The first `window`
-    are left from the step before, the last are still here when backward begins.
-    """
+    are left from the step before, the last are still here when backward begins."""
     layers = len(forward)
     _check(forward, copies, window)
     back = [0 if layers - i <= window else copies[i] for i in range(layers)][::-1]

@@ -18,6 +18,8 @@ swapped result is one made again whose `seconds` are those of its copies that no
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from minitrain.pipeline.partition import undominated
+
 
 class Work(NamedTuple):
     """One operator, or a few that are split together."""
@@ -43,25 +45,20 @@ class Chosen(NamedTuple):
 
 def choose(works: Sequence[Work], budget: int) -> Chosen:
     """The cheapest choice for each; ValueError names the operator that does not fit even row by row."""
-    front = [Chosen(0.0, 0, ())]
+    front = [((0, 0.0), ())]
     for work in works:
         grown = []
-        for before in front:
+        for (before, seconds), choices in front:
             for again in (False, True):
-                kept = before.kept + (0 if again else work.kept)
-                parts = fewest_parts(work, budget - kept)
-                if parts:
-                    seconds = before.seconds + cost(work, Choice(parts, again))
-                    grown.append(Chosen(seconds, kept, (*before.choices, Choice(parts, again))))
+                kept = before + (0 if again else work.kept)
+                if parts := fewest_parts(work, budget - kept):
+                    choice = Choice(parts, again)
+                    grown.append(((kept, seconds + cost(work, choice)), (*choices, choice)))
         if not grown:
-            row = -(-work.needs // work.rows)
-            least = min(before.kept for before in front) + row
+            least = front[0][0][0] + part_bytes(work, work.rows)
             raise ValueError(f"{work.name} needs {least} bytes by single rows; budget is {budget}, raise it")
-        front = []
-        for chosen in sorted(grown, key=lambda chosen: (chosen.kept, chosen.seconds)):
-            if not front or chosen.seconds < front[-1].seconds:
-                front.append(chosen)
-    return min(front)
+        front = undominated(grown)
+    return min(Chosen(seconds, kept, choices) for (kept, seconds), choices in front)
 
 
 def fewest_parts(work: Work, room: int) -> int:

@@ -12,7 +12,8 @@ many forwards ahead, which an asynchronous pipeline may afford, F + B. Paired, a
 **Late updates.** The gradient of step t, summed over data-parallel ranks, is used when it has come, at most
 `bound` steps later. A step takes compute + reduce with bound 0, else max(compute, reduce).
 Guo et al. (TriRace), as the survey of Duan et al. 2024, arXiv:2407.20018, section 7.2.3, describes it.
-Differs: a model with equal stages; messages go in the order in which they are made, theirs by critical path.
+Differs: a model with equal stages, on links that are never full; messages go in the order in which they are
+made, theirs by critical path.
 """
 
 from collections import deque
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from minitrain.pipeline.schedule import Action, B, F, Schedule, check
 from minitrain.pipeline.schedules.one_direction import alternate
-from minitrain.pipeline.simulate import Time
+from minitrain.pipeline.simulate import Costs, Time, simulate
 
 
 class Call(NamedTuple):
@@ -58,54 +59,39 @@ def paired_calls(schedule: Schedule, rank: int) -> list[Call]:
     return [call for call in calls if call != Call()]
 
 
-def end_times(schedule: Schedule, forward: Time, backward: Time, message: Time, paired: bool) -> list[dict]:
-    """When each rank has done each action."""
+def paired_end_times(schedule: Schedule, forward: Time, backward: Time, message: Time) -> list[dict]:
+    """When each rank has done each action. A call ends when both sides of each of its messages have come to
+    it and the messages have passed, one after the other in each direction of a link."""
     ready: dict[Action, Time] = {}  # message -> when the sender has it and waits
     wanted: dict[Action, Time] = {}  # message -> when the receiver waits for it
     arrived: dict[Action, Time] = {}
     free: dict[tuple[int, str], Time] = {}  # link (source, direction) -> end of its last message
     done: list[dict[Action, Time]] = [{} for _ in schedule.ranks]
-    now: list[Time] = [0] * len(schedule.ranks)
-    todo = [deque(map(Call, entries)) for entries in schedule.ranks]
-    if paired:
-        todo = [deque(paired_calls(schedule, rank)) for rank in range(len(todo))]
+    now: list[Time] = [0] * len(done)
+    todo = [deque(paired_calls(schedule, rank)) for rank in range(len(done))]
 
-    def transmit(what: Action, start: Time) -> None:
-        link = what.stage, what.kind
-        arrived[what] = free[link] = max(start, free.get(link, 0)) + message
-
-    def exchange(call: Call, rank: int) -> bool:
-        """The call ends when both sides of each message have come to it, and the messages have passed."""
+    def ends(call: Call, rank: int) -> bool:
         messages = *call.sends, *call.receives
         ready.update((what, now[rank]) for what in call.sends if what not in ready)
         wanted.update((what, now[rank]) for what in call.receives if what not in wanted)
         for what in messages:
             if what in ready and what in wanted and what not in arrived:
-                transmit(what, max(ready[what], wanted[what]))
+                start = max(ready[what], wanted[what], free.get((what.stage, what.kind), 0))
+                arrived[what] = free[what.stage, what.kind] = start + message
         if not all(what in arrived for what in messages):
             return False
         now[rank] = max([now[rank], *(arrived[what] for what in messages)])
-        return True
-
-    def work(call: Call, rank: int) -> bool:
-        if not paired:
-            needed = needed_messages(schedule, call.work)
-            if not all(what in arrived for what in needed):
-                return False
-            now[rank] = max([now[rank], *(arrived[what] for what in needed)])
-        now[rank] += forward if call.work.kind == "F" else backward
-        done[rank][call.work] = now[rank]
-        if not paired:
-            transmit(call.work, now[rank])
         return True
 
     moved = True
     while moved:
         moved = False
         for rank, calls in enumerate(todo):
-            while calls and (work if calls[0].work else exchange)(calls[0], rank):
-                calls.popleft()
+            while calls and ends(calls[0], rank):
                 moved = True
+                if work := calls.popleft().work:
+                    now[rank] += forward if work.kind == "F" else backward
+                    done[rank][work] = now[rank]
     stuck = [rank for rank, calls in enumerate(todo) if calls]
     if stuck:
         raise ValueError(f"{schedule.name}: ranks {stuck} wait in calls for one another; send one-way")
@@ -117,7 +103,12 @@ def period(p: int, forward: Time, backward: Time, message: Time, paired: bool, a
     check_least(1, p=p, ahead=ahead)
     check_least(0, forward=forward, backward=backward, message=message)
     m = 12 * p * ahead
-    done = end_times(one_f_one_b_ahead(p, m, ahead), forward, backward, message, paired)[0]
+    schedule = one_f_one_b_ahead(p, m, ahead)
+    if paired:
+        done = paired_end_times(schedule, forward, backward, message)[0]
+    else:
+        spans = simulate(schedule, Costs(F=forward, B=backward, send=message)).spans[0]
+        done = {span.entry: span.end for span in spans}
     first, last = m // 3, m // 3 + 2 * p * ahead  # whole rounds: a round may be uneven inside
     return Fraction(done[B(0, last)] - done[B(0, first)]) / (last - first)
 

@@ -1,8 +1,5 @@
 """Memory by address: where every block lies and for how long, the holes between, the request that failed.
 
-address_space     events to the right, addresses upwards: a block is as wide as its life, as high as its bytes
-strips            a line for each moment, addresses to the right: before and after, or two allocators
-
 Pale is what is reserved and nobody's: a hole. Addresses that never had memory behind them are left out, so
 what an allocator spreads over a huge range stands side by side.
 """
@@ -19,24 +16,23 @@ from matplotlib.patches import Patch, Rectangle
 from minitrain.plot import style
 from minitrain.plot.style import BLACK, COLOURS, PALE, VERMILLION
 from minitrain.simulate.device_memory import Replay
+from minitrain.simulate.intervals import join
 
+Kinds = Mapping[int, str] | None
 OTHER = "blocks"  # those of no kind
 _MOST_BLOCKS = 20_000
 _HOLES = "reserved, in no block"
 
 
 @style.styled
-def address_space(done: Replay, kinds: Mapping[int, str] | None = None, *, title: str) -> Figure:
-    """A replay from its first event to its last; of one that died the request is drawn to its right, to
-    scale.
+def address_space(done: Replay, kinds: Kinds = None, *, title: str) -> Figure:
+    """Events to the right, addresses upwards: a block is as wide as its life, as high as its bytes. The
+    request at which a replay died is drawn to its right, to scale.
 
-    `kinds`: {block: kind}, as dict(enumerate(ledger.block_kinds)). ValueError beyond 20,000 blocks.
-    """
+    `kinds`: {block: kind}, as dict(enumerate(ledger.block_kinds)). ValueError beyond 20,000 blocks."""
     if len(done.placed) > _MOST_BLOCKS:
-        raise ValueError(
-            f"{len(done.placed):,} blocks cannot be read as a picture; replay a part of the trace, at most "
-            f"{_MOST_BLOCKS:,}"
-        )
+        cure = f"replay a part of the trace, at most {_MOST_BLOCKS:,}"
+        raise ValueError(f"{len(done.placed):,} blocks cannot be read as a picture; {cure}")
     folded = _Folded(done)
     unit, scale = style.unit_for(max(folded.end, 1), "bytes")
     figure, ax = style.canvas(height=3.6)
@@ -72,9 +68,7 @@ def address_space(done: Replay, kinds: Mapping[int, str] | None = None, *, title
 
 
 @style.styled
-def strips(
-    moments: Mapping[str, tuple[Replay, int]], kinds: Mapping[int, str] | None = None, *, title: str
-) -> Figure:
+def strips(moments: Mapping[str, tuple[Replay, int]], kinds: Kinds = None, *, title: str) -> Figure:
     """{label: (replay, event)}: what lies where after the event, on one scale; white is not reserved."""
     folds = {label: _Folded(done) for label, (done, _) in moments.items()}
     longest = max([fold.end for fold in folds.values()], default=1) or 1
@@ -105,13 +99,13 @@ def _bar(ax: Axes, left: float, row: int, width: float, colour: str, edge: str =
     ax.add_patch(Rectangle((left, row - 0.35), width, 0.7, facecolor=colour, edgecolor=edge, linewidth=0.5))
 
 
-def _colour(kind: str, kinds: Mapping[int, str] | None) -> str:
+def _colour(kind: str, kinds: Kinds) -> str:
     """By meaning; others in turn, the same in all pictures of the same kinds."""
     others = sorted({OTHER, *(kinds or {}).values()} - COLOURS.keys())
     return PALE if kind == _HOLES else style.colour_of(kind, others)
 
 
-def _legend(shown: Iterable[str], kinds: Mapping[int, str] | None, died: bool = False) -> list[Patch]:
+def _legend(shown: Iterable[str], kinds: Kinds, died: bool = False) -> list[Patch]:
     named = sorted(set(shown) - {_HOLES})
     patches = [Patch(facecolor=_colour(kind, kinds), label=kind) for kind in [*named, _HOLES]]
     if died:
@@ -123,12 +117,7 @@ class _Folded:
     """Addresses -> places from 0 to `end`: ranges that ever had memory behind them, side by side."""
 
     def __init__(self, done: Replay) -> None:
-        ranges: list[list[int]] = []
-        for address, size, *_ in sorted(done.backed):
-            if ranges and address <= ranges[-1][1]:
-                ranges[-1][1] = max(ranges[-1][1], address + size)
-            else:
-                ranges.append([address, address + size])
+        ranges = join((address, address + size) for address, size, *_ in done.backed)
         self._starts = [start for start, _ in ranges]
         self._places = list(accumulate((end - start for start, end in ranges), initial=0))
         self.end = self._places[-1]

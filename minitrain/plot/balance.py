@@ -1,9 +1,4 @@
-"""Pictures of who has how much to do: experts over a training, ranks before and after experts move.
-
-expert_loads      share of each expert in the choices of every step, a panel per run
-balance_curves    largest load over mean by step, and the held-out loss beside it
-placements        the rows of each rank, in pieces of the experts it holds, before and after
-"""
+"""Pictures of who has how much to do: experts over a training, ranks before and after experts move."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +7,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from minitrain.plot import style
-from minitrain.plot.style import BLACK, CENTRED, CYCLE, DASHES
+from minitrain.plot.style import BLACK, CENTRED, CYCLE, DASHES, Series
 
 _SHADES = LinearSegmentedColormap.from_list("share", ["white", style.SKY, style.BLUE, BLACK])
 _COLOURS = [*CYCLE, style.YELLOW]
@@ -21,30 +16,21 @@ _COLOURS = [*CYCLE, style.YELLOW]
 @style.styled
 def expert_loads(loads: Mapping[str, Sequence[Sequence[int]]], *, top_k: int, title: str) -> Figure:
     """{run: [steps][E] choices}; black is an expert that all tokens visit, white one that none does."""
-    figure = style.Picture(figsize=(style.WIDTH, 2.5))
-    panels = figure.subplots(1, len(loads), sharey=True, squeeze=False)[0]
-    for ax, (name, counts) in zip(panels, loads.items()):
+    figure, panels = style.panels(loads, height=2.5)
+    for ax, counts in zip(panels, loads.values()):
         counts = numpy.array(counts, dtype=float)
         share = top_k * counts / counts.sum(1, keepdims=True)  # of tokens
         look = {"aspect": "auto", "interpolation": "nearest", "vmin": 0, "vmax": 1, "cmap": _SHADES}
         image = ax.imshow(share.T, **look)
         ax.set(xlabel="step", yticks=range(counts.shape[1]))
-        ax.set_title(name, fontsize=9)
         ax.grid(visible=False)
     panels[0].set_ylabel("expert")
     figure.colorbar(image, ax=panels, label="share of tokens", pad=0.01)
-    style.title_above(figure, title)
-    return figure
+    return style.finished(figure, title)
 
 
 @style.styled
-def balance_curves(
-    ratios: Mapping[str, Sequence[float]],
-    losses: Mapping[str, Mapping[int, float]],
-    *,
-    limit: float,
-    title: str,
-) -> Figure:
+def balance_curves(ratios: Series, losses: Mapping[str, Mapping], *, limit: float, title: str) -> Figure:
     """Left the ratios by step under the largest there can be, right {run: {step: held-out loss}}."""
     figure = style.Picture(figsize=(style.WIDTH, 2.9))
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -63,9 +49,8 @@ def balance_curves(
 @style.styled
 def placements(ranks_of: Mapping[str, Sequence[Mapping[int, float]]], *, title: str) -> Figure:
     """{placement: [{expert: rows} of each rank]}; a line at the mean."""
-    figure = style.Picture(figsize=(style.WIDTH, 2.7))
-    panels = figure.subplots(1, len(ranks_of), sharey=True, squeeze=False)[0]
-    for ax, (name, ranks) in zip(panels, ranks_of.items()):
+    figure, panels = style.panels(ranks_of, height=2.7)
+    for ax, ranks in zip(panels, ranks_of.values()):
         mean = sum(sum(parts.values()) for parts in ranks) / len(ranks)
         for rank, parts in enumerate(ranks):
             start = 0.0
@@ -78,8 +63,6 @@ def placements(ranks_of: Mapping[str, Sequence[Mapping[int, float]]], *, title: 
                 start += rows
         ax.axhline(mean, color=BLACK, linestyle="--", linewidth=1)
         ax.set(xticks=range(len(ranks)), xlabel="rank")
-        ax.set_title(name, fontsize=9)
         ax.grid(axis="x", visible=False)
     panels[0].set_ylabel("rows, by expert")
-    style.title_above(figure, title)
-    return figure
+    return style.finished(figure, title)

@@ -19,10 +19,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from minitrain.plot import style
-from minitrain.plot.style import BLACK, CENTRED, COLOURS, CYCLE, DASHES
+from minitrain.plot.style import BLACK, CENTRED, COLOURS, CYCLE, DASHES, Series
 from minitrain.simulate.intervals import join, outside
 
-Series = Mapping[str, Sequence[float]]
 _BOX = {"facecolor": "white", "edgecolor": "none"}
 _NODE_EDGE = {"color": BLACK, "linewidth": 1.8}
 _ONE = "#DCEBF5"  # a chunk of one rank alone: pale blue
@@ -86,27 +85,15 @@ def _transfers(timeline, rank: int, axis: str) -> dict[str, list]:
 @style.styled
 def memory(timeline: Sequence[tuple[int, Mapping]], events: Sequence = (), title: str = "") -> Figure:
     """Live bytes by kind over a run (`ledger.timeline()`); with `ledger.events` the phases are named."""
-    at = numpy.array([index for index, _ in timeline], dtype=float)
     kinds = [kind for kind in timeline[0][1] if any(live[kind] for _, live in timeline)]
-    live = numpy.array([[live[kind] for _, live in timeline] for kind in kinds], dtype=float)
-    total = live.sum(axis=0)
-    unit, scale = style.unit_for(total.max(), "bytes")
-    peak = int(total.argmax())
-    x, y = at[peak], total[peak] / scale
+    unit, scale = style.unit_for(max(sum(live.values()) for _, live in timeline), "bytes")
     figure, ax = style.canvas(height=3.0)
-    colours = [style.colour_of(kind) for kind in kinds]
-    ax.stackplot(at, live / scale, labels=kinds, colors=colours, step="post", linewidth=0)
-    shift, ha = ((-6, 2), "right") if x > (at[0] + at[-1]) / 2 else ((6, 2), "left")
-    where = {"textcoords": "offset points", "ha": ha}
-    ax.annotate(f"peak {y:.4g} {unit}", (x, y), shift, **where, fontweight="bold")
-    ax.plot(x, y, "o", color=BLACK, markersize=4)
-    ax.set(xlim=(at[0], max(at[-1], at[0] + 1)), xlabel="operators and collectives, in order")
-    ax.set(ylim=(0, 1.3 * total[peak] / scale), ylabel=f"live memory ({unit})")
+    stack, peak = style.stack_of_kinds(ax, timeline, kinds, unit, scale)
+    ax.set(xlabel="operators and collectives, in order", ylabel=f"live memory ({unit})", ylim=(0, 1.3 * peak))
     for start, name in _phases(events):
         ax.axvline(start, color=BLACK, linewidth=0.6, linestyle=":")
         ax.text(start, 0.99, f" {name}", transform=ax.get_xaxis_transform(), va="top", fontsize=8)
-    handles = ax.get_legend_handles_labels()[0][::-1]
-    return style.finished(figure, title or "What fills the memory, and when", handles)
+    return style.finished(figure, title or "What fills the memory, and when", stack[::-1])
 
 
 def _phases(events: Sequence) -> list[tuple[int, str]]:
@@ -118,12 +105,7 @@ def _phases(events: Sequence) -> list[tuple[int, str]]:
 # ---- numbers ---------------------------------------------------------------------------------------------
 @style.styled
 def bars_by_kind(
-    rows: Mapping[str, Mapping],
-    *,
-    title: str,
-    xlabel: str = "",
-    unit: str = "bytes",
-    limit: tuple | None = None,
+    rows: Mapping[str, Mapping], *, title: str, xlabel="", unit="bytes", limit: tuple | None = None
 ) -> Figure:
     """A stacked bar per row, {row: {kind: amount}}; `limit=(80e9, "an H100 holds 80 GB")` is a line."""
     kinds = list(dict.fromkeys(kind for parts in rows.values() for kind in parts))
@@ -213,13 +195,10 @@ def loss_curves(losses: Series, *, title: str = "Loss", xlabel: str = "step") ->
 
 # ---- ranks and what they exchange ------------------------------------------------------------------------
 @style.styled
-def rank_grid(
-    shape: Mapping, *, axes: Sequence[str] = (), devices_per_node: int = 0, title: str = ""
-) -> Figure:
+def rank_grid(shape: Mapping, *, axes: Sequence[str] = (), devices_per_node=0, title="") -> Figure:
     """The ranks of a mesh {axis: size, outermost first}, a panel per axis in which one colour is one group.
 
-    Where an axis has more groups than there are colours, only the groups of rank 0 are coloured.
-    """
+    Where an axis has more groups than there are colours, only the groups of rank 0 are coloured."""
     names, world = list(shape), prod(shape.values())
     if world > 128:
         raise ValueError(f"a grid of {world} ranks cannot be read as a picture; draw a mesh of at most 128")
@@ -242,14 +221,11 @@ def rank_grid(
         ax.set_title(f"{axis}: {num_groups} group{'s' * (num_groups > 1)} of {shape[axis]}", fontsize=9)
     outer = [[f"{name} {coordinate}" for coordinate in range(shape[name])] for name in names[:-1]]
     panels[0].set_yticks(range(rows), [" ".join(words) for words in product(*outer)])
-    sizes = " x ".join(f"{name} {size}" for name, size in shape.items())
-    style.title_above(figure, title or f"Who talks to whom in {sizes}")
     handles = [] if few_groups else [Patch(facecolor=CYCLE[0], label="the group of rank 0")]
     if devices_per_node:
         handles.append(Line2D([], [], **_NODE_EDGE, label=f"edge of a node of {devices_per_node} devices"))
-    if handles:
-        style.legend_below(figure, handles)
-    return figure
+    sizes = " x ".join(f"{name} {size}" for name, size in shape.items())
+    return style.finished(figure, title or f"Who talks to whom in {sizes}", handles)
 
 
 def _node_edges(ax: Axes, world: int, columns: int, devices_per_node: int) -> None:
@@ -269,13 +245,14 @@ def chunk_matrix(states: Sequence[Sequence], *, titles: Sequence[str] = (), titl
     across = min(len(states), max(1, int((style.WIDTH - 0.6) / (side * num_chunks + 0.25))))
     down = -(-len(states) // across)
     figure, panels = style.grid_of_panels(down, across, height=0.7 + down * (0.3 + side * num_ranks))
+
+    def look(count: int) -> tuple[str, str]:
+        partial = style.blend(_ONE, style.BLUE, 0.85 * max(0, count - 1) / max(1, num_ranks - 1))
+        colour = "white" if not count else style.GREEN if count == num_ranks else partial
+        return colour, str(count or "")
+
     for step, (ax, state) in enumerate(zip(panels, states)):
-        style.square_cells(ax, num_chunks, num_ranks)
-        for rank, row in enumerate(state):
-            for chunk, count in enumerate(row):
-                partial = style.blend(_ONE, style.BLUE, 0.85 * max(0, count - 1) / max(1, num_ranks - 1))
-                colour = "white" if not count else style.GREEN if count == num_ranks else partial
-                style.cell(ax, chunk, rank, colour, str(count or ""), fontsize)
+        style.cells(ax, state, look, fontsize)
         if step % across == 0:
             ax.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
         ax.set_title(titles[step] if titles else f"step {step}" if step else "start", fontsize=8)
@@ -303,5 +280,4 @@ def message_lanes(messages: Iterable[tuple], *, ranks: int, title: str, xlabel: 
     style.row_labels(ax, [f"rank {rank}" for rank in range(ranks)], top=-0.4, bottom=0.6)
     ax.set(xlabel=xlabel)
     ax.grid(axis="y", visible=False)
-    style.title_above(figure, title)
-    return figure
+    return style.finished(figure, title)

@@ -1,9 +1,4 @@
-"""Where tokens go: lines from tokens or ranks to experts, the choices of routers, bytes between ranks.
-
-flow          a table of counts as lines, as wide as the counts; a box is as tall as what meets in it
-choices       a panel per router: tokens downwards, experts to the right, a number for each choice
-heat          a matrix, the darker the more: what each rank sends to each
-"""
+"""Where tokens go: lines from tokens or ranks to experts, the choices of routers, bytes between ranks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,21 +8,16 @@ from matplotlib.patches import Patch, Polygon, Rectangle
 from minitrain.plot import style
 from minitrain.plot.style import BLUE, CYCLE, PALE, ink_on
 
+_PALE_BLUE = "#DCEBF5"
 Table = Sequence[Sequence[float]]
 
 
 @style.styled
 def flow(
-    table: Table,
-    sources: Sequence[str],
-    targets: Sequence[str],
-    *,
-    title: str,
-    owners: Sequence[int] = (),
-    height: float = 3.0,
+    table: Table, sources: Sequence[str], targets: Sequence[str], *, title: str, owners=(), height=3.0
 ) -> Figure:
-    """table[source][target] of what goes from one to the other. Targets with one number in `owners` have one
-    colour, that of their rank, and so have the lines to them."""
+    """Lines as wide as the counts, table[source][target]; a box is as tall as what meets in it. Targets with
+    one number in `owners`, a rank each, have one colour, and so have the lines to them."""
     owners, gap = list(owners) or [0] * len(targets), 0.05
     total = sum(map(sum, table)) or 1
     arriving = [sum(row[target] for row in table) for target in range(len(targets))]
@@ -51,14 +41,9 @@ def flow(
             begins[source], ends[target] = begins[source] + wide, ends[target] + wide
     ax.set(xlim=(-0.25, 1.3), ylim=(1 + gap * max(len(left), len(right)), -0.03))
     ax.set_axis_off()
-    style.title_above(figure, title)
-    if len(set(owners)) > 1:
-        ranks = sorted(set(owners))
-        patches = [
-            Patch(facecolor=CYCLE[rank % len(CYCLE)], label=f"rank {rank}'s experts") for rank in ranks
-        ]
-        style.legend_below(figure, patches)
-    return figure
+    ranks = sorted(set(owners)) if len(set(owners)) > 1 else []
+    colours = [(CYCLE[rank % len(CYCLE)], f"rank {rank}'s experts") for rank in ranks]
+    return style.finished(figure, title, [Patch(facecolor=c, label=label) for c, label in colours])
 
 
 def _stacked(amounts: Sequence[float], total: float, gap: float) -> list[tuple[float, float]]:
@@ -77,16 +62,18 @@ def choices(panels: Mapping[str, Table], *, title: str) -> Figure:
     side = min(0.3, (style.WIDTH - 0.6) / len(panels) / (experts + 1.2))
     figure, axes = style.grid_of_panels(1, len(panels), height=1.05 + side * tokens)
     for ax, (name, weights) in zip(axes, panels.items()):
-        style.square_cells(ax, experts, tokens)
-        for token, row in enumerate(weights):
-            for expert, weight in enumerate(row):
-                colour = style.blend("#DCEBF5", BLUE, min(1.0, weight)) if weight > 0 else "white"
-                style.cell(ax, expert, token, colour, "", 6)
+        style.cells(
+            ax, weights, lambda x: (style.blend(_PALE_BLUE, BLUE, min(1.0, x)) if x > 0 else "white", "")
+        )
         ax.set_xticks(range(experts), [sum(row[e] > 0 for row in weights) for e in range(experts)])
         ax.set_title(name, fontsize=8)
     axes[0].set_yticks(range(tokens), [f"token {token}" for token in range(tokens)])
-    patches = [Patch(facecolor="#DCEBF5", label="weight near 0"), Patch(facecolor=BLUE, label="weight 1")]
+    patches = [Patch(facecolor=_PALE_BLUE, label="weight near 0"), Patch(facecolor=BLUE, label="weight 1")]
     return style.finished(figure, title, patches)
+
+
+def _shade(weight: float) -> tuple[str, str]:
+    return style.blend(_PALE_BLUE, BLUE, min(1.0, weight)) if weight > 0 else "white", ""
 
 
 @style.styled
@@ -106,5 +93,4 @@ def heat(table: Table, *, title: str, rows: Sequence[str], columns: Sequence[str
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
-    style.title_above(figure, title)
-    return figure
+    return style.finished(figure, title)

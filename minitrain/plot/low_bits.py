@@ -1,8 +1,4 @@
-"""Whose resolution an outlier takes, and which codes numbers get.
-
-sharing        a matrix a panel: what has its scale in common with an outlier, for each kind of tile
-code_shares    how often each code is used, a panel for each way to quantise
-"""
+"""Whose resolution an outlier takes, and which codes numbers get."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,16 +8,14 @@ from matplotlib.patches import Patch, Rectangle
 from minitrain.plot import style
 from minitrain.plot.style import BLACK, CYCLE, PALE, VERMILLION
 
+Pair = tuple[int, int]
+_TAKEN = style.blend(VERMILLION, "white", 0.4)
+
 
 @style.styled
-def sharing(
-    shape: tuple[int, int],
-    tiles: Mapping[str, tuple[int, int]],
-    outliers: Sequence[tuple[int, int]],
-    *,
-    title: str,
-) -> Figure:
-    """{name: (height, width) of a tile}, 0 for the whole of a side; outliers are (row, column)."""
+def sharing(shape: Pair, tiles: Mapping[str, Pair], outliers: Sequence[Pair], *, title: str) -> Figure:
+    """What shares its scale with an outlier (row, column), a panel for each kind of tile: {name: (height,
+    width)}, 0 for the whole of a side."""
     rows, columns = shape
     outside = [at for at in outliers if not (0 <= at[0] < rows and 0 <= at[1] < columns)]
     if outside or not tiles:
@@ -36,19 +30,14 @@ def sharing(
                 down, across = min(height, rows - top), min(width, columns - left)
                 hit = any(0 <= r - top < down and 0 <= c - left < across for r, c in outliers)
                 taken += hit * down * across
-                colour = style.blend(VERMILLION, "white", 0.4) if hit else PALE
-                ax.add_patch(
-                    Rectangle((left, top), across, down, facecolor=colour, edgecolor="white", linewidth=0.8)
-                )
+                look = {"facecolor": _TAKEN if hit else PALE, "edgecolor": "white", "linewidth": 0.8}
+                ax.add_patch(Rectangle((left, top), across, down, **look))
         for row, column in outliers:
             ax.add_patch(Rectangle((column, row), 1, 1, facecolor=BLACK))
         ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal", xticks=[], yticks=[])
         ax.set_title(f"{name}\n{taken / rows / columns:.0%} of the numbers", fontsize=8)
-    style.title_above(figure, title)
-    legend = [Patch(facecolor=BLACK, label="outlier")]
-    legend += [Patch(facecolor=style.blend(VERMILLION, "white", 0.4), label="has its scale")]
-    style.legend_below(figure, [*legend, Patch(facecolor=PALE, label="has a scale of its own")])
-    return figure
+    colours = {"outlier": BLACK, "has its scale": _TAKEN, "has a scale of its own": PALE}
+    return style.finished(figure, title, [Patch(facecolor=c, label=name) for name, c in colours.items()])
 
 
 @style.styled
@@ -56,20 +45,16 @@ def code_shares(shares: Mapping[str, Mapping[int, float]], *, title: str, xlabel
     """{name: {code: share of the numbers}}, with the share above each bar, as percent."""
     if not shares or any(not parts for parts in shares.values()):
         raise ValueError(f"{len(shares)} panels, of which some are empty; give shares of codes for each")
-    figure = style.Picture(figsize=(style.WIDTH, 2.6))
-    panels = figure.subplots(1, len(shares), sharey=True, squeeze=False)[0]
+    figure, panels = style.panels(shares, height=2.6)
     top = max(share for parts in shares.values() for share in parts.values())
-    for i, (ax, (name, parts)) in enumerate(zip(panels, shares.items())):
-        ax.bar(
-            list(parts), [100 * share for share in parts.values()], width=0.85, color=CYCLE[i % len(CYCLE)]
-        )
-        for code, share in parts.items():
-            if share >= 0.005:
-                ax.text(code, 100 * share, f"{100 * share:.0f}", ha="center", va="bottom", fontsize=7)
+    for i, (ax, parts) in enumerate(zip(panels, shares.values())):
+        percent = {code: 100 * share for code, share in parts.items()}
+        ax.bar(list(percent), list(percent.values()), width=0.85, color=CYCLE[i % len(CYCLE)])
+        for code, share in percent.items():
+            if share >= 0.5:
+                ax.text(code, share, f"{share:.0f}", ha="center", va="bottom", fontsize=7)
         ax.set(ylim=(0, 112 * top), xlabel=xlabel)
         ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.set_title(name, fontsize=9)
         ax.grid(axis="x", visible=False)
     panels[0].set_ylabel("% of the numbers")
-    style.title_above(figure, title)
-    return figure
+    return style.finished(figure, title)

@@ -1,12 +1,7 @@
-"""Memory that is short: copies on shared links, what fills the memory with and without a technique, prices.
-
-links     tasks played by simulate.links, a row per lane: work, copies, copies that share a link, waiting
-beside    live bytes by kind over a run, a panel per run, all to one scale
-pareto    bytes against extra time: what no other choice beats, and the rest
-roofs     seconds that each resource is busy, by what is swapped; the highest is how long it takes
-"""
+"""Memory that is short: copies on shared links, what fills it with and without a technique, prices."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy
 from matplotlib.figure import Figure
@@ -14,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from minitrain.plot import style
-from minitrain.plot.style import BLACK, CYCLE, DASHES, GREY, ORANGE, PALE
+from minitrain.plot.style import BLACK, CYCLE, DASHES, GREY, ORANGE, PALE, Runs, Series
 from minitrain.simulate.intervals import outside
 
 _SLOWED = {"facecolor": ORANGE, "hatch": "xxxxx", "edgecolor": BLACK}
@@ -25,8 +20,7 @@ def links(run, lanes: Sequence[str] = (), *, kinds: Mapping[str, str] | None = N
     """A `simulate.links.Run`: its lanes, or those named, downwards.
 
     `kinds`, {start of a task's name: "forward"}, colours work by meaning. Before its last task a lane of work
-    waits wherever it does nothing.
-    """
+    waits wherever it does nothing."""
     lanes = list(lanes) or list(dict.fromkeys(task.lane for task in run.tasks.values()))
     if not 0 < len(lanes) <= 24 or any(not run.lane(lane) for lane in lanes):
         empty = [lane for lane in lanes if not run.lane(lane)]
@@ -71,36 +65,19 @@ def _look(what: str) -> dict:
 
 
 @style.styled
-def beside(
-    runs: Mapping[str, Sequence[tuple[int, Mapping]]], *, title: str, limit: tuple[float, str] | None = None
-) -> Figure:
+def beside(runs: Runs, *, title: str, limit: tuple[float, str] | None = None) -> Figure:
     """{name: `ledger.timeline()`}, side by side; `limit=(80e9, "80 GB")` is a line."""
     if not 0 < len(runs) <= 4 or any(not timeline for timeline in runs.values()):
         raise ValueError(f"{len(runs)} runs, some perhaps empty; draw 1 to 4 runs, each with a timeline")
-    kinds = [
-        kind
-        for kind in dict.fromkeys(kind for timeline in runs.values() for _, live in timeline for kind in live)
-        if any(live.get(kind) for timeline in runs.values() for _, live in timeline)
-    ]
-    most = max(sum(live.values()) for timeline in runs.values() for _, live in timeline)
+    moments = [live for timeline in runs.values() for _, live in timeline]
+    kinds = [kind for kind in dict.fromkeys(chain(*moments)) if any(live.get(kind) for live in moments)]
+    most = max(sum(live.values()) for live in moments)
     unit, scale = style.unit_for(most, "bytes")
-    figure = style.Picture(figsize=(style.WIDTH, 2.9))
-    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
-    for ax, (name, timeline) in zip(panels, runs.items()):
-        at = numpy.array([index for index, _ in timeline], dtype=float)
-        live = numpy.array([[of.get(kind, 0) for _, of in timeline] for kind in kinds], dtype=float) / scale
-        colours = [style.colour_of(kind) for kind in kinds]
-        stack = ax.stackplot(at, live, labels=kinds, colors=colours, step="post", linewidth=0)
-        peak = int(live.sum(axis=0).argmax())
-        x, y = at[peak], live[:, peak].sum()
-        ax.plot(x, y, "o", color=BLACK, markersize=4)
-        right = x > (at[0] + at[-1]) / 2
-        place = {"textcoords": "offset points", "ha": "right" if right else "left", "fontweight": "bold"}
-        ax.annotate(f"peak {y:.4g} {unit}", (x, y), (-5, 4) if right else (5, 4), **place, fontsize=8)
+    figure, panels = style.panels(runs, height=2.9)
+    for ax, timeline in zip(panels, runs.values()):
+        stack, _ = style.stack_of_kinds(ax, timeline, kinds, unit, scale, shift=(5, 4), fontsize=8)
         if limit:
             ax.axhline(limit[0] / scale, color=BLACK, linestyle="--", linewidth=1)
-        ax.set(xlim=(at[0], max(at[-1], at[0] + 1)))
-        ax.set_title(name, fontsize=9)
     panels[(len(panels) - 1) // 2].set_xlabel("operators and collectives, in order")  # of all panels
     panels[0].set(ylim=(0, 1.2 * max(most, limit[0] if limit else 0) / scale or 1))
     panels[0].set_ylabel(f"live memory ({unit})")
@@ -112,12 +89,7 @@ def beside(
 
 @style.styled
 def pareto(
-    points: Sequence[tuple[str, float, float]],
-    *,
-    title: str,
-    ylabel: str = "extra time",
-    unit: str = "s",
-    chosen: str = "",
+    points: Sequence[tuple[str, float, float]], *, title: str, ylabel="extra time", unit="s", chosen=""
 ) -> Figure:
     """(name, bytes, extra time) of each choice; a line through those that no other beats in both, named, with
     a ring around the one that is `chosen`."""
@@ -149,22 +121,16 @@ def pareto(
 
 @style.styled
 def roofs(
-    shares: Sequence[float],
-    phases: Mapping[str, Mapping[str, Sequence[float]]],
-    *,
-    title: str,
-    chosen: float | None = None,
-    xlabel: str = "share of activations that is swapped",
+    shares: Sequence[float], phases: Mapping[str, Series], *, title: str, chosen: float | None = None
 ) -> Figure:
-    """{phase: {what: seconds at each share}}: a panel a phase; the thick line is the highest of all."""
+    """{phase: {what: seconds at each share that is swapped}}, a panel each; the thick line is the highest."""
     whats = list(dict.fromkeys(what for lines in phases.values() for what in lines))
     if not whats or len(whats) > len(CYCLE) - 1:
         raise ValueError(f"{len(whats)} resources {whats}; draw 1 to {len(CYCLE) - 1}")
     x = numpy.array(shares, dtype=float)
-    figure = style.Picture(figsize=(style.WIDTH, 2.9))
-    panels = figure.subplots(1, len(phases), sharey=True, squeeze=False)[0]
+    figure, panels = style.panels(phases, height=2.9)
     handles: dict[str, Line2D] = {}
-    for ax, (phase, lines) in zip(panels, phases.items()):
+    for ax, lines in zip(panels, phases.values()):
         top = numpy.max([numpy.array(seconds, dtype=float) for seconds in lines.values()], axis=0)
         (handles["busiest"],) = ax.plot(x, top, color=PALE, linewidth=7, label="busiest: the phase's time")
         for what, seconds in lines.items():
@@ -176,8 +142,7 @@ def roofs(
             where = {"textcoords": "offset points", "va": "top", "fontsize": 8}
             place = {"xycoords": ax.get_xaxis_transform(), "ha": "right" if chosen > 0.6 else "left"}
             ax.annotate(f"{chosen:.2f}", (chosen, 1), (-3 if chosen > 0.6 else 3, -2), **where, **place)
-        ax.set(xlabel=xlabel, xlim=(x[0], x[-1]))
-        ax.set_title(phase, fontsize=9)
+        ax.set(xlabel="share of activations that is swapped", xlim=(x[0], x[-1]))
     panels[0].set_ylabel("busy (s)")
     panels[0].set_ylim(bottom=0)
     return style.finished(figure, title, [handles[what] for what in (*whats, "busiest")])

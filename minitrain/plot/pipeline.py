@@ -22,9 +22,7 @@ KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 
 
 @style.styled
-def schedule(
-    *simulations, title: str = "", peaks: Sequence | None = None, until: float | None = None
-) -> Figure:
+def schedule(*simulations, title="", peaks: Sequence | None = None, until: float | None = None) -> Figure:
     """Ranks down, time to the right. `peaks[i][rank]` stands beside a row of panel i; `until` cuts it off."""
     rows = [len(simulation.spans) for simulation in simulations]
     if not simulations or max(rows) > 16 or sum(rows) > 48:
@@ -37,10 +35,7 @@ def schedule(
     for ax, simulation, beside in zip(panels, simulations, peaks or [None] * len(rows)):
         drawn |= _panel(ax, simulation, end, beside)
     panels[-1].set_xlabel("time")
-    if title:
-        style.title_above(figure, title)
-    style.legend_below(figure, [style.swatch(what) for what in COLOURS if what in drawn])
-    return figure
+    return style.finished(figure, title, [style.swatch(what) for what in COLOURS if what in drawn])
 
 
 def _panel(ax: Axes, simulation, end: float, beside: Sequence | None) -> set[str]:

@@ -26,7 +26,7 @@ from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plot import pipeline as plot_pipeline
-from minitrain.plot.style import png
+from minitrain.plot.controls import followed, menus, slider
 
 SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
     "GPipe": lambda p, m, v: gpipe(p, m),
@@ -61,10 +61,9 @@ def picture(names: Sequence[str], p: int, m: int, v: int, costs: Costs) -> tuple
         simulation = simulate(schedule, scaled(costs, share))
         simulations.append(simulation)
         peaks.append([peak(schedule, rank) * share for rank in range(p)])
-        lines.append(
-            f"{name}: bubble {float(simulation.bubble):.1%}, makespan {float(simulation.makespan):.4g}, "
-            f"at most {float(max(peaks[-1])):.3g} microbatches' activations on a rank"
-        )
+        found = f"bubble {float(simulation.bubble):.1%}, makespan {float(simulation.makespan):.4g}"
+        most = f"at most {float(max(peaks[-1])):.3g} microbatches' activations on a rank"
+        lines.append(f"{name}: {found}, {most}")
     return (plot_pipeline.schedule(*simulations, peaks=peaks) if simulations else None), lines
 
 
@@ -75,29 +74,12 @@ def scaled(costs: Costs, share: Fraction) -> Costs:
 
 def explore(first: str = "1F1B", second: str = "ZB-H1") -> ipywidgets.VBox:
     """Menus and sliders above a picture that follows them."""
-
-    def slider(name: str, low: int, value: int, high: int) -> ipywidgets.IntSlider:
-        range_ = {"min": low, "value": value, "max": high}
-        return ipywidgets.IntSlider(**range_, description=name, continuous_update=False)
-
-    def menu(where: str, name: str) -> ipywidgets.Dropdown:
-        return ipywidgets.Dropdown(options=list(SCHEDULES), value=name, description=where)
-
     sizes = [slider("p", 1, 4, 8), slider("m", 1, 8, 24), slider("v", 1, 2, 4)]
     costs = [slider("cost F", 1, 2, 6), slider("cost I", 1, 2, 6), slider("cost W", 0, 2, 6)]
     costs.append(slider("cost send", 0, 0, 6))
-    menus = [menu("above", first), menu("below", second)]
-    image, text = ipywidgets.Image(format="png"), ipywidgets.HTML()
 
-    def follow(_=None) -> None:
-        F, I, W, send = (control.value for control in costs)
-        names, (p, m, v) = [control.value for control in menus], (control.value for control in sizes)
-        figure, lines = picture(names, p, m, v, Costs(F=F, I=I, W=W, send=send))
-        text.value = "<br>".join(lines)
-        if figure is not None:
-            image.value = png(figure)
+    def draw(names: list, sizes: list, costs: list) -> tuple[Figure | None, list[str]]:
+        F, I, W, send = costs
+        return picture(names, *sizes, Costs(F=F, I=I, W=W, send=send))
 
-    for control in (*sizes, *costs, *menus):
-        control.observe(follow, names="value")
-    follow()
-    return ipywidgets.VBox([*map(ipywidgets.HBox, (menus, sizes, costs)), text, image])
+    return followed([menus(SCHEDULES, first, second), sizes, costs], draw)

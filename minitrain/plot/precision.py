@@ -1,11 +1,4 @@
-"""What a narrow format can say, and what a narrow sum loses.
-
-number_lines      a row per format, a stroke per number: steps double where the exponent does
-error_by_length   relative errors of sums over their length, a line per accumulator, bounds as dashes
-memory_bars       bytes per parameter by kind, a bar per policy
-magnitudes        which powers of two a kind of tensor holds, above what formats hold
-contractions      products of two matrices, each in tiles along what is summed over
-"""
+"""What a narrow format can say, and what a narrow sum loses."""
 
 from collections.abc import Mapping, Sequence
 from math import floor, log2
@@ -14,14 +7,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from minitrain.plot import style
-from minitrain.plot.charts import bars_by_kind
-from minitrain.plot.style import BLACK, CENTRED, CYCLE, DASHES, GREY, ORANGE, PALE, SKY
+from minitrain.plot.charts import bars_by_kind, lines
+from minitrain.plot.style import CENTRED, CYCLE, GREY, ORANGE, PALE, SKY, Series
 
 
 @style.styled
-def number_lines(
-    values: Mapping[str, Sequence[float]], *, title: str, subnormal_below: Mapping[str, float] | None = None
-) -> Figure:
+def number_lines(values: Series, *, title: str, subnormal_below: Mapping | None = None) -> Figure:
     """{format: its numbers}; the positive ones are drawn, on a scale where each doubling is as wide as the
     next. What is below `subnormal_below` of a format is grey."""
     rows = {name: sorted({x for x in numbers if 0 < x < float("inf")}) for name, numbers in values.items()}
@@ -35,43 +26,23 @@ def number_lines(
         first = (subnormal_below or {}).get(name, 0.0)
         colours = [GREY if x < first else CYCLE[y % len(CYCLE)] for x in numbers]
         ax.vlines(numbers, y - 0.3, y + 0.3, colors=colours, linewidth=0.9)
-        ax.annotate(
-            f"{numbers[-1]:g}", (numbers[-1], y), (4, 0), textcoords="offset points", va="center", fontsize=7
-        )
+        look = {"textcoords": "offset points", "va": "center", "fontsize": 7}
+        ax.annotate(f"{numbers[-1]:g}", (numbers[-1], y), (4, 0), **look)
     style.row_labels(ax, list(rows))
     ax.set_xscale("log", base=2)
     ax.set(xlim=(smallest / 1.5, largest * 2.0 ** (1 + 0.1 * (log2(largest) - floor(log2(smallest))))))
     ax.grid(axis="y", visible=False)
-    style.title_above(figure, title)
-    return figure
+    return style.finished(figure, title)
 
 
-@style.styled
-def error_by_length(
-    lengths: Sequence[int],
-    errors: Mapping[str, Sequence[float]],
-    *,
-    title: str,
-    bounds: Mapping[str, Sequence[float]] | None = None,
-) -> Figure:
+def error_by_length(lengths: Sequence, errors: Series, *, title: str, bounds: Series | None = None) -> Figure:
     """Relative error at each length K, both axes logarithmic; an error of 0 leaves a gap."""
     for name, ys in {**errors, **(bounds or {})}.items():
         if len(ys) != len(lengths):
             raise ValueError(f"{name} has {len(ys)} errors for {len(lengths)} lengths; give one for each")
-    figure, ax = style.canvas(height=3.2)
-    for i, (name, ys) in enumerate(errors.items()):
-        look = {
-            "color": CYCLE[i % len(CYCLE)],
-            "marker": style.MARKERS[i % len(style.MARKERS)],
-            "markersize": 4,
-        }
-        ax.plot(lengths, [y or float("nan") for y in ys], label=name, **look)
-    for i, (name, ys) in enumerate((bounds or {}).items()):
-        ax.plot(lengths, ys, color=BLACK, linestyle=DASHES[1 + i % 3], linewidth=1.2, label=name)
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set(xlabel="numbers in the sum, K", ylabel="relative error")
-    return style.finished(figure, title, ax.get_legend_handles_labels()[0])
+    drawn = {name: [y or float("nan") for y in ys] for name, ys in errors.items()}
+    axes = {"xlabel": "numbers in the sum, K", "ylabel": "relative error", "log": "xy"}
+    return lines(lengths, drawn, **axes, title=title, formulas=bounds)
 
 
 def memory_bars(rows: Mapping[str, Mapping[str, int]], parameters: int, *, title: str) -> Figure:
@@ -84,12 +55,7 @@ def memory_bars(rows: Mapping[str, Mapping[str, int]], parameters: int, *, title
 
 
 @style.styled
-def magnitudes(
-    shares: Mapping[str, Mapping[int, float]],
-    formats: Mapping[str, tuple[float, float, float]],
-    *,
-    title: str,
-) -> Figure:
+def magnitudes(shares: Mapping[str, Mapping], formats: Mapping[str, tuple], *, title: str) -> Figure:
     """{kind: {exponent: share of its numbers}}, a panel each; below, of each format its smallest number, its
     smallest normal and its largest: what lies between the first two is pale, it has fewer bits."""
     if not shares or not formats:
@@ -108,8 +74,7 @@ def magnitudes(
     style.row_labels(below, list(formats))
     below.grid(axis="y", visible=False)
     below.set(xlabel="power of two")
-    style.title_above(figure, title)
-    return figure
+    return style.finished(figure, title)
 
 
 @style.styled
@@ -135,5 +100,4 @@ def contractions(products: Sequence[tuple[str, tuple, tuple]], *, title: str) ->
         ax.set_title(name, fontsize=9)
         ax.set_anchor("NW")
         ax.set_axis_off()
-    style.title_above(figure, title)
-    return figure
+    return style.finished(figure, title)

@@ -1,9 +1,4 @@
-"""What is kept and what runs again.
-
-    plan({"every 4": every(16, 4)}, title="16 layers")        a panel each
-
-Layers upwards, actions to the right: which one runs, and what is held meanwhile.
-"""
+"""What is kept and what runs again: layers upwards, actions to the right, what is held meanwhile."""
 
 from collections.abc import Mapping, Sequence
 
@@ -43,11 +38,6 @@ def plan(plans: Mapping[str, Sequence[Action]], *, title: str) -> Figure:
         ax.grid(visible=False)
         ax.set_title(f"{name}: {forwards} forwards", fontsize=8)
     panels[-1].set(xlim=(0, longest), xlabel="actions, one after the other")
-    style.title_above(figure, title)
-    legend = [Patch(facecolor=COLOURS[kind], label=word) for kind, word in WORDS.items()]
-    held_ones = [
-        Patch(facecolor=PALE, label="input held"),
-        Patch(facecolor=GRAPH, label="input and graph held"),
-    ]
-    style.legend_below(figure, [*legend, *held_ones])
-    return figure
+    colours = {word: COLOURS[kind] for kind, word in WORDS.items()}
+    colours |= {"input held": PALE, "input and graph held": GRAPH}
+    return style.finished(figure, title, [Patch(facecolor=c, label=name) for name, c in colours.items()])

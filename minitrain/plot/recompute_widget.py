@@ -18,7 +18,7 @@ from minitrain.plan.recompute_front import Choice
 from minitrain.plan.revolve import revolve
 from minitrain.plot import memory as plot_memory
 from minitrain.plot import recompute as plot_recompute
-from minitrain.plot.style import png
+from minitrain.plot.controls import followed, menus, slider
 
 PLANS: Mapping[str, Callable[[int, int, int], tuple[Action, ...]]] = {
     "keep all": lambda n, k, c: every(n, n),
@@ -48,28 +48,8 @@ def picture(names: Sequence[str], n: int, k: int, c: int, graph: int) -> tuple[F
 
 def explore(first: str = "every k", second: str = "revolve") -> ipywidgets.VBox:
     """Menus and sliders above a picture that follows them."""
-
-    def slider(name: str, low: int, value: int, high: int) -> ipywidgets.IntSlider:
-        range_ = {"min": low, "value": value, "max": high}
-        return ipywidgets.IntSlider(**range_, description=name, continuous_update=False)
-
-    menus = [
-        ipywidgets.Dropdown(options=list(PLANS), value=name, description=where)
-        for where, name in (("above", first), ("below", second))
-    ]
     sizes = [slider("n", 1, 16, 48), slider("k", 1, 4, 16), slider("c", 1, 4, 12), slider("graph", 0, 4, 16)]
-    image, text = ipywidgets.Image(format="png"), ipywidgets.HTML()
-
-    def follow(_=None) -> None:
-        figure, lines = picture([menu.value for menu in menus], *(size.value for size in sizes))
-        text.value = "<br>".join(lines)
-        if figure is not None:
-            image.value = png(figure)
-
-    for control in (*menus, *sizes):
-        control.observe(follow, names="value")
-    follow()
-    return ipywidgets.VBox([ipywidgets.HBox(menus), ipywidgets.HBox(sizes), text, image])
+    return followed([menus(PLANS, first, second), sizes], lambda names, sizes: picture(names, *sizes))
 
 
 def pick(choices: Sequence[Choice], unit: str = "FLOPs") -> ipywidgets.VBox:
@@ -78,18 +58,12 @@ def pick(choices: Sequence[Choice], unit: str = "FLOPs") -> ipywidgets.VBox:
     if not choices:
         raise ValueError("pick: no choices; give those of plan.recompute_front.front")
     by_word = {choice.word: choice for choice in choices}
-    buttons = ipywidgets.ToggleButtons(options=list(by_word))
-    image, text = ipywidgets.Image(format="png"), ipywidgets.HTML()
     points = [(word, choice.bytes, choice.time) for word, choice in by_word.items()]
     look = dict(title="What a block keeps, and what it costs", ylabel="computed again", unit=unit)
 
-    def follow(_=None) -> None:
-        choice = by_word[buttons.value]
-        text.value = (
-            f"Strategy(recompute={choice.word!r}): {choice.bytes:,} bytes kept, {choice.time:,} {unit} more"
-        )
-        image.value = png(plot_memory.pareto(points, chosen=buttons.value, **look))
+    def draw(pressed: list[str]) -> tuple[Figure, list[str]]:
+        (word,) = pressed
+        price = f"{by_word[word].bytes:,} bytes kept, {by_word[word].time:,} {unit} more"
+        return plot_memory.pareto(points, chosen=word, **look), [f"Strategy(recompute={word!r}): {price}"]
 
-    buttons.observe(follow, names="value")
-    follow()
-    return ipywidgets.VBox([buttons, text, image])
+    return followed([[ipywidgets.ToggleButtons(options=list(by_word))]], draw)

@@ -7,7 +7,7 @@ stays open, and equal data give equal pictures, to the byte.
 
 import io
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 
 import numpy
@@ -29,6 +29,8 @@ _ACTIONS = {"input gradient": PURPLE, "weight gradient": YELLOW, "recomputation"
 COLOURS = _WORK | _TRANSFERS | _STATE | _SPACE | _ACTIONS | {"measured": BLUE, "formula": BLACK}
 HATCHES = {"exposed communication": ("/////", "white"), "wait": (".....", GREY), "idle": (".....", GREY)}
 CYCLE = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, BLACK]  # for what has no meaning of its own
+Series = Mapping[str, Sequence[float]]  # {name: its values}
+Runs = Mapping[str, Sequence[tuple[int, Mapping]]]  # {name: ledger.timeline()}
 MARKERS, DASHES = "o^sDvPX", ["-", "--", "-.", ":"]
 CENTRED = {"ha": "center", "va": "center"}
 WIDTH = 7.2  # inches: 720 pixels at 100 dots an inch
@@ -91,6 +93,15 @@ def canvas(height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
+def panels(names: Iterable[str], height: float) -> tuple[Figure, list[Axes]]:
+    """One beside the other, to one scale upwards, each with a name."""
+    figure, names = Picture(figsize=(WIDTH, height)), list(names)
+    axes = list(figure.subplots(1, len(names), sharey=True, squeeze=False)[0])
+    for ax, name in zip(axes, names):
+        ax.set_title(name, fontsize=9)
+    return figure, axes
+
+
 def grid_of_panels(down: int, across: int, height: float) -> tuple[Figure, list[Axes]]:
     """Panels of square cells, pushed together; the caller draws on the first ones, the others stay empty."""
     figure = Picture(figsize=(WIDTH, height), layout="compressed")
@@ -115,10 +126,30 @@ def legend_below(figure: Figure, handles: Sequence) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=1.6)
 
 
-def finished(figure: Figure, title: str, handles: Sequence) -> Figure:
-    title_above(figure, title)
-    legend_below(figure, handles)
+def finished(figure: Figure, title: str, handles: Sequence = ()) -> Figure:
+    """With its title above and its legend below, if it has them."""
+    if title:
+        title_above(figure, title)
+    if handles:
+        legend_below(figure, handles)
     return figure
+
+
+def stack_of_kinds(
+    ax: Axes, timeline: Sequence, kinds: Sequence[str], unit: str, scale: float, shift=(6, 2), fontsize=9
+) -> tuple[list, float]:
+    """Live bytes by kind over `ledger.timeline()`, the peak named beside its dot -> (handles, the peak)."""
+    at = numpy.array([index for index, _ in timeline], dtype=float)
+    live = numpy.array([[of.get(kind, 0) for _, of in timeline] for kind in kinds], dtype=float) / scale
+    look = {"colors": [colour_of(kind) for kind in kinds], "step": "post", "linewidth": 0}
+    stack, total = ax.stackplot(at, live, labels=kinds, **look), live.sum(axis=0)
+    x, y = at[total.argmax()], total.max()
+    ax.plot(x, y, "o", color=BLACK, markersize=4)
+    side, ha = (-1, "right") if x > (at[0] + at[-1]) / 2 else (1, "left")
+    place = {"textcoords": "offset points", "ha": ha, "fontweight": "bold", "fontsize": fontsize}
+    ax.annotate(f"peak {y:.4g} {unit}", (x, y), (side * shift[0], shift[1]), **place)
+    ax.set(xlim=(at[0], max(at[-1], at[0] + 1)))
+    return stack, y
 
 
 def row_labels(ax: Axes, labels: Sequence[str], top: float = -0.5, bottom: float = 0.5) -> None:
@@ -158,6 +189,14 @@ def square_cells(ax: Axes, columns: int, rows: int) -> None:
     ax.spines[:].set_visible(False)
     ax.grid(visible=False)
     ax.tick_params(length=0, labelsize=7)
+
+
+def cells(ax: Axes, table: Sequence[Sequence], look: Callable[[float], tuple[str, str]], fontsize=7) -> None:
+    """A square for each number of a table, whose colour and text `look` gives."""
+    square_cells(ax, len(table[0]), len(table))
+    for row, numbers in enumerate(table):
+        for column, number in enumerate(numbers):
+            cell(ax, column, row, *look(number), fontsize)
 
 
 def cell(ax: Axes, column: int, row: int, colour: str, text: str, fontsize: float = 7) -> None:

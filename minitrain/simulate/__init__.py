@@ -13,4 +13,6 @@ beside storage             feeding accelerators from slow disks
        memory_traces       what breaks an allocator
        eviction, eviction_traces                results that are dropped when memory is short, and made again
        eviction_addresses                       the same where free bytes must lie side by side
+       failures            a job with failures and saves
+       checkpoint_pipeline                      a save beside training, in every way
 """

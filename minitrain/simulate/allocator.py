@@ -19,15 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from minitrain.simulate.allocator_rules import (
-    LARGE_SEGMENT,
-    SMALL,
-    SMALL_SEGMENT,
-    SMALLEST,
-    parsed,
-    rounded,
-    segment_size,
-)
+from minitrain.simulate import allocator_rules as rules
 from minitrain.simulate.device_memory import DeviceMemory, MiB, OutOfMemory
 
 _OF_SIZE = attrgetter("bytes", "address")
@@ -64,7 +56,7 @@ class _Block:
 class _Pool:
     def __init__(self, small: bool) -> None:
         self.small = small
-        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        self.page = rules.SMALL_SEGMENT if small else rules.LARGE_SEGMENT
         self.cached: list[_Block] = []  # free and backed, by size, then address
         self.unbacked: list[_Block] = []  # of expandable segments, by address
         self.searches = 0
@@ -82,12 +74,11 @@ class _Pool:
         for other in (block.before, block.after):
             if other is not None and other.free and other.backed == block.backed:
                 self.remove(other)
-                first, second = (other, block) if other is block.before else (block, other)
-                first.bytes += second.bytes
-                first.after = second.after
-                if first.after:
-                    first.after.before = first
-                block = first
+                block, second = (other, block) if other is block.before else (block, other)
+                block.bytes += second.bytes
+                block.after = second.after
+                if block.after:
+                    block.after.before = block
         self.add(block)
         return block
 
@@ -95,10 +86,8 @@ class _Pool:
 class CachingAllocator:
     """`alloc` and `free` as torch's. `memory` may be shared with another allocator."""
 
-    def __init__(
-        self, capacity_bytes: int, settings: str = "", *, memory: DeviceMemory | None = None
-    ) -> None:
-        self.settings = parsed(settings)
+    def __init__(self, capacity_bytes: int, settings: str = "", *, memory: DeviceMemory | None = None):
+        self.settings = rules.parsed(settings)
         self.memory = memory or DeviceMemory(capacity_bytes)
         self.allocated_bytes = 0
         self.retries = 0  # requests that were tried again when all cached segments had been given back
@@ -143,8 +132,8 @@ class CachingAllocator:
     # ---- how room is found --------------------------------------------------------------------------------
 
     def _room(self, requested: int) -> _Block:
-        size = rounded(requested, self.settings.roundup_power2_divisions)
-        pool = self._pools[size > SMALL]
+        size = rules.rounded(requested, self.settings.roundup_power2_divisions)
+        pool = self._pools[size > rules.SMALL]
         block = self._cached(pool, size)
         if block is None:
             self._collect_garbage()
@@ -167,8 +156,8 @@ class CachingAllocator:
 
     def _splits(self, block: _Block, size: int) -> bool:
         if block.pool.small or self.settings.expandable_segments:
-            return block.bytes - size >= SMALLEST
-        return size < self._unsplit and block.bytes - size > SMALL
+            return block.bytes - size >= rules.SMALLEST
+        return size < self._unsplit and block.bytes - size > rules.SMALL
 
     def _cached(self, pool: _Pool, size: int) -> _Block | None:
         """The best fit among cached blocks."""
@@ -181,19 +170,15 @@ class CachingAllocator:
             while at + 1 < len(pool.cached) and _grown(pool.cached[at + 1]) < _grown(pool.cached[at]):
                 at += 1
         block = pool.cached[at]
-        if (
-            size < self._unsplit <= block.bytes
-            or size >= self._unsplit
-            and block.bytes >= size + LARGE_SEGMENT
-        ):
-            return None
-        return pool.cached.pop(at)
+        kept_whole = size < self._unsplit <= block.bytes
+        too_large = size >= self._unsplit and block.bytes >= size + rules.LARGE_SEGMENT
+        return None if kept_whole or too_large else pool.cached.pop(at)
 
     def _new(self, pool: _Pool, size: int) -> _Block | None:
         """A block of new memory, in no list; None if the device has too little."""
         if self.settings.expandable_segments:
             return self._expanded(pool, size)
-        size = segment_size(size)
+        size = rules.segment_size(size)
         if size > self.memory.unreserved_bytes:
             return None
         block = _Block(self.memory.addresses(size), size, pool)
@@ -238,8 +223,7 @@ class CachingAllocator:
 
     def _expanded(self, pool: _Pool, size: int) -> _Block | None:
         """The lowest free addresses of a range with room for `size`, backed as far as they were not; None if
-        the device has too few pages.
-        """
+        the device has too few pages."""
         block = next(self._growing(pool, size), None) or self._range(pool)
         while not block.backed or block.bytes < size:
             bare = block.after if block.backed else block

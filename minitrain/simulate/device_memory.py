@@ -20,6 +20,7 @@ always give; holes arise only inside what an allocator holds.
 from bisect import insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -33,15 +34,11 @@ Trace = Iterable[tuple[str, int, int]]
 class OutOfMemory(MemoryError):
     """No room for a request: `free_bytes` are allocated to nobody, at most `largest_bytes` in one block."""
 
-    def __init__(
-        self, requested_bytes: int, free_bytes: int, largest_bytes: int, capacity_bytes: int
-    ) -> None:
+    def __init__(self, requested_bytes: int, free_bytes: int, largest_bytes: int, capacity_bytes: int):
         self.requested_bytes, self.free_bytes = requested_bytes, free_bytes
         self.largest_bytes, self.capacity_bytes = largest_bytes, capacity_bytes
-        super().__init__(
-            f"out of memory: {requested_bytes:,} bytes asked for; of {capacity_bytes:,} "
-            f"{free_bytes:,} are free, {largest_bytes:,} at most in one block"
-        )
+        room = f"of {capacity_bytes:,} {free_bytes:,} are free, {largest_bytes:,} at most in one block"
+        super().__init__(f"out of memory: {requested_bytes:,} bytes asked for; {room}")
 
 
 class DeviceMemory:
@@ -49,14 +46,11 @@ class DeviceMemory:
 
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < PAGE:
-            raise ValueError(
-                f"{capacity_bytes:,} bytes of device memory; at least one page, {PAGE:,}, is needed"
-            )
+            need = f"at least one page, {PAGE:,}, is needed"
+            raise ValueError(f"{capacity_bytes:,} bytes of device memory; {need}")
         self.capacity_bytes = capacity_bytes
         self.reserved_bytes = 0
         self.event = 0  # of the trace that is replayed
-        self.backing_calls: list[int] = []
-        self.return_calls: list[int] = []
         self.log: list[tuple[int, int, int, bool]] = []  # event, address, bytes, put behind it or taken away
         self._ranges: list[tuple[int, int]] = []  # addresses in use: (start, end), sorted
 
@@ -83,13 +77,11 @@ class DeviceMemory:
         if size > self.unreserved_bytes:
             return False
         self.reserved_bytes += size
-        self.backing_calls.append(self.event)
         self.log.append((self.event, address, size, True))
         return True
 
     def take_back(self, address: int, size: int) -> None:
         self.reserved_bytes -= size
-        self.return_calls.append(self.event)
         self.log.append((self.event, address, size, False))
 
 
@@ -122,29 +114,49 @@ class Replay:
     """What an allocator made of a trace."""
 
     capacity_bytes: int
-    events: int = 0  # done; of a trace that died: the number of the event in which it did
+    log: list[tuple[int, int, int, bool]] = field(default_factory=list, repr=False)  # as of DeviceMemory
     died: OutOfMemory | None = None
     requested: list[int] = field(default_factory=list, repr=False)  # bytes after each event
     allocated: list[int] = field(default_factory=list, repr=False)
     reserved: list[int] = field(default_factory=list, repr=False)
-    backing_calls: list[int] = field(default_factory=list, repr=False)
-    return_calls: list[int] = field(default_factory=list, repr=False)
     placed: list[Placed] = field(default_factory=list, repr=False)
-    backed: list[tuple[int, int, int, int]] = field(
-        default_factory=list, repr=False
-    )  # address, bytes, from, until
+
+    requested_peak = property(lambda self: max(self.requested, default=0))
+    allocated_peak = property(lambda self: max(self.allocated, default=0))
+    reserved_peak = property(lambda self: max(self.reserved, default=0))
 
     @property
-    def requested_peak(self) -> int:
-        return max(self.requested, default=0)
+    def events(self) -> int:
+        """Done; of a trace that died: the number of the event in which it did."""
+        return len(self.requested)
 
     @property
-    def allocated_peak(self) -> int:
-        return max(self.allocated, default=0)
+    def backing_calls(self) -> list[int]:
+        return [event for event, _, _, gained in self.log if gained]
 
     @property
-    def reserved_peak(self) -> int:
-        return max(self.reserved, default=0)
+    def return_calls(self) -> list[int]:
+        return [event for event, _, _, gained in self.log if not gained]
+
+    @cached_property
+    def backed(self) -> list[tuple[int, int, int, int]]:
+        """(address, bytes, from event, until event) of everything that had memory behind it. Pages in a row
+        with one history are one."""
+        since: dict[int, int] = {}
+        pages: list[tuple[int, int, int]] = []  # from, until, number
+        for event, address, size, gained in self.log:
+            for page in range(address // PAGE, (address + size) // PAGE):
+                if gained:
+                    since[page] = event
+                else:
+                    pages.append((since.pop(page), event, page))
+        pages += [(event, self.events, page) for page, event in since.items()]
+        rows = groupby(enumerate(sorted(pages)), key=lambda item: (item[1][:2], item[1][2] - item[0]))
+        found = []
+        for ((born, dies), _), row in rows:
+            numbers = [page for _, (_, _, page) in row]
+            found.append((numbers[0] * PAGE, len(numbers) * PAGE, born, dies))
+        return found
 
     @property
     def utilization(self) -> float:
@@ -157,22 +169,20 @@ class Replay:
 
 def replay(trace: Trace, allocator: Allocator) -> Replay:
     """Every event of the trace in turn, until its end or the first request that fails. The allocator is used
-    up: it keeps what it holds, so one must be made for each replay.
-    """
+    up: it keeps what it holds, so one must be made for each replay."""
     memory = allocator.memory
     if memory.log:
         raise ValueError("this allocator has replayed a trace already; make a new one for each replay")
-    done = Replay(memory.capacity_bytes)
+    done = Replay(memory.capacity_bytes, memory.log)
     live: dict[int, tuple[int, int, tuple]] = {}  # block -> born, bytes, where
     requested = 0
     for event, (what, block, size) in enumerate(trace):
         memory.event = event
         if what not in ("alloc", "free") or size < 0 or (what == "alloc") == (block in live):
             state = "lives" if block in live else "does not live"
-            raise ValueError(
-                f"event {event}: {what} of {size:,} bytes as block {block}, which {state}; a trace has "
-                "('alloc', block, bytes) and then ('free', block, bytes) of each"
-            )
+            found = f"{what} of {size:,} bytes as block {block}, which {state}"
+            cure = "a trace has ('alloc', block, bytes) and then ('free', block, bytes) of each"
+            raise ValueError(f"event {event}: {found}; {cure}")
         if what == "free":
             born, size, where = live.pop(block)
             allocator.free(block)
@@ -189,55 +199,18 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
         done.requested.append(requested)
         done.allocated.append(allocator.allocated_bytes)
         done.reserved.append(memory.reserved_bytes)
-    done.events = len(done.requested)
-    done.placed += [
-        Placed(block, size, born, done.events, where) for block, (born, size, where) in live.items()
-    ]
-    done.backing_calls, done.return_calls = memory.backing_calls, memory.return_calls
-    done.backed = _backed(memory.log, done.events)
+    ends = ((block, size, born, done.events, where) for block, (born, size, where) in live.items())
+    done.placed += [Placed(*end) for end in ends]
     return done
 
 
 def comparison(replays: Mapping[str, Replay]) -> str:
     """A table: the peaks, utilization, calls to the device, and whether memory was out."""
-    head = (
-        "",
-        "requested MiB",
-        "allocated MiB",
-        "reserved MiB",
-        "utilization",
-        "calls",
-        "returns",
-        "out of memory",
-    )
-    rows: list[tuple] = [head]
+    sizes = "requested MiB", "allocated MiB", "reserved MiB"
+    rows: list[tuple] = [("", *sizes, "utilization", "calls", "returns", "out of memory")]
     for name, done in replays.items():
-        peaks = [
-            f"{peak / MiB:,.0f}" for peak in (done.requested_peak, done.allocated_peak, done.reserved_peak)
-        ]
-        calls = len(done.backing_calls), len(done.return_calls)
-        rows.append(
-            (name, *peaks, f"{done.utilization:.1%}", *calls, f"event {done.events}" if done.died else "no")
-        )
+        peaks = done.requested_peak, done.allocated_peak, done.reserved_peak
+        cells = *(f"{peak / MiB:,.0f}" for peak in peaks), f"{done.utilization:.1%}"
+        calls, died = (len(done.backing_calls), len(done.return_calls)), f"event {done.events}"
+        rows.append((name, *cells, *calls, died if done.died else "no"))
     return aligned(rows)
-
-
-def _backed(log: Iterable[tuple[int, int, int, bool]], end: int) -> list[tuple[int, int, int, int]]:
-    """(address, bytes, from event, until event) of everything that had memory behind it. Pages in a row with
-    one history are one.
-    """
-    since: dict[int, int] = {}
-    pages: list[tuple[int, int, int]] = []  # from, until, number
-    for event, address, size, gained in log:
-        for page in range(address // PAGE, (address + size) // PAGE):
-            if gained:
-                since[page] = event
-            else:
-                pages.append((since.pop(page), event, page))
-    pages += [(event, end, page) for page, event in since.items()]
-    rows = groupby(enumerate(sorted(pages)), key=lambda item: (item[1][:2], item[1][2] - item[0]))
-    found = []
-    for ((born, dies), _), row in rows:
-        numbers = [page for _, (_, _, page) in row]
-        found.append((numbers[0] * PAGE, len(numbers) * PAGE, born, dies))
-    return found

@@ -45,29 +45,17 @@ class Wait:
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Bytes that leave one memory of this rank for another, beside computation; ids are counted with those
-    of `Issue`.
-    """
+    of `Issue`."""
 
     id: int
     way: str  # "to_host", "to_device"; "to_disk", "from_disk"
     bytes: int
     phase: str = ""
 
-    @property
-    def op(self) -> str:
-        return self.way
-
-    @property
-    def axis(self) -> str:
-        return "disk" if self.way.endswith("disk") else "host"
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.bytes
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.bytes
+    # what those who read an Issue ask for
+    op = property(lambda self: self.way)
+    axis = property(lambda self: "disk" if self.way.endswith("disk") else "host")
+    payload_bytes = sent_bytes = property(lambda self: self.bytes)
 
 
 WAYS = ("to_host", "to_device", "to_disk", "from_disk")

@@ -29,8 +29,7 @@ Work = Callable[["list[Block | None]"], None] | None
 class Block:
     """Memory of `bytes`, made by an operator (or None: pinned, it came from outside).
 
-    `held` is what its owner keeps in it; it is emptied when the block is evicted. `uses`: the program's.
-    """
+    `held` is what its owner keeps in it; it is emptied when the block is evicted. `uses`: the program's."""
 
     def __init__(self, evictor: "Evictor", bytes: int, made_by: "Operator | None" = None):
         self.evictor, self.bytes, self.made_by, self.held = evictor, bytes, made_by, {}
@@ -122,9 +121,7 @@ class Evictor:
         self.settle(block, place)
         return block
 
-    def run(
-        self, name: str, inputs: Iterable[Block], sizes: Iterable[int], cost: int, work: Work = None
-    ) -> list[Block]:
+    def run(self, name: str, inputs: Iterable[Block], sizes: Iterable[int], cost, work=None) -> list[Block]:
         """The program runs an operator -> its outputs, blocks of these sizes, resident, one use each."""
         operator = Operator(name, inputs, sizes, cost, work)
         blocks = [Block(self, size, operator) for size in operator.sizes]
@@ -217,8 +214,7 @@ class Evictor:
         """Room for all results of an operator at once, and their places (here: no matter where)."""
         needed = sum(sizes)
         while self.resident_bytes + needed > self.limit_bytes:
-            victim = min(self.candidates(), key=lambda block: (self.score(block), block.number), default=None)
-            if victim is None:
+            if (victim := self.least()) is None:
                 raise ValueError(self._too_small(needed, what))
             self.evict(victim)
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes + needed)
@@ -232,9 +228,8 @@ class Evictor:
         self.resident_bytes -= block.bytes
 
     def _too_small(self, needed: int, what: str) -> str:
-        asked = (
-            f"{what} asks for {needed} bytes beside {self.resident_bytes} that cannot go (pinned, or read by"
-        )
+        stays = f"{self.resident_bytes} that cannot go (pinned, or read by"
+        asked = f"{what} asks for {needed} bytes beside {stays}"
         cure = f"limit_bytes is {self.limit_bytes}, raise it to {self.resident_bytes + needed} or more"
         return f"{asked} it or by operators that wait for it); {cure}"
 
@@ -242,9 +237,10 @@ class Evictor:
         """What may be evicted now."""
         return [b for b in self._blocks.values() if b.resident and b.made_by and not b.locks and b.bytes]
 
-    def score(self, block: Block) -> float:
-        """The least is evicted first."""
-        return RULES[self.rule](block)
+    def least(self) -> Block | None:
+        """Who is evicted first, by the rule."""
+        rule = RULES[self.rule]
+        return min(self.candidates(), key=lambda block: (rule(block), block.number), default=None)
 
     def evict(self, block: Block) -> None:
         self.evictions += 1
@@ -265,9 +261,8 @@ class Evictor:
 
 def neighbourhood(block: Block) -> int:
     """Its own cost and that of the groups of evicted blocks it touches."""
-    touched = {
-        other.group.top() for other in (*block.parents, *block.children.values()) if other.group is not None
-    }
+    others = (*block.parents, *block.children.values())
+    touched = {other.group.top() for other in others if other.group is not None}
     return block.cost + sum(group.cost for group in touched)
 
 

@@ -37,8 +37,7 @@ class BestFit(Evictor):
 
     def reserve(self, sizes: Sequence[int], what: str, cost: float) -> list[int | None]:
         places = [self._allocate(size, what, cost) if size else None for size in sizes]
-        reserved = sum(sizes)
-        self.peak_bytes = max(self.peak_bytes, self.resident_bytes + reserved)
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes + sum(sizes))
         return places
 
     def unreserve(self, place: int | None) -> None:
@@ -64,16 +63,14 @@ class BestFit(Evictor):
 
     def _allocate(self, bytes: int, what: str, cost: float) -> int:
         evicted: list[tuple[int, int]] = []
-        while not (
-            fitting := [(end - start, start, end) for start, end in self.holes() if end - start >= bytes]
-        ):
+        while not (fitting := [hole for hole in self.holes() if hole[1] - hole[0] >= bytes]):
             victims = self.victims(bytes)
             if not victims:
                 raise ValueError(self._too_small(bytes, what))
             evicted += [(block.place, block.bytes) for block in victims]
             for block in victims:
                 self.evict(block)
-        _, start, end = min(fitting)
+        start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
         self.stranded_bytes += sum(size for place, size in evicted if not start <= place < end)
         place = self.put(start, end, bytes, cost)
         self._take(place, bytes)
@@ -96,7 +93,7 @@ class BestFit(Evictor):
 
     def victims(self, bytes: int) -> list[Block]:
         """Whom to evict next for a request of so many bytes; nobody: it cannot be met."""
-        best = min(self.candidates(), key=lambda block: (self.score(block), block.number), default=None)
+        best = self.least()
         return [best] if best else []
 
 
@@ -130,15 +127,12 @@ class Coop(BestFit):
         """All memory in order of address: (bytes, cost of having it free, the block or None: a hole)."""
         free = {block.number for block in self.candidates()}
         taken = [(start, self._ends[start], self._at.get(start)) for start in self._starts]
-        memory = sorted(
-            [*taken, *((start, end, "hole") for start, end in self.holes())], key=lambda part: part[0]
-        )
-        parts = []
-        for start, end, block in memory:
-            movable = isinstance(block, Block) and block.number in free
-            cost = 0 if block == "hole" else neighbourhood(block) / staleness(block) if movable else inf
-            parts.append((end - start, cost, block if movable else None))
-        return parts
+        parts = [(start, end - start, 0, None) for start, end in self.holes()]
+        for start, end, block in taken:
+            movable = block is not None and block.number in free
+            cost = neighbourhood(block) / staleness(block) if movable else inf
+            parts.append((start, end - start, cost, block if movable else None))
+        return [part for _, *part in sorted(parts, key=lambda part: part[0])]
 
     def victims(self, bytes: int) -> list[Block]:
         parts = self.parts()
@@ -150,8 +144,7 @@ def cheapest_window(parts: Sequence[tuple[int, float]], bytes: int) -> tuple[int
     """(first, end) of the cheapest run of parts (bytes, cost) of at least so many bytes; None: there is none.
 
     An infinite cost cannot be paid. One sweep: a window that is large enough loses what it can at its left,
-    since costs are not negative.
-    """
+    since costs are not negative."""
     best, least, left, size = None, inf, 0, 0
     for right, (more, cost) in enumerate(parts):
         if cost == inf:

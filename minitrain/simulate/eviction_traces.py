@@ -34,12 +34,10 @@ def chain(layers: int, bytes: int = 1, cost: int = 1, every: int = 0) -> list[tu
     """The trace of x_i = f(x_{i-1}) and g_{i-1} = b(x_{i-1}, g_i); a result is kept until its backward.
 
     With `every`, a static plan: of the forward only x_0, x_every, .. are kept, and the results between two of
-    them are made once more, all at once, when the backward comes there.
-    """
+    them are made once more, all at once, when the backward comes there."""
     if layers < 1 or every < 0:
-        raise ValueError(
-            f"layers = {layers}, every = {every}; use at least 1 layer, and 0 (keep all) or more"
-        )
+        cure = "use at least 1 layer, and 0 (keep all) or more"
+        raise ValueError(f"layers = {layers}, every = {every}; {cure}")
     trace: list[tuple] = [("constant", 0, bytes)]
     numbers = count(1)
 
@@ -67,8 +65,7 @@ def chain(layers: int, bytes: int = 1, cost: int = 1, every: int = 0) -> list[tu
 
 def graph(trace: list[tuple]) -> tuple[list[tuple], int]:
     """A trace of operators with one result each as a graph for planners: [(cost, bytes, inputs)], and the
-    bytes of its constants, which are none of its nodes.
-    """
+    bytes of its constants, which are none of its nodes."""
     nodes, numbers, constants = [], {}, 0
     for kind, *event in trace:
         if kind == "constant":

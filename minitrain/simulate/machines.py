@@ -125,9 +125,8 @@ INFINIBAND_EDR = _network("InfiniBand EDR", 100, "InfiniBand Trade Association r
 INFINIBAND_HDR = _network("InfiniBand HDR", 200, "InfiniBand Trade Association roadmap")
 INFINIBAND_NDR = _network("InfiniBand NDR", 400, "InfiniBand Trade Association roadmap")
 # Two SSDs for the system, four for data; the latency of reading one flash page is of this order.
-DGX_A100_DRIVES = Link(
-    "a share of 4 NVMe drives", 1e-4, 25 / 8 * GB, "NVIDIA DGX A100 datasheet: 25 GB/s a node"
-)
+_DRIVES = "NVIDIA DGX A100 datasheet: 25 GB/s a node"
+DGX_A100_DRIVES = Link("a share of 4 NVMe drives", 1e-4, 25 / 8 * GB, _DRIVES)
 ETHERNET_100G = _network("100G Ethernet", 100, "IEEE 802.3ba, with RDMA")
 
 
@@ -156,22 +155,17 @@ ASCEND_910 = _device("Ascend 910", 32, 1200, "Huawei, Hot Chips 31 (2019)", floa
 
 # ---- machines ---------------------------------------------------------------------------------------------
 _MACHINES = [
-    Machine("v100", V100, 8, NVLINK2, INFINIBAND_EDR, nics_per_node=4, host=PCIE3),  # DGX-1
-    Machine(
-        "v100-ethernet", V100_PCIE, 4, PCIE3, ETHERNET_100G, nics_per_node=1, host=PCIE3
-    ),  # a plain server
-    Machine(
-        "a100-40gb", A100_40GB, 8, NVLINK3, INFINIBAND_HDR, nics_per_node=8, host=PCIE4
-    ),  # the first DGX A100
-    Machine(
-        "a100", A100, 8, NVLINK3, INFINIBAND_HDR, nics_per_node=8, host=PCIE4, disk=DGX_A100_DRIVES
-    ),  # DGX A100
-    Machine("a800", A800, 8, NVLINK_A800, INFINIBAND_HDR, nics_per_node=8, host=PCIE4),
-    Machine("h100", H100, 8, NVLINK4, INFINIBAND_NDR, nics_per_node=8, host=PCIE5),  # DGX H100
-    Machine("h800", H800, 8, NVLINK_H800, INFINIBAND_NDR, nics_per_node=8, host=PCIE5),
-    Machine("h200", H200, 8, NVLINK4, INFINIBAND_NDR, nics_per_node=8, host=PCIE5),  # DGX H200
+    # DGX-1; a plain server; the first DGX A100 and the second; DGX H100 and H200
+    Machine("v100", V100, 8, NVLINK2, INFINIBAND_EDR, 4, host=PCIE3),
+    Machine("v100-ethernet", V100_PCIE, 4, PCIE3, ETHERNET_100G, 1, host=PCIE3),
+    Machine("a100-40gb", A100_40GB, 8, NVLINK3, INFINIBAND_HDR, 8, host=PCIE4),
+    Machine("a100", A100, 8, NVLINK3, INFINIBAND_HDR, 8, host=PCIE4, disk=DGX_A100_DRIVES),
+    Machine("a800", A800, 8, NVLINK_A800, INFINIBAND_HDR, 8, host=PCIE4),
+    Machine("h100", H100, 8, NVLINK4, INFINIBAND_NDR, 8, host=PCIE5),
+    Machine("h800", H800, 8, NVLINK_H800, INFINIBAND_NDR, 8, host=PCIE5),
+    Machine("h200", H200, 8, NVLINK4, INFINIBAND_NDR, 8, host=PCIE5),
     # An Atlas 800 server holds two HCCS meshes of four: the fast domains. Each device has its own 100G port.
-    Machine("ascend910", ASCEND_910, 4, HCCS, ETHERNET_100G, nics_per_node=4, host=PCIE4),
+    Machine("ascend910", ASCEND_910, 4, HCCS, ETHERNET_100G, 4, host=PCIE4),
 ]
 MACHINES = {machine.name: machine for machine in _MACHINES}
 
@@ -197,20 +191,14 @@ def this_laptop(
     """The machine under the reader's hands as one node of `ranks` equal devices, from measured rates.
 
     `flops_per_s` maps dtypes to what ONE rank reaches while all compute, e.g. {"float32": 4.1e10}. Measured
-    rates already hold every inefficiency, so the efficiencies are 1.
-    """
-    rates = {
-        "memory_bytes": memory_bytes,
-        "memory_bandwidth_bytes_per_s": memory_bandwidth_bytes_per_s,
-        "link_bandwidth_bytes_per_s": link_bandwidth_bytes_per_s,
-    }
+    rates already hold every inefficiency, so the efficiencies are 1."""
+    memory = dict(memory_bytes=memory_bytes, memory_bandwidth_bytes_per_s=memory_bandwidth_bytes_per_s)
     copies = dict(host_bytes_per_s=host_bytes_per_s, disk_bytes_per_s=disk_bytes_per_s)
-    rates |= {name: rate for name, rate in copies.items() if rate is not None}
-    for name, rate in {**rates, **flops_per_s}.items():
-        if not rate > 0:
+    rates = memory | copies | dict(link_bandwidth_bytes_per_s=link_bandwidth_bytes_per_s) | flops_per_s
+    for name, rate in rates.items():
+        if rate is not None and not rate > 0:
             raise ValueError(f"{name}={rate} of this laptop: give the positive number you measured")
-    memory = memory_bytes, memory_bandwidth_bytes_per_s
-    device = Device("this laptop", dict(flops_per_s), *memory, "measured here")
+    device = Device("this laptop", dict(flops_per_s), **memory, source="measured here")
     link = Link("loopback", link_latency_s, link_bandwidth_bytes_per_s, "measured here")
     host, disk = (rate and Link(name, 0.0, rate, "measured here") for name, rate in copies.items())
     return Machine("laptop", device, ranks, link, link, nics_per_node=ranks, host=host, disk=disk)

@@ -10,7 +10,7 @@ case. The remedy there, MD of ZeRO-R (section 6.3): a region is set aside for ch
 they are copied into it as they are made.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -47,11 +47,8 @@ def live_bytes(trace: Sequence[Event]) -> list[int]:
 
 
 def checkpointed(layers: int, work_bytes: int, kept_bytes: int, asked_bytes: int) -> list[Event]:
-    """Each layer has memory to work in and frees it before it puts its checkpoint somewhere; then a last
-    request.
-
-    Blocks 0, 1, .. are the checkpoints, those from `layers` on the work, and the last is the request.
-    """
+    """Each layer has memory to work in and frees it before it puts its checkpoint somewhere; then comes the
+    last request. Blocks 0, 1, .. are checkpoints, those from `layers` on the work, the last the request."""
     trace: list[Event] = []
     for layer in range(layers):
         trace += [(what, layers + layer, work_bytes) for what in ("alloc", "free")]
@@ -66,17 +63,12 @@ def growing(sizes: Sequence[int]) -> list[Event]:
 
 def with_region(trace: Sequence[Event], blocks: Collection[int]) -> list[Event]:
     """The trace with a region that is there from the start, as large as these blocks ever are together. Each
-    is made outside, copied into the region, and freed at once.
-    """
+    is made outside, copied into the region, and freed at once."""
     kept = set(blocks)
-    region = max(live_bytes([event for event in trace if event[1] in kept]), default=0)
-    return [("alloc", REGION, region), *_copied(trace, kept)]
-
-
-def _copied(trace: Sequence[Event], kept: set[int]) -> Iterator[Event]:
+    copied = [("alloc", REGION, max(live_bytes([event for event in trace if event[1] in kept]), default=0))]
     for what, block, size in trace:
         if block not in kept:
-            yield what, block, size
+            copied.append((what, block, size))
         elif what == "alloc":
-            yield "alloc", block, size
-            yield "free", block, size
+            copied += [("alloc", block, size), ("free", block, size)]
+    return copied

@@ -34,8 +34,7 @@ def replay(
     `dtype` ("bf16") takes every product at that rate instead of at its own dtype's; bytes stay as counted.
     `algorithms` ({"all_reduce": "ring"}) fixes what is otherwise the cheapest; `launch_s` is the dead time
     before each operator. Ranks that do not issue the same collectives in the same order: ValueError, naming
-    rank, collective, line.
-    """
+    rank, collective, line."""
     return _Player(events_by_rank, machine, dtype, algorithms or {}, launch_s).play()
 
 
@@ -145,10 +144,9 @@ class _Player:
         """Starts when the copy before it, of that rank and way, has ended; nobody else is needed."""
         link = getattr(self.machine, event.axis)
         if link is None:
+            missing = f"{self.machine.name} has no {event.axis} link"
             cure = f"give it one: dataclasses.replace(machine, {event.axis}=Link(...))"
-            raise ValueError(
-                f"{event.bytes:,} bytes {event.way}, and {self.machine.name} has no {event.axis} link; {cure}"
-            )
+            raise ValueError(f"{event.bytes:,} bytes {event.way}, and {missing}; {cure}")
         start = max(state.now_s, state.copied_s.get(event.way, 0.0))
         rate = link.bandwidth_bytes_per_s * self.machine.network_efficiency
         end = state.copied_s[event.way] = start + link.latency_s + event.bytes / rate

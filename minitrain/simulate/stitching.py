@@ -78,12 +78,10 @@ class StitchingAllocator:
     def _room(self, requested: int) -> list[_Primitive]:
         size = -(-requested // PAGE) * PAGE
         free = sorted((one for one in self._primitives if one.free), key=lambda one: (one.bytes, one.address))
-        exact = [[one] for one in free if one.bytes == size]
-        exact += [
-            parts for parts in self._stitches if _bytes(parts) == size and all(one.free for one in parts)
-        ]
-        if exact:
-            return list(exact[0])
+        free_stitches = [parts for parts in self._stitches if all(one.free for one in parts)]
+        for parts in ([one] for one in free), free_stitches:
+            if exact := next((found for found in parts if _bytes(found) == size), None):
+                return list(exact)
         larger = next((one for one in free if one.bytes > size), None)
         if larger:
             self._split(larger, size)

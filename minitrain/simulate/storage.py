@@ -53,8 +53,7 @@ def read_epoch_substituting(order: Iterable[int], cache: LRU) -> Iterator[tuple[
     """In place of a sample that is not in the cache read the next one that is; those passed over come last.
 
     Each sample is still read once. The cache is read before misses change it, so all of it is found; so is
-    what another job fetches meanwhile. The price: misses come in one block.
-    """
+    what another job fetches meanwhile. The price: misses come in one block."""
     passed_over = []
     for sample in order:
         if sample in cache:
@@ -69,8 +68,7 @@ def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int
 
     The read of sample i + depth begins as step i begins, or when one of `streams` of the storage is free:
     reading ahead hides how long a read takes, never a lack of bandwidth. A hit has read time 0. The first
-    entry is the time to fill, which no depth can hide.
-    """
+    entry is the time to fill, which no depth can hide."""
     if depth < 0 or step_time <= 0 or (streams is not None and streams < 1):
         given = f"depth={depth}, step_time={step_time}, streams={streams}"
         raise ValueError(f"{given}: need depth >= 0, step_time > 0, streams >= 1 or None for no limit")
@@ -94,8 +92,7 @@ def autoscale(stall_with: Callable, most: int, threshold: Time, trial_every: int
 
     Halves the range of sizes until the smallest whose stall is below `threshold` is left, and stays there.
     When the stall comes back, or one sample less turns out to do (tried now and then), the storage has
-    changed: search again. Stays at `most` as long as even that is not enough.
-    """
+    changed: search again. Stays at `most` as long as even that is not enough."""
     if most < 0 or trial_every < 2:
         given = f"most={most}, trial_every={trial_every}"
         raise ValueError(f"{given}: need most >= 0 samples and trial_every >= 2 epochs")

@@ -25,8 +25,7 @@ from minitrain.simulate.links import Number, Task
 def dealt(sizes: Sequence[Number], devices: int, needed: Number) -> list[set[int]] | None:
     """Tensors that each device swaps, `needed` bytes at least, no tensor on two: dealt out in turn.
 
-    None if there are not enough: then only turns in direction help.
-    """
+    None if there are not enough: then only turns in direction help."""
     sets: list[set[int]] = [set() for _ in range(devices)]
     held = [0] * devices
     for tensor, size in enumerate(sizes):
@@ -41,8 +40,7 @@ def dealt(sizes: Sequence[Number], devices: int, needed: Number) -> list[set[int
 def swapping_forward(sets: Sequence[Collection[int]], sizes: Sequence[Number], layer_s: Number) -> list[Task]:
     """Forwards that swap out, device d what is in sets[d], all over the link "up".
 
-    Layer l + 2 needs the memory of layer l's tensor, if that is to go.
-    """
+    Layer l + 2 needs the memory of layer l's tensor, if that is to go."""
     tasks = []
     for d, swapped in enumerate(sets):
         for layer, size in enumerate(sizes):
@@ -56,8 +54,7 @@ def swapping_forward(sets: Sequence[Collection[int]], sizes: Sequence[Number], l
 def exchanges(devices: int, rounds: int, size: Number, *, opposed: bool) -> list[Task]:
     """Each device sends `size` bytes up and fetches as many, in turns, over the links "up" and "down".
 
-    Opposed: every second device fetches while the others send, so that no two of a pair share a direction.
-    """
+    Opposed: every second device fetches while the others send, so that no two of a pair share a direction."""
     tasks = []
     for d in range(devices):
         ways = ("down", "up") if opposed and d % 2 else ("up", "down")
@@ -134,8 +131,7 @@ def swap_volume(steps: Iterable[Step], room: int, *, writes_all: bool = False, p
     """Counts what moves if each device has room for the weights of `room` layers; empty before and after.
 
     The least recently used layer leaves: written if it was updated, or in any case (`writes_all`: a memory
-    that does not know). Activations between devices go from peer to peer or through the host.
-    """
+    that does not know). Activations between devices go from peer to peer or through the host."""
     if room < 1:
         raise ValueError(f"room={room}: a device needs room for the layer it computes, 1 or more")
     held: dict[int, OrderedDict[int, bool]] = {}  # device -> {layer: updated}
@@ -162,8 +158,7 @@ def swap_volume(steps: Iterable[Step], room: int, *, writes_all: bool = False, p
 
 def resident(free: Sequence[Number], layer_bytes: Number, layers: int, *, dynamic: bool) -> list[int]:
     """How many layers stay on the device in each step, given its free bytes: all, or what leaves room for two
-    others, one that computes and one on its way.
-    """
+    others, one that computes and one on its way."""
     fitting = [layers if room >= layers * layer_bytes else int(room // layer_bytes) - 2 for room in free]
     if not fitting or min(fitting) < 0:
         need = f"{2 * layer_bytes} bytes, for the layer that computes and the next"

@@ -34,8 +34,7 @@ def prefetching(layers: Sequence[Layer], depth: int, *, known: bool = True) -> l
     """A pass over the layers on the links "net", "bus" and "disk", which fetches `depth` layers ahead.
 
     The fetch of a layer begins as the one `depth` before it does; 0: when it is due. Experts that are not
-    known before the layer's own router has spoken are fetched when it is due, whatever the depth.
-    """
+    known before the layer's own router has spoken are fetched when it is due, whatever the depth."""
     if depth < 0:
         raise ValueError(f"depth={depth}: use 0, to fetch when a layer is due, or more")
     tasks = []
@@ -58,8 +57,7 @@ class DecayingLFU:
     """A cache of `capacity` experts; the one with the smallest count leaves, and counts fade.
 
     After every `every` reads all counts are multiplied by `decay`: 1 never forgets, 0 remembers no more than
-    the reads since. Of equal counts, the one that was not read for longest leaves.
-    """
+    the reads since. Of equal counts, the one that was not read for longest leaves."""
 
     def __init__(self, capacity: int, decay: float = 0.5, every: int = 100):
         if capacity < 1 or not 0 <= decay <= 1 or every < 1:
@@ -111,8 +109,7 @@ def updating(parameters: int, devices: int, sizes: Sizes, *, near: bool, chunks:
     """The update of all parameters, whose states lie on `devices` in stripes, chunk by chunk.
 
     Links: "down" and "up" of the host, and "read d" and "write d" of each storage device. The gradient is
-    written first, which is when its chunk can be updated; the new parameter is read last.
-    """
+    written first, which is when its chunk can be updated; the new parameter is read last."""
     if parameters % (devices * chunks):
         raise ValueError(f"{parameters} parameters: give a multiple of {devices} devices x {chunks} chunks")
     tasks, amount = [], parameters // (devices * chunks)
@@ -135,13 +132,10 @@ def updating(parameters: int, devices: int, sizes: Sizes, *, near: bool, chunks:
     return tasks
 
 
-def update_s(
-    parameters: int, devices: int, sizes: Sizes, host: Number, device: Number, *, near: bool
-) -> Number:
+def update_s(parameters: int, devices: int, sizes: Sizes, host: Number, device: Number, *, near) -> Number:
     """Seconds at least, with `host` bytes/s each way and `device` each way of every storage device.
 
-    The busiest link: the host's, or of one storage device. Chunks that overlap come close to it.
-    """
+    The busiest link: the host's, or of one storage device. Chunks that overlap come close to it."""
     most = max(host_bytes(sizes, near=near).values())
     inside = sizes.states + sizes.gradient + sizes.parameter
     return parameters * max(divided(most, host), divided(inside, devices * device))

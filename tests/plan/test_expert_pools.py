@@ -1,6 +1,7 @@
 """Pools of hybrid plans against all plans there are, and what a switch moves against the elements of each rank."""
 
 import random
+from collections import Counter
 from itertools import permutations, product
 
 import pytest
@@ -26,6 +27,26 @@ def drawn_costs(seed):
 # ---- what a rank holds, and what a switch moves ----------------------------------------------------------
 
 
+def shards(grid, holders, layer):
+    """Of each rank {expert's number or "dense": (first element, last + 1)}."""
+    found = []
+    for _, e, t in product(*map(range, grid)):
+        sizes = {x: layer.expert_weights for x, (place,) in enumerate(holders) if place == e}
+        sizes |= {"dense": layer.dense_weights}
+        found.append({name: (t * n // grid.tp, (t + 1) * n // grid.tp) for name, n in sizes.items()})
+    return found
+
+
+def received(before, after):
+    """Elements that each rank did not hold before, by name."""
+    new = [Counter() for _ in after]
+    for found, old, own in zip(new, before, after, strict=True):
+        for name, (start, stop) in own.items():
+            first, last = old.get(name, (0, 0))
+            found[name] = stop - start - max(0, min(stop, last) - max(start, first))
+    return [+found for found in new]
+
+
 def test_a_pool_is_switched_by_placement_alone():
     """Inside a grid: dense layers stay, a rank gets as many elements as it gives up, all of whole shards of experts,
     and the bytes are those counted element by element. Between grids something is cut anew, or sizes change.
@@ -33,7 +54,7 @@ def test_a_pool_is_switched_by_placement_alone():
     every = plan.grids(8, LAYER, 1, GIB)
     assert len(every) == 10 and {grid.dp * grid.ep * grid.tp for grid in every} == {8}
     assert {grid.ep for grid in plan.grids(6, LAYER, 1, GIB)} == {1, 2}, "8 experts on 3 places are uneven"
-    held = {grid: plan.shards(grid, owners(8, grid.ep), LAYER) for grid in every}
+    held = {grid: shards(grid, owners(8, grid.ep), LAYER) for grid in every}
     moved = 0
     for grid, other in product(every, repeat=2):
         if grid != other:
@@ -44,8 +65,8 @@ def test_a_pool_is_switched_by_placement_alone():
             assert sizes[0] != sizes[1], "ranks of another grid have other shapes"
             continue
         for holders in (round_robin(8, grid.ep), *(greedy(loads, grid.ep) for loads in drawn_loads(4))):
-            after = plan.shards(grid, holders, LAYER)
-            new, old = plan.received(held[grid], after), plan.received(after, held[grid])
+            after = shards(grid, holders, LAYER)
+            new, old = received(held[grid], after), received(after, held[grid])
             shard = LAYER.expert_weights // grid.tp
             assert [got.total() for got in new] == [given.total() for given in old]
             assert all(name != "dense" and size == shard for got in new for name, size in got.items())
@@ -59,20 +80,17 @@ def test_a_pool_is_switched_by_placement_alone():
 
 
 def test_to_cut_matrices_anew_moves_dense_layers():
-    two, four = (plan.shards(Grid(1, 2, tp), owners(8, 2), LAYER) for tp in (2, 2))
-    assert plan.received(two, four) == [{}] * 4
-    cut, whole = (
-        plan.shards(Grid(1, 2, 2), owners(8, 2), LAYER),
-        plan.shards(Grid(2, 2, 1), owners(8, 2), LAYER),
-    )
-    assert [got["dense"] for got in plan.received(cut, whole)] == [24] * 4
+    two, four = (shards(Grid(1, 2, tp), owners(8, 2), LAYER) for tp in (2, 2))
+    assert received(two, four) == [{}] * 4
+    cut, whole = (shards(Grid(1, 2, 2), owners(8, 2), LAYER), shards(Grid(2, 2, 1), owners(8, 2), LAYER))
+    assert [got["dense"] for got in received(cut, whole)] == [24] * 4
     # rank 1, (e, t) = (0, 1) of 2 x 2, becomes place 1 of the first replica: four other experts, whole
-    assert plan.received(cut, whole)[1] == {4: 24, 5: 24, 6: 24, 7: 24, "dense": 24}
-    assert plan.received(cut, whole)[0] == {0: 12, 1: 12, 2: 12, 3: 12, "dense": 24}
+    assert received(cut, whole)[1] == {4: 24, 5: 24, 6: 24, 7: 24, "dense": 24}
+    assert received(cut, whole)[0] == {0: 12, 1: 12, 2: 12, 3: 12, "dense": 24}
 
 
 def test_shards_of_ranks_by_hand():
-    found = plan.shards(Grid(1, 2, 2), ((1,), (0,)), Layer(2, 6, 10))
+    found = shards(Grid(1, 2, 2), ((1,), (0,)), Layer(2, 6, 10))
     assert found == [
         {1: (0, 3), "dense": (0, 5)},
         {1: (3, 6), "dense": (5, 10)},

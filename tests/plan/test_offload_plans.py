@@ -7,7 +7,7 @@ import pytest
 
 from minitrain.plan import offload
 from minitrain.plan.offload import Profile, Rates, Server, Work, fuyou_phases, fuyou_s, fuyou_share
-from minitrain.simulate.links import play
+from minitrain.simulate.links import Number, Task, divided, play
 
 # ---- Elixir ------------------------------------------------------------------------------------------------
 
@@ -142,18 +142,50 @@ def test_phases_by_hand():
 LINKS = {"up": SERVER.bus, "down": SERVER.bus, "disk": 1}
 
 
+def fuyou_tasks(work: Work, server: Server, share: Number, layers: int) -> list[Task]:
+    """The same layer by layer, for `play(.., {"up": bus, "down": bus, "disk": 1})`: disks count in seconds.
+
+    States are read ahead; the backward begins when all of the forward has ended. Nothing waits for room.
+    """
+    one = Work(*(divided(amount, layers) for amount in work))
+    deep = max(0, share - divided(server.host_bytes, work.activation_bytes or 1)) * one.activation_bytes
+    weights, states, swapped = 2 * one.parameters, 12 * one.parameters, share * one.activation_bytes
+    tasks, lasts = [], ()
+    for way, order in (("F", range(layers)), ("B", reversed(range(layers)))):
+        back, seconds = way == "B", one.forward_s
+        if back:
+            seconds = one.backward_s + (1 - share) * one.recompute_s
+            lasts = tuple(f"{what} F{layers - 1}" for what in ("compute", "send", "store"))
+        for layer in order:
+            i, read = f"{way}{layer}", divided(weights + back * deep, server.read)
+            stored = divided(states + weights, server.write) if back else divided(deep, server.write)
+            compute = f"compute {i}"
+            tasks += [
+                Task(f"read {i}", "reads", read, ("disk",), lasts),
+                Task(f"load {i}", "loads", weights + back * swapped, ("down",), (f"read {i}",)),
+                Task(compute, "device", seconds, after=(f"load {i}",)),
+                Task(f"send {i}", "sends", weights if back else swapped, ("up",), (compute,)),
+            ]
+            made = (f"send {i}",)
+            if back:
+                tasks.append(Task(f"states {i}", "states", divided(states, server.read), ("disk",), lasts))
+                update = divided(one.parameters, server.update)
+                tasks.append(Task(f"update {i}", "CPU", update, after=(*made, f"states {i}")))
+                made = (f"update {i}",)
+            tasks.append(Task(f"store {i}", "stores", stored, ("disk",), made))
+    return tasks
+
+
 @pytest.mark.parametrize("share", [0, Fraction(1, 4), Fraction(3, 5), 1])
 def test_the_iteration_of_many_layers_comes_close_to_the_maxima(share):
     model = fuyou_s(WORK, SERVER, share)
-    runs = {
-        layers: play(offload.fuyou_tasks(WORK, SERVER, share, layers), LINKS).end_s for layers in (1, 10, 80)
-    }
+    runs = {layers: play(fuyou_tasks(WORK, SERVER, share, layers), LINKS).end_s for layers in (1, 10, 80)}
     assert model <= runs[80] < runs[10] < runs[1] and runs[80] < Fraction(105, 100) * model
 
 
 def test_tasks_move_the_bytes_of_the_model():
     share = Fraction(3, 5)
-    run = play(offload.fuyou_tasks(WORK, SERVER, share, 10), LINKS)
+    run = play(fuyou_tasks(WORK, SERVER, share, 10), LINKS)
     phases = fuyou_phases(WORK, SERVER, share)
     assert run.carried("up") == SERVER.bus * sum(phase["bus up"] for phase in phases.values())
     assert run.carried("down") == SERVER.bus * sum(phase["bus down"] for phase in phases.values())
@@ -165,7 +197,7 @@ def test_tasks_move_the_bytes_of_the_model():
 def test_an_update_needs_the_gradient_and_the_states():
     for server in (SERVER, SERVER._replace(read=2), SERVER._replace(bus=2)):
         links = {"up": server.bus, "down": server.bus, "disk": 1}
-        run = play(offload.fuyou_tasks(WORK, server, Fraction(1, 2), 6), links)
+        run = play(fuyou_tasks(WORK, server, Fraction(1, 2), 6), links)
         for i in range(6):
             needed = max(run.end(f"send B{i}"), run.end(f"states B{i}"))
             assert needed <= run.start(f"update B{i}") <= run.end(f"update B{i}") <= run.start(f"store B{i}")

@@ -75,8 +75,7 @@ def activation_bytes(
 ) -> float:
     """Bytes of one layer on one rank: all five rows of the paper's table 2.
 
-    recompute "selective" drops the core of the attention, "full" everything but the layer's input.
-    """
+    recompute "selective" drops the core of the attention, "full" everything but the layer's input."""
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"recompute = {recompute!r}; use 'none', 'selective' or 'full'")
     terms = activation_terms()[: 1 if recompute == "full" else None]
@@ -93,8 +92,7 @@ def latent_attention_bytes_per_token(config: GPTConfig, *, recompute=False, elem
     DeepSeek-V3 runs norms and up-projections again in backward: not Q, K, V of 128 heads are kept but the
     latents they are made of, a quarter of the bytes. This helps it to train without tensor parallelism. Left
     out, below 1 %: angles of RoPE, one number per norm; and the log-sum-exp of a fused core, 4 bytes per
-    head.
-    """
+    head."""
     D, H, K, R = config.d_model, config.num_heads, config.head_dim, config.rope_head_dim
     outputs = D + config.query_latent + config.kv_latent  # of three norms: inputs of the projections
     inputs = outputs + R  # of the first norm and of the latents' norms

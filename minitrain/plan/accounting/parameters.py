@@ -66,8 +66,7 @@ def experts_parameters(config: GPTConfig, block: int, visited: int | None = None
 def active_parameters(config: GPTConfig, token_table: bool = True) -> int:
     """Those that work on one token: of experts the `top_k` that it visits.
 
-    Counts both tables, as Mistral's 12.9B for Mixtral does; DeepSeek's 37B leave the token table out.
-    """
+    Counts both tables, as Mistral's 12.9B for Mixtral does; DeepSeek's 37B leave the token table out."""
     idle = sum(
         (experts - config.experts.top_k) * mlp_parameters(config, True, config.expert_width)
         for block in range(1, config.num_layers + 1)
@@ -78,16 +77,11 @@ def active_parameters(config: GPTConfig, token_table: bool = True) -> int:
 
 def matmul_parameters(config: GPTConfig) -> int:
     """The N of 6·N: weights that multiply a token. The output table counts, tied or not."""
-    attention, mlp = (
-        attention_parameters(config, matrices_only=True),
-        mlp_parameters(config, matrices_only=True),
-    )
-    blocks = range(1, config.num_layers + 1)
-    inside = sum(
-        experts_parameters(config, block, config.experts.top_k) if config.experts_in(block) else mlp
-        for block in blocks
-    )
-    return config.num_layers * attention + inside + config.vocab_size * config.d_model
+    inside = config.num_layers * attention_parameters(config, matrices_only=True)
+    for block in range(1, config.num_layers + 1):
+        visited = config.experts_in(block) and config.experts.top_k
+        inside += experts_parameters(config, block, visited) if visited else mlp_parameters(config, True)
+    return inside + config.vocab_size * config.d_model
 
 
 def cached_elements(config: GPTConfig) -> int:
