@@ -18,7 +18,7 @@ import psutil
 import typer
 from typer import Argument, Option, echo
 
-from minitrain import train_command
+from minitrain import checkpoint_command, train_command
 from minitrain.course import notebook
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ def main() -> None:
 
 
 app.command()(train_command.train)
+app.add_typer(checkpoint_command.app, name="checkpoint")
 
 
 @app.command()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,8 +41,13 @@ CUT = ("NNN", "NNG", "NGG", "GGG")
 def train(
     preset: Annotated[str, Option(help=f"{', '.join(presets)}; every field is a flag too")] = "tiny",
     text: Annotated[Path | None, Option(help="file or folder; else Python's own documentation")] = None,
-    out: Annotated[Path | None, Option(help="for log and checkpoint; the same command goes on there")] = None,
-    report_every: Annotated[int, Option(help="steps from one report and checkpoint to the next")] = 25,
+    out: Annotated[Path | None, Option(help="folder for the log")] = None,
+    report_every: Annotated[int, Option(help="steps from one report to the next")] = 25,
+    checkpoint: Annotated[Path | None, Option(help="folder for checkpoints")] = None,
+    every: Annotated[int, Option(help="steps from one checkpoint to the next")] = 100,
+    keep: Annotated[int, Option(help="how many checkpoints are kept")] = 2,
+    beside: Annotated[bool, Option("--async", help="save beside the next steps, not between them")] = False,
+    resume: Annotated[bool, Option("--resume", help="go on from the newest checkpoint")] = False,
     sample: Annotated[int, Option(help="bytes to write at the end")] = 200,
     **values,
 ) -> None:
@@ -50,7 +55,8 @@ def train(
 
     \b
     minitrain train --dp 2 --tp 2 --zero 1 --steps 50
-    minitrain train --pp 2 --microbatches 4 --schedule zb_h1 --out run    again, or in another layout, goes on
+    minitrain train --pp 2 --microbatches 4 --schedule zb_h1 --checkpoint saved --every 50 --async
+    minitrain train --dp 2 --zero 3 --checkpoint saved --resume           goes on, in another layout
     torchrun --nproc-per-node 4 -m minitrain.cli train --dp 4 --zero 3
     """
     from minitrain import launch
@@ -58,22 +64,38 @@ def train(
 
     strategy, hyper = Strategy(**taken(Strategy, values)), Hyperparameters(**taken(Hyperparameters, values))
     config = configure(preset, values)
+    saving = Saving(checkpoint, every, keep, "asynchronous" if beside else "sync_sharded", resume)
     job = all(variable in os.environ for variable in TORCHRUN)
-    check(config, strategy, hyper, text, out, ranks=int(os.environ["WORLD_SIZE"]) if job else strategy.ranks)
+    ranks = int(os.environ["WORLD_SIZE"]) if job else strategy.ranks
     for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0)):
         if value < least:
             raise ValueError(f"{name}={value}: use at least {least}")
+    check(config, strategy, hyper, text, out, saving, ranks)
     try:
-        settings = (config, strategy, hyper, text, out, report_every, sample)
+        settings = (config, strategy, hyper, text, out, saving, report_every, sample)
         launch.run(train_on_rank, *settings, ranks=strategy.ranks, timeout_s=WEEK_S)
     except KeyboardInterrupt:
-        saved = (
-            "the same command goes on from the last report"
-            if out
-            else "nothing was saved, for there is no --out"
-        )
-        typer.echo(f"interrupted; {saved}")
+        said = "nothing was saved, for there is no --checkpoint"
+        if checkpoint:
+            said = "the same command with --resume goes on from the last checkpoint"
+        typer.echo(f"interrupted; {said}")
         raise typer.Exit(130) from None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where checkpoints go, how often, and whether to begin with one."""
+
+    folder: Path | None
+    every: int
+    keep: int
+    way: str
+    resume: bool
+
+    def store(self):
+        from minitrain.checkpoint.store import Store
+
+        return Store(self.folder, self.keep) if self.folder else None
 
 
 # ---- before a rank starts --------------------------------------------------------------------------------
@@ -104,20 +126,44 @@ def check(
     hyper: Hyperparameters,
     text: Path | None,
     out: Path | None,
+    saving: Saving,
     ranks: int,
 ) -> None:
-    from minitrain.trainer import find_checkpoint, identity
 
     strategy.check(config, ranks)
     strategy.check_batch(config, hyper.batch_size, hyper.length)
     check_frozen(config, hyper)
     train_text, _ = open_text(text, hyper.length)
-    check_memory(config, strategy, out)
+    check_memory(config, strategy, bool(saving.folder))
     if out:
         out.mkdir(parents=True, exist_ok=True)
-    find_checkpoint(
-        out, identity(config, hyper, strategy.precision, strategy.products), train_text, hyper, mmap=True
-    )
+    check_saving(config, strategy, hyper, train_text, saving)
+
+
+def check_saving(config: GPTConfig, strategy: Strategy, hyper: Hyperparameters, text, saving: Saving) -> None:
+    """A folder of checkpoints is new, or the run that made it goes on."""
+    from minitrain.checkpoint.format import Damaged
+    from minitrain.trainer import check_identity, identity
+
+    if saving.every < 1:
+        raise ValueError(f"every={saving.every}: use at least 1 step from one checkpoint to the next")
+    if saving.resume and not saving.folder:
+        raise ValueError("--resume without a folder: add --checkpoint FOLDER")
+    if not saving.folder:
+        return
+    saving.folder.mkdir(parents=True, exist_ok=True)
+    store = saving.store()
+    steps = store.steps()
+    if steps and not saving.resume:
+        there = f"{saving.folder} has checkpoints up to step {steps[-1]}"
+        raise ValueError(f"{there}: add --resume to go on, or use another folder")
+    wanted = identity(config, hyper, strategy.precision, strategy.products)
+    for step in reversed(steps):
+        try:
+            manifest = store.manifest(step)
+        except Damaged:  # the ranks say so
+            continue
+        return check_identity(store.path(step), manifest, wanted, text, hyper)
 
 
 def open_text(path: Path | None, length: int) -> tuple:
@@ -144,21 +190,21 @@ def check_frozen(config: GPTConfig, hyper: Hyperparameters) -> None:
         raise ValueError(f"frozen={', '.join(hyper.frozen)} leaves nothing to train; freeze fewer")
 
 
-def check_memory(config: GPTConfig, strategy: Strategy, out: Path | None) -> None:
-    """Weights and states of this machine's ranks, and whole copies for a checkpoint, fit into memory."""
+def check_memory(config: GPTConfig, strategy: Strategy, saves: bool) -> None:
+    """Weights and states of this machine's ranks, and what they save, fit into memory."""
     import torch
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.ranks))
-    needed, free = ranks * state_bytes(config, strategy, bool(out)), psutil.virtual_memory().available
+    needed, free = ranks * state_bytes(config, strategy, saves), psutil.virtual_memory().available
     if needed > free and not torch.cuda.is_available():
-        where = f"{ranks} rank{'s' * (ranks > 1)}{' (with a checkpoint)' * bool(out)}"
+        where = f"{ranks} rank{'s' * (ranks > 1)}{' (with a checkpoint)' * saves}"
         sizes = f"need {needed / 1e9:.0f} GB on {where}, {free / 1e9:.0f} GB are free"
         cure = "use a smaller model, more ZeRO, or count it in a minitrain.launch.dryrun"
         raise ValueError(f"{parameters(config):,} parameters {sizes}: {cure}")
 
 
 def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> int:
-    """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; `saves`: and whole copies."""
+    """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; `saves`: and part of a copy."""
     sizes = strategy.policy.state_bytes  # of weights, gradients, what the optimizer keeps
     pieces = {"N": 1, "I": strategy.node * strategy.cp, "G": strategy.dp * strategy.cp}
     word = strategy.zero if strategy.word else CUT[strategy.zero]
@@ -167,7 +213,8 @@ def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> i
     for size, letter in zip(sizes, word):  # ep cuts experts first, ZeRO what is left
         beside = max(strategy.ep, pieces[letter])
         here += size * ((all_of_them - spread) / pieces[letter] + spread / beside)
-    return int(here / (strategy.pp * strategy.tp) + saves * all_of_them * (sizes[0] + sizes[2]))
+    saved = saves * all_of_them * (sizes[0] + sizes[2]) / strategy.ranks
+    return int(here / (strategy.pp * strategy.tp) + saved)
 
 
 def spread_parameters(config: GPTConfig) -> int:
@@ -180,7 +227,14 @@ def spread_parameters(config: GPTConfig) -> int:
 
 
 def train_on_rank(
-    config: GPTConfig, strategy: Strategy, hyper: Hyperparameters, path, out, report_every: int, sample: int
+    config: GPTConfig,
+    strategy: Strategy,
+    hyper: Hyperparameters,
+    path: Path | None,
+    out: Path | None,
+    saving: Saving,
+    report_every: int,
+    sample: int,
 ) -> None:
     from tqdm import tqdm
 
@@ -195,6 +249,7 @@ def train_on_rank(
     run = parallelize(config, strategy, hyper.make_optimizer, **settings)
     peak_flops = measure_peak_flops(run.dtype, run.device)
     settings = dict(held_out=held_out, out=out, report_every=report_every, peak_flops=peak_flops)
+    settings |= dict(store=saving.store(), save_every=saving.every, save_how=saving.way)
     trainer = Trainer(run, text, hyper, **settings)
     say = print if trainer.rank == 0 else lambda *_: None
     say(
@@ -203,15 +258,23 @@ def train_on_rank(
     )
     if line := emulation(run.model.layers, strategy):
         say(line)
-    if line := trainer.resume():
-        say(line)
-    first, started = trainer.step, time.perf_counter()
+    if saving.resume:
+        say(trainer.resume() or f"no checkpoint in {saving.folder}: begins at step 0")
+    first, started, told = trainer.step, time.perf_counter(), 0
     for record in trainer.run():
         elapsed_s, more = time.perf_counter() - started, dict(initial=first, bar_format=BAR)
         say(tqdm.format_meter(record["step"], hyper.steps, elapsed_s, postfix=describe(record), **more))
-    where = f"; log and checkpoint in {out}" if out else ""
+        while told < len(trainer.not_saved):
+            say(trainer.not_saved[told])
+            told += 1
+    for line in trainer.saver.notes if trainer.saver else ():
+        say(line)
+    named = dict(log=out, checkpoints=saving.folder)
+    where = "".join(f"; {what} in {folder}" for what, folder in named.items() if folder)
     say(f"{trainer.step} steps of {hyper.batch_size * hyper.length:,} tokens{where}")
     say(f"It writes:\n{trainer.sample(n=sample)}")
+    if len(trainer.not_saved) > told:
+        raise RuntimeError(trainer.not_saved[-1])  # of the last step
 
 
 def describe(record: dict[str, Any]) -> str:

@@ -1,17 +1,17 @@
-"""The loop around `run.step`: batches by number, a log, samples of text, a checkpoint. It knows no technique.
+"""The loop around `run.step`: batches by number, a log, samples of text, checkpoints. It knows no technique.
 
 Every step is a pure function of its number: the batch, the rate and what dropout drops follow from it. So a
-checkpoint is weights, optimizer states and position, whole and by global name: it does not say who held what.
-In the same layout a run goes on bit for bit as if it had never stopped; in any other, up to rounding.
+checkpoint is weights, optimizer states and position, by global name: any layout goes on from any other's.
+In the same layout a run goes on bit for bit as if it had never stopped; in another, up to rounding.
 
-    OUT/checkpoint.pt    replaced in one piece at each report: an interrupt loses only the steps since then
-    OUT/log.jsonl        one line a report: step, loss, held-out loss, norm, tokens per second, MFU
+    CHECKPOINT/step-00000800/    a checkpoint every `save_every` steps (checkpoint/store.py)
+    OUT/log.jsonl                one line a report: step, loss, held-out loss, norm, tokens per second, MFU
 
 All ranks do the same in the same order. A loss or norm that is no number, or ranks that see different
-folders, is the same error on every rank; such a number never reaches a checkpoint.
-Sends what the run's steps send and, per report, the loss, the held-out loss and, to save, every parameter and
-state once (`run.state_dict`). Memory: as the step, and a whole copy of weights and optimizer states on every
-rank while a checkpoint is written.
+folders, is the same error on every rank; such a number never reaches a checkpoint. A damaged checkpoint is
+passed over for the one before it, and that is said.
+Sends what the run's steps send, per report the loss and the held-out loss, and per save what checkpoint/
+saver.py says. Memory: as the step, and on the host this rank's share of what is saved.
 Differs from nanoGPT's train.py: hyperparameters are one object, resuming is exact, the loop is a generator,
 so it does not know who watches.
 """
@@ -22,6 +22,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -31,6 +32,10 @@ from typing import Any, BinaryIO
 import torch
 
 from minitrain import collectives
+from minitrain.checkpoint.format import Damaged
+from minitrain.checkpoint.load import Saved
+from minitrain.checkpoint.saver import NotSaved, Saver
+from minitrain.checkpoint.store import MANIFEST, Store
 from minitrain.data.batches import Text
 from minitrain.model.config import GPTConfig
 from minitrain.plan.accounting.compute import flops_per_token, mfu
@@ -41,7 +46,7 @@ from minitrain.training.step import StepResult
 
 
 class Trainer:
-    """Trains a run by `hyper`. Reports, and saves if it was given a folder, every `report_every` steps."""
+    """Trains a run by `hyper`; reports every `report_every` steps, saves every `save_every` to `store`."""
 
     def __init__(
         self,
@@ -52,10 +57,14 @@ class Trainer:
         held_out: Text | None = None,
         out: Path | None = None,
         report_every: int = 25,
+        store: Store | None = None,
+        save_every: int = 100,
+        save_how: str = "sync_sharded",
         peak_flops: float | None = None,
     ):
-        if report_every < 1:
-            raise ValueError(f"report_every={report_every}: use at least 1 step")
+        for name, value in (("report_every", report_every), ("save_every", save_every)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: use at least 1 step")
         for param, name in run.sync.names.items():
             if hyper.freezes(name) == param.requires_grad:
                 state, frozen = "trained" if param.requires_grad else "frozen", f"frozen={hyper.frozen}"
@@ -64,7 +73,11 @@ class Trainer:
                     f"{name} is {state} in this run, and the hyperparameters have {frozen}; {cure}"
                 )
         self.parallel, self.text, self.held_out, self.hyper, self.out = run, text, held_out, hyper, out
-        self.report_every, self.peak_flops = report_every, peak_flops
+        self.report_every, self.save_every, self.peak_flops = report_every, save_every, peak_flops
+        self.store, self.saver, self.not_saved = store, None, []
+        if store is not None:
+            self.saver = Saver(store, run.device, save_how)
+            run.attach(self.saver)
         self.rows = text.rows(hyper.batch_size, hyper.length, hyper.seed)
         self.rank, self.ranks = collectives.world().rank(), collectives.world().size()
         self.step, self.records = 0, []
@@ -77,18 +90,29 @@ class Trainer:
         while self.step < self.hyper.steps:
             result = self.train_one_step()
             losses.append(result.loss)
-            if self.step % self.report_every and self.step < self.hyper.steps:
+            reports, saves = self.due(self.report_every), self.saver and self.due(self.save_every)
+            if not (reports or saves):
                 continue
             loss = self.parallel.total(torch.stack(losses).mean()).item()
-            speed = self.speed(len(losses), time.perf_counter() - started)
             norm = result.norm.item() if result.updated else None  # of a step that was left out
-            record = {"step": self.step, "loss": loss, **speed, "norm": norm}
-            record["held_out"] = self.held_out_loss()
+            record = {"step": self.step, "loss": loss, "norm": norm, "held_out": None}
+            if reports:
+                record |= self.speed(len(losses), time.perf_counter() - started)
+                record["held_out"] = self.held_out_loss()
             self.check(record, good=self.step - len(losses))
-            self.records.append(record)
-            self.save()
-            yield record
-            losses, started = [], time.perf_counter()
+            if reports:
+                self.records.append(record)
+                self.log()
+                losses = []
+            if saves:
+                self.save()
+            if reports:
+                yield record
+                started = time.perf_counter()
+        self.finish()
+
+    def due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.hyper.steps
 
     def train_one_step(self) -> StepResult:
         """All that a step does follows from its number."""
@@ -96,7 +120,10 @@ class Trainer:
             group["lr"] = self.hyper.lr_at(self.step)
         batch = self.parallel.batch(self.rows, self.step)
         self.step += 1
-        return self.parallel.step(batch, self.hyper.clip)
+        result = self.parallel.step(batch, self.hyper.clip)
+        if self.saver:
+            self.trying(self.saver.after_step)
+        return result
 
     def check(self, record: dict[str, Any], good: int) -> None:
         """Numbers are numbers. They are the same on all ranks, so all stop, or none."""
@@ -130,44 +157,68 @@ class Trainer:
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
+    def log(self) -> None:
+        """All records so far: going on from an older checkpoint writes the later ones again."""
+        if self.out is not None and self.rank == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            lines = "".join(json.dumps(record) + "\n" for record in self.records)
+            replace_file(self.out / "log.jsonl", lambda file: file.write(lines.encode()))
+
     def save(self) -> None:
-        """Rank 0 writes the log, then the checkpoint: going on from an older one writes the line again."""
-        if self.out is None:
-            return
-        state, hyper = self.parallel.state_dict(), self.hyper  # every rank takes part
-        if self.rank:
-            return
-        self.out.mkdir(parents=True, exist_ok=True)
+        """Begin a checkpoint of this step."""
+        run, hyper = self.parallel, self.hyper
         position = self.text.position(self.step, hyper.batch_size, hyper.length, hyper.seed)
-        saved = {
-            "identity": self.identity(),
-            "strategy": asdict(self.parallel.strategy),
-            "position": position,
-        }
-        saved |= {"records": self.records, "state": state}
-        lines = "".join(json.dumps(record) + "\n" for record in self.records)
-        replace_file(self.out / "log.jsonl", lambda file: file.write(lines.encode()))
-        replace_file(self.out / "checkpoint.pt", lambda file: torch.save(saved, file))
+        manifest = dict(identity=self.identity(), strategy=asdict(run.strategy), position=position)
+        manifest |= dict(records=self.records, ranks=self.ranks, versions=versions())
+        self.trying(lambda: self.saver.save(self.step, run.pieces(), run.plain_state(), manifest))
 
-    def resume(self) -> str:
-        """Go on from the checkpoint in the folder, on every rank, and say from where; "" if there is none."""
-        saved = find_checkpoint(self.out, self.identity(), self.text, self.hyper, self.parallel.device)
-        self.agree(saved)
-        if not saved:
-            return ""
-        self.parallel.load_state_dict(saved["state"])
-        self.step, self.records = saved["position"]["step"], saved["records"]
-        before = Strategy(**saved["strategy"])
-        other = f"; it was saved by {before}" if before != self.parallel.strategy else ""
-        return f"resumed at step {self.step}{other}"
+    def trying(self, call: Callable[[], None]) -> None:
+        """A disk that refuses is no reason to stop training: it is told, by all ranks."""
+        try:
+            call()
+        except NotSaved as error:
+            self.not_saved.append(str(error))
 
-    def agree(self, saved: dict[str, Any]) -> None:
-        """All ranks found the same: they compare the step and a hash of what was reported until then."""
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is there; the folder is free for others."""
+        if self.saver:
+            self.trying(self.saver.finish)
+            self.store.unlock()
+            collectives.barrier(collectives.world())
+
+    def resume(self, broadcast: bool = False) -> str:
+        """Go on from the newest whole checkpoint, on every rank, and say from where and what was passed over;
+        "" if there is none. `broadcast`: of ranks that hold the same, one reads."""
+        steps = self.agree(self.store.steps() if self.store else [])
+        said = ""
+        for step in reversed(steps):
+            try:
+                manifest, files = self.store.open(step)
+                check_identity(self.store.path(step), manifest, self.identity(), self.text, self.hyper)
+                saved = Saved(files, broadcast)
+                lost = self.parallel.load_pieces(saved)
+            except Damaged as error:
+                said += f"{error}; passed over. "
+                if self.rank == 0:
+                    self.store.set_aside(step)
+                continue
+            self.step, self.records = manifest["position"]["step"], manifest["records"]
+            if self.rank == 0:
+                self.store.count_as_good(step)
+            before = Strategy(**manifest["strategy"])
+            other = f"; it was saved by {before}" if before != self.parallel.strategy else ""
+            return "; ".join([f"{said}resumed at step {self.step}{other}", *lost])
+        if steps:
+            raise ValueError(f"{said}No checkpoint in {self.store.folder} is whole: start anew elsewhere")
+        return ""
+
+    def agree(self, steps: list[int]) -> list[int]:
+        """All ranks see the same checkpoints: they compare how many, the newest and what it holds."""
         mine = [0, 0]
-        if saved:
-            reported = json.dumps([saved["strategy"], saved["records"]]).encode()
-            digest = hashlib.blake2b(reported, digest_size=7).digest()
-            mine = [saved["position"]["step"], int.from_bytes(digest)]
+        if steps:
+            path = self.store.path(steps[-1]) / MANIFEST
+            digest = hashlib.blake2b(path.read_bytes(), digest_size=7).digest()
+            mine = [steps[-1], int.from_bytes(digest)]
         mine = torch.tensor([mine], device=self.parallel.device)
         found = collectives.all_gather(mine, collectives.world()).tolist()
         for rank, ours in enumerate(found):
@@ -176,7 +227,8 @@ class Trainer:
                     f"one of step {step}" if step else "no checkpoint" for step, _ in (found[0], ours)
                 )
                 sees = f"rank 0 sees {first} and rank {rank} {other if other != first else 'another one'}"
-                raise ValueError(f"{sees}: {self.out} must be a folder that all ranks see")
+                raise ValueError(f"{sees}: {self.store.folder} must be a folder that all ranks see")
+        return steps
 
     def identity(self) -> dict[str, Any]:
         run = self.parallel
@@ -192,28 +244,21 @@ def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str, pro
     return json.loads(json.dumps({**model, **asdict(hyper), "precision": precision, "products": products}))
 
 
-def find_checkpoint(
-    out: Path | None,
-    wanted: dict[str, Any],
-    text: Text,
-    hyper: Hyperparameters,
-    device="cpu",
-    mmap: bool = False,
-) -> dict[str, Any]:
-    """What the folder's checkpoint of this run holds; {}: there is none. `mmap`: tensors stay on disk."""
-    if out is None or not (path := out / "checkpoint.pt").exists():
-        return {}
-    try:
-        saved = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
-        was, position = saved["identity"], saved["position"]
-    except Exception as error:  # torch's reader raises many kinds
-        raise ValueError(f"{path} is damaged ({type(error).__name__}): delete it to start anew") from None
+def check_identity(
+    path: Path, manifest: dict[str, Any], wanted: dict[str, Any], text: Text, hyper: Hyperparameters
+) -> None:
+    """Is it a checkpoint of this run?"""
+    was = manifest["identity"]
     for name, now in wanted.items():
         if was.get(name) != now:
             what = f"made with {name}={was.get(name)}, this run has {name}={now}"
             raise ValueError(f"{path} was {what}: resume with the same settings, or write to another folder")
-    text.resume(position, hyper.batch_size, hyper.length, hyper.seed)
-    return saved
+    text.resume(manifest["position"], hyper.batch_size, hyper.length, hyper.seed)
+
+
+def versions() -> dict[str, str]:
+    """What a run's last bits depend on beside its settings."""
+    return dict(python=platform.python_version(), torch=torch.__version__, machine=platform.machine())
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +20,13 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from minitrain import cli, launch, train_command
+from minitrain.checkpoint.load import Saved
+from minitrain.checkpoint.store import Store
 from minitrain.data.batches import Text
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.parallelize import parallelize
+from minitrain.pieces import whole_piece
 from minitrain.plan.accounting.memory import zero_bytes
 from minitrain.plan.accounting.parameters import parameters
 from minitrain.strategy import Strategy
@@ -94,32 +98,27 @@ def test_any_layout_trains_and_goes_on_in_another(minitrain):
             0.1,
             "--frozen",
             "layers.1.*",
-            "--text",
-            "text.txt",
-            "--out",
-            "run",
+            *("--text", "text.txt", "--out", "run", "--checkpoint", "saved", "--every", 1, "--keep", 9),
+            *(["--resume"] if before else []),
+            *(["--async"] if number % 2 else []),
         )
         assert (code, err) == (0, ""), err
-        assert (
-            "tokens/s, MFU" in out
-            and "held out" in out
-            and "4 steps of 64 tokens; log and checkpoint in run" in out
-        )
+        assert "tokens/s, MFU" in out and "held out" in out
+        assert "4 steps of 64 tokens; log in run; checkpoints in saved" in out
         strategy = re.search(r"parameters, (Strategy\(.*?\)), (\d) ranks on", out)
         assert int(strategy[2]) == (4, 2, 2, 4)[number]
         if before:
-            assert f"resumed at step 2; it was saved by {before}\n" in out
+            assert f"resumed at step {number}; it was saved by {before}" in out
         before = strategy[1]
-        saved = torch.load("run/checkpoint.pt", weights_only=True)  # as if it had stopped at its first report
-        assert [record["step"] for record in saved["records"]] == [2, 4] and saved["strategy"][
-            "precision"
-        ] == "float32"
-        assert (
-            "layers.1.norm1.weight" not in saved["state"]["optimizer"]
-            and "layers.2.norm1.weight" in saved["state"]["optimizer"]
-        )
-        saved["position"]["step"], saved["records"] = 2, saved["records"][:1]
-        torch.save(saved, "run/checkpoint.pt")
+        store = Store("saved")
+        manifest, files = store.open(4)
+        assert [record["step"] for record in manifest["records"]] == [2, 4]
+        assert manifest["strategy"]["precision"] == "float32"
+        states = {entry.name for file in files for entry in file.entries}
+        assert "optimizer/layers.1.norm1.weight/exp_avg" not in states
+        assert "optimizer/layers.2.norm1.weight/exp_avg" in states
+        for step in range(number + 2, 5):
+            shutil.rmtree(store.path(step))  # as if it had stopped before
 
 
 def start(*words, **settings):
@@ -149,30 +148,25 @@ def test_an_interrupted_command_goes_on(tmp_path):
         *SMALL,
         "--text",
         tmp_path / "text.txt",
-        "--out",
-        tmp_path / "run",
-        "--dp",
-        2,
-        "--steps",
-        9000,
-        "--report-every",
-        25,
+        *("--out", tmp_path / "run", "--checkpoint", tmp_path / "saved", "--every", 25, "--async"),
+        *("--dp", 2, "--steps", 9000, "--report-every", 25),
     )
-    checkpoint, log = tmp_path / "run" / "checkpoint.pt", tmp_path / "run" / "log.jsonl"
+    store, log = Store(tmp_path / "saved"), tmp_path / "run" / "log.jsonl"
     first = start(*words)
-    wait_for(checkpoint.exists, first)
+    wait_for(store.steps, first)
     first.send_signal(signal.SIGINT)
     out, err = first.communicate(timeout=60)
     assert first.returncode == 130, err
     assert (
-        "interrupted; the same command goes on from the last report" in out and "Traceback" not in out + err
+        "interrupted; the same command with --resume goes on from the last checkpoint" in out
+        and "Traceback" not in out + err
     )
-    step = torch.load(checkpoint, weights_only=True)["position"]["step"]
-    second = start(*words)
+    step = store.steps()[-1]
+    second = start(*words, "--resume")
     wait_for(lambda: len(log.read_text().splitlines()) > step / 25 + 2, second)
     second.send_signal(signal.SIGINT)
     out, _ = second.communicate(timeout=60)
-    assert second.returncode == 130 and f"resumed at step {step}\n" in out
+    assert second.returncode == 130 and f"resumed at step {step}" in out
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert steps == list(range(25, 25 * len(steps) + 1, 25))
 
@@ -226,38 +220,33 @@ def test_the_same_command_under_torchrun_and_resumed(tmp_path, minitrain):
     """The job trains to the numbers of one process, and goes on in another layout from the checkpoint of
     local ranks.
     """
-    settings = ("--precision", "float64", "--seed", "3", "--dropout", "0.1", "--lr", "0.01", "--out", "run")
+    settings = ("--precision", "float64", "--seed", "3", "--dropout", "0.1", "--lr", "0.01", "--every", "2")
+    settings = (*settings, "--checkpoint", "saved")
     ((records, weights),) = launch.run(by_hand, tmp_path, ranks=1)
 
-    def check(saved):
-        assert (
-            max(
-                abs(a[name] - b[name])
-                for a, b in zip(saved["records"], records, strict=True)
-                for name in ("loss", "held_out", "norm")
-            )
-            < 1e-12
-        )
-        assert (
-            max((saved["state"]["parameters"][name] - weights[name]).abs().max() for name in weights) < 1e-12
-        )
+    def check():
+        manifest, files = Store("saved").open(4)
+        saved = Saved(files)
+        for one, other in zip(manifest["records"], records, strict=True):
+            assert max(abs(one[name] - other[name]) for name in ("loss", "held_out", "norm")) < 1e-12
+        for name, weight in weights.items():
+            saved.fill(piece := whole_piece(f"parameters/{name}", torch.empty_like(weight)))
+            assert (piece.values - weight).abs().max() < 1e-12
 
     done = under_torchrun(tmp_path, "--tp", "2", *settings)
     assert (
         done.returncode == 0 and "2 ranks on cpu" in done.stdout and done.stdout.count("It writes:") == 1
     ), done.stderr
-    check(torch.load("run/checkpoint.pt"))
-    Path("run/checkpoint.pt").unlink()
+    check()
+    shutil.rmtree("saved")
     code, _, err = minitrain("train", *SMALL, "--text", "text.txt", "--pp", 2, *settings)
     assert code == 0, err
-    saved = torch.load("run/checkpoint.pt")
-    check(saved)
-    saved["position"]["step"], saved["records"] = 2, saved["records"][:1]
-    torch.save(saved, "run/checkpoint.pt")
-    done = under_torchrun(tmp_path, "--dp", "2", "--zero", "1", *settings)
+    check()
+    shutil.rmtree(Store("saved").path(4))
+    done = under_torchrun(tmp_path, "--dp", "2", "--zero", "1", "--resume", *settings)
     assert (
         done.returncode == 0
-        and "resumed at step 2; it was saved by Strategy(pp=2, precision='float64')\n" in done.stdout
+        and "resumed at step 2; it was saved by Strategy(pp=2, precision='float64')" in done.stdout
     ), done.stderr
 
 
@@ -323,13 +312,17 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--frozen *", "frozen=* leaves nothing to train"),
         ("--preset llama3.1-405b", "401,659,084,800 parameters need 6427 GB on 1 rank, "),
         ("--out text.txt", "text.txt"),
-        ("--out damaged", "damaged/checkpoint.pt is damaged"),
+        ("--checkpoint text.txt", "text.txt"),
+        ("--checkpoint saved", "saved has checkpoints up to step 7: add --resume to go on, or use another"),
+        ("--checkpoint saved --every 0", "every=0: use at least 1 step"),
+        ("--checkpoint saved --keep 0", "keep=0: at least 1 checkpoint is kept"),
+        ("--resume", "--resume without a folder: add --checkpoint FOLDER"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, said, minitrain, monkeypatch):
     Path("empty").touch()
-    Path("damaged").mkdir()
-    Path("damaged/checkpoint.pt").write_bytes(b"no checkpoint")
+    Path("saved/step-00000007").mkdir(parents=True)
+    Path("saved/step-00000007/manifest.json").touch()
     monkeypatch.setattr("minitrain.launch.run", lambda *_, **__: pytest.fail("a rank was started"))
     code, out, err = minitrain("train", *words.split())
     assert code == 2 and said in err and err.startswith("minitrain: ") and err.count("\n") == 1 and not out, (
@@ -344,14 +337,15 @@ def test_a_flag_that_does_not_exist_or_is_no_number_is_exit_code_2(minitrain):
 
 
 def test_a_checkpoint_of_another_recipe_is_bad_input_and_a_rank_that_fails_is_exit_code_1(minitrain):
-    words = ("train", *SMALL, "--text", "text.txt", "--out", "run")
-    assert minitrain(*words, "--dp", 2)[0] == 0
-    code, _, err = minitrain(*words, "--lr", 0.5)
+    words = ("train", *SMALL, "--text", "text.txt")
+    saving = ("--checkpoint", "saved")
+    assert minitrain(*words, *saving, "--dp", 2)[0] == 0
+    code, _, err = minitrain(*words, *saving, "--resume", "--lr", 0.5)
     assert (code, err.count("\n")) == (
         2,
         1,
     ) and "was made with lr=0.003, this run has lr=0.5: resume with the same" in err
-    code, _, err = minitrain(*words[:-2], "--lr", 1e30, "--dp", 2)
+    code, _, err = minitrain(*words, "--lr", 1e30, "--dp", 2)
     assert (code, err.count("\n")) == (1, 1) and re.match(
         r"minitrain: ranks? 0.* raised ValueError: loss .* lower lr=1e\+30", err
     )
@@ -366,7 +360,18 @@ def test_help_names_every_field():
         for field in fields(cls):
             flag, is_one = f"--{field.name.replace('_', '-')}", field.name not in ("vocab_size", "experts")
             assert (f"{flag} " in printed or f"{flag}," in printed) == is_one, flag
-    for flag in ("--preset", "--text", "--out", "--layers", "--width", "--heads", "--batch"):
+    for flag in (
+        "--preset",
+        "--text",
+        "--out",
+        "--checkpoint",
+        "--async",
+        "--resume",
+        "--layers",
+        "--width",
+        "--heads",
+        "--batch",
+    ):
         assert flag in printed
     assert str(Path.cwd()) not in printed  # no default that is a path of this machine
 
@@ -432,7 +437,7 @@ def test_state_bytes_are_those_of_the_formulas():
     assert train_command.state_bytes(config, Strategy(precision="bfloat16_short_moments")) == 14 * count
     assert train_command.state_bytes(config, Strategy(dp=4, node=2, zero="III")) == 8 * count
     assert train_command.state_bytes(config, Strategy(tp=2, pp=2, precision="float64")) == 8 * count
-    assert train_command.state_bytes(config, Strategy(dp=4, zero=3), saves=True) == 16 * count
+    assert train_command.state_bytes(config, Strategy(dp=4, zero=3), saves=True) == 7 * count
 
 
 def test_the_command_line_answers_without_torch():

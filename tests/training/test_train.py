@@ -4,6 +4,7 @@ with one line on all ranks.
 
 import json
 import math
+import shutil
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 from minitrain import collectives, launch, trainer
+from minitrain.checkpoint.load import Saved
+from minitrain.checkpoint.store import Store
 from minitrain.data.batches import MASKED, Rows, Text, random_tokens
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.launch import dryrun
@@ -158,7 +161,8 @@ def start(config, strategy, hyper, out=None, text=TEXT, report_every=2, precisio
         seed=hyper.seed,
         frozen=hyper.frozen,
     )
-    here = Trainer(run, train_text, hyper, held_out=held_out, out=out, report_every=report_every)
+    settings = dict(out=out, store=Store(out) if out else None, report_every=report_every)
+    here = Trainer(run, train_text, hyper, held_out=held_out, save_every=report_every, **settings)
     return here, here.resume()
 
 
@@ -167,6 +171,7 @@ def train(config, strategy, hyper, out=None, stop_after=None, **settings):
     here, _ = start(config, strategy, hyper, out, **settings)
     for _ in islice(here.run(), stop_after):
         pass
+    here.finish()
     state = here.parallel.state_dict()
     moments = {
         f"{key} of {name}": state["optimizer"][name][key]
@@ -322,9 +327,8 @@ def test_a_run_resumed_in_its_own_layout_is_the_uninterrupted_one_bit_for_bit(tm
             assert all(torch.equal(weights[name], reference[name]) for name in reference), strategy
             assert curves(records, whole) == 0 and again == sample
             collectives.barrier(collectives.world())  # rank 0 has written
-            assert [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()] == torch.load(
-                out / "checkpoint.pt"
-            )["records"]
+            logged = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+            assert logged == Store(out).manifest(hyper.steps)["records"]
 
     launch.run(rank, ranks=2, timeout_s=120)
 
@@ -342,7 +346,7 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
             here, line = start(config, strategy, hyper, tmp_path)
             said.append(line)
             next(here.run())
-            collectives.barrier(collectives.world())
+            here.finish()
         return said
 
     first = launch.run(
@@ -362,7 +366,23 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
     assert max(largest(weights, whole), curves(others, records)) < TOLERANCE
 
 
-def test_a_checkpoint_that_lacks_something_goes_on_elsewhere(tmp_path):
+class Lossy(Saved):
+    """A checkpoint that lacks something."""
+
+    lost = ""
+
+    def fill(self, piece):
+        super().fill(piece)
+        if self.lost == "optimizer" and piece.name == "optimizer/layers.0.tokens/exp_avg":
+            piece.values.zero_()
+        if self.lost == "parameters" and piece.name == "parameters/layers.0.tokens":
+            piece.values[65] += 1e-3
+        if self.lost == "step of the optimizer":
+            for numbers in self.plain["numbers"].values():
+                numbers["step"] = 0
+
+
+def test_a_checkpoint_that_lacks_something_goes_on_elsewhere(tmp_path, monkeypatch):
     """The control of the tests above: each part of the checkpoint matters."""
 
     def rank():
@@ -371,57 +391,22 @@ def test_a_checkpoint_that_lacks_something_goes_on_elsewhere(tmp_path):
         for lost in ("optimizer", "step of the optimizer", "parameters", "position"):
             out = tmp_path / lost
             train(CONFIG, Strategy(), HYPER, out, 1)
-            saved = torch.load(out / "checkpoint.pt", weights_only=True)
-            if lost == "optimizer":
-                saved["state"]["optimizer"]["layers.0.tokens"]["exp_avg"].zero_()
-            elif lost == "step of the optimizer":
-                for state in saved["state"]["optimizer"].values():
+            trainer.Saved = type("Lost", (Lossy,), dict(lost=lost))
+            here, _ = start(CONFIG, Strategy(), HYPER, out)
+            trainer.Saved = Saved
+            if lost == "position":
+                here.step, here.saver = here.step - 1, None
+            if lost == "step of the optimizer":  # numbers are read before pieces
+                for state in here.parallel.sync.optimizer.state.values():
                     state["step"] = 0
-            elif lost == "parameters":
-                saved["state"]["parameters"]["layers.0.tokens"][65] += 1e-3
-            else:
-                saved["position"]["step"] -= 1
-            torch.save(saved, out / "checkpoint.pt")
-            apart[lost] = largest(train(CONFIG, Strategy(), HYPER, out)[1], whole)
+            for _ in here.run():
+                pass
+            state = here.parallel.state_dict()["parameters"]
+            apart[lost] = max((state[name] - whole[name]).abs().max().item() for name in state)
         return apart
 
     (apart,) = launch.run(rank, ranks=1)
     assert min(apart.values()) > 1e-5, apart
-
-
-def test_an_interrupt_at_any_moment_of_saving_loses_no_more_than_the_steps_since(tmp_path):
-    """Killed in the middle of each file, and between them: what is there is whole, and the run goes on to the
-    same end.
-    """
-
-    def rank():
-        records, whole, _ = train(CONFIG, Strategy(), HYPER)
-        for moment in range(2 * len(records)):
-            out, calls = tmp_path / str(moment), iter(range(99))
-
-            def dying(path, write, replace_file=replace_file):
-                def half(file):
-                    write(file)
-                    file.truncate(file.tell() // 2)
-                    raise KeyboardInterrupt
-
-                replace_file(path, half if next(calls) == moment else write)
-
-            trainer.replace_file = dying
-            with pytest.raises(KeyboardInterrupt):
-                train(CONFIG, Strategy(), HYPER, out)
-            trainer.replace_file = replace_file
-            here, said = start(CONFIG, Strategy(), HYPER, out)
-            assert said == (f"resumed at step {moment // 2 * 2}" if moment > 1 else "")
-            others, weights, _ = train(CONFIG, Strategy(), HYPER, out)
-            assert largest(weights, whole) == curves(others, records) == 0
-            assert [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()] == [
-                2,
-                4,
-                6,
-            ]
-
-    launch.run(rank, ranks=1)
 
 
 def test_zero_trains_on_every_rank_and_keeps_a_share():
@@ -488,22 +473,23 @@ def test_a_loss_that_is_no_number_stops_every_rank_before_it_is_saved(tmp_path):
     """
     layouts = [Strategy(dp=2, zero=1), Strategy(pp=2, microbatches=2), Strategy(tp=2)]
 
-    def break_weights(path):
-        saved = torch.load(path, weights_only=True)
-        saved["state"]["parameters"]["layers.0.tokens"][65:] = math.nan
-        torch.save(saved, path)
+    def go_on(strategy, out):
+        here, _ = start(CONFIG, strategy, HYPER, out)
+        with torch.no_grad():
+            for piece in here.parallel.pieces():
+                if piece.name == "parameters/layers.0.tokens":
+                    piece.values.fill_(math.nan)
+        here.parallel.sync.publish()
+        for _ in here.run():
+            pass
 
     def rank():
         said = []
         for number, strategy in enumerate(layouts):
-            path = tmp_path / str(number) / "checkpoint.pt"
-            train(CONFIG, strategy, HYPER, path.parent, 1)
-            if collectives.world().rank() == 0:
-                break_weights(path)
-            collectives.barrier(collectives.world())
-            before = path.read_bytes()
-            said.append(said_by(lambda: train(CONFIG, strategy, HYPER, path.parent)))
-            assert path.read_bytes() == before
+            out = tmp_path / str(number)
+            train(CONFIG, strategy, HYPER, out, 1)
+            said.append(said_by(lambda: go_on(strategy, out)))
+            assert Store(out).steps() == [2]
         wild = replace(HYPER, lr=1e200, clip=math.inf)
         said.append(said_by(lambda: train(CONFIG, Strategy(dp=2), wild, tmp_path / "wild")))
         assert not (tmp_path / "wild").exists()
@@ -533,10 +519,12 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
                 (CONFIG, HYPER, other_text, "float64"),
             )
         ]
-        whole = (tmp_path / "checkpoint.pt").read_bytes()
+        manifest = Store(tmp_path).path(2) / "manifest.json"
+        whole = manifest.read_bytes()
         for damaged in (whole[:1000], whole[:-100], b"", b"no checkpoint"):
-            (tmp_path / "checkpoint.pt").write_bytes(damaged)
+            manifest.write_bytes(damaged)
             said.append(said_by(lambda: train(CONFIG, Strategy(), HYPER, tmp_path)))
+            (tmp_path / "step-00000002.damaged").rename(manifest.parent)  # where it was set aside
         return said
 
     (said,) = launch.run(rank, ranks=1)
@@ -548,7 +536,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
             "frozen=[], this run has frozen=['layers.1.*']",
             "precision=float64, this run has precision=float32",
             "the saved position has text=",
-            *["delete it to start anew"] * 4,
+            *["manifest.json is damaged; passed over. No checkpoint in "] * 4,
         ),
         strict=True,
     ):
@@ -558,16 +546,11 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 def test_ranks_that_do_not_see_one_folder_are_told_alike(tmp_path):
     def rank():
         mine = tmp_path / str(collectives.world().rank())
-        here, _ = start(CONFIG, Strategy(dp=2), HYPER)
-        here.out = tmp_path / "0"  # rank 0 writes there
-        next(here.run())
-        collectives.barrier(collectives.world())
+        train(CONFIG, Strategy(dp=2), HYPER, tmp_path / "0", 1)
         said = [said_by(lambda: start(CONFIG, Strategy(dp=2), HYPER, mine))]
-        if here.rank == 1:  # another checkpoint of the same step
-            saved = torch.load(tmp_path / "0" / "checkpoint.pt")
-            saved["records"][0]["loss"] += 1e-3
-            mine.mkdir()
-            torch.save(saved, mine / "checkpoint.pt")
+        if collectives.world().rank() == 1:  # another checkpoint of the same step
+            manifest = shutil.copytree(tmp_path / "0", mine) / "step-00000002" / "manifest.json"
+            manifest.write_bytes(manifest.read_bytes() + b" ")
         return [*said, said_by(lambda: start(CONFIG, Strategy(dp=2), HYPER, mine))]
 
     first, second = launch.run(rank, ranks=2)
@@ -587,10 +570,12 @@ def test_a_module_of_ones_own_is_trained_and_resumed(tmp_path):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256)).double()
         run = parallelize(module, Strategy(dp=2, zero=zero), HYPER.make_optimizer)
-        here = Trainer(run, TEXT, HYPER, out=out, report_every=2, peak_flops=1e9)
+        store = Store(out) if out else None
+        here = Trainer(run, TEXT, HYPER, store=store, report_every=2, save_every=2, peak_flops=1e9)
         said = here.resume()
         for _ in islice(here.run(), stop_after):
             pass
+        here.finish()
         assert "mfu" not in here.records[0] and here.records[0]["held_out"] is None
         return said, run.state_dict()["parameters"]
 
@@ -609,13 +594,14 @@ def test_a_trainer_refuses_what_does_not_fit_the_recipe():
         return [
             said_by(lambda: Trainer(frozen, TEXT, HYPER)),
             said_by(lambda: Trainer(frozen, TEXT, replace(HYPER, frozen=("layers.1.*",)), report_every=0)),
+            said_by(lambda: Trainer(frozen, TEXT, replace(HYPER, frozen=("layers.1.*",)), save_every=0)),
         ]
 
-    ((frozen, report),) = launch.run(rank, ranks=1)
+    ((frozen, report, save),) = launch.run(rank, ranks=1)
     assert frozen.startswith(
         "layers.1.norm1.weight is frozen in this run, and the hyperparameters have frozen=(); give the same to both"
     )
-    assert report == "report_every=0: use at least 1 step"
+    assert (report, save) == ("report_every=0: use at least 1 step", "save_every=0: use at least 1 step")
 
 
 def test_a_file_is_replaced_in_one_piece_or_not_at_all(tmp_path):
