@@ -1,0 +1,100 @@
+"""What the chapter on checkpoints breaks saves with does what it says."""
+
+import threading
+
+import pytest
+import torch
+
+from minitrain import launch
+from minitrain.checkpoint.disk import new_file
+from minitrain.checkpoint.snapshot import Snapshot
+from minitrain.course import crashes
+from minitrain.course.crash_model import Recorder, read_tree
+from minitrain.launch.report import RankError
+from minitrain.pieces import whole_piece
+
+
+def write(folder, disk, text=b"new" * 400):
+    with new_file(disk, folder / "a") as file:
+        disk.write(file, 0, text)
+
+
+def kept(folder):
+    content = (folder / "a").read_bytes()
+    return {b"old" * 400: "old", b"new" * 400: "new"}.get(content)
+
+
+def test_every_call_is_a_death_and_a_write_has_written_half(tmp_path):
+    def prepare():
+        write(tmp_path, crashes.Disk(), b"old" * 400)
+        return tmp_path
+
+    found = crashes.kills(prepare, write, kept)
+    assert found == [("create a", None), ("write a", None), ("sync a", "new"), ("done", "new")]
+    with pytest.raises(crashes.Died):
+        write(prepare(), crashes.Mortal(2, by_signal=False))
+    assert (tmp_path / "a").read_bytes() == (b"new" * 400)[:600]
+
+
+def test_other_calls_are_deaths_before_they_are_done(tmp_path):
+    write(tmp_path, crashes.Disk())
+    for call in (
+        lambda disk: disk.rename(tmp_path / "a", tmp_path / "b"),
+        lambda disk: disk.remove(tmp_path / "a"),
+        lambda disk: disk.make_folder(tmp_path / "c"),
+        lambda disk: disk.sync_folder(tmp_path),
+    ):
+        disk = crashes.Mortal(1, by_signal=False)
+        with pytest.raises(crashes.Died):
+            call(disk)
+        assert len(disk.calls) == 1 and [path.name for path in tmp_path.iterdir()] == ["a"]
+    disk = crashes.Mortal()
+    disk.make_folder(tmp_path / "c")
+    disk.rename(tmp_path / "a", tmp_path / "b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c"]
+    disk.remove(tmp_path / "b")
+    assert disk.calls == ["make c", "rename to b", "remove b"] and not (tmp_path / "b").exists()
+
+
+def test_a_signal_kills_the_process(tmp_path):
+    with pytest.raises(RankError, match="SIGKILL"):
+        launch.run(lambda: write(tmp_path, crashes.Mortal(2)), ranks=1)
+    assert (tmp_path / "a").stat().st_size == 600
+
+
+def test_power_cuts_tell_lost_from_garbage_and_rolled_back(tmp_path):
+    write(tmp_path, crashes.Disk(), b"old" * 400)
+    before, disk = read_tree(tmp_path), Recorder(tmp_path)
+    write(tmp_path, disk)
+
+    def look(tree):
+        content = tree.get("a")
+        return {b"old" * 400: "old", b"new" * 400: "new", b"": None}.get(content, "mixed")
+
+    found = crashes.power_cuts(before, disk.log, look, "old", "new")
+    assert found["nothing loads"] and found["wrong values"] and not found["rolled back"]
+    unsynced = [one for one in disk.log if one[0] != "sync"]
+    assert crashes.power_cuts(before, unsynced, look, "old", "new")["rolled back"] == 1
+
+
+def test_flips_change_one_bit_and_put_it_back(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"abc")
+    assert crashes.flips(path, lambda: path.read_bytes()) == {b"`bc": 1, b"a`c": 1, b"abg": 1}
+    assert path.read_bytes() == b"abc"
+    assert len(crashes.flips(path, lambda: path.read_bytes(), every_bit=True, first=1, last=2)) == 8
+
+
+def test_a_held_copy_goes_as_far_as_it_may():
+    values = [torch.ones(4), torch.ones(4)]
+    snapshot = Snapshot("cpu")
+    held = crashes.Held(snapshot, 1)
+    snapshot.begin([whole_piece(f"parameters/{n}", value) for n, value in enumerate(values)])
+    thread = threading.Thread(target=snapshot.copy)
+    thread.start()
+    held.reached()
+    assert snapshot.copied == 1 and snapshot.missing_bytes() == 16
+    held.allow(2)
+    snapshot.wait()
+    thread.join()
+    assert snapshot.missing_bytes() == 0
