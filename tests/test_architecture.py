@@ -19,7 +19,7 @@ PACKAGE = ROOT / "minitrain"
 FLOORS = [
     {"torch_private", "tables"},
     {"collectives", "attention", "data", "simulate", "random_state"},
-    {"mesh", "sharding", "ledger", "launch", "precision"},
+    {"mesh", "sharding", "pieces", "ledger", "launch", "precision"},
     {
         "model",
         "data_parallel",
@@ -36,6 +36,7 @@ FLOORS = [
     {"training", "plan", "strategy", "strategy_checks"},
     {
         "run",
+        "run_states",
         "parallelize",
         "expert_passes",
         "product_passes",
@@ -45,7 +46,7 @@ FLOORS = [
         "course",
         "trainer",
     },
-    {"train_command", "cli", "__main__"},
+    {"train_command", "checkpoint_command", "cli", "__main__"},
 ]
 TECHNIQUES = FLOORS[3] - {"model"}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -56,20 +57,25 @@ BASE = {
     "collectives",
     "attention",
     "sharding",
+    "pieces",
     "precision",
     "random_state",
 }  # all a technique may lean on
 NEIGHBOURS = {
     ("model", "moe"),
     ("parallelize", "run"),
+    ("pieces", "sharding"),
     ("strategy", "strategy_checks"),
     ("parallelize", "expert_passes"),
     ("parallelize", "product_passes"),
     ("parallelize", "offload_passes"),
     ("parallelize", "recompute_passes"),
     ("run", "product_passes"),
+    ("run", "run_states"),
+    ("run_states", "product_passes"),
     ("trainer", "run"),
     ("cli", "train_command"),
+    ("cli", "checkpoint_command"),
     ("__main__", "cli"),
 }  # on one floor, one way
 FACES = {"collectives", "launch", "ledger"}  # folders that are one module to their users
