@@ -115,7 +115,7 @@ def load_all(config: GPTConfig, layouts: dict, checkpoints: dict, states: dict, 
         for other, checkpoint in checkpoints.items():
             lost = load(run, checkpoint)
             wrong, after = differing(run, states[other]), [run.evaluate(run.batch(rows(99), 99)).item()]
-            if (order.index(name) - order.index(other)) % len(order) in GO_ON:
+            if (order.index(name) - order.index(other)) % len(order) in {i % len(order) for i in GO_ON}:
                 after += losses(run, BEFORE, AFTER)
             found[other, name] = wrong, lost, after
     return found

@@ -314,7 +314,7 @@ def test_bad_input_is_refused(tmp_path):
         saver.save(1, [], {}, {})
 
     refused = {
-        "way='fast'; use one of sync, snapshot, deepfreeze,": lambda: Saver(Store(tmp_path), way="fast"),
+        "way='fast'; use one of sync, sync_sharded, snapshot,": lambda: Saver(Store(tmp_path), way="fast"),
         "step 1 cannot be saved: the saver is closed": closed,
         "copy='later'; use 'now' or 'beside'": lambda: Way(copy="later"),
         "write='never'; use 'now' or 'behind'": lambda: Way(write="never"),
