@@ -187,8 +187,10 @@ class History:
         try:
             launch.run(live, self.folder, death, os.getpid(), self.way, ranks=RANKS)
         except RankError as error:
-            if "SIGKILL" not in str(error):
-                self.wrong.append((death, str(error)))
+            if "SIGKILL" not in str(error):  # a survivor's connection may be what is told first
+                self.counts["told by a survivor"] += 1
+                if "is gone" not in str(error):
+                    self.wrong.append((death, str(error)))
             return False
         return True
 
