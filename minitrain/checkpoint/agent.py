@@ -26,8 +26,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from minitrain.checkpoint.in_memory import copy_step, memory_folder
-from minitrain.checkpoint.store import Store
+from minitrain.checkpoint.in_memory import memory_folder
+from minitrain.checkpoint.store import Store, copy_step
 
 SOCKET = "agent"
 LOOK_S = 0.5  # how often the agent looks whether its folder is there

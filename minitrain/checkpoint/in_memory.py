@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,10 @@ from torch.distributed import ProcessGroup
 from minitrain import collectives
 from minitrain.checkpoint.disk import new_file
 from minitrain.checkpoint.format import Damaged, File, Written, write_file
-from minitrain.checkpoint.store import Store, file_name
+from minitrain.checkpoint.store import CHUNK_BYTES, Store, file_name, verified
 from minitrain.pieces import Piece, share_out
 
 SHARED_MEMORY = Path("/dev/shm")
-CHUNK_BYTES = 4 << 20
 FETCHED = "fetched"  # shares of others, until the next save
 
 
@@ -61,34 +60,6 @@ def newest_whole(*stores: Store) -> tuple[Store | None, int | None, list[str]]:
         if step is not None and (best[1] is None or step > best[1]):
             best = store, step
     return *best, said
-
-
-def copy_step(step: int, store: Store, to: Store) -> None:
-    """A checkpoint from one store to another, verified. All files are opened first: the store may remove the
-    step meanwhile."""
-    manifest = store.manifest(step)
-    files = [Written(**entry) for entry in manifest["files"]]
-    plain = {key: value for key, value in manifest.items() if key not in ("hash", "step", "files")}
-    with ExitStack() as opened:
-        sources = [opened.enter_context(open(store.path(step) / file.name, "rb")) for file in files]
-        folder = to.begin(step)
-        for written, source in zip(files, sources):
-            with new_file(to.disk, folder / written.name) as target:
-                for first in range(0, written.size, CHUNK_BYTES):
-                    to.disk.write(target, first, source.read(CHUNK_BYTES))
-            verified(folder / written.name, written).close()
-    to.commit(step, files, plain)
-
-
-def verified(path: Path, written: Written) -> File:
-    """Opened, every byte verified."""
-    file = File(path, written)
-    try:
-        file.verify()
-    except BaseException:
-        file.close()
-        raise
-    return file
 
 
 def gather_plain(value: Any, group: ProcessGroup) -> list:

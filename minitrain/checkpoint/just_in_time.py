@@ -32,8 +32,8 @@ import xxhash
 from torch.distributed import ProcessGroup
 
 from minitrain.checkpoint.format import Damaged, File, Written, write_file
-from minitrain.checkpoint.in_memory import Lost, gather_plain, verified
-from minitrain.checkpoint.store import Store, file_name
+from minitrain.checkpoint.in_memory import Lost, gather_plain
+from minitrain.checkpoint.store import Store, file_name, verified
 from minitrain.pieces import Piece
 from minitrain.torch_private import version_of
 

@@ -18,9 +18,9 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-from minitrain.checkpoint.disk import Disk, new_file
-from minitrain.checkpoint.format import BLOCK_BYTES, Damaged, File, Written
-from minitrain.checkpoint.store import MANIFEST, Store
+from minitrain.checkpoint.disk import Disk
+from minitrain.checkpoint.format import Damaged, File, Written
+from minitrain.checkpoint.store import MANIFEST, Store, copy_step
 
 
 class Tiers(Store):
@@ -117,8 +117,7 @@ class Tiers(Store):
             if not self._is_in_cold(step):
                 if self.cold.is_complete(step):
                     self.cold._discard([step])
-                self._copy(step)
-                self.cold.verify(step)
+                copy_step(step, self, self.cold)
             self._discard([step])  # from hot
 
     def _is_in_cold(self, step: int) -> bool:
@@ -128,20 +127,3 @@ class Tiers(Store):
         except Damaged:
             return False
         return True
-
-    def _copy(self, step: int) -> None:
-        manifest, files = super().open(step)
-        folder = self.cold.begin(step)
-        for file in files:
-            copy_file(self.cold.disk, file.path, folder / file.path.name)
-        plain = {key: value for key, value in manifest.items() if key not in ("hash", "step", "files")}
-        self.cold.commit(step, [Written(**written) for written in manifest["files"]], plain)
-
-
-def copy_file(disk: Disk, path: Path, to: Path) -> None:
-    """A block at a time, synced. What it read is verified later, where it was written."""
-    with open(path, "rb") as source, new_file(disk, to) as file:
-        offset = 0
-        while block := source.read(BLOCK_BYTES):
-            disk.write(file, offset, block)
-            offset += len(block)

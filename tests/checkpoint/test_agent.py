@@ -16,9 +16,9 @@ from minitrain import collectives, launch
 from minitrain.checkpoint.agent import Agent, Connection, persist, persist_newest
 from minitrain.checkpoint.disk import Disk
 from minitrain.checkpoint.format import write_file
-from minitrain.checkpoint.in_memory import copy_step, newest_whole
+from minitrain.checkpoint.in_memory import newest_whole
 from minitrain.checkpoint.saver import Saver
-from minitrain.checkpoint.store import Store, file_name
+from minitrain.checkpoint.store import Store, copy_step, file_name
 from tests.checkpoint.memory_runs import STEPS, as_pieces, digest, load, make_run, train, uninterrupted
 
 LAYOUT = dict(dp=2)

@@ -10,7 +10,7 @@ from minitrain.checkpoint.disk import Disk
 from minitrain.checkpoint.format import Damaged, write_file
 from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.saver import NotSaved, Saver
-from minitrain.checkpoint.store import Store
+from minitrain.checkpoint.store import Store, copy_step
 from minitrain.checkpoint.tiers import Tiers
 from minitrain.pieces import Piece
 from tests.checkpoint.saver_runs import some_pieces
@@ -122,7 +122,7 @@ def test_what_is_damaged_in_hot_comes_from_cold(tmp_path):
     save(tiers, 1)
     save(tiers, 2)
     tiers.settle()
-    tiers._copy(1)
+    copy_step(1, tiers, tiers.cold)
     name = tmp_path / "hot" / "step-00000001" / "rank-00000.safetensors"
     assert name.exists() and tiers.cold.steps() == [1]
     os.truncate(name, 20)
@@ -180,7 +180,7 @@ def test_a_damaged_copy_is_made_again(tmp_path):
     save(tiers, 1)
     save(tiers, 2)
     tiers.settle()
-    tiers._copy(1)
+    copy_step(1, tiers, tiers.cold)
     copy = tmp_path / "cold" / "step-00000001" / "rank-00000.safetensors"
     data = bytearray(copy.read_bytes())
     data[-1] ^= 1
