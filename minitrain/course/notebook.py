@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+import textwrap
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -17,16 +19,36 @@ from typing import Callable, Mapping
 CHAPTERS = Path(__file__).parents[2] / "notebooks"
 
 
-def show(thing: Callable, *, doc: bool = False) -> None:
-    """Print the current source of a function or class, without its docstring unless `doc`."""
-    source = inspect.getsource(thing)
-    if inspect.ismethod(thing):
-        source = inspect.cleandoc("\n" + source)
-    text = inspect.getdoc(thing)
+def show(*things: Callable, doc: bool = False) -> None:
+    """The current source of functions and classes, coloured, each under a link to its place in the package.
+
+    The first lines of its docstring stand above it; `doc` leaves the whole docstring in. Outside a notebook it
+    is printed.
+    """
+    from IPython import get_ipython
+    from IPython.display import display
+
+    parts = [_sourced(thing, doc) for thing in things]
+    plain = "\n\n\n".join(f"# {place}\n{source}" for place, _, source in parts)
+    if get_ipython() is None:
+        print(plain)
+        return
+    fences = [
+        f"[`{place}`](../{place.replace(':', '#L')}) {said}\n\n```python\n{source}\n```"
+        for place, said, source in parts
+    ]
+    display({"text/plain": plain, "text/markdown": "\n\n".join(fences)}, raw=True)
+
+
+def _sourced(thing: Callable, doc: bool) -> tuple[str, str, str]:
+    """("minitrain/file.py:line", the first paragraph of the docstring, the source)."""
+    lines, number = inspect.getsourcelines(thing)
+    source, text = textwrap.dedent("".join(lines)), inspect.getdoc(thing)
     if not doc and text and '"""' in source:
         before, _, rest = source.partition('"""')
         source = before.rstrip(" ") + rest.partition('"""')[2].lstrip("\n")
-    print(source.rstrip())
+    place = Path(inspect.getsourcefile(inspect.unwrap(thing))).relative_to(CHAPTERS.parent)
+    return f"{place}:{number}", " ".join((text or "").partition("\n\n")[0].split()), source.rstrip()
 
 
 def beside(rows: Mapping[str, tuple], unit: str = "bytes") -> None:
@@ -68,7 +90,7 @@ def heading(path: Path) -> tuple[str, str]:
     """(title, the line of facts below it: time, ranks, hardware) from the first cell of a chapter."""
     lines = "".join(json.loads(path.read_text())["cells"][0]["source"]).splitlines()
     facts = next((line for line in lines if line.startswith("**Time**")), "")
-    return lines[0].lstrip("# "), facts.replace("**", "")
+    return lines[0].lstrip("# "), re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", facts).replace("**", "")
 
 
 def execute(
@@ -108,12 +130,21 @@ def execute(
 
 
 def normalised(notebook):
-    """Without what differs from run to run: ids, kernels, versions, folders, where prints paused."""
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    """What JupyterLab would save, without what differs from run to run: ids, folders, where prints paused.
+
+    A cell that answers a prediction (it reads `guess`) is folded: running it opens it.
+    """
+    language = {"name": "python", "version": "3.11.0", "mimetype": "text/x-python", "file_extension": ".py"}
+    language |= {"pygments_lexer": "ipython3", "nbconvert_exporter": "python"}
+    language["codemirror_mode"] = {"name": "ipython", "version": 3}
+    kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+    notebook.metadata = {"kernelspec": kernel, "language_info": language}
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number:03d}"
-        cell.metadata.pop("execution", None)
+        tags = cell.metadata.get("tags", [])
+        cell.metadata = {"tags": tags} if tags else {}
+        if cell.cell_type == "code" and answers_a_prediction(cell.source):
+            cell.metadata["jupyter"] = {"outputs_hidden": True}
         if "outputs" in cell:
             cell.outputs = joined(cell.outputs)
         for output in cell.get("outputs", []):
@@ -122,6 +153,10 @@ def normalised(notebook):
             if output.output_type == "error":
                 output.traceback = [line.replace(f"{CHAPTERS.parent}/", "") for line in output.traceback]
     return notebook
+
+
+def answers_a_prediction(source: str) -> bool:
+    return re.search(r"\bguess\b(?! *=)", source) is not None
 
 
 def joined(outputs: list) -> list:

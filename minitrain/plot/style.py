@@ -65,8 +65,10 @@ class Picture(Figure):
 
     alt = ""  # what it shows, for those who cannot see it
 
-    def _repr_png_(self) -> bytes | tuple[bytes, dict]:
-        return (png(self), {"alt": self.alt}) if self.alt else png(self)
+    def _repr_png_(self) -> tuple[bytes, dict]:
+        drawn = png(self)
+        width, height = (size // 2 for size in Image.open(io.BytesIO(drawn)).size)
+        return drawn, {"width": width, "height": height} | ({"alt": self.alt} if self.alt else {})
 
     def savefig(self, *args, **settings) -> None:
         with rc_context(style()):
@@ -80,9 +82,9 @@ def described(figure: Picture, alt: str) -> Picture:
 
 
 def png(figure: Figure) -> bytes:
-    """The picture as a PNG of 128 colours, a third of the size of a plain one."""
+    """The picture as a PNG, sharp when shown at half its size; of 128 colours, a third of a plain one's bytes."""
     drawn, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png")
+    figure.savefig(drawn, format="png", dpi=200)
     few_colours = Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE)
     few_colours.save(small, format="png", optimize=True)
     return small.getvalue()

