@@ -20,9 +20,9 @@ CHAPTERS = Path(__file__).parents[2] / "notebooks"
 
 
 def show(*things: Callable, doc: bool = False) -> None:
-    """The current source of functions and classes, coloured, each under a link to its place in the package.
+    """The current source of functions and classes, coloured, each under a link to its place.
 
-    The first lines of its docstring stand above it; `doc` leaves the whole docstring in. Outside a notebook it
+    Above it stand the first lines of its docstring; `doc` leaves all of it in. Outside a notebook it
     is printed.
     """
     from IPython import get_ipython

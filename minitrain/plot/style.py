@@ -82,7 +82,7 @@ def described(figure: Picture, alt: str) -> Picture:
 
 
 def png(figure: Figure) -> bytes:
-    """The picture as a PNG, sharp when shown at half its size; of 128 colours, a third of a plain one's bytes."""
+    """A PNG, sharp when shown at half its size; of 128 colours, so a third of the bytes of a plain one."""
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=200)
     few_colours = Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE)
