@@ -1,13 +1,24 @@
-# Two commands matter:  make course  (the first chapters, end to end)   and   make test  (everything CI runs).
-# Both build .venv first; they need Python 3.11 or newer and make, nothing else.
+# `make` says what there is. Every target first builds .venv, with Python 3.11 or newer; TORCH=cpu or TORCH=cuda names
+# the build of PyTorch, if the one that minitrain/course/install.py takes by itself is not wanted.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 ONLY   ?=
+ARGS   ?=
+TORCH  ?=
 
-.PHONY: course test lint bench gpu transformers lab doctor install exercises nbgrader clean
+.DEFAULT_GOAL := help
+.PHONY: help course test lint bench gpu transformers lab doctor install exercises nbgrader clean asked
+
+help:
+	@echo "make course     chapters 00 to 03 from the first cell to the last, about two minutes"
+	@echo "make lab        JupyterLab over your own copies of chapters and exercises, in work/"
+	@echo "make doctor     is everything here that is needed?"
+	@echo "make test       everything that CI runs     (make lint, make bench ONLY=..., make gpu: see the file)"
+	@echo "make clean      remove .venv and what was built; work/ and your answers stay"
+	@echo "Each installs into .venv first. make TORCH=cuda or TORCH=cpu ... names the build of PyTorch."
 
 course: install
 	@$(BIN)/minitrain doctor
@@ -34,7 +45,7 @@ transformers: install      # benchmarks/moe.py runs beside its Mixtral block; it
 	@test -d build/transformers || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target build/transformers transformers==5.23.0
 
 lab: install
-	@$(BIN)/minitrain lab
+	@$(BIN)/minitrain lab $(ARGS)
 
 doctor: install
 	@$(BIN)/minitrain doctor
@@ -48,12 +59,11 @@ nbgrader: install          # proves that student notebooks are what nbgrader wou
 
 install: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Python %d.%d found; minitrain needs 3.11 or newer: make PYTHON=python3.12" % v[:2])'
-	@echo "Installing into $(VENV) (the first time takes a minute or two) ..."
-	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[course,test]"
+$(VENV)/installed: pyproject.toml constraints.txt minitrain/course/install.py $(if $(TORCH),asked)
+	@TORCH=$(TORCH) $(PYTHON) minitrain/course/install.py $(VENV)
 	@touch $@
 
-clean:
+asked:
+
+clean:                     # work/ stays: your answers are in it
 	rm -rf $(VENV) runs build *.egg-info

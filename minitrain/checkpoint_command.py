@@ -190,10 +190,10 @@ def config_in(manifest: dict):
 
 
 def _store(folder: Path):
-    from minitrain.checkpoint.store import Store
-
     if not any(folder.glob("step-*")):
         raise ValueError(f"{folder} has no checkpoints: give the folder of --checkpoint")
+    from minitrain.checkpoint.store import Store
+
     return Store(folder)
 
 

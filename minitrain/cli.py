@@ -1,16 +1,18 @@
 """The `minitrain` command: check this machine, train, run chapters, grade exercises, replay a big machine.
 
 Exit codes: 2 for bad input, 1 for a rank or a chapter that failed, both with one line on stderr; 130 for an
-interrupt.
+interrupt. Names are looked up before torch is imported, so a wrong one is refused at once.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
+import textwrap
 import time
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -19,16 +21,24 @@ import typer
 from typer import Argument, Option, echo
 
 from minitrain import checkpoint_command, train_command
+from minitrain.course import lab as copies
 from minitrain.course import notebook
+from minitrain.model.config import presets
+from minitrain.simulate.machines import MACHINES
+from minitrain.simulate.machines import machine as described
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Learn how large models are trained on many machines, by running it.",
 )
 ROOT = notebook.CHAPTERS.parent
+
+
+def among(*known: dict) -> Callable[[str], list[str]]:
+    """What the Tab key offers: the keys that begin with what is typed."""
+    return lambda incomplete: [name for names in known for name in names if name.startswith(incomplete)]
 
 
 def main() -> None:
@@ -39,6 +49,21 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             echo(f"minitrain: {error}", err=True)
         sys.exit(1 if isinstance(error, RuntimeError) else 2)
+
+
+@app.callback(invoke_without_command=True)
+def options(version: Annotated[bool, Option("--version", help="versions, and end")] = False) -> None:
+    if version:
+        found = [f"{name} {installed(name)}" for name in ("minitrain", "torch")]
+        echo(f"{', '.join(found)}, Python {platform.python_version()}")
+        raise typer.Exit()
+
+
+def installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "is not installed"
 
 
 app.command()(train_command.train)
@@ -59,7 +84,7 @@ def doctor() -> None:
 
     line(sys.version_info >= (3, 11), "python", platform.python_version(), "install Python 3.11 or newer")
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    line(version >= (2, 11), "torch", torch.__version__, "pip install -c constraints.txt torch")
+    line(version >= (2, 11), "torch", torch.__version__, "make install")
     line(True, "cores", str(os.cpu_count()))
     free_gb = psutil.virtual_memory().available / 1e9
     line(free_gb > 2, "free memory", f"{free_gb:.1f} GB", "the chapters need 2 GB; close something")
@@ -99,12 +124,17 @@ def list_chapters() -> None:
     """The chapters there are, with the time and the ranks each needs."""
     for path in notebook.chapters().values():
         title, facts = notebook.heading(path)
-        echo(f"{title}\n    {facts}\n    notebooks/{path.name}")
+        needs = [fact for fact in facts.split(" · ") if fact.startswith(("Time", "Ranks"))]
+        for line in title, f"     {' · '.join(needs)}":
+            echo(line if len(line) <= 80 else line[:78].rpartition(" ")[0].rstrip(",") + " ..")
+    echo("Open them with `minitrain lab`; `minitrain run 03` runs one without a browser.")
 
 
 @app.command("run")
 def run_chapters(
-    numbers: Annotated[list[str] | None, Argument(help="chapters, such as 00 03; else all")] = None,
+    numbers: Annotated[
+        list[str] | None, Argument(help="such as 00 03; else all", autocompletion=among(notebook.chapters()))
+    ] = None,
     save: Annotated[bool, Option(help="write the outputs into the notebook itself (for authors)")] = False,
     out: Annotated[Path, Option(help="folder for the executed copies")] = ROOT / "runs",
 ) -> None:
@@ -127,27 +157,47 @@ def run_chapters(
     echo(f"{len(paths)} of {len(paths)} chapters ran in {elapsed_s:.0f} s; executed notebooks are {where}")
 
 
-@app.command()
-def lab() -> None:
-    """Open JupyterLab in the folder of the chapters."""
-    raise typer.Exit(subprocess.call([sys.executable, "-m", "jupyterlab", "--notebook-dir", str(ROOT)]))
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lab(
+    context: typer.Context,
+    fresh: Annotated[
+        list[str] | None, Option(help="a chapter to copy anew, such as 03; yours is kept")
+    ] = None,
+) -> None:
+    """Open JupyterLab over copies of chapters and exercises in work/; what else is given, it gets."""
+    for line in copies.prepare(fresh=fresh or ()):
+        echo(line)
+    command = copies.command(ROOT / "work", context.args)
+    echo("Your copies are in work/: git leaves them alone, and `minitrain grade` reads them.")
+    if "--allow-root" in command:
+        echo("You are root: JupyterLab is told that this is meant (--allow-root).")
+    sys.stdout.flush()
+    os.execv(command[0], command)  # from here on this is JupyterLab: its prompts, its exit code
 
 
 @app.command()
 def grade(
-    chapter: Annotated[str | None, Argument(help="chapter, such as 02; else a table of all")] = None,
+    chapter: Annotated[
+        str | None,
+        Argument(help="such as 02; else a table of all", autocompletion=among(notebook.exercises())),
+    ] = None,
+    file: Annotated[Path | None, Option(help="notebook; else that in work/exercises, or exercises")] = None,
     detail: Annotated[bool, Option(help="show the traceback of each failed task")] = False,
 ) -> None:
     """Grade your exercise notebooks: points per task, and what to look at next."""
+    if chapter is not None:
+        notebook.exercise(chapter)
+    elif file:
+        raise ValueError(f"{file} is of which chapter? minitrain grade 02 --file {file}")
     from minitrain.course import exercises
 
-    echo(exercises.grade(chapter).table(detail))
+    echo(exercises.grade(chapter, file).table(detail))
 
 
 @app.command()
 def replay(
-    model: Annotated[str, Argument(help="a preset, such as llama3-8b or gpt2")],
-    machine: Annotated[str, Option(help="a described machine, such as h100 or a100")] = "h100",
+    model: Annotated[str, Argument(help="such as llama3-8b or gpt2", autocompletion=among(presets))],
+    machine: Annotated[str, Option(help="such as h100 or a100", autocompletion=among(MACHINES))] = "h100",
     ranks: Annotated[int, Option(help="data-parallel ranks")] = 64,
     batch: Annotated[int, Option(help="sequences on each rank")] = 1,
     length: Annotated[int, Option(help="tokens in a sequence")] = 1024,
@@ -156,16 +206,14 @@ def replay(
     picture: Annotated[Path | None, Option(help="draw the timeline here (.png, .svg, .pdf)")] = None,
 ) -> None:
     """What a data-parallel step of a published model takes on a described machine: dry run, then replay."""
-    from minitrain.launch import dryrun
-    from minitrain.model.config import presets
-    from minitrain.plan.accounting.compute import flops_per_token
-    from minitrain.plot import charts
-    from minitrain.simulate.machines import machine as described
-    from minitrain.simulate.replay import replay as play
-
     if model not in presets:
         raise ValueError(f"no preset is called {model!r}; choose from {', '.join(presets)}")
     target = described(machine)
+    from minitrain.launch import dryrun
+    from minitrain.plan.accounting.compute import flops_per_token
+    from minitrain.plot import charts
+    from minitrain.simulate.replay import replay as play
+
     name, memory_bytes = target.device.name, target.device.memory_bytes
     ledger = dryrun.run(_one_step, model, batch, length, int(bucket_mb * 1e6), rank=0, ranks=ranks)
     timeline = play({0: ledger.events}, target, dtype="float16")
@@ -216,14 +264,16 @@ def _one_step(name: str, batch: int, length: int, bucket_bytes: int):
 
 @app.command()
 def atlas(words: Annotated[list[str] | None, Argument(help="only rows with all these words")] = None) -> None:
-    """Search the systems the course covers; each names the test that proves it."""
-    from minitrain.course.atlas import search
+    """Search the systems the course covers, best match first; each names the test that proves it."""
+    from minitrain.course.atlas import near, search
 
-    found, indent = search(" ".join(words or [])), " " * 10
+    wish = " ".join(words or [])
+    found = search(wish)
     for row in found:
-        echo(f"{row.chapter}  {row.kind:5} {row.name}\n{indent}{row.idea}")
-        echo(f"{indent}{row.module}  proved by {row.test}")
-    echo(f"{len(found)} systems")
+        echo(f"{row.chapter}  {row.kind:5} {row.name}")
+        echo(textwrap.fill(row.idea, 80, initial_indent=" " * 10, subsequent_indent=" " * 10))
+        echo(f"{' ' * 10}{row.module}  proved by {row.test}")
+    echo(f"{len(found)} system{'s' * (len(found) != 1)}" + (f"; {near(wish)}" if not found else ""))
 
 
 if __name__ == "__main__":

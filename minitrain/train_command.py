@@ -26,10 +26,15 @@ from minitrain.training.flags import flags, options, taken
 from minitrain.training.hyperparameters import Hyperparameters
 
 WEEK_S = 7 * 86_400
+BYTES = 256  # tokens are bytes: data/batches.py
 BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 MODEL = dict(num_layers="--layers", d_model="--width", num_heads="--heads", num_kv_heads="--kv-heads")
 # By stage of ZeRO, how parameters, gradients and optimizer states are cut: N not, I over a node, G over all.
 CUT = ("NNN", "NNG", "NGG", "GGG")
+
+
+def begun(incomplete: str) -> list[str]:
+    return [name for name in presets if name.startswith(incomplete)]
 
 
 @options(
@@ -39,7 +44,9 @@ CUT = ("NNN", "NNG", "NGG", "GGG")
     flags(ExpertsConfig, unset=True),
 )
 def train(
-    preset: Annotated[str, Option(help=f"{', '.join(presets)}; every field is a flag too")] = "tiny",
+    preset: Annotated[
+        str, Option(help=f"{', '.join(presets)}; every field is a flag too", autocompletion=begun)
+    ] = "tiny",
     text: Annotated[Path | None, Option(help="file or folder; else Python's own documentation")] = None,
     out: Annotated[Path | None, Option(help="folder for the log")] = None,
     report_every: Annotated[int, Option(help="steps from one report to the next")] = 25,
@@ -59,18 +66,15 @@ def train(
     minitrain train --dp 2 --zero 3 --checkpoint saved --resume           goes on, in another layout
     torchrun --nproc-per-node 4 -m minitrain.cli train --dp 4 --zero 3
     """
-    from minitrain import launch
-    from minitrain.launch.start import TORCHRUN
-
     strategy, hyper = Strategy(**taken(Strategy, values)), Hyperparameters(**taken(Hyperparameters, values))
     config = configure(preset, values)
     saving = Saving(checkpoint, every, keep, "asynchronous" if beside else "sync_sharded", resume)
-    job = all(variable in os.environ for variable in TORCHRUN)
-    ranks = int(os.environ["WORLD_SIZE"]) if job else strategy.ranks
     for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0)):
         if value < least:
             raise ValueError(f"{name}={value}: use at least {least}")
-    check(config, strategy, hyper, text, out, saving, ranks)
+    check(config, strategy, hyper, text, out, saving, ranks_there(strategy))
+    from minitrain import launch
+
     try:
         settings = (config, strategy, hyper, text, out, saving, report_every, sample)
         launch.run(train_on_rank, *settings, ranks=strategy.ranks, timeout_s=WEEK_S)
@@ -101,10 +105,18 @@ class Saving:
 # ---- before a rank starts --------------------------------------------------------------------------------
 
 
+def ranks_there(strategy: Strategy) -> int:
+    """Those of torchrun; else as many as are asked for."""
+    if "WORLD_SIZE" not in os.environ:
+        return strategy.ranks  # known without torch
+    from minitrain.launch.start import TORCHRUN
+
+    job = all(variable in os.environ for variable in TORCHRUN)
+    return int(os.environ["WORLD_SIZE"]) if job else strategy.ranks
+
+
 def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
     """The preset for bytes of text, with what was given; as many positions as the length needs."""
-    from minitrain.data.batches import VOCAB
-
     if preset not in presets:
         raise ValueError(f"unknown preset {preset!r}; there are {', '.join(presets)}")
     changes, experts = taken(GPTConfig, values), taken(ExpertsConfig, values)
@@ -117,7 +129,7 @@ def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
             )
         changes["experts"] = replace(before, **experts) if before else ExpertsConfig(**experts)
     changes.setdefault("max_positions", max(values["length"], presets[preset].max_positions))
-    return replace(presets[preset], vocab_size=VOCAB, **changes)
+    return replace(presets[preset], vocab_size=BYTES, **changes)
 
 
 def check(

@@ -1,8 +1,10 @@
 """The `minitrain` command: what it prints, and that an error is one line."""
 
 import json
+import os
 import subprocess
 import sys
+from importlib import metadata
 
 import nbformat
 import pytest
@@ -22,11 +24,16 @@ def test_doctor_lets_four_ranks_meet():
     assert "FAIL" not in result.output and "first launch" in result.output
 
 
-def test_list_names_every_chapter_with_its_facts():
-    printed = invoke("list").output
-    for number, path in notebook.chapters().items():
-        assert f"{number} · " in printed and path.name in printed
-    assert printed.count("Ranks") == len(notebook.chapters())
+def test_list_fits_a_terminal_with_two_lines_a_chapter():
+    lines = invoke("list").output.splitlines()
+    assert len(lines) == 2 * len(notebook.chapters()) + 1 and max(map(len, lines)) <= 80
+    for number, line, facts in zip(notebook.chapters(), lines[::2], lines[1::2]):
+        assert line.startswith(f"{number} · ") and "Time" in facts and "Ranks" in facts
+
+
+def test_version_names_torch_without_loading_it():
+    printed = invoke("--version").output
+    assert printed.startswith("minitrain ") and f"torch {metadata.version('torch')}, Python 3." in printed
 
 
 def test_atlas_is_searched_by_all_words():
@@ -34,6 +41,13 @@ def test_atlas_is_searched_by_all_words():
     found = atlas.search("ring all-reduce")
     assert 0 < len(found) < len(atlas.rows()) and printed.endswith(f"{len(found)} systems\n")
     assert all(row.test in printed for row in found)
+    assert printed.startswith(f"{found[0].chapter}  {found[0].kind:5} Ring all-reduce")
+
+
+def test_atlas_says_what_is_near():
+    assert "0 systems; nothing has 'megatrn'; near it are megatron" in invoke("atlas", "megatrn").output
+    printed = invoke("atlas", "ring", "zb").output
+    assert "each word occurs, but not together: ring " in printed
 
 
 def test_replay_of_a_small_model(tmp_path):
@@ -94,3 +108,75 @@ def test_a_chapter_that_fails_names_the_cell_and_is_written_all_the_same(tmp_pat
     written = nbformat.read(tmp_path / "out" / "broken.ipynb", as_version=4)
     assert written.cells[0].outputs[0].data["text/plain"] == "2" and seen[0] == (1, 3)
     assert [cell.id for cell in written.cells] == ["cell-000", "cell-001", "cell-002"]
+
+
+# ---- what is refused, and how soon -----------------------------------------------------------------------
+
+LOADED = """import sys
+from minitrain import cli
+try:
+    cli.main()
+finally:
+    print(*sorted({"torch", "numpy", "matplotlib", "IPython"} & {*sys.modules}), file=sys.stderr)
+"""
+
+
+def run_alone(*words: str, **environ: str) -> subprocess.CompletedProcess:
+    """The command in a process of its own; its last line on stderr names the heavy packages that it loaded."""
+    command = [sys.executable, "-c", LOADED, *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "80"} | environ
+    )
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "list", "atlas ring", "train --help"])
+def test_what_needs_no_torch_loads_none(words):
+    done = run_alone(*words.split())
+    assert done.returncode == 0 and done.stdout and done.stderr == "\n"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("run 77", "there is no chapter '77'"),
+        ("grade 77", "chapter 77 has no exercises"),
+        ("lab --fresh 77", "there is no chapter '77' to make fresh"),
+        ("replay gpt9", "no preset is called 'gpt9'"),
+        ("replay tiny --machine abacus", "no machine is called 'abacus'"),
+        ("train --preset nope", "unknown preset 'nope'"),
+        ("train --nope 3", "No such option: --nope"),
+        ("train --tp x", "Invalid value for '--tp'"),
+        ("train --pp 2 --schedule nope", "schedule='nope'; use gpipe"),
+        ("train --cp 2 --layout nope", "layout='nope'; use contiguous"),
+        ("train --precision nope", "precision='nope'; use float32"),
+        ("train --zero XYZ", "zero='XYZ'; use 0"),
+        ("train --tp 3", "tp=3 does not divide num_heads=4"),
+        ("checkpoint ls /nowhere", "/nowhere has no checkpoints"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_torch_is_loaded(words, message):
+    done = run_alone(*words.split())
+    *said, loaded = done.stderr.splitlines()
+    assert done.returncode == 2 and message in "\n".join(said) and loaded == "", done.stderr
+
+
+@pytest.mark.parametrize(
+    "line, offered",
+    [
+        ("minitrain run 0", {"00", "03"}),
+        ("minitrain grade 1", {"10", "11"}),
+        ("minitrain replay llama3-", {"llama3-8b", "llama3-70b"}),
+        ("minitrain replay tiny --machine h", {"h100", "h200"}),
+        ("minitrain train --preset gpt2", {"gpt2", "gpt2-xl"}),
+        ("minitrain do", {"doctor"}),
+    ],
+)
+def test_the_tab_key_offers_names(line, offered):
+    words = line.split()
+    environ = {"_MINITRAIN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    program = LOADED.replace("cli.main()", "cli.app(prog_name='minitrain')")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=os.environ | environ
+    )
+    assert offered <= {*done.stdout.split()} and "torch" not in done.stderr
+    assert all(one.startswith(words[-1]) for one in done.stdout.split())

@@ -1,8 +1,9 @@
-"""One list of dependencies in three files: pyproject.toml names the bounds, environment.yml repeats them,
-constraints.txt pins them.
+"""One list of dependencies: pyproject.toml names the bounds, constraints.txt pins them, minitrain/course/install.py
+knows the builds of torch, and environment.yml leads there.
 """
 
 import ast
+import re
 import sys
 import tomllib
 from importlib import metadata
@@ -12,6 +13,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from minitrain.course import install
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -19,9 +22,8 @@ DECLARED = {
     Requirement(line).name: Requirement(line)
     for line in [*PROJECT["dependencies"], *EXTRAS["course"], *EXTRAS["test"]]
 }
-PINNED = dict(
-    line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
-)
+CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
+PINNED = dict(line.split("==") for line in CONSTRAINTS if "==" in line) | {"torch": install.TORCH}
 IMPORT_NAMES = {"pytest-xdist": "xdist", "pillow": "PIL"}
 
 
@@ -29,10 +31,10 @@ def conda_file() -> dict:
     return yaml.safe_load((ROOT / "environment.yml").read_text())
 
 
-def test_environment_yml_names_the_same_packages_and_bounds():
-    pip_lines = next(entry["pip"] for entry in conda_file()["dependencies"] if isinstance(entry, dict))
-    assert pip_lines[0] == "-c constraints.txt" and pip_lines[-1] == "-e .[course,test]"
-    assert {str(Requirement(line)) for line in pip_lines[1:-1]} == {str(r) for r in DECLARED.values()}
+def test_conda_users_install_as_make_does():
+    head = (ROOT / "environment.yml").read_text().splitlines()[0]
+    assert head.endswith("conda activate minitrain && python minitrain/course/install.py")
+    assert "install.py $(VENV)" in (ROOT / "Makefile").read_text()
 
 
 def test_conda_gives_python_and_pip_only():
@@ -51,6 +53,12 @@ def test_every_bound_has_a_floor_and_a_ceiling_and_admits_its_pin():
             f"{name}=={PINNED[name]} is outside {requirement.specifier}"
         )
     assert DECLARED["torch"].specifier.contains("2.11.0") and PINNED["torch"] == "2.13.0"
+
+
+def test_no_constraint_replaces_a_torch_that_is_there():
+    """Nor its CUDA libraries: which belong to a torch, it says itself."""
+    ours = [line for line in CONSTRAINTS if re.match("torch|triton|nvidia|cuda", line)]
+    assert ours == [] and all(install.is_supported(version) for version in ("2.11.0", PINNED["torch"]))
 
 
 def test_what_is_installed_is_inside_the_bounds():

@@ -1,10 +1,16 @@
 """What chapters and exercises need around the package.
 
 First  notebook            show a function, set numbers beside formulas, run a notebook
+       reading             what follows from the rest of a chapter: times, links, the lines of shown sources
        atlas               every system covered, and the test that proves it
-then   exercises           make, prove and grade exercise notebooks
+then   lab                 copies of both for the reader to work in
+       exercises           make, prove and grade exercise notebooks
        grading/            the judge stays outside; an answer runs in processes that give back data
-beside under_limits       one model under a hard limit of memory, trained in four ways
+beside install             PyTorch as it fits the machine, and the tested versions of all else
+       pipelines           a pipeline's step beside one process, with a mistake in it or without
+       under_limits        one model under a hard limit of memory, trained in four ways
+beside sequences          attention over ranks against one process, and what it sends
+       under_limits       one model under a hard limit of memory, trained in four ways
        crash_model         every state of the disk that a power cut may leave of a save
        crashes             a disk on which its process dies; what such crashes leave; a copy that is held up
 """

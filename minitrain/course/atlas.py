@@ -8,10 +8,13 @@ a simulation, MODEL a formula checked, CASE a published run recomputed.
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 
 KINDS = ("RUN", "SIM", "MODEL", "CASE")
+NOWHERE = (4, 0)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,41 @@ def rows() -> list[Row]:
 
 
 def search(words: str = "") -> list[Row]:
-    """Rows in which every word occurs (any column, any case); all rows when there is no word."""
+    """Rows in which every word occurs, best first; all rows in file order when there is no word.
+
+    A whole word counts more than the beginning of one, the name more than the idea, the idea more than the
+    rest; letters inside a word come last ("ring" in "string").
+    """
     wanted = words.lower().split()
-    return [row for row in rows() if all(word in " ".join(vars(row).values()).lower() for word in wanted)]
+    ranked = [([_rank(word, row) for word in wanted], row) for row in rows()]
+    found = [(sorted(ranks, reverse=True), row) for ranks, row in ranked if NOWHERE not in ranks]
+    return [row for _, row in sorted(found, key=lambda one: one[0])]
+
+
+def near(words: str) -> str:
+    """Why a search found nothing: words close to one that no row has, or how often each occurs alone."""
+    wanted = words.lower().split()
+    counts = {word: len(search(word)) for word in wanted}
+    if all(counts.values()):
+        return "each word occurs, but not together: " + ", ".join(f"{w} {n}" for w, n in counts.items())
+    known = sorted({word for row in rows() for word in _words(f"{row.name} {row.idea}") if len(word) > 2})
+    told = []
+    for word in (word for word in wanted if not counts[word]):
+        alike = get_close_matches(word, known, cutoff=0.6)
+        told.append(f"nothing has {word!r}" + (f"; near it are {', '.join(alike)}" if alike else ""))
+    return "; ".join(told)
+
+
+def _rank(word: str, row: Row) -> tuple[int, int]:
+    """(where, how) the word occurs in the row; smaller is better."""
+    rest = f"{row.module} {row.test} {row.kind} {row.chapter}"
+    texts = [f"{row.name} {row.id}".lower(), row.idea.lower(), rest.lower()]
+    start = rf"(?<![a-z0-9]){re.escape(word)}"
+    for place, text in enumerate(texts):
+        if re.search(start, text):
+            return place, not re.search(rf"{start}(?![a-z0-9])", text)
+    return (3, 0) if any(word in text for text in texts) else NOWHERE
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())

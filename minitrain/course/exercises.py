@@ -1,6 +1,6 @@
 """Grade exercise notebooks: points per check, and what to look at next.
 
-    minitrain grade 02        the student's notebook exercises/02_….ipynb
+    minitrain grade 02        the reader's notebook: work/exercises/02_….ipynb, else exercises/02_….ipynb
     python -m minitrain.course.exercises
         build                 write the notebooks of all chapters from exercises/source/*.py
         prove [02]            stubs get nothing, solutions all, wrong ones are caught by name
@@ -32,6 +32,7 @@ from minitrain.course.grading import assignment, book
 from minitrain.course.grading.checks import Answer, Draw, judging
 from minitrain.course.grading.judge import EXERCISES, PACKAGE, Code, Judge
 from minitrain.course.grading.trial import NOT_ATTEMPTED, Broken, Failure, short
+from minitrain.course.lab import ROOT, written
 
 TIME_LIMIT_S = 20.0  # for one run of an answer; the slowest honest one takes a second
 
@@ -59,6 +60,7 @@ class Report:
     missing: str  # why there are no walls; "" behind walls
     seed: str
     elapsed_s: float
+    file: str = ""  # that was graded
     note: str = ""
 
     @property
@@ -70,7 +72,7 @@ class Report:
         return sum(result.points for result in self.results)
 
     def table(self, detail: bool = False) -> str:
-        lines, task = [f"exercises/{self.name}.ipynb{self.note}"], None
+        lines, task = [f"{self.file or self.name}{self.note}"], None
         for result in self.results:
             if result.task != task:
                 task = result.task
@@ -92,7 +94,7 @@ class Grades:
     reports: list[Report]
 
     def table(self, detail: bool = False) -> str:
-        lines = [f"{report.earned:3}/{report.points}  {report.name}{report.note}" for report in self.reports]
+        lines = [f"{one.earned:3}/{one.points}  {one.file or one.name}{one.note}" for one in self.reports]
         earned, points = sum(r.earned for r in self.reports), sum(r.points for r in self.reports)
         lines.append(f"{earned:3}/{points}  in all; `minitrain grade 00` shows a chapter check by check")
         return "\n".join([*lines, *what_it_is(self.reports[-1].missing if self.reports else "")])
@@ -109,7 +111,7 @@ def grade(
     judge: Judge | None = None,
     seed: str = "",
 ) -> Report | Grades:
-    """Grade a chapter's notebook (or the one at `path`), or all chapters.
+    """Grade a chapter's notebook (at `path`, else the reader's in work/ or exercises/), or all chapters.
 
     `seed` repeats what an earlier report drew. Without a `judge` one is started and ended.
     """
@@ -117,11 +119,14 @@ def grade(
         if chapter is None:
             return Grades([grade(one, judge=judge, seed=seed) for one in book.chapters()])
         of = book.chapter(chapter)
-        path = Path(path or of.student)
+        path = Path(path or written(of.student))
         answers = {name: cell["source"] for name, cell in assignment.cells_in(path).items()}
         outdated = assignment.state(of, path) == "outdated"
         note = "  (its checks are not those of this version: graded with this version's)" if outdated else ""
-        return replace(grade_answers(of, answers, judge, seed), note=note)
+        if path == written(of.student) != of.student and assignment.state(of) == "edited":
+            note += f"  (answers in exercises/{of.student.name} are not graded; --file names it)"
+        file = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+        return replace(grade_answers(of, answers, judge, seed), file=file, note=note)
 
 
 def grade_answers(

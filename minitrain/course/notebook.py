@@ -7,6 +7,7 @@ headless.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -17,6 +18,19 @@ from pathlib import Path
 from typing import Callable, Mapping
 
 CHAPTERS = Path(__file__).parents[2] / "notebooks"
+EXERCISES = CHAPTERS.parent / "exercises"
+METADATA = {  # what JupyterLab writes; with another Python the line of its version differs, no other
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {
+        "codemirror_mode": {"name": "ipython", "version": 3},
+        "file_extension": ".py",
+        "mimetype": "text/x-python",
+        "name": "python",
+        "nbconvert_exporter": "python",
+        "pygments_lexer": "ipython3",
+        "version": "3.11.7",
+    },
+}
 
 
 def show(*things: Callable, doc: bool = False) -> None:
@@ -86,6 +100,15 @@ def chapter(number: str | int) -> Path:
     return chapters()[key_among(number, chapters(), "there is no chapter {!r}")]
 
 
+def exercises() -> dict[str, Path]:
+    """The sources of exercises, by the number of their chapter."""
+    return numbered(EXERCISES / "source", ".py")
+
+
+def exercise(number: str | int) -> Path:
+    return exercises()[key_among(number, exercises(), "chapter {} has no exercises")]
+
+
 def heading(path: Path) -> tuple[str, str]:
     """(title, the line of facts below it: time, ranks, hardware) from the first cell of a chapter."""
     lines = "".join(json.loads(path.read_text())["cells"][0]["source"]).splitlines()
@@ -134,25 +157,29 @@ def normalised(notebook):
 
     A cell that answers a prediction (it reads `guess`) is folded: running it opens it.
     """
-    language = {"name": "python", "version": "3.11.0", "mimetype": "text/x-python", "file_extension": ".py"}
-    language |= {"pygments_lexer": "ipython3", "nbconvert_exporter": "python"}
-    language["codemirror_mode"] = {"name": "ipython", "version": 3}
-    kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-    notebook.metadata = {"kernelspec": kernel, "language_info": language}
+    notebook.metadata = copy.deepcopy(METADATA)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number:03d}"
         tags = cell.metadata.get("tags", [])
         cell.metadata = {"tags": tags} if tags else {}
         if cell.cell_type == "code" and answers_a_prediction(cell.source):
-            cell.metadata["jupyter"] = {"outputs_hidden": True}
+            cell.metadata |= {"collapsed": True, "jupyter": {"outputs_hidden": True}}  # one fact, said twice
         if "outputs" in cell:
             cell.outputs = joined(cell.outputs)
         for output in cell.get("outputs", []):
             # A widget lives in its kernel only; where the files of a traceback lie is nobody's business.
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
             if output.output_type == "error":
-                output.traceback = [line.replace(f"{CHAPTERS.parent}/", "") for line in output.traceback]
+                output.traceback = [_from_the_project(line) for line in output.traceback]
     return notebook
+
+
+def _from_the_project(line: str) -> str:
+    """Without the folder of the project, and of whatever environment holds the packages."""
+    environment = (
+        r"(?:(?<=m)|(?<![\w.]))/[^\s:]*?/(?=lib/python\d)"  # after a blank, or after a colour's "[32m"
+    )
+    return re.sub(environment, "", line.replace(f"{CHAPTERS.parent}/", ""))
 
 
 def answers_a_prediction(source: str) -> bool:

@@ -1,6 +1,7 @@
 """A row enters the atlas only with a test that exists; conftest.py checks that it also ran."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,27 @@ def test_no_two_systems_share_a_test():
 def test_search_needs_every_word():
     assert len(atlas.search()) == len(atlas.rows())
     assert atlas.search("zzz-not-there") == []
+
+
+def row(name="", idea="", module="", test="") -> atlas.Row:
+    return atlas.Row("x", name, idea, "RUN", module, "00", test)
+
+
+def test_words_come_before_beginnings_and_both_before_letters_inside(monkeypatch):
+    order = [
+        row(name="Ring attention"),
+        row(name="RingMaster"),
+        row(idea="goes round a ring"),
+        row(idea="goes through rings"),
+        row(module="context/ring.py"),
+        row(name="String sharing"),
+    ]
+    monkeypatch.setattr(atlas, "rows", lambda: [*reversed(order), row(name="tree")])
+    assert atlas.search("ring") == order and atlas.search("RING") == order
+    assert atlas.search("ring round") == [order[2]]
+
+
+def test_search_ranks_real_rows_by_name_first():
+    names = [found.name.lower() for found in atlas.search("ring")]
+    in_name = [re.search(r"\bring", name) is not None for name in names]
+    assert in_name == sorted(in_name, reverse=True) and sum(in_name) >= 3

@@ -16,6 +16,7 @@ import nbformat
 from nbformat import v4
 
 from minitrain.course.grading.book import LOCKED, Cell, Chapter, chapter, chapters
+from minitrain.course.notebook import METADATA
 
 FOR_CHECKS = "# for the checks: an answer does not have this\n"
 STUB = "# YOUR CODE HERE\nraise NotImplementedError()\n"
@@ -23,10 +24,8 @@ STUB = "# YOUR CODE HERE\nraise NotImplementedError()\n"
 
 def source_notebook(cells: list[Cell]) -> dict:
     """nbgrader's source notebook."""
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     made = [source_cell(number, cell) for number, cell in enumerate(cells)]
-    return v4.new_notebook(cells=made, metadata=metadata, nbformat_minor=5)
+    return v4.new_notebook(cells=made, metadata=copy.deepcopy(METADATA), nbformat_minor=5)
 
 
 def source_cell(number: int, cell: Cell) -> dict:

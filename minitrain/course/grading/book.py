@@ -19,8 +19,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from minitrain.course.grading.judge import EXERCISES
-from minitrain.course.notebook import key_among, numbered
+from minitrain.course.notebook import EXERCISES, key_among, numbered
 
 HEADER = re.compile(r"^# %%(?P<markdown> \[markdown\])?(?P<attributes>( \w+=(\"[^\"]*\"|\d+))*)$")
 ROLES = ("given", "driver", "judge", "answer", "check", "wrong")

@@ -25,9 +25,9 @@ from minitrain.course.grading import kit
 from minitrain.course.grading.inside.frames import pack, tensor_bytes
 from minitrain.course.grading.network import HELD_LIMIT_BYTES, Network
 from minitrain.course.grading.trial import Broken, Failure, Outcome, Trial
+from minitrain.course.notebook import EXERCISES
 
 HERE, PACKAGE = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
-EXERCISES = PACKAGE.parent / "exercises"
 PROGRAM = "import sys; sys.path[:0] = [{!r}]; from inside.server import serve; del sys.path[0]; serve{!r}"
 ENVIRON = """PATH=/usr/bin:/bin:/sbin HOME=/ LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 CUDA_VISIBLE_DEVICES=
     OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MALLOC_ARENA_MAX=2 TORCHINDUCTOR_CACHE_DIR=/"""
