@@ -3,11 +3,11 @@ forward and backward, in turns.
 
 Both run blocks of one GPT, cut into 4 stages or into 8 (two a rank), 8 microbatches of one sequence. Each
 keeps to its own list: torch's schedules of these names have the same idea, their lists may differ in the
-order of a few actions. Last row: how long it takes to say when everything happens in a schedule of 64 ranks
-and 512 microbatches.
+order of a few actions. Last rows: how long it takes to say when everything happens in a schedule of 64 ranks
+and 512 microbatches, and to draw the explorer's picture of two schedules anew.
 """
 
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f
 from minitrain.pipeline.schedules.v_shape import zb_v
 from minitrain.pipeline.schedules.zero_bubble import zb_interleaved
 from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.plot.pipeline_widget import SCHEDULES, picture
 from minitrain.training.step import Batch, NoReducer
 
 RANKS, MICROBATCHES = 4, 8
@@ -118,4 +119,13 @@ def rows() -> list[Row]:
     schedule, started = one_f_one_b(64, 512), perf_counter()
     simulate(schedule, Costs(B=2))
     table.append(row("simulating 1F1B, p=64, m=512", "one second", perf_counter() - started, 1.0, "s", 1.0))
+    slowest = max(min(processor_s_of_a_redraw(name) for _ in range(3)) for name in SCHEDULES)
+    limit = "0.15 s of a processor"
+    table.append(row("explorer's slowest redraw, p=8, m=24", limit, slowest, 0.15, "s", 1.0))
     return table
+
+
+def processor_s_of_a_redraw(name: str) -> float:
+    started = process_time()
+    picture(["1F1B", name], 8, 24, 2, Costs(F=2, I=2, W=2))
+    return process_time() - started

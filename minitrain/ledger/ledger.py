@@ -179,9 +179,10 @@ class Ledger:
         found there come first."""
         return list(self._memory.trace())
 
-    def timeline(self) -> list[tuple[int, dict[str, int]]]:
-        """(index of the event, live bytes by kind at its fullest moment), where one is born or dies."""
-        return list(self._memory.timeline())
+    def timeline(self, gathered: bool = False) -> list[tuple[int, dict[str, int]]]:
+        """(index of the event, live bytes by kind at its fullest moment), where one is born or dies; with
+        `gathered`, "gathered parameters" (ZeRO-3) stand apart from the other buffers."""
+        return list(self._memory.timeline(gathered))
 
     @property
     def block_kinds(self) -> list[str]:

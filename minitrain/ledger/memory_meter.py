@@ -33,6 +33,7 @@ from torch.optim import optimizer as torch_optimizer
 from minitrain.torch_private import grad_hooks, storage_id
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
+GATHERED = "gathered parameters"  # buffers of their own in a timeline that asks for it
 POOLS = ("device", "host")
 PRECEDENCE = ("parameters", "gradients", "optimizer state", "checkpoint", "buffers", "activations")
 
@@ -53,6 +54,7 @@ class MemoryMeter:
         self._older: list[tuple[int, int]] = []  # (block number, bytes) of blocks older than the meter
         self._changes = array("q")  # event, block number, bytes (deaths: negative), event, ...
         self._host: set[int] = set()  # numbers of the host's blocks
+        self._gathered: set[int] = set()  # of those where parameters are whole for a while
         self._limits = limits  # device, host: most bytes, or None
         self._checked, self._live = 0, [0, 0]  # changes already added up for the limits
         # Of the blocks that live: bytes by number, as far as changes were looked at.
@@ -101,6 +103,7 @@ class MemoryMeter:
         for good."""
         block = self._block(tensor, older=False)
         block.is_parameter, self._kinds[block.number] = True, "buffers"
+        self._gathered.add(block.number)
 
     def is_host(self, tensor: Tensor) -> None:
         """The block of `tensor`, just allocated, is the host's."""
@@ -221,16 +224,24 @@ class MemoryMeter:
                 what = ", ".join(f"{kind} {size:,}" for kind, size in kinds.items() if size)
                 raise MemoryError(f"{live:,} bytes on the {POOLS[host]}, which has {limit:,}: {what}")
 
-    def timeline(self) -> Iterator[tuple[int, dict[str, int]]]:
-        """(event, live bytes by kind at its fullest moment): every event with a birth or a death."""
+    def timeline(self, gathered: bool = False) -> Iterator[tuple[int, dict[str, int]]]:
+        """(event, live bytes by kind at its fullest moment): every event with a birth or a death. `gathered`
+        tells parameters that are whole for a while from the other buffers."""
+        kinds = list(self._kinds)
+        if gathered:
+            for number in self._gathered:
+                kinds[number] = GATHERED
         live, totals = self.by_kind(after=0), self.totals()
+        if gathered:
+            older = sum(size for number, size in self._older if number in self._gathered - self._host)
+            live |= {GATHERED: older, "buffers": live["buffers"] - older}
         event, fullest, most = 0, dict(live), totals[0]
         for index, number, size, total in zip(*(self._changes[i::3] for i in range(3)), totals[1:]):
             if index != event:
                 yield event, fullest
                 event, most = index, -1
             if number not in self._host:
-                live[self._kinds[number]] += size
+                live[kinds[number]] += size
             if total > most:
                 fullest, most = dict(live), total
         yield event, fullest

@@ -6,9 +6,9 @@
 FLOPs are the hardware's, as executed: a forward that runs twice counts twice, and the backward of a fused
 attention kernel counts five products, since it computes the scores again. A fused kernel told `is_causal`
 counts the T(T+1)/2 scores its mask leaves (tiles on the diagonal are done in full, which is not charged);
-`causal="square"` charges all T², as published formulas do. A mask of numbers spares nothing: those scores are
-computed and count. Bytes are what must move without a cache: an expanded tensor counts its memory, a table
-that rows are read from or added to counts those rows.
+`causal="square"` charges all T², as published formulas do. With a mask of numbers all scores are computed, so
+all count. Bytes are what must move without a cache: an expanded tensor counts its memory, a table that rows
+are read from or added to counts those rows.
 
 Products and convolutions use the formulas of torch.utils.flop_counter. Differs: attention and the backward of
 convolutions are ours (torch 2.13 counts nothing for the CPU attention kernel, too much for grouped

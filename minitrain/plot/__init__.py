@@ -1,9 +1,20 @@
 """Every picture of the course.
 
 First  charts              what each rank does when, what fills its memory when, and the curves
+       data_parallel       who keeps what, when gradients travel
+       schematics          ideas before code: boxes, arrows, a ring and two trees
        pipeline            schedules
+       cuts                how a cut is found, what its stages recompute, lend and pad
+       pipeline_blocks     what a schedule repeats for each microbatch, what memory buys
+       pipeline            schedules, the way of one microbatch
+       pipeline_svg        the same schedules as SVG, drawn in hundredths of a second
        balance             loads of experts and of ranks
        experts             where tokens go
+       grids               blocks of matrices on grids of ranks, shards on a ring
+       attention           tiles of scores, an online softmax, units of a chip, a roofline
+       sharding            who holds which part of each model state
+       tensor_parallel     which slices of a layer a rank holds, and what flows through it
+       sequences           who holds which tokens, who computes which score
        precision           what a format can say, what a narrow sum loses
        low_bits            whom an outlier takes its scale from, which codes are used
        recompute           what is held and what runs again, action by action

@@ -42,7 +42,7 @@ def balance_curves(ratios: Series, losses: Mapping[str, Mapping], *, limit: floa
     left.text(1, 1.02 * limit, "all tokens at the same experts", fontsize=8, va="bottom")
     left.axhline(1, color=style.GREY, linewidth=0.8)
     left.set(xlabel="step", ylabel="largest load / mean", ylim=(0.8, 1.1 * limit))
-    right.set(xlabel="step", ylabel="held-out loss (nats a token)")
+    right.set(xlabel="step", ylabel="held-out loss (nats per token)")
     return style.finished(figure, title, left.get_legend_handles_labels()[0])
 
 

@@ -174,11 +174,26 @@ def lines(
         ax.axvline(at, color=BLACK, linestyle=":", linewidth=1)
         ax.annotate(name, (at, 1), (3, -2), **place, fontsize=8, bbox={**_BOX, "pad": 0.5})
     if "x" in log:
-        ax.set_xscale("log", base=2 if all(frexp(value)[0] == 0.5 for value in x) else 10)
+        binary = all(frexp(value)[0] == 0.5 for value in x)
+        ax.set_xscale("log", base=2 if binary else 10)
+        ax.xaxis.set_major_formatter(
+            (lambda value, _: _power_of_two(value, max(x))) if binary else "{x:,.12g}"
+        )
     if "y" in log:
         ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
     ax.set(xlabel=xlabel, ylabel=ylabel)
     return style.finished(figure, title, ax.get_legend_handles_labels()[0])
+
+
+def _power_of_two(value: float, largest: float) -> str:
+    """ "8" and "1,024"; where the axis goes beyond a million, "1 Ki" and "4 Mi"."""
+    if largest < 2**20 or value < 2**10:
+        return f"{value:,.12g}"
+    exponent, prefix = next(
+        (e, p) for e, p in ((40, "Ti"), (30, "Gi"), (20, "Mi"), (10, "Ki")) if value >= 2**e
+    )
+    return f"{value / 2**exponent:g} {prefix}"
 
 
 @style.styled
@@ -189,7 +204,7 @@ def loss_curves(losses: Series, *, title: str = "Loss", xlabel: str = "step") ->
         width = 1.2 + 3.3 * (1 - i / (len(losses) - 1)) if len(losses) > 1 else 1.8
         look = {"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % len(DASHES)], "linewidth": width}
         ax.plot(range(1, len(ys) + 1), ys, **look, label=f"{name}: {ys[-1]:.3f} at the end")
-    ax.set(xlabel=xlabel, ylabel="loss (nats a token)")
+    ax.set(xlabel=xlabel, ylabel="loss (nats per token)")
     return style.finished(figure, title, ax.get_legend_handles_labels()[0])
 
 
@@ -206,7 +221,7 @@ def rank_grid(shape: Mapping, *, axes: Sequence[str] = (), devices_per_node=0, t
     rows = world // columns
     few_groups = max(world // shape[axis] for axis in axes) < len(CYCLE)
     side = min(0.42, (style.WIDTH - 0.8) / len(axes) / (columns + 1))
-    figure, panels = style.grid_of_panels(1, len(axes), height=0.95 + side * rows)
+    figure, panels = style.grid_of_panels(1, len(axes), height=1.25 + side * rows)
     for ax, axis in zip(panels, axes):
         inner = prod(shape[name] for name in names[names.index(axis) + 1 :])
         num_groups = world // shape[axis]

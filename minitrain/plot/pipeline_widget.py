@@ -1,20 +1,22 @@
-"""Drag it: choose a schedule, its sizes and what each action costs; picture, bubble and memory follow.
+"""Drag it: choose two schedules, their sizes and what each action costs; picture, bubbles and memory follow.
 
     explore()                       in a notebook: two menus of schedules, sliders for p, m, v and the costs
-    picture(names, sizes, costs)    the same without a widget: the figure, and a line for each schedule
+    picture(names, sizes, costs)    the same without a widget: the picture, and a line for each schedule
 
 `v` is what a schedule has several of: stages of a rank (interleaved, breadth-first), waves (Hanayo), slices
 of a sequence (TeraPipe, Seq1F1B). A rank has the same work and memory for all v: a stage costs 1/v of them.
-What a schedule refuses (fewer microbatches than it needs, odd p) is shown as the line that it raises.
+A forward and a backward that run as one (DualPipe) cost `FB`, 0 for the sum of both. What a schedule refuses
+(fewer microbatches than it needs, odd p) is shown as the line that it raises, and so is what no machine could
+do: nothing that takes time, or a pair that is over before its longer half.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from html import escape
 
 import ipywidgets
-from matplotlib.figure import Figure
 
 from minitrain.pipeline.schedule import Schedule, check, peak
 from minitrain.pipeline.schedules.chimera import chimera
@@ -25,8 +27,8 @@ from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
 from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.plot import pipeline as plot_pipeline
-from minitrain.plot.controls import followed, menus, slider
+from minitrain.plot import pipeline_svg
+from minitrain.plot.controls import Drawn, followed, menus, slider
 
 SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
     "GPipe": lambda p, m, v: gpipe(p, m),
@@ -46,10 +48,18 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
     "TeraPipe": terapipe,
     "Seq1F1B": seq1f1b,
 }
+SIZES = {"ranks p": (1, 4, 8), "microbatches m": (1, 8, 24), "stages per rank v": (1, 2, 4)}
+COSTS = {
+    "forward F": (0, 2, 6),
+    "input gradient I": (0, 2, 6),
+    "weight gradient W": (0, 2, 6),
+    "fused F&B (0: the sum)": (0, 0, 18),
+    "message": (0, 0, 6),
+}
 
 
-def picture(names: Sequence[str], p: int, m: int, v: int, costs: Costs) -> tuple[Figure | None, list[str]]:
-    """The schedules below each other, and for each name its bubble and peak, or why it cannot be made."""
+def picture(names: Sequence[str], p: int, m: int, v: int, costs: Costs) -> Drawn:
+    """The schedules below each other, and for each name its bubbles and peak, or why it cannot be made."""
     simulations, peaks, lines = [], [], []
     for name in names:
         try:
@@ -61,25 +71,42 @@ def picture(names: Sequence[str], p: int, m: int, v: int, costs: Costs) -> tuple
         simulation = simulate(schedule, scaled(costs, share))
         simulations.append(simulation)
         peaks.append([peak(schedule, rank) * share for rank in range(p)])
-        found = f"bubble {float(simulation.bubble):.1%}, makespan {float(simulation.makespan):.4g}"
+        bubbles = f"bubble share {float(simulation.bubble):.1%}, overhead {float(simulation.overhead):.1%}"
         most = f"at most {float(max(peaks[-1])):.3g} microbatches' activations on a rank"
-        lines.append(f"{name}: {found}, {most}")
-    return (plot_pipeline.schedule(*simulations, peaks=peaks) if simulations else None), lines
+        lines.append(f"{name}: {bubbles}, makespan {float(simulation.makespan):.4g}, {most}")
+    if not simulations:
+        return None, lines
+    return pipeline_svg.drawn(*simulations, peaks=peaks, alt="; ".join(lines)), lines
 
 
 def scaled(costs: Costs, share: Fraction) -> Costs:
     """Costs of a stage that is this share of a rank's usual one; a message takes what it takes."""
-    return Costs(F=costs.F * share, I=costs.I * share, W=costs.W * share, send=costs.send)
+    pair = None if costs.FB is None else costs.FB * share
+    return Costs(F=costs.F * share, I=costs.I * share, W=costs.W * share, FB=pair, send=costs.send)
+
+
+def possible(F: int, I: int, W: int, FB: int, send: int) -> Costs:
+    """The costs that the sliders say. ValueError for what no machine could do."""
+    if not F + I + W:
+        raise ValueError("costs: F, I and W are all 0, so there is no time to draw; make one of them longer")
+    if FB and FB < max(F, I + W):
+        rule = f"as one they cannot be faster than the longer of them; use {max(F, I + W)} or more, or 0"
+        raise ValueError(f"costs: a fused F&B of {FB} beside F = {F} and B = I + W = {I + W}; {rule}")
+    return Costs(F=F, I=I, W=W, FB=FB or None, send=send)
 
 
 def explore(first: str = "1F1B", second: str = "ZB-H1") -> ipywidgets.VBox:
     """Menus and sliders above a picture that follows them."""
-    sizes = [slider("p", 1, 4, 8), slider("m", 1, 8, 24), slider("v", 1, 2, 4)]
-    costs = [slider("cost F", 1, 2, 6), slider("cost I", 1, 2, 6), slider("cost W", 0, 2, 6)]
-    costs.append(slider("cost send", 0, 0, 6))
+    sizes = [slider(name, *range_) for name, range_ in SIZES.items()]
+    costs = [slider(name, *range_) for name, range_ in COSTS.items()]
 
-    def draw(names: list, sizes: list, costs: list) -> tuple[Figure | None, list[str]]:
-        F, I, W, send = costs
-        return picture(names, *sizes, Costs(F=F, I=I, W=W, send=send))
+    def draw(names: list, sizes: list, *costs: list) -> Drawn:
+        try:
+            made = possible(*(cost for row in costs for cost in row))
+        except ValueError as error:
+            return None, [str(error)]
+        drawn, lines = picture(names, *sizes, made)
+        return drawn, [escape(line) for line in lines]
 
-    return followed([menus(SCHEDULES, first, second), sizes, costs], draw)
+    alt = f"{first} above {second}: what each rank does when, with four ranks and eight microbatches"
+    return followed([menus(SCHEDULES, first, second), sizes, costs[:3], costs[3:]], draw, alt)

@@ -48,8 +48,11 @@ def picture(names: Sequence[str], n: int, k: int, c: int, graph: int) -> tuple[F
 
 def explore(first: str = "every k", second: str = "revolve") -> ipywidgets.VBox:
     """Menus and sliders above a picture that follows them."""
-    sizes = [slider("n", 1, 16, 48), slider("k", 1, 4, 16), slider("c", 1, 4, 12), slider("graph", 0, 4, 16)]
-    return followed([menus(PLANS, first, second), sizes], lambda names, sizes: picture(names, *sizes))
+    sizes = [slider("layers n", 1, 16, 48), slider("layers per segment k", 1, 4, 16)]
+    room = [slider("inputs held c", 1, 4, 12), slider("graph, in inputs", 0, 4, 16)]
+    alt = f"{first} above {second}: which layer runs when, and what is held, for 16 layers"
+    rows = [menus(PLANS, first, second), sizes, room]
+    return followed(rows, lambda names, sizes, room: picture(names, *sizes, *room), alt)
 
 
 def pick(choices: Sequence[Choice], unit: str = "FLOPs") -> ipywidgets.VBox:
@@ -66,4 +69,5 @@ def pick(choices: Sequence[Choice], unit: str = "FLOPs") -> ipywidgets.VBox:
         price = f"{by_word[word].bytes:,} bytes kept, {by_word[word].time:,} {unit} more"
         return plot_memory.pareto(points, chosen=word, **look), [f"Strategy(recompute={word!r}): {price}"]
 
-    return followed([[ipywidgets.ToggleButtons(options=list(by_word))]], draw)
+    alt = "what each choice keeps in bytes, against what it computes again; one point is ringed"
+    return followed([[ipywidgets.ToggleButtons(options=list(by_word))]], draw, alt)

@@ -15,6 +15,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 from PIL import Image
 
@@ -24,7 +25,7 @@ GREY, PALE = "#999999", "#E8E8E8"
 _WORK = {"forward": SKY, "backward": BLUE, "optimizer": GREEN, "compute": GREY}
 _TRANSFERS = {"communication": ORANGE, "exposed communication": VERMILLION, "wait": PALE}
 _STATE = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN}
-_SPACE = {"activations": SKY, "buffers": PURPLE}
+_SPACE = {"activations": SKY, "buffers": PURPLE, "gathered parameters": YELLOW}
 _ACTIONS = {"input gradient": PURPLE, "weight gradient": YELLOW, "recomputation": GREY, "idle": PALE}
 COLOURS = _WORK | _TRANSFERS | _STATE | _SPACE | _ACTIONS | {"measured": BLUE, "formula": BLACK}
 HATCHES = {"exposed communication": ("/////", "white"), "wait": (".....", GREY), "idle": (".....", GREY)}
@@ -118,14 +119,19 @@ def title_above(figure: Figure, text: str) -> None:
 
 
 def legend_below(figure: Figure, handles: Sequence) -> None:
-    """Outside the axes, where it can hide nothing: as many columns as the width has room for."""
-    letters = [len(handle.get_label()) + 8 for handle in handles]  # a swatch and a gap are as wide as 8
+    """Outside the axes, where it can hide nothing: as many columns as the width has room for.
+
+    A tuple of handles is one entry: they stand side by side under the label of the first."""
+    labels = [(handle[0] if type(handle) is tuple else handle).get_label() for handle in handles]
+    letters = [len(label) + 8 for label in labels]  # a swatch and a gap are as wide as 8
 
     def width(columns: int) -> int:
         return sum(max(column) for column in numpy.array_split(letters, columns))
 
     columns = next((n for n in range(len(letters), 1, -1) if width(n) <= _LETTERS_A_LINE), 1)
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=1.6)
+    beside = {tuple: HandlerTuple(ndivide=None, pad=0)}
+    place = {"loc": "outside lower center", "ncols": columns, "handlelength": 1.6}
+    figure.legend(list(handles), labels, handler_map=beside, **place)
 
 
 def finished(figure: Figure, title: str, handles: Sequence = ()) -> Figure:

@@ -23,26 +23,18 @@ from minitrain.data_parallel.accumulation import ScatteredGradients
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.naive import all_reduce_gradients
 from minitrain.data_parallel.parameter_server import Worker, serve
-from minitrain.plot.style import (
-    BLACK,
-    COLOURS,
-    HATCHES,
-    Picture,
-    colour_of,
-    ink_on,
-    style,
-    unit_for,
-)
+from minitrain.plot.data_parallel import draw_replayed
+from minitrain.plot.style import BLACK, COLOURS, Picture, colour_of, ink_on, style, swatch, unit_for
 from minitrain.ledger import Ledger
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.training.optim import AdamW
-from minitrain.simulate.intervals import join, outside
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
 
 RANKS = 4
 SMALL = GPTConfig(vocab_size=256, d_model=128, num_layers=4, num_heads=4, max_positions=64)
 STACK = ("parameters", "optimizer state", "gradients", "activations", "buffers")
+WAYS = ("naive", "fused", "bucketed")
 HALF, WHOLE = Fraction(RANKS - 1, RANKS), Fraction(2 * (RANKS - 1), RANKS)
 
 
@@ -115,17 +107,20 @@ def sent_by_each_way(numel=120_000, microbatches=4):
     return sent
 
 
-def large_step(bucketed):
+def large_step(way):
     group, config = world(), presets["gpt2-xl"]
     model = GPT(config, dtype=torch.bfloat16)
-    reducer = GradReducer(model.parameters(), group) if bucketed else None
+    reducer = GradReducer(model.parameters(), group) if way == "bucketed" else None
     tokens, targets = random_tokens(0, 0, 1, 4, 1024, config.vocab_size)
     with Ledger() as ledger:
         with ledger.phase("forward"):
             loss = cross_entropy_sum(model(tokens), targets) / (group.size() * targets.numel())
         with ledger.phase("backward"):
             loss.backward()
-            reducer.finish() if bucketed else all_reduce_gradients(model.parameters(), group)
+            if reducer:
+                reducer.finish()
+            else:
+                all_reduce_gradients(model.parameters(), group, fused=way == "fused")
     return ledger
 
 
@@ -230,7 +225,7 @@ def draw_bytes(ax, rows):
         ylim=(len(rows) - 0.5, -0.6),
         xlim=(0, 5.5),
         xticks=range(4),
-        xlabel=f"bytes a rank sends, as multiples of S ({RANKS} ranks, m = 4)",
+        xlabel=f"bytes each rank sends, as multiples of S ({RANKS} ranks, m = 4)",
     )
     ax.xaxis.label.set(ha="right", x=1)
     ax.legend(
@@ -247,62 +242,17 @@ def draw_bytes(ax, rows):
 
 
 def draw_time(ax, timelines):
-    for number, (name, timeline) in enumerate(timelines.items()):
-        y, ms = 2.6 * number, 1e3 * timeline.step_s
-        computing: dict[str, list] = {}
-        for span in timeline.spans[0]:
-            if span.kind == "compute":
-                computing.setdefault(span.event.phase, []).append((span.start_s, span.end_s))
-        exposed = timeline.exposed(0)
-        hidden = outside(
-            ((span.start_s, span.end_s) for span in timeline.transfers(0)), join(exposed)
-        )
-        lanes = (
-            ("compute", computing),
-            ("network", {"communication": hidden, "exposed communication": exposed}),
-        )
-        for lane, (label, pieces) in enumerate(lanes):
-            ax.text(-1, y + lane, label, ha="right", va="center")
-            for what, intervals in pieces.items():
-                hatch, edge = HATCHES.get(what, (None, "white"))
-                bars = [
-                    (1e3 * start, 1e3 * (end - start))
-                    for start, end in join(intervals, gap=timeline.step_s / 600)
-                ]
-                ax.broken_barh(
-                    bars,
-                    (y + lane - 0.44, 0.88),
-                    facecolor=colour_of(what),
-                    hatch=hatch,
-                    edgecolor=edge,
-                    linewidth=0,
-                )
-                if sum(width for _, width in bars) > 10:
-                    middle = (bars[0][0] + sum(bars[-1])) / 2
-                    box = {"facecolor": colour_of(what), "edgecolor": "none", "pad": 2}
-                    ax.text(
-                        middle,
-                        y + lane,
-                        what,
-                        ha="center",
-                        va="center",
-                        color=ink_on(colour_of(what)),
-                        bbox=box,
-                    )
-        ax.text(-14, y + 0.5, name, ha="right", va="center", fontweight="bold")
-        ax.text(ms + 1.2, y + 0.5, f"{ms:.0f} ms", va="center", fontweight="bold", fontsize=13)
-    ax.set(
-        xlim=(0, 122),
-        ylim=(4.15, -0.6),
-        yticks=[],
-        xlabel="time (ms), replayed from the counted events: a model of the machines, not a clock",
+    drawn = draw_replayed(ax, timelines)
+    ax.set_xlabel(
+        "time (ms), replayed from the counted events: a model of the machines, not a clock"
     )
-    ax.spines["left"].set_visible(False)
+    swatches = [swatch(what) for what in COLOURS if what in drawn]
+    ax.legend(handles=swatches, loc="lower right", fontsize=8, handlelength=1.6)
 
 
 def draw(memory, events, rows, timelines):
-    figure = Picture(figsize=(8.2, 6.6))
-    above, below = figure.subfigures(2, 1, height_ratios=[1.25, 1], hspace=0.04)
+    figure = Picture(figsize=(8.2, 7.0))
+    above, below = figure.subfigures(2, 1, height_ratios=[1.1, 1], hspace=0.04)
     left, right = above.subplots(1, 2, width_ratios=[1, 1])
     draw_memory(left, memory, events)
     draw_bytes(right, rows)
@@ -323,10 +273,10 @@ def draw(memory, events, rows, timelines):
         ),
         (
             wide,
-            -0.2,
+            -0.185,
             8,
             "3  Replay it. The same code as one rank of 64, played on 64 H100:\n"
-            "    GPT-2 XL, gradients summed after backward (naive), or in buckets while it goes on",
+            "    GPT-2 XL, gradients summed after backward, one by one or in one call, or in buckets during it",
         ),
     ):
         ax.set_title(text, x=x, pad=pad, fontsize=10)
@@ -358,9 +308,11 @@ def main():
     assert all(measured == formula for measured, formula, _ in rows.values())
 
     timelines = {}
-    for name, bucketed in (("naive", False), ("bucketed", True)):
-        ledger = dryrun.run(large_step, bucketed, rank=0, ranks=64)
-        timelines[name] = replay({0: ledger.events}, machine("h100"), dtype="bfloat16")
+    for way in WAYS:
+        ledger = dryrun.run(large_step, way, rank=0, ranks=64)
+        calls = f"{ledger.num_calls('all_reduce')} call" + "s" * (way != "fused")
+        timeline = replay({0: ledger.events}, machine("h100"), dtype="bfloat16")
+        timelines[f"{way},\n{calls}"] = timeline
     with rc_context(style()):
         write(draw(small.timeline(), small.events, rows, timelines))
 

@@ -99,6 +99,7 @@ PICTURES = {
     "rank_grid": lambda: plot.rank_grid({"dp": 2, "pp": 2, "tp": 4}, devices_per_node=4),
     "rank_grid, large": lambda: plot.rank_grid({"dp": 4, "pp": 4, "tp": 8}, devices_per_node=8, title=LONG),
     "rank_grid, one axis": lambda: plot.rank_grid({"dp": 4}),
+    "rank_grid, wide": lambda: plot.rank_grid({"dp": 3, "tp": 8}, devices_per_node=8),
     "chunk_matrix": lambda: plot.chunk_matrix(CHUNKS * 4),
     "chunk_matrix, 8 ranks": lambda: plot.chunk_matrix([[[r] * 8 for r in range(1, 9)]] * 15, title=LONG),
     "message_lanes": lambda: plot.message_lanes(
@@ -154,6 +155,9 @@ PICTURES = {
     "pipeline": lambda: plot_pipeline.schedule(
         *PIPELINES, title=LONG, peaks=[[4, 3, 2, 1], [5.5, 4.5, 3.5, 2.5]]
     ),
+    "pipeline, one microbatch": lambda: plot_pipeline.one_microbatch(
+        simulate(one_f_one_b(4, 1), Costs(B=2)), title=LONG
+    ),
     "pipeline, in flight": lambda: plot_pipeline.in_flight(
         PIPELINES[0], [in_flight(PIPELINES[0].schedule, r) for r in range(4)], title=LONG, limit=4
     ),
@@ -174,6 +178,7 @@ def test_everything_fits_and_the_file_is_small(name):
         box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < width / 100 + 0.02 and box.y1 < height / 100 + 0.02
     ), box
     for legend in figure.legends:
+        assert not any(text.get_text().startswith("_") for text in legend.get_texts())
         for ax in figure.axes:
             assert not legend.get_window_extent(renderer).overlaps(ax.get_window_extent(renderer)), (
                 "it hides data"
@@ -285,6 +290,21 @@ def test_choices_show_loads_and_darker_weights():
     assert shade[3] < shade[2] < shade[0] < shade[1] == 3.0  # 1, 3/4, 1/4, nothing
 
 
+def test_one_microbatch_says_what_each_rank_waits_for_with_an_arrow_per_message():
+    figure = PICTURES["pipeline, one microbatch"]()
+    texts = {text.get_text() for text in figure.axes[0].texts}
+    assert {"F0", "B3", "waits for F2", "waits for B1"} <= texts and "waits for F3" not in texts
+    arrows = [text for text in figure.axes[0].texts if getattr(text, "arrow_patch", None)]
+    assert len(arrows) == 6, "a message per boundary and direction"
+
+
+def test_the_legend_shows_the_shades_of_a_ranks_stages_side_by_side():
+    labels = [text.get_text() for text in PICTURES["pipeline"]().legends[0].get_texts()]
+    assert labels == ["forward (stages of a rank)", "backward (stages of a rank)", "idle"]
+    plain = plot_pipeline.schedule(PIPELINES[0]).legends[0].get_texts()
+    assert [text.get_text() for text in plain] == ["forward", "backward", "idle"]
+
+
 def test_heat_leaves_the_diagonal_out():
     ax = PICTURES["heat"]().axes[0]
     assert [text.get_text() for text in ax.texts] == ["9,000", "3", "0", "7"]
@@ -381,7 +401,7 @@ def test_one_palette():
     okabe_ito = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
     assert set(CYCLE) <= okabe_ito and set(COLOURS.values()) - okabe_ito == {style.GREY, style.PALE}
     for kinds in (
-        ["parameters", "gradients", "optimizer state", "activations", "buffers"],
+        ["parameters", "gradients", "optimizer state", "activations", "buffers", "gathered parameters"],
         ["forward", "backward", "optimizer", "compute", "communication", "exposed communication", "wait"],
     ):
         assert len({COLOURS[kind] for kind in kinds}) == len(

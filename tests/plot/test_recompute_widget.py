@@ -7,18 +7,18 @@ from minitrain.plot.recompute_widget import PLANS, explore, pick, picture
 
 
 def controls(box):
-    return {control.description: control for row in box.children[:2] for control in row.children}
+    return {control.description: control for row in box.children[:-2] for control in row.children}
 
 
 def test_picture_and_text_follow_every_control():
     box = explore()
-    text, image = box.children[2:]
+    text, image = box.children[-2:]
     assert "every k: 28 forwards" in text.value and "revolve: 43 forwards" in text.value
     for name, value in (
-        ("n", 20),
-        ("k", 5),
-        ("c", 2),
-        ("graph", 9),
+        ("layers n", 20),
+        ("layers per segment k", 5),
+        ("inputs held c", 2),
+        ("graph, in inputs", 9),
         ("below", "sqrt"),
         ("above", "keep all"),
     ):
@@ -29,8 +29,8 @@ def test_picture_and_text_follow_every_control():
 
 def test_what_cannot_be_made_says_why():
     box = explore()
-    controls(box)["n"].value = 3
-    assert "every k: every: segments of 4 of 3 layers" in box.children[2].value
+    controls(box)["layers n"].value = 3
+    assert "every k: every: segments of 4 of 3 layers" in box.children[-2].value
     assert picture(["every k"], 3, 4, 1, 1)[0] is None
 
 
