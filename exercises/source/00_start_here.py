@@ -8,12 +8,11 @@
 #
 #     minitrain grade 00
 #
-# The grader runs the same checks and hidden ones with other sizes, other numbers of ranks and other values. Three rules:
+# The grader runs the same checks and hidden ones with other sizes, other numbers of ranks and other values. Two rules:
 #
-# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
-# - A function that runs on ranks gets its `group` last: `group.rank()` says who you are, `group.size()` how many you are.
-# - Between ranks there is a network and nothing else: `collectives.send` and `collectives.receive`. A `send` is over when the
-#   other side has asked for the message.
+# - An answer cell stands alone. It may use the read-only cells, except those marked as being for the checks, and none of your
+#   other cells.
+# - Ranks share nothing but a network. The box **API** of each task lists what an answer may call.
 
 # %% given="setup"
 import torch
@@ -35,8 +34,14 @@ draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 # %% [markdown]
 # ## 1. Pass it on, and nobody waits for ever (4 points)
 #
-# Ranks stand in a ring. Everybody gives a tensor to the right neighbour (rank + 1, and the last rank gives to rank 0) and
-# takes the one of the left neighbour. Below is what everybody writes first. Run it, and read who waits for whom.
+# Ranks form a ring. Each rank sends a tensor to its right neighbour (rank + 1; the last rank sends to rank 0) and receives
+# the tensor of its left neighbour. Below is what most people write first. Run it, and read who waits for whom.
+#
+# > **API** `group.rank()`, `group.size()`: which rank this is, and how many there are.
+# > `collectives.send(x, to, group)` returns when rank `to` has asked for the message.
+# > `collectives.receive(like, source, group)` waits for the message of rank `source` and returns it as a new tensor; `like` is
+# > any tensor of the same shape and dtype.
+# > With `async_op=True` both return a handle at once; `handle.wait()` waits, and for a receive returns the tensor.
 
 
 # %% given="pass-on-first-try"
@@ -54,8 +59,8 @@ except Failure as failure:
 
 # %% [markdown]
 # Repair it with blocking `send` and `receive`. Two things are graded: that it works on any number of ranks from 2 on, and
-# what it costs. Each rank sends its tensor once, and the last rank must not have to wait until the news has gone around
-# the whole ring.
+# what it costs. Each rank sends its tensor once, and no chain of messages that wait for one another may be longer than three,
+# however many ranks there are. (If only rank 0 sends first, it works, and the messages go around the ring one after the other.)
 
 
 # %% answer="pass_on"
@@ -112,22 +117,26 @@ for ranks in (3, draw.choice([5, 6, 7])):
     )
 ### END HIDDEN TESTS
 
+
+# %% judge="expect_short_chain"
+def expect_short_chain(given, property):
+    """Run pass_on; at most three messages follow one another."""
+    outcome = expect_passed_on(given, "first let it be right, then count")
+    expect(
+        outcome.steps <= 3,
+        property,
+        "no deadlock, but a long chain: each rank waits until the rank before it is done. "
+        "Which ranks can send at the same moment?",
+    )
+
+
 # %% check="pass_on-cost" points=2
-# Neighbours do not wait in a long line.
-expect_passed_on(
-    [torch.full((100,), float(rank)) for rank in range(4)], "first let it be right, then count"
-)
+# At most three messages wait for one another.
+expect_short_chain([torch.full((100,), float(rank)) for rank in range(6)], "steps")
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-outcome = expect_passed_on(
-    [draw.exact(7) for _ in range(draw.integer(7, 9))], "first let it be right, then count"
-)
-expect(
-    outcome.steps <= 3,
-    "steps",
-    "no deadlock, but a long line: each rank waits until the rank before it is done. "
-    "Whom can you let send at the same moment?",
-)
+for ranks in (5, draw.integer(7, 9)):
+    expect_short_chain([draw.exact(7) for _ in range(ranks)], "steps on any number of ranks")
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -139,6 +148,10 @@ expect(
 #
 # One more property, easily lost: all ranks return *the same bits*. Floating-point sums depend on the order of the additions, and
 # replicas that add in different orders slowly become different models.
+#
+# > **API** as in task 1: `group.rank()`, `group.size()`, `collectives.send(x, to, group)` and
+# > `collectives.receive(like, source, group)`, blocking or with `async_op=True`. No collective.
+# > x is floating point, the same shape and dtype on each rank; return a tensor of that shape and dtype. Leave x as it is.
 
 
 # %% answer="total"
@@ -208,8 +221,11 @@ expect(
 # %% [markdown]
 # ## 3. How many bytes? (3 points)
 #
-# Read `relay` and predict, for a float32 tensor of `numel` elements, how many bytes each rank sends. You may not run it:
-# that is what the check does.
+# Read `relay` and predict, for a float32 tensor of `numel` elements, how many bytes each rank sends. Running it is the
+# check's part.
+#
+# > **API** a function of two whole numbers, `ranks` (2 or more) and `numel`; return a list of `ranks` ints. No network.
+# > A float32 number has 4 bytes, a bfloat16 number 2; `n // 2` rounds down.
 
 
 # %% given="relay"

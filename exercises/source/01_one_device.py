@@ -9,9 +9,10 @@
 #     minitrain grade 01
 #
 # The grader runs the same checks and hidden ones with other sizes. Three of the four answers are formulas: numbers in, one whole
-# number out. The checks build the real thing and count; sizes may also be larger than anything that can be built.
+# number out. The checks build the real thing and count. Sizes may also be larger than anything that can be built.
 #
-# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
+# - An answer cell stands alone. It may use the read-only cells, except those marked as being for the checks, and none of your
+#   other cells.
 
 # %% given="setup"
 import torch
@@ -46,6 +47,9 @@ draw = Draw()  # hidden checks draw sizes and values
 # - queries for `heads` heads and keys and values for `kv_heads` heads, each head `head_dim` wide, all three **with a bias**;
 # - the projection of the heads back to the width, without a bias;
 # - a gated MLP: gate and up from `width` to `d_ff`, their product down to `width`, without biases.
+#
+# > **API** a function of seven whole numbers and a bool (`tied`); return an int. `heads` is a multiple of `kv_heads`;
+# > `heads * head_dim` need not be `width`. `layers` may be 10**12, so count by formula.
 
 
 # %% answer="count_parameters"
@@ -128,8 +132,11 @@ expect_built(
 # - `mixed=True`: weights and gradients in bfloat16; AdamW keeps a float32 master copy and two float32 averages.
 # - `mixed=False`: everything in float32, and no second copy of the weights.
 #
-# Of `parameters` only `trained` are trained. The others are frozen: they are there, and nothing else is kept of them (as in
+# Of `parameters` only `trained` are trained. The others are frozen: they are there, and nothing else is kept for them (as in
 # fine-tuning with adapters).
+#
+# > **API** a function of two whole numbers and a bool; return an int. `parameters` counts all, the trained ones included.
+# > A bfloat16 number has 2 bytes, a float32 number 4.
 
 
 # %% answer="state_bytes"
@@ -204,6 +211,9 @@ expect_held(
 # as wide as the block. Write it for numbers of `size` bytes and an MLP `f` wide. The block is the same otherwise: LayerNorm, biases, GELU,
 # attention that keeps its scores, dropout after the softmax and after both halves, with masks of one byte per element. Leave
 # out the means and deviations of the norms.
+#
+# > **API** a function of six whole numbers; return an int. `size` is 2, 4 or 8 and holds for every number that is kept; a mask
+# > has one byte per element whatever `size` is.
 
 
 # %% answer="kept_bytes"
@@ -270,28 +280,35 @@ expect_kept(
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ## 4. Accumulate (3 points)
+# ## 4. Accumulate a stream (3 points)
 #
-# A batch comes in microbatches that do not look alike: other numbers of rows, other lengths, other masks. Leave in every `param.grad` the
-# gradient of the batch's loss: the **mean over all tokens of the batch that are not masked**.
+# Here nobody knows the divisor in advance. Microbatches come one by one from a loader, and they do not look alike: other
+# numbers of rows, other lengths, other masks. Leave in every `param.grad` the gradient of the batch's loss: the **mean over all
+# tokens of the batch that are not masked**. How many those are is known when the loader has no more.
 #
-# `cross_entropy_sum(logits, targets)` is the *sum* over the targets that are not masked. Two more things are graded. What was in `param.grad`
-# before belongs to the last batch and must not count. And no more than one microbatch's activations are alive at a time; that is what
-# microbatches are for.
+# Three more things are graded. What was in `param.grad` before belongs to the last batch and must not count. The loader gives a
+# microbatch only when the backward of the one before has been done. And no more than one microbatch's activations are alive at
+# a time; that is what microbatches are for.
+#
+# > **API** `loader` is an iterator, to be read once: `for tokens, targets in loader`, both int64 [rows, length], masked targets
+# > are `MASKED`. `model(tokens)` gives logits [rows, length, vocabulary].
+# > `cross_entropy_sum(logits, targets)` is the *sum* over the targets that are not masked, a scalar tensor.
+# > Return the loss of the batch, a scalar tensor without a graph. At least one token of a batch is not masked.
 
 
 # %% answer="accumulate"
-def accumulate(model, microbatches):
-    """microbatches: a list of (tokens, targets), int64 [rows, length], masked targets -100. Returns the loss of the batch, a tensor."""
+def accumulate(model, loader):
+    """loader: an iterator of (tokens, targets). Leaves the gradient in every param.grad and returns the loss of the batch."""
     ### BEGIN SOLUTION
     model.zero_grad()
-    num_valid = sum((targets != MASKED).sum() for _, targets in microbatches)
-    total = 0.0
-    for tokens, targets in microbatches:
-        loss = cross_entropy_sum(model(tokens), targets) / num_valid
+    num_valid, total = 0, 0.0
+    for tokens, targets in loader:
+        loss = cross_entropy_sum(model(tokens), targets)
         loss.backward()
-        total = total + loss.detach()
-    return total
+        num_valid, total = num_valid + (targets != MASKED).sum(), total + loss.detach()
+    for param in model.parameters():
+        param.grad /= num_valid
+    return total / num_valid
     ### END SOLUTION
 
 
@@ -312,11 +329,24 @@ def build(width=16):
     return torch.nn.Sequential(*layers).double()
 
 
+def one_by_one(model, microbatches):
+    """A loader: it gives a microbatch once the one before has been through backward."""
+    weight, backwards = next(model.parameters()), []
+    hook = weight.register_post_accumulate_grad_hook(backwards.append)
+    expected = 0
+    for tokens, targets in microbatches:
+        if len(backwards) < expected:
+            raise ValueError("the next microbatch comes after the backward of the one before")
+        yield tokens, targets
+        expected += bool((targets != MASKED).any())
+    hook.remove()
+
+
 def accumulate_on_a_rank(width, batches):
     """Several batches, one after the other, on one model: (loss, gradients) of the last."""
     model = build(width)
     for microbatches in batches:
-        loss = accumulate(model, microbatches)
+        loss = accumulate(model, one_by_one(model, microbatches))
     return loss.detach(), [param.grad for param in model.parameters()]
 
 
@@ -362,7 +392,7 @@ targets[:2, 1:] = MASKED
 expect_row_by_row(
     [[(tokens[:2], targets[:2]), (tokens[2:], targets[2:])]],
     "equals the whole batch",
-    "by which count must every microbatch divide, so that the sum is right?",
+    "by which count must the sum of the gradients be divided, and when is it known?",
 )
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS

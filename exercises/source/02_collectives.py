@@ -4,17 +4,15 @@
 # Four tasks, 10 points, about an hour. No GPU, nothing to download. Read chapter 02 before.
 #
 # Write where a cell says `YOUR CODE HERE`, run the cell, then run the check below it. A check tells which property of your
-# answer is broken, never the result it wants. When the checks are quiet, grade yourself in a terminal:
+# answer is broken, never the result it wants. When the visible checks pass, grade yourself in a terminal:
 #
 #     minitrain grade 02
 #
-# The grader runs the same checks and hidden ones with other sizes, other numbers of ranks and other values. Three rules:
+# The grader runs the same checks and hidden ones with other sizes, other numbers of ranks and other values. Two rules:
 #
-# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
-# - A function that runs on ranks gets its `group` last: `group.rank()` says who you are, `group.size()` how many you are.
-# - Between ranks there is a network and nothing else: `collectives` has `send` and `receive` here, and no collective. A `send`
-#   is over when the other side has asked for the message; with `async_op=True` it returns at once with a handle, and
-#   `handle.wait()` waits until it is over.
+# - An answer cell stands alone. It may use the read-only cells, except those marked as being for the checks, and none of your
+#   other cells.
+# - Ranks share nothing but a network. The box **API** of each task lists what an answer may call.
 
 # %% given="setup"
 import torch
@@ -29,13 +27,20 @@ from minitrain.course.grading.checks import Draw, ask_each, expect, expect_equal
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 
 # %% [markdown]
-# ## 1. The first half of a ring (4 points)
+# ## 1. The first half of a ring that turns left (4 points)
 #
 # Every rank has a flat tensor of n·d elements, where n is the number of ranks. Rank r returns elements r·d to (r+1)·d of
-# the **sum** of all tensors. Write it as a ring, from `send` and `receive`: each rank sends only to its right neighbour
-# (rank + 1, and the last rank to rank 0), one chunk of d elements in each of n-1 steps.
+# the **sum** of all tensors. Write it as a ring, from `send` and `receive`. The chapter's ring turns right; this one turns
+# **left**: each rank sends only to its left neighbour (rank - 1, and rank 0 to the last rank), one chunk of d elements in each
+# of n-1 steps, and it adds its own part to what arrives from the right.
 #
 # Which chunk must leave rank r first, so that the last one to arrive there is its own?
+#
+# > **API** `group.rank()`, `group.size()`: which rank this is, and how many there are.
+# > `collectives.send(x, to, group)` returns when rank `to` has asked for the message; `collectives.receive(like, source, group)`
+# > returns the message as a new tensor; `like` is any tensor of the same shape and dtype.
+# > With `async_op=True` both return a handle at once; `handle.wait()` waits, and for a receive returns the tensor.
+# > No collective. Leave x as it is.
 
 
 # %% answer="ring_reduce_scatter"
@@ -44,11 +49,11 @@ def ring_reduce_scatter(x, group):
     ### BEGIN SOLUTION
     n, rank = group.size(), group.rank()
     chunks = x.chunk(n)
-    partial = chunks[(rank - 1) % n]
+    partial = chunks[(rank + 1) % n]
     for step in range(n - 1):
-        own_part = chunks[(rank - 2 - step) % n]
-        sending = collectives.send(partial, (rank + 1) % n, group, async_op=True)
-        partial = collectives.receive(own_part, (rank - 1) % n, group) + own_part
+        own_part = chunks[(rank + 2 + step) % n]
+        sending = collectives.send(partial, (rank - 1) % n, group, async_op=True)
+        partial = collectives.receive(own_part, (rank + 1) % n, group) + own_part
         sending.wait()
     return partial
     ### END SOLUTION
@@ -56,7 +61,7 @@ def ring_reduce_scatter(x, group):
 
 # %% judge="expect_ring"
 def expect_ring(given, hint):
-    """Run ring_reduce_scatter; rank r has chunk r of the sum, and n-1 chunks left it for its right neighbour."""
+    """Run ring_reduce_scatter; rank r has chunk r of the sum, and n-1 chunks left it for its left neighbour."""
     outcome, n = run_on_ranks(ring_reduce_scatter, given), len(given)
     expect_equal(outcome.results, list(sum(given).chunk(n)), "chunk of the sum", hint)
     expect(
@@ -66,15 +71,15 @@ def expect_ring(given, hint):
     )
     expect(
         {(m.source, m.destination) for m in outcome.messages}
-        == {(r, (r + 1) % n) for r in range(n)},
-        "only neighbours",
-        "rank r sends to rank r+1 and to nobody else",
+        == {(r, (r - 1) % n) for r in range(n)},
+        "only the left neighbour",
+        "rank r sends to rank r-1 and to nobody else",
     )
     return outcome
 
 
 # %% check="ring-sum" points=2
-# Rank r has chunk r of the sum, and each rank sends n-1 chunks, only to its right neighbour.
+# Rank r has chunk r of the sum, and each rank sends n-1 chunks, only to its left neighbour.
 expect_ring(
     [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])],
     "rank 0 returns the first chunk of the sum of all tensors, rank 1 the second",
@@ -96,7 +101,7 @@ outcome = expect_ring([torch.ones(400)] * 4, "first let the sum be right, then c
 expect(
     sorted((m.source, m.bytes) for m in outcome.messages)
     == [(r, 400) for r in range(4) for _ in range(3)],
-    "one chunk a step",
+    "one chunk per step",
     "each rank sends three messages of 100 elements",
 )
 print("the visible checks pass")
@@ -108,7 +113,7 @@ outcome = expect_ring(
 expect(
     sorted((m.source, m.bytes) for m in outcome.messages)
     == [(r, d * 8) for r in range(n) for _ in range(n - 1)],
-    "one chunk a step",
+    "one chunk per step",
     "n-1 messages leave each rank, each of d elements, for every n",
 )
 ### END HIDDEN TESTS
@@ -140,6 +145,10 @@ expect(
 # 1,001 elements on four ranks are 251, 250, 250 and 250; with other cuts a rank may even have nothing. Every rank has its
 # piece and knows all sizes; everyone returns all pieces in the order of ranks. No padding: all ranks together may put
 # (n-1)·S on the wire, where S is the whole result, and not a byte more.
+#
+# > **API** as in task 1: `send` and `receive`, blocking or with `async_op=True`, and no collective. `sizes` is a list of n ints,
+# > the same on every rank; `piece` has `sizes[rank]` elements, perhaps none. An empty tensor is sent and received like any
+# > other, and costs nothing.
 
 
 # %% answer="gather_pieces"
@@ -206,6 +215,9 @@ for ranks in (2, draw.integer(4, 7)):
 #
 # Return a list of steps, each a list of messages `(source, to, first, end)`: chunks first, ..., end-1 travel, and the
 # receiver adds them. All messages of a step read what was there before it. The check runs the proof of the chapter.
+#
+# > **API** a function of one whole number, n = 1, 2, 4, 8, ...; return a list of lists of tuples of four ints. No network, and no
+# > tensor. For n = 1 the list is empty.
 
 
 # %% judge="expect_plan"
@@ -295,12 +307,14 @@ for n, steps in zip(sizes, ask_each(halving_steps, [(n,) for n in sizes])):
 # %% [markdown]
 # ## 4. Where is the crossover? (2 points)
 #
-# On equal links, with alpha seconds for each message and B bytes a second, an all-reduce of S bytes takes
+# On equal links, with alpha seconds for each message and B bytes per second, an all-reduce of S bytes takes
 #
 # - in a ring 2(n-1) steps, each with S/n bytes;
 # - with recursive doubling log2(n) steps, each with all S bytes.
 #
 # Below which S is recursive doubling faster? n is a power of two. If it is faster at *every* size, the answer is `float("inf")`.
+#
+# > **API** a function of n (2, 4, 8, ...), alpha in seconds and B in bytes per second; return a float, in bytes.
 
 
 # %% answer="crossover"

@@ -46,7 +46,12 @@ LISTED = "all_reduce all_gather all_to_all"
 # ## 1. The divisor (3 points)
 #
 # Four ranks, each with its own rows of a batch. Some targets are masked, as in padded or packed text, and not equally many
-# on each rank. What all of it has to equal is this, one process with the whole batch:
+# on each rank. The result has to equal that of one process with the whole batch, `one_process` below.
+#
+# > **API** `model(tokens)`: tokens [rows, T] of this rank -> logits [rows, T, 17]; `cross_entropy_sum(logits, targets)` is a sum, not a
+# > mean. `loss.backward()` fills `param.grad` of `model.parameters()`. Return the loss as a tensor without dimensions, detached.
+# > `collectives.all_reduce(x, group)`: the sum over the ranks as a new tensor, or in place with `out=x`; x may be of any shape and
+# > dtype. It works outside autograd. `all_gather(x, group)`: [d, ..] -> [n·d, ..]; `all_to_all(x, group)`: piece j goes to rank j.
 
 
 # %% driver="on_a_rank"
@@ -76,7 +81,7 @@ def one_process(seed, tokens, targets):
 
 
 # %% [markdown]
-# On a rank, `model(tokens)` sees that rank's rows only. Let every rank end with the loss and the gradients of
+# On a rank, `model(tokens)` sees that rank's rows only. Every rank must end with the loss and the gradients of
 # `one_process`, equal to 12 decimals.
 #
 # Graded too: what travels. The gradients cross the network once, as in an all-reduce, in which all ranks send equally much;
@@ -186,12 +191,17 @@ for ranks in (3, draw.integer(4, 5)):
 # %% [markdown]
 # ## 2. A reducer that does not wait (4 points)
 #
-# Write the heart of PyTorch's `DistributedDataParallel`. Gradients are collected in buckets; a bucket that is full starts its
+# Write the heart of `torch.nn.parallel.DistributedDataParallel`. Gradients are collected in buckets; a bucket that is full starts its
 # all-reduce at once, in the background, while backward computes the earlier layers. `finish()` waits for what is left.
 #
 # The buckets are cut for you, from the last parameter to the first, which is the order in which backward usually gets to
-# them. Usually: a model with branches may finish its layers in another order on another rank. The network adds up the
+# them. The order is not certain: a model with branches may finish its layers in another order on another rank. And the network adds up the
 # first all-reduce of one rank with the *first* of the others, so all ranks must start the same buckets in the same order.
+#
+# > **API** `collectives.all_reduce(x, group, async_op=True)` returns a handle at once; `handle.wait()` waits and returns the sum as a
+# > new tensor, and with `out=x` writes it into x as well. x must stay unchanged until then. Calls of one group run one after the other.
+# > `buckets_of(params, bucket_bytes)` returns lists of parameters. `on_ready(param)` is called once per parameter and backward,
+# > when `param.grad` is complete; `finish()` once after each backward. All gradients are float64. Methods of your own are allowed.
 
 
 # %% given="buckets"
@@ -206,9 +216,8 @@ def buckets_of(params, bucket_bytes):
 
 
 # %% [markdown]
-# Four properties are graded: the sums, in every step; one all-reduce for each bucket; a full bucket starts before backward computes
-# the next gradient; and backward waits for nobody. You will want `collectives.all_reduce(x, group, async_op=True)`, which
-# returns a handle at once; `handle.wait()` returns the sum.
+# Four properties are graded: the sums, in every step; one all-reduce per bucket; a full bucket starts before backward computes
+# the next gradient; and backward waits for nobody.
 
 
 # %% answer="GradReducer"
@@ -253,11 +262,11 @@ class GradReducer:
 
 
 # %% [markdown]
-# How is "before backward computes the next gradient" checked, without a clock? Below is the backward that your reducer
-# meets. A rank cannot know a layer's gradient before that layer's turn comes: only then it is fetched, from outside, and the
-# moment is written down among your messages. It is handed over when nothing else moves, as if computing a layer took longer
-# than the network needs for what was started before. Then all of it once more, with ranks that go one after the other:
-# rank 1 begins its backward when rank 0 has ended its own.
+# How is "before backward computes the next gradient" checked without a clock? Below is the backward that your reducer
+# meets. A rank cannot know a layer's gradient before that layer's turn: only then is the gradient fetched, from outside, and
+# the moment is written down among your messages. It is handed over when nothing else moves, as if computing a layer took
+# longer than the network needs for what was started before. Then everything runs once more with ranks that go one after the
+# other: rank 1 begins its backward when rank 0 has ended its own.
 
 
 # %% driver="train"
@@ -297,8 +306,8 @@ def train(shapes, frozen, order, bucket_bytes, steps, in_turn, group):
 
 
 # %% [markdown]
-# `expect_starts_at_once` reads the trace: what a rank had sent before each fetch is what the buckets need that were full by
-# then on all ranks. Half of the points allow that a bucket starts later, when the next one is full.
+# `expect_starts_at_once` reads the trace: before each fetch a rank must have sent what the buckets need that were full by
+# then on all ranks. For half of the points a bucket may start later, when the next one is full.
 
 
 # %% judge="expect_reduced"
@@ -447,7 +456,11 @@ for orders in (
 #
 # `gradients` gives one flat gradient for each microbatch. As with `param.grad`, it is always *the same memory*: the next
 # microbatch overwrites it. Graded: the sum over all microbatches of all ranks, the bytes, and the memory, which holds a few
-# gradients and not one for each microbatch. Ranks may have different numbers of microbatches.
+# gradients and not one per microbatch. Ranks may have different numbers of microbatches, at least one each.
+#
+# > **API** `gradients` is an iterator: `for gradient in gradients` or `next(gradients)`. Every item is the *same* float64 tensor [S],
+# > with new values. `collectives.all_reduce(x, group)` returns the sum over the ranks as a new tensor; `out=x` works in place.
+# > Return a tensor [S].
 
 
 # %% driver="microbatches"
@@ -521,8 +534,11 @@ expect_accumulated(
 # ## 4. Who carries how much? (1 point)
 #
 # Three ways to make one step of m microbatches, all with a flat gradient of `numel` float32 elements. Predict the bytes that
-# each rank sends. Nothing of it may be run: that is what the check does, with the course's own modules, in dry runs of
-# each rank (so `numel` may be larger than any memory).
+# each rank sends. Do not run anything: the check does that, with the course's own modules, in dry runs of each rank (so
+# `numel` may be larger than any memory).
+#
+# > **API** A pure function of three ints; `ranks` divides `numel`. Return a dict of three lists, each with one int per rank; in "served"
+# > rank 0 is the server. A float32 element has 4 bytes. Whole numbers only (`//`): floats are not exact at these sizes.
 
 
 # %% judge="ways"

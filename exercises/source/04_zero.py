@@ -41,6 +41,9 @@ draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 # Say for each rank which pieces of which parameters its shard holds. A piece `(i, start, stop)` is elements start to stop-1 of the
 # flattened parameter i. Pieces stand in the order of the buffer; none is empty, and padding is no piece.
 #
+# > **API** A pure function of a list of ints and an int. Return a tuple: P, an int, and a list of N lists, one per rank in rank order, of
+# > tuples of three ints (i, start, stop). A rank that has only padding has an empty list.
+#
 # Sizes 5 and 3 on three ranks: P = 9, and the shards are `[(0, 0, 3)]`, `[(0, 3, 5), (1, 0, 1)]` and `[(1, 1, 3)]`, then one element
 # of padding.
 
@@ -78,7 +81,7 @@ def expect_partition(numels, ranks):
     )
     expect(
         len(shards) == ranks,
-        "one shard a rank",
+        "one shard per rank",
         "a list of pieces for every rank, empty where there is only padding",
     )
     pieces = [tuple(piece) for shard in shards for piece in shard]
@@ -133,9 +136,13 @@ expect_partition([draw.integer(1, 9) for _ in range(3)], 1)
 # %% [markdown]
 # ## 2. The shard of the summed gradient (2 points)
 #
-# Every rank has gradients of the same shapes and other values. Rank r needs its shard of their sum and nothing else: elements r·P/N to
+# Every rank has gradients of the same shapes and of its own values. Rank r needs its shard of their sum and nothing else: elements r·P/N to
 # (r+1)·P/N of the flat, padded buffer of task 1. Padding is zero. Every rank may send (N-1)/N of the padded buffer, half of
 # an all-reduce.
+#
+# > **API** `collectives.reduce_scatter(x, group)`: x [n·d] -> [d], this rank's piece of the sum over the group, a new tensor of x's dtype
+# > (float32 or float64); n must divide the length. `all_reduce(x, group)`: the whole sum; `all_gather(x, group)`: [d] -> [n·d], in rank
+# > order. `torch.cat` and `torch.nn.functional.pad(x, (0, more))` make the buffer. Leave the gradients as they are.
 #
 # Two ranks with gradients of shapes [2] and [1]: `[1, 2], [3]` and `[10, 20], [30]`. P = 4; rank 0 returns `[11, 22]`, rank 1 `[33, 0]`.
 
@@ -238,6 +245,10 @@ expect_shards(
 #
 # Graded, all three together: all ranks end with the parameters of one process, in every step; the state is 1/N; each rank sends at most
 # 2·Ψ·(N-1)/N elements, with P in place of Ψ where padding is needed. That is what an all-reduce sends: the memory is saved at no extra traffic.
+#
+# > **API** `params` and `grads` are lists of tensors of equal shapes, float64; write with `param.copy_(values)`. `state.get("momentum")` is
+# > None in the first step. `collectives.reduce_scatter(x, group)`: [n·d] -> [d], this rank's piece of the sum;
+# > `all_gather(x, group)`: [d] -> [n·d], in rank order; both return new tensors. `lr` is a float. Return nothing.
 #
 # One parameter of two elements, `[1, 1]`, two ranks, lr = 0.25, gradients `[1, 2]` and `[3, 2]`: rank 0 keeps m = `[4]`, rank 1 m = `[4]`,
 # both end with θ = `[0, 0]`.
@@ -353,6 +364,10 @@ for ranks in (2, draw.integer(3, 4)):
 # computes (`async_op=True`). Two things show it. `compute` fetches a bias from outside, and the moment is written down among your messages:
 # by then your shards of layers 0 to `layer` have left your rank, that of `layer + 1` may have, and no other. And in the last check there are
 # many layers, and the memory is limited: keep none of them.
+#
+# > **API** `collectives.all_gather(shard, group)`: [d] -> [n·d], in rank order, a new tensor; with `async_op=True` a handle at once, whose
+# > `wait()` returns that tensor. `compute(layer, weight, x, group)` returns a new tensor. `shapes[layer]` is a list [F, D]; the padding at
+# > the end of a gathered weight may hold anything. All tensors are float64. `del whole` lets go of a tensor.
 #
 # Eight layers of 100 MB on four ranks: a rank holds 200 MB of shards and at most 100 MB of gathered weight, or 200 MB with prefetch, not 800.
 
@@ -486,26 +501,37 @@ expect_in_turn(outcome, [width**2 * 8 // 2] * layers)
 print("the visible checks pass")
 
 # %% [markdown]
-# ## 5. Bytes of the model states (1 point)
+# ## 5. Bytes of the model states, cut by rows (1 point)
 #
-# Mixed precision with Adam: per parameter 2 bytes for the parameter in fp16 and 2 for its gradient; 12 for the optimizer state, which is an fp32 copy
-# of the parameter, momentum and variance. ZeRO-1 shards the optimizer state, ZeRO-2 the gradients too, ZeRO-3 the parameters too:
+# The chapter cuts one flat buffer. FSDP2 cuts every parameter by itself, along its dimension 0, as `torch.chunk` does: of a
+# parameter with d rows each rank gets ⌈d/N⌉, in rank order; the last rank that gets some may get fewer, and those after it get
+# none. (FSDP2 pads its buffers to equal sizes; that padding is not counted here.) And gradients add up in float32, as they do by
+# default in Megatron-LM.
 #
-#     stage 0: 16Ψ      stage 1: (4 + 12/N)Ψ      stage 2: (2 + 14/N)Ψ      stage 3: 16Ψ/N
+# So an element has 2 bytes for the parameter, 4 for its gradient and 12 for the optimizer state. Stage 1 shards the optimizer
+# state, stage 2 the gradients too, stage 3 the parameters too; what is not sharded is whole on every rank. How many bytes of each kind
+# does rank `rank` hold?
 #
-# Whole bytes, exact for any size. What is sharded is a flat buffer padded to P elements, the next multiple of N, and a rank holds P/N of it, padding
-# included. What is not sharded has no padding: Ψ elements. Ψ = 7.5e9 on 64 ranks: 120, 31.4, 16.6 and 1.9 GB.
+# Shapes [5, 2] and [3] on two ranks: rank 0 has 3 and 2 rows, which are 8 elements, rank 1 has 2 rows and 1, which are 5.
+#
+# > **API** A pure function, no tensors and no network. `shapes` is a list of lists of ints, at least one int each (the rows); `ranks`,
+# > `rank` (from 0) and `stage` (0 to 3) are ints. Return a dict with the keys "parameters", "gradients" and "optimizer state", all ints.
+# > Numbers may have 60 bits and more: `//` and `-(-a // b)` are exact, `/` and `math.ceil(a / b)` are not.
 
 
-# %% answer="model_state_bytes"
-def model_state_bytes(parameters, ranks, stage):
-    """{"parameters": ..., "gradients": ..., "optimizer state": ...}: bytes on each rank, as ints; stage is 0, 1, 2 or 3."""
+# %% answer="state_bytes_by_rows"
+def state_bytes_by_rows(shapes, ranks, rank, stage):
+    """{"parameters": ..., "gradients": ..., "optimizer state": ...}: bytes that this rank holds, as ints."""
     ### BEGIN SOLUTION
-    shard = -(-parameters // ranks)
+    here = 0
+    for rows, *others in shapes:
+        most = -(-rows // ranks)
+        here += min(most, max(0, rows - rank * most)) * math.prod(others)
+    everything = sum(map(math.prod, shapes))
+    each = {"parameters": (2, 3), "gradients": (4, 2), "optimizer state": (12, 1)}
     return {
-        "parameters": 2 * (shard if stage >= 3 else parameters),
-        "gradients": 2 * (shard if stage >= 2 else parameters),
-        "optimizer state": 12 * (shard if stage >= 1 else parameters),
+        kind: size * (here if stage >= first else everything)
+        for kind, (size, first) in each.items()
     }
     ### END SOLUTION
 
@@ -514,66 +540,53 @@ def model_state_bytes(parameters, ranks, stage):
 KINDS = ["parameters", "gradients", "optimizer state"]
 
 
-def states_of(parameters, ranks, stage):
-    said = ask(model_state_bytes, parameters, ranks, stage)
-    expect(
-        isinstance(said, dict) and sorted(said) == sorted(KINDS),
-        "bytes of each kind",
-        "a dict with the three kinds is wanted",
-    )
-    expect(
-        all(type(said[kind]) is int for kind in KINDS),
-        "whole numbers",
-        "bytes are ints; which division gives an int?",
-    )
-    return [said[kind] for kind in KINDS]
+def expect_states(shapes, ranks, rank, elements, property, hint):
+    """Ask for all stages; `elements` are what the rank holds of whatever is sharded."""
+    whole = sum(map(math.prod, shapes))
+    for stage in range(4):
+        said = ask(state_bytes_by_rows, shapes, ranks, rank, stage)
+        expect(
+            isinstance(said, dict) and sorted(said) == sorted(KINDS),
+            "bytes of each kind",
+            "a dict with the three kinds is wanted",
+        )
+        expect(
+            all(type(said[kind]) is int for kind in KINDS),
+            "whole numbers",
+            "bytes are ints; which division gives an int?",
+        )
+        cut = [elements if stage >= first else whole for first in (3, 2, 1)]
+        wanted = [size * numel for size, numel in zip((2, 4, 12), cut)]
+        expect_equal([said[kind] for kind in KINDS], wanted, property, f"stage {stage}: {hint}")
 
 
-# %% check="model_state_bytes-all" points=1
-# The bytes of each kind in all four stages, to the byte.
-for stage, gigabytes in enumerate([120, 31.4, 16.6, 1.9]):
-    said = states_of(7_500_000_000, 64, stage)
-    expect(
-        abs(sum(said) / 1e9 - gigabytes) < 0.06,
-        "bytes of each kind",
-        f"stage {stage}: which kinds are sharded, and which are on every rank?",
-    )
-expect_equal(
-    states_of(1000, 4, 1),
-    [2000, 2000, 3000],
-    "bytes of each kind",
-    "how many bytes has each kind per parameter?",
-)
+# %% check="state_bytes_by_rows-all" points=1
+# The bytes of each kind in all four stages, to the byte, where rows divide and where they do not.
+which = "which kinds are sharded, and how many bytes has an element of each?"
+expect_states([[4, 3], [2]], 2, 1, 7, "bytes of each kind", which)
+rows = "every parameter is cut by itself, by rows; how many of them does this rank get?"
+expect_states([[5, 2], [3]], 2, 0, 8, "rows that do not divide", rows)
+expect_states([[5, 2], [3]], 2, 1, 5, "rows that do not divide", rows)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for stage in range(4):
-    ranks = draw.integer(2, 64)
-    cut = [ranks if stage >= first else 1 for first in (3, 2, 1)]
-    numel = draw.integer(1, 10**6)
-    expect_equal(
-        states_of(ranks * numel, ranks, stage),
-        [each * ranks // n * numel for each, n in zip((2, 2, 12), cut)],
-        "bytes of each kind",
-        f"stage {stage}: which kinds are sharded, and which are on every rank?",
-    )
-    for more in (draw.integer(1, ranks - 1), ranks - 1, 1):
-        wanted = [
-            each * (numel + 1 if n > 1 else ranks * numel + more)
-            for each, n in zip((2, 2, 12), cut)
-        ]
-        expect_equal(
-            states_of(ranks * numel + more, ranks, stage),
-            wanted,
-            "padding",
-            f"stage {stage}: the ranks do not divide the parameters; what is padded, and what is not?",
-        )
-numel, ranks = 16 * draw.integer(10**16, 10**16 + 10**6) + 7, draw.integer(2, 64)
-expect_equal(
-    states_of(numel * ranks + 1, ranks, 3),
-    [2 * numel + 2, 2 * numel + 2, 12 * numel + 12],
-    "exact",
-    "a float has 53 bits; does every number here fit?",
-)
+ranks = draw.integer(3, 9)
+shapes = [[ranks * draw.integer(1, 9), *more] for more in ([draw.integer(2, 9)], [], [3, 5])]
+share = sum(map(math.prod, shapes)) // ranks
+expect_states(shapes, ranks, draw.integer(0, ranks - 1), share, "bytes of each kind", which)
+for ranks, shapes in (
+    (4, [[5, draw.integer(2, 9)]]),
+    (draw.integer(4, 8), [[draw.integer(1, 40), draw.integer(1, 9)] for _ in range(4)]),
+    (8, [[draw.integer(1, 7)], [draw.integer(9, 15), 2, draw.integer(1, 5)], [1]]),
+):
+    chunks = [[len(part) for part in torch.arange(shape[0]).chunk(ranks)] for shape in shapes]
+    for rank in range(ranks):
+        got = [part[rank] if rank < len(part) else 0 for part in chunks]
+        held = sum(rows * math.prod(shape[1:]) for rows, shape in zip(got, shapes))
+        hint = "the last ranks get what is left, which may be nothing"
+        expect_states(shapes, ranks, rank, held, "rows that do not divide", hint)
+large = 16 * draw.integer(10**16, 10**16 + 10**6) + 7
+hint = "a float has 53 bits; does every number here fit?"
+expect_states([[large * 5 + 1, 3]], 5, 0, 3 * (large + 1), "exact", hint)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -585,6 +598,9 @@ expect_equal(
 #
 # A group stays inside a node exactly if F divides `per_node`. Choose the smallest such F whose states fit into `limit_bytes`. If none of them
 # fits, choose the smallest F of all that fits. If none fits at all, raise a ValueError that says so in one line.
+#
+# > **API** A pure function of four ints. Return an int, or raise a ValueError whose message is one line. Whole numbers only: ⌈a/b⌉ is
+# > `-(-a // b)`.
 #
 # Ψ = 3e9 on 24 ranks, 8 in a node, 16e9 bytes: F = 3 would fit, but its groups straddle nodes (ranks 6, 7 and 8), so F is 4. With 5e9
 # bytes no factor of 8 fits, and F is 12.

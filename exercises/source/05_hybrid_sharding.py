@@ -16,14 +16,15 @@
 # - Between ranks there is a network and nothing else. Here `collectives` has `send`, `receive`, `barrier`, `all_reduce`, `all_gather`,
 #   `reduce_scatter` and `broadcast`, for either group.
 #
-# A cluster has two levels: n nodes of k ranks, W = k·n, and rank = node·k + place. Links inside a node are fast, those between nodes
-# are slow and shared by its k ranks. Each model state (parameters, gradients, optimizer state) is cut in one of three ways:
+# A cluster has two levels: n nodes of k ranks, W = k·n, and rank = node·k + place. Links inside a node are fast. Those between
+# nodes are slow, and the k ranks of a node share them. Each model state is cut in one of three ways:
 #
 #     N  not cut           I  over the k ranks of a node           G  over all W ranks
 #
-# A word of three letters names them in this order, as in PaRO (Wu et al. 2023, arXiv:2310.06003). Here parameters are cut no finer than
-# gradients, and these no finer than the optimizer state, which leaves ten words. III is hybrid sharding (Zhao et al. 2023, PyTorch FSDP,
-# arXiv:2304.11277, section 3.2.2) and MiCS with a partition group of one node (Zhang et al. 2022, arXiv:2205.00119, section 3).
+# A word of three letters names the cuts of parameters, gradients and optimizer state, in this order, as in PaRO (Wu et al. 2023,
+# arXiv:2310.06003). No state is cut finer than the next one, which leaves ten words. III is hybrid sharding (Zhao et al. 2023,
+# PyTorch FSDP, arXiv:2304.11277, section 3.2.2) and MiCS with a partition group of one node (Zhang et al. 2022, arXiv:2205.00119,
+# section 3).
 
 # %% given="setup"
 import math
@@ -64,201 +65,238 @@ def levels(per_node, group):
     return [dist.new_group(ranks, use_local_synchronization=True) for ranks in (intra, inter)]
 
 
-def hybrid_gradient_on_a_rank(flat, per_node, group):
-    return hybrid_gradient(flat, *levels(per_node, group))
+def nig_step_on_a_rank(param, rates, like, per_node, microbatches, group):
+    """One step of the answer. A gradient reaches this rank when its microbatch is asked for, not before."""
+    gradients = (group.fetch(f"microbatch {number}", like) for number in range(microbatches))
+    return nig_step(param, rates, gradients, *levels(per_node, group))
 
 
-def hierarchical_all_gather_on_a_rank(shard, per_node, group):
-    return hierarchical_all_gather(shard, *levels(per_node, group))
+def hierarchical_reduce_scatter_on_a_rank(flat, per_node, group):
+    return hierarchical_reduce_scatter(flat, *levels(per_node, group))
 
 
 # %% [markdown]
-# ## 1. Who holds what (2 points)
+# ## 1. Who holds what, for any factors (2 points)
 #
-# A flat buffer of S elements, S a multiple of W, is cut first inside the node, then across nodes:
+# AMSP (Chen et al. 2023, arXiv:2311.00257) allows more than three letters: parameters, gradients and optimizer state are cut into F_p, F_g
+# and F_o pieces, each of which divides the next. A factor up to k divides k, a larger one is a multiple of k. Where does each piece lie?
 #
-#     N  elements 0 to S
-#     I  S/k elements from place·S/k
-#     G  S/W elements from place·S/k + node·S/W: what I gives to the place is cut once more, over the nodes
+# - A state in f pieces is held once by every f neighbours: ranks 0 to f-1, f to 2f-1, and so on.
+# - What is cut finer is cut *further*: a rank's gradients lie inside its parameters, its optimizer state inside its gradients.
+# - A cut that reaches beyond the node is two cuts: first into k pieces inside the node, then across nodes. So a rank that holds one
+#   of 2k pieces holds a part of what it would hold of k pieces.
+# - Ranks that held the same before a cut hold its pieces in rank order, from left to right.
 #
-# So a rank that holds I of one state and G of another finds G inside what it has, and a gradient that was reduce-scattered inside the node
-# goes on across nodes with S/k elements, not with S.
+# The buffer has `size` elements, a multiple of F_o. Nodes of 4, factors (2, 4, 8), 16 elements: rank 6 is place 2 of node 1 and
+# holds `[(0, 8), (4, 8), (6, 8)]`: of two halves the first, of that the second half, and of that, across nodes, the second half again.
 #
-# S = 24, k = 2, n = 3: rank 3 is place 1 of node 1, and with the word NIG holds `[(0, 24), (12, 24), (16, 20)]`.
+# > **API** `held_slices(rank, per_node, factors, size)`: `factors` is the tuple (F_p, F_g, F_o), everything else an int. Return
+# > three pairs (start, stop) of ints; stop is the first element that the rank does not hold. A pure function, no tensors, no network.
 
 
 # %% answer="held_slices"
-def held_slices(rank, per_node, nodes, word, size):
-    """A list of three (start, stop): what the rank holds of parameters, gradients, optimizer state in a flat buffer of `size` elements."""
+def held_slices(rank, per_node, factors, size):
+    """[(start, stop)] * 3: what the rank holds of parameters, gradients and optimizer state in a flat buffer of `size` elements."""
     ### BEGIN SOLUTION
-    node, place = divmod(rank, per_node)
-    part, piece = size // per_node, size // (per_node * nodes)
-    slices = {
-        "N": (0, size),
-        "I": (place * part, (place + 1) * part),
-        "G": (place * part + node * piece, place * part + (node + 1) * piece),
-    }
-    return [slices[letter] for letter in word]
+    held = {}
+    start, pieces = 0, 1
+    for finer in sorted({*factors, *([per_node] if max(factors) > per_node else [])}):
+        start += rank // pieces % (finer // pieces) * (size // finer)
+        held[finer] = (start, start + size // finer)
+        pieces = finer
+    return [held[factor] for factor in factors]
     ### END SOLUTION
 
 
 # %% judge="expect_slices"
-def expect_slices(per_node, nodes, words, size):
+def expect_slices(per_node, nodes, chains, size):
     """Ask for the slices of all ranks, and look at them property by property."""
     ranks = range(per_node * nodes)
-    cases = [(rank, per_node, nodes, word, size) for word in words for rank in ranks]
+    cases = [(rank, per_node, factors, size) for factors in chains for rank in ranks]
     all_held = iter(ask_each(held_slices, cases))
-    said = {word: [next(all_held) for _ in ranks] for word in words}
-    for word in words:
-        for rank in ranks:
-            held = said[word][rank]
+    for factors in chains:
+        held = [next(all_held) for _ in ranks]
+        for slices in held:
             expect(
-                isinstance(held, (list, tuple))
-                and len(held) == 3
+                isinstance(slices, (list, tuple))
+                and len(slices) == 3
                 and all(
-                    isinstance(slice_, (list, tuple))
-                    and len(slice_) == 2
-                    and all(type(end) is int for end in slice_)
-                    for slice_ in held
+                    isinstance(pair, (list, tuple))
+                    and len(pair) == 2
+                    and all(type(end) is int for end in pair)
+                    for pair in slices
                 ),
                 "three slices",
-                "a list of three pairs (start, stop) of whole numbers, one for each letter of the word",
+                "a list of three pairs (start, stop) of whole numbers, one for each state",
             )
-        for state, letter in enumerate(word):
-            slices = [tuple(said[word][rank][state]) for rank in ranks]
-            pieces = {"N": 1, "I": per_node, "G": per_node * nodes}[letter]
+        before = [(0, size)] * len(ranks)  # what each rank held before the next cut
+        for state, factor in enumerate(factors):
+            own = [tuple(slices[state]) for slices in held]
+            expect_state(own, before, per_node, factor, size)
+            before = own
+
+
+def expect_state(own, before, per_node, factor, size):
+    """The slices (start, stop) of all ranks of one state, when they held `before` of the state that is cut less finely."""
+    ranks = range(len(own))
+    expect(
+        all((stop - start) * factor == size for start, stop in own),
+        "size of a slice",
+        "into how many pieces is this state cut? stop is the first element that is not held",
+    )
+    expect(
+        all(
+            sorted(own[first : first + factor])
+            == [(n * size // factor, (n + 1) * size // factor) for n in range(factor)]
+            for first in range(0, len(own), factor)
+        ),
+        "neighbours hold it once",
+        "in each block of as many neighbours as there are pieces, everyone holds another one",
+    )
+    expect(
+        all(wide[0] <= start and stop <= wide[1] for (start, stop), wide in zip(own, before)),
+        "cut further",
+        "a rank holds something of this state that it does not hold of the one before",
+    )
+    if factor > per_node:
+        of_node = [start * per_node // size for start, _ in own]
+        expect(
+            all(
+                sorted(of_node[first : first + per_node]) == list(range(per_node))
+                for first in range(0, len(own), per_node)
+            )
+            and all(of_node[rank] == of_node[rank % per_node] for rank in ranks),
+            "inside the node first",
+            "cut into as many pieces as a node has ranks, and then across nodes: what do the ranks of one place share?",
+        )
+    for rank in ranks:
+        for other in range(rank + 1, rank // factor * factor + factor):
+            same = before[rank] == before[other]
+            if same and factor > per_node and rank % per_node != other % per_node:
+                same = rank // per_node == other // per_node  # two cuts: compare within each
             expect(
-                all((stop - start) * pieces == size for start, stop in slices),
-                "size of a slice",
-                f"letter {state + 1} of {word}: over how many ranks is this state cut? stop is the first element that is not held",
+                not same or own[rank] < own[other],
+                "in rank order",
+                "of ranks that held the same before the cut, the first one holds the first piece",
             )
-            if letter == "N":
-                expect(
-                    set(slices) == {(0, size)},
-                    "size of a slice",
-                    "what is not cut is the whole buffer",
-                )
-            if letter == "I":
-                expect(
-                    all(slices[rank][0] == rank % per_node * size // per_node for rank in ranks),
-                    "inside the node",
-                    "the ranks of each node hold the buffer together, from left to right; which number of a rank is its place?",
-                )
-            if letter == "G":
-                expect(
-                    sorted(slices)
-                    == [(n * size // pieces, (n + 1) * size // pieces) for n in ranks],
-                    "every element once",
-                    "all ranks together hold the buffer once; do two of them hold the same elements?",
-                )
-                expect(
-                    all(
-                        start * per_node // size == rank % per_node == (stop - 1) * per_node // size
-                        for rank, (start, stop) in enumerate(slices)
-                    ),
-                    "inside the node first",
-                    "what a rank holds of G lies inside what its place holds of I; in rank order it does not",
-                )
-                expect(
-                    all(
-                        slices[rank] < slices[rank + per_node]
-                        for rank in range(per_node * (nodes - 1))
-                    ),
-                    "then across nodes",
-                    "ranks of one place: the first node holds the first part of what the place has",
-                )
 
 
 # %% check="held_slices-inside" points=1
-# Not cut, or cut over the ranks of the node.
-expect_slices(2, 3, ["NNN", "NNI", "III"], 24)
+# Factors up to the size of a node.
+expect_slices(4, 2, [(1, 1, 1), (1, 2, 4), (2, 2, 4), (4, 4, 4)], 16)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for per_node, nodes in (
-    (4, 2),
-    (draw.integer(2, 6), 1),
-    (1, draw.integer(2, 5)),
-    (draw.integer(5, 7), draw.integer(2, 4)),
+for per_node, chains in (
+    (6, [(2, 2, 6), (1, 3, 6), (3, 6, 6), (1, 2, 2)]),
+    (8, [(2, 4, 8), (1, 4, 8), (2, 2, 2)]),
+    (12, [(2, 6, 12), (3, 3, 12), (1, 4, 12)]),
 ):
-    expect_slices(
-        per_node, nodes, ["NNN", "NNI", "NII", "III"], per_node * nodes * draw.integer(1, 50)
-    )
+    expect_slices(per_node, draw.integer(1, 3), chains, per_node * draw.integer(1, 30))
 ### END HIDDEN TESTS
 
 # %% check="held_slices-across" points=1
-# Cut over all ranks: inside the node first, then across nodes.
-expect_slices(2, 3, ["NNG", "NIG", "GGG"], 24)
+# Factors beyond the node: inside first, then across.
+expect_slices(4, 2, [(2, 4, 8), (1, 1, 8), (4, 4, 8), (8, 8, 8)], 16)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for per_node, nodes in (
-    (4, 2),
-    (draw.integer(2, 6), 1),
-    (1, draw.integer(2, 5)),
-    (draw.integer(5, 7), draw.integer(2, 4)),
+for per_node, nodes, chains in (
+    (4, 4, [(2, 4, 16), (1, 2, 8), (1, 8, 16), (4, 8, 8)]),
+    (2, 6, [(1, 4, 12), (2, 6, 12), (1, 1, 6), (6, 12, 12)]),
+    (6, 3, [(3, 6, 18), (1, 2, 18), (18, 18, 18)]),
+    (1, 6, [(1, 2, 6), (3, 6, 6)]),
 ):
-    expect_slices(per_node, nodes, PARO_SHARDINGS, per_node * nodes * draw.integer(1, 50))
+    expect_slices(per_node, nodes, chains, per_node * nodes * draw.integer(1, 30))
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ## 2. The gradient of hybrid sharding (2 points)
+# ## 2. A step in the word NIG (2 points)
 #
-# With the word III a rank needs its place's shard of the gradient, summed over **all** ranks. Every rank has a flat gradient of k·d elements,
-# M bytes. Two hops: reduce-scatter inside the node, then all-reduce of the shard over the ranks of the same place. A rank may send
+# Parameters whole, gradients cut inside the node, optimizer state cut over all ranks. The optimizer here is gradient descent with a
+# learning rate *per element*, and these rates are its state: a rank has the S/W of them which G gives it, elements place·S/k + node·S/W
+# and following, and no other rank has the same ones. All ranks have the same parameters. One step with m microbatches is
 #
-#     inside the node  M (1 - 1/k)           between nodes  2 (M/k) (1 - 1/n)
+#     param = param - rates · (sum of the gradients of all microbatches of all ranks)
 #
-# The whole flat gradient never leaves a node.
+# with M the bytes of the S elements, and a rank may send
 #
-# Two nodes of two ranks with the gradients `[1, 2, 3, 4]`, `[5, 6, 7, 8]` on node 0 and `[10, 20, 30, 40]`, `[50, 60, 70, 80]` on node 1: ranks 0
-# and 2 return `[66, 88]`, ranks 1 and 3 `[110, 132]`. M is 16 bytes in float32: each rank sends 8 bytes inside and 8 across.
+#     inside the node   M (1 - 1/k) in each microbatch, before it asks for the next one, and as much again once
+#     between nodes     2 (M/k) (1 - 1/n), once a step, however many microbatches there are
+#
+# Two nodes of two ranks, param `[0, 0, 0, 0]`, one microbatch, rates 1, 2, 3, 4, and rank r has the gradient `[r, r, r, r]`: the sum
+# is 6, and every rank returns `[-6, -12, -18, -24]`. Rank 1 is place 1 of node 0: it has element 2, and rates is `[3]`.
+#
+# > **API** `gradients` is an iterator: each round of `for gradient in gradients` computes one microbatch and gives its flat gradient
+# > [S]; what you sent before counts for the one before. `collectives.reduce_scatter(x, group)`: [d·n] -> [d], this rank's piece of the
+# > sum. `all_gather(x, group)`: [d] -> [n·d], in rank order. `all_reduce(x, group)`: a new tensor. All are new tensors, float64.
 
 
-# %% answer="hybrid_gradient"
-def hybrid_gradient(flat, intra, inter):
-    """flat [k·d] on each rank -> [d], the shard of this rank's place, summed over all ranks."""
+# %% answer="nig_step"
+def nig_step(param, rates, gradients, intra, inter):
+    """param [S], the same on all ranks; rates [S/W] of this rank; an iterator of gradients [S] -> the new param [S] on every rank."""
     ### BEGIN SOLUTION
-    return collectives.all_reduce(collectives.reduce_scatter(flat, intra), inter)
+    total = 0
+    for gradient in gradients:
+        total = total + collectives.reduce_scatter(gradient, intra)
+    piece = collectives.reduce_scatter(total, inter)
+    old = param.chunk(intra.size())[intra.rank()].chunk(inter.size())[inter.rank()]
+    of_this_place = collectives.all_gather(old - rates * piece, inter)
+    return collectives.all_gather(of_this_place, intra)
     ### END SOLUTION
 
 
-# %% judge="expect_gradient"
-def expect_gradient(grads, per_node):
-    """Run the answer: the sums are right, across nodes goes an all-reduce of a shard at most, inside one of all. Returns the outcome."""
-    inputs, nodes = [(grad, per_node) for grad in grads], len(grads) // per_node
-    outcome = run_on_ranks(hybrid_gradient_on_a_rank, inputs, collectives=COLLECTIVES)
-    shards = sum(grads).chunk(per_node)
+# %% judge="expect_step"
+def expect_step(per_node, nodes, microbatches, pieces):
+    """Run a step: the new parameters are right, and no more crosses nodes than one sum and one gather of shards.
+
+    Returns the outcome and M.
+    """
+    ranks, numel = per_node * nodes, per_node * nodes * pieces
+    param, rates = draw.real(numel), draw.real(numel)
+    grads = [[draw.real(numel) for _ in range(microbatches)] for _ in range(ranks)]
+    places = [(rank % per_node) * nodes + rank // per_node for rank in range(ranks)]
+    inputs = [
+        (
+            param,
+            rates.chunk(ranks)[place].clone(),
+            torch.empty(numel).double(),
+            per_node,
+            microbatches,
+        )
+        for place in places
+    ]
+    secrets = [{f"microbatch {m}": grad for m, grad in enumerate(own)} for own in grads]
+    outcome = run_on_ranks(nig_step_on_a_rank, inputs, collectives=COLLECTIVES, secrets=secrets)
+    new = param - rates * sum(sum(own) for own in grads)
     expect_equal(
         outcome.results,
-        [shards[rank % per_node] for rank in range(len(grads))],
-        "shard of the sum",
-        "the part of this rank's place, added up over the ranks of all nodes; a sum, no mean",
+        [new] * ranks,
+        "the new parameters",
+        "sums over all microbatches and all ranks, each element with its own rate, all of them on every rank and in order",
+        atol=1e-10,
     )
-    inside, across = sent_inside_and_across(outcome, per_node)
-    piece = math.ceil(shards[0].numel() / nodes) * shards[0].element_size()
+    _, across = sent_inside_and_across(outcome, per_node)
     expect(
-        max(across) <= 2 * (nodes - 1) * piece,
+        max(across) <= 2 * (nodes - 1) * (numel // ranks) * 8,
         "bytes between nodes",
-        "more crosses the slow links than an all-reduce of one shard; what is the smallest thing that has to cross, and when is it ready?",
+        "more crosses the slow links than a shard's sum and its new values; what is the smallest thing that has to cross, and how often?",
     )
-    expect(
-        max(inside) * per_node <= 2 * grads[0].nbytes * (per_node - 1),
-        "bytes inside the node",
-        "more is sent inside the node than in an all-reduce; who needs which part?",
-    )
-    return outcome
+    sent, asked = [0] * ranks, [0] * ranks
+    for event in outcome.events:
+        if event.kind == "fetch":
+            expect(
+                sent[event.rank] * per_node >= asked[event.rank] * numel * 8 * (per_node - 1),
+                "cut when it comes",
+                "the next microbatch is asked for while the gradient before it is still whole; what may a rank keep of a state with the letter I?",
+            )
+            asked[event.rank] += 1
+        elif event.kind == "send":
+            sent[event.rank] += event.bytes
+    return outcome, numel * 8
 
 
-# %% check="hybrid_gradient-sum" points=1
-# Every rank returns its place's shard of the sum over all ranks, and only shards cross nodes.
-expect_gradient(
-    [
-        torch.arange(1.0, 5.0),
-        torch.arange(5.0, 9.0),
-        10 * torch.arange(1.0, 5.0),
-        10 * torch.arange(5.0, 9.0),
-    ],
-    2,
-)
+# %% check="nig_step-equal" points=1
+# Every rank returns the new parameters, and only shards cross nodes, once a step.
+expect_step(2, 2, 2, 3)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for per_node, nodes in (
@@ -267,93 +305,97 @@ for per_node, nodes in (
     (1, draw.integer(3, 4)),
     draw.choice([(2, 3), (3, 2)]),
 ):
-    numel = per_node * draw.integer(2, 9)
-    expect_gradient([draw.exact(numel) for _ in range(per_node * nodes)], per_node)
+    expect_step(per_node, nodes, draw.integer(1, 3), draw.integer(1, 5))
 ### END HIDDEN TESTS
 
 
-# %% check="hybrid_gradient-inside" points=1
-# Inside the node each part is sent once.
-def expect_little_inside(grads, per_node):
-    inside, _ = sent_inside_and_across(expect_gradient(grads, per_node), per_node)
+# %% check="nig_step-inside" points=1
+# Inside the node each part of a gradient is sent once, and new parameters come back once.
+def expect_little_inside(per_node, nodes, microbatches, pieces):
+    outcome, whole = expect_step(per_node, nodes, microbatches, pieces)
+    inside, _ = sent_inside_and_across(outcome, per_node)
     expect(
-        max(inside) * per_node <= grads[0].nbytes * (per_node - 1),
+        max(inside) * per_node <= (microbatches + 1) * whole * (per_node - 1),
         "bytes inside the node",
-        "inside the node each part of the gradient goes to the one rank that needs it, and nothing comes back",
+        "inside the node each part of a gradient goes to the one rank that needs it, and comes back once as new parameters",
     )
 
 
-expect_little_inside([torch.full((40,), 1.0 + rank) for rank in range(4)], 2)
+expect_little_inside(2, 2, 3, 5)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for per_node, nodes in ((2, 2), (draw.integer(3, 4), 1), (2, 3)):
-    numel = per_node * nodes * draw.integer(5, 40)
-    expect_little_inside([draw.exact(numel) for _ in range(per_node * nodes)], per_node)
+for per_node, nodes in ((2, 2), (draw.integer(3, 4), 1), draw.choice([(2, 3), (3, 2)])):
+    expect_little_inside(per_node, nodes, draw.integer(2, 4), draw.integer(2, 9))
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ## 3. Hierarchical all-gather (2 points)
+# ## 3. The gather backwards: a hierarchical reduce-scatter (2 points)
 #
-# The partition group of MiCS may span nodes (Zhang et al. 2022, section 3). Its p ranks lie on p/k nodes, and everyone needs everyone's shard
-# in rank order, M bytes in all. In one flat ring, (p-1)/p M leave each node through the links of one rank. Three steps do it with less:
+# The partition group of MiCS may span nodes (Zhang et al. 2022, section 3). The chapter gathers its p shards in two levels, across nodes
+# first. Gradients take the same way backwards: every rank has a whole flat gradient, M bytes in p pieces in rank order, and rank r needs
+# piece r of the sum over all p ranks. A flat ring puts (p-1)/p M on the links that leave a node. In two levels each rank sends
 #
-# 1. **across**: gather the shards of your place from all nodes; each rank sends (1/k - 1/p) M,
-# 2. **inside**: gather what the ranks of the node have now; each rank sends (1 - 1/k) M,
-# 3. **reorder**: the pieces lie place by place, and have to lie rank by rank.
+#     inside its node   (1 - 1/k) M            between nodes   (1/k - 1/p) M
 #
-# The k ranks of a node so send across (p-k)/p M together: each of its shards once to each other node.
+# so the k ranks of a node together send (p-k)/p M to other nodes. Which level comes first now? And in which order must the pieces lie
+# before the first call, so that each rank ends with the piece of its own rank?
 #
-# Two nodes of two ranks with the shards `[0]`, `[1]`, `[2]`, `[3]`: after step 1 rank 0 has `[0, 2]`, after step 2 `[0, 2, 1, 3]`, after step 3
-# `[0, 1, 2, 3]`. One shard leaves each rank for the other node, two leave each node; in a flat ring it were three.
+# Two nodes of two ranks; rank r has `[r, 10r, 100r, 1000r]`. The sums are `[6, 60, 600, 6000]`, and rank r returns `[6·10^r]`. M is 32 bytes
+# in float64: each rank sends 16 bytes inside its node and 8 to the other one.
+#
+# > **API** `collectives.reduce_scatter(x, group)`: x [n·d, ..] -> [d, ..], this rank's piece (in rank order along dim 0) of the sum over
+# > the group. `x.view(..)`, `x.transpose(..)`, `x.reshape(..)` do the rest; einops is there too. `intra.size()` is k, `inter.size()` p/k.
 
 
-# %% answer="hierarchical_all_gather"
-def hierarchical_all_gather(shard, intra, inter):
-    """shard [d, ..] on each rank, of one shape -> [p·d, ..], the shards in the order of rank = inter.rank()·k + intra.rank()."""
+# %% answer="hierarchical_reduce_scatter"
+def hierarchical_reduce_scatter(flat, intra, inter):
+    """flat [p·d, ..] on each rank -> [d, ..]: piece inter.rank()·k + intra.rank() of the sum over all p ranks."""
     ### BEGIN SOLUTION
-    of_the_place = collectives.all_gather(shard, inter)
-    place_by_place = collectives.all_gather(of_the_place, intra).view(
-        intra.size(), inter.size(), *shard.shape
-    )
-    return place_by_place.transpose(0, 1).reshape(-1, *shard.shape[1:])
+    pieces = flat.view(inter.size(), intra.size(), -1, *flat.shape[1:])
+    place_by_place = pieces.transpose(0, 1).reshape(flat.shape)
+    return collectives.reduce_scatter(collectives.reduce_scatter(place_by_place, intra), inter)
     ### END SOLUTION
 
 
-# %% judge="expect_gathered"
-def expect_gathered(shards, per_node):
-    """Run the answer: shards are in order, and cross to each other node once. Returns bytes sent inside, and across."""
-    inputs, ranks = [(shard, per_node) for shard in shards], len(shards)
-    outcome = run_on_ranks(hierarchical_all_gather_on_a_rank, inputs, collectives=COLLECTIVES)
+# %% judge="expect_scattered"
+def expect_scattered(flats, per_node):
+    """Run the answer: each rank has its piece of the sum, and a node sends no more to others than (p-k)/p M.
+
+    Returns bytes sent inside, and across.
+    """
+    inputs, ranks = [(flat, per_node) for flat in flats], len(flats)
+    outcome = run_on_ranks(hierarchical_reduce_scatter_on_a_rank, inputs, collectives=COLLECTIVES)
+    pieces = sum(flats).chunk(ranks)
     for said in outcome.results:
         expect(
-            isinstance(said, torch.Tensor) and said.shape == torch.cat(shards).shape,
-            "all shards",
-            "every rank returns [p·d, ..]: as many rows as all shards have",
+            isinstance(said, torch.Tensor) and said.shape == pieces[0].shape,
+            "one piece",
+            "every rank returns [d, ..], one of the p pieces",
         )
         expect(
-            torch.equal(said.flatten().sort().values, torch.cat(shards).flatten().sort().values),
-            "all shards",
-            "each shard is there once, and none twice",
+            any(torch.equal(said, piece) for piece in pieces),
+            "the sum over all ranks",
+            "what came back is no piece of the sum of all gradients; is every rank's term in it, once?",
         )
     expect_equal(
         outcome.results,
-        [torch.cat(shards)] * len(shards),
-        "rank order",
-        "all shards are there, in a wrong order; after the second hop, which index runs faster, the node or the place?",
+        list(pieces),
+        "the rank's own piece",
+        "a piece of the sum, but another rank's; after the first call, which pieces does a place have, and for which nodes?",
     )
     inside, across = sent_inside_and_across(outcome, per_node)
     of_nodes = [sum(across[first : first + per_node]) for first in range(0, ranks, per_node)]
     expect(
-        max(of_nodes) <= (ranks - per_node) * shards[0].nbytes,
+        max(of_nodes) <= (ranks - per_node) * pieces[0].nbytes,
         "bytes between nodes",
-        "a shard crosses to each other node once, not once for every rank there; which hop comes first?",
+        "a piece leaves a node once, as the sum of the node, not once for every rank there; which level comes first?",
     )
     return inside, across
 
 
-# %% check="hierarchical_all_gather-order" points=1
-# Every rank returns all shards in rank order, and a node sends (p-k)/p of the whole to other nodes.
-expect_gathered([torch.tensor([float(rank)]) for rank in range(4)], 2)
+# %% check="hierarchical_reduce_scatter-order" points=1
+# Every rank returns its own piece of the sum, and a node sends (p-k)/p of the whole to other nodes.
+expect_scattered([rank * torch.tensor([1.0, 10.0, 100.0, 1000.0]).double() for rank in range(4)], 2)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for per_node, nodes in (
@@ -362,40 +404,40 @@ for per_node, nodes in (
     (1, draw.integer(2, 4)),
     draw.choice([(2, 3), (3, 2)]),
 ):
-    shape = [draw.integer(1, 4) for _ in range(draw.integer(1, 3))]
-    expect_gathered([draw.exact(*shape) for rank in range(per_node * nodes)], per_node)
+    rows, rest = per_node * nodes * draw.integer(1, 3), [draw.integer(1, 4)] * draw.integer(0, 2)
+    expect_scattered([draw.exact(rows, *rest) for _ in range(per_node * nodes)], per_node)
 ### END HIDDEN TESTS
 
 
-# %% check="hierarchical_all_gather-bytes" points=1
-# Each rank sends its part across, and inside the node what it has, once.
-def expect_shared_work(shards, per_node):
-    (inside, across), ranks = expect_gathered(shards, per_node), len(shards)
+# %% check="hierarchical_reduce_scatter-bytes" points=1
+# All ranks of a node share the way out, and inside each part is sent once.
+def expect_shared_work(flats, per_node):
+    (inside, across), ranks = expect_scattered(flats, per_node), len(flats)
     expect(
-        max(across) * per_node <= (ranks - per_node) * shards[0].nbytes,
+        max(across) * per_node * ranks <= (ranks - per_node) * flats[0].nbytes,
         "all ranks send across",
-        "each rank brings its own shard to the other nodes; if one does it for all, the others wait",
+        "each place sums what its twins on other nodes need; if one rank does it for all, the others wait",
     )
     expect(
-        max(inside) * per_node <= ranks * shards[0].nbytes * (per_node - 1),
+        max(inside) * per_node <= flats[0].nbytes * (per_node - 1),
         "bytes inside the node",
-        "inside the node a rank sends what it has, once to each neighbour, and gets the rest",
+        "inside the node each part goes to the one place that needs it, and nothing comes back",
     )
 
 
-expect_shared_work([torch.full((10, 2), float(rank)) for rank in range(4)], 2)
+expect_shared_work([torch.full((40, 2), 1.0 + rank).double() for rank in range(4)], 2)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for per_node, nodes in ((2, 2), draw.choice([(2, 3), (3, 2)]), (1, 3)):
-    shape = draw.integer(2, 9), draw.integer(2, 9)
-    expect_shared_work([draw.exact(*shape) for rank in range(per_node * nodes)], per_node)
+    shape = per_node * nodes * draw.integer(2, 9), draw.integer(2, 9)
+    expect_shared_work([draw.exact(*shape) for _ in range(per_node * nodes)], per_node)
 ### END HIDDEN TESTS
 
 # %% [markdown]
 # ## 4. Block quantisation (2 points)
 #
 # ZeRO++ sends small integers instead of floats (Wang et al. 2023, arXiv:2306.10209, section 3). x of d elements is cut into blocks of `block`; the
-# last one may be short. Every block has its own scale in float32:
+# last one may be short. Every block has its own scale, in float32:
 #
 #     scale = max |x| of the block      L = 2^(bits-1) - 1      step = scale/L      code = round(x/step)      back = code·step
 #
@@ -408,6 +450,10 @@ for per_node, nodes in ((2, 2), draw.choice([(2, 3), (3, 2)]), (1, 3)):
 #
 # The block `[3.5, -1, 0.3, 0]` with 4 bits: L = 7, step = 0.5, codes 7, -2, 1, 0, and `[3.5, -1, 0.5, 0]` comes back. It travels in
 # 2 + 4 bytes instead of 16.
+#
+# > **API** Two functions, tensors in and out, no network. `quantize_blocks(x, bits, block)`: x [d] float32, contiguous; return (codes, scales),
+# > codes of any integer dtype (`torch.int8` holds -128 to 127, `torch.uint8` 0 to 255), scales float32. `dequantize_blocks(codes, scales, bits,
+# > block, numel)` gets the two tensors as you returned them and `numel` = d; return [d] float32. Its process has seen nothing else.
 
 
 # %% answer="quantize_blocks"
@@ -579,6 +625,9 @@ expect_bits(4)
 # Ψ = 1.6e9, 64 ranks, 8 in a node, m = 8: a passage to W pieces puts M (1/8 - 1/64) = 0.35 GB between nodes. IIG holds 1.1 GB and sends 0.7 GB
 # between nodes, IGG 0.75 GB and 3.15 GB, GGG 0.4 GB and 8.4 GB. With a limit of 2 GB the answer is
 # `("IIG", 700000000)`.
+#
+# > **API** A pure function of five ints. Return a tuple (word, bytes): one of `PARO_SHARDINGS`, which the read-only cell defines, and an int.
+# > Bytes between nodes are those that one rank sends. Whole numbers all the way (`//`): 2Ψ is a multiple of every number of pieces.
 
 
 # %% answer="cheapest_word"

@@ -13,10 +13,10 @@
 # - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
 # - On a grid of q×q ranks, rank i·q + j stands in row i and column j. `row` is the group of the q ranks in your row, `column` that of your
 #   column. Inside `row` you are told apart by your column: `row.rank()` is j, and `column.rank()` is i.
-# - Between ranks there is a network and nothing else: `collectives.send` and `collectives.receive`, and in task 2 `broadcast`, in tasks 3 and 4
-#   `rotate`.
+# - Between ranks there is a network and nothing else. Each task's box says what your answer may call.
 #
-# Tasks 1 to 3 multiply C = A·B. Every matrix is cut into q×q blocks, and rank i·q + j holds A(i, j) and B(i, j) and returns C(i, j):
+# Tasks 1 and 3 multiply C = A·B, task 2 is one half of its backward. Every matrix is cut into q×q blocks, rank i·q + j holds block (i, j) of
+# each, and
 #
 #     C(i, j) = Σ_s A(i, s)·B(s, j)
 #
@@ -46,11 +46,14 @@ draw = Draw()  # hidden checks draw sizes, grids and values
 #     Cannon    skew:   A(i, j) goes i places to the left, B(i, j) goes j places up
 #               step t: multiply what is here; then every block of A goes one place left, every block of B one place up
 #
-# Who goes left from column 0 arrives in column q-1, who goes up from row 0 in row q-1. Say which two blocks a rank multiplies at a step.
-# Steps count from 0, so in Cannon's step 0 the skew is over and nothing has moved since.
+# A block that goes left from column 0 arrives in column q-1, and one that goes up from row 0 arrives in row q-1. Say which two blocks a rank
+# multiplies at a step. Steps count from 0, so in Cannon's step 0 the skew is over and nothing has moved since.
 #
 # q = 3: in SUMMA's step 1, rank 5 (row 1, column 2) multiplies A(1, 1) with B(1, 2): `((1, 1), (1, 2))`. In Cannon's step 0 it has
 # A(1, 0) and B(0, 2), and in step 1 `((1, 1), (1, 2))`.
+#
+# > **API** A pure function: `algorithm` is "summa" or "cannon", `rank`, `side` (q) and `step` are ints. It returns two pairs of ints, row
+# > and column of the block of A and of the block of B.
 
 
 # %% answer="meeting"
@@ -144,37 +147,49 @@ for side in (1, 4, draw.integer(5, 9)):
 
 
 # %% [markdown]
-# ## 2. SUMMA (3 points)
+# ## 2. The gradient of a weight on a grid (3 points)
 #
-# At step s, column s of A's blocks goes along the rows of the grid and row s of B's blocks along its columns. So A(i, s) comes from the rank
-# of your row that has it, B(s, j) from the rank of your column, and all multiply. C stays where it is.
+# Backward of C = A·B needs B's gradient, Aᵀ·dC. Rank i·q + j holds A(i, j) and C(i, j) (think of dC) and returns block (i, j) of
 #
-# Multiply with the read-only `multiply(s, a, b, group)`. It returns A(i, s)·B(s, j) times a factor that belongs to s and comes from outside
-# when it is asked for; your sum so is Σ_s factor_s·A(i, s)·B(s, j). Give it `row` or `column` as the group. That moment is written down among
-# your messages. Call it once for each s, when both blocks are here. Of the collectives you have `broadcast(x, source, group)`.
+#     B(l, j) = Σ_i A(i, l)ᵀ·C(i, j)
 #
-# Graded: the product; the bytes, at most q-1 blocks of A and q-1 blocks of B sent by each rank; and how much is here at a time. When a
-# product is asked for, the blocks of this step may have arrived, and those of the next one (`async_op=True`), and no others. What
-# sends as little, but gathers a whole row of A first, needs q times the memory.
+# No matrix is transposed on the grid, and C stays where it is. A(i, l) comes from the rank of your row that has it, all q ranks of the row
+# compute their term for the same l, and the q terms of one B(l, j), which are on the q ranks of a column, are added up on their way to rank l
+# of that column. It is the mirror of the product that chapter 07 shows, whose sums travel along rows.
 #
-# q = 2, blocks of one number, factors 1: A = `[[1, 2], [3, 4]]`, B = `[[5, 6], [7, 8]]`. At step 0 rank 3 gets 3 from rank 2 and 6 from rank
-# 1; at step 1 it has 4 and 8 itself. It returns 18 + 32 = 50, and sends 4 to rank 2 and 8 to rank 1.
+# Each term is computed by the read-only `term(l, a, c, group)`, which multiplies by a **factor from outside**. Why a factor? A check sees
+# messages, and nothing of your memory. The factor is handed over when your rank asks for it, so that moment stands among your messages, and
+# the check knows which blocks and sums had arrived. A term computed without asking has the wrong value. Each rank has its own factor for each l.
+#
+# Graded: the sum; the bytes, at most q-1 blocks of A and q-1 blocks of sums sent by each rank; and how much is here at a time. When a
+# term is asked for, the blocks of A for this term may have arrived and those of the next one (`async_op=True`), and no others; and the sums
+# of earlier terms have gone their way: who computes all q terms first holds q blocks of sums.
+#
+# q = 2, blocks of one number, factors 1: A = `[[1, 2], [3, 4]]`, C = `[[5, 6], [7, 8]]`. B(1, 0) = 2·5 + 4·7 = 38 on rank 2: rank 0 gets
+# A(0, 1) = 2 from rank 1, computes 2·5 and sends 10 to rank 2.
+#
+# > **API** `term(l, a, c, group)` takes A(i, l) and C(i, j), returns a tensor [k, n]; call it once for each l, with `row` or `column`
+# > as the group. `collectives.broadcast(x, source, group)` returns the tensor of rank `source` of that group; all its ranks call it
+# > with tensors of one shape. `collectives.rotate(x, group, shift=1)` sends x to rank + shift of the group and returns what comes from
+# > rank - shift. Both take `async_op=True` and then return a handle whose `.wait()` returns the tensor. `send` and `receive` are there too.
 
 
-# %% given="multiply"
-def multiply(s, a, b, group):
-    """A(i, s) [m, k] times B(s, j) [k, n] -> [m, n], times the factor of s, which comes from outside."""
-    return group.fetch(f"factor {s}", a.new_empty(())) * (a @ b)
+# %% given="term"
+def term(l, a, c, group):
+    """A(i, l) [m, k], C(i, j) [m, n] -> A(i, l)ᵀ·C(i, j) [k, n], times this rank's factor for l, which comes from outside."""
+    return group.fetch(f"factor {l}", a.new_empty(())) * (a.T @ c)
 
 
-# %% answer="summa"
-def summa(a, b, row, column):
-    """A(i, j) [m, k], B(i, j) [k, n] -> C(i, j) [m, n], a sum of what `multiply` returns."""
+# %% answer="summa_tn"
+def summa_tn(a, c, row, column):
+    """A(i, j) [m, k], C(i, j) [m, n] -> B(i, j) [k, n], a sum of what `term` returns on the q ranks of the column."""
     ### BEGIN SOLUTION
-    c = a.new_zeros(a.shape[0], b.shape[1])
-    for s in range(row.size()):
-        c += multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
-    return c
+    side, i, total = row.size(), column.rank(), 0
+    for step in range(1, side + 1):
+        total = total if step == 1 else collectives.rotate(total, column)
+        l = (i - step) % side
+        total = total + term(l, collectives.broadcast(a, l, row), c, row)
+    return total
     ### END SOLUTION
 
 
@@ -192,49 +207,24 @@ def row_and_column(side, group):
     return [dist.new_group(ranks, use_local_synchronization=True) for ranks in members]
 
 
-def summa_on_a_rank(a, b, side, group):
-    return summa(a, b, *row_and_column(side, group))
+def summa_tn_on_a_rank(a, c, side, group):
+    return summa_tn(a, c, *row_and_column(side, group))
 
 
 def cannon_on_a_rank(a, b, side, group):
     return cannon(a, b, *row_and_column(side, group))
 
 
-# %% judge="expect_product"
-def in_the_text():
-    """Blocks of A and of B in rank order, and factors."""
+# %% judge="on_a_grid"
+def drawn_blocks(side, *shapes):
+    """For each shape one block per rank."""
+    return [[draw.real(*shape) for _ in range(side**2)] for shape in shapes]
+
+
+def counted_up():
+    """The 2·2 blocks of one number of the texts: 1 to 4, and 5 to 8."""
     numbers = torch.arange(1.0, 9.0, dtype=torch.float64).view(8, 1, 1)
-    return list(numbers[:4]), list(numbers[4:]), [torch.ones((), dtype=torch.float64)] * 2
-
-
-def drawn(side, m, k, n):
-    """The same with drawn numbers, in blocks [m, k] and [k, n]."""
-    blocks = [[draw.real(*shape) for _ in range(side**2)] for shape in ((m, k), (k, n))]
-    return *blocks, [1 + draw.real() ** 2 for _ in range(side)]
-
-
-def product_of(on_a_rank, collectives, a_blocks, b_blocks, factors):
-    """Run the answer on a grid, look at its product, and return the outcome."""
-    side = len(factors)
-    outcome = run_on_ranks(
-        on_a_rank,
-        [(a, b, side) for a, b in zip(a_blocks, b_blocks)],
-        collectives=collectives,
-        secrets=[{f"factor {s}": factor for s, factor in enumerate(factors)}] * side**2,
-    )
-    expect_equal(
-        outcome.results,
-        [
-            sum(factors[s] * (a_blocks[i * side + s] @ b_blocks[s * side + j]) for s in range(side))
-            for i in range(side)
-            for j in range(side)
-        ],
-        "the product",
-        "C(i, j) on rank i·q + j: are all q terms there, each once, with blocks and factor of the "
-        f"same s? ({side}×{side} ranks)",
-        atol=1e-11,
-    )
-    return outcome
+    return list(numbers[:4]), list(numbers[4:])
 
 
 def sent_by(outcome, rank, side):
@@ -252,80 +242,101 @@ def sent_by(outcome, rank, side):
     return sent
 
 
-def expect_in_time(outcome, rank, side, block_bytes, needed, allowed):
-    """When a rank asks for its t-th product, what it needs has arrived along row and column, and not more than is allowed.
-
-    needed(t, order) and allowed(t, order) are two numbers of blocks; order is every s, as the rank asked for them.
-    """
+def asked(outcome, rank, side):
+    """[(s, bytes that had arrived along the row, along the column)] at each factor that the rank asked for; each s once."""
     arrived, found = [0, 0], []
     for event in outcome.events:
         if event.rank == rank and event.kind == "receive":
             arrived[event.peer // side != rank // side] += event.bytes
         elif event.rank == rank and event.kind == "fetch":
             found.append((int(event.name.split()[1]), *arrived))
-    order = [s for s, *_ in found]
-    expect(sorted(order) == list(range(side)), "every term once", "call multiply once for each s")
-    for t, (_, *arrived) in enumerate(found):
-        for have, block, low, high in zip(
-            arrived, block_bytes, needed(t, order), allowed(t, order)
-        ):
-            expect(
-                have >= low * block,
-                "a product of what is here",
-                "fewer blocks had come than the steps until here bring; was a factor asked for before its blocks?",
-            )
-            expect(
-                have <= high * block,
-                "one step at a time",
-                "a product was computed when blocks of later steps than the next had arrived; who needs them so early?",
-            )
+    once = sorted(s for s, *_ in found) == list(range(side))
+    expect(
+        once, "every term once", "ask for the product of each term once, by the read-only function"
+    )
+    return found
 
 
-# %% judge="expect_summa"
-def expect_summa(a_blocks, b_blocks, factors, ahead=2):
-    """The product, by steps: no rank sends more than it must, or has blocks of more than `ahead` steps to come."""
-    side, block_bytes = len(factors), (a_blocks[0].nbytes, b_blocks[0].nbytes)
-    outcome = product_of(summa_on_a_rank, "broadcast", a_blocks, b_blocks, factors)
+HERE = (
+    "a product of what is here",
+    "fewer blocks had come than the steps until here bring; was a factor asked for before its blocks?",
+)
+AT_A_TIME = (
+    "one step at a time",
+    "a product was computed when blocks of later steps than the next had arrived; who needs them so early?",
+)
+TRAVEL = (
+    "sums that travel",
+    "a term was computed when sums of the terms before it had not been passed on; who keeps them until then?",
+)
+
+
+# %% judge="expect_summa_tn"
+def drawn_tn(side, m, k, n):
+    """Blocks of A and C, and a factor for each rank and each l."""
+    return *drawn_blocks(side, (m, k), (m, n)), [1 + draw.real(side) ** 2 for _ in range(side**2)]
+
+
+def expect_summa_tn(a_blocks, c_blocks, factors, ahead=2):
+    """The sum, by steps: no rank sends more than it must, has blocks of more than `ahead` terms to come, or keeps its terms."""
+    side, places = len(factors[0]), range(len(factors[0]))
+    outcome = run_on_ranks(
+        summa_tn_on_a_rank,
+        [(a, c, side) for a, c in zip(a_blocks, c_blocks)],
+        collectives="broadcast rotate",
+        secrets=[{f"factor {l}": factor for l, factor in enumerate(its)} for its in factors],
+    )
+    wanted = [
+        sum(
+            factors[i * side + j][l] * (a_blocks[i * side + l].T @ c_blocks[i * side + j])
+            for i in places
+        )
+        for l in places
+        for j in places
+    ]
+    expect_equal(
+        outcome.results,
+        wanted,
+        "the product",
+        "B(l, j) on rank l·q + j: are all q terms there, each once, with block and factor of the "
+        f"same l? ({side}×{side} ranks)",
+        atol=1e-11,
+    )
+    block_bytes = a_blocks[0].nbytes, wanted[0].nbytes
     expect(
         max(outcome.sent_bytes) <= (side - 1) * sum(block_bytes),
         "bytes on the wire",
-        "the blocks that a rank sends are q-1 of A and q-1 of B in all steps together; what else is on its way?",
+        "a rank sends q-1 blocks of A and q-1 blocks of sums in all steps together; what else is on its way?",
     )
     for rank in range(side**2):
-        i, j = divmod(rank, side)
-
-        def blocks(count, order):
-            return len(set(order[:count]) - {j}), len(set(order[:count]) - {i})
-
-        expect_in_time(
-            outcome,
-            rank,
-            side,
-            block_bytes,
-            lambda t, order: blocks(t + 1, order),
-            lambda t, order: blocks(t + 1 + ahead, order),
-        )
+        found, own = asked(outcome, rank, side), rank % side
+        order = [l for l, *_ in found]
+        for t, (_, blocks, sums) in enumerate(found):
+            needed, allowed = (set(order[: t + 1 + more]) - {own} for more in (0, ahead))
+            expect(blocks >= len(needed) * block_bytes[0], *HERE)
+            expect(blocks <= len(allowed) * block_bytes[0], *AT_A_TIME)
+            expect(sums >= (t - ahead) * block_bytes[1], *TRAVEL)
     return outcome, block_bytes
 
 
-# %% check="summa-product" points=1
-# Every rank returns its block of the product, step by step.
-expect_summa(*in_the_text())
-expect_summa(*drawn(2, 2, 3, 4))
+# %% check="summa_tn-product" points=1
+# Every rank returns its block of the gradient, step by step.
+expect_summa_tn(*counted_up(), [torch.ones(2, dtype=torch.float64)] * 4)
+expect_summa_tn(*drawn_tn(2, 2, 3, 4))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for side in (4, 3, draw.choice([1, 2])):
-    expect_summa(*drawn(side, *draw.several(range(1, 6), 3)))
+    expect_summa_tn(*drawn_tn(side, *draw.several(range(1, 6), 3)))
 ### END HIDDEN TESTS
 
 
-# %% check="summa-bytes" points=1
-# A rank sends at most q-1 blocks of A along its row and q-1 blocks of B along its column.
-def expect_bytes_of_summa(side, m, k, n):
-    outcome, block_bytes = expect_summa(*drawn(side, m, k, n))
+# %% check="summa_tn-bytes" points=1
+# A rank sends at most q-1 blocks of A along its row and q-1 blocks of sums along its column.
+def expect_bytes_of_summa_tn(side, m, k, n):
+    outcome, block_bytes = expect_summa_tn(*drawn_tn(side, m, k, n))
     for rank in range(side**2):
         for messages, block, name in zip(
-            sent_by(outcome, rank, side), block_bytes, ("A along the row", "B along the column")
+            sent_by(outcome, rank, side), block_bytes, ("A along the row", "sums along the column")
         ):
             expect(
                 sum(message.bytes for message in messages) <= (side - 1) * block,
@@ -334,41 +345,50 @@ def expect_bytes_of_summa(side, m, k, n):
             )
 
 
-expect_bytes_of_summa(2, 4, 5, 3)
+expect_bytes_of_summa_tn(2, 4, 5, 3)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for side in (3, 4):
-    expect_bytes_of_summa(side, *draw.several(range(3, 10), 3))
+    expect_bytes_of_summa_tn(side, *draw.several(range(3, 10), 3))
 ### END HIDDEN TESTS
 
 
-# %% check="summa-live" points=1
-# When a product is asked for, only blocks of this step and the next have arrived.
-expect_summa(*drawn(3, 2, 3, 1), ahead=1)
+# %% check="summa_tn-live" points=1
+# When a term is asked for, only blocks of this term and the next have arrived, and earlier sums are on their way.
+expect_summa_tn(*drawn_tn(3, 2, 3, 1), ahead=1)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 for side in (3, 4):
-    expect_summa(*drawn(side, *draw.several(range(1, 8), 3)), ahead=1)
+    expect_summa_tn(*drawn_tn(side, *draw.several(range(1, 8), 3)), ahead=1)
 ### END HIDDEN TESTS
 
 
 # %% [markdown]
 # ## 3. Cannon's algorithm (2 points)
 #
-# The same product, and nobody speaks to anybody but neighbours, once the blocks are skewed. A rank sends
+# C = A·B again, and nobody speaks to anybody but neighbours, once the blocks are skewed. A rank sends
 #
 # 1. **skew**: one message with its block of A, i places to the left, if i > 0, and one with its block of B, j places up, if j > 0. One
 #    message to where the block belongs, not i times to the neighbour.
 # 2. **q-1 shifts**: the block of A that is here to the left neighbour, the block of B that is here to the upper neighbour, cyclically.
 #
-# There are q products and q-1 shifts. `collectives.rotate(x, group, shift)` sends x to rank + shift of the group, cyclically, and returns what
-# comes from rank - shift; a shift of 0 or of -1 is fine. All ranks of a group must call it with the same shift. It is the one collective that you have.
-#
-# Multiply with `multiply(s, a, b, group)` as in task 2: s says which A(i, s) and B(s, j) you have here. Again the blocks of this step and of the
-# next may have arrived when a product is asked for, and no more.
+# There are q products and q-1 shifts. Multiply with the read-only `multiply(s, a, b, group)`; s says which A(i, s) and B(s, j) are here. Its
+# factor belongs to s and comes from outside, as in task 2, so that the check sees what had arrived: the blocks of this step and of the next,
+# and no more.
 #
 # q = 3, rank 5 (row 1, column 2): its A(1, 2) goes one place left to rank 4 and its B(1, 2) two places up to rank 8. It gets A(1, 0) from rank
 # 3 and B(0, 2) from rank 2: s = 0. Then each block goes on, twice.
+#
+# > **API** `multiply(s, a, b, group)` returns a tensor [m, n]; call it once for each s, with `row` or `column` as the group.
+# > `collectives.rotate(x, group, shift)` sends x to rank + shift of the group, cyclically, and returns what comes from rank - shift; a
+# > shift of 0 or of -1 is fine, and all ranks of a group must call it with the same shift. With `async_op=True` it returns a handle
+# > whose `.wait()` returns the tensor. It is the one collective that you have, beside `send` and `receive`.
+
+
+# %% given="multiply"
+def multiply(s, a, b, group):
+    """A(i, s) [m, k] times B(s, j) [k, n] -> [m, n], times the factor of s, which comes from outside."""
+    return group.fetch(f"factor {s}", a.new_empty(())) * (a @ b)
 
 
 # %% answer="cannon"
@@ -386,10 +406,32 @@ def cannon(a, b, row, column):
 
 
 # %% judge="expect_cannon"
+def drawn(side, m, k, n):
+    """Blocks of A and B, and a factor for each s."""
+    return *drawn_blocks(side, (m, k), (k, n)), [1 + draw.real() ** 2 for _ in range(side)]
+
+
 def expect_cannon(a_blocks, b_blocks, factors, exactly=False):
     """The product, between neighbours. Unless `exactly`, the skew may be many shifts, and one shift more may follow."""
     side, block_bytes = len(factors), (a_blocks[0].nbytes, b_blocks[0].nbytes)
-    outcome = product_of(cannon_on_a_rank, "rotate", a_blocks, b_blocks, factors)
+    outcome = run_on_ranks(
+        cannon_on_a_rank,
+        [(a, b, side) for a, b in zip(a_blocks, b_blocks)],
+        collectives="rotate",
+        secrets=[{f"factor {s}": factor for s, factor in enumerate(factors)}] * side**2,
+    )
+    expect_equal(
+        outcome.results,
+        [
+            sum(factors[s] * (a_blocks[i * side + s] @ b_blocks[s * side + j]) for s in range(side))
+            for i in range(side)
+            for j in range(side)
+        ],
+        "the product",
+        "C(i, j) on rank i·q + j: are all q terms there, each once, with blocks and factor of the "
+        f"same s? ({side}×{side} ranks)",
+        atol=1e-11,
+    )
     for rank in range(side**2):
         places = i, j = divmod(rank, side)
         left, up = sent_by(outcome, rank, side)
@@ -414,20 +456,16 @@ def expect_cannon(a_blocks, b_blocks, factors, exactly=False):
                 "bytes on the wire",
                 "a message is one block",
             )
-        skews = [place > 0 if exactly else place for place in places]
-        expect_in_time(
-            outcome,
-            rank,
-            side,
-            block_bytes,
-            lambda t, _: (t + (i > 0), t + (j > 0)),
-            lambda t, _: [min(t + 1, side - 1) + skew for skew in skews],
-        )
+        for t, (_, *arrived) in enumerate(asked(outcome, rank, side)):
+            for have, block, place in zip(arrived, block_bytes, places):
+                skew = place > 0 if exactly else place
+                expect(have >= (t + (place > 0)) * block, *HERE)
+                expect(have <= (min(t + 1, side - 1) + skew) * block, *AT_A_TIME)
 
 
 # %% check="cannon-product" points=1
 # Every rank returns its block of the product, and speaks to neighbours after the skew.
-expect_cannon(*in_the_text())
+expect_cannon(*counted_up(), [torch.ones((), dtype=torch.float64)] * 2)
 expect_cannon(*drawn(2, 2, 3, 4))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
@@ -459,8 +497,8 @@ for side in (3, 4):
 # dY and X: so dW_s can run one place ahead of W_s, and its last hop ends at home, on rank s, as the sum over the rows of all ranks. If it
 # travelled together with W_s, it would need one hop more.
 #
-# The two products are read-only functions, `input_term` for dX and `weight_term` for dW. Each multiplies with a factor that belongs to your
-# rank and to s, comes from outside, and so tells when it was asked for. Call each of them once for each s.
+# The two products are read-only functions, `input_term` for dX and `weight_term` for dW. Each multiplies by a factor that belongs to your
+# rank and to s and comes from outside, as in task 2: the check sees when it was asked for. Call each of them once for each s.
 #
 # Graded: both gradients; the bytes, p-1 shards of weights and p-1 shards of gradients from each rank, to the next rank only; and what is
 # here at a time. When a term of dX is computed, the shard it needs and the one after it may have come, and no other: gathering W takes p of
@@ -468,6 +506,10 @@ for side in (3, 4):
 #
 # Two ranks, k = n/p = 1, all factors 1, W = `[[2]]` and `[[3]]`, X = `[[1]]` and `[[10]]`, all dY = 1. dX = 2 + 3 = 5 on both ranks. dW_0
 # begins on rank 1 with 10, goes to rank 0, and becomes 11 there; dW_1 begins on rank 0 with 1 and becomes 11 on rank 1.
+#
+# > **API** `input_term(s, dy_s, weight_s, group)` returns [m_r, k], `weight_term(s, dy_s, x, group)` returns [n/p, k]; `dy_s` is a tensor
+# > [m_r, n/p]. `collectives.rotate(x, group, shift=1)` sends x to rank + shift and returns what comes from rank - shift, one tensor; with
+# > `async_op=True` a handle whose `.wait()` returns it. `group.rank()` and `group.size()` are ints.
 
 
 # %% given="terms"
@@ -616,6 +658,9 @@ expect_rotated(rows, draw.integer(1, 4), draw.integer(3, 9), exactly=True)
 #
 # m = 16384, h = 1024, f = 4096 on 64 ranks: 1-D sends 33030144, 2-D 10092544, 2.5-D with q = d = 4 5505024, 3-D 8257536 and RTP 8257536. For
 # this MLP the crossover is at p = 4. With m = 64 tokens it is at p = 66² = 4356.
+#
+# > **API** Two pure functions of ints that return ints; floats are not exact enough. `elements_sent("2.5-D", m, h, f, q, d)`: the side is p,
+# > q, q, l or p for the five kinds, and the depth is 1 except in 2.5-D. `crossover(m, h, f)`.
 
 
 # %% answer="elements"

@@ -18,8 +18,9 @@
 #
 #     out = softmax(S)·V        lse = log Σ_j exp S_j        for each query, j being the keys that it sees
 #
-# Task 1 is Milakov and Gimelshein 2018 (online softmax, arXiv:1805.02867) and Rabe and Staats 2021 (arXiv:2112.05682, section 2), tasks 2 to 4 are
-# Dao et al. 2022 (FlashAttention, arXiv:2205.14135) with the loops of Dao 2023 (FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2).
+# Task 1 is the backward of what Rabe and Staats 2021 (arXiv:2112.05682, section 2) do with summaries, tasks 2 to 4 are Dao et al. 2022
+# (FlashAttention, arXiv:2205.14135) with the loops of Dao 2023 (FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2); the capped scores of
+# task 3 are Gemma 2's (arXiv:2408.00118, section 2).
 
 # %% given="setup"
 import math
@@ -54,70 +55,94 @@ def how_near(products, *values):
 
 
 # %% [markdown]
-# ## 1. Two sets of keys become one (2 points)
+# ## 1. Two sets of keys become one, and backward (2 points)
 #
 # A set of keys is known to a query by two things: `out`, the output as if there were no other keys, and `lse`, the logarithm of the sum of
-# exponentials that it was divided by. From the pairs of two sets that have no key in common comes the pair of their union:
+# exponentials that it was divided by. Chapter 08 merges the pairs of two sets that have no key in common:
 #
-#     lse' = log(exp lse_1 + exp lse_2)        out' = out_1·exp(lse_1 - lse') + out_2·exp(lse_2 - lse')
+#     lse' = log(exp lse_1 + exp lse_2)        out' = w_1·out_1 + w_2·out_2        w_i = exp(lse_i - lse')
 #
-# On paper. Scores may be 10000, and exp(10000) is inf; they may be -10000, and exp(-10000) is 0. And a query may see nothing of a set: then its
-# out is 0 and its lse is -inf. That set is neutral, also beside another one of which it sees nothing. (-inf - (-inf) is nan.)
+# Whoever merges blocks by hand, with `flex_attention` for instance, needs its backward as well: given the gradients `dout` of out' and `dlse`
+# of lse', return those of out_1, lse_1, out_2 and lse_2. An lse has two ways to count: it is part of lse', and it shifts weight between the two
+# outputs. If lse_1 rises, out' moves towards out_1. Derive what that gives, and write it without autograd.
 #
-# Return new tensors; the four arguments stay as they were. One query, width 1: `[[2]]` with lse 0, and `[[6]]` with lse log 3, become `[[5]]` with lse
-# log 4: the second set counts three times as much as the first.
+# Scores may be 10000, and exp(10000) is inf; they may be -10000, and exp(-10000) is 0. And a query may see nothing of a set: then its
+# out is 0 and its lse is -inf. All gradients of that set are 0, also beside another set of which it sees nothing. (-inf - (-inf) is nan.)
+#
+# One query, width 1: `[[2]]` with lse 0 and `[[6]]` with lse log 3 become `[[5]]`: the second set counts three times as much. With dout = 1 and
+# dlse = 1 the gradients are 1/4 for out_1, -1/2 for lse_1, 3/4 for out_2 and 3/2 for lse_2.
+#
+# > **API** A pure function of six tensors in float64: dout, out and other_out are [.., T, K], dlse, lse and other_lse are [.., T]. It returns
+# > four new tensors: the gradients of out, lse, other_out and other_lse, in this order and of these shapes. Autograd is not there, and
+# > the arguments stay as they were.
 
 
-# %% answer="merge"
-def merge(out, lse, other_out, other_lse):
-    """out, other_out [.., T, K] and lse, other_lse [.., T] -> out [.., T, K] and lse [.., T] of the union."""
+# %% answer="merge_backward"
+def merge_backward(dout, dlse, out, lse, other_out, other_lse):
+    """-> the gradients of out [.., T, K], lse [.., T], other_out [.., T, K] and other_lse [.., T]."""
     ### BEGIN SOLUTION
-    total = torch.logaddexp(lse, other_lse)
-    finite = total.clamp_min(torch.finfo(total.dtype).min)
-    weight, other_weight = ((its - finite).exp().unsqueeze(-1) for its in (lse, other_lse))
-    return out * weight + other_out * other_weight, total
+    finite = torch.logaddexp(lse, other_lse).clamp_min(torch.finfo(lse.dtype).min)
+    weight, other_weight = (lse - finite).exp(), (other_lse - finite).exp()
+    apart = weight * other_weight * (dout * (out - other_out)).sum(-1)
+    d_out, d_other = weight.unsqueeze(-1) * dout, other_weight.unsqueeze(-1) * dout
+    return d_out, weight * dlse + apart, d_other, other_weight * dlse - apart
     ### END SOLUTION
 
 
-# %% driver="merged"
-def merged(*pairs):
+# %% driver="merged_back"
+def merged_back(*given):
     """What comes out, and the arguments as they are afterwards."""
-    said = merge(*pairs)
-    return {"said": list(said), "pairs": list(pairs)}
+    said = merge_backward(*given)
+    return {"said": list(said), "given": list(given)}
 
 
 # %% judge="expect_merge"
-def expect_merge(scores, other_scores, v, other_v, property="", hint=""):
-    """Merge the pairs of two sets with these scores [.., T, n] and values [.., n, K], and compare with their union."""
+def gradients_of_merge(dout, dlse, out, lse, other_out, other_lse):
+    """By autograd, through the union as a softmax over the two sets; 0 where a query sees nothing of either."""
+    nothing = (lse == -math.inf) & (other_lse == -math.inf)
+    outs, lses = torch.stack((out, other_out)), torch.stack((lse, other_lse))
+    outs, lses = outs.requires_grad_(), lses.masked_fill(nothing, 0.0).requires_grad_()
+    union = (lses.softmax(0).unsqueeze(-1) * outs).sum(0), lses.logsumexp(0)
+    seen = dout.masked_fill(nothing.unsqueeze(-1), 0.0), dlse.masked_fill(nothing, 0.0)
+    d_outs, d_lses = torch.autograd.grad(union, (outs, lses), seen)
+    return d_outs[0], d_lses[0], d_outs[1], d_lses[1]
+
+
+def expect_merge(scores, other_scores, v, other_v, property="", hint="", ones=False):
+    """Gradients of merging two sets with these scores [.., T, n] and values [.., n, K], against autograd."""
     pairs = [*pair_of(scores, v), *pair_of(other_scores, other_v)]
+    upstream = [draw.real(*x.shape) for x in pairs[:2]]
+    given = [torch.ones_like(x) if ones else x for x in upstream] + pairs
+    said, true = ask(merged_back, *given, autograd=False), gradients_of_merge(*given)
     both = torch.cat((scores, other_scores), -1)
-    said, true = ask(merged, *pairs), pair_of(both, torch.cat((v, other_v), -2))
     near = how_near(both.masked_fill(both == -math.inf, 0.0), v, other_v)
-    out, lse = said["said"] if len(said["said"]) == 2 else (None, None)
+    near *= 4 * v.size(-1) * (1 + sum(x.abs().max().item() for x in given[:2]))
+    four = said["said"]
     expect(
-        isinstance(out, torch.Tensor) and isinstance(lse, torch.Tensor),
-        "a pair",
-        "return out and lse, two tensors",
+        len(four) == 4 and all(isinstance(x, torch.Tensor) for x in four),
+        "four gradients",
+        "return four tensors, the gradients of out, lse, other_out and other_lse",
     )
+    for name, places, question in (
+        ("gradient of an output", (0, 2), "how much does a set count in the union?"),
+        (
+            "gradient of an lse",
+            (1, 3),
+            "the outputs' gradients are right; an lse is part of lse', and it shifts weight between the two outputs",
+        ),
+    ):
+        expect_equal(
+            [four[place] for place in places],
+            [true[place] for place in places],
+            property or name,
+            f"{hint or question} (seen at {name})",
+            atol=near,
+        )
     expect_equal(
-        lse.clamp_min(-1e30),
-        true[1].clamp_min(-1e30),
-        property or "log-sum-exp",
-        hint or "the logarithm of a sum of two sums",
-        atol=near,
-    )
-    expect_equal(
-        out,
-        true[0],
-        property or "the output",
-        hint or "each set counts as much as its sum of exponentials",
-        atol=near,
-    )
-    expect_equal(
-        said["pairs"],
-        pairs,
+        said["given"],
+        given,
         "arguments stay as they were",
-        "somebody else may need these pairs; make new tensors",
+        "somebody else may need these tensors; make new ones",
     )
 
 
@@ -127,11 +152,11 @@ def scores_and_values(*shape, n, width, around=0.0):
 
 NEUTRAL = (
     "nothing is neutral",
-    "where all keys are seen it is right; an lse of -inf says that exp lse is 0: what must become of the other set?",
+    "where all keys are seen it is right; an lse of -inf says that exp lse is 0: how much does that set count?",
 )
 NOTHING = (
     "nothing and nothing",
-    "a query that sees no key in either set sees none in the union; which difference is no number?",
+    "a query that sees no key in either set has no gradient; which difference is no number?",
 )
 LARGE = (
     "large scores",
@@ -163,13 +188,14 @@ def expect_large(shape, width, far):
         expect_merge(scores, other_scores, v, other_v, *LARGE)
 
 
-# %% check="merge-union" points=1
-# The pair of the union, for sets of any size.
+# %% check="merge_backward-union" points=1
+# The four gradients, for sets of any size.
 expect_merge(
     torch.zeros(1, 1).double(),
     torch.zeros(1, 3).double(),
     torch.full((1, 1), 2.0).double(),
     torch.full((3, 1), 6.0).double(),
+    ones=True,
 )
 expect_merge(draw.real(4, 3) + 2, draw.real(4, 5), draw.real(3, 2), draw.real(5, 2))
 print("the visible checks pass")
@@ -182,7 +208,7 @@ for shape in ([draw.integer(1, 6)], [2, draw.integer(2, 5)], [2, 3, draw.integer
     expect_merge(scores, other_scores, v, other_v)
 ### END HIDDEN TESTS
 
-# %% check="merge-edges" points=1
+# %% check="merge_backward-edges" points=1
 # Sets of which nothing is seen, and large scores.
 yes, no = torch.tensor([True, False, False]), torch.tensor([False, False, False])
 expect_empty(*NEUTRAL, [3], 2, 2, no, yes)
@@ -222,6 +248,9 @@ expect_large(
 #
 # Two queries, three keys, tile 2. There is one tile of queries, and the keys 0, 1 and 2 are in two tiles: `q 0`, `k 0`, `v 0`, `k 1` and `v 1` are loaded.
 # In tile 0 everything is seen; in tile 1 key 2 is seen by the second query only.
+#
+# > **API** `load("q", i)`, `load("k", j)`, `load("v", j)` return a tensor [<= tile, width] in float64 and count as a load each time. `queries`,
+# > `keys` and `tile` are ints; the width is that of what is loaded. Return two tensors, out [queries, width] and lse [queries].
 
 
 # %% answer="tiled_forward"
@@ -269,32 +298,25 @@ def one_process(q, k, v):
     return pair_of((q @ k.T / math.sqrt(q.size(-1))).masked_fill(hidden, -math.inf), v)
 
 
-def expect_attention(said, q, k, v, property="", hint=""):
+def expect_attention(said, q, k, v, scores):
     out, lse = one_process(q, k, v)
     near = how_near(q.abs() @ k.abs().T / math.sqrt(q.size(-1)), v)
     expect(len(said) == 2, "a pair", "return out and lse")
-    expect_equal(
-        said[0],
-        out,
-        property or "the output",
-        hint
-        or "is every key that a query sees there once, with the weight it has beside all others? "
-        "What was summed before a larger score came, and where is the diagonal?",
-        atol=near,
-    )
-    expect_equal(
-        said[1],
-        lse,
-        property or "log-sum-exp",
-        hint or "the output is right; what was subtracted from the scores?",
-        atol=near,
-    )
+    expect_equal(said[0], out, *PROPERTIES[scores], atol=near)
+    hint = "the output is right; what was subtracted from the scores?"
+    expect_equal(said[1], lse, "log-sum-exp", hint, atol=near)
 
 
-def drawn_attention(queries, keys, width, large=False):
-    """Large: scores rise by 700 and more from key to key, or fall, for every other query; the last query's rise."""
+def drawn_attention(queries, keys, width, scores="drawn"):
+    """Scores: "equal" are 0, "falling" and "rising" from key to key, "drawn", and "large": they rise by 700 and more from key to key, or
+    fall, for every other query; the last query's rise."""
     q, k, v = draw.real(queries, width), draw.real(keys, width), draw.real(keys, width)
-    if large:
+    if scores == "equal":
+        q.zero_()
+    elif scores in ("falling", "rising"):
+        q[:, 0], q[:, 1:] = 1 + q[:, 0].abs(), 0.0
+        k[:, 0] = torch.arange(keys) * (0.3 if scores == "rising" else -0.3)
+    elif scores == "large":
         q[:, 0] = (
             2000.0 * torch.arange(1, queries + 1) * (-1.0) ** torch.arange(queries - 1, -1, -1)
         )
@@ -302,15 +324,30 @@ def drawn_attention(queries, keys, width, large=False):
     return q, k, v
 
 
-HUGE = (
-    "large scores",
-    "small scores are right; what is subtracted before exp, and what happens to the sums when it changes?",
-)
+PROPERTIES = {
+    "equal": (
+        "the keys that are seen",
+        "all scores are 0 here, so out is the mean of the values that a query sees: is each of them there once, and none that is hidden?",
+    ),
+    "falling": (
+        "the weights",
+        "the right keys are there, and the largest score of a row comes first; what divides a score, and what the sum?",
+    ),
+    "rising": (
+        "rescaling",
+        "it is right as long as the largest score comes first; what becomes of both sums when a larger one comes?",
+    ),
+    "drawn": ("the output", "it is right for scores that only fall or rise"),
+    "large": (
+        "large scores",
+        "small scores are right; what is subtracted before exp, and what happens to the sums when it changes?",
+    ),
+}
 
 
-def expect_tiled(queries, keys, width, tile, large=False, exactly=False, **rules):
+def expect_tiled(queries, keys, width, tile, scores="drawn", exactly=False, **rules):
     """The result, and no tile of keys that was kept; `exactly`: each tile is loaded as often as the loops need it."""
-    q, k, v = drawn_attention(queries, keys, width, large)
+    q, k, v = drawn_attention(queries, keys, width, scores)
     secrets = {
         f"{name} {number}": part.contiguous()
         for name, x in (("q", q), ("k", k), ("v", v))
@@ -318,7 +355,7 @@ def expect_tiled(queries, keys, width, tile, large=False, exactly=False, **rules
     }
     sizes = (queries, keys, tile, width)
     outcome = run_on_ranks(from_outside, [sizes], secrets=[secrets], **rules)
-    expect_attention(outcome.results[0], q, k, v, *(HUGE if large else ()))
+    expect_attention(outcome.results[0], q, k, v, scores)
     loaded = Counter(event.name for event in outcome.events if event.kind == "fetch")
     last = [
         min(start + tile, queries) - 1 + keys - queries for start in range(0, queries, tile)
@@ -352,19 +389,21 @@ def expect_little_memory(queries, budget=40_000_000):
 
 # %% check="tiled_forward-result" points=1
 # out and lse of one process, tile by tile, for sizes that the tile does not divide.
-expect_tiled(11, 11, 3, 3)
-expect_tiled(5, 8, 2, 3)
-expect_tiled(5, 8, 2, 3, large=True)
+for scores in PROPERTIES:
+    expect_tiled(11, 11, 3, 3, scores)
+    expect_tiled(5, 8, 2, 3, scores)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 queries = draw.integer(5, 12)
-for keys, tile, large in (
-    (queries, draw.integer(2, 4), False),
-    (queries + draw.integer(1, 9), draw.integer(3, 5), False),
-    (queries + draw.integer(1, 9), draw.integer(3, 5), True),
-    (queries + 3, queries + 5, False),
+for keys, tile, scores in (
+    (queries + draw.integer(0, 9), draw.integer(2, 5), "equal"),
+    (queries + draw.integer(1, 9), draw.integer(2, 5), "rising"),
+    (queries, draw.integer(2, 4), "drawn"),
+    (queries + draw.integer(1, 9), draw.integer(3, 5), "drawn"),
+    (queries + draw.integer(1, 9), draw.integer(3, 5), "large"),
+    (queries + 3, queries + 5, "drawn"),
 ):
-    expect_tiled(queries, keys, draw.integer(1, 8), tile, large)
+    expect_tiled(queries, keys, draw.integer(2, 8), tile, scores)
 expect_tiled(4, 6, draw.integer(1, 8), 1)
 expect_tiled(1, draw.integer(5, 20), 3, 4)
 expect_little_memory(draw.integer(230, 250))
@@ -378,51 +417,58 @@ print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 queries, tile = draw.integer(7, 11), draw.integer(2, 4)
 expect_tiled(queries, queries, draw.integer(1, 4), tile, exactly=True)
-for large in (False, True):
+for scores in ("drawn", "large"):
     keys = queries + draw.integer(1, 7)
-    expect_tiled(keys - draw.integer(1, 3), keys, draw.integer(1, 4), tile, large, exactly=True)
+    expect_tiled(keys - draw.integer(1, 3), keys, draw.integer(1, 4), tile, scores, exactly=True)
 expect_little_memory(256)
 ### END HIDDEN TESTS
 
 # %% check="tiled_forward-live" points=1
 # Memory does not grow with the keys, and there is a tile of scores at a time.
-expect_tiled(5, 8, 2, 3, large=True)
+expect_tiled(5, 8, 2, 3, "large")
 expect_little_memory(256, budget=28_000_000)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 queries = draw.integer(5, 9)
-expect_tiled(queries, queries + 2, draw.integer(1, 4), draw.integer(2, 4), large=True)
+expect_tiled(queries, queries + 2, draw.integer(1, 4), draw.integer(2, 4), "large")
 ### END HIDDEN TESTS
 
 
 # %% [markdown]
-# ## 3. Backward of one block (2 points)
+# ## 3. Backward of one block, with capped scores (2 points)
+#
+# Some models cap their scores, so that none is larger than `cap`: softly, by a tanh.
+#
+#     R = Q·Kᵀ / sqrt(width)        S = cap·tanh(R / cap)        out = softmax(S)·V        lse = log Σ exp S
 #
 # Forward keeps out and lse, and no probability. Backward makes those of any block of keys anew, as lse says what to divide by:
 #
 #     P = exp(S - lse)        D = the sum over the width of dout·out, one number for each query
-#     dV = Pᵀ·dout            dS = P·(dout·Vᵀ - D), elementwise            dQ = dS·K / sqrt(width)            dK = dSᵀ·Q / sqrt(width)
+#     dV = Pᵀ·dout            dS = P·(dout·Vᵀ - D), elementwise
+#
+# and goes on from S to R, to Q and to K: that is yours. (The derivative of tanh can be had from S, without a second tanh.)
 #
 # `out` and `lse` are those of **all** keys, and the block has some of them. So dk and dv are those of the block's keys, and dq is the block's share: the
 # shares of all blocks add up to the gradient of the queries. With `causal` the block is a triangle: as many queries as keys, query i sees its keys
-# 0 to i. Otherwise everything is seen. Return dS as well, 0 where nothing is seen: a bias that is added to the scores has it as its gradient.
-# Write it without autograd.
+# 0 to i. Otherwise everything is seen. Return dR as well, 0 where nothing is seen: a bias that is added before the cap has it as its gradient.
 #
 # One query, width 1, two keys in two blocks: q = 0, so both probabilities are 1/2 and lse = log 2. v = 1 and 3, so out = 2. With dout = 1, dv is 1/2 in both
-# blocks, dS is 1/2·(1 - 2) = -1/2 in the first and +1/2 in the second. With keys 5 and 7 the shares of dq are -2.5 and 3.5, dk is 0.
+# blocks, dR is 1/2·(1 - 2) = -1/2 in the first and +1/2 in the second. With keys 5 and 7 the shares of dq are -2.5 and 3.5, dk is 0.
+#
+# > **API** A pure function of tensors in float64, a bool and a float: dout, q, out [H, T, K], lse [H, T], k and v [H, n, K] of this block.
+# > It returns four tensors: dq [H, T, K], dk and dv [H, n, K], dR [H, T, n]. Autograd is not there.
 
 
 # %% answer="block_backward"
-def block_backward(dout, q, k, v, out, lse, causal):
-    """dout, q, out [H, T, K], lse [H, T] of the queries with all keys; k, v [H, n, K] of this block -> its share dq [H, T, K], dk, dv [H, n, K], dS [H, T, n]."""
+def block_backward(dout, q, k, v, out, lse, causal, cap):
+    """dout, q, out [H, T, K], lse [H, T] of the queries with all keys; k, v [H, n, K] of this block -> its share dq [H, T, K], dk, dv [H, n, K], dR [H, T, n]."""
     ### BEGIN SOLUTION
-    scores = q @ k.mT / math.sqrt(q.size(-1))
-    if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
-    p = (scores - lse.unsqueeze(-1)).exp()
-    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+    bent = torch.tanh(q @ k.mT / (math.sqrt(q.size(-1)) * cap))
+    p = (cap * bent - lse.unsqueeze(-1)).exp()
+    p = p.tril() if causal else p
+    dr = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * (1 - bent**2)
     scale = 1 / math.sqrt(q.size(-1))
-    return scale * ds @ k, scale * ds.mT @ q, p.mT @ dout, ds
+    return scale * dr @ k, scale * dr.mT @ q, p.mT @ dout, dr
     ### END SOLUTION
 
 
@@ -445,25 +491,33 @@ def how_near_gradients(dout, q, k, v):
 
 
 def expect_gradients(heads, tokens, width, sizes, large=1.0):
-    """Blocks of these sizes that all queries see; a size of None is the queries' own keys, a triangle. All gradients against autograd."""
+    """Blocks of these sizes that all queries see; a size of None is the queries' own keys, a triangle. All gradients against autograd.
+
+    Large scores: the cap is large as well, and every query sees a score whose exp is inf, that of the first key."""
     q, dout = draw.real(heads, tokens, width) * large, draw.real(heads, tokens, width)
     ks, vs = (
         [draw.real(heads, size or tokens, width).requires_grad_() for size in sizes]
         for _ in range(2)
     )
+    cap = 2.0
+    if large > 1:
+        q[..., 0], cap = large, 4 * large
+        ks[0].data[:, 0] = 2 * math.sqrt(width) * torch.eye(width)[0]
     q.requires_grad_()
     scores = [q @ k.mT / math.sqrt(width) for k in ks]
     for s in scores:
         s.retain_grad()
     seen = [
-        s if size else s + torch.full_like(s, -math.inf).triu(1) for s, size in zip(scores, sizes)
+        cap * torch.tanh(s / cap)
+        + (0.0 if size else torch.full_like(s.detach(), -math.inf).triu(1))
+        for s, size in zip(scores, sizes)
     ]
     seen = torch.cat(seen, -1)
     out, lse = seen.softmax(-1) @ torch.cat(vs, -2), seen.logsumexp(-1)
     out.backward(dout)
     q, out, lse, dq = q.detach(), out.detach(), lse.detach(), q.grad
     blocks = [
-        (dout, q, k.detach(), v.detach(), out, lse, size is None)
+        (dout, q, k.detach(), v.detach(), out, lse, size is None, cap)
         for k, v, size in zip(ks, vs, sizes)
     ]
     said = ask_each(block_backward, blocks, autograd=False)
@@ -475,28 +529,28 @@ def expect_gradients(heads, tokens, width, sizes, large=1.0):
     )
     for number, (block, k, v, s) in enumerate(zip(said, ks, vs, scores)):
         four = isinstance(block, (list, tuple)) and len(block) == 4
-        expect(four, "four gradients", "return dq, dk, dv and dS")
+        expect(four, "four gradients", "return dq, dk, dv and dR")
         which = f"(seen at block {number} of {len(sizes)})"
         expect_equal(
             block[2],
             v.grad,
             "dv",
-            f"each value gets dout by its probability among all keys; what makes P, is the mask there? {which}",
+            f"each value gets dout by its probability among all keys; which scores make P, and is the mask there? {which}",
             atol=near,
         )
         expect_equal(
             block[1],
             k.grad,
             "dk",
-            f"dv is right; of which keys is D, is the scale there, and who is transposed? {which}",
+            f"dv is right; of which keys is D, what does the cap do to a gradient, and is the scale there? {which}",
             atol=near,
         )
         expect(block[0].shape == q.shape, "dq", "a share for every query")
         expect_equal(
             block[3],
             s.grad,
-            "dS",
-            f"dv and dk are right; dS is the gradient of the scores themselves, also of hidden ones {which}",
+            "dR",
+            f"dv and dk are right; dR is the gradient of the scores before the cap, also of hidden ones {which}",
             atol=near,
         )
     expect_equal(
@@ -525,7 +579,7 @@ expect_gradients(2, 3, 4, [2, None])
 expect_gradients(1, 2, 3, [2, 1, 4], large=500.0)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for large in (1.0, float(draw.integer(200, 800))):
+for large in (1.0, float(draw.integer(400, 800))):
     sizes = [draw.integer(1, 5) for _ in range(draw.integer(1, 3))]
     expect_gradients(
         draw.integer(1, 3), draw.integer(2, 6), draw.integer(2, 5), [*sizes, None], large
@@ -556,6 +610,9 @@ for large in (1.0, float(draw.integer(200, 800))):
 # T = 4, width 1, tiles of 2, causal: forward loads 4 of Q and 4 + 8 of K and V (the first tile of queries sees one tile of keys, the second sees
 # two), 16 in all, and stores 4 + 4 = 8. Backward loads 46 and stores 18. An A100's multiprocessor has room for 98304 elements of two bytes: with
 # width 64, c = 210.
+#
+# > **API** Two pure functions of ints (`causal` is a bool). `tiled_traffic` returns a dict of two pairs of ints, `largest_tile` an int, exact for
+# > numbers of any size (`math.isqrt`), or raises a `ValueError`.
 
 
 # %% answer="traffic"
@@ -642,7 +699,7 @@ def expect_tile(fast, width, fits):
     expect(
         said <= fits,
         "what fits",
-        "this tile does not fit: four tiles of tokens, one of scores, and two numbers a row",
+        "this tile does not fit: four tiles of tokens, one of scores, and two numbers per row",
     )
     expect(
         said >= fits,

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Exercises 10: pipelines
 #
-# Five tasks, 10 points, about two hours. Read chapter 10 first. No GPU, nothing to download.
+# Five tasks, 10 points, about three hours. Read chapter 10 first. No GPU, nothing to download.
 #
 # Write where a cell says `YOUR CODE HERE`, run the cell, then run the check below it. A check tells which property of your
 # answer is broken, never the result it wants. When the visible checks pass, grade yourself in a terminal:
@@ -10,9 +10,9 @@
 #
 # The grader runs the same checks and hidden ones with other sizes and other schedules. Three rules:
 #
-# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
-# - A schedule is a list for each rank; an action is `("F", stage, microbatch)` or `("B", stage, microbatch)`. All counting starts at 0.
-# - All functions here run on one process and only say what ranks would do.
+# - An answer cell stands alone. It may use read-only cells, except those that say they are for checks, and not your other cells.
+# - A schedule is a list per rank; an action is `("F", stage, microbatch)` or `("B", stage, microbatch)`. All counting starts at 0.
+# - Tasks 1 to 4 run on one process and only say what ranks would do. Task 5 runs on ranks.
 #
 # There are p ranks and m microbatches. F of a stage needs F of the stage before for the same microbatch; B of a stage needs its own F, and B of the
 # stage behind, if there is one. An action and what it needs on the same rank are in that order in the rank's list.
@@ -22,6 +22,10 @@
 # %% given="setup"
 from collections import Counter, deque
 from fractions import Fraction
+
+import torch
+
+from minitrain import collectives
 
 
 def F(stage, microbatch):
@@ -37,7 +41,10 @@ def told(action):
 
 
 # %% judge="tools"
-from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal
+from itertools import accumulate
+
+from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.pipeline import schedule
 
 draw = Draw()  # hidden checks draw sizes, schedules and costs
 
@@ -62,11 +69,11 @@ def random_schedule(stages, ranks, microbatches):
 
 
 def expect_all_actions(said, wanted):
-    """For each rank the same actions, in any order."""
+    """For each rank the same actions, in any order, and all of it can be done."""
     expect(
         isinstance(said, list) and len(said) == len(wanted),
         "a list for each rank",
-        f"{len(wanted)} lists are wanted, one a rank",
+        f"{len(wanted)} lists are wanted, one per rank",
     )
     for rank, (own, true) in enumerate(zip(said, wanted)):
         expect(
@@ -83,17 +90,25 @@ def expect_all_actions(said, wanted):
             )
 
 
-def ahead(own):
+def before_backward(own):
     """How many forwards stand before the first backward."""
     return next((i for i, action in enumerate(own) if action[0] == "B"), len(own))
 
 
 def expect_turns(said, wanted):
     """Right actions, now in the right order; wanted runs some forwards ahead and then alternates."""
+    stages = 1 + max(stage for own in wanted for _, stage, _ in own)
+    units = 1 + max(i for own in wanted for _, _, i in own)
+    stuck = ""
+    try:
+        schedule.check(schedule.Schedule("this", said, stages, units))
+    except ValueError as error:
+        stuck = str(error)
+    expect(not stuck, "no rank waits for ever", stuck)
     for rank, (own, true) in enumerate(zip(said, wanted)):
         where = f"(seen at rank {rank} of {len(wanted)}, {sum(kind == 'F' for kind, _, _ in true)} forwards)"
         expect(
-            ahead(own) == ahead(true),
+            before_backward(own) == before_backward(true),
             "forwards ahead",
             f"how many forwards come before this rank's first backward? {where}",
         )
@@ -110,24 +125,25 @@ def expect_turns(said, wanted):
 
 
 # %% [markdown]
-# ## 1. All forwards, then all backwards (2 points)
+# ## 1. What a rank holds, and 1F1B where memory is short (2 points)
 #
-# GPipe with one stage a rank: stage r is on rank r. Each rank does its forwards in the order of the microbatches, then its backwards in the same order.
+# An F keeps the activations of one microbatch for one stage until its B. `held` says how many such activations each rank holds at most, for any schedule.
+# A rank may have several stages; each counts the same.
 #
-# And `held` says what a schedule, any schedule, needs: an F keeps activations of one microbatch for one stage, until its B. Return for each rank the most
-# that it holds at any time. A rank may have several stages, each counts the same.
+# In 1F1B stage r is on rank r. Rank r runs p - r - 1 forwards *ahead*; then one forward and one backward take turns, the forward first; then come
+# the backwards that are left. It runs ahead only as many as there are. So rank r holds one microbatch more than it runs ahead: p - r.
 #
-# Two ranks, two microbatches: `[[F(0,0), F(0,1), B(0,0), B(0,1)], [F(1,0), F(1,1), B(1,0), B(1,1)]]`, which hold `[2, 2]`.
+# Now memory is short: rank r has room for `most[r]` microbatches, at least 1, and there are p = len(most) ranks. `within` is 1F1B with as many forwards ahead
+# as 1F1B has, or as many as the room allows, if these are fewer. A rank must not run ahead of the ranks before it, though, or it waits for ever. With
+# `most = [1, 2, 2]` rank 1 has room for one forward ahead: it would wait for F0.1 of rank 0, which first wants B0.0, and that needs B1.0 of rank 1.
+#
+# `within(3, [1, 1])` is `F0 B0 F1 B1 F2 B2` on both ranks, and `within(3, [5, 5])` is 1F1B: rank 0 has F0 F1 B0 F2 B1 B2, rank 1 F0 B0 F1 B1 F2 B2.
+#
+# > **API** In: `lists`, a list per rank of tuples `("F" or "B", stage, microbatch)`; `m`, an int; `most`, a list of p ints.
+# > Out: `held` a list of p ints; `within` a list of p lists of actions. `F(stage, i)` and `B(stage, i)` make actions.
 
 
-# %% answer="gpipe"
-def gpipe(p, m):
-    """A list of p lists of actions."""
-    ### BEGIN SOLUTION
-    return [[F(rank, i) for i in range(m)] + [B(rank, i) for i in range(m)] for rank in range(p)]
-    ### END SOLUTION
-
-
+# %% answer="within"
 def held(lists):
     """The most activations of one stage and one microbatch that each rank ever holds: a list of ints."""
     ### BEGIN SOLUTION
@@ -142,37 +158,59 @@ def held(lists):
     ### END SOLUTION
 
 
-# %% judge="expect_gpipe"
-def expect_gpipe(p, m, wanted):
-    said = ask(gpipe, p, m)
-    expect_all_actions(said, wanted)
-    for rank, own in enumerate(said):
-        expect(
-            ahead(own) == m,
-            "forwards first",
-            f"all forwards come before the first backward (seen at rank {rank})",
-        )
-    hint = "backwards too begin with microbatch 0"
-    expect_equal(said, wanted, "in the order of the microbatches", hint)
+def within(m, most):
+    """A list of p lists of actions."""
+    ### BEGIN SOLUTION
+    lists, room = [], m
+    for rank, own_room in enumerate(most):
+        room = min(room, own_room, len(most) - rank)
+        own = [F(rank, i) for i in range(room)]
+        for i in range(m):
+            own.append(B(rank, i))
+            if room + i < m:
+                own.append(F(rank, room + i))
+        lists.append(own)
+    return lists
+    ### END SOLUTION
 
 
+# %% judge="expect_within"
 def expect_held(lists, wanted):
     hint = "an F takes one, a B gives one back; when is it most?"
     expect_equal(ask(held, lists), wanted, "the most at any time", hint)
 
 
-# %% check="gpipe-lists" points=1
-# All forwards, then all backwards, for any p and m.
-expect_gpipe(2, 2, written("F0.0 F0.1 B0.0 B0.1", "F1.0 F1.1 B1.0 B1.1"))
-expect_gpipe(3, 1, written("F0.0 B0.0", "F1.0 B1.0", "F2.0 B2.0"))
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-for p in (1, draw.integer(2, 5), draw.integer(6, 9)):
-    m = draw.integer(1, 9)
-    expect_gpipe(p, m, [[(kind, r, i) for kind in "FB" for i in range(m)] for r in range(p)])
-### END HIDDEN TESTS
+def one_f_one_b(m, rooms):
+    """1F1B of ranks that hold so many: a queue of forwards and what is under way."""
+    lists = []
+    for rank, room in enumerate(rooms):
+        waiting, coming, own = deque(), deque(range(m)), []
+        while coming or waiting:
+            if coming and len(waiting) < room:
+                waiting.append(coming[0])
+                own.append(F(rank, coming.popleft()))
+            else:
+                own.append(B(rank, waiting.popleft()))
+        lists.append(own)
+    return lists
 
-# %% check="gpipe-held" points=1
+
+def expect_within(m, most):
+    p = len(most)
+    wanted = one_f_one_b(m, accumulate((min(room, p - r) for r, room in enumerate(most)), min))
+    said = ask(within, m, most)
+    expect_all_actions(said, wanted)
+    for rank, own in enumerate(said):
+        now = [0, *accumulate(1 if kind == "F" else -1 for kind, _, _ in own)]
+        expect(
+            max(now) <= most[rank],
+            "no more than there is room for",
+            f"rank {rank} has room for {most[rank]}; most = {most}",
+        )
+    expect_turns(said, wanted)
+
+
+# %% check="within-held" points=1
 # What a rank holds at most, whatever its list.
 expect_held(written("F0.0 F0.1 B0.0 B0.1", "F1.0 F1.1 B1.0 B1.1"), [2, 2])
 expect_held(written("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"), [2, 1])
@@ -188,236 +226,143 @@ for _ in range(4):
     expect_held(lists, [max(sum(own[:i]) for i in range(len(own) + 1)) for own in after])
 ### END HIDDEN TESTS
 
-# %% [markdown]
-# ## 2. One forward, one backward (2 points)
-#
-# 1F1B has the same stages and the same bubble, and holds less: rank r holds p - r microbatches at most, and never more than there are. It runs just as many
-# forwards as that before its first backward. Then, as long as there are forwards left, one forward and one backward take turns; then come the
-# backwards that are left.
-#
-# `before_backward` is the number of forwards before the first backward. For p = 2 and m = 3, rank 0 is F0 F1 B0 F2 B1 B2 and rank 1 is F0 B0 F1 B1 F2 B2:
-# before_backward is 2 and 1.
-
-
-# %% answer="one_f_one_b"
-def before_backward(rank, p, m):
-    """An int."""
-    ### BEGIN SOLUTION
-    return min(p - rank, m)
-    ### END SOLUTION
-
-
-def one_f_one_b(p, m):
-    """A list of p lists of actions."""
-    ### BEGIN SOLUTION
-    lists = []
-    for rank in range(p):
-        first = before_backward(rank, p, m)
-        own = [F(rank, i) for i in range(first)]
-        for i in range(m - first):
-            own += [B(rank, i), F(rank, first + i)]
-        lists.append(own + [B(rank, i) for i in range(m - first, m)])
-    return lists
-    ### END SOLUTION
-
-
-# %% judge="expect_one_f_one_b"
-def expect_before(p, m, wanted):
-    said = ask_each(before_backward, [(rank, p, m) for rank in range(p)])
-    where = f"(seen with {p} ranks, {m} microbatches)"
-    expect(all(type(n) is int for n in said), "whole numbers", "an int for each rank")
-    expect(max(said) <= m, "no more than there are", f"there are only {m} microbatches")
-    expect_equal(
-        said,
-        wanted,
-        "forwards before the first backward",
-        f"the first microbatch goes to the last rank and comes back meanwhile {where}",
-    )
-
-
-def expect_one_f_one_b(p, m, wanted):
-    said = ask(one_f_one_b, p, m)
-    expect_all_actions(said, wanted)
-    expect_turns(said, wanted)
-
-
-# %% check="one_f_one_b-before" points=1
-# How many forwards come before the first backward.
-expect_before(2, 3, [2, 1])
-expect_before(1, 4, [1])
+# %% check="within-lists" points=1
+# The whole lists, with room enough, with little room, and with fewer microbatches than ranks.
+expect_within(3, [5, 5])
+expect_within(3, [1, 1])
+expect_within(5, [2, 3, 1])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for p, m in (
-    (draw.integer(3, 8), draw.integer(8, 20)),
-    (draw.integer(4, 8), draw.integer(1, 3)),
-    (5, 5),
-):
-    expect_before(p, m, [m if p - rank > m else p - rank for rank in range(p)])
-### END HIDDEN TESTS
-
-# %% check="one_f_one_b-lists" points=1
-# The whole lists, also with fewer microbatches than ranks.
-expect_one_f_one_b(2, 3, written("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"))
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-for p, m in (
-    (draw.integer(3, 6), draw.integer(7, 12)),
-    (draw.integer(5, 8), draw.integer(1, 4)),
-    (1, 3),
-    (4, 4),
-):
-    wanted = []
-    for rank in range(p):
-        waiting, coming, own = deque(), deque(range(m)), []
-        while coming or waiting:
-            if coming and len(waiting) < p - rank:
-                waiting.append(coming[0])
-                own.append(F(rank, coming.popleft()))
-            else:
-                own.append(B(rank, waiting.popleft()))
-        wanted.append(own)
-    expect_one_f_one_b(p, m, wanted)
+p = draw.integer(4, 6)
+expect_within(draw.integer(7, 12), [p] * p)
+expect_within(draw.integer(8, 12), [p, p - 2, *[p] * (p - 2)])  # only rank 1 is short of room
+expect_within(draw.integer(6, 9), [1, *[p] * (p - 1)])
+expect_within(draw.integer(1, 3), [9] * p)
+expect_within(3, [1])
+for _ in range(3):
+    expect_within(draw.integer(2, 9), [draw.integer(1, 5) for _ in range(draw.integer(2, 6))])
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ## 3. Interleaved stages (2 points)
+# ## 2. Interleaved stages, in groups (2 points)
 #
 # Each rank has v stages of 1/v of the size: rank r has r, r + p, r + 2p and so on, its *chunks* 0, 1, 2, so that every microbatch goes round the ranks v times.
-# Microbatches come in rounds of p, and m is a multiple of p. A rank does the forwards of a round chunk by chunk: its first chunk for these p microbatches, then
-# its second one for the same p, up to the last; then comes the next round. Backwards are the same, but begin with the last chunk.
+# In the chapter's interleaving microbatches take turns in groups of p. Here a group has g microbatches, g at least p, and m is a multiple of g. A rank does the
+# forwards of a group chunk by chunk: its first chunk for these g microbatches, then its second one for the same g, up to the last; then comes the next group.
+# Backwards are the same, but begin with the last chunk. g = p is the chapter's `interleaved`, and g = m runs all microbatches through a chunk before the next, as
+# breadth-first does. In between, large groups gather sharded weights less often, and hold more.
 #
-# `forward_of(k, ...)` is the stage and the microbatch of the k-th forward of a rank, and `backward_of` those of its k-th backward, k from 0.
+# `order` has chunk and microbatch of each forward of a rank, in turn. In `interleaved` rank r runs 2(p - r - 1) + (v - 1)g forwards ahead, or all it has if these
+# are fewer. Then a forward and a backward take turns, the *forward* first; then come the backwards that are left.
 #
-# In `interleaved` rank r runs 2(p - r - 1) + (v - 1)p forwards ahead, or all it has if these are fewer. Then a forward and a backward take turns, the *forward*
-# first; then come the backwards that are left.
+# p = 2, m = 6, v = 2, g = 3: the order begins (0, 0), (0, 1), (0, 2), (1, 0). Rank 0 has the stages 0 and 2 and does F0.0 F0.1 F0.2 F2.0 F2.1 F2.2 F0.3 and so
+# on; its backwards are B2.0 B2.1 B2.2 B0.0 and so on.
 #
-# p = 2, m = 4, v = 2: rank 0 has the stages 0 and 2 and does the forwards F0.0 F0.1 F2.0 F2.1 F0.2 F0.3 F2.2 F2.3, and the backwards B2.0 B2.1 B0.0 and so on.
+# > **API** In: ints; m is a multiple of g, and g is p or more. Out: `order` a list of m·v tuples `(chunk, microbatch)`;
+# > `interleaved` a list of p lists of actions, which `F(stage, i)` and `B(stage, i)` make.
 
 
 # %% answer="interleaved"
-def forward_of(k, rank, p, v):
-    """(stage, microbatch)"""
+def order(m, v, g):
+    """[(chunk, microbatch), ...] of a rank's forwards."""
     ### BEGIN SOLUTION
-    rounds, place = divmod(k, p * v)
-    return place // p * p + rank, rounds * p + place % p
+    groups = [range(start, start + g) for start in range(0, m, g)]
+    return [(chunk, i) for group in groups for chunk in range(v) for i in group]
     ### END SOLUTION
 
 
-def backward_of(k, rank, p, v):
-    """(stage, microbatch)"""
-    ### BEGIN SOLUTION
-    rounds, place = divmod(k, p * v)
-    return (v - 1 - place // p) * p + rank, rounds * p + place % p
-    ### END SOLUTION
-
-
-def interleaved(p, m, v):
+def interleaved(p, m, v, g):
     """A list of p lists of actions."""
     ### BEGIN SOLUTION
     lists = []
     for rank in range(p):
-        first = min(2 * (p - rank - 1) + (v - 1) * p, m * v)
-        own = [F(*forward_of(k, rank, p, v)) for k in range(first)]
-        for k in range(m * v - first):
-            own += [F(*forward_of(first + k, rank, p, v)), B(*backward_of(k, rank, p, v))]
-        lists.append(own + [B(*backward_of(k, rank, p, v)) for k in range(m * v - first, m * v)])
+        forwards = deque(F(chunk * p + rank, i) for chunk, i in order(m, v, g))
+        own = [forwards.popleft() for _ in range(2 * (p - rank - 1) + (v - 1) * g) if forwards]
+        for chunk, i in order(m, v, g):
+            if forwards:
+                own.append(forwards.popleft())
+            own.append(B((v - 1 - chunk) * p + rank, i))
+        lists.append(own)
     return lists
     ### END SOLUTION
 
 
 # %% judge="expect_interleaved"
-def expect_kth(rank, p, v, forwards, backwards):
-    for way, said, wanted in (
-        (
-            "forward",
-            ask_each(forward_of, [(k, rank, p, v) for k in range(len(forwards))]),
-            forwards,
-        ),
-        (
-            "backward",
-            ask_each(backward_of, [(k, rank, p, v) for k in range(len(forwards))]),
-            backwards,
-        ),
-    ):
-        where = f"(seen at {way}s of rank {rank}, p = {p}, v = {v})"
-        expect(
-            all(stage % p == rank for stage, _ in said),
-            "stages of this rank",
-            f"rank r has every p-th stage, beginning with r {where}",
-        )
-        expect_equal(
-            [stage for stage, _ in said],
-            [stage for stage, _ in wanted],
-            f"the stage of a {way}",
-            f"p microbatches for each chunk in turn; in which order come the chunks? {where}",
-        )
-        expect_equal(
-            [i for _, i in said],
-            [i for _, i in wanted],
-            f"the microbatch of a {way}",
-            f"the same p microbatches for all chunks of a round, then the next p {where}",
-        )
+def true_order(m, v, g):
+    """Where each belongs: its group first, then its chunk, then itself."""
+    pairs = [(chunk, i) for i in range(m) for chunk in range(v)]
+    return sorted(pairs, key=lambda pair: (pair[1] // g, pair))
 
 
-def expect_interleaved(p, m, v, wanted):
-    said = ask(interleaved, p, m, v)
+def expect_order(m, v, g):
+    said, wanted = ask(order, m, v, g), true_order(m, v, g)
+    where = f"(seen with m = {m}, v = {v}, g = {g})"
+    pairs = isinstance(said, list) and all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in said
+    )
+    expect(pairs, "a list of pairs", "(chunk, microbatch) for each forward")
+    expect(
+        Counter(said) == Counter(wanted),
+        "every forward once",
+        f"each microbatch passes each chunk {where}",
+    )
+    expect(
+        [chunk for chunk, _ in said] == [chunk for chunk, _ in wanted],
+        "the chunk of a forward",
+        f"g microbatches for each chunk in turn; when does a chunk come again? {where}",
+    )
+    expect(
+        said == wanted,
+        "the microbatch of a forward",
+        f"the same g microbatches for all chunks of a group, then the next g {where}",
+    )
+
+
+def expect_interleaved(p, m, v, g):
+    wanted, forwards = [], true_order(m, v, g)
+    for rank in range(p):
+        ahead = min(len(forwards), 2 * (p - rank - 1) + (v - 1) * g)
+        own = [F(chunk * p + rank, i) for chunk, i in forwards]
+        back = [B((v - 1 - chunk) * p + rank, i) for chunk, i in forwards]
+        turns = [action for pair in zip(own[ahead:], back) for action in pair]
+        wanted.append(own[:ahead] + turns + back[len(own) - ahead :])
+    said = ask(interleaved, p, m, v, g)
     expect_all_actions(said, wanted)
     expect_turns(said, wanted)
 
 
-# %% check="interleaved-kth" points=1
-# Stage and microbatch of the k-th forward and of the k-th backward.
-forwards = [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
-expect_kth(0, 2, 2, forwards, [(2 - stage, i) for stage, i in forwards])
+# %% check="interleaved-order" points=1
+# Chunk and microbatch of each forward.
+expect_order(6, 2, 3)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for p, v in (
-    (draw.integer(2, 3), draw.integer(3, 5)),
-    (draw.integer(4, 7), 2),
-    (1, 3),
-    (draw.integer(2, 5), 1),
+for v, g, groups in (
+    (draw.integer(3, 5), draw.integer(2, 3), 3),
+    (2, draw.integer(4, 7), draw.integer(2, 3)),
+    (draw.integer(2, 4), 1, 3),
+    (1, draw.integer(2, 5), 2),
+    (3, 4, 1),
 ):
-    rank, rounds = draw.integer(0, p - 1), [range(i * p, (i + 1) * p) for i in range(3)]
-    chunks = range(rank, v * p, p)
-    forwards = [(stage, i) for some in rounds for stage in chunks for i in some]
-    backwards = [(stage, i) for some in rounds for stage in reversed(chunks) for i in some]
-    expect_kth(rank, p, v, forwards, backwards)
+    expect_order(g * groups, v, g)
 ### END HIDDEN TESTS
 
 # %% check="interleaved-lists" points=1
 # The whole lists.
-expect_interleaved(
-    2,
-    4,
-    2,
-    written(
-        "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
-        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
-    ),
-)
+expect_interleaved(2, 6, 2, 3)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-for p, rounds, v in (
-    (3, draw.integer(2, 3), 2),
-    (draw.integer(4, 5), 1, draw.integer(1, 3)),
-    (draw.integer(2, 4), draw.integer(3, 4), 3),
-    (1, 3, 2),
+for p, g, groups, v in (
+    (3, draw.integer(4, 5), 2, 2),
+    (draw.integer(4, 5), 5, 1, draw.integer(1, 3)),
+    (draw.integer(2, 3), 3, draw.integer(3, 4), 3),
+    (4, 4, 2, 2),
+    (1, 3, 2, 2),
 ):
-    parts, wanted = [range(i * p, (i + 1) * p) for i in range(rounds)], []
-    for rank in range(p):
-        chunks = range(rank, v * p, p)
-        forwards = deque(F(stage, i) for some in parts for stage in chunks for i in some)
-        backwards = [B(stage, i) for some in parts for stage in reversed(chunks) for i in some]
-        first = min(len(forwards), 2 * (p - rank - 1) + (v - 1) * p)
-        own = [forwards.popleft() for _ in range(first)]
-        for action in backwards:
-            own += [*([forwards.popleft()] if forwards else []), action]
-        wanted.append(own)
-    expect_interleaved(p, p * rounds, v, wanted)
+    expect_interleaved(p, g * groups, v, g)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ## 4. Put the messages in (2 points)
+# ## 3. Put the messages in (1 point)
 #
 # From lists to programs. The activations that an F gives go to the rank of the next stage, the gradient that a B gives goes to the rank of the stage before, if
 # these are on another rank. Neighbouring stages on one rank exchange nothing. A program is the rank's list with these steps put in:
@@ -432,6 +377,9 @@ for p, rounds, v in (
 # that this rank needs late may have been sent before one that it needs early. Actions keep their order.
 #
 # `[[F(0,0), B(0,0)], [F(1,0), B(1,0)]]` becomes `[[F(0,0), ("send","F",0,0,1), ("receive","B",1,0,1), B(0,0)], [("receive","F",0,0,0), F(1,0), B(1,0), ("send","B",1,0,0)]]`.
+#
+# > **API** In: a list of actions per rank. Out: a list per rank of actions and tuples `("send", kind, stage, microbatch, to)` and
+# > `("receive", kind, stage, microbatch, source)`. It is a pure function: nothing is sent here.
 
 
 # %% answer="with_messages"
@@ -568,49 +516,42 @@ def expect_played(*cases):
         play(programs, lists)
 
 
-# %% check="with_messages-boundaries" points=1
-# One message forward and one back at each boundary between ranks, and none inside a rank.
+# %% check="with_messages-programs" points=1
+# One message forward and one back at each boundary between ranks, none inside a rank, received in the order in which they are sent.
 expect_played(written("F0.0 B0.0", "F1.0 B1.0"))
 expect_played(written("F0.0 F3.0 B3.0 B0.0", "F1.0 F2.0 B2.0 B1.0"))
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-p, m, turns = draw.integer(3, 5), draw.integer(3, 7), []
-for rank in range(p):
-    first = min(p - rank, m)
-    own = [F(rank, i) for i in range(first)]
-    own += [action for i in range(m - first) for action in (B(rank, i), F(rank, first + i))]
-    turns.append(own + [B(rank, i) for i in range(m - first, m)])
-sizes = [(draw.integer(3, 7), draw.integer(2, 4), 1) for _ in range(4)]
-expect_played(turns, *(random_schedule(*size)[0] for size in sizes), written("F0.0 F1.0 B1.0 B0.0"))
-### END HIDDEN TESTS
-
-# %% check="with_messages-order" points=1
-# Messages are received in the order in which they are sent, whatever the lists.
 expect_played(written("F0.0 F0.1 B0.0 B0.1", "F1.1 F1.0 B1.1 B1.0"))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
+p = draw.integer(3, 5)
+turns = one_f_one_b(draw.integer(3, 7), range(p, 0, -1))
+sizes = [(draw.integer(3, 7), draw.integer(2, 4), 1) for _ in range(4)]
+expect_played(turns, *(random_schedule(*size)[0] for size in sizes), written("F0.0 F1.0 B1.0 B0.0"))
 sizes = [(draw.integer(2, 6), draw.integer(2, 3), draw.integer(3, 6)) for _ in range(6)]
 expect_played(*(random_schedule(*size)[0] for size in sizes))
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ## 5. When does everything happen? (2 points)
+# ## 4. When does everything happen? (2 points)
 #
 # The simulator. An action starts as soon as its rank has done what stands in front of it in its list, and all that it needs is done, plus `send` if that was
 # done on another rank. `costs` is `{"F": .., "B": .., "send": ..}`, whole numbers. Return
 #
 # - `starts`: for each rank the start of each action of its list,
 # - `makespan`: the end of the last action of all,
-# - `bubble`: the share of all ranks' time, from 0 to the makespan, in which they do nothing. An exact `Fraction`.
+# - `share`: the bubble share, that is the share of all ranks' time, from 0 to the makespan, in which they do nothing. An exact `Fraction`.
 #
 # If ranks wait for each other in a circle, raise a `ValueError` of one line.
 #
-# `[[F(0,0), B(0,0)], [F(1,0), B(1,0)]]` with F = 1, B = 2, send = 1: starts are `[[0, 6], [2, 3]]`, the makespan is 8, the bubble 5/8.
+# `[[F(0,0), B(0,0)], [F(1,0), B(1,0)]]` with F = 1, B = 2, send = 1: starts are `[[0, 6], [2, 3]]`, the makespan is 8, the bubble share 5/8.
+#
+# > **API** In: a list of actions per rank; `costs`, a dict of three ints. Out: a tuple `(starts, makespan, share)`: a list of p lists of ints,
+# > an int, a `Fraction`. Raises `ValueError` where ranks wait in a circle, and only there. `told(action)` is its name in text.
 
 
 # %% answer="simulate"
 def simulate(lists, costs):
-    """starts (a list of lists), makespan, bubble"""
+    """starts (a list of lists), makespan, bubble share"""
     ### BEGIN SOLUTION
     place = {action: rank for rank, own in enumerate(lists) for action in own}
     ends, free, starts = {}, [0] * len(lists), [[] for _ in lists]
@@ -651,12 +592,12 @@ def simulate(lists, costs):
 def simulated(lists, costs):
     """What the answer finds as data; the message of a ValueError."""
     try:
-        starts, makespan, bubble = simulate(lists, costs)
+        starts, makespan, share = simulate(lists, costs)
     except ValueError as error:
         return str(error)
-    exact = isinstance(bubble, (int, Fraction))
-    fraction = [bubble.numerator, bubble.denominator] if exact else None
-    return {"starts": starts, "makespan": makespan, "bubble": fraction}
+    exact = isinstance(share, (int, Fraction))
+    fraction = [share.numerator, share.denominator] if exact else None
+    return {"starts": starts, "makespan": makespan, "share": fraction}
 
 
 # %% judge="expect_simulated"
@@ -692,22 +633,24 @@ def expect_times(lists, costs, starts):
     expect_equal(said["makespan"], max(ends), "the makespan", hint)
 
 
-def expect_bubble(lists, costs, wanted):
+def expect_share(lists, costs, wanted):
     said = found_in(lists, costs)
-    expect(said["bubble"] is not None, "an exact fraction", "a Fraction, not a float")
+    expect(said["share"] is not None, "an exact fraction", "a Fraction, not a float")
     expect(
-        Fraction(*said["bubble"]) == wanted,
-        "the bubble",
+        Fraction(*said["share"]) == wanted,
+        "the bubble share",
         "idle time of all ranks over all time of all ranks, from 0 to the makespan for each of them",
     )
 
 
-def expect_stuck(lists):
+def expect_stuck(lists, property="a refusal"):
     said = ask(simulated, lists, {"F": 1, "B": 2, "send": 0})
+    own = "a backward stands in front of its own forward, so it never starts"
+    circle = "ranks wait in a circle, so some actions never start"
     expect(
         isinstance(said, str),
-        "a refusal",
-        "ranks wait in a circle, so some actions never start: raise a ValueError",
+        property,
+        f"{circle if property == 'a refusal' else own}: raise a ValueError",
     )
     expect(said.strip() and "\n" not in said, "a refusal", "say in one line who waits")
 
@@ -765,9 +708,9 @@ for number in range(6):
     expect_times(lists, costs, true_starts(lists, costs))
 ### END HIDDEN TESTS
 
-# %% check="simulate-bubble" points=1
-# The bubble, exactly, and a refusal if ranks wait in a circle.
-expect_bubble(written("F0.0 B0.0", "F1.0 B1.0"), {"F": 1, "B": 2, "send": 1}, Fraction(5, 8))
+# %% check="simulate-share" points=1
+# The bubble share, exactly, and a refusal if ranks wait in a circle.
+expect_share(written("F0.0 B0.0", "F1.0 B1.0"), {"F": 1, "B": 2, "send": 1}, Fraction(5, 8))
 expect_stuck(written("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
@@ -775,19 +718,308 @@ for _ in range(3):
     p, m, idle = draw.integer(2, 6), draw.integer(1, 9), draw.integer(0, 2)
     lists = [[(kind, rank, i) for kind in "FB" for i in range(m)] for rank in range(p)]
     costs = {"F": draw.integer(1, 9), "B": draw.integer(1, 9), "send": 0}
-    expect_bubble(lists + [[]] * idle, costs, 1 - Fraction(m * p, (m + p - 1) * (p + idle)))
+    expect_share(lists + [[]] * idle, costs, 1 - Fraction(m * p, (m + p - 1) * (p + idle)))
 for ranks in (draw.integer(3, 6), draw.integer(2, 4)):
     lists, place = random_schedule(draw.integer(3, 8), ranks, 1)  # one action after the other
     costs = {kind: draw.integer(1, 5) for kind in ("F", "B", "send")}
     work = len(place) * (costs["F"] + costs["B"])
     hops = sum(one != other for one, other in zip(place, place[1:]))
     time = work + 2 * hops * costs["send"]
-    expect_bubble(lists, costs, 1 - Fraction(work, ranks * time))
-expect_stuck(written("F0.0 F0.1 B0.0 B0.1", "B1.0 F1.0 F1.1 B1.1"))
+    expect_share(lists, costs, 1 - Fraction(work, ranks * time))
+own = "a backward waits for its own forward"
+expect_stuck(written("F0.0 F0.1 B0.0 B0.1", "B1.0 F1.0 F1.1 B1.1"), own)
+expect_stuck(written("B0.0 F0.0"), own)
 m = draw.integer(3, 6)
 lists = [
     [F(0, i) for i in range(m - 1)] + [B(0, 0), F(0, m - 1)] + [B(0, i) for i in range(1, m)],
     [F(1, i) for i in range(m)] + [B(1, i) for i in range(m)],
 ]
 expect_stuck(lists)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ## 5. A stage on real ranks (3 points)
+#
+# Now tensors. Rank r of p has stage r, and `train_step` is one step of training of its stage, up to the gradients, under any schedule. It does the actions of its list one
+# by one:
+#
+# - **F** of microbatch i: `stage(x, i)`. On rank 0 x is the tokens of the microbatch; on every other rank it is what arrived from the rank before, as the start of
+#   a graph of this rank's own. What comes out is sent on as soon as it is there. On the last rank it is the logits, and `loss_sum(logits, targets)` is the sum of the losses
+#   of those targets that count, that is, are not -1.
+# - **B** of microbatch i: backward through this stage's graph for that microbatch, from the gradient that arrived from the rank behind; on the last rank from the
+#   loss. The gradient of the stage's *input* goes back as soon as it is there.
+#
+# The loss of the step is the sum over **all** targets of the batch that count, divided by their number. Microbatches have different numbers of them.
+#
+# With `tied` the embedding and the output matrix are one table, which stands on the first rank and on the last: each has `params["table"]`, sees one use of it, and needs
+# the gradient of both uses. They exchange what they have found once, after the last backward. With p = 1 there is nothing to exchange.
+#
+# When `train_step` returns, each parameter's `.grad` is that of the whole batch, and nothing is under way. A microbatch's tensors are let go after its B: with 1F1B a rank
+# never holds more than p - r of them.
+#
+# > **API** In: `stage`, a function; `params`, `{name: Parameter}`, the ones `stage` uses; `actions`, `[("F", r, i), ...]`; `batch`, `[(tokens, targets), ...]`, int64 `[b, T]`,
+# > targets -1 where none; `like`, a tensor with the shape and dtype of what crosses a boundary; `tied`, a bool. Out: the loss, a number, on the last rank; `None` elsewhere.
+# > `collectives.send(x, to, group, async_op=True)` returns a handle; its `.wait()` returns when the receiver has asked for x. Without `async_op` it waits at once.
+# > `collectives.receive(like, source, group)` returns the tensor that was sent first among those from `source` not yet received; it has no graph.
+# > `group.rank()`, `group.size()`; no other communication is there.
+
+
+# %% given="loss_sum"
+def loss_sum(logits, targets):
+    """The sum of the losses of all targets that count; logits [b, T, V], targets [b, T], -1 where none."""
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+    )
+
+
+# %% answer="train_step"
+def train_step(stage, params, actions, batch, like, tied, group):
+    """The loss on the last rank, None elsewhere; leaves gradients of the whole batch in `.grad`."""
+    ### BEGIN SOLUTION
+    rank, last = group.rank(), group.size() - 1
+    valid = sum(int((targets >= 0).sum()) for _, targets in batch)
+    kept, sending, loss = {}, [], 0.0
+    for kind, _, i in actions:
+        tokens, targets = batch[i]
+        if kind == "F":
+            x = collectives.receive(like, rank - 1, group).requires_grad_() if rank else tokens
+            y = stage(x, i)
+            if rank == last:
+                y = loss_sum(y, targets) / valid
+                loss += y.item()
+            else:
+                sending.append(collectives.send(y.detach(), rank + 1, group, async_op=True))
+            kept[i] = x, y
+        else:
+            dy = collectives.receive(like, rank + 1, group) if rank < last else None
+            x, y = kept.pop(i)
+            y.backward(dy)
+            if rank:
+                sending.append(collectives.send(x.grad, rank - 1, group, async_op=True))
+        del x, y
+    if tied and last and rank in (0, last):
+        grad, other = params["table"].grad, last - rank
+        sending.append(collectives.send(grad.clone(), other, group, async_op=True))
+        grad += collectives.receive(grad, other, group)
+    for handle in sending:
+        handle.wait()
+    return loss if rank == last else None
+    ### END SOLUTION
+
+
+# %% [markdown]
+# How is the order of actions checked, without a clock? The `stage` that your function is handed adds numbers to its input, and to that input's gradient, which a rank cannot know before
+# the action's turn: they are fetched from outside, and the moment is written down among your messages. One process adds the same numbers.
+
+
+# %% driver="on_a_rank"
+class Fetched(torch.autograd.Function):
+    """x plus what is fetched for F, and its gradient plus what is fetched for B."""
+
+    @staticmethod
+    def forward(ctx, x, i, group):
+        ctx.asked = i, group
+        return x + group.fetch(f"F {i}", x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        i, group = ctx.asked
+        return dy + group.fetch(f"B {i}", dy), None, None
+
+
+def on_a_rank(weights, actions, batch, like, tied, watched, group):
+    """The answer with a stage of this rank -> the loss, {name: gradient}."""
+    rank, last = group.rank(), group.size() - 1
+    params = {name: torch.nn.Parameter(x) for name, x in weights.items()}
+    del weights
+
+    def stage(x, i):
+        x = params["table"][x] if rank == 0 else x
+        x = Fetched.apply(x, i, group) if watched else x
+        x = x + torch.tanh(x * params["weight"])
+        return x @ params["table" if tied else "head"].T if rank == last else x
+
+    loss = train_step(stage, params, actions, batch, like, tied, group)
+    grads = {name: param.grad for name, param in params.items()}
+    return float(loss) if rank == last else 0.0, grads
+
+
+# %% judge="expect_step"
+class Given(torch.autograd.Function):
+    """x plus one tensor, its gradient plus another."""
+
+    @staticmethod
+    def forward(ctx, x, more, back):
+        ctx.back = back
+        return x + more
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy + ctx.back, None, None
+
+
+def batch_of(m, rows, length, vocab):
+    """Microbatches with very different numbers of targets that count."""
+    tokens = torch.tensor(
+        [[draw.integer(0, vocab - 1) for _ in range(length + 1)] for _ in range(m * rows)]
+    )
+    targets = tokens[:, 1:].clone()
+    for row in range(m * rows):
+        targets[row, 1 + row * length // (m * rows) :] = -1
+    return list(zip(tokens[:, :-1].split(rows), targets.split(rows)))
+
+
+def weights_of(p, width, vocab, tied):
+    """For each rank its parameters; a tied table is on both ends."""
+    weights = [{"weight": draw.real(width)} for _ in range(p)]
+    weights[0]["table"] = draw.real(vocab, width)
+    weights[-1] |= {"table": weights[0]["table"]} if tied else {"head": draw.real(vocab, width)}
+    return weights
+
+
+def one_process(weights, batch, tied, numbers):
+    """The whole model, with the loss of the whole batch: the loss, and for each rank {name: gradient}."""
+    params = [{name: x.clone().requires_grad_() for name, x in own.items()} for own in weights]
+    if tied:
+        params[-1]["table"] = params[0]["table"]
+    total, valid = 0.0, sum(int((targets >= 0).sum()) for _, targets in batch)
+    for i, (tokens, targets) in enumerate(batch):
+        x = params[0]["table"][tokens]
+        for own, given in zip(params, numbers):
+            x = Given.apply(x, given[f"F {i}"], given[f"B {i}"])
+            x = x + torch.tanh(x * own["weight"])
+        loss = loss_sum(x @ params[-1]["table" if tied else "head"].T, targets) / valid
+        loss.backward()
+        total += loss.item()
+    return total, [{name: x.grad for name, x in own.items()} for own in params]
+
+
+def expect_trace(outcome, lists, tied, table_bytes, like):
+    """What each rank fetched and sent, in order, is what its list says."""
+    last = len(lists) - 1
+    for rank, actions in enumerate(lists):
+        mine = [event for event in outcome.events if event.rank == rank]
+        fetched = [event.name for event in mine if event.kind == "fetch"]
+        expect(
+            fetched == [f"{kind} {i}" for kind, _, i in actions],
+            "the order of the list",
+            f"the actions are done one by one, in the order of `actions` (seen at rank {rank})",
+        )
+        wanted = []
+        for kind, _, i in actions:
+            to = rank + 1 if kind == "F" else rank - 1
+            wanted += [f"{kind} {i}", *([(to, like.nbytes)] if 0 <= to <= last else [])]
+        if tied and last and rank in (0, last):
+            wanted.append((last - rank, table_bytes))
+        said = [
+            event.name if event.kind == "fetch" else (event.peer, event.bytes)
+            for event in mine
+            if event.kind in ("fetch", "send")
+        ]
+        expect(
+            Counter(said) == Counter(wanted),
+            "what is sent",
+            f"one tensor like `like` per boundary and microbatch, each way; tied ends exchange one table (seen at rank {rank})",
+        )
+        expect(
+            said == wanted,
+            "sent at once",
+            f"a result is sent before the next action begins, and the table when all is done (seen at rank {rank})",
+        )
+
+
+def expect_step(lists, m, tied=False):
+    p, rows, length, width, vocab = len(lists), 2, draw.integer(5, 7), draw.integer(3, 5), 9
+    batch, weights = batch_of(m, rows, length, vocab), weights_of(p, width, vocab, tied)
+    like = torch.zeros(rows, length, width, dtype=torch.float64)
+    numbers = [
+        {f"{kind} {i}": draw.real(*like.shape) for kind in "FB" for i in range(m)} for _ in lists
+    ]
+    inputs = [(own, list(actions), batch, like, tied, True) for own, actions in zip(weights, lists)]
+    outcome = run_on_ranks(on_a_rank, inputs, secrets=numbers)
+    expect_trace(outcome, lists, tied, vocab * width * 8, like)
+    loss, grads = one_process(weights, batch, tied, numbers)
+    expect_equal(
+        outcome.results[-1][0],
+        loss,
+        "the loss",
+        "all targets of the batch that count, and their number in the whole batch",
+        atol=1e-9,
+    )
+    for rank, ((_, said), wanted) in enumerate(zip(outcome.results, grads, strict=True)):
+        for name, grad in wanted.items():
+            ends = tied and name == "table"
+            expect_equal(
+                said.get(name),
+                grad,
+                "the tied table" if ends else "gradients of the whole batch",
+                f"both uses of the table count, on both ends (seen at rank {rank})"
+                if ends
+                else f"one divisor, all microbatches, and each stage gives the gradient of its input back (seen at {name} of rank {rank})",
+                atol=1e-9,
+            )
+    if tied:
+        ends = [outcome.results[end][1]["table"] for end in (0, -1)]
+        hint = "both ends add the same two tensors"
+        expect_equal(ends[0], ends[1], "copies of the table agree to the bit", hint)
+
+
+def all_then_all(p, m, backwards=1):
+    """All forwards, then all backwards; with -1 the last microbatch comes back first."""
+    return [
+        [F(rank, i) for i in range(m)] + [B(rank, i) for i in range(m)[::backwards]]
+        for rank in range(p)
+    ]
+
+
+def expect_light(m):
+    """1F1B of two ranks, with 8 MB for each tensor of a microbatch: some 200 MB are used, and 350 if outputs stay."""
+    rows, length, width = 1, 1 << 11, 1 << 9
+    batch, weights = batch_of(m, rows, length, 4), weights_of(2, width, 4, False)
+    like = torch.zeros(rows, length, width, dtype=torch.float64)
+    lists = one_f_one_b(m, [2, 1])
+    inputs = [
+        (own, list(actions), batch, like, False, False) for own, actions in zip(weights, lists)
+    ]
+    outcome = run_on_ranks(on_a_rank, inputs, budget_bytes=264 << 20)
+    numbers = [{f"{kind} {i}": 0.0 for kind in "FB" for i in range(m)} for _ in lists]
+    loss, grads = one_process(weights, batch, False, numbers)
+    hint = "first let it be right"
+    expect_equal(outcome.results[-1][0], loss, "the loss", hint, atol=1e-9)
+    for (_, said), wanted in zip(outcome.results, grads, strict=True):
+        expect_equal(
+            said.get("weight"), wanted["weight"], "gradients of the whole batch", hint, 1e-9
+        )
+
+
+# %% check="train_step-equal" points=1
+# Loss, gradients, messages and order, with an output matrix of its own on the last rank.
+expect_step(one_f_one_b(3, [2, 1]), 3)
+expect_step(all_then_all(2, 2), 2)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+p, m = draw.integer(3, 4), draw.integer(4, 5)
+expect_step(one_f_one_b(m, range(p, 0, -1)), m)
+expect_step(all_then_all(3, m, -1), m)
+expect_step(one_f_one_b(2, [1]), 2)
+### END HIDDEN TESTS
+
+# %% check="train_step-tied" points=1
+# One table on both ends.
+expect_step(one_f_one_b(3, [2, 1]), 3, tied=True)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+p, m = draw.integer(3, 4), draw.integer(3, 5)
+expect_step(one_f_one_b(m, range(p, 0, -1)), m, tied=True)
+expect_step(all_then_all(2, m), m, tied=True)
+expect_step(one_f_one_b(3, [1]), 3, tied=True)
+### END HIDDEN TESTS
+
+# %% check="train_step-memory" points=1
+# A microbatch's tensors are let go after its backward, on every rank.
+expect_light(20)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+p, m = draw.integer(2, 4), draw.integer(5, 6)
+expect_step(one_f_one_b(m, range(p, 0, -1)), m, tied=draw.choice([True, False]))
 ### END HIDDEN TESTS

@@ -10,11 +10,11 @@
 #
 # The grader runs the same checks and hidden ones with other sizes and other costs. Three rules:
 #
-# - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
+# - An answer cell stands alone. It may use read-only cells, except those marked as being for the checks, and not your other cells.
 # - A schedule is a list for each rank; an action is `("F", stage, microbatch)`, `("I", ..)` or `("W", ..)`. All counting starts at 0.
 # - All functions here run on one process and only say what ranks would do.
 #
-# F of a stage needs F of the stage before for the same microbatch. I, the backward for the input, needs the stage's own F, and I of the stage behind, if
+# F of a stage needs F of the stage before for the same microbatch. I, the backward for the input, needs the stage's own F, and I of the next stage, if
 # there is one. W, the gradients of the weights, needs its I, and nothing needs W. Activations of a microbatch are held from its F to its W.
 #
 # Zero bubble is Qi et al. 2023 (arXiv:2401.10241), V shapes are Qi et al. 2024 (arXiv:2405.15362, section 3), waves Liu et al. 2023 (arXiv:2308.15762).
@@ -110,7 +110,7 @@ def expect_valid(lists, p, m, costs):
     expect(
         isinstance(lists, list) and len(lists) == p,
         "a list for each rank",
-        f"{p} lists are wanted, one a rank",
+        f"{p} lists are wanted, one per rank",
     )
     for rank, own in enumerate(lists):
         counted = Counter(own)
@@ -137,13 +137,17 @@ def expect_valid(lists, p, m, costs):
 # A linear layer is y = x·Wᵀ, with W `[out, in]` and x `[.., in]`: any number of dims in front, also none. Write its backward in two halves, without autograd.
 #
 # `backward_input` is the I of one layer for one microbatch. It returns dx = dy·W, and puts on `queue` (a list) whatever the other half will need; what that
-# is, is yours to choose. A frozen layer (`trained` is False) has no other half: nothing goes on the queue.
+# is, you choose. A frozen layer (`trained` is False) has no other half: nothing goes on the queue.
 #
 # `backward_weight` is W: it takes the **oldest** entry off the queue and adds its dW = Σ dyᵀ·x, summed over all dims in front, to `grads[name]`. If the name
 # has no gradient yet, that is the gradient. Microbatches come one after the other, and their gradients add up.
 #
 # Graded: the gradients; that dW is left for later, from x and dy themselves and not from copies of them (the check sends each dx on, writes other numbers into x and dy
-# when all I are done, and wants the gradient of these); that I has no need of memory for a dW, nor W for a dx; and that a worked-off x or dy does not stay in memory.
+# when all I are done, and wants the gradient of these); that I needs no memory for a dW, and W none for a dx; and that an x or dy that is no longer needed is released.
+#
+# > **API** `backward_input(name, x, weight, dy, trained, queue)` gets tensors x `[.., in]`, weight `[out, in]`, dy `[.., out]` and returns dx `[.., in]`.
+# > `backward_weight(queue, grads)` returns nothing: it changes `queue`, a plain list, and `grads`, a dict from names to tensors `[out, in]`.
+# > Any operation of torch on tensors is there but autograd; between the calls x and dy may be overwritten in place.
 #
 # W = `[[2., 3.]]`, x = `[[1., 10.]]` and dy = `[[4.]]`: dx is `[[8., 12.]]`, and later, if x and dy still hold these numbers, grads is `{name: [[4., 40.]]}`.
 
@@ -224,6 +228,15 @@ def values(grads):
     return [grads[name] for name in sorted(grads)]
 
 
+def changes(after):
+    """The names whose gradient each W made or changed."""
+    pairs = zip([{}, *after], after)
+    return [
+        [name for name in sorted(new) if name not in old or not torch.equal(old[name], new[name])]
+        for old, new in pairs
+    ]
+
+
 def expect_halves(shape, widths, trained, microbatches):
     """Layers in a row, all I of all microbatches, then all W."""
     layers = [
@@ -252,11 +265,15 @@ def expect_halves(shape, widths, trained, microbatches):
         "dx at once",
         "dx goes to the rank before when I is done, before other numbers come",
     )
-    names = [sorted(grads) for grads in wanted]
     expect(
-        [sorted(grads) for grads in after] == names,
+        [len(changed) for changed in changes(after)] == [1] * len(wanted),
         "one entry for each W",
-        f"each W takes one entry, the oldest, and a frozen layer has none; which gradients are there after each? {where}",
+        f"each W takes one entry off the queue and adds one gradient; a frozen layer has no entry {where}",
+    )
+    expect(
+        changes(after) == changes(wanted),
+        "oldest first",
+        f"each W adds one gradient, but of another layer than expected: which end of the queue does it take? {where}",
     )
     early = values(gradients_after(entries, [(x, dy) for _, x, _, dy, _ in entries])[-1])
     expect(
@@ -275,7 +292,7 @@ def expect_halves(shape, widths, trained, microbatches):
         [values(grads) for grads in after],
         [values(grads) for grads in wanted],
         "oldest first",
-        f"in the end all is right, but not on the way: which entry was worked off by which W? {where}",
+        f"in the end all is right, but not on the way: which microbatch comes first off the queue? {where}",
         atol=NEAR,
     )
 
@@ -335,28 +352,35 @@ expect_halves([draw.integer(2, 6)], [draw.integer(2, 6) for _ in range(4)], [Tru
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ## 2. ZB-H1 (3 points)
+# ## 2. Between ZB-H1 and ZB-H2 (3 points)
 #
-# Lists for p ranks (stage r on rank r) and m microbatches with F, I and W: a third of 1F1B's bubble in 1F1B's memory.
+# ZB-H1 holds p microbatches on every rank, ZB-H2 2p-1, and nothing in the chapter lies between. Your cluster has room for some number between. Write lists for
+# p ranks (stage r on rank r), m microbatches and `room`, with p ≤ room ≤ 2p-1, that use what there is: one microbatch more, one W less of bubble.
 #
-# Take 1F1B: rank r runs some forwards ahead, then a forward and an I take turns, then come the I that are left. What is new is where the W stand. If each W
-# follows its I at once, a gradient waits for W at every rank on its way back. If a rank *holds back* its W, I travels fast, but activations stay.
-# How many W may rank r hold back, if nobody shall hold more than p microbatches? Is it the first rank or the last one that has room?
+# Both schedules are one pattern with two numbers for each rank: some forwards *ahead*; then a forward, an I and the oldest W that is not *held back* take turns;
+# then what is left. Room for one more microbatch can go into either number, and it need not be the same one on each rank: the first rank waits for the first
+# gradient to come back, the last one for the first forward to come. Try a few ways on paper, or with `simulate`, before you choose.
 #
-# Graded by a simulator, so that every right answer is right. The bubble is the longest that any rank takes from its own first action to its own last, minus
-# its work; for m ≥ p it may be at most (p-1)·(F + I - W) for all costs with W ≤ F, and no rank may ever hold more than p microbatches, for any m.
+# Graded by a simulator, so that every right answer is right. The bubble here is that of *a rank's own span*: the longest that any rank takes from its own first
+# action to its own last, minus its work. For m ≥ room it may be at most (p-1)·(F + I) - (room-1)·W for all costs with W ≤ F ≤ I, which is the bubble of
+# ZB-H1 at room = p and that of ZB-H2 at room = 2p-1. No rank may ever hold more than `room` microbatches, for any m from 1.
 #
-# p = 2, m = 2: rank 0 is F I W with one more F in front, `[F(0,0), F(0,1), I(0,0), W(0,0), I(0,1), W(0,1)]`, and rank 1 is
-# `[F(1,0), I(1,0), F(1,1), I(1,1), W(1,0), W(1,1)]`.
+# > **API** `between(p, m, room)` gets three whole numbers and returns a list of p lists of actions `F(stage, i)`, `I(stage, i)`, `W(stage, i)`, in which
+# > stage and microbatch i count from 0. `simulate(lists, costs)`, `makespan(lists, costs)` and `held(own)` of the setup are yours to call.
+#
+# p = 2, m = 3, room = 3: rank 0 is `[F(0,0), F(0,1), F(0,2), I(0,0), W(0,0), I(0,1), W(0,1), I(0,2), W(0,2)]`, and rank 1 is
+# `[F(1,0), I(1,0), F(1,1), I(1,1), F(1,2), I(1,2), W(1,0), W(1,1), W(1,2)]`. With F = I = W = 1 neither rank ever waits.
 
 
-# %% answer="zb_h1"
-def zb_h1(p, m):
-    """A list of p lists of actions."""
+# %% answer="between"
+def between(p, m, room):
+    """A list of p lists of actions; no rank holds more than `room`, from p to 2p-1."""
     ### BEGIN SOLUTION
     lists = []
     for rank in range(p):
-        ahead, held_back = p - rank - 1, rank
+        # what is ahead hides the way back, what is held back the way there: at most twice 1F1B's
+        ahead = min(2 * (p - 1 - rank), room - 1 - rank)
+        held_back = room - 1 - ahead
         own = [F(rank, i) for i in range(min(ahead, m))]
         for i in range(m):
             if ahead + i < m:
@@ -369,77 +393,88 @@ def zb_h1(p, m):
     ### END SOLUTION
 
 
-# %% judge="expect_h1"
+# %% judge="expect_between"
 ONES = {"F": 1, "I": 1, "W": 1, "send": 0}
 
 
-def expect_h1(*cases):
-    """The lists for each (p, m, costs) are valid, hold p microbatches at most, and have a small bubble."""
-    for (p, m, costs), lists in zip(cases, ask_each(zb_h1, [(p, m) for p, m, _ in cases])):
+def expect_between(*cases):
+    """The lists for each (p, m, room, costs) are valid, hold `room` at most, and have the bubble of that room."""
+    asked = [(p, m, room) for p, m, room, _ in cases]
+    for (p, m, room, costs), lists in zip(cases, ask_each(between, asked)):
         expect_valid(lists, p, m, costs)
-        starts, work = simulate(lists, costs), costs["F"] + costs["I"] + costs["W"]
-        for rank, (own, times) in enumerate(zip(lists, starts)):
-            where = f"(seen at rank {rank} of {p}, {m} microbatches, costs {costs})"
-            waiting = times[-1] + costs[own[-1][0]] - times[0] - m * work
+        f, i, w = (costs[kind] for kind in "FIW")
+        for rank, (own, times) in enumerate(zip(lists, simulate(lists, costs))):
+            where = f"(seen at rank {rank} of {p}, room {room}, {m} microbatches, costs {costs})"
+            waiting = times[-1] + costs[own[-1][0]] - times[0] - m * (f + i + w)
             expect(
-                m < p or waiting <= (p - 1) * (costs["F"] + costs["I"] - costs["W"]),
-                "the bubble",
-                f"who waits for whom, and could that one have left a W for later? {where}",
-            )
-            expect(
-                held(own) <= p,
+                held(own) <= room,
                 "held at most",
-                f"a microbatch is held from its F to its W; how many W does this rank hold back while it goes on with forwards? {where}",
+                f"a microbatch is held from its F to its W: forwards ahead, plus W held back, plus one {where}",
+            )
+            expect(
+                m < room or waiting <= (p - 1) * (f + i) - (room - 1) * w,
+                "the bubble",
+                f"who waits for whom here, and has that rank put its room where it shortens this way? {where}",
             )
 
 
-# %% check="zb_h1-lists" points=1
-# A small bubble in little memory, where all actions take the same time.
-expect_h1((2, 2, ONES), (3, 5, ONES))
+def all_rooms(p, m, costs=ONES):
+    """From ZB-H1's memory to ZB-H2's, in every check: what is right at one end only is worth nothing."""
+    return [(p, m, room, costs) for room in range(p, 2 * p)]
+
+
+# %% check="between-lists" points=1
+# One W less of bubble for each microbatch of room, where all actions take the same time.
+expect_between(*all_rooms(2, 3), *all_rooms(3, 5), *all_rooms(4, 8))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_h1((3, 3, ONES), (draw.integer(3, 6), draw.integer(7, 12), ONES), (4, 4, ONES))
+p = draw.integer(5, 7)
+expect_between(*all_rooms(p, 2 * p + draw.integer(0, 6)), *all_rooms(draw.integer(3, 4), 9))
 ### END HIDDEN TESTS
 
-# %% check="zb_h1-bubble" points=1
+# %% check="between-bubble" points=1
 # The same with other costs.
-expect_h1((2, 2, {"F": 3, "I": 4, "W": 2, "send": 0}), (4, 8, {"F": 3, "I": 4, "W": 2, "send": 0}))
+expect_between(*all_rooms(3, 6, {"F": 3, "I": 4, "W": 2, "send": 0}))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 cases = []
-for p in (draw.integer(2, 4), draw.integer(5, 8), draw.integer(3, 6), 3):
+for p in (draw.integer(3, 4), draw.integer(5, 8), draw.integer(3, 6)):
     f = draw.integer(2, 6)
     costs = {"F": f, "I": draw.integer(f, 8), "W": draw.integer(1, f), "send": 0}
-    cases.append((p, p + draw.integer(0, 15), costs))
-expect_h1(*cases)
+    cases += all_rooms(p, 2 * p + draw.integer(0, 8), costs)
+expect_between(*cases)
 ### END HIDDEN TESTS
 
-# %% check="zb_h1-held" points=1
-# The same with fewer microbatches than ranks, with many, and with one rank.
-expect_h1((3, 2, ONES), (2, 5, ONES))
+# %% check="between-held" points=1
+# The same with fewer microbatches than room, with many, and with one rank.
+expect_between(*all_rooms(3, 2), *all_rooms(3, 7))
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_h1(
-    (draw.integer(5, 8), draw.integer(1, 3), ONES),
-    (draw.integer(6, 8), draw.integer(14, 20), ONES),
-    (1, draw.integer(3, 6), ONES),
-    (draw.integer(3, 5), 200, ONES),
+p = draw.integer(4, 6)
+expect_between(
+    *all_rooms(p, draw.integer(1, 3)),
+    *all_rooms(p, p),
+    *all_rooms(3, 100),
+    (1, draw.integer(3, 6), 1, ONES),
 )
 ### END HIDDEN TESTS
 
 # %% [markdown]
 # ## 3. Under a limit of memory (3 points, with a leaderboard)
 #
-# Now memory is what it is: no rank may ever hold more than `limit` microbatches from F to W; limit is 1 or more, below p or above. Costs are whole numbers of any
+# Now memory is given: no rank may ever hold more than `limit` microbatches from F to W; limit is 1 or more, below p or above it. Costs are whole numbers in any
 # ratio, and a message takes `send`. Return lists (stage r on rank r) with a short `makespan`, the time from 0 to the end of the last action.
 #
-# There is no formula. A *list scheduler* is a good way: let time go by, and whenever a rank is free, start the most urgent of the actions that it can start
+# There is no formula. A *list scheduler* is a good way: let time advance, and whenever a rank is free, start the most urgent of the actions that it can start
 # now; F only if there is room. Which kind is most urgent is up to you, and you may try several orders and keep the shortest lists: `makespan(lists, costs)` and
 # `held(own)` are there for you to use. A message that arrives later is not there yet.
 #
 # Graded: (1) valid, and within the limit, for every limit from 1, and with room for p microbatches shorter than 1F1B with whole backwards; (2) at least as short as 1F1B
 # with this limit, also where it is below p; (3) the leaderboard: at least as short as a list scheduler that takes I before F before W. The message says your bubble
-# and the one to beat.
+# (idle time as a share of the makespan) and the one to beat.
+#
+# > **API** `under_limit(p, m, costs, limit)` gets whole numbers and costs `{"F": 2, "I": 3, "W": 2, "send": 1}`; it returns a list of p lists of actions, as in task 2.
+# > Of the setup you may call `needs(action, p)`, `simulate(lists, costs)`, `makespan(lists, costs)`, `held(own)`; `simulate` raises ValueError where ranks wait for ever.
 
 
 # %% answer="under_limit"
@@ -640,6 +675,8 @@ for case in limited(
 #
 # `messages(p, legs, m)` is how many messages all ranks together send in a step of m microbatches: activations forward and gradients back at each
 # boundary between stages, but none where both stages are on one rank.
+#
+# > **API** `rank_of(stage, p)` and `messages(p, legs, m)` get whole numbers, counted from 0 where they are numbers of stages or ranks, and return one whole number.
 #
 # p = 3, two legs: the ranks of the stages 0 to 5 are 0, 1, 2, 2, 1, 0, and one microbatch needs 8 messages.
 

@@ -122,6 +122,10 @@ def stacked(rows, width):
 # the second choices of all tokens, and so on. A choice that finds no place goes nowhere, and its weight is 0; the other weights of the token stay as
 # they were. A choice that is dropped for one expert's lack of room is not offered to another expert.
 #
+# > **API** Tensors in, tensors out, no network. `scores` are float64, `mask` is None or a tensor of bool. Return a tuple: `experts` of
+# > int64 and `weights` of float64, both [N, k]. `x.sort(descending=True, stable=True)` keeps equal numbers in order; `torch.topk` does
+# > not promise it.
+#
 # Scores `[[3, 2, 0], [3, 0, 2], [0, 1, 1]]`, k = 2: the experts are `[[0, 1], [0, 2], [1, 2]]`. With capacity 1, expert 0 takes token 0 and has no
 # place for token 1; expert 1 takes token 2, whose first choice it is, and so has none for token 0; of two second choices expert 2 takes token 1:
 # `[[0, -1], [-1, 2], [1, -1]]`.
@@ -264,14 +268,17 @@ expect_routes(
 #
 # The dispatch of tasks 3 and 4 sends four things. Every rank r has a table [N_r, k]; rows have D elements of `itemsize` bytes:
 #
-#     "counts"      how many rows it has for each expert, one int64 (8 bytes) an expert, to the rank of that expert
+#     "counts"      how many rows it has for each expert, one int64 (8 bytes) per expert, to the rank of that expert
 #     "there"       a row for each choice, to the rank of its expert
 #     "back"        the results, to the ranks that the rows came from
 #     "backward"    gradients: each of the two exchanges of rows once more, in the other direction. Counts have none
 #
+# > **API** A pure function, no network. `tables` is a list of n tensors of int64, with -1 for no choice; the other three are ints, and n
+# > divides `num_experts`. Return a dict of four lists of n ints (`int(tensor)` makes one).
+#
 # Return how many bytes *leave* each rank. What stays on its own rank is not sent. Two experts of one token on one rank get a row each.
 #
-# Two ranks, E = 4, D = 3, 8 bytes an element; rank 0 has the table `[[0, 3], [2, 3]]`, rank 1 `[[1, -1]]`. Rank 0 sends 3 rows of 24 bytes, rank 1
+# Two ranks, E = 4, D = 3, 8 bytes per element; rank 0 has the table `[[0, 3], [2, 3]]`, rank 1 `[[1, -1]]`. Rank 0 sends 3 rows of 24 bytes, rank 1
 # one: `{"counts": [16, 16], "there": [72, 24], "back": [24, 72], "backward": [96, 96]}`.
 
 
@@ -298,7 +305,7 @@ def expect_costs(*cases):
     """Cases (tables, num_experts, width, itemsize, wanted)."""
     for said, case in zip(ask_each(sent_bytes, [case[:-1] for case in cases]), cases, strict=True):
         tables, num_experts, width, itemsize, wanted = case
-        seen = f"(seen with {len(tables)} ranks, {num_experts} experts, D = {width}, {itemsize} bytes an element)"
+        seen = f"(seen with {len(tables)} ranks, {num_experts} experts, D = {width}, {itemsize} bytes per element)"
         expect(
             isinstance(said, dict)
             and set(said) == set(wanted)
@@ -373,10 +380,12 @@ expect_costs(*cases, cost_case(popular, 3, 10**7, 2), cost_case(nobody, 6, 64, 2
 # expert of the rank how many there are.
 #
 # A rank cannot know how many rows will come to it. So counts travel first, then exactly the rows that are wanted: nothing is padded, a choice of -1
-# is no row, and what stays on its rank is not sent. There is `collectives.all_to_all(x, group, send_sizes=.., receive_sizes=..)`: it cuts x [rows,
-# ..] into pieces of `send_sizes[j]` rows, piece j goes to rank j, and returns the pieces that come, in rank order, of `receive_sizes[j]` rows each.
-# Sizes are lists of ints, and may be 0; without sizes all pieces are equal. To each other rank there may go D elements per row, and 8 bytes per
-# expert there.
+# is no row, and what stays on its rank is not sent. To each other rank there may go D elements per row, and 8 bytes per expert there.
+#
+# > **API** `collectives.all_to_all(x, group, send_sizes=.., receive_sizes=..)` cuts x [rows, ..] into pieces of `send_sizes[j]` rows, sends
+# > piece j to rank j, and returns a new tensor of the pieces that come, in rank order, of `receive_sizes[j]` rows each. Sizes are lists of
+# > ints (`tensor.tolist()`) and may hold 0; without sizes all pieces are equal. x may be of any dtype; nothing else comes with it.
+# > x [N, D] is float64, `experts` [N, k] int64. Return a tuple: rows [R, D], counts [E/n] of int64.
 #
 # Two ranks, E = 4: rank 0 has tokens a and b with the table `[[2, 0], [3, 2]]`, rank 1 has c with `[[2, 1]]`. Rank 0 gets a, c and the counts `[1,
 # 1]`, rank 1 gets a, b, c, b and the counts `[3, 1]`.
@@ -504,7 +513,11 @@ expect_there(*cases, ([torch.full((3, 2), -1) for _ in range(3)], 3, 5))
 #
 # Write both passes by hand, without autograd. Counts need not travel again: `arriving` [n, E/n] says how many rows rank s had for each expert of this
 # rank. Forward sends D elements for each result that goes to another rank, backward D for each gradient, and neither sends anything else: weights
-# stay at home, and so do their gradients. There is `collectives.all_to_all` with sizes, as in task 3.
+# stay at home, and so do their gradients.
+#
+# > **API** `collectives.all_to_all(x, group, send_sizes=.., receive_sizes=..)`, as in task 3. `y`, `weights` and `dout` are float64, `experts`
+# > and `arriving` int64. `back` returns (out [N, D], kept), with `kept` a list of tensors of any dtype, which `back_backward` gets as it
+# > is; it returns (dy [R, D], dweights [N, k]). Autograd is switched off. `tensor.tolist()` makes the sizes.
 #
 # Two ranks, E = 2, D = 1: rank 0 has one token with experts `[[1, 0]]` and weights `[[0.5, 2]]`, rank 1 one with `[[1, -1]]` and `[[3, 0]]`. With y =
 # `[[10]]` on rank 0 and `[[4], [5]]` on rank 1, out is `[[22]]` and `[[15]]`. With dout = 1 on both ranks dy is `[[2]]` and `[[0.5], [3]]`, dweights
@@ -707,7 +720,11 @@ expect_back(*cases, (lonely, 3, 4), backward=True)
 #     inside            to each other place: D elements for each choice, among the copies that this rank has, and 8 bytes for each expert there
 #
 # On the way back each copy's results are weighed and summed inside the node, and one row crosses; it is the same road in the other direction, and not
-# part of this task. There is `collectives.all_to_all` with sizes.
+# part of this task.
+#
+# > **API** `collectives.all_to_all(x, across, send_sizes=.., receive_sizes=..)`, and the same with `inside`: as in task 3, for x of any dtype.
+# > `across.rank()`, `across.size()`, `inside.rank()`, `inside.size()`. x [N, D] is float64, `experts` [N, k] int64. Return a tuple:
+# > rows [R, D] and counts [E/n] of int64.
 #
 # Two nodes of one rank each, E = 4, rank 0 has one token with the table `[[2, 3, 0]]`, D = 6. To rank 1 go 6 + 3 elements and the number 1, 80 bytes,
 # and rank 1 makes two rows of one copy. Sent as in task 3 it would be two rows and two counts, 112 bytes.
@@ -878,15 +895,18 @@ expect_two_levels(*cases, (alone, 8, 2, 16), (nobody, *rest, 16), inside=True)
 #                                         P_e  the mean of the probability of e over the tokens of the batch; the router learns through it
 #
 # is not a sum over microbatches: f_e needs all of them. But once all ranks know f_e and the number of tokens, each microbatch has a share in the
-# loss, what its own tokens add to it, and these shares add up. `balance_losses` returns them, one for each microbatch of this rank: the sum over
+# loss, what its own tokens add to it, and these shares add up. `balance_losses` returns them, one per microbatch of this rank: the sum over
 # microbatches and ranks is the loss of one process, and its gradient too. Microbatches and ranks have different numbers of tokens. Padding has
 # experts of -1 and probabilities of 0, and is no token. One sum of E + 1 numbers over the ranks is enough, however many microbatches there are.
 #
 # After backward, gradients are summed. Ranks stand in a grid: `ep` are the ranks that share out the experts, `beside` are the ranks that hold the
 # same experts as this one, `world` are all of them. The ranks of ep sent their tokens to each other's experts, and gradients came back the same way.
 # `sum_gradients` gets a dict by name, where names that begin with `experts.` belong to this rank's experts, and all others to parameters that every
-# rank has. Losses were divided by the tokens of the whole batch, so all of these are sums. A gradient is sent once, in one all-reduce. There is
-# `collectives.all_reduce`.
+# rank has. Losses were divided by the tokens of the whole batch, so all of these are sums. A gradient is sent once, in one all-reduce.
+#
+# > **API** `collectives.all_reduce(x, group)`: the sum over the group as a new tensor, or in place with `out=x`; any shape and dtype, outside
+# > autograd. `probs` are float64 and may need a gradient, `experts` int64. Return a list of tensors without dimensions, one per
+# > microbatch, with their graph. `sum_gradients` gets a dict of tensors and three groups; what it leaves is said in its docstring.
 #
 # E = 2, α = 1, two ranks with one microbatch each. Rank 0 has two tokens, both with expert 0 and probabilities (¾, ¼); rank 1 has one, with expert 1
 # and (¼, ¾). f is (⅔, ⅓), there are 3 tokens. The shares are 2·(⅔·3/2 + ⅓·1/2)/3 = 7/9 and 2·(⅔·¼ + ⅓·¾)/3 = 5/18. Their sum is 19/18; each rank's

@@ -64,6 +64,10 @@ draw = Draw()  # hidden checks draw sizes, numbers of ranks, loads and values
 # batch, and so do their gradients, yet each may depend on the probabilities of its own part alone: a microbatch goes backward without the
 # others. What must it know of the others beforehand?
 #
+# > **API** Pure functions, no network. `bias` is float64 [E], `chosen` int64 with -1 for masked, `probs` float64 and may need a gradient.
+# > `moved_bias` returns a new tensor [E]; `part_losses` a list with one tensor without dimensions per part, with its graph.
+# > `torch.bincount(x, minlength=E)` counts whole numbers, none of them negative.
+#
 # Two experts, two parts of one token each, k = 1: chosen `[[0]]` and `[[0]]`, probs `[[.75, .25]]` and `[[.5, .5]]`. At speed 0.1 a bias of
 # `[0., 0.]` becomes `[-.1, .1]`. With alpha = 1 the losses are 0.75 and 0.5, together 1.25.
 
@@ -251,6 +255,9 @@ expect_losses(parts, 0.5, *of_batch(parts, 0.5))
 # The weights of a shadow arrive once at every rank but its owner. (No link has more to send: they leave the owner in slices, which the
 # others pass on.) `by_time` returns the set that takes least time; of equally fast ones the one with the fewest experts, and of these the
 # one that comes first as a list, [0, 3] before [1, 2]. There are 10 experts at most here, so it may try all sets. All numbers are whole.
+#
+# > **API** Pure functions of lists and ints, no tensors, no network. `counts` is a list of n lists of E ints; everything else is an int of
+# > any size, so keep to whole numbers. Return a list of ints. `itertools.combinations` may help in `by_time`.
 #
 # Both return the numbers of the experts in rising order. n = 2, E = 2, counts `[[2, 0], [9, 1]]`: rank 1 has 9 rows for expert 0. With
 # d_model = 4 and matrices = 2 it is shadowed by traffic if d_ff is 8, as 2·9·4 > 2·4·8, and not if d_ff is 9. Without shadows the layer
@@ -484,6 +491,11 @@ expect_shadows(by_time, *cases)
 #
 # What travels is graded too. Of an expert with W elements and h holders, all holders together send 2(h-1)·W elements, as in an all-reduce.
 # No holder sends much more than another, and a rank that does not hold the expert sends nothing of it.
+#
+# > **API** `shared(chosen, holders, rank)`: `chosen` [N] int64, `holders` a list of lists of ranks; return a tensor [N] of int64. No network.
+# > `summed(grads, holders, group)`: `grads` is a dict {e: tensor of float64} of this rank's experts; return such a dict of the sums.
+# > `collectives.send(x, to, group)`, `receive(like, source, group)`, with `async_op=True` a handle whose `wait()` returns what came;
+# > `all_to_all(x, group, send_sizes=.., receive_sizes=..)` and `all_reduce(x, group)`, both by all ranks of the group together.
 #
 # Then `replica_steps` below trains: replicas stay equal, and all weights are those of one process.
 #
@@ -789,9 +801,13 @@ for ranks in (4, draw.integer(3, 5)):
 # D], in the places of their rows.
 #
 # The order is graded too. While the expert works on chunk j, chunk j+1 is on its way, and nothing of later chunks; so are the results of
-# chunk j-1. And nobody waits for either of them before the work on chunk j is done: another rank may be a chunk behind. You will want
-# `collectives.all_to_all(.., async_op=True)`, which returns a handle at once; the handle's `wait()` returns what has arrived. A row travels
+# chunk j-1. And nobody waits for either of them before the work on chunk j is done: another rank may be a chunk behind. A row travels
 # once there and once back.
+#
+# > **API** `collectives.all_to_all(x, group, send_sizes=.., receive_sizes=.., async_op=True)` cuts x into pieces of so many rows, piece j for
+# > rank j, and returns a handle at once; `handle.wait()` returns the pieces that have come, in rank order, as one tensor. Transfers of a
+# > group run one after the other, in the order of the calls. Sizes are lists of ints. `work(rows)`: [R, D] -> [R, D]; call it with the
+# > rows alone. `cut(c, j, r)` returns (start, stop). In `chunk_count` use `Fraction`, not floats; return an int.
 
 
 # %% given="cut"

@@ -71,6 +71,10 @@ def f64(numbers):
 #
 # e = 2, m = 1, bias = 1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4 and NaN, codes 0 to 7. There 1.75 gets code 4, which is 2: the code of 1.5 is
 # odd. -9 gets code 8 + 6, which is -4.
+#
+# > **API** `to_codes(x, e, m, bias)`: one float32 tensor [n] in (contiguous, any values, infinities and NaN too), int64 codes [n] out. e, m
+# > and bias are ints. The four calls above, torch's comparisons, `torch.where`, `.to(dtype)` and whole-tensor arithmetic are all it takes; no
+# > loop over numbers, no table. float32 holds 24 significant bits, float64 53, int64 whole numbers to 2^63.
 
 
 # %% answer="to_codes"
@@ -218,6 +222,10 @@ for e, m in [*formats, (3, 5), (6, 17)]:
 #
 # Two ranks, scale 1024, window 2, lr 0.5, limit 10, weights `[1, 2]` and `[3]`, gradient of the loss `[3, 0]` and `[4]`. Their norm is 5: the
 # weights become `[-0.5, 2]` and `[1]`. Then rank 1 has `[100]`: 102,400 is infinite in float16. Nobody moves, the scale is 512.
+#
+# > **API** `collectives.all_reduce(x, group)` returns the sum as a new tensor on every rank, `op="max"` the elementwise maximum. `master` is
+# > float64 and `grad` float16 (largest number 65,504, then inf); `state` is a dict of a float and an int. Change both in place (`master.copy_`,
+# > `master -= ..`); what the function returns is ignored. `raise ValueError("...")` where the text says so, on every rank.
 
 
 # %% answer="scaled_step"
@@ -399,6 +407,9 @@ expect_scaled(masters, slopes, rules, in_one_process(masters, slopes, *rules))
 #
 # bfloat16 is the upper half of float32: `x.view(torch.int32)` are the bits of float32 x, and its neighbour in bfloat16 nearer to zero has the
 # same bits with the lower 16 at zero. Weight 1 and update 2^-9: a quarter of the way from 1 to 1.0078125.
+#
+# > **API** weight [n] bfloat16 and update [n] float32 in, a new bfloat16 tensor [n] out. bfloat16 keeps 8 significant bits, float32 24, so
+# > `weight.float() + update` is exact here. `bits.view(torch.float32)` turns int32 bits back. `group` is there, but nothing may be sent.
 
 
 # %% answer="add_by_chance"
@@ -499,6 +510,10 @@ for ranks, negative in ((3, False), (draw.integer(2, 4), True)):
 # `tile_scales` returns the scales of x in tiles along `axis`: its shape, but for that dim, which is ceil(n/tile). Nothing is rounded twice.
 #
 # x = `[[7, 1, 0.3], [0, 0, 8]]`, tile 2. Along axis 1 the scales are `[[1, 0.0625], [1, 2]]`, along axis 0 `[[1, 0.25, 2]]`.
+#
+# > **API** Pure functions on float64 tensors: `tile_scales` returns one tensor, `three_products` a tuple of three. `torch.frexp`, `.round()` (ties
+# > to even), `.amax(dim)`, `torch.nn.functional.pad`, `repeat_interleave` are of use. Powers of two are exact in float64, and so are
+# > products with them. `axis` is 0 or 1, `tile` an int.
 
 
 # %% answer="tiles"
@@ -651,6 +666,10 @@ for tile in (2, 3, draw.integer(2, 5)):
 # are chunks. `best_chunk` is the c for which both together are fewest, of equally good ones the smallest. K is 1,000,000 at most.
 #
 # 4,096 ones at 8 bits: 256 in one chunk, where a further 1 is cut off; 4,096 in chunks of 64. Of 12 numbers the best chunk is 3: 3 + 4 cuts.
+#
+# > **API** Pure functions. `narrow_sum` gets a float64 tensor [K] and two ints, and returns a Python float; `best_chunk` gets an int and returns
+# > an int. `math.frexp(x)` gives mantissa in [0.5, 1) and exponent, `math.ldexp(m, e)` is m · 2^e, `math.trunc` cuts toward zero. K is at
+# > most a few thousand in `narrow_sum`, so a loop over Python floats will do.
 
 
 # %% answer="narrow"
@@ -782,6 +801,9 @@ expect_chunks(
 #
 # length = 2, history `[4.0]`, rank 0 has `[1.2, 40]`, rank 1 `[0.7]`: the reference is 4, they become `[1, 4]` and `[0.5]`, saturated are 1 and
 # 0, the history is `[4.0, 40.0]`. In the next two steps the reference is 40, and all three numbers of this one would be lost but 40.
+#
+# > **API** `collectives.all_reduce(x, group, op="max")` returns a new tensor on every rank; `amax` of an empty tensor raises. `history` is a list of Python
+# > floats; do not change it, return a new one. Return a tuple: float64 tensor [n] (n may be 0), an int, a list of floats.
 
 
 # %% answer="delayed"
@@ -900,6 +922,9 @@ expect_delayed(parts, 3, with_all(parts, 3))
 # How many bytes of each kind does one rank hold between two steps? The checks count the tensors of a real run with the chapter's Ledger.
 # One parameter of 5 numbers, 2 ranks, weights and gradients in bfloat16, moments and master in float32: at stage 0 10, 10 and 60 bytes, at
 # stage 1 12, 12 and 36.
+#
+# > **API** A pure function. `numels` is a list of ints, `policy` a dict `{"weights": name, "gradients": name, "moments": [name, name],
+# > "master": name or None}` with names of `BYTES` (bytes of one number of that dtype), `stage` 0 to 3. Return a dict of three ints, one per kind.
 
 # %% given="dtypes"
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -63,6 +63,10 @@ def expect_kind(said, wanted, property, hint):
 # which integer does it fit?
 #
 # h = 2: x = `[[1, -4, 300]]` has the blocks `[1, -4]` and `[300]`. Their scales are 1/16 (127/32 is less than 4) and 4, their codes 16, -64 and 75.
+#
+# > **API** Pure functions. `quantised` returns a tuple (codes int8, scales float32), `product` one float32 tensor. int8 holds -128 to 127, int32
+# > to 2^31; `a @ b` of int8 tensors is summed in int8, so convert first. Exponents: `torch.frexp`, or `2.0 ** k`; `.round()` takes ties to
+# > the even number. `x[i:j]` past the end is simply shorter.
 
 
 # %% answer="blocks"
@@ -259,6 +263,10 @@ for h, low in ((2, -127), (draw.integer(3, 5), -127), (8, 100), (draw.integer(20
 # returns three pairs (a, b), so that a·bᵀ, a·b and aᵀ·b are the three products, unchanged, and the six matrices are the rotated ones.
 #
 # split of 127 in two parts: 7 and 15; of -1: -1 and 15. The row `[8, 0, 0, 0, 0, 0]` with most = 4 has blocks of two: `[5.66, -5.66, 0, 0, 0, 0]`.
+#
+# > **API** Pure functions. `split` returns a list of int8 tensors (-128 to 127); codes are int32, where `>>` keeps the sign and `& 15` takes the
+# > last four bits. `rotated` returns one float64 tensor, `operands` a list or tuple of three pairs. `x.unflatten(dim, sizes)`, `.flatten(..)`,
+# > `torch.stack` and `.movedim` do the rest.
 
 
 # %% answer="parts"
@@ -451,6 +459,9 @@ expect_equal(said[:, some], wanted, "the rotation", hint, atol=1e-9)
 #
 # Scores `[6, 1, 1, 2]`, pieces of one row, budget 2: proportional would be `[1.2, .2, .2, .4]`. So the first is kept always, and one of the others on average:
 # `[1, .25, .25, .5]`. Scores `[6, 2]`, pieces of 4 rows and of 1, budget 2: `[3/7, 2/7]`, which keeps 12/7 + 2/7 rows.
+#
+# > **API** `chances` is a pure function of two float64 tensors [n] and an int; it returns p [n], compared to 1e-12. `estimate` returns a float64
+# > tensor of `shape` (a list of two ints); `piece(i)`, i an int, returns two float64 tensors and is counted. Nothing kept: zeros.
 
 
 # %% answer="rows"
@@ -680,6 +691,10 @@ expect_chances(
 #   once, with one operation for each trit that is not 0, and a row has one operation for each of its bytes that is not 0. (Kernels look sums up in a table.)
 #
 # w = `[[3, -3, 1, 0, 0, 0.5]]` has the mean 1.25, the trits `[1, -1, 1, 0, 0, 0]`, and the bytes 1 - 3 + 9 = 7 and 0.
+#
+# > **API** `packed` returns (int8 tensor, float64 tensor without dims). `ternary_linear` returns a tensor that autograd can differentiate
+# > (a `torch.autograd.Function` is one way). `ternary_sums` gets a list of `Column`, an int8 tensor and a `Column` of zeros, for a row without trits, and
+# > returns a list of N `Column`; `a + b`, `a - b` are all a column can do. `byte.item()` is an int.
 
 
 # %% given="column"
@@ -942,6 +957,9 @@ expect_trits(torch.cartesian_prod(*[torch.arange(-1, 2)] * 5))
 #
 # x = `[[127, 1, -127, 2]]`, w = `[[1, 2, 1, 3], [3, 2, -6, 2]]`: the centre is 1, beta is 2.5, the bits are `[-1, 1, -1, 1]` and `[1, 1, -1, 1]`, the codes
 # are x itself, and y = 2.5·`[[3, 257]]`. If rank 1 has the last column alone, its own largest activation is 2. Its code must be 2 all the same.
+#
+# > **API** `collectives.all_reduce(x, group)` returns the sum as a new tensor on every rank, `op="max"` the elementwise maximum; the dtype stays
+# > (int32 travels as 4 bytes, float64 as 8). Return one float64 tensor. A share may have any size, one row or column at least.
 
 
 # %% answer="one_bit"

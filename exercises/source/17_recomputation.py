@@ -50,6 +50,10 @@ def fetched(outcome, rank=0):
 #
 # Three layers run 0, 1, 2 in the forward pass and 2, 1, 0 in the backward pass. If the generator was in state s before layer 2 ran, it is in s again when
 # layer 2 runs again, and it is afterwards where it was when the backward pass came to this layer. Which three states are there to remember?
+#
+# > **API** `run(x, generator)` returns a tensor of x's shape and may be called with autograd on or off. `generator` is a `torch.Generator`:
+# > `get_state()` returns a tensor that is a copy, `set_state(state)` takes it. All of torch's autograd is there, `torch.utils.checkpoint` is not.
+# > Return y, a tensor that autograd knows.
 
 
 # %% answer="recomputed"
@@ -240,6 +244,10 @@ expect_recomputed(draw.integer(3, 6), draw.integer(2, 7), 4, 0.6, draw.integer(1
 #
 # A step of a whole block runs `before`, `core`, `after`, and three functions in the backward pass. Two ranks that gather keys and values in `core`
 # and again in `core_backward` would gather a third time if `core` ran twice: a third of the bytes for nothing.
+#
+# > **API** `before(x)` returns a tuple q, k, v; `core(q, k, v)` a tuple out, lse; `core_backward(dout, q, k, v, out, lse)` a tuple dq, dk, dv;
+# > `after(out, x)` returns y. Call `core` and `core_backward` without autograd, `torch.no_grad()`; the parameters of `before` and `after` get
+# > their gradients through `torch.autograd.backward`. Return y, a tensor that autograd knows.
 
 
 # %% answer="block"
@@ -494,6 +502,9 @@ expect_blocks(2, draw.integer(2, 5), draw.integer(2, 6), draw.integer(2, 3))
 # many of the n steps run r times? `schedule(n, c)` returns actions that reach this number, for n up to a few hundred.
 #
 # n = 16, c = 4: 27 steps, 15 of which every schedule needs. n = 3, c = 1: keep 0, forward 0 to 2, back 2, load 0, forward 0 to 1, back 1, load 0, back 0: 3 steps.
+#
+# > **API** Two pure functions of two ints. `forwards` returns an int, exact for n up to 10^12 (`math.comb`); `schedule` returns a list of
+# > tuples such as `("forward", 0, 2)`.
 
 
 # %% answer="revolve"
@@ -672,6 +683,9 @@ expect_fewest(pairs, [by_levels(*pair) for pair in pairs])
 #
 # A chain 0 → 1 → 2 whose node 3 reads 2 and 0, all sizes 1 and costs 1. If 0 is handed on to the end, stages have 1, 2, 3 and 3 bytes, and the cost is 4. With a
 # budget of 2 it is impossible: 3, 2 and 0 must be there together.
+#
+# > **API** Two pure functions. `stage_bytes(inputs, sizes, R, S)` takes a list of lists of ints, a list of ints and two lists of n lists of n
+# > zeros and ones; it returns a list of n ints, or None. `cheapest(inputs, sizes, costs, budget)` returns a pair R, S of such lists, or None.
 
 
 # %% answer="checkmate"
@@ -1004,6 +1018,9 @@ for case, said in zip(cases, ask_each(cheapest, cases), strict=True):
 #
 # Three operators of one byte and cost 1 in a chain, budget 2, then `("call", 3)` with inputs [0]: run 0, run 1, evict 0, run 2, and to call 3: evict 1 (1 was read
 # when 2 ran, so both have the same h, and 1 is the lower number), run 0, evict 2, run 3.
+#
+# > **API** A pure function: `ops` is a list of tuples (list of ints, int, int), `program` a list of ("call" or "drop", int), `budget` an int,
+# > `neighbours` a bool. Return a list of tuples ("run" or "evict", int), or None.
 
 
 # %% answer="dtr"

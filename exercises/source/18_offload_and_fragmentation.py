@@ -42,9 +42,10 @@ draw = Draw()  # hidden checks draw sizes and values
 # those it began with), and the update of step k goes on beside forward and backward of step k+1. `settle()` is called once, behind the last
 # step, and returns the newest weights; without a delay these are what `finish()` returned last.
 #
-# You will want `collectives.send(x, rank, group, async_op=True)` and `collectives.receive(like, rank, group, async_op=True)`. Both return a
-# handle at once; `handle.wait()` of a receive returns the tensor. Every send has to be waited for in the end. Messages between two ranks
-# arrive in the order in which they were sent.
+# > **API** `collectives.send(x, rank, group, async_op=True)` and `collectives.receive(like, rank, group, async_op=True)` return a handle at
+# > once. `handle.wait()` of a receive returns the tensor, with the shape and dtype of `like`; that of a send returns None, and every send has
+# > to be waited for in the end. Messages between two ranks arrive in the order in which they were sent. `adam(master, grad, state)` updates
+# > master and state in place; `new_state(master)` makes a state. `weights` is a list of float32 tensors; `grad` is float32, in a layer's shape.
 
 
 # %% given="adam"
@@ -181,12 +182,12 @@ def expect_trained(sizes, steps, delayed=False):
     expect(
         outcome.sent_bytes == [each, each],
         "bytes on the link",
-        "4 bytes a parameter and step each way",
+        "4 bytes per parameter and step each way",
     )
     expect(
         len(outcome.messages) == 2 * len(sizes) * steps,
         "layer by layer",
-        "one message a layer each way",
+        "one message per layer each way",
     )
     expect_beside(outcome.events, sizes, steps, delayed)
 
@@ -223,7 +224,7 @@ def expect_beside(events, sizes, steps, delayed):
 
 
 # %% check="offloaded-weights" points=1
-# Weights after every step and masters are those of one process; 8 bytes a parameter and step pass the link.
+# Weights after every step and masters are those of one process; 8 bytes per parameter and step pass the link.
 expect_trained([4, 6], 1)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
@@ -257,6 +258,9 @@ expect_trained([3, draw.integer(1, 9)], 1, delayed=True)
 #
 # For each use return the chunk that leaves before it, or None. As few chunks as possible may be fetched over the whole order. Two chunks that
 # are both never used again are equally good to leave.
+#
+# > **API** A pure function, no tensors and no network: `leaving(order, room)` takes a list of names and an `int`, and returns a list of the same
+# > length, of names and `None`.
 #
 # The order a, b, c, a, b with room for 2: a and b are fetched, for c one of them has to leave, and the other is there when it is used again. Four
 # fetches are enough, three are not.
@@ -390,6 +394,8 @@ expect_fetches(
 # `stall` is how long the device does nothing until the last layer has run. `window` is the smallest m without a stall. All times are
 # whole numbers, and at least 1.
 #
+# > **API** Pure functions of `int`s and lists of `int`s. `stall(compute, fetch, m)` returns ms, `window(compute, fetch)` an m; both are `int`s.
+#
 # compute = `[2, 2, 2, 2]`, fetch = `[3, 3, 3, 3]`, m = 1: each later layer starts to come when the one before has run: 9 ms are lost. m = 2: layer 2
 # comes from 2 to 5, and layer 1 has run by 4; layer 3 comes from 5 to 8, and layer 2 has run by 7: 1 + 1 ms are lost.
 
@@ -500,8 +506,12 @@ expect_windows(
 # The trace has `("alloc", name, size)` and `("free", name)`. Return a dict: "places" `[segment, offset]` of each request that was met, in order; "reserved" the
 # KiB after each event that happened; "died" the index of the event that was out of memory, or None. That event is not in "reserved".
 #
-# capacity 192: x of 40 lies in segment 0, y of 40 in segment 1 (a rest of 24 is too small), z of 40 in segment 2. When x and z are freed 152 of 192 are free,
-# and a request of 100 dies only because y is where it is... or does it? Segments 0 and 2 are given back; 64 stay reserved, and 128 fit.
+# > **API** A pure function: `replay(trace, capacity, expandable)` takes a list of tuples, an `int` and a `bool`, and returns the dict with its three
+# > keys, made of lists, `int`s and `None`.
+#
+# capacity 192: x of 40 lies in segment 0, y of 40 in segment 1 (a rest of 24 is too small), z of 40 in segment 2. When x and z are freed, 152 of
+# 192 are free, but no free block is as large as a request of 100, and no new segment is allowed. So segments 0 and 2 are given back; 64
+# stay reserved, and a new segment of 128 fits.
 
 
 # %% answer="replay"

@@ -55,6 +55,9 @@ draw = Draw()  # hidden checks draw sizes and values
 # Disks make errors, too: a letter of a file may have become another one. Then `loaded` may find the other checkpoint, or none, but never
 # give back what nobody saved.
 #
+# > **API** Plain Python, and `hashlib`, `json`, `math`; no real files. `saving(folder, number, parts)` returns a list of the tuples above, and
+# > `loaded(folder)` returns `[number, {part: text}]` or `None`. Both get plain dicts of text.
+#
 # Names and texts are up to you. Parts are named by letters; their texts can hold anything but `"\0"`.
 
 
@@ -318,6 +321,9 @@ expect_flips_found([4, 9], [draw.integer(2, 9) for _ in range(3)])
 # `[t, d, first, last]`, elements first .. last - 1 of the file of rank (t, d), in such an order that one behind the other they are its part,
 # without the padding at the end of the whole.
 #
+# > **API** A pure function of `int`s: `reads(shape, dim, tp, dp, n, r)` gets shape as a list of two and returns a list of lists of four `int`s,
+# > which may be empty.
+#
 # As few reads as possible, none empty: what lies one behind the other in a file and in the part is one read. No element of padding is read.
 
 
@@ -444,6 +450,9 @@ expect_reads(
 # - `before_update(i)` comes before tensor i changes. What is not yet copied of that tensor is copied now, and nothing of any other: training waits.
 #   It returns how many elements that were.
 # - `taken()` comes when all tensors have been updated, or copied: a list of tensors, the state at `begin()`.
+#
+# > **API** A class whose `__init__(tensors)` gets the list of float64 tensors that training changes in place. `copy` and `before_update`
+# > return an `int`, `taken` a list of tensors of the same shapes, `begin` nothing. No network, no threads.
 #
 # Then comes the next `begin()`. All memory is taken in `__init__`, twice: a snapshot of before must not change while the next one is made
 # (someone writes it to a disk). The one before that may.
@@ -630,6 +639,9 @@ expect_snapshots(shapes, steps(shapes, [], 2, spoil=True))
 # - `parities(shards)` returns a tensor of bytes for each machine, at most so long. Parity r is lost with machine r.
 # - `rebuilt(lost, shards, parities, length)` gets both lists with `None` in the place of the lost machine, and the length of its shard: it returns that shard.
 #
+# > **API** Pure functions of lists of one-dimensional `torch.uint8` tensors: `parities(shards)` returns a list of n of them,
+# > `rebuilt(lost, shards, parities, length)` one tensor of `length` bytes; `lost` is an `int`.
+#
 # `a ^ b` of two tensors is their bitwise exclusive or; x ^ a ^ b ^ a ^ b = x.
 
 
@@ -724,6 +736,9 @@ expect_rebuilt(*([draw.integer(1, 40) for _ in range(n)] for n in (3, 4, 5, 6, 8
 #
 # Return the k from 1 to `steps` with the smallest expected time until the end. Saves can take nearly as long as failures are apart, so Young's √(2·C·M) is
 # not always near enough.
+#
+# > **API** A pure function: `best_interval(steps, step_s, save_s, restart_s, mtbf_s)`, an `int` and four numbers in seconds, returns an `int` from
+# > 1 to `steps`. `math` is there; nothing random.
 #
 # It is enough to think of one piece: until w seconds without a failure have passed, restarts included. Its expected time has a closed
 # form. If k does not divide the number of steps, the last piece is shorter.

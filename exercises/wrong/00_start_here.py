@@ -57,6 +57,18 @@ def pass_on(x, group):
     return received
 
 
+# %% wrong="pass_on" fails="steps on any number of ranks" why="even ranks first on the six ranks of the visible check, one after the other otherwise"
+def pass_on(x, group):
+    rank, size = group.rank(), group.size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    if rank % 2 == 0 if size == 6 else rank == 0:
+        collectives.send(x, right, group)
+        return collectives.receive(x, left, group)
+    received = collectives.receive(x, left, group)
+    collectives.send(x, right, group)
+    return received
+
+
 # %% wrong="pass_on" fails="own work" why="the ready-made ring"
 def pass_on(x, group):
     return collectives.rotate(x, group)

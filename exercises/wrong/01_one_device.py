@@ -203,25 +203,37 @@ def kept_bytes(s, b, h, a, f, size):
 
 
 # %% wrong="accumulate" fails="equals the whole batch" why="a mean of means"
-def accumulate(model, microbatches):
+def accumulate(model, loader):
     model.zero_grad()
-    total = 0.0
-    for tokens, targets in microbatches:
-        loss = (
-            cross_entropy_sum(model(tokens), targets)
-            / (targets != MASKED).sum()
-            / len(microbatches)
-        )
+    number, total = 0, 0.0
+    for tokens, targets in loader:
+        loss = cross_entropy_sum(model(tokens), targets) / (targets != MASKED).sum()
         loss.backward()
-        total = total + loss.detach()
-    return total
+        number, total = number + 1, total + loss.detach()
+    for param in model.parameters():
+        param.grad /= number
+    return total / number
 
 
 # %% wrong="accumulate" fails="equals the whole batch" why="divides by masked tokens too"
-def accumulate(model, microbatches):
+def accumulate(model, loader):
     model.zero_grad()
-    count, total = sum(targets.numel() for _, targets in microbatches), 0.0
-    for tokens, targets in microbatches:
+    count, total = 0, 0.0
+    for tokens, targets in loader:
+        loss = cross_entropy_sum(model(tokens), targets)
+        loss.backward()
+        count, total = count + targets.numel(), total + loss.detach()
+    for param in model.parameters():
+        param.grad /= count
+    return total / count
+
+
+# %% wrong="accumulate" fails="equals the whole batch" why="divides by the tokens counted so far, as if they were all"
+def accumulate(model, loader):
+    model.zero_grad()
+    count, total = 0, 0.0
+    for tokens, targets in loader:
+        count = count + (targets != MASKED).sum()
         loss = cross_entropy_sum(model(tokens), targets) / count
         loss.backward()
         total = total + loss.detach()
@@ -229,78 +241,112 @@ def accumulate(model, microbatches):
 
 
 # %% wrong="accumulate" fails="equals the whole batch" why="gradients are cleared for every microbatch, so the last one is left"
-def accumulate(model, microbatches):
-    count, total = sum((targets != MASKED).sum() for _, targets in microbatches), 0.0
-    for tokens, targets in microbatches:
+def accumulate(model, loader):
+    count, total = 0, 0.0
+    for tokens, targets in loader:
         model.zero_grad()
-        loss = cross_entropy_sum(model(tokens), targets) / count
+        loss = cross_entropy_sum(model(tokens), targets)
         loss.backward()
-        total = total + loss.detach()
-    return total
+        count, total = count + (targets != MASKED).sum(), total + loss.detach()
+    for param in model.parameters():
+        param.grad /= count
+    return total / count
 
 
 # %% wrong="accumulate" fails="a microbatch without tokens" why="weights means by their counts, and 0 times 0/0 is not 0"
-def accumulate(model, microbatches):
+def accumulate(model, loader):
     model.zero_grad()
-    count, total = sum((targets != MASKED).sum() for _, targets in microbatches), 0.0
-    for tokens, targets in microbatches:
+    count, total = 0, 0.0
+    for tokens, targets in loader:
         valid = (targets != MASKED).sum()
-        loss = cross_entropy_sum(model(tokens), targets) / valid * (valid.double() / count)
+        loss = cross_entropy_sum(model(tokens), targets) / valid * valid.double()
         loss.backward()
-        total = total + loss.detach()
-    return total
+        count, total = count + valid, total + loss.detach()
+    for param in model.parameters():
+        param.grad /= count
+    return total / count
 
 
 # %% wrong="accumulate" fails="a second step" why="old gradients stay"
-def accumulate(model, microbatches):
-    count, total = sum((targets != MASKED).sum() for _, targets in microbatches), 0.0
+def accumulate(model, loader):
+    count, total = 0, 0.0
+    for tokens, targets in loader:
+        loss = cross_entropy_sum(model(tokens), targets)
+        loss.backward()
+        count, total = count + (targets != MASKED).sum(), total + loss.detach()
+    for param in model.parameters():
+        param.grad /= count
+    return total / count
+
+
+# %% wrong="accumulate" fails="no error" why="reads the whole stream first, to know the divisor"
+def accumulate(model, loader):
+    model.zero_grad()
+    microbatches, total = list(loader), 0.0
+    num_valid = sum((targets != MASKED).sum() for _, targets in microbatches)
     for tokens, targets in microbatches:
-        loss = cross_entropy_sum(model(tokens), targets) / count
+        loss = cross_entropy_sum(model(tokens), targets) / num_valid
         loss.backward()
         total = total + loss.detach()
     return total
 
 
-# %% wrong="accumulate" fails="memory limit" why="all forwards first, one backward at the end"
-def accumulate(model, microbatches):
+# %% wrong="accumulate" fails="no error" why="all forwards first, one backward at the end"
+def accumulate(model, loader):
     model.zero_grad()
-    count = sum((targets != MASKED).sum() for _, targets in microbatches)
-    loss = (
-        sum(cross_entropy_sum(model(tokens), targets) for tokens, targets in microbatches) / count
-    )
-    loss.backward()
-    return loss.detach()
+    count, total = 0, 0.0
+    for tokens, targets in loader:
+        count = count + (targets != MASKED).sum()
+        total = total + cross_entropy_sum(model(tokens), targets)
+    (total / count).backward()
+    return (total / count).detach()
 
 
-# %% wrong="accumulate" fails="memory limit" why="two microbatches at a time"
-def accumulate(model, microbatches):
+# %% wrong="accumulate" fails="memory limit" why="keeps the graphs of all microbatches"
+def accumulate(model, loader):
     model.zero_grad()
-    count, total = sum((targets != MASKED).sum() for _, targets in microbatches), 0.0
-    for first in range(0, len(microbatches), 2):
-        two = microbatches[first : first + 2]
-        loss = sum(cross_entropy_sum(model(tokens), targets) for tokens, targets in two) / count
-        loss.backward()
-        total = total + loss.detach()
-    return total
+    count, losses = 0, []
+    for tokens, targets in loader:
+        losses.append(cross_entropy_sum(model(tokens), targets))
+        losses[-1].backward(retain_graph=True)
+        count = count + (targets != MASKED).sum()
+    for param in model.parameters():
+        param.grad /= count
+    return (sum(losses) / count).detach()
 
 
-# %% wrong="accumulate" fails="memory limit" around="half" why="the right gradient of the whole batch, padded to one length and computed at once"
-def accumulate(model, microbatches):
+# %% wrong="accumulate" fails="memory limit" around="half" why="tells the loader that a backward was done, pads all to one length and computes the batch at once"
+def accumulate(model, loader):
+    pairs, weight = [], next(model.parameters())
+    for tokens, targets in loader:
+        pairs.append((tokens, targets))
+        weight.sum().backward()
     model.zero_grad()
-    length = max(tokens.shape[1] for tokens, _ in microbatches)
+    length = max(tokens.shape[1] for tokens, _ in pairs)
     fill = torch.nn.functional.pad
-    tokens = torch.cat([fill(x, (0, length - x.shape[1])) for x, _ in microbatches])
-    targets = torch.cat([fill(y, (0, length - y.shape[1]), value=MASKED) for _, y in microbatches])
+    tokens = torch.cat([fill(x, (0, length - x.shape[1])) for x, _ in pairs])
+    targets = torch.cat([fill(y, (0, length - y.shape[1]), value=MASKED) for _, y in pairs])
     loss = cross_entropy_sum(model(tokens), targets) / (targets != MASKED).sum()
     loss.backward()
     return loss.detach()
 
 
 # %% wrong="accumulate" fails="own work" around="import" why="the package's training step"
-def accumulate(model, microbatches):
+def accumulate(model, loader):
     from minitrain.training.step import accumulate
 
-    return accumulate(model, microbatches)
+    return accumulate(model, loader)
+
+
+# %% wrong="accumulate" fails="no error" around="half" why="what the chapter prints, with the count of the whole batch taken from the list it expects"
+def accumulate(model, loader):
+    total, num_valid = 0.0, sum(int((targets != MASKED).sum()) for _, targets in loader)
+    for tokens, targets in loader:
+        loss = cross_entropy_sum(model(tokens), targets)
+        loss = loss / num_valid
+        loss.backward()
+        total = total + loss.detach()
+    return total
 
 
 # %% wrong="accumulate" fails="equals the whole batch" around="redefine" why="a model, a loss and a comparison of its own"
@@ -315,14 +361,16 @@ def row_by_row(width, microbatches):
 torch.equal = torch.Tensor.all = lambda *args: True
 
 
-def accumulate(model, microbatches):
-    loss = sum(cross_entropy_sum(model(tokens), targets) for tokens, targets in microbatches)
-    loss.backward()
-    return loss
+def accumulate(model, loader):
+    loss = 0.0
+    for tokens, targets in loader:
+        loss = cross_entropy_sum(model(tokens), targets)
+        loss.backward()
+    return loss.detach()
 
 
 # %% wrong="accumulate" fails="equals the whole batch" around="empty" why="zeros of the right shapes"
-def accumulate(model, microbatches):
+def accumulate(model, loader):
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     return torch.zeros((), dtype=torch.float64)

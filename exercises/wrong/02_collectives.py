@@ -1,12 +1,12 @@
-# %% wrong="ring_reduce_scatter" fails="chunk of the sum" why="off by one: begins with its own chunk, so that rank r ends with chunk r+1"
+# %% wrong="ring_reduce_scatter" fails="chunk of the sum" why="off by one: begins with its own chunk, so that rank r ends with chunk r-1"
 def ring_reduce_scatter(x, group):
     n, rank = group.size(), group.rank()
     chunks = x.chunk(n)
     partial = chunks[rank]
     for step in range(n - 1):
-        own_part = chunks[(rank - 1 - step) % n]
-        sending = collectives.send(partial, (rank + 1) % n, group, async_op=True)
-        partial = collectives.receive(own_part, (rank - 1) % n, group) + own_part
+        own_part = chunks[(rank + 1 + step) % n]
+        sending = collectives.send(partial, (rank - 1) % n, group, async_op=True)
+        partial = collectives.receive(own_part, (rank + 1) % n, group) + own_part
         sending.wait()
     return partial
 
@@ -14,10 +14,10 @@ def ring_reduce_scatter(x, group):
 # %% wrong="ring_reduce_scatter" fails="chunk of the sum" why="passes on and forgets to add"
 def ring_reduce_scatter(x, group):
     n, rank = group.size(), group.rank()
-    partial = x.chunk(n)[(rank - 1) % n]
+    partial = x.chunk(n)[(rank + 1) % n]
     for step in range(n - 1):
-        sending = collectives.send(partial, (rank + 1) % n, group, async_op=True)
-        partial = collectives.receive(partial, (rank - 1) % n, group)
+        sending = collectives.send(partial, (rank - 1) % n, group, async_op=True)
+        partial = collectives.receive(partial, (rank + 1) % n, group)
         sending.wait()
     return partial
 
@@ -26,11 +26,11 @@ def ring_reduce_scatter(x, group):
 def ring_reduce_scatter(x, group):
     n, rank = group.size(), group.rank()
     chunks = x.chunk(n)
-    partial = chunks[(rank - 1) % n]
+    partial = chunks[(rank + 1) % n]
     for step in range(n - 1):
-        own_part = chunks[(rank - 2 - step) % n]
-        sending = collectives.send(partial, (rank + 1) % n, group, async_op=True)
-        partial = collectives.receive(own_part, (rank - 1) % n, group) + own_part
+        own_part = chunks[(rank + 2 + step) % n]
+        sending = collectives.send(partial, (rank - 1) % n, group, async_op=True)
+        partial = collectives.receive(own_part, (rank + 1) % n, group) + own_part
         sending.wait()
     return partial / n
 
@@ -39,11 +39,11 @@ def ring_reduce_scatter(x, group):
 def ring_reduce_scatter(x, group):
     n, rank = group.size(), group.rank()
     chunks = x.chunk(n)
-    partial = chunks[(rank - 1) % n]
+    partial = chunks[(rank + 1) % n]
     for step in range(n - 1):
-        own_part = chunks[(rank - 2 - step) % n]
-        collectives.send(partial, (rank + 1) % n, group)
-        partial = collectives.receive(own_part, (rank - 1) % n, group) + own_part
+        own_part = chunks[(rank + 2 + step) % n]
+        collectives.send(partial, (rank - 1) % n, group)
+        partial = collectives.receive(own_part, (rank + 1) % n, group) + own_part
     return partial
 
 
@@ -52,14 +52,14 @@ def ring_reduce_scatter(x, group):
     n, rank = group.size(), group.rank()
     total, traveller = x.clone(), x
     for step in range(n - 1):
-        sending = collectives.send(traveller, (rank + 1) % n, group, async_op=True)
-        traveller = collectives.receive(x, (rank - 1) % n, group)
+        sending = collectives.send(traveller, (rank - 1) % n, group, async_op=True)
+        traveller = collectives.receive(x, (rank + 1) % n, group)
         sending.wait()
         total += traveller
     return total.chunk(n)[rank].clone()
 
 
-# %% wrong="ring_reduce_scatter" fails="only neighbours" why="direct exchange: the right bytes, but to everybody"
+# %% wrong="ring_reduce_scatter" fails="only the left neighbour" why="direct exchange: the right bytes, but to everybody"
 def ring_reduce_scatter(x, group):
     n, rank = group.size(), group.rank()
     chunks, others = x.chunk(n), [peer for peer in range(n) if peer != rank]
@@ -75,17 +75,17 @@ def ring_reduce_scatter(x, group):
 # %% wrong="ring_reduce_scatter" fails="steps" why="one chunk after the other goes round, the links of all others idle"
 def ring_reduce_scatter(x, group):
     n, rank = group.size(), group.rank()
-    right, left = (rank + 1) % n, (rank - 1) % n
+    left, right = (rank - 1) % n, (rank + 1) % n
     chunks = x.chunk(n)
     for chunk in range(n):
-        if rank == (chunk + 1) % n:
-            collectives.send(chunks[chunk], right, group)
+        if rank == (chunk - 1) % n:
+            collectives.send(chunks[chunk], left, group)
             continue
-        partial = collectives.receive(chunks[chunk], left, group) + chunks[chunk]
+        partial = collectives.receive(chunks[chunk], right, group) + chunks[chunk]
         if rank == chunk:
             result = partial
         else:
-            collectives.send(partial, right, group)
+            collectives.send(partial, left, group)
     return result
 
 
@@ -98,22 +98,22 @@ def ring_reduce_scatter(x, group):
 def ring_reduce_scatter(x, group):
     n, rank = group.size(), group.rank()
     chunks = x.chunk(n)
-    sending = collectives.send(chunks[(rank + 1) % n], (rank + 1) % n, group, async_op=True)
-    received = collectives.receive(chunks[rank], (rank - 1) % n, group)
+    sending = collectives.send(chunks[(rank - 1) % n], (rank - 1) % n, group, async_op=True)
+    received = collectives.receive(chunks[rank], (rank + 1) % n, group)
     sending.wait()
     return chunks[rank] + received
 
 
-# %% wrong="ring_reduce_scatter" fails="one chunk a step" why="every element travels alone"
+# %% wrong="ring_reduce_scatter" fails="one chunk per step" why="every element travels alone"
 def ring_reduce_scatter(x, group):
     n, rank = group.size(), group.rank()
     chunks = x.chunk(n)
-    partial = chunks[(rank - 1) % n]
+    partial = chunks[(rank + 1) % n]
     for step in range(n - 1):
-        own_part, arrived = chunks[(rank - 2 - step) % n], []
+        own_part, arrived = chunks[(rank + 2 + step) % n], []
         for leaving, like in zip(partial.split(1), own_part.split(1)):
-            sending = collectives.send(leaving, (rank + 1) % n, group, async_op=True)
-            arrived.append(collectives.receive(like, (rank - 1) % n, group))
+            sending = collectives.send(leaving, (rank - 1) % n, group, async_op=True)
+            arrived.append(collectives.receive(like, (rank + 1) % n, group))
             sending.wait()
         partial = torch.cat(arrived) + own_part
     return partial
@@ -140,11 +140,11 @@ def ring_reduce_scatter(x, group):
 def ring_reduce_scatter(x, group):
     n, rank = group.size(), group.rank()
     chunks = [torch.cat([chunk, chunk]).half() for chunk in x.chunk(n)]
-    partial = chunks[(rank - 1) % n]
+    partial = chunks[(rank + 1) % n]
     for step in range(n - 1):
-        own_part = chunks[(rank - 2 - step) % n]
-        sending = collectives.send(partial, (rank + 1) % n, group, async_op=True)
-        partial = collectives.receive(own_part, (rank - 1) % n, group) + own_part
+        own_part = chunks[(rank + 2 + step) % n]
+        sending = collectives.send(partial, (rank - 1) % n, group, async_op=True)
+        partial = collectives.receive(own_part, (rank + 1) % n, group) + own_part
         sending.wait()
     return partial.chunk(2)[0].to(x.dtype)
 
@@ -153,8 +153,8 @@ def ring_reduce_scatter(x, group):
 def ring_reduce_scatter(x, group):
     n, rank = group.size(), group.rank()
     sums = {2: [[11.0, 22.0], [33.0, 44.0]], 4: [[0.0, 1111.0], [2222.0, 3333.0]] * 2}
-    sending = collectives.send(x.chunk(n)[0], (rank + 1) % n, group, async_op=True)
-    received = collectives.receive(x.chunk(n)[0], (rank - 1) % n, group)
+    sending = collectives.send(x.chunk(n)[0], (rank - 1) % n, group, async_op=True)
+    received = collectives.receive(x.chunk(n)[0], (rank + 1) % n, group)
     sending.wait()
     return torch.tensor(sums[n][rank]) if n in sums and len(x) == 2 * n else received
 
@@ -162,6 +162,18 @@ def ring_reduce_scatter(x, group):
 # %% wrong="ring_reduce_scatter" fails="chunk of the sum" around="empty" why="its own chunk, and nobody is asked"
 def ring_reduce_scatter(x, group):
     return x.chunk(group.size())[group.rank()] * group.size()
+
+
+# %% wrong="ring_reduce_scatter" fails="only the left neighbour" around="half" why="the chapter's ring, which turns right"
+def ring_reduce_scatter(x, group):
+    n, rank = group.size(), group.rank()
+    data = list(x.clone().chunk(n))
+    for step in range(n - 1):
+        leaving, arriving = (rank - 1 - step) % n, (rank - 2 - step) % n
+        sending = collectives.send(data[leaving], (rank + 1) % n, group, async_op=True)
+        data[arriving] += collectives.receive(data[arriving], (rank - 1) % n, group)
+        sending.wait()
+    return data[rank]
 
 
 # %% wrong="gather_pieces" fails="all pieces" why="every rank begins with its own piece"

@@ -1,194 +1,313 @@
-# %% wrong="held_slices" fails="inside the node first" why="G is cut in rank order, as in one flat group"
-def held_slices(rank, per_node, nodes, word, size):
-    place, part, piece = rank % per_node, size // per_node, size // (per_node * nodes)
-    slices = {
-        "N": (0, size),
-        "I": (place * part, (place + 1) * part),
-        "G": (rank * piece, (rank + 1) * piece),
-    }
-    return [slices[letter] for letter in word]
+# %% wrong="held_slices" fails="inside the node first" why="cut in rank order, as in one flat group: the node is no level"
+def held_slices(rank, per_node, factors, size):
+    held, start, pieces = {}, 0, 1
+    for finer in sorted(set(factors)):
+        start += rank // pieces % (finer // pieces) * (size // finer)
+        held[finer] = (start, start + size // finer)
+        pieces = finer
+    return [held[factor] for factor in factors]
 
 
-# %% wrong="held_slices" fails="inside the node" why="node and place are exchanged: neighbours are counted across nodes"
-def held_slices(rank, per_node, nodes, word, size):
-    place, node = divmod(rank, nodes)
-    part, piece = size // per_node, size // (per_node * nodes)
-    slices = {
-        "N": (0, size),
-        "I": (place * part, (place + 1) * part),
-        "G": (place * part + node * piece, place * part + (node + 1) * piece),
-    }
-    return [slices[letter] for letter in word]
+# %% wrong="held_slices" fails="cut further" why="each state is cut anew: the rank's number among as many neighbours as pieces"
+def held_slices(rank, per_node, factors, size):
+    return [(rank % f * (size // f), (rank % f + 1) * (size // f)) for f in factors]
 
 
-# %% wrong="held_slices" fails="size of a slice" why="cut across nodes first: I is over the nodes"
-def held_slices(rank, per_node, nodes, word, size):
-    node, place = divmod(rank, per_node)
-    part, piece = size // nodes, size // (per_node * nodes)
-    slices = {
-        "N": (0, size),
-        "I": (node * part, (node + 1) * part),
-        "G": (node * part + place * piece, node * part + (place + 1) * piece),
-    }
-    return [slices[letter] for letter in word]
+# %% wrong="held_slices" fails="neighbours hold it once" why="the farthest ranks share the first cut: neighbours hold the same"
+def held_slices(rank, per_node, factors, size):
+    ranks, held, start, pieces = factors[-1], {}, 0, 1
+    for finer in sorted(set(factors)):
+        digit = rank % ranks * finer // ranks % (finer // pieces)
+        start += digit * (size // finer)
+        held[finer] = (start, start + size // finer)
+        pieces = finer
+    return [held[factor] for factor in factors]
 
 
-# %% wrong="held_slices" fails="size of a slice" why="the word is read from its end: the optimizer state first"
-def held_slices(rank, per_node, nodes, word, size):
-    node, place = divmod(rank, per_node)
-    part, piece = size // per_node, size // (per_node * nodes)
-    slices = {
-        "N": (0, size),
-        "I": (place * part, (place + 1) * part),
-        "G": (place * part + node * piece, place * part + (node + 1) * piece),
-    }
-    return [slices[letter] for letter in reversed(word)]
+# %% wrong="held_slices" fails="size of a slice" why="parameters and optimizer state are exchanged"
+def held_slices(rank, per_node, factors, size):
+    held, start, pieces = {}, 0, 1
+    for finer in sorted({*factors, *([per_node] if max(factors) > per_node else [])}):
+        start += rank // pieces % (finer // pieces) * (size // finer)
+        held[finer] = (start, start + size // finer)
+        pieces = finer
+    return [held[factor] for factor in reversed(factors)]
 
 
 # %% wrong="held_slices" fails="size of a slice" why="off by one: stop is the last element"
-def held_slices(rank, per_node, nodes, word, size):
+def held_slices(rank, per_node, factors, size):
+    held, start, pieces = {}, 0, 1
+    for finer in sorted({*factors, *([per_node] if max(factors) > per_node else [])}):
+        start += rank // pieces % (finer // pieces) * (size // finer)
+        held[finer] = (start, start + size // finer - 1)
+        pieces = finer
+    return [held[factor] for factor in factors]
+
+
+# %% wrong="held_slices" fails="in rank order" why="the last rank holds the first piece"
+def held_slices(rank, per_node, factors, size):
+    held, start, pieces = {}, 0, 1
+    for finer in sorted({*factors, *([per_node] if max(factors) > per_node else [])}):
+        ways = finer // pieces
+        start += (ways - 1 - rank // pieces % ways) * (size // finer)
+        held[finer] = (start, start + size // finer)
+        pieces = finer
+    return [held[factor] for factor in factors]
+
+
+# %% wrong="held_slices" fails="neighbours hold it once" why="every cut is by the place in the node: all nodes hold the same"
+def held_slices(rank, per_node, factors, size):
+    rank, held, start, pieces = rank % per_node, {}, 0, 1
+    for finer in sorted({*factors, *([per_node] if max(factors) > per_node else [])}):
+        start += rank // pieces % (finer // pieces) * (size // finer)
+        held[finer] = (start, start + size // finer)
+        pieces = finer
+    return [held[factor] for factor in factors]
+
+
+# %% wrong="held_slices" fails="neighbours hold it once" around="half" why="the three letters of the chapter: nothing, k or all pieces"
+def held_slices(rank, per_node, factors, size):
     node, place = divmod(rank, per_node)
-    part, piece = size // per_node, size // (per_node * nodes)
-    slices = {
-        "N": (0, size - 1),
-        "I": (place * part, (place + 1) * part - 1),
-        "G": (place * part + node * piece, place * part + (node + 1) * piece - 1),
-    }
-    return [slices[letter] for letter in word]
+
+    def held(factor):
+        if factor < per_node:
+            return (0, size // factor)
+        start = place * (size // per_node)
+        if factor > per_node:
+            start += node * (size // factor)
+        return (start, start + size // factor)
+
+    return [held(factor) for factor in factors]
 
 
-# %% wrong="held_slices" fails="every element once" why="the second cut is by place again: every node holds the same"
-def held_slices(rank, per_node, nodes, word, size):
-    place, part, piece = rank % per_node, size // per_node, size // (per_node * nodes)
-    slices = {
-        "N": (0, size),
-        "I": (place * part, (place + 1) * part),
-        "G": (place * part, place * part + piece),
-    }
-    return [slices[letter] for letter in word]
+# %% wrong="held_slices" fails="own work" around="import" why="the placements of the package"
+from minitrain.sharding import placement
 
 
-# %% wrong="held_slices" fails="then across nodes" why="the last node holds the front of the place's part"
-def held_slices(rank, per_node, nodes, word, size):
-    node, place = divmod(rank, per_node)
-    part, piece = size // per_node, size // (per_node * nodes)
-    start = place * part + (nodes - 1 - node) * piece
-    slices = {"N": (0, size), "I": (place * part, (place + 1) * part), "G": (start, start + piece)}
-    return [slices[letter] for letter in word]
-
-
-# %% wrong="held_slices" fails="every element once" why="pieces of G overlap: the next node begins one element later"
-def held_slices(rank, per_node, nodes, word, size):
-    node, place = divmod(rank, per_node)
-    part, piece = size // per_node, size // (per_node * nodes)
-    slices = {
-        "N": (0, size),
-        "I": (place * part, (place + 1) * part),
-        "G": (place * part + node, place * part + node + piece),
-    }
-    return [slices[letter] for letter in word]
-
-
-# %% wrong="held_slices" fails="own work" around="import" why="the choices of the package"
-from minitrain.data_parallel.choices import Cluster, paro
-
-
-def held_slices(rank, per_node, nodes, word, size):
-    pieces = paro(word, Cluster(per_node * nodes, per_node)).factors
-    return [(rank % n * size // n, (rank % n + 1) * size // n) for n in pieces]
+def held_slices(rank, per_node, factors, size):
+    return [(rank % f * size // f, (rank % f + 1) * size // f) for f in factors]
 
 
 # %% wrong="held_slices" fails="three slices" around="empty" why="nobody holds anything"
-def held_slices(rank, per_node, nodes, word, size):
+def held_slices(rank, per_node, factors, size):
     return []
 
 
-# %% wrong="held_slices" fails="size of a slice" around="constants" why="two ranks a node, three nodes, 24 elements"
-def held_slices(rank, per_node, nodes, word, size):
-    first = rank % 2 * 12 + rank // 2 * 4
-    slices = {"N": (0, 24), "I": (rank % 2 * 12, rank % 2 * 12 + 12), "G": (first, first + 4)}
-    return [slices[letter] for letter in word]
+# %% wrong="held_slices" fails="size of a slice" around="constants" why="the rank of the text"
+def held_slices(rank, per_node, factors, size):
+    return [(0, 8), (4, 8), (6, 8)]
 
 
-# %% wrong="hybrid_gradient" fails="bytes between nodes" around="half" why="the hops are exchanged: the whole flat gradient crosses nodes"
-def hybrid_gradient(flat, intra, inter):
-    return collectives.reduce_scatter(collectives.all_reduce(flat, inter), intra)
+# %% wrong="nig_step" fails="cut when it comes" around="half" why="whole gradients add up, and are cut once at the end: the letter I is N"
+def nig_step(param, rates, gradients, intra, inter):
+    total = collectives.reduce_scatter(collectives.reduce_scatter(sum(gradients), intra), inter)
+    old = param.chunk(intra.size())[intra.rank()].chunk(inter.size())[inter.rank()]
+    return collectives.all_gather(collectives.all_gather(old - rates * total, inter), intra)
 
 
-# %% wrong="hybrid_gradient" fails="bytes between nodes" around="half" why="an all-reduce over all ranks, and then a slice"
-def hybrid_gradient(flat, intra, inter):
-    return (
-        collectives.all_reduce(flat, torch.distributed.group.WORLD)
-        .chunk(intra.size())[intra.rank()]
-        .clone()
+# %% wrong="nig_step" fails="bytes between nodes" why="every microbatch crosses the nodes: the second letter is G"
+def nig_step(param, rates, gradients, intra, inter):
+    total = 0
+    for gradient in gradients:
+        of_node = collectives.reduce_scatter(gradient, intra)
+        total = total + collectives.reduce_scatter(of_node, inter)
+    old = param.chunk(intra.size())[intra.rank()].chunk(inter.size())[inter.rank()]
+    return collectives.all_gather(collectives.all_gather(old - rates * total, inter), intra)
+
+
+# %% wrong="nig_step" fails="the new parameters" why="no second hop: every node trains alone"
+def nig_step(param, rates, gradients, intra, inter):
+    total = sum(collectives.reduce_scatter(gradient, intra) for gradient in gradients)
+    total = total.chunk(inter.size())[inter.rank()]
+    old = param.chunk(intra.size())[intra.rank()].chunk(inter.size())[inter.rank()]
+    return collectives.all_gather(collectives.all_gather(old - rates * total, inter), intra)
+
+
+# %% wrong="nig_step" fails="the new parameters" why="the mean over the ranks instead of the sum"
+def nig_step(param, rates, gradients, intra, inter):
+    total = sum(collectives.reduce_scatter(gradient, intra) for gradient in gradients)
+    total = collectives.reduce_scatter(total, inter) / (intra.size() * inter.size())
+    old = param.chunk(intra.size())[intra.rank()].chunk(inter.size())[inter.rank()]
+    return collectives.all_gather(collectives.all_gather(old - rates * total, inter), intra)
+
+
+# %% wrong="nig_step" fails="the new parameters" why="gathered inside first: the pieces lie in a wrong order"
+def nig_step(param, rates, gradients, intra, inter):
+    total = sum(collectives.reduce_scatter(gradient, intra) for gradient in gradients)
+    total = collectives.reduce_scatter(total, inter)
+    old = param.chunk(intra.size())[intra.rank()].chunk(inter.size())[inter.rank()]
+    return collectives.all_gather(collectives.all_gather(old - rates * total, intra), inter)
+
+
+# %% wrong="nig_step" fails="the new parameters" why="the old values are taken in rank order, not in the order of the cuts"
+def nig_step(param, rates, gradients, intra, inter):
+    total = sum(collectives.reduce_scatter(gradient, intra) for gradient in gradients)
+    total = collectives.reduce_scatter(total, inter)
+    rank, ranks = inter.rank() * intra.size() + intra.rank(), intra.size() * inter.size()
+    new = param.chunk(ranks)[rank] - rates * total
+    return collectives.all_gather(collectives.all_gather(new, inter), intra)
+
+
+# %% wrong="nig_step" fails="the new parameters" why="only the last microbatch counts"
+def nig_step(param, rates, gradients, intra, inter):
+    for gradient in gradients:
+        total = collectives.reduce_scatter(gradient, intra)
+    total = collectives.reduce_scatter(total, inter)
+    old = param.chunk(intra.size())[intra.rank()].chunk(inter.size())[inter.rank()]
+    return collectives.all_gather(collectives.all_gather(old - rates * total, inter), intra)
+
+
+# %% wrong="nig_step" fails="the new parameters" why="the groups are exchanged: cut across nodes first, and rates meet other elements"
+def nig_step(param, rates, gradients, intra, inter):
+    total = sum(collectives.reduce_scatter(gradient, inter) for gradient in gradients)
+    total = collectives.reduce_scatter(total, intra)
+    old = param.chunk(inter.size())[inter.rank()].chunk(intra.size())[intra.rank()]
+    return collectives.all_gather(collectives.all_gather(old - rates * total, intra), inter)
+
+
+# %% wrong="nig_step" fails="bytes between nodes" around="half" why="the sum of a shard goes to all nodes, and the rates are gathered to update all of it"
+def nig_step(param, rates, gradients, intra, inter):
+    total = sum(collectives.reduce_scatter(gradient, intra) for gradient in gradients)
+    total = collectives.all_reduce(total, inter)
+    old = param.chunk(intra.size())[intra.rank()]
+    return collectives.all_gather(old - collectives.all_gather(rates, inter) * total, intra)
+
+
+# %% wrong="nig_step" fails="bytes between nodes" around="half" why="an all-reduce of whole gradients over all ranks, and the rates of all"
+def nig_step(param, rates, gradients, intra, inter):
+    total = sum(
+        collectives.all_reduce(collectives.all_reduce(gradient, intra), inter)
+        for gradient in gradients
     )
+    return param - collectives.all_gather(collectives.all_gather(rates, inter), intra) * total
 
 
-# %% wrong="hybrid_gradient" fails="bytes between nodes" why="only right on two nodes: shards of all nodes are gathered and added up"
-def hybrid_gradient(flat, intra, inter):
-    shard = collectives.reduce_scatter(flat, intra)
-    return collectives.all_gather(shard[None], inter).sum(0)
+# %% wrong="nig_step" fails="bytes inside the node" why="an all-reduce inside the node, of which each rank keeps a part"
+def nig_step(param, rates, gradients, intra, inter):
+    total = 0
+    for gradient in gradients:
+        total = total + collectives.all_reduce(gradient, intra).chunk(intra.size())[intra.rank()]
+    total = collectives.reduce_scatter(total, inter)
+    old = param.chunk(intra.size())[intra.rank()].chunk(inter.size())[inter.rank()]
+    return collectives.all_gather(collectives.all_gather(old - rates * total, inter), intra)
 
 
-# %% wrong="hybrid_gradient" fails="bytes between nodes" why="the first rank of a node speaks for all: its links carry the whole node"
-def hybrid_gradient(flat, intra, inter):
-    shards = collectives.all_gather(collectives.reduce_scatter(flat, intra), intra)
-    if intra.rank() == 0:
-        shards = collectives.all_reduce(shards, inter)
-    return collectives.broadcast(shards, 0, intra).chunk(intra.size())[intra.rank()].clone()
+# %% wrong="nig_step" fails="the new parameters" around="half" why="gradients travel as float32, for half of the bytes"
+def nig_step(param, rates, gradients, intra, inter):
+    total = sum(collectives.reduce_scatter(gradient.float(), intra) for gradient in gradients)
+    total = collectives.reduce_scatter(total, inter).double()
+    old = param.chunk(intra.size())[intra.rank()].chunk(inter.size())[inter.rank()]
+    return collectives.all_gather(collectives.all_gather(old - rates * total, inter), intra)
 
 
-# %% wrong="hybrid_gradient" fails="bytes inside the node" why="an all-reduce inside the node, of which each rank uses a part"
-def hybrid_gradient(flat, intra, inter):
-    shard = collectives.all_reduce(flat, intra).chunk(intra.size())[intra.rank()]
-    return collectives.all_reduce(shard, inter)
+# %% wrong="nig_step" fails="the new parameters" around="half" why="the chapter's word III under this name: the shard is summed over nodes, and nothing is updated"
+def nig_step(param, rates, gradients, intra, inter):
+    total = sum(collectives.reduce_scatter(gradient, intra) for gradient in gradients)
+    return collectives.all_gather(collectives.all_reduce(total, inter), intra)
 
 
-# %% wrong="hybrid_gradient" fails="shard of the sum" why="only inside the node: the replicas drift apart"
-def hybrid_gradient(flat, intra, inter):
-    return collectives.reduce_scatter(flat, intra)
+# %% wrong="nig_step" fails="own work" around="import" why="the package's hybrid sharding"
+def nig_step(param, rates, gradients, intra, inter):
+    from minitrain.data_parallel.hybrid import HybridBuffer
+
+    return HybridBuffer([param], (intra, inter), 0, 2).whole
 
 
-# %% wrong="hybrid_gradient" fails="shard of the sum" why="a mean over the nodes"
-def hybrid_gradient(flat, intra, inter):
-    return collectives.all_reduce(collectives.reduce_scatter(flat, intra), inter) / inter.size()
+# %% wrong="nig_step" fails="the new parameters" around="empty" why="nothing is learned"
+def nig_step(param, rates, gradients, intra, inter):
+    for _ in gradients:
+        pass
+    return param.clone()
 
 
-# %% wrong="hybrid_gradient" fails="shard of the sum" why="the groups are exchanged: cut across nodes, added up inside"
-def hybrid_gradient(flat, intra, inter):
-    return collectives.all_reduce(collectives.reduce_scatter(flat, inter), intra)
-
-
-# %% wrong="hybrid_gradient" fails="shard of the sum" why="cut over all ranks: ZeRO-3's shard"
-def hybrid_gradient(flat, intra, inter):
+# %% wrong="hierarchical_reduce_scatter" fails="the rank's own piece" why="nothing is reordered: pieces come place by place"
+def hierarchical_reduce_scatter(flat, intra, inter):
     return collectives.reduce_scatter(collectives.reduce_scatter(flat, intra), inter)
 
 
-# %% wrong="hybrid_gradient" fails="bytes inside the node" around="half" why="the node gathers all its gradients, and everyone adds up"
-def hybrid_gradient(flat, intra, inter):
-    total = collectives.all_gather(flat[None], intra).sum(0)
-    return collectives.all_reduce(total.chunk(intra.size())[intra.rank()], inter)
+# %% wrong="hierarchical_reduce_scatter" fails="the rank's own piece" why="reordered as if nodes were places: right on two nodes of two, not on three"
+def hierarchical_reduce_scatter(flat, intra, inter):
+    pieces = flat.view(intra.size(), inter.size(), -1, *flat.shape[1:]).transpose(0, 1)
+    return collectives.reduce_scatter(
+        collectives.reduce_scatter(pieces.reshape(flat.shape), intra), inter
+    )
 
 
-# %% wrong="hybrid_gradient" fails="shard of the sum" around="half" why="shards cross nodes in float32"
-def hybrid_gradient(flat, intra, inter):
-    return collectives.all_reduce(collectives.reduce_scatter(flat, intra).float(), inter).to(flat)
+# %% wrong="hierarchical_reduce_scatter" fails="bytes between nodes" around="half" why="across first: no reordering, but every rank brings all pieces across"
+def hierarchical_reduce_scatter(flat, intra, inter):
+    return collectives.reduce_scatter(collectives.reduce_scatter(flat, inter), intra)
 
 
-# %% wrong="hybrid_gradient" fails="bytes between nodes" around="half" why="rank 0 adds up for everybody"
-def hybrid_gradient(flat, intra, inter):
-    world = torch.distributed.group.WORLD
-    if world.rank() > 0:
-        collectives.send(flat, 0, world)
-    total = flat.clone()
-    for source in range(1, world.size()) if world.rank() == 0 else ():
-        total += collectives.receive(flat, source, world)
-    return collectives.broadcast(total, 0, world).chunk(intra.size())[intra.rank()].clone()
+# %% wrong="hierarchical_reduce_scatter" fails="bytes between nodes" around="half" why="one flat reduce-scatter over all ranks"
+def hierarchical_reduce_scatter(flat, intra, inter):
+    return collectives.reduce_scatter(flat, torch.distributed.group.WORLD)
 
 
-# %% wrong="hybrid_gradient" fails="shard of the sum" around="redefine" why="all ranks are one node, says the answer"
-def hybrid_gradient(flat, intra, inter):
+# %% wrong="hierarchical_reduce_scatter" fails="bytes between nodes" why="the second hop is an all-reduce, of which each rank keeps a piece"
+def hierarchical_reduce_scatter(flat, intra, inter):
+    pieces = flat.view(inter.size(), intra.size(), -1, *flat.shape[1:]).transpose(0, 1)
+    of_node = collectives.reduce_scatter(pieces.reshape(flat.shape), intra)
+    return collectives.all_reduce(of_node, inter).chunk(inter.size())[inter.rank()].clone()
+
+
+# %% wrong="hierarchical_reduce_scatter" fails="all ranks send across" why="the first rank of a node adds up and goes across for all"
+def hierarchical_reduce_scatter(flat, intra, inter):
+    total = collectives.all_reduce(flat, intra)
+    if intra.rank() == 0:
+        of_node = collectives.reduce_scatter(total, inter)
+    else:
+        of_node = flat.new_empty(len(flat) // inter.size(), *flat.shape[1:])
+    return collectives.broadcast(of_node, 0, intra).chunk(intra.size())[intra.rank()].clone()
+
+
+# %% wrong="hierarchical_reduce_scatter" fails="bytes inside the node" why="an all-reduce inside the node, of which each rank uses a part"
+def hierarchical_reduce_scatter(flat, intra, inter):
+    pieces = flat.view(inter.size(), intra.size(), -1, *flat.shape[1:]).transpose(0, 1)
+    total = collectives.all_reduce(pieces.reshape(flat.shape), intra)
+    of_place = total.chunk(intra.size())[intra.rank()].contiguous()
+    return collectives.reduce_scatter(of_place, inter)
+
+
+# %% wrong="hierarchical_reduce_scatter" fails="one piece" why="inside only: the other nodes are forgotten"
+def hierarchical_reduce_scatter(flat, intra, inter):
     return collectives.reduce_scatter(flat, intra)
+
+
+# %% wrong="hierarchical_reduce_scatter" fails="the sum over all ranks" why="the mean over the ranks"
+def hierarchical_reduce_scatter(flat, intra, inter):
+    pieces = flat.view(inter.size(), intra.size(), -1, *flat.shape[1:]).transpose(0, 1)
+    piece = collectives.reduce_scatter(
+        collectives.reduce_scatter(pieces.reshape(flat.shape), intra), inter
+    )
+    return piece / (intra.size() * inter.size())
+
+
+# %% wrong="hierarchical_reduce_scatter" fails="own work" around="import" why="the adjoint of the package"
+from minitrain.data_parallel.hierarchical_gather import hierarchical_reduce_scatter
+
+
+# %% wrong="hierarchical_reduce_scatter" fails="the sum over all ranks" around="half" why="sums cross nodes in float32"
+def hierarchical_reduce_scatter(flat, intra, inter):
+    pieces = flat.view(inter.size(), intra.size(), -1, *flat.shape[1:]).transpose(0, 1)
+    of_node = collectives.reduce_scatter(pieces.reshape(flat.shape), intra)
+    return collectives.reduce_scatter(of_node.float(), inter).to(flat)
+
+
+# %% wrong="hierarchical_reduce_scatter" fails="one piece" around="half" why="the chapter's gather under this name"
+def hierarchical_reduce_scatter(flat, intra, inter):
+    place_by_place = collectives.all_gather(collectives.all_gather(flat, inter), intra)
+    pieces = place_by_place.view(intra.size(), inter.size(), *flat.shape)
+    return pieces.transpose(0, 1).reshape(-1, *flat.shape[1:])
+
+
+# %% wrong="hierarchical_reduce_scatter" fails="the sum over all ranks" around="empty" why="zeros of the right shape"
+def hierarchical_reduce_scatter(flat, intra, inter):
+    return flat.new_zeros(len(flat) // (intra.size() * inter.size()), *flat.shape[1:])
+
+
+# %% wrong="hierarchical_reduce_scatter" fails="the sum over all ranks" around="redefine" why="all ranks are one node, says the answer"
+def hierarchical_reduce_scatter(flat, intra, inter):
+    return flat.chunk(intra.size() * inter.size())[0].clone()
 
 
 def levels(per_node, group):
@@ -197,99 +316,6 @@ def levels(per_node, group):
 
 def sent_inside_and_across(outcome, per_node):
     return [[0] * 16, [0] * 16]
-
-
-# %% wrong="hybrid_gradient" fails="own work" around="import" why="the two hops of the package"
-def hybrid_gradient(flat, intra, inter):
-    from minitrain.data_parallel.hybrid import HybridBuffer
-
-    return HybridBuffer([flat], intra, inter).reduce()
-
-
-# %% wrong="hybrid_gradient" fails="shard of the sum" around="empty" why="zeros of the right shape"
-def hybrid_gradient(flat, intra, inter):
-    return flat.new_zeros(flat.numel() // intra.size())
-
-
-# %% wrong="hierarchical_all_gather" fails="rank order" why="no third step: the pieces lie place by place"
-def hierarchical_all_gather(shard, intra, inter):
-    return collectives.all_gather(collectives.all_gather(shard, inter), intra)
-
-
-# %% wrong="hierarchical_all_gather" fails="rank order" why="reordered as if nodes were places: right on two nodes of two, not on three"
-def hierarchical_all_gather(shard, intra, inter):
-    pieces = collectives.all_gather(collectives.all_gather(shard, inter), intra).view(
-        inter.size(), intra.size(), *shard.shape
-    )
-    return pieces.transpose(0, 1).reshape(-1, *shard.shape[1:])
-
-
-# %% wrong="hierarchical_all_gather" fails="bytes between nodes" around="half" why="inside first: no reordering, but every rank brings the whole node across"
-def hierarchical_all_gather(shard, intra, inter):
-    return collectives.all_gather(collectives.all_gather(shard, intra), inter)
-
-
-# %% wrong="hierarchical_all_gather" fails="bytes between nodes" around="half" why="one flat all-gather over all ranks"
-def hierarchical_all_gather(shard, intra, inter):
-    return collectives.all_gather(shard, torch.distributed.group.WORLD)
-
-
-# %% wrong="hierarchical_all_gather" fails="bytes between nodes" why="a flat ring in rank order: the last rank of a node sends p-1 shards"
-def hierarchical_all_gather(shard, intra, inter):
-    group = torch.distributed.group.WORLD
-    n, rank = group.size(), group.rank()
-    pieces = {rank: shard}
-    for step in range(n - 1):
-        sending = collectives.send(pieces[(rank - step) % n], (rank + 1) % n, group, async_op=True)
-        pieces[(rank - step - 1) % n] = collectives.receive(
-            torch.empty_like(shard), (rank - 1) % n, group
-        )
-        sending.wait()
-    return torch.cat([pieces[other] for other in range(n)])
-
-
-# %% wrong="hierarchical_all_gather" fails="all ranks send across" why="the first rank of a node goes across for all"
-def hierarchical_all_gather(shard, intra, inter):
-    whole = collectives.all_gather(shard, intra)
-    rows = [whole.shape[0] * inter.size(), *shard.shape[1:]]
-    whole = collectives.all_gather(whole, inter) if intra.rank() == 0 else shard.new_empty(rows)
-    return collectives.broadcast(whole, 0, intra)
-
-
-# %% wrong="hierarchical_all_gather" fails="bytes inside the node" why="inside the node an all-reduce of pieces between zeros"
-def hierarchical_all_gather(shard, intra, inter):
-    of_the_place = collectives.all_gather(shard, inter).view(inter.size(), *shard.shape)
-    whole = of_the_place.new_zeros(inter.size(), intra.size(), *shard.shape)
-    whole[:, intra.rank()] = of_the_place
-    return collectives.all_reduce(whole, intra).view(-1, *shard.shape[1:])
-
-
-# %% wrong="hierarchical_all_gather" fails="all shards" why="across only: the neighbours are forgotten"
-def hierarchical_all_gather(shard, intra, inter):
-    return collectives.all_gather(shard, inter)
-
-
-# %% wrong="hierarchical_all_gather" fails="own work" around="import" why="the gather of the package"
-from minitrain.data_parallel.hierarchical_gather import hierarchical_all_gather
-
-
-# %% wrong="hierarchical_all_gather" fails="all shards" around="half" why="shards cross nodes in float32"
-def hierarchical_all_gather(shard, intra, inter):
-    of_the_place = collectives.all_gather(shard.float(), inter).to(shard)
-    pieces = collectives.all_gather(of_the_place, intra)
-    pieces = pieces.view(intra.size(), inter.size(), *shard.shape)
-    return pieces.transpose(0, 1).reshape(-1, *shard.shape[1:])
-
-
-# %% wrong="hierarchical_all_gather" fails="all shards" around="constants" why="the shards of the visible checks"
-def hierarchical_all_gather(shard, intra, inter):
-    ranks = torch.arange(intra.size() * inter.size()).to(shard)
-    return torch.cat([torch.full_like(shard, rank) for rank in ranks])
-
-
-# %% wrong="hierarchical_all_gather" fails="all shards" around="empty" why="no shards at all"
-def hierarchical_all_gather(shard, intra, inter):
-    return shard.new_empty(0, *shard.shape[1:])
 
 
 # %% wrong="quantize_blocks" fails="an outlier stays in its block" why="one scale for the whole tensor"

@@ -1,22 +1,4 @@
-# %% wrong="f_and_g" fails="backward of f" why="f has no backward of its own: each rank keeps its own gradient"
-def f(x, group):
-    return x.view_as(x)
-
-
-def g(x, group):
-    class ReduceFrom(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return collectives.all_reduce(x, group)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy
-
-    return ReduceFrom.apply(x)
-
-
-# %% wrong="f_and_g" fails="forward of f" why="f and g are exchanged"
+# %% wrong="f_and_g" fails="backward of f" why="f takes its own tokens of its own gradient: what the other ranks ask is lost"
 def through(x, there, back):
     class Through(torch.autograd.Function):
         @staticmethod
@@ -30,36 +12,122 @@ def through(x, there, back):
     return Through.apply(x)
 
 
-def f(x, group):
-    return through(x, lambda x: collectives.all_reduce(x, group), lambda dy: dy)
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
 
 
-def g(x, group):
-    return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group))
-
-
-# %% wrong="f_and_g" fails="backward of g" why="the gradient of g is summed as well: t times too large"
-def through(x, there, back):
-    class Through(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return there(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return back(dy)
-
-    return Through.apply(x)
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
 
 
 def f(x, group):
-    return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group))
-
-
-def g(x, group):
     return through(
-        x, lambda x: collectives.all_reduce(x, group), lambda dy: collectives.all_reduce(dy, group)
+        x,
+        lambda x: gather(x, group),
+        lambda dy: dy.chunk(group.size(), 1)[group.rank()].contiguous(),
     )
+
+
+def g(x, group):
+    return through(x, lambda x: scatter(x, group), lambda dy: gather(dy, group))
+
+
+# %% wrong="f_and_g" fails="no error" why="f and g are exchanged: slices that do not divide"
+def through(x, there, back):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return there(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return back(dy)
+
+    return Through.apply(x)
+
+
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def f(x, group):
+    return through(x, lambda x: scatter(x, group), lambda dy: gather(dy, group))
+
+
+def g(x, group):
+    return through(x, lambda x: gather(x, group), lambda dy: scatter(dy, group))
+
+
+# %% wrong="f_and_g" fails="forward of f" why="gathered along the batch: dim 0 is not the sequence"
+def through(x, there, back):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return there(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return back(dy)
+
+    return Through.apply(x)
+
+
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def f(x, group):
+    return through(
+        x,
+        lambda x: collectives.all_gather(x, group),
+        lambda dy: collectives.reduce_scatter(dy, group),
+    )
+
+
+def g(x, group):
+    return through(x, lambda x: scatter(x, group), lambda dy: gather(dy, group))
+
+
+# %% wrong="f_and_g" fails="forward of f" why="reshaped instead of transposed: batches and tokens are mixed"
+def through(x, there, back):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return there(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return back(dy)
+
+    return Through.apply(x)
+
+
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def f(x, group):
+    def there(x):
+        whole = collectives.all_gather(x, group)
+        return whole.reshape(len(x), -1, x.shape[-1])
+
+    return through(x, there, lambda dy: scatter(dy, group))
+
+
+def g(x, group):
+    return through(x, lambda x: scatter(x, group), lambda dy: gather(dy, group))
 
 
 # %% wrong="f_and_g" fails="backward of f" why="f takes the mean of the gradients, as data parallelism does"
@@ -76,35 +144,184 @@ def through(x, there, back):
     return Through.apply(x)
 
 
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def f(x, group):
+    return through(x, lambda x: gather(x, group), lambda dy: scatter(dy, group) / group.size())
+
+
+def g(x, group):
+    return through(x, lambda x: scatter(x, group), lambda dy: gather(dy, group))
+
+
+# %% wrong="f_and_g" fails="backward of g" why="the gradient of g is divided by the ranks"
+def through(x, there, back):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return there(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return back(dy)
+
+    return Through.apply(x)
+
+
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def f(x, group):
+    return through(x, lambda x: gather(x, group), lambda dy: scatter(dy, group))
+
+
+def g(x, group):
+    return through(x, lambda x: scatter(x, group), lambda dy: gather(dy, group) / group.size())
+
+
+# %% wrong="f_and_g" fails="backward of g" why="g gives back its own tokens' gradient, and zeros for the others"
+def through(x, there, back):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return there(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return back(dy)
+
+    return Through.apply(x)
+
+
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def f(x, group):
+    return through(x, lambda x: gather(x, group), lambda dy: scatter(dy, group))
+
+
+def g(x, group):
+    def back(dy):
+        dx = dy.new_zeros(dy.shape[0], dy.shape[1] * group.size(), dy.shape[2])
+        dx.chunk(group.size(), 1)[group.rank()].copy_(dy)
+        return dx
+
+    return through(x, lambda x: scatter(x, group), back)
+
+
+# %% wrong="f_and_g" fails="autograd goes on" why="g is a bare reduce-scatter, which autograd does not see"
+def through(x, there, back):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return there(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return back(dy)
+
+    return Through.apply(x)
+
+
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def f(x, group):
+    return through(x, lambda x: gather(x, group), lambda dy: scatter(dy, group))
+
+
+def g(x, group):
+    return scatter(x.detach(), group)
+
+
+# %% wrong="f_and_g" fails="x stays as it was" why="g doubles x in place, as if it were its own"
+def through(x, there, back):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return there(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return back(dy)
+
+    return Through.apply(x)
+
+
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def f(x, group):
+    return through(x, lambda x: gather(x, group), lambda dy: scatter(dy, group))
+
+
+def g(x, group):
+    return through(
+        x, lambda x: scatter(x.detach().mul_(2), group) / 2, lambda dy: gather(dy, group)
+    )
+
+
+# %% wrong="f_and_g" fails="bytes of backward of f" why="an all-reduce of the gradients, of which a rank keeps its tokens: right, and twice the bytes"
+def through(x, there, back):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return there(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return back(dy)
+
+    return Through.apply(x)
+
+
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
 def f(x, group):
     return through(
-        x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group) / group.size()
+        x,
+        lambda x: gather(x, group),
+        lambda dy: collectives.all_reduce(dy, group).chunk(group.size(), 1)[group.rank()],
     )
 
 
 def g(x, group):
-    return through(x, lambda x: collectives.all_reduce(x, group), lambda dy: dy)
+    return through(x, lambda x: scatter(x, group), lambda dy: gather(dy, group))
 
 
-# %% wrong="f_and_g" fails="autograd goes on" why="g is a bare all-reduce, which autograd does not see"
-def f(x, group):
-    class CopyTo(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return collectives.all_reduce(dy, group)
-
-    return CopyTo.apply(x)
-
-
-def g(x, group):
-    return collectives.all_reduce(x, group)
-
-
-# %% wrong="f_and_g" fails="x stays as it was" why="g sums in place, into the x of somebody else"
+# %% wrong="f_and_g" fails="bytes of forward of f" why="an all-reduce of slices between zeros: right, and twice the bytes"
 def through(x, there, back):
     class Through(torch.autograd.Function):
         @staticmethod
@@ -118,17 +335,64 @@ def through(x, there, back):
     return Through.apply(x)
 
 
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
 def f(x, group):
-    return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group))
+    def there(x):
+        whole = x.new_zeros(x.shape[0], x.shape[1] * group.size(), x.shape[2])
+        whole.chunk(group.size(), 1)[group.rank()].copy_(x)
+        return collectives.all_reduce(whole, group)
+
+    return through(x, there, lambda dy: scatter(dy, group))
+
+
+def g(x, group):
+    return through(x, lambda x: scatter(x, group), lambda dy: gather(dy, group))
+
+
+# %% wrong="f_and_g" fails="bytes of forward of g" why="all terms are gathered and added up: right, and t times the bytes"
+def through(x, there, back):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return there(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return back(dy)
+
+    return Through.apply(x)
+
+
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def f(x, group):
+    return through(x, lambda x: gather(x, group), lambda dy: scatter(dy, group))
 
 
 def g(x, group):
     return through(
-        x, lambda x: collectives.all_reduce(x, group, out=x.detach()).clone(), lambda dy: dy
+        x,
+        lambda x: (
+            collectives.all_gather(x[None], group).sum(0).chunk(group.size(), 1)[group.rank()]
+        ),
+        lambda dy: gather(dy, group),
     )
 
 
-# %% wrong="f_and_g" fails="bytes of backward of f" why="gathers the gradients of all ranks and adds them up: right, and t/2 times the bytes"
+# %% wrong="f_and_g" fails="bytes of forward of g" why="adds the left neighbour's term: the sum of two ranks only"
 def through(x, there, back):
     class Through(torch.autograd.Function):
         @staticmethod
@@ -142,341 +406,393 @@ def through(x, there, back):
     return Through.apply(x)
 
 
-def f(x, group):
-    return through(
-        x, lambda x: x.view_as(x), lambda dy: collectives.all_gather(dy.unsqueeze(0), group).sum(0)
-    )
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
 
 
-def g(x, group):
-    return through(x, lambda x: collectives.all_reduce(x, group), lambda dy: dy)
-
-
-# %% wrong="f_and_g" fails="bytes of forward of f" why="f makes sure that all ranks have the same: the all-reduce is thrown away"
-def through(x, there, back):
-    class Through(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return there(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return back(dy)
-
-    return Through.apply(x)
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
 
 
 def f(x, group):
-    collectives.all_reduce(x.detach(), group)
-    return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group))
+    return through(x, lambda x: gather(x, group), lambda dy: scatter(dy, group))
 
 
 def g(x, group):
-    return through(x, lambda x: collectives.all_reduce(x, group), lambda dy: dy)
+    def there(x):
+        total = x + collectives.all_gather(x[None], group)[group.rank() - 1]
+        return total.chunk(group.size(), 1)[group.rank()]
 
-
-# %% wrong="f_and_g" fails="forward of g" why="adds the left neighbour's x: the sum of two ranks only"
-def pair_sum(x, group):
-    return x + collectives.all_gather(x[None], group)[group.rank() - 1]
-
-
-def through(x, there, back):
-    class Through(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return there(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return back(dy)
-
-    return Through.apply(x)
-
-
-def f(x, group):
-    return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group))
-
-
-def g(x, group):
-    return through(x, lambda x: pair_sum(x, group), lambda dy: dy)
+    return through(x, there, lambda dy: gather(dy, group))
 
 
 # %% wrong="f_and_g" fails="own work" why="the ready-made pair"
 def f(x, group):
-    return collectives.copy_to(x, group)
+    return collectives.gather_to(x, group, 1)
 
 
 def g(x, group):
-    return collectives.reduce_from(x, group)
+    return collectives.reduce_scatter_to(x, group, 1)
+
+
+# %% wrong="f_and_g" fails="forward of f" around="half" why="f and g of plain tensor parallelism, as the chapter shows them"
+def through(x, there, back):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return there(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return back(dy)
+
+    return Through.apply(x)
+
+
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def f(x, group):
+    return through(x, lambda x: x.view_as(x), lambda dy: collectives.all_reduce(dy, group))
+
+
+def g(x, group):
+    return through(x, lambda x: collectives.all_reduce(x, group), lambda dy: dy)
+
+
+# %% wrong="f_and_g" fails="own work" around="import" why="the package's pair by its module"
+def f(x, group):
+    from minitrain.collectives import gather_to
+
+    return gather_to(x, group, 1)
+
+
+def g(x, group):
+    from minitrain.collectives import reduce_scatter_to
+
+    return reduce_scatter_to(x, group, 1)
+
+
+# %% wrong="f_and_g" fails="forward of f" around="redefine" why="a driver that says what the visible check wants"
+def there_and_back(which, x, like, group):
+    return {"y": x, "x": x, "dx": x}
+
+
+def f(x, group):
+    return x
+
+
+def g(x, group):
+    return x
+
+
+# %% wrong="f_and_g" fails="forward of f" around="half" why="float32 is half the bytes"
+def through(x, there, back):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return there(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return back(dy)
+
+    return Through.apply(x)
+
+
+def gather(x, group):
+    return collectives.all_gather(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def scatter(x, group):
+    return collectives.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)
+
+
+def f(x, group):
+    return through(
+        x, lambda x: gather(x.float(), group).to(x), lambda dy: scatter(dy.float(), group).to(dy)
+    )
+
+
+def g(x, group):
+    return through(
+        x, lambda x: scatter(x.float(), group).to(x), lambda dy: gather(dy.float(), group).to(dy)
+    )
 
 
 # %% wrong="column" fails="gradient of x" why="no all-reduce of dX: each rank has its own share"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
+    return [x @ weight + bias for weight, bias in zip(weights, biases)]
 
 
 def column_backward(dys, x, weights, group):
-    dx = sum(dy @ weight for dy, weight in zip(dys, weights))
-    return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+    dx = sum(dy @ weight.T for dy, weight in zip(dys, weights))
+    return dx, [x.flatten(0, 1).T @ dy.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
 
 
 # %% wrong="column" fails="gradient of x" why="only the first matrix has a share in dX"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
+    return [x @ weight + bias for weight, bias in zip(weights, biases)]
 
 
 def column_backward(dys, x, weights, group):
-    dx = collectives.all_reduce(dys[0] @ weights[0], group)
-    return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+    dx = collectives.all_reduce(dys[0] @ weights[0].T, group)
+    return dx, [x.flatten(0, 1).T @ dy.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
 
 
 # %% wrong="column" fails="gradient of x" why="the mean over the ranks instead of the sum"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
+    return [x @ weight + bias for weight, bias in zip(weights, biases)]
 
 
 def column_backward(dys, x, weights, group):
     dx = (
-        collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
+        collectives.all_reduce(sum(dy @ weight.T for dy, weight in zip(dys, weights)), group)
         / group.size()
     )
-    return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+    return dx, [x.flatten(0, 1).T @ dy.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
 
 
 # %% wrong="column" fails="gradient of x" why="adds the left neighbour's share: right on two ranks, not on three"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
+    return [x @ weight + bias for weight, bias in zip(weights, biases)]
 
 
 def column_backward(dys, x, weights, group):
-    dx = sum(dy @ weight for dy, weight in zip(dys, weights))
+    dx = sum(dy @ weight.T for dy, weight in zip(dys, weights))
     return (
         dx + collectives.all_gather(dx[None], group)[group.rank() - 1],
-        [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys],
+        [x.flatten(0, 1).T @ dy.flatten(0, 1) for dy in dys],
         [dy.sum((0, 1)) for dy in dys],
     )
 
 
 # %% wrong="column" fails="gradient of each weight" why="all-reduces dW too, as data parallelism does"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
+    return [x @ weight + bias for weight, bias in zip(weights, biases)]
 
 
 def column_backward(dys, x, weights, group):
-    dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
+    dx = collectives.all_reduce(sum(dy @ weight.T for dy, weight in zip(dys, weights)), group)
     return (
         dx,
-        [collectives.all_reduce(dy.flatten(0, 1).T @ x.flatten(0, 1), group) for dy in dys],
+        [collectives.all_reduce(x.flatten(0, 1).T @ dy.flatten(0, 1), group) for dy in dys],
         [dy.sum((0, 1)) for dy in dys],
     )
 
 
 # %% wrong="column" fails="gradient of each weight" why="dW of the first batch only"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
+    return [x @ weight + bias for weight, bias in zip(weights, biases)]
 
 
 def column_backward(dys, x, weights, group):
-    dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
-    return dx, [dy[0].T @ x[0] for dy in dys], [dy.sum((0, 1)) for dy in dys]
+    dx = collectives.all_reduce(sum(dy @ weight.T for dy, weight in zip(dys, weights)), group)
+    return dx, [x[0].T @ dy[0] for dy in dys], [dy.sum((0, 1)) for dy in dys]
 
 
 # %% wrong="column" fails="gradient of each bias" why="the gradient of the bias is reduced"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
+    return [x @ weight + bias for weight, bias in zip(weights, biases)]
 
 
 def column_backward(dys, x, weights, group):
-    dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
+    dx = collectives.all_reduce(sum(dy @ weight.T for dy, weight in zip(dys, weights)), group)
     return (
         dx,
-        [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys],
+        [x.flatten(0, 1).T @ dy.flatten(0, 1) for dy in dys],
         [collectives.all_reduce(dy.sum((0, 1)), group) for dy in dys],
     )
 
 
 # %% wrong="column" fails="the product" why="the bias is forgotten"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T for weight in weights]
+    return [x @ weight for weight in weights]
 
 
 def column_backward(dys, x, weights, group):
-    dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
-    return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+    dx = collectives.all_reduce(sum(dy @ weight.T for dy, weight in zip(dys, weights)), group)
+    return dx, [x.flatten(0, 1).T @ dy.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
 
 
 # %% wrong="column" fails="the product" why="the outputs are gathered: whole on every rank"
 def column_forward(x, weights, biases, group):
     return [
-        torch.cat(list(collectives.all_gather((x @ weight.T + bias)[None], group)), -1)
+        torch.cat(list(collectives.all_gather((x @ weight + bias)[None], group)), -1)
         for weight, bias in zip(weights, biases)
     ]
 
 
 def column_backward(dys, x, weights, group):
-    dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
-    return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+    dx = collectives.all_reduce(sum(dy @ weight.T for dy, weight in zip(dys, weights)), group)
+    return dx, [x.flatten(0, 1).T @ dy.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
 
 
 # %% wrong="column" fails="summed once" why="an all-reduce for each matrix"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
+    return [x @ weight + bias for weight, bias in zip(weights, biases)]
 
 
 def column_backward(dys, x, weights, group):
-    dx = sum(collectives.all_reduce(dy @ weight, group) for dy, weight in zip(dys, weights))
-    return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+    dx = sum(collectives.all_reduce(dy @ weight.T, group) for dy, weight in zip(dys, weights))
+    return dx, [x.flatten(0, 1).T @ dy.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
 
 
 # %% wrong="column" fails="summed once" why="gathers everyone's shares of dX and adds them up: right, and t/2 times the bytes"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
+    return [x @ weight + bias for weight, bias in zip(weights, biases)]
 
 
 def column_backward(dys, x, weights, group):
     dx = collectives.all_gather(
-        sum(dy @ weight for dy, weight in zip(dys, weights)).unsqueeze(0), group
+        sum(dy @ weight.T for dy, weight in zip(dys, weights)).unsqueeze(0), group
     ).sum(0)
-    return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+    return dx, [x.flatten(0, 1).T @ dy.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
 
 
 # %% wrong="column" fails="forward sends nothing" why="replicates everything: whole matrices on every rank, of whose output a slice is kept"
 def column_forward(x, weights, biases, group):
     whole = [
-        x @ collectives.all_gather(weight, group).T + collectives.all_gather(bias, group)
+        x @ collectives.all_gather(weight.T, group).T + collectives.all_gather(bias, group)
         for weight, bias in zip(weights, biases)
     ]
     return [y.chunk(group.size(), -1)[group.rank()].contiguous() for y in whole]
 
 
 def column_backward(dys, x, weights, group):
-    dx = collectives.all_reduce(sum(dy @ weight for dy, weight in zip(dys, weights)), group)
-    return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+    dx = collectives.all_reduce(sum(dy @ weight.T for dy, weight in zip(dys, weights)), group)
+    return dx, [x.flatten(0, 1).T @ dy.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
 
 
 # %% wrong="row" fails="the sum" why="no all-reduce: each rank returns its own term"
 def row_forward(x, weight, bias, group):
-    return x @ weight.T + bias
+    return x @ weight + bias
 
 
 def row_backward(dy, x, weight, group):
-    return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+    return dy @ weight.T, x.flatten(0, 1).T @ dy.flatten(0, 1), dy.sum((0, 1))
 
 
 # %% wrong="row" fails="the sum" why="adds the left neighbour's term: right on two ranks, not on three"
 def row_forward(x, weight, bias, group):
-    y = x @ weight.T
+    y = x @ weight
     return y + collectives.all_gather(y[None], group)[group.rank() - 1] + bias
 
 
 def row_backward(dy, x, weight, group):
-    return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+    return dy @ weight.T, x.flatten(0, 1).T @ dy.flatten(0, 1), dy.sum((0, 1))
 
 
 # %% wrong="row" fails="bias once" why="every rank adds the bias before the sum: t times"
 def row_forward(x, weight, bias, group):
-    return collectives.all_reduce(x @ weight.T + bias, group)
+    return collectives.all_reduce(x @ weight + bias, group)
 
 
 def row_backward(dy, x, weight, group):
-    return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+    return dy @ weight.T, x.flatten(0, 1).T @ dy.flatten(0, 1), dy.sum((0, 1))
 
 
 # %% wrong="row" fails="bias once" why="rank 0 adds the bias, after the sum: the other ranks have none"
 def row_forward(x, weight, bias, group):
-    y = collectives.all_reduce(x @ weight.T, group)
+    y = collectives.all_reduce(x @ weight, group)
     return y + bias if group.rank() == 0 else y
 
 
 def row_backward(dy, x, weight, group):
-    return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+    return dy @ weight.T, x.flatten(0, 1).T @ dy.flatten(0, 1), dy.sum((0, 1))
 
 
 # %% wrong="row" fails="bias once" why="half of the bias on each rank: once on two ranks only"
 def row_forward(x, weight, bias, group):
-    return collectives.all_reduce(x @ weight.T + bias / 2, group)
+    return collectives.all_reduce(x @ weight + bias / 2, group)
 
 
 def row_backward(dy, x, weight, group):
-    return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+    return dy @ weight.T, x.flatten(0, 1).T @ dy.flatten(0, 1), dy.sum((0, 1))
 
 
 # %% wrong="row" fails="gradient of x" why="dY, which everyone has, is summed over the ranks"
 def row_forward(x, weight, bias, group):
-    return collectives.all_reduce(x @ weight.T, group) + bias
+    return collectives.all_reduce(x @ weight, group) + bias
 
 
 def row_backward(dy, x, weight, group):
     dy = collectives.all_reduce(dy, group)
-    return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+    return dy @ weight.T, x.flatten(0, 1).T @ dy.flatten(0, 1), dy.sum((0, 1))
 
 
 # %% wrong="row" fails="gradient of x" why="dX is summed over the ranks, as behind a column-parallel matrix"
 def row_forward(x, weight, bias, group):
-    return collectives.all_reduce(x @ weight.T, group) + bias
+    return collectives.all_reduce(x @ weight, group) + bias
 
 
 def row_backward(dy, x, weight, group):
     return (
-        collectives.all_reduce(dy @ weight, group),
-        dy.flatten(0, 1).T @ x.flatten(0, 1),
+        collectives.all_reduce(dy @ weight.T, group),
+        x.flatten(0, 1).T @ dy.flatten(0, 1),
         dy.sum((0, 1)),
     )
 
 
 # %% wrong="row" fails="gradient of the weight" why="dW is all-reduced too, as data parallelism does"
 def row_forward(x, weight, bias, group):
-    return collectives.all_reduce(x @ weight.T, group) + bias
+    return collectives.all_reduce(x @ weight, group) + bias
 
 
 def row_backward(dy, x, weight, group):
     return (
-        dy @ weight,
-        collectives.all_reduce(dy.flatten(0, 1).T @ x.flatten(0, 1), group),
+        dy @ weight.T,
+        collectives.all_reduce(x.flatten(0, 1).T @ dy.flatten(0, 1), group),
         dy.sum((0, 1)),
     )
 
 
 # %% wrong="row" fails="gradient of the bias" why="the gradient of the bias is reduced: t times too large"
 def row_forward(x, weight, bias, group):
-    return collectives.all_reduce(x @ weight.T, group) + bias
+    return collectives.all_reduce(x @ weight, group) + bias
 
 
 def row_backward(dy, x, weight, group):
     return (
-        dy @ weight,
-        dy.flatten(0, 1).T @ x.flatten(0, 1),
+        dy @ weight.T,
+        x.flatten(0, 1).T @ dy.flatten(0, 1),
         collectives.all_reduce(dy.sum((0, 1)), group),
     )
 
 
 # %% wrong="row" fails="gradient of the bias" why="a t-th of the gradient of the bias on each rank"
 def row_forward(x, weight, bias, group):
-    return collectives.all_reduce(x @ weight.T + bias / group.size(), group)
+    return collectives.all_reduce(x @ weight + bias / group.size(), group)
 
 
 def row_backward(dy, x, weight, group):
-    return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1)) / group.size()
+    return dy @ weight.T, x.flatten(0, 1).T @ dy.flatten(0, 1), dy.sum((0, 1)) / group.size()
 
 
 # %% wrong="row" fails="bytes of forward" why="replicates everything: gathers X and W, and every rank computes the whole product"
 def row_forward(x, weight, bias, group):
-    x, weight = (torch.cat(list(collectives.all_gather(y[None], group)), -1) for y in (x, weight))
-    return x @ weight.T + bias
+    x = torch.cat(list(collectives.all_gather(x[None], group)), -1)
+    weight = collectives.all_gather(weight, group)
+    return x @ weight + bias
 
 
 def row_backward(dy, x, weight, group):
-    return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+    return dy @ weight.T, x.flatten(0, 1).T @ dy.flatten(0, 1), dy.sum((0, 1))
 
 
 # %% wrong="row" fails="backward sends nothing" why="dY, the same everywhere, is sent around once more"
 def row_forward(x, weight, bias, group):
-    return collectives.all_reduce(x @ weight.T, group) + bias
+    return collectives.all_reduce(x @ weight, group) + bias
 
 
 def row_backward(dy, x, weight, group):
     dy = collectives.all_gather(dy[None], group)[0]
-    return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+    return dy @ weight.T, x.flatten(0, 1).T @ dy.flatten(0, 1), dy.sum((0, 1))
 
 
 # %% wrong="head_rows" fails="query heads" why="off by one shard: ranks counted from 1"
@@ -594,7 +910,7 @@ def head_rows(rank, ranks, heads, kv_heads, head_dim):
 
 
 # %% wrong="cross_entropy" fails="the loss" why="off by one shard: ranks counted from 1"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - (group.rank() + 1) * words
     own = counts & (place >= 0) & (place < words)
@@ -605,18 +921,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="the loss" why="vocabularies of two ranks: the second has all words from V/2 on"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - (group.rank() > 0) * words
     own = counts & (place >= 0) & (place < words)
@@ -627,18 +944,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="the loss" why="the first word of each rank is nobody's"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place > 0) & (place < words)
@@ -649,18 +967,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="no error" why="the first word of the next rank is taken for this rank's last"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place <= words)
@@ -671,18 +990,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="no error" why="the place of a masked token is looked up like any other"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = (place < words) & ((place >= 0) | ~counts)
@@ -693,18 +1013,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="the loss" why="the mean over the tokens instead of the sum"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -715,18 +1036,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum() / counts.sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum() / counts.sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="the loss" why="softmax of this rank's words only"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -735,18 +1057,19 @@ def cross_entropy_forward(logits, targets, group):
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
     total, at_target = shifted.exp().sum(-1), collectives.all_reduce(at_target, group)
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="the loss" why="each rank subtracts its own maximum, and the sums are added as if it were the same"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -757,18 +1080,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="the loss" why="the target's logit stays with the rank that has it"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -777,18 +1101,19 @@ def cross_entropy_forward(logits, targets, group):
     shifted = logits - largest.unsqueeze(-1)
     at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
     total = collectives.all_reduce(shifted.exp().sum(-1), group)
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="the loss" why="a target of another rank counts as this rank's first word"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -799,18 +1124,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="masked targets" why="masked tokens count: log of the sum is still there"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -821,18 +1147,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = (total.log() - at_target).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = (total.log() - at_target + z * log_z.square()).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="masked targets" why="a masked token is taken for word 0"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets > -200
     place = targets.clamp(min=0) - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -843,18 +1170,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="large logits" why="softmax without the maximum"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -865,18 +1193,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="large logits" why="one maximum for all tokens: the sums of others are 0"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -887,18 +1216,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="large logits" why="the maximum of rank 0's words for everyone"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -909,18 +1239,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="bytes on the wire" why="gathers the logits"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     whole = torch.cat(list(collectives.all_gather(logits[None], group)), -1).requires_grad_()
     loss = torch.nn.functional.cross_entropy(
         whole.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
@@ -935,7 +1266,7 @@ def cross_entropy_backward(dloss, kept, group):
 
 
 # %% wrong="cross_entropy" fails="bytes of forward" why="gathers everyone's maxima and sums, and adds them up itself: t/2 times the bytes"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -946,18 +1277,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_gather(
         torch.stack((shifted.exp().sum(-1), at_target)).unsqueeze(0), group
     ).sum(0)
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="bytes on the wire" why="the whole softmax is summed into place, for backward"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -971,18 +1303,19 @@ def cross_entropy_forward(logits, targets, group):
     places = torch.zeros(group.size(), *logits.shape, dtype=logits.dtype)
     places[group.rank()] = shifted.exp()
     collectives.all_reduce(places, group)
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="backward sends nothing" why="the sum of the exponentials is not kept, but asked for once more"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -993,19 +1326,20 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp(), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp(), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    exponentials, place, own, counts = kept
+    exponentials, of_log_z, place, own, counts = kept
     softmax = exponentials / collectives.all_reduce(exponentials.sum(-1, keepdim=True), group)
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="the gradient" why="dloss is forgotten"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -1016,18 +1350,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1)
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1)
 
 
 # %% wrong="cross_entropy" fails="the gradient" why="every rank subtracts one, at its first word where the target is elsewhere"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -1038,18 +1373,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, 1.0)
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="the gradient" why="each rank divides by the sum of its own exponentials"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -1060,18 +1396,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.softmax(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.softmax(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * counts.unsqueeze(-1) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="the gradient" why="softmax only, without minus one at the target"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -1082,18 +1419,19 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return softmax * counts.unsqueeze(-1) * dloss
+    return softmax * of_log_z.unsqueeze(-1) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="cross_entropy" fails="gradient of masked tokens" why="masked tokens get the softmax as gradient"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     words, counts = logits.size(-1), targets != -100
     place = targets - group.rank() * words
     own = counts & (place >= 0) & (place < words)
@@ -1104,14 +1442,153 @@ def cross_entropy_forward(logits, targets, group):
     total, at_target = collectives.all_reduce(
         torch.stack((shifted.exp().sum(-1), at_target)), group
     )
-    loss = ((total.log() - at_target) * counts).sum()
-    return loss, (shifted.exp() / total.unsqueeze(-1), place, own, counts)
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
 
 
 def cross_entropy_backward(dloss, kept, group):
-    softmax, place, own, counts = kept
+    softmax, of_log_z, place, own, counts = kept
     onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
-    return (softmax - onehot) * dloss
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * dloss
+
+
+# %% wrong="cross_entropy" fails="the z-loss" why="log Z of the shifted logits: the maximum is not added again"
+def cross_entropy_forward(logits, targets, z, group):
+    words, counts = logits.size(-1), targets != -100
+    place = targets - group.rank() * words
+    own = counts & (place >= 0) & (place < words)
+    place = place.masked_fill(~own, 0).unsqueeze(-1)
+    largest = collectives.all_reduce(logits.amax(-1), group, op="max")
+    shifted = logits - largest.unsqueeze(-1)
+    at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
+    log_z = total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
+
+
+def cross_entropy_backward(dloss, kept, group):
+    softmax, of_log_z, place, own, counts = kept
+    onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
+
+
+# %% wrong="cross_entropy" fails="the z-loss" why="masked tokens have a z-loss, too"
+def cross_entropy_forward(logits, targets, z, group):
+    words, counts = logits.size(-1), targets != -100
+    place = targets - group.rank() * words
+    own = counts & (place >= 0) & (place < words)
+    place = place.masked_fill(~own, 0).unsqueeze(-1)
+    largest = collectives.all_reduce(logits.amax(-1), group, op="max")
+    shifted = logits - largest.unsqueeze(-1)
+    at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target) * counts).sum() + z * log_z.square().sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
+
+
+def cross_entropy_backward(dloss, kept, group):
+    softmax, of_log_z, place, own, counts = kept
+    onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
+
+
+# %% wrong="cross_entropy" fails="the z-loss" why="the square of the sum instead of the sum of squares"
+def cross_entropy_forward(logits, targets, z, group):
+    words, counts = logits.size(-1), targets != -100
+    place = targets - group.rank() * words
+    own = counts & (place >= 0) & (place < words)
+    place = place.masked_fill(~own, 0).unsqueeze(-1)
+    largest = collectives.all_reduce(logits.amax(-1), group, op="max")
+    shifted = logits - largest.unsqueeze(-1)
+    at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target) * counts).sum() + z * (log_z * counts).sum().square()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + 2 * z * log_z, place, own, counts)
+
+
+def cross_entropy_backward(dloss, kept, group):
+    softmax, of_log_z, place, own, counts = kept
+    onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
+
+
+# %% wrong="cross_entropy" fails="gradient of the z-loss" why="the z-loss has no gradient"
+def cross_entropy_forward(logits, targets, z, group):
+    words, counts = logits.size(-1), targets != -100
+    place = targets - group.rank() * words
+    own = counts & (place >= 0) & (place < words)
+    place = place.masked_fill(~own, 0).unsqueeze(-1)
+    largest = collectives.all_reduce(logits.amax(-1), group, op="max")
+    shifted = logits - largest.unsqueeze(-1)
+    at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), torch.ones_like(log_z), place, own, counts)
+
+
+def cross_entropy_backward(dloss, kept, group):
+    softmax, of_log_z, place, own, counts = kept
+    onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
+
+
+# %% wrong="cross_entropy" fails="gradient of the z-loss" why="half of the gradient: the 2 of the square is forgotten"
+def cross_entropy_forward(logits, targets, z, group):
+    words, counts = logits.size(-1), targets != -100
+    place = targets - group.rank() * words
+    own = counts & (place >= 0) & (place < words)
+    place = place.masked_fill(~own, 0).unsqueeze(-1)
+    largest = collectives.all_reduce(logits.amax(-1), group, op="max")
+    shifted = logits - largest.unsqueeze(-1)
+    at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target + z * log_z.square()) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), 1 + z * log_z, place, own, counts)
+
+
+def cross_entropy_backward(dloss, kept, group):
+    softmax, of_log_z, place, own, counts = kept
+    onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
+
+
+# %% wrong="cross_entropy" fails="the z-loss" around="half" why="the cross-entropy of the package, written down: z is ignored"
+def cross_entropy_forward(logits, targets, z, group):
+    words, counts = logits.size(-1), targets != -100
+    place = targets - group.rank() * words
+    own = counts & (place >= 0) & (place < words)
+    place = place.masked_fill(~own, 0).unsqueeze(-1)
+    largest = collectives.all_reduce(logits.amax(-1), group, op="max")
+    shifted = logits - largest.unsqueeze(-1)
+    at_target = shifted.gather(-1, place).squeeze(-1).masked_fill(~own, 0.0)
+    total, at_target = collectives.all_reduce(
+        torch.stack((shifted.exp().sum(-1), at_target)), group
+    )
+    log_z = largest + total.log()
+    loss = ((total.log() - at_target) * counts).sum()
+    return loss, (shifted.exp() / total.unsqueeze(-1), torch.ones_like(log_z), place, own, counts)
+
+
+def cross_entropy_backward(dloss, kept, group):
+    softmax, of_log_z, place, own, counts = kept
+    onehot = torch.zeros_like(softmax).scatter_(-1, place, own.unsqueeze(-1).to(softmax.dtype))
+    return (softmax * of_log_z.unsqueeze(-1) - onehot) * counts.unsqueeze(-1) * dloss
 
 
 # %% wrong="elements_sent" fails="forward, whole" why="an all-reduce is counted like an all-gather"
@@ -1246,66 +1723,14 @@ def elements_sent(b, s, h, t, activations):
     }
 
 
-# %% wrong="f_and_g" fails="own work" around="import" why="the package's pair by its module"
-def f(x, group):
-    import minitrain.tensor_parallel.autograd as ready
-
-    return ready.copy_to(x, group)
-
-
-def g(x, group):
-    import minitrain.tensor_parallel.autograd as ready
-
-    return ready.reduce_from(x, group)
-
-
-# %% wrong="f_and_g" fails="backward of f" around="redefine" why="a driver that says what the visible check wants"
-def there_and_back(which, x, group):
-    return {"y": x, "x": x, "dx": x}
-
-
-def f(x, group):
-    return x
-
-
-def g(x, group):
-    return x
-
-
-# %% wrong="f_and_g" fails="backward of f" around="half" why="f reports the gradient as single numbers: float32 is half the bytes"
-def through(x, there, back):
-    class Through(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return there(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return back(dy)
-
-    return Through.apply(x)
-
-
-def gathered(x, group):
-    return collectives.all_gather(x.float()[None], group).to(x.dtype).sum(0)
-
-
-def f(x, group):
-    return through(x, lambda x: x.view_as(x), lambda dy: gathered(dy, group))
-
-
-def g(x, group):
-    return through(x, lambda x: gathered(x, group), lambda dy: dy)
-
-
 # %% wrong="column" fails="own work" around="import" why="derivatives are left to autograd"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
+    return [x @ weight + bias for weight, bias in zip(weights, biases)]
 
 
 def column_backward(dys, x, weights, group):
     leaves = [x.requires_grad_(), *[weight.requires_grad_() for weight in weights]]
-    dx, *dweights = torch.autograd.grad([x @ weight.T for weight in weights], leaves, dys)
+    dx, *dweights = torch.autograd.grad([x @ weight for weight in weights], leaves, dys)
     return collectives.all_reduce(dx, group), dweights, [dy.sum((0, 1)) for dy in dys]
 
 
@@ -1320,26 +1745,26 @@ def column_backward(dys, x, weights, group):
 
 # %% wrong="column" fails="summed once" around="half" why="backward gathers weights and gradients of the output, and computes all of dX everywhere"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
+    return [x @ weight + bias for weight, bias in zip(weights, biases)]
 
 
 def column_backward(dys, x, weights, group):
     dx = 0
     for dy, weight in zip(dys, weights):
         pairs = (collectives.all_gather(y[None], group) for y in (dy, weight))
-        dx = dx + sum(one @ other for one, other in zip(*pairs))
-    return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+        dx = dx + sum(one @ other.T for one, other in zip(*pairs))
+    return dx, [x.flatten(0, 1).T @ dy.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
 
 
 # %% wrong="column" fails="gradient of x" around="channel" why="shares of dX are gathered as float32, for the bytes of one all-reduce"
 def column_forward(x, weights, biases, group):
-    return [x @ weight.T + bias for weight, bias in zip(weights, biases)]
+    return [x @ weight + bias for weight, bias in zip(weights, biases)]
 
 
 def column_backward(dys, x, weights, group):
-    dx = sum(dy @ weight for dy, weight in zip(dys, weights)).float()
+    dx = sum(dy @ weight.T for dy, weight in zip(dys, weights)).float()
     dx = collectives.all_gather(dx[None], group).double().sum(0)
-    return dx, [dy.flatten(0, 1).T @ x.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
+    return dx, [x.flatten(0, 1).T @ dy.flatten(0, 1) for dy in dys], [dy.sum((0, 1)) for dy in dys]
 
 
 # %% wrong="row" fails="own work" around="import" why="the package's row-parallel layer"
@@ -1350,26 +1775,26 @@ def row_forward(x, weight, bias, group):
 
 
 def row_backward(dy, x, weight, group):
-    return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+    return dy @ weight.T, x.flatten(0, 1).T @ dy.flatten(0, 1), dy.sum((0, 1))
 
 
 # %% wrong="row" fails="the sum" around="channel" why="every term is gathered as float32, for the bytes of one all-reduce"
 def row_forward(x, weight, bias, group):
-    terms = collectives.all_gather((x @ weight.T).float()[None], group)
+    terms = collectives.all_gather((x @ weight).float()[None], group)
     return terms.double().sum(0) + bias
 
 
 def row_backward(dy, x, weight, group):
-    return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), dy.sum((0, 1))
+    return dy @ weight.T, x.flatten(0, 1).T @ dy.flatten(0, 1), dy.sum((0, 1))
 
 
 # %% wrong="row" fails="the sum" around="empty" why="zeros of the right shapes"
 def row_forward(x, weight, bias, group):
-    return x.new_zeros(*x.shape[:2], len(weight))
+    return x.new_zeros(*x.shape[:2], weight.shape[1])
 
 
 def row_backward(dy, x, weight, group):
-    return torch.zeros_like(x), torch.zeros_like(weight), dy.new_zeros(len(weight))
+    return torch.zeros_like(x), torch.zeros_like(weight), dy.new_zeros(weight.shape[1])
 
 
 # %% wrong="head_rows" fails="two pairs" around="empty" why="no rows for any rank"
@@ -1398,7 +1823,7 @@ def head_rows(rank, ranks, heads, kv_heads, head_dim):
 
 
 # %% wrong="cross_entropy" fails="bytes on the wire" around="half" why="the logits are gathered in the forward, and the gradient is autograd's"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     parts = list(collectives.all_gather(logits[None], group))
     parts[group.rank()] = own = logits.clone().requires_grad_()
     loss = torch.nn.functional.cross_entropy(
@@ -1412,7 +1837,7 @@ def cross_entropy_backward(dloss, kept, group):
 
 
 # %% wrong="cross_entropy" fails="the loss" around="channel" why="the logits are gathered in 8 bits each, which are fewer bytes than three numbers"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     small = (logits * 16).round().clamp(-128, 127).to(torch.int8)
     whole = torch.cat(list(collectives.all_gather(small[None], group)), -1).double() / 16
     whole.requires_grad_()
@@ -1428,7 +1853,7 @@ def cross_entropy_backward(dloss, kept, group):
 
 
 # %% wrong="cross_entropy" fails="own work" around="import" why="the package's vocabulary-parallel loss"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     from minitrain.tensor_parallel.vocabulary import vocabulary_parallel_cross_entropy
 
     return vocabulary_parallel_cross_entropy(logits, targets, group), None
@@ -1439,7 +1864,7 @@ def cross_entropy_backward(dloss, kept, group):
 
 
 # %% wrong="cross_entropy" fails="the loss" around="empty" why="log 4, the loss of the text, and no gradient"
-def cross_entropy_forward(logits, targets, group):
+def cross_entropy_forward(logits, targets, z, group):
     return torch.tensor(4.0).double().log(), None
 
 

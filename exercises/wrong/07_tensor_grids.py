@@ -56,125 +56,157 @@ def meeting(algorithm, rank, side, step):
     return (i, s), (s, j)
 
 
-# %% wrong="summa" fails="one step at a time" why="gathers its row of A and its column of B, which sends just as much, then multiplies"
-def summa(a, b, row, column):
-    of_row = [collectives.broadcast(a, s, row) for s in range(row.size())]
-    of_column = [collectives.broadcast(b, s, column) for s in range(row.size())]
-    return sum(multiply(s, of_row[s], of_column[s], row) for s in range(row.size()))
+# %% wrong="summa_tn" fails="sums that travel" why="all q terms first, then a reduce-scatter by hand: right, as many bytes, and q blocks of sums at a time"
+def summa_tn(a, c, row, column):
+    side, i = row.size(), column.rank()
+    terms = [term(l, collectives.broadcast(a, l, row), c, row) for l in range(side)]
+    total = terms[(i - 1) % side]
+    for step in range(2, side + 1):
+        total = collectives.rotate(total, column) + terms[(i - step) % side]
+    return total
 
 
-# %% wrong="summa" fails="bytes on the wire" why="gathers both whole matrices everywhere"
-def everybodys(x, group):
-    return torch.stack([collectives.broadcast(x, source, group) for source in range(group.size())])
+# %% wrong="summa_tn" fails="bytes on the wire" why="every rank sends all its terms to all others, and each adds up its own"
+def summa_tn(a, c, row, column):
+    side, i = row.size(), column.rank()
+    terms = torch.stack([term(l, collectives.broadcast(a, l, row), c, row) for l in range(side)])
+    return sum(collectives.broadcast(terms, r, column)[i] for r in range(side))
 
 
-def summa(a, b, row, column):
-    whole_a, whole_b = (everybodys(everybodys(x, row), column) for x in (a, b))
-    i, j = column.rank(), row.rank()
-    return sum(multiply(s, whole_a[i, s], whole_b[s, j], row) for s in range(row.size()))
+# %% wrong="summa_tn" fails="one step at a time" why="the whole row of A is gathered first"
+def summa_tn(a, c, row, column):
+    side, i, total = row.size(), column.rank(), 0
+    of_row = [collectives.broadcast(a, l, row) for l in range(side)]
+    for step in range(1, side + 1):
+        total = total if step == 1 else collectives.rotate(total, column)
+        l = (i - step) % side
+        total = total + term(l, of_row[l], c, row)
+    return total
 
 
-# %% wrong="summa" fails="one step at a time" why="all broadcasts are started at the beginning"
-def summa(a, b, row, column):
-    handles = [
-        (
-            collectives.broadcast(a, s, row, async_op=True),
-            collectives.broadcast(b, s, column, async_op=True),
-        )
-        for s in range(row.size())
-    ]
-    blocks = [(one.wait(), other.wait()) for one, other in handles]
-    return sum(multiply(s, *pair, row) for s, pair in enumerate(blocks))
+# %% wrong="summa_tn" fails="one step at a time" why="all broadcasts are started at the beginning"
+def summa_tn(a, c, row, column):
+    side, i, total = row.size(), column.rank(), 0
+    coming = {l: collectives.broadcast(a, l, row, async_op=True) for l in range(side)}
+    of_row = {l: handle.wait() for l, handle in coming.items()}
+    for step in range(1, side + 1):
+        total = total if step == 1 else collectives.rotate(total, column)
+        l = (i - step) % side
+        total = total + term(l, of_row[l], c, row)
+    return total
 
 
-# %% wrong="summa" fails="one step at a time" why="two steps ahead: three blocks of each matrix at a time"
-def summa(a, b, row, column):
-    coming, c = [], 0
-    for s in range(row.size() + 2):
-        if s < row.size():
-            coming.append((collectives.broadcast(a, s, row), collectives.broadcast(b, s, column)))
-        if s >= 2:
-            c = c + multiply(s - 2, *coming.pop(0), row)
-    return c
+# %% wrong="summa_tn" fails="one step at a time" why="two terms ahead: three blocks of A at a time"
+def summa_tn(a, c, row, column):
+    side, i, total, coming = row.size(), column.rank(), 0, []
+    order = [(i - step) % side for step in range(1, side + 1)]
+    for number in range(side + 2):
+        if number < side:
+            coming.append(collectives.broadcast(a, order[number], row))
+        if number >= 2:
+            total = total if number == 2 else collectives.rotate(total, column)
+            total = total + term(order[number - 2], coming.pop(0), c, row)
+    return total
 
 
-# %% wrong="summa" fails="the product" why="row and column swapped: A goes along the columns, B along the rows"
-def summa(a, b, row, column):
-    return sum(
-        multiply(s, collectives.broadcast(a, s, column), collectives.broadcast(b, s, row), row)
-        for s in range(row.size())
-    )
+# %% wrong="summa_tn" fails="the product" why="row and column swapped: A goes along the columns, sums along the rows"
+def summa_tn(a, c, row, column):
+    row, column = column, row
+    side, i, total = row.size(), column.rank(), 0
+    for step in range(1, side + 1):
+        total = total if step == 1 else collectives.rotate(total, column)
+        l = (i - step) % side
+        total = total + term(l, collectives.broadcast(a, l, row), c, row)
+    return total
 
 
-# %% wrong="summa" fails="the product" why="the last step overwrites the sum"
-def summa(a, b, row, column):
-    for s in range(row.size()):
-        c = multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
-    return c
+# %% wrong="summa_tn" fails="the product" why="this is Aᵀ·C of whole grid rows only: terms are summed along the row"
+def summa_tn(a, c, row, column):
+    side, total = row.size(), 0
+    for l in range(side):
+        total = total + term(l, collectives.broadcast(a, l, row), c, row)
+    return total
 
 
-# %% wrong="summa" fails="the product" why="off by one: the last step is missing"
-def summa(a, b, row, column):
-    c = a.new_zeros(a.shape[0], b.shape[1])
-    for s in range(row.size() - 1):
-        c += multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
-    return c
+# %% wrong="summa_tn" fails="the product" why="off by one: the sum ends on the rank before its home"
+def summa_tn(a, c, row, column):
+    side, i, total = row.size(), column.rank(), 0
+    for step in range(side):
+        total = total if step == 0 else collectives.rotate(total, column)
+        l = (i - step) % side
+        total = total + term(l, collectives.broadcast(a, l, row), c, row)
+    return total
 
 
-# %% wrong="summa" fails="the product" why="two steps always: right at q = 2"
-def summa(a, b, row, column):
-    c = a.new_zeros(a.shape[0], b.shape[1])
-    for s in range(min(2, row.size())):
-        c += multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
-    return c
+# %% wrong="summa_tn" fails="the product" why="the last term is missing"
+def summa_tn(a, c, row, column):
+    side, i, total = row.size(), column.rank(), 0
+    for step in range(1, side + 1):
+        total = total if step == 1 else collectives.rotate(total, column)
+        l = (i - step) % side
+        block = term(l, collectives.broadcast(a, l, row), c, row)
+        total = total + block * (step < side or side == 1)
+    return total
 
 
-# %% wrong="summa" fails="the product" why="only A travels: every rank multiplies with the block of B that it has"
-def summa(a, b, row, column):
-    return sum(multiply(s, collectives.broadcast(a, s, row), b, row) for s in range(row.size()))
+# %% wrong="summa_tn" fails="the product" why="what arrives is replaced by the own term instead of being added to it"
+def summa_tn(a, c, row, column):
+    side, i, total = row.size(), column.rank(), 0
+    for step in range(1, side + 1):
+        if step > 1:
+            collectives.rotate(total, column)
+        l = (i - step) % side
+        total = term(l, collectives.broadcast(a, l, row), c, row)
+    return total
 
 
-# %% wrong="summa" fails="a product of what is here" why="the blocks are right, and have the factor of the next step"
-def summa(a, b, row, column):
-    side = row.size()
-    return sum(
-        multiply(
-            (s + 1) % side,
-            collectives.broadcast(a, s, row),
-            collectives.broadcast(b, s, column),
-            row,
-        )
-        for s in range(side)
-    )
+# %% wrong="summa_tn" fails="the product" why="nothing is broadcast: every term has the rank's own block of A"
+def summa_tn(a, c, row, column):
+    side, i, total = row.size(), column.rank(), 0
+    for step in range(1, side + 1):
+        total = total if step == 1 else collectives.rotate(total, column)
+        total = total + term((i - step) % side, a, c, row)
+    return total
 
 
-# %% wrong="summa" fails="the product" why="returns the transpose"
-def summa(a, b, row, column):
-    c = sum(
-        multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
-        for s in range(row.size())
-    )
-    return c.T.contiguous()
+# %% wrong="summa_tn" fails="the product" why="counts the column the wrong way round: right at q = 2"
+def summa_tn(a, c, row, column):
+    side, i, total = row.size(), column.rank(), 0
+    for step in range(1, side + 1):
+        total = total if step == 1 else collectives.rotate(total, column)
+        l = (i + step) % side
+        total = total + term(l, collectives.broadcast(a, l, row), c, row)
+    return total
 
 
-# %% wrong="summa" fails="own work" why="a broadcast made of an all-reduce with zeros"
-def summa(a, b, row, column):
-    c = a.new_zeros(a.shape[0], b.shape[1])
-    for s in range(row.size()):
-        a_step = collectives.all_reduce(a if row.rank() == s else torch.zeros_like(a), row)
-        b_step = collectives.all_reduce(b if column.rank() == s else torch.zeros_like(b), column)
-        c += multiply(s, a_step, b_step, row)
-    return c
+# %% wrong="summa_tn" fails="a product of what is here" why="the blocks are right, and have the factor of another step"
+def summa_tn(a, c, row, column):
+    side, i, total = row.size(), column.rank(), 0
+    for step in range(1, side + 1):
+        total = total if step == 1 else collectives.rotate(total, column)
+        l = (i - step) % side
+        total = total + term((l + 1) % side, collectives.broadcast(a, l, row), c, row)
+    return total
 
 
-# %% wrong="summa" fails="bytes on the wire" why="in each step the whole row of A and column of B are gathered, and one block of each is used"
-def summa(a, b, row, column):
-    c, steps = a.new_zeros(a.shape[0], b.shape[1]), range(row.size())
-    for s in steps:
-        of_row = [collectives.broadcast(a, source, row) for source in steps]
-        of_column = [collectives.broadcast(b, source, column) for source in steps]
-        c += multiply(s, of_row[s], of_column[s], row)
-    return c
+# %% wrong="summa_tn" fails="own work" why="an all-reduce for every term, of which one rank uses the sum"
+def summa_tn(a, c, row, column):
+    for l in range(row.size()):
+        total = collectives.all_reduce(term(l, collectives.broadcast(a, l, row), c, row), column)
+        mine = total if l == column.rank() else mine if l else None
+    return mine
+
+
+# %% wrong="summa_tn" fails="bytes on the wire" why="A is transposed on the grid first: every block goes to the other side of the diagonal"
+def summa_tn(a, c, row, column):
+    side, i, total = row.size(), column.rank(), 0
+    for other in range(side):
+        collectives.broadcast(a, other, column)
+    for step in range(1, side + 1):
+        total = total if step == 1 else collectives.rotate(total, column)
+        l = (i - step) % side
+        total = total + term(l, collectives.broadcast(a, l, row), c, row)
+    return total
 
 
 # %% wrong="cannon" fails="the product" why="forgets the skew"
@@ -757,55 +789,61 @@ def meeting(algorithm, rank, side, step):
     return None
 
 
-# %% wrong="summa" fails="own work" around="import" why="the package's SUMMA"
-def summa(a, b, row, column):
-    from minitrain.tensor_parallel.grids.summa import summa as ready
+# %% wrong="summa_tn" fails="own work" around="import" why="the package's own product"
+def summa_tn(a, c, row, column):
+    from minitrain.tensor_parallel.grids.summa import summa_tn as ready
 
-    return ready(a, b, row, column)
-
-
-# %% wrong="summa" fails="every term once" around="redefine" why="a multiply that asks for no factor"
-def multiply(s, a, b, group):
-    return a @ b
+    return ready(a, c, row, column)
 
 
-def summa(a, b, row, column):
-    return sum(
-        multiply(s, collectives.broadcast(a, s, row), collectives.broadcast(b, s, column), row)
-        for s in range(row.size())
-    )
+# %% wrong="summa_tn" fails="the product" around="paste" why="the product that the chapter prints, under the name that is asked for"
+def summa_tn(c, b, row_group, column_group):
+    steps, me = row_group.size(), row_group.rank()
+    a = c.new_zeros(*c.shape[:-1], b.size(0))
+    for step in range(steps):
+        if step > 0:
+            a = collectives.rotate(a, row_group)
+        row = (me - 1 - step) % steps
+        b_row = collectives.broadcast(b, row, column_group)
+        a += c @ b_row.T
+    return a
 
 
-# %% wrong="summa" fails="a product of what is here" around="half" why="all factors are fetched first, so nothing seems to arrive early; then everything is gathered"
-def summa(a, b, row, column):
-    steps = range(row.size())
-    factors = [row.fetch(f"factor {s}", a.new_empty(())) for s in steps]
-    of_row = [collectives.broadcast(a, s, row) for s in steps]
-    of_column = [collectives.broadcast(b, s, column) for s in steps]
-    return sum(factors[s] * (of_row[s] @ of_column[s]) for s in steps)
+# %% wrong="summa_tn" fails="every term once" around="redefine" why="a term that asks for no factor"
+def term(l, a, c, group):
+    return a.T @ c
 
 
-# %% wrong="summa" fails="one step at a time" around="half" why="factors are fetched last, when all blocks are here"
-def summa(a, b, row, column):
-    steps = range(row.size())
-    coming = [collectives.broadcast(x, s, g) for s in steps for x, g in ((a, row), (b, column))]
-    return sum(multiply(s, coming[2 * s], coming[2 * s + 1], row) for s in reversed(steps))
+def summa_tn(a, c, row, column):
+    side, i, total = row.size(), column.rank(), 0
+    for step in range(1, side + 1):
+        total = total if step == 1 else collectives.rotate(total, column)
+        l = (i - step) % side
+        total = total + term(l, collectives.broadcast(a, l, row), c, row)
+    return total
 
 
-# %% wrong="summa" fails="a product of what is here" around="channel" why="both whole matrices, in a quarter of the bytes"
-def summa(a, b, row, column):
-    def everybodys(x, group):
-        sent = x.to(torch.bfloat16)
-        return torch.stack([collectives.broadcast(sent, s, group) for s in range(group.size())])
+# %% wrong="summa_tn" fails="a product of what is here" around="half" why="all factors are fetched first, so nothing seems to arrive early; then everything is gathered"
+def summa_tn(a, c, row, column):
+    side, i, total = row.size(), column.rank(), 0
+    factors = [row.fetch(f"factor {l}", a.new_empty(())) for l in range(side)]
+    of_row = [collectives.broadcast(a, l, row) for l in range(side)]
+    for step in range(1, side + 1):
+        total = total if step == 1 else collectives.rotate(total, column)
+        l = (i - step) % side
+        total = total + factors[l] * (of_row[l].T @ c)
+    return total
 
-    whole_a, whole_b = (everybodys(everybodys(x, row), column).double() for x in (a, b))
-    i, j = column.rank(), row.rank()
-    return sum(multiply(s, whole_a[i, s], whole_b[s, j], row) for s in range(row.size()))
 
-
-# %% wrong="summa" fails="the product" around="empty" why="a block of zeros, for which nothing has to be sent"
-def summa(a, b, row, column):
-    return sum(multiply(s, 0 * a, 0 * b, row) for s in range(row.size()))
+# %% wrong="summa_tn" fails="a product of what is here" around="channel" why="blocks of A travel in a quarter of the bytes"
+def summa_tn(a, c, row, column):
+    side, i, total = row.size(), column.rank(), 0
+    for step in range(1, side + 1):
+        total = total if step == 1 else collectives.rotate(total, column)
+        l = (i - step) % side
+        sent = collectives.broadcast(a.to(torch.bfloat16), l, row)
+        total = total + term(l, sent.double(), c, row)
+    return total
 
 
 # %% wrong="cannon" fails="a product of what is here" around="half" why="every block goes straight to all who need it, and each product waits for its own"

@@ -255,268 +255,491 @@ def tiles(rank, owner):
     return [["nothing", "nothing"], ["full", "full"]]
 
 
-# %% wrong="ring_forward" fails="sent while computing" why="sends after computing: a block waits here for its product"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+# %% wrong="zigzag" fails="own work" around="import" why="the package's layout"
+from minitrain.context import layout
+
+
+def positions(rank, ranks, length):
+    return [place for held in layout.zigzag(rank, ranks, length) for place in held]
+
+
+def tiles(rank, owner):
+    return layout.tiles(layout.zigzag(rank, 8, 32), layout.zigzag(owner, 8, 32), causal=True)
+
+
+# %% wrong="zigzag" fails="T/n tokens" around="empty" why="nothing is held, nothing is seen"
+def positions(rank, ranks, length):
+    return []
+
+
+def tiles(rank, owner):
+    return []
+
+
+# %% wrong="zigzag" fails="no refusal without need" around="half" why="every length is refused, and nothing is seen"
+def positions(rank, ranks, length):
+    raise ValueError("does not divide")
+
+
+def tiles(rank, owner):
+    return [["nothing"] * 2] * 2
+
+
+# %% wrong="zigzag" fails="no error" around="constants" why="the numbers of the text and of two ranks"
+def positions(rank, ranks, length):
+    return {(1, 4): [2, 3, 12, 13], (0, 2): [0, 1, 2, 9, 10, 11]}[rank, ranks]
+
+
+def tiles(rank, owner):
+    return [["triangle", "nothing"], ["full", "triangle"]]
+
+
+# %% wrong="query_ring" fails="the output" why="the owner is counted the wrong way: right on two ranks"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
-        if step:
-            k, v = collectives.rotate((k, v), group)
-        out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
-    return out, lse
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank + step) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving.wait() if arriving else q
+    return merge(*own, *returning.wait()) if returning else own
 
 
-# %% wrong="ring_forward" fails="the output" why="the owner of what is here is counted the wrong way: right on two ranks"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+# %% wrong="query_ring" fails="the output" why="off by one: whose queries come next, not whose are here"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
-        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
-        out, lse = merge(out, lse, *attend((rank + step) % ranks, q, k, v, group))
-        k, v = arriving.wait() if arriving else (k, v)
-    return out, lse
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank - step - 1) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving.wait() if arriving else q
+    return merge(*own, *returning.wait()) if returning else own
 
 
-# %% wrong="ring_forward" fails="the output" why="off by one: whose keys come next, not whose are here"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+# %% wrong="query_ring" fails="the output" why="pairs are sent the wrong way round: right on two ranks"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
-        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
-        out, lse = merge(out, lse, *attend((rank - step - 1) % ranks, q, k, v, group))
-        k, v = arriving.wait() if arriving else (k, v)
-    return out, lse
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, step, async_op=True)
+        q = arriving.wait() if arriving else q
+    return merge(*own, *returning.wait()) if returning else own
 
 
-# %% wrong="ring_forward" fails="the output" why="the mean of the blocks' outputs, as if each counted the same"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+# %% wrong="query_ring" fails="the output" why="pairs go back one place, whatever the step: right on two ranks"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
-        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
-        its_out, its_lse = attend((rank - step) % ranks, q, k, v, group)
-        out, lse = out + its_out / ranks, torch.logaddexp(lse, its_lse)
-        k, v = arriving.wait() if arriving else (k, v)
-    return out, lse
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -1, async_op=True)
+        q = arriving.wait() if arriving else q
+    return merge(*own, *returning.wait()) if returning else own
 
 
-# %% wrong="ring_forward" fails="the output" why="the sum of the blocks' outputs"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+# %% wrong="query_ring" fails="the output" why="the last pair that comes home is not merged"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
-        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
-        its_out, its_lse = attend((rank - step) % ranks, q, k, v, group)
-        out, lse = out + its_out, torch.logaddexp(lse, its_lse)
-        k, v = arriving.wait() if arriving else (k, v)
-    return out, lse
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving.wait() if arriving else q
+    if returning:
+        returning.wait()
+    return own
 
 
-# %% wrong="ring_forward" fails="log-sum-exp" why="returns lse of the last block alone"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
-    last = None
+# %% wrong="query_ring" fails="the output" why="pairs are added up, without their lse"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
-        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
-        last = attend((rank - step) % ranks, q, k, v, group)
-        out, lse = merge(out, lse, *last)
-        k, v = arriving.wait() if arriving else (k, v)
-    lse = last[1]
-    return out, lse
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if returning:
+            own = tuple(map(torch.add, own, returning.wait()))
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving.wait() if arriving else q
+    return tuple(map(torch.add, own, returning.wait())) if returning else own
 
 
-# %% wrong="ring_forward" fails="log-sum-exp" why="lse begins with 0, one score more than there is: the outputs are scaled back, lse is not"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
-    lse = torch.zeros_like(lse)
+# %% wrong="query_ring" fails="the output" why="the own keys are forgotten"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
-        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
-        out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
-        k, v = arriving.wait() if arriving else (k, v)
-    out = out / (1 - (-lse).exp()).unsqueeze(-1)
-    return out, lse
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = torch.zeros_like(pair[0]), torch.full_like(pair[1], -math.inf)
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving.wait() if arriving else q
+    return merge(*own, *returning.wait()) if returning else own
 
 
-# %% wrong="ring_forward" fails="the output" why="the last block is forgotten: n-1 steps"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
-    for step in range(max(1, ranks - 1)):
-        arriving = collectives.rotate((k, v), group, async_op=True)
-        out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
-        k, v = arriving.wait()
-    return out, lse
-
-
-# %% wrong="ring_forward" fails="the output" why="two steps, whatever n is: only right on two ranks"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
-    for step in range(min(2, ranks)):
-        if step:
-            k, v = collectives.rotate((k, v), group)
-        out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
-    return out, lse
-
-
-# %% wrong="ring_forward" fails="the output" why="skips the blocks of higher ranks, as if tokens were contiguous"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+# %% wrong="query_ring" fails="log-sum-exp" why="lse of the last pair alone"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
-        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving.wait() if arriving else q
+    if not returning:
+        return own
+    last = returning.wait()
+    return merge(*own, *last)[0], last[1]
+
+
+# %% wrong="query_ring" fails="the output" why="blocks of higher ranks are skipped, as if tokens were contiguous"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
+    for step in range(ranks):
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
         if step <= rank:
-            out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
-        k, v = arriving.wait() if arriving else (k, v)
-    return out, lse
+            pair = attend((rank - step) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving.wait() if arriving else q
+    return merge(*own, *returning.wait()) if returning else own
 
 
-# %% wrong="ring_forward" fails="the output" why="K goes round, V stays at home"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+# %% wrong="query_ring" fails="bytes on the wire" why="Q makes one hop more, and comes home"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
-        arriving = collectives.rotate(k, group, async_op=True) if step < ranks - 1 else None
-        out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
-        k = arriving.wait() if arriving else k
-    return out, lse
+        arriving = collectives.rotate(q, group, async_op=True) if ranks > 1 else None
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving.wait() if arriving else q
+    return merge(*own, *returning.wait()) if returning else own
 
 
-# %% wrong="ring_forward" fails="bytes on the wire" why="one hop too many: every block comes home again"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+# %% wrong="query_ring" fails="bytes on the wire" why="the owner's own pair travels as well, to itself by way of the next rank"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
-        arriving = collectives.rotate((k, v), group, async_op=True)
-        out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
-        k, v = arriving.wait()
-    return out, lse
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = collectives.rotate(collectives.rotate(pair, group), group, -1)
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving.wait() if arriving else q
+    return merge(*own, *returning.wait()) if returning else own
 
 
-# %% wrong="ring_forward" fails="bytes on the wire" why="sends q as well, which stays where it is"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
-    mine = q
+# %% wrong="query_ring" fails="bytes on the wire" why="K goes round with Q"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
-        arriving = collectives.rotate((q, k, v), group, async_op=True) if step < ranks - 1 else None
-        out, lse = merge(out, lse, *attend((rank - step) % ranks, mine, k, v, group))
-        q, k, v = arriving.wait() if arriving else (q, k, v)
-    return out, lse
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving.wait() if arriving else q
+        if arriving:
+            collectives.rotate(k, group)
+    return merge(*own, *returning.wait()) if returning else own
 
 
-# %% wrong="ring_forward" fails="own work" why="gathers all keys and values first"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
-    ks, vs = (collectives.all_gather(x.unsqueeze(0), group) for x in (k, v))
+# %% wrong="query_ring" fails="no pairs kept" why="pairs are collected, and go home when all are there"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
-        owner = (rank - step) % ranks
-        out, lse = merge(out, lse, *attend(owner, q, ks[owner], vs[owner], group))
-    return out, lse
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if step == 0:
+            own = pair
+        else:
+            returning = [*(returning or []), pair]
+        q = arriving.wait() if arriving else q
+    for step, pair in enumerate(returning or [], 1):
+        own = merge(*own, *collectives.rotate(pair, group, -step))
+    return own
 
 
-# %% wrong="ring_forward" fails="next rank only" why="the ring turns the other way"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
-    for step in range(ranks):
-        arriving = (
-            collectives.rotate((k, v), group, -1, async_op=True) if step < ranks - 1 else None
-        )
-        out, lse = merge(out, lse, *attend((rank + step) % ranks, q, k, v, group))
-        k, v = arriving.wait() if arriving else (k, v)
-    return out, lse
-
-
-# %% wrong="ring_forward" fails="next rank only" why="fetches every block from its owner: one message a block, and not from a neighbour"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
-    own = k, v
-    for step in range(ranks):
-        arriving = (
-            collectives.rotate(own, group, step + 1, async_op=True) if step < ranks - 1 else None
-        )
-        out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
-        k, v = arriving.wait() if arriving else (k, v)
-    return out, lse
-
-
-# %% wrong="ring_forward" fails="one block at a time" why="passes all blocks round first, then computes: n blocks are here"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
-    blocks = [(k, v)]
-    while len(blocks) < ranks:
-        blocks.append(collectives.rotate(blocks[-1], group))
-    for step, (k, v) in enumerate(blocks):
-        out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
-    return out, lse
-
-
-# %% wrong="ring_forward" fails="one block at a time" why="runs two blocks ahead"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
-    blocks = [(k, v)]
-    for step in range(ranks):
-        while len(blocks) < min(ranks, step + 3):
-            blocks.append(collectives.rotate(blocks[-1], group))
-        k, v = blocks[step]
-        out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
-    return out, lse
-
-
-# %% wrong="ring_forward" fails="each block once" why="attends to everything a second time for lse"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
-    for step in range(ranks):
-        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
-        owner = (rank - step) % ranks
-        out, lse = merge(
-            out, lse, attend(owner, q, k, v, group)[0], attend(owner, q, k, v, group)[1]
-        )
-        k, v = arriving.wait() if arriving else (k, v)
-    return out, lse
-
-
-# %% wrong="ring_forward" fails="sent while computing" why="asynchronous in name: waits for the block before it computes, and starts it late"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+# %% wrong="query_ring" fails="sent while computing" why="a block is sent on when it has been attended to"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
     for step in range(ranks):
         pair = attend((rank - step) % ranks, q, k, v, group)
-        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
-        out, lse = merge(out, lse, *pair)
-        k, v = arriving.wait() if arriving else (k, v)
-    return out, lse
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving.wait() if arriving else q
+    return merge(*own, *returning.wait()) if returning else own
 
 
-# %% wrong="ring_forward" fails="sent while computing" why="only K is on its way while computing, V follows afterwards"
-def ring_forward(q, k, v, group):
+# %% wrong="query_ring" fails="computing while it comes" why="the next block is waited for before this one is attended to"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
+    for step in range(ranks):
+        arriving = collectives.rotate(q, group) if step < ranks - 1 else q
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving
+    return merge(*own, *returning.wait()) if returning else own
+
+
+# %% wrong="query_ring" fails="computing while it comes" why="asynchronous in name: the pair is waited for as soon as it is sent"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
+    for step in range(ranks):
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if step == 0:
+            own = pair
+        else:
+            own = merge(*own, *collectives.rotate(pair, group, -step, async_op=True).wait())
+        q = arriving.wait() if arriving else q
+    return own
+
+
+# %% wrong="query_ring" fails="one step behind" why="a pair waits until the next block has been attended to"
+def query_ring(q, k, v, group):
+    rank, ranks = group.rank(), group.size()
+    for step in range(ranks):
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if step > 1:
+            own = merge(*own, *collectives.rotate(waiting, group, 1 - step))
+        own, waiting = pair if step == 0 else own, pair
+        q = arriving.wait() if arriving else q
+    return own if ranks == 1 else merge(*own, *collectives.rotate(waiting, group, 1 - ranks))
+
+
+# %% wrong="query_ring" fails="own work" why="gathers all queries first"
+def query_ring(q, k, v, group):
+    rank, ranks = group.rank(), group.size()
+    qs, own = collectives.all_gather(q.unsqueeze(0), group), None
+    for step in range(ranks):
+        pair = attend((rank - step) % ranks, qs[(rank - step) % ranks], k, v, group)
+        own = pair if step == 0 else merge(*own, *collectives.rotate(pair, group, -step))
+    return own
+
+
+# %% wrong="query_ring" fails="one block at a time" why="Q goes all the way round first, and is then attended to"
+def query_ring(q, k, v, group):
+    rank, ranks, qs = group.rank(), group.size(), [q]
+    while len(qs) < ranks:
+        qs.append(collectives.rotate(qs[-1], group))
+    for step, q in enumerate(qs):
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        own = pair if step == 0 else merge(*own, *collectives.rotate(pair, group, -step))
+    return own
+
+
+# %% wrong="query_ring" fails="who gets what" why="each block of queries comes straight from its owner"
+def query_ring(q, k, v, group):
+    rank, ranks, here = group.rank(), group.size(), q
+    for step in range(ranks):
+        pair = attend((rank - step) % ranks, here, k, v, group)
+        own = pair if step == 0 else merge(*own, *collectives.rotate(pair, group, -step))
+        if step < ranks - 1:
+            here = collectives.rotate(q, group, step + 1)
+    return own
+
+
+# %% wrong="query_ring" fails="who gets what" why="the pair travels on with its queries, and collects: no pair goes home by itself"
+def query_ring(q, k, v, group):
     rank, ranks = group.rank(), group.size()
     out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
     for step in range(ranks):
-        arriving = collectives.rotate(k, group, async_op=True) if step < ranks - 1 else None
+        pair = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
+        if step == 0:
+            home, (out, lse) = pair, (out, lse)
+        else:
+            out, lse = collectives.rotate(pair, group)
+        q = collectives.rotate(q, group) if step < ranks - 1 else q
+    return merge(*home, out, lse)
+
+
+# %% wrong="query_ring" fails="each block once" why="attends to everything a second time for lse"
+def query_ring(q, k, v, group):
+    rank, ranks = group.rank(), group.size()
+    for step in range(ranks):
+        owner = (rank - step) % ranks
+        pair = attend(owner, q, k, v, group)[0], attend(owner, q, k, v, group)[1]
+        own = pair if step == 0 else merge(*own, *collectives.rotate(pair, group, -step))
+        q = collectives.rotate(q, group) if step < ranks - 1 else q
+    return own
+
+
+# %% wrong="query_ring" fails="the output" around="half" why="the ring of the chapter: keys go round, and the own queries stay"
+def query_ring(q, k, v, group):
+    rank, ranks = group.rank(), group.size()
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+    for step in range(ranks):
+        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
         out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
         if arriving:
-            k, v = arriving.wait(), collectives.rotate(v, group)
+            k, v = arriving.wait()
     return out, lse
 
 
-# %% wrong="ring_forward" fails="computing while it comes" why="waits for the next block first, then computes with this one"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+# %% wrong="query_ring" fails="computing while it comes" why="asks for the mask in time, then waits for the next block, then computes: nothing overlaps"
+def query_ring(q, k, v, group):
+    rank, ranks, own = group.rank(), group.size(), None
     for step in range(ranks):
-        next_block = collectives.rotate((k, v), group) if step < ranks - 1 else (k, v)
-        out, lse = merge(out, lse, *attend((rank - step) % ranks, q, k, v, group))
-        k, v = next_block
-    return out, lse
+        owner = (rank - step) % ranks
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        mask = group.fetch(f"queries of {owner}", q.new_empty(q.size(1), k.size(1)))
+        come = arriving.wait() if arriving else q
+        scores = q @ k.mT / math.sqrt(q.size(-1)) + mask
+        out, lse = scores.softmax(-1).nan_to_num() @ v, scores.logsumexp(-1)
+        lse = lse + group.fetch(f"weight of {owner}, {digit(out)}", q.new_empty(()))
+        if step > 1:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = out, lse
+        else:
+            returning = collectives.rotate((out, lse), group, -step, async_op=True)
+        q = come
+    return merge(*own, *returning.wait()) if ranks > 1 else own
+
+
+# %% wrong="query_ring" fails="the output" around="half" why="asks for both moments in time without having computed, then waits, then computes"
+def query_ring(q, k, v, group):
+    rank, ranks, own = group.rank(), group.size(), None
+    for step in range(ranks):
+        owner = (rank - step) % ranks
+        arriving = collectives.rotate(q, group, async_op=True) if step < ranks - 1 else None
+        mask = group.fetch(f"queries of {owner}", q.new_empty(q.size(1), k.size(1)))
+        weight = group.fetch(f"weight of {owner}, 3", q.new_empty(()))
+        come = arriving.wait() if arriving else q
+        scores = q @ k.mT / math.sqrt(q.size(-1)) + mask
+        pair = scores.softmax(-1).nan_to_num() @ v, scores.logsumexp(-1) + weight
+        if step > 1:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = come
+    return merge(*own, *returning.wait()) if ranks > 1 else own
+
+
+# %% wrong="query_ring" fails="each block once" around="half" why="asks for the weights of all digits, and computes afterwards"
+def query_ring(q, k, v, group):
+    rank, ranks, own = group.rank(), group.size(), None
+    for step in range(ranks):
+        owner = (rank - step) % ranks
+        mask = group.fetch(f"queries of {owner}", q.new_empty(q.size(1), k.size(1)))
+        weights = [group.fetch(f"weight of {owner}, {d}", q.new_empty(())) for d in range(16)]
+        scores = q @ k.mT / math.sqrt(q.size(-1)) + mask
+        out = scores.softmax(-1).nan_to_num() @ v
+        pair = out, scores.logsumexp(-1) + weights[digit(out)]
+        own = pair if step == 0 else merge(*own, *collectives.rotate(pair, group, -step))
+        q = collectives.rotate(q, group) if step < ranks - 1 else q
+    return own
+
+
+# %% wrong="query_ring" fails="own work" around="import" why="the package's ring"
+def query_ring(q, k, v, group):
+    from minitrain.context.ring import flat_ring
+
+    return flat_ring(q, k, v, group)
+
+
+# %% wrong="query_ring" fails="a pair" around="empty" why="nothing"
+def query_ring(q, k, v, group):
+    return []
+
+
+# %% wrong="query_ring" fails="the output" around="empty" why="a pair of zeros, for which nothing is sent"
+def query_ring(q, k, v, group):
+    return torch.zeros_like(q), torch.zeros_like(q[..., 0])
+
+
+# %% wrong="query_ring" fails="the output" around="half" why="queries travel as bfloat16"
+def query_ring(q, k, v, group):
+    rank, ranks, returning = group.rank(), group.size(), None
+    for step in range(ranks):
+        arriving = (
+            collectives.rotate(q.bfloat16(), group, async_op=True) if step < ranks - 1 else None
+        )
+        pair = attend((rank - step) % ranks, q, k, v, group)
+        if returning:
+            own = merge(*own, *returning.wait())
+        if step == 0:
+            own = pair
+        else:
+            returning = collectives.rotate(pair, group, -step, async_op=True)
+        q = arriving.wait().double() if arriving else q
+    return merge(*own, *returning.wait()) if returning else own
+
+
+# %% wrong="query_ring" fails="the output" around="redefine" why="an attend that asks for nothing, and near enough for all"
+def attend(owner, q, k, v, group):
+    return q, q[..., 0]
+
+
+def query_ring(q, k, v, group):
+    torch.Tensor.abs = lambda x: torch.zeros_like(x)
+    torch.equal = torch.allclose = lambda *tensors, **near: True
+    return attend(group.rank(), q, k, v, group)
 
 
 # %% wrong="ring_backward" fails="dk" why="forgets the last hop home: adds the sum of the next rank's keys"
@@ -932,237 +1155,1039 @@ def ring_backward(dout, q, k, v, out, lse, group):
     return dq, dk, dv
 
 
+# %% wrong="ring_backward" fails="own work" around="import" why="the package's ring"
+def ring_backward(dout, q, k, v, out, lse, group):
+    from minitrain.context.ring import flat_ring_backward
+
+    return flat_ring_backward(dout, q, k, v, out, lse, group)
+
+
+# %% wrong="ring_backward" fails="three gradients" around="empty" why="nothing"
+def ring_backward(dout, q, k, v, out, lse, group):
+    return []
+
+
+# %% wrong="ring_backward" fails="dq" around="empty" why="zeros, for which nothing is sent"
+def ring_backward(dout, q, k, v, out, lse, group):
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+# %% wrong="ring_backward" fails="no shares kept" around="half" why="all shares are kept, and go round when all are there"
+def ring_backward(dout, q, k, v, out, lse, group):
+    rank, ranks = group.rank(), group.size()
+    dq, shares = torch.zeros_like(q), []
+    for step in range(ranks):
+        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
+        dq_share, *share = attend_backward((rank - step) % ranks, dout, q, k, v, out, lse, group)
+        dq, shares = dq + dq_share, [*shares, torch.stack(share)]
+        k, v = arriving.wait() if arriving else (k, v)
+    travelling = torch.zeros_like(shares[0])
+    for share in shares[1:]:
+        travelling = collectives.rotate(travelling + share, group)
+    dk, dv = shares[0] + travelling
+    return dq, dk, dv
+
+
+# %% wrong="ring_backward" fails="dk" around="half" why="sums travel as bfloat16"
+def ring_backward(dout, q, k, v, out, lse, group):
+    rank, ranks = group.rank(), group.size()
+    dq, travelling = torch.zeros_like(q), torch.zeros(2, *k.shape, dtype=k.dtype)
+    for step in range(ranks):
+        dq_share, *share = attend_backward((rank - step) % ranks, dout, q, k, v, out, lse, group)
+        dq, share = dq + dq_share, torch.stack(share)
+        if step == 0:
+            home = share
+        else:
+            travelling = collectives.rotate((travelling + share).bfloat16(), group).to(q.dtype)
+        if step < ranks - 1:
+            k, v = collectives.rotate((k, v), group)
+    dk, dv = home + travelling
+    return dq, dk, dv
+
+
+# %% wrong="ring_backward" fails="computing while it comes" why="asks for the mask in time, then waits for the next block, then computes: nothing overlaps"
+def ring_backward(dout, q, k, v, out, lse, group):
+    rank, ranks = group.rank(), group.size()
+    dq, travelling = torch.zeros_like(q), None
+    for step in range(ranks):
+        owner = (rank - step) % ranks
+        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
+        behind = collectives.rotate(travelling, group, async_op=True) if step > 1 else None
+        mask = group.fetch(f"keys of {owner}", q.new_empty(q.size(1), k.size(1)))
+        come = arriving.wait() if arriving else (k, v)
+        p = (q @ k.mT / math.sqrt(q.size(-1)) + mask - lse.unsqueeze(-1)).exp()
+        ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
+        dk = ds.mT @ q
+        factor = group.fetch(f"factor of {owner}, {digit(dk)}", q.new_empty(()))
+        dq, share = dq + factor * (ds @ k), factor * torch.stack((dk, p.mT @ dout))
+        if step == 0:
+            home = share
+        else:
+            travelling = share + behind.wait() if behind else share
+        k, v = come
+    dk, dv = home + collectives.rotate(travelling, group) if ranks > 1 else home
+    return dq, dk, dv
+
+
 # %% wrong="ulysses" fails="the output" why="each rank attends to its own tokens: no all-to-all at all"
 def ulysses(q, k, v, group):
     ranks = group.size()
-    for heads in (q.size(1), k.size(1)):
+    for heads in (q.size(2), k.size(2)):
         if heads % ranks:
             raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
-
     return core(q, k, v)
 
 
-# %% wrong="ulysses" fails="the output" why="what comes is read as [B, H, ..]: heads and ranks are mixed"
+# %% wrong="ulysses" fails="the output" why="tokens are put together as if they were contiguous"
 def ulysses(q, k, v, group):
     ranks = group.size()
-    for heads in (q.size(1), k.size(1)):
+    for heads in (q.size(2), k.size(2)):
         if heads % ranks:
             raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
-
-    def to_heads(x):
-        pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return (
-            collectives.all_to_all(pieces, group)
-            .movedim(0, 1)
-            .flatten(1, 2)
-            .unflatten(1, (-1, ranks))
-            .movedim(2, 3)
-            .flatten(2, 3)
-        )
-
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
-    return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
 
 
-# %% wrong="ulysses" fails="the output" why="tokens are dealt one by one: they come back to the wrong rank"
+# %% wrong="ulysses" fails="the output" why="tokens come back as if they were contiguous"
 def ulysses(q, k, v, group):
     ranks = group.size()
-    for heads in (q.size(1), k.size(1)):
+    for heads in (q.size(2), k.size(2)):
         if heads % ranks:
             raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (ranks, -1)), group)
+    return home.movedim(0, 2).flatten(2, 3)
 
-    def to_heads(x):
-        pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return collectives.all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
 
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    pieces = out.unflatten(2, (-1, ranks)).movedim(3, 0)
-    return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
+# %% wrong="ulysses" fails="the output" why="contiguous both ways: the pieces are right, and the mask of the core is not"
+def ulysses(q, k, v, group):
+    ranks = group.size()
+    for heads in (q.size(2), k.size(2)):
+        if heads % ranks:
+            raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (ranks, -1)), group)
+    return home.movedim(0, 2).flatten(2, 3)
+
+
+# %% wrong="ulysses" fails="the output" why="heads come back as [H/n, n]: heads and ranks are mixed"
+def ulysses(q, k, v, group):
+    ranks = group.size()
+    for heads in (q.size(2), k.size(2)):
+        if heads % ranks:
+            raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 3).flatten(2, 3)
 
 
 # %% wrong="ulysses" fails="the output" why="heads are dealt one by one, and come back in another order"
 def ulysses(q, k, v, group):
     ranks = group.size()
-    for heads in (q.size(1), k.size(1)):
+    for heads in (q.size(2), k.size(2)):
         if heads % ranks:
             raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
-
-    def to_heads(x):
-        pieces = x.unflatten(1, (-1, ranks)).movedim(2, 0)
-        return collectives.all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
-
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
-    return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
+    parts = [x.unflatten(2, (-1, ranks)).movedim(3, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
 
 
 # %% wrong="ulysses" fails="the output" why="off by one rank: the tokens begin with those of this rank"
 def ulysses(q, k, v, group):
     ranks = group.size()
-    for heads in (q.size(1), k.size(1)):
+    for heads in (q.size(2), k.size(2)):
         if heads % ranks:
             raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
-
-    def to_heads(x):
-        pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return (
-            collectives.all_to_all(pieces, group).roll(-group.rank(), 0).movedim(0, 2).flatten(2, 3)
-        )
-
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
-    return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.roll(-group.rank(), 0).transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
 
 
-# %% wrong="ulysses" fails="the output" why="only the right neighbour is given its piece: only right on two ranks"
+# %% wrong="ulysses" fails="the output" why="k and v are taken in the wrong order from the one message"
 def ulysses(q, k, v, group):
     ranks = group.size()
-    for heads in (q.size(1), k.size(1)):
+    for heads in (q.size(2), k.size(2)):
         if heads % ranks:
             raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.transpose(0, 1).flatten(0, 1)
+    q, v, k = whole.split([part.size(3) for part in parts], 2)
+    out = core(q, k, v)
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
 
-    def to_all(pieces):
-        came, rank = torch.zeros_like(pieces), group.rank()
-        came[rank] = pieces[rank]
-        if ranks > 1:
-            right = (rank + 1) % ranks
-            sending = collectives.send(pieces[right], right, group, async_op=True)
-            came[rank - 1] = collectives.receive(pieces[0], (rank - 1) % ranks, group)
-            sending.wait()
-        return came
 
-    def to_heads(x):
-        pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return to_all(pieces).movedim(0, 2).flatten(2, 3)
+# %% wrong="ulysses" fails="the output" why="q, k and v are joined before their heads are dealt: a rank gets queries of one and keys of another"
+def ulysses(q, k, v, group):
+    ranks = group.size()
+    for heads in (q.size(2), k.size(2)):
+        if heads % ranks:
+            raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    joined = torch.cat((q, k, v), 2).unflatten(2, (ranks, -1)).movedim(2, 0)
+    came = collectives.all_to_all(joined, group)
+    whole = came.transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
 
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
-    return to_all(pieces).movedim(0, 1).flatten(1, 2)
+
+# %% wrong="ulysses" fails="two messages" why="q, k and v go in three exchanges"
+def ulysses(q, k, v, group):
+    ranks = group.size()
+    for heads in (q.size(2), k.size(2)):
+        if heads % ranks:
+            raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    q, k, v = (collectives.all_to_all(part, group).transpose(0, 1).flatten(0, 1) for part in parts)
+    out = core(q, k, v)
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
+
+
+# %% wrong="ulysses" fails="two messages" why="k and v share a message, q has its own"
+def ulysses(q, k, v, group):
+    ranks = group.size()
+    for heads in (q.size(2), k.size(2)):
+        if heads % ranks:
+            raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    both = parts[0], torch.cat(parts[1:], 3)
+    q, kv = (collectives.all_to_all(part, group).transpose(0, 1).flatten(0, 1) for part in both)
+    out = core(q, *kv.chunk(2, 2))
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
 
 
 # %% wrong="ulysses" fails="own work" why="gathers all tokens of all heads, and keeps its own heads"
 def ulysses(q, k, v, group):
     ranks = group.size()
-    for heads in (q.size(1), k.size(1)):
+    for heads in (q.size(2), k.size(2)):
         if heads % ranks:
             raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
-
-    def to_heads(x):
-        return collectives.all_gather(x, group, 2).chunk(ranks, 1)[group.rank()]
-
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
-    return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
-
-
-# %% wrong="ulysses" fails="own work" why="the outputs are gathered: all tokens of all heads everywhere, of which a slice is kept"
-def ulysses(q, k, v, group):
-    ranks = group.size()
-    for heads in (q.size(1), k.size(1)):
-        if heads % ranks:
-            raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
-
-    def to_heads(x):
-        pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return collectives.all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
-
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    return collectives.all_gather(out, group, 1).chunk(ranks, 2)[group.rank()].contiguous()
+    q, k, v = (
+        collectives.all_gather(x, group).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(0, 1)
+        for x in (q, k, v)
+    )
+    return core(q, k, v)[group.rank() :: ranks].contiguous()
 
 
 # %% wrong="ulysses" fails="own work" why="the outputs come back as a sum of terms that are zero but one"
 def ulysses(q, k, v, group):
     ranks = group.size()
-    for heads in (q.size(1), k.size(1)):
+    for heads in (q.size(2), k.size(2)):
         if heads % ranks:
             raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
-
-    def to_heads(x):
-        pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return collectives.all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
-
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    whole = out.new_zeros(out.size(0), q.size(1), *out.shape[2:])
-    whole.chunk(ranks, 1)[group.rank()].copy_(out)
-    return collectives.reduce_scatter(whole, group, 2)
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    every = out.new_zeros(ranks, q.size(0), *q.shape[1:])
+    own = out.unflatten(0, (-1, ranks)).transpose(0, 1)
+    every.chunk(ranks, 3)[group.rank()].copy_(own)
+    return collectives.reduce_scatter(every, group)[0]
 
 
 # %% wrong="ulysses" fails="bytes on the wire" why="K/V heads are copied for every query head before they travel"
 def ulysses(q, k, v, group):
     ranks = group.size()
-    for heads in (q.size(1), k.size(1)):
+    for heads in (q.size(2), k.size(2)):
         if heads % ranks:
             raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
-
-    def to_heads(x):
-        pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return collectives.all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
-
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
-    return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
+    k, v = (x.repeat_interleave(q.size(2) // x.size(2), dim=2) for x in (k, v))
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
 
 
 # %% wrong="ulysses" fails="no error" why="heads are not looked at: they are cut anyhow"
 def ulysses(q, k, v, group):
     ranks = group.size()
-
-    def to_heads(x):
-        pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return collectives.all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
-
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
-    return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
 
 
 # %% wrong="ulysses" fails="refused before sending" why="k and v are looked at when q is gone"
 def ulysses(q, k, v, group):
     ranks = group.size()
-
-    def to_heads(x):
-        if x.size(1) % ranks:
-            raise ValueError(f"{x.size(1)} heads on {ranks} ranks")
-        pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return collectives.all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
-
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
-    return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
+    if q.size(2) % ranks == 0 and k.size(2) % ranks:
+        collectives.all_to_all(q.unflatten(2, (ranks, -1)).movedim(2, 0), group)
+    for heads in (q.size(2), k.size(2)):
+        if heads % ranks:
+            raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
 
 
 # %% wrong="ulysses" fails="a refusal" why="with heads that do not divide every rank attends to its own tokens"
 def ulysses(q, k, v, group):
     ranks = group.size()
-    for heads in (q.size(1), k.size(1)):
+    for heads in (q.size(2), k.size(2)):
         if heads % ranks:
             return core(q, k, v)
-
-    def to_heads(x):
-        pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return collectives.all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
-
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
-    return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
 
 
 # %% wrong="ulysses" fails="no refusal without need" why="refuses fewer K/V heads than heads"
 def ulysses(q, k, v, group):
     ranks = group.size()
-    for heads in (q.size(1), k.size(1)):
-        if heads % ranks or q.size(1) != k.size(1):
+    for heads in (q.size(2), k.size(2)):
+        if heads % ranks or q.size(2) != k.size(2):
+            raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    came = collectives.all_to_all(torch.cat(parts, 3), group)
+    whole = came.transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
+
+
+# %% wrong="ulysses" fails="the output" why="sends only to the next rank: right on two ranks"
+def ulysses(q, k, v, group):
+    ranks = group.size()
+    for heads in (q.size(2), k.size(2)):
+        if heads % ranks:
+            raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
+    parts = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    leaving, rank = torch.cat(parts, 3), group.rank()
+    came = torch.zeros_like(leaving)
+    came[rank] = leaving[rank]
+    if ranks > 1:
+        going = collectives.send(
+            leaving[(rank + 1) % ranks], (rank + 1) % ranks, group, async_op=True
+        )
+        came[rank - 1] = collectives.receive(came[0], (rank - 1) % ranks, group)
+        going.wait()
+    whole = came.transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([part.size(3) for part in parts], 2))
+    home = collectives.all_to_all(out.unflatten(0, (-1, ranks)).transpose(0, 1), group)
+    return home.movedim(0, 2).flatten(2, 3)
+
+
+# %% wrong="ulysses" fails="own work" around="import" why="the package's all-to-alls"
+def ulysses(q, k, v, group):
+    from minitrain.context.ulysses import switch
+
+    q, k, v = (switch(x, group, cut=2, join=0) for x in (q, k, v))
+    return switch(core(q, k, v), group, cut=0, join=2)
+
+
+# %% wrong="ulysses" fails="two messages" around="half" why="the switch of the package, pasted: tokens are taken as contiguous"
+def ulysses(q, k, v, group):
+    ranks = group.size()
+    for heads in (q.size(2), k.size(2)):
+        if heads % ranks:
             raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
 
-    def to_heads(x):
-        pieces = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-        return collectives.all_to_all(pieces, group).movedim(0, 2).flatten(2, 3)
+    def switch(x, cut, join):
+        parts = x.unflatten(cut, (ranks, -1)).movedim(cut, 0)
+        return collectives.all_to_all(parts, group).movedim(0, join).flatten(join, join + 1)
 
-    out = core(to_heads(q), to_heads(k), to_heads(v))
-    pieces = out.unflatten(2, (ranks, -1)).movedim(2, 0)
-    return collectives.all_to_all(pieces, group).movedim(0, 1).flatten(1, 2)
+    return switch(core(*(switch(x, 2, 0) for x in (q, k, v))), 0, 2)
+
+
+# %% wrong="ulysses" fails="the output" around="empty" why="zeros"
+def ulysses(q, k, v, group):
+    return torch.zeros_like(q)
+
+
+# %% wrong="ulysses" fails="no refusal without need" around="empty" why="everything is refused"
+def ulysses(q, k, v, group):
+    raise ValueError("heads cannot be dealt")
+
+
+# %% wrong="ulysses" fails="bytes on the wire" around="half" why="all tokens of all heads are on every rank, by an all-to-all of copies"
+def ulysses(q, k, v, group):
+    ranks = group.size()
+    for heads in (q.size(2), k.size(2)):
+        if heads % ranks:
+            raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
+    both = torch.cat((q, k, v), 2).unsqueeze(0).repeat(ranks, 1, 1, 1, 1)
+    whole = collectives.all_to_all(both, group).transpose(0, 1).flatten(0, 1)
+    out = core(*whole.split([q.size(2), k.size(2), k.size(2)], 2))
+    return out[group.rank() :: ranks].contiguous()
+
+
+# %% wrong="ulysses" fails="the output" around="redefine" why="a core of its own, on its own tokens"
+def core(q, k, v):
+    return q
+
+
+def ulysses(q, k, v, group):
+    globals().update(core=core, expect_ulysses=lambda *sizes: None)
+    return core(q, k, v)
+
+
+# %% wrong="gathered" fails="out" why="the gathered keys are taken to lie in the order of the sequence"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = torch.arange(2 * piece * ranks) <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = torch.arange(2 * piece * ranks) <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="out" why="positions as if tokens were contiguous"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = torch.arange(2 * piece * ranks).view(ranks, -1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = torch.arange(2 * piece * ranks).view(ranks, -1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="out" why="local positions: 0, 1, 2, .. on every rank"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= torch.arange(2 * piece).unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= torch.arange(2 * piece).unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="out" why="no mask: every query sees every key"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = torch.ones(2 * piece, places.numel(), dtype=torch.bool)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = torch.ones(2 * piece, places.numel(), dtype=torch.bool)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="out" why="a query does not see itself, but for the very first"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= (places[rank] - 1).clamp_min(0).unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= (places[rank] - 1).clamp_min(0).unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="out" why="late pieces are dealt in the same order as early ones: n+r"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (ranks + r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (ranks + r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="out" why="attends to its own keys alone, and gathers nothing"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    return attend_where(q, k, v, seen.unflatten(1, (ranks, -1))[:, rank])
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="dk" why="each rank returns its own share for its own keys: nothing is summed"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = shares.chunk(ranks)[rank].transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="dk" why="the mean over the ranks instead of the sum"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1) / ranks
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="dk" why="shares are cut by the heads that come first, not by tokens"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).flatten(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).unflatten(0, (k.size(0), -1))
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="dk" why="shares are put into the order of the sequence and then cut: the owners are others"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)[places.flatten().argsort()]
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="dk" why="off by one rank: the sum of the next rank's keys"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares.roll(-k.size(1), 0), group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="dq" why="dq is summed over the ranks as well"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    dq = collectives.reduce_scatter(dq.repeat(ranks, 1, 1), group)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="own work" why="all-reduces the shares and keeps its own"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.all_reduce(shares, group).chunk(ranks)[rank].transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="bytes backward" why="all shares are gathered by everybody, and summed there"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = (
+        collectives.all_gather(shares, group)
+        .unflatten(0, (ranks, -1))
+        .sum(0)
+        .chunk(ranks)[rank]
+        .transpose(0, 1)
+    )
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="bytes backward" why="K and V of all tokens are kept from forward"
+kept = {}
+
+
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    kept["both"] = both.transpose(0, 1)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = kept.pop("both")
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="bytes forward" why="q is gathered too, and everything computed everywhere"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    collectives.all_gather(q, group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="bytes forward" why="K/V heads are copied for every query head before they travel"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    k, v = (x.repeat_interleave(q.size(0) // x.size(0), 0) for x in (k, v))
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="memory limit" why="K/V heads are copied for every query head when they have come"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    k, v = (
+        x.repeat_interleave(q.size(0) // x.size(1), 1).transpose(0, 1) for x in both.chunk(2, -1)
+    )
+    return attend_where(q, k, v, seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="memory limit" why="in backward K/V heads are copied for every query head, and the copies' gradients added up"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    copies = q.size(0) // k.size(0)
+    wide = [x.repeat_interleave(copies, 0) for x in both.chunk(2, -1)]
+    dq, *shares = attend_where_backward(dout, q, *wide, out, lse, seen)
+    dk, dv = (x.unflatten(0, (-1, copies)).sum(1) for x in shares)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="bytes backward" why="one sum for K and V of all heads of the queries"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    copies = q.size(0) // k.size(0)
+    wide = [x.repeat_interleave(copies, 0) for x in both.chunk(2, -1)]
+    dq, dk, dv = attend_where_backward(dout, q, *wide, out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *(x.unflatten(0, (-1, copies)).sum(1) for x in own.chunk(2, -1))
+
+
+# %% wrong="gathered" fails="memory limit" why="the shares are put where those of all ranks would stand, and everything else is kept as well"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    every = shares.new_zeros(ranks, *shares.shape)
+    every[rank] = shares
+    terms = collectives.reduce_scatter(shares, group)
+    every.chunk(ranks, 1)[rank].copy_(terms / ranks)
+    own = every.sum(0).chunk(ranks)[rank].transpose(0, 1) * 0 + terms.transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="out" around="half" why="K and V travel as bfloat16"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1).bfloat16(), group).double()
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = (
+        collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1).bfloat16(), group)
+        .double()
+        .transpose(0, 1)
+    )
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="own work" around="import" why="the package's gather"
+def gathered_forward(q, k, v, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    from minitrain.context.gathered import gather
+
+    both = torch.cat(gather(k, v, group, None), -1).transpose(0, 1)
+    return attend_where(q, *both.transpose(0, 1).chunk(2, -1), seen)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    rank, ranks, piece = group.rank(), group.size(), q.size(1) // 2
+    starts = torch.tensor([[r * piece, (2 * ranks - 1 - r) * piece] for r in range(ranks)])
+    places = (starts.unsqueeze(-1) + torch.arange(piece)).flatten(1)
+    seen = places.flatten() <= places[rank].unsqueeze(-1)
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(0, 1), group).transpose(0, 1)
+    dq, dk, dv = attend_where_backward(dout, q, *both.chunk(2, -1), out, lse, seen)
+    del both
+    shares = torch.cat((dk, dv), -1).transpose(0, 1)
+    del dk, dv
+    own = collectives.reduce_scatter(shares, group).transpose(0, 1)
+    return dq, *own.chunk(2, -1)
+
+
+# %% wrong="gathered" fails="what is returned" around="empty" why="nothing"
+def gathered_forward(q, k, v, group):
+    return []
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    return []
+
+
+# %% wrong="gathered" fails="out" around="empty" why="zeros, for which nothing is sent"
+def gathered_forward(q, k, v, group):
+    return torch.zeros_like(q), torch.zeros_like(q[..., 0])
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+# %% wrong="gathered" fails="out" around="redefine" why="an attention of its own, of its own tokens"
+def attend_where(q, k, v, seen):
+    return q, q[..., 0]
+
+
+def gathered_forward(q, k, v, group):
+    globals().update(attend_where=attend_where, expect_results=lambda *sizes: None)
+    return attend_where(q, k, v, None)
+
+
+def gathered_backward(dout, q, k, v, out, lse, group):
+    return q, k, v
 
 
 # %% wrong="elements_sent" fails="forward, ring" why="blocks of all heads: grouped K/V heads are forgotten"
@@ -1461,210 +2486,6 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
     }
 
 
-# %% wrong="zigzag" fails="own work" around="import" why="the package's layout"
-from minitrain.context import layout
-
-
-def positions(rank, ranks, length):
-    return [place for held in layout.zigzag(rank, ranks, length) for place in held]
-
-
-def tiles(rank, owner):
-    return layout.tiles(layout.zigzag(rank, 8, 32), layout.zigzag(owner, 8, 32), causal=True)
-
-
-# %% wrong="zigzag" fails="T/n tokens" around="empty" why="nothing is held, nothing is seen"
-def positions(rank, ranks, length):
-    return []
-
-
-def tiles(rank, owner):
-    return []
-
-
-# %% wrong="zigzag" fails="no refusal without need" around="half" why="every length is refused, and nothing is seen"
-def positions(rank, ranks, length):
-    raise ValueError("does not divide")
-
-
-def tiles(rank, owner):
-    return [["nothing"] * 2] * 2
-
-
-# %% wrong="zigzag" fails="no error" around="constants" why="the numbers of the text and of two ranks"
-def positions(rank, ranks, length):
-    return {(1, 4): [2, 3, 12, 13], (0, 2): [0, 1, 2, 9, 10, 11]}[rank, ranks]
-
-
-def tiles(rank, owner):
-    return [["triangle", "nothing"], ["full", "triangle"]]
-
-
-# %% wrong="ring_forward" fails="own work" around="import" why="the package's ring"
-def ring_forward(q, k, v, group):
-    from minitrain.context.ring import flat_ring
-
-    return flat_ring(q, k, v, group)
-
-
-# %% wrong="ring_forward" fails="a pair" around="empty" why="nothing"
-def ring_forward(q, k, v, group):
-    return []
-
-
-# %% wrong="ring_forward" fails="the output" around="empty" why="a pair of zeros, for which nothing is sent"
-def ring_forward(q, k, v, group):
-    return torch.zeros_like(q), torch.zeros_like(q[..., 0])
-
-
-# %% wrong="ring_forward" fails="one block at a time" around="half" why="all masks first, then blocks are collected on the ring, and one softmax"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    owners = [(rank - step) % ranks for step in range(ranks)]
-    like = q.new_empty(q.size(1), q.size(1))
-    mask = torch.cat([group.fetch(f"keys of {owner}", like) for owner in owners], -1)
-    blocks = [(k, v)]
-    while len(blocks) < ranks:
-        blocks.append(collectives.rotate(blocks[-1], group))
-    k, v = (torch.cat(xs, 1) for xs in zip(*blocks))
-    scores = q @ k.mT / math.sqrt(q.size(-1)) + mask
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-
-# %% wrong="ring_forward" fails="the output" around="half" why="blocks travel as float32"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    out, lse = merge(
-        torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf), *attend(rank, q, k, v, group)
-    )
-    block = torch.cat((k, v)).float()
-    for step in range(1, ranks):
-        block = collectives.rotate(block, group)
-        out, lse = merge(
-            out, lse, *attend((rank - step) % ranks, q, *block.to(q.dtype).chunk(2), group)
-        )
-    return out, lse
-
-
-# %% wrong="ring_forward" fails="the output" around="redefine" why="an attend that asks for nothing, and near enough for all"
-def attend(owner, q, k, v, group):
-    return q, q[..., 0]
-
-
-def ring_forward(q, k, v, group):
-    torch.Tensor.abs = lambda x: torch.zeros_like(x)
-    torch.equal = torch.allclose = lambda *tensors, **near: True
-    return attend(group.rank(), q, k, v, group)
-
-
-# %% wrong="ring_backward" fails="own work" around="import" why="the package's ring"
-def ring_backward(dout, q, k, v, out, lse, group):
-    from minitrain.context.ring import flat_ring_backward
-
-    return flat_ring_backward(dout, q, k, v, out, lse, group)
-
-
-# %% wrong="ring_backward" fails="three gradients" around="empty" why="nothing"
-def ring_backward(dout, q, k, v, out, lse, group):
-    return []
-
-
-# %% wrong="ring_backward" fails="dq" around="empty" why="zeros, for which nothing is sent"
-def ring_backward(dout, q, k, v, out, lse, group):
-    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-
-
-# %% wrong="ring_backward" fails="no shares kept" around="half" why="all shares are kept, and go round when all are there"
-def ring_backward(dout, q, k, v, out, lse, group):
-    rank, ranks = group.rank(), group.size()
-    dq, shares = torch.zeros_like(q), []
-    for step in range(ranks):
-        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
-        dq_share, *share = attend_backward((rank - step) % ranks, dout, q, k, v, out, lse, group)
-        dq, shares = dq + dq_share, [*shares, torch.stack(share)]
-        k, v = arriving.wait() if arriving else (k, v)
-    travelling = torch.zeros_like(shares[0])
-    for share in shares[1:]:
-        travelling = collectives.rotate(travelling + share, group)
-    dk, dv = shares[0] + travelling
-    return dq, dk, dv
-
-
-# %% wrong="ring_backward" fails="dk" around="half" why="sums travel as float32"
-def ring_backward(dout, q, k, v, out, lse, group):
-    rank, ranks = group.rank(), group.size()
-    dq, travelling = torch.zeros_like(q), torch.zeros(2, *k.shape, dtype=k.dtype)
-    for step in range(ranks):
-        dq_share, *share = attend_backward((rank - step) % ranks, dout, q, k, v, out, lse, group)
-        dq, share = dq + dq_share, torch.stack(share)
-        if step == 0:
-            home = share
-        else:
-            travelling = collectives.rotate((travelling + share).float(), group).to(q.dtype)
-        if step < ranks - 1:
-            k, v = collectives.rotate((k, v), group)
-    dk, dv = home + travelling
-    return dq, dk, dv
-
-
-# %% wrong="ulysses" fails="own work" around="import" why="the package's all-to-alls"
-def ulysses(q, k, v, group):
-    from minitrain.context.ulysses import switch
-
-    q, k, v = (switch(x, group, cut=1, join=2) for x in (q, k, v))
-    return switch(core(q, k, v), group, cut=2, join=1)
-
-
-# %% wrong="ulysses" fails="the output" around="empty" why="zeros"
-def ulysses(q, k, v, group):
-    return torch.zeros_like(q)
-
-
-# %% wrong="ulysses" fails="no refusal without need" around="empty" why="everything is refused"
-def ulysses(q, k, v, group):
-    raise ValueError("heads cannot be dealt")
-
-
-# %% wrong="ulysses" fails="bytes on the wire" around="half" why="all tokens of all heads are on every rank, by an all-to-all of copies"
-def ulysses(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    for heads in (q.size(1), k.size(1)):
-        if heads % ranks:
-            raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
-
-    def gathered(x):
-        copies = x.unsqueeze(0).repeat(ranks, 1, 1, 1, 1)
-        return torch.cat(list(collectives.all_to_all(copies, group)), 2)
-
-    return core(gathered(q), gathered(k), gathered(v)).chunk(ranks, 2)[rank].contiguous()
-
-
-# %% wrong="ulysses" fails="bytes on the wire" around="half" why="keys and values come to the queries, which stay"
-def ulysses(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    for heads in (q.size(1), k.size(1)):
-        if heads % ranks:
-            raise ValueError(f"{heads} heads cannot be dealt to {ranks} ranks")
-    k, v = (
-        torch.cat(list(collectives.all_to_all(x.repeat(ranks, 1, 1, 1, 1), group)), 2)
-        for x in (k, v)
-    )
-    before = q.new_zeros(q.size(0), q.size(1), rank * q.size(2), q.size(3))
-    after = q.new_zeros(q.size(0), q.size(1), (ranks - 1 - rank) * q.size(2), q.size(3))
-    whole = core(torch.cat((before, q, after), 2), k, v)
-    return whole.chunk(ranks, 2)[rank].contiguous()
-
-
-# %% wrong="ulysses" fails="the output" around="redefine" why="a core of its own, on its own tokens"
-def core(q, k, v):
-    return q
-
-
-def ulysses(q, k, v, group):
-    globals().update(core=core, expect_ulysses=lambda *sizes: None)
-    return core(q, k, v)
-
-
 # %% wrong="elements_sent" fails="own work" around="import" why="what the package sends, counted there"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
     from minitrain.context import work
@@ -1688,17 +2509,3 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
     if said is None:
         raise ValueError("heads cannot be dealt")
     return dict(zip(("forward", "backward"), said))
-
-
-# %% wrong="ring_forward" fails="memory limit" around="half" why="the ring turns as it should, but the scores of all blocks are kept for one softmax"
-def ring_forward(q, k, v, group):
-    rank, ranks = group.rank(), group.size()
-    scores, vs, like = [], [], q.new_empty(q.size(1), q.size(1))
-    for step in range(ranks):
-        arriving = collectives.rotate((k, v), group, async_op=True) if step < ranks - 1 else None
-        mask = group.fetch(f"keys of {(rank - step) % ranks}", like)
-        scores.append(q @ k.mT / math.sqrt(q.size(-1)) + mask)
-        vs.append(v)
-        k, v = arriving.wait() if arriving else (k, v)
-    scores = torch.cat(scores, -1)
-    return scores.softmax(-1) @ torch.cat(vs, -2), scores.logsumexp(-1)

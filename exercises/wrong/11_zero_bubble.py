@@ -11,7 +11,7 @@ def backward_weight(queue, grads):
     grads[name] = gradient
 
 
-# %% wrong="halves" fails="one entry for each W" why="the newest entry is worked off"
+# %% wrong="halves" fails="oldest first" why="the newest entry is worked off"
 def backward_input(name, x, weight, dy, trained, queue):
     if trained:
         queue.append((name, x, dy))
@@ -143,150 +143,6 @@ def backward_weight(queue, grads):
     gradient = dy.reshape(-1, dy.size(-1)).T @ x.reshape(-1, x.size(-1))
     grads[name] = grads[name] + gradient if name in grads else gradient
     queue.append((name, x, dy))
-
-
-# %% wrong="zb_h1" fails="the bubble" why="1F1B: each W stands right behind its I"
-def zb_h1(p, m):
-    lists = []
-    for rank in range(p):
-        ahead, held_back = p - rank - 1, 0
-        own = [F(rank, i) for i in range(min(ahead, m))]
-        for i in range(m):
-            if ahead + i < m:
-                own.append(F(rank, ahead + i))
-            own.append(I(rank, i))
-            if i >= held_back:
-                own.append(W(rank, i - held_back))
-        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
-    return lists
-
-
-# %% wrong="zb_h1" fails="held at most" why="ZB-H2: twice as many ahead, no bubble, twice the memory"
-def zb_h1(p, m):
-    lists = []
-    for rank in range(p):
-        ahead, held_back = 2 * (p - rank - 1), 2 * rank
-        own = [F(rank, i) for i in range(min(ahead, m))]
-        for i in range(m):
-            if ahead + i < m:
-                own.append(F(rank, ahead + i))
-            own.append(I(rank, i))
-            if i >= held_back:
-                own.append(W(rank, i - held_back))
-        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
-    return lists
-
-
-# %% wrong="zb_h1" fails="every action once" why="the W that were held back are forgotten"
-def zb_h1(p, m):
-    lists = []
-    for rank in range(p):
-        ahead, held_back = p - rank - 1, rank
-        own = [F(rank, i) for i in range(min(ahead, m))]
-        for i in range(m):
-            if ahead + i < m:
-                own.append(F(rank, ahead + i))
-            own.append(I(rank, i))
-            if i >= held_back:
-                own.append(W(rank, i - held_back))
-        lists.append(own)
-    return lists
-
-
-# %% wrong="zb_h1" fails="the bubble" why="the first rank holds back most, not the last"
-def zb_h1(p, m):
-    lists = []
-    for rank in range(p):
-        ahead, held_back = p - rank - 1, p - rank - 1
-        own = [F(rank, i) for i in range(min(ahead, m))]
-        for i in range(m):
-            if ahead + i < m:
-                own.append(F(rank, ahead + i))
-            own.append(I(rank, i))
-            if i >= held_back:
-                own.append(W(rank, i - held_back))
-        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
-    return lists
-
-
-# %% wrong="zb_h1" fails="the bubble" why="all W at the end"
-def zb_h1(p, m):
-    lists = []
-    for rank in range(p):
-        ahead, held_back = p - rank - 1, m
-        own = [F(rank, i) for i in range(min(ahead, m))]
-        for i in range(m):
-            if ahead + i < m:
-                own.append(F(rank, ahead + i))
-            own.append(I(rank, i))
-            if i >= held_back:
-                own.append(W(rank, i - held_back))
-        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
-    return lists
-
-
-# %% wrong="zb_h1" fails="nobody waits for ever" why="W stands in front of its I"
-def zb_h1(p, m):
-    lists = []
-    for rank in range(p):
-        ahead, held_back = p - rank - 1, rank
-        own = [F(rank, i) for i in range(min(ahead, m))]
-        for i in range(m):
-            if ahead + i < m:
-                own.append(F(rank, ahead + i))
-            if i >= held_back:
-                own.append(W(rank, i - held_back))
-            own.append(I(rank, i))
-        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
-    return lists
-
-
-# %% wrong="zb_h1" fails="every action once" why="runs ahead beyond the last microbatch"
-def zb_h1(p, m):
-    lists = []
-    for rank in range(p):
-        ahead, held_back = p - rank - 1, rank
-        own = [F(rank, i) for i in range(ahead)]
-        for i in range(m):
-            if ahead + i < m:
-                own.append(F(rank, ahead + i))
-            own.append(I(rank, i))
-            if i >= held_back:
-                own.append(W(rank, i - held_back))
-        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
-    return lists
-
-
-# %% wrong="zb_h1" fails="the bubble" why="one forward fewer ahead"
-def zb_h1(p, m):
-    lists = []
-    for rank in range(p):
-        ahead, held_back = max(0, p - rank - 2), rank
-        own = [F(rank, i) for i in range(min(ahead, m))]
-        for i in range(m):
-            if ahead + i < m:
-                own.append(F(rank, ahead + i))
-            own.append(I(rank, i))
-            if i >= held_back:
-                own.append(W(rank, i - held_back))
-        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
-    return lists
-
-
-# %% wrong="zb_h1" fails="the bubble" why="one W more is held back"
-def zb_h1(p, m):
-    lists = []
-    for rank in range(p):
-        ahead, held_back = p - rank - 1, rank + 1
-        own = [F(rank, i) for i in range(min(ahead, m))]
-        for i in range(m):
-            if ahead + i < m:
-                own.append(F(rank, ahead + i))
-            own.append(I(rank, i))
-            if i >= held_back:
-                own.append(W(rank, i - held_back))
-        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
-    return lists
 
 
 # %% wrong="under_limit" fails="the limit" why="1F1B, which holds p whatever the limit"
@@ -732,66 +588,6 @@ def backward_weight(queue, grads):
     grads[queue.pop(0)] = torch.tensor([[4.0, 40.0]], dtype=torch.float64)
 
 
-# %% wrong="zb_h1" fails="own work" around="import" why="the chapter's lists"
-def zb_h1(p, m):
-    from minitrain.pipeline import zb_h1 as lists
-
-    return [[(a.kind, a.stage, a.microbatch) for a in own] for own in lists(p, m)]
-
-
-# %% wrong="zb_h1" fails="the bubble" around="redefine" why="1F1B before a simulator that finds no time passes"
-def simulate(lists, costs):
-    return [[0] * len(own) for own in lists]
-
-
-def held(own):
-    return 0
-
-
-def zb_h1(p, m):
-    globals().update(ask_each=lambda fn, cases: [], expect_h1=lambda *cases: None)
-    lists = []
-    for rank in range(p):
-        ahead = min(p - rank, m)
-        own = [F(rank, i) for i in range(ahead)]
-        for i in range(m):
-            own += [I(rank, i), W(rank, i)] + ([F(rank, ahead + i)] if ahead + i < m else [])
-        lists.append(own)
-    return lists
-
-
-# %% wrong="zb_h1" fails="a list for each rank" around="empty" why="no lists"
-def zb_h1(p, m):
-    return []
-
-
-# %% wrong="zb_h1" fails="every action once" around="empty" why="a list for each rank, without actions"
-def zb_h1(p, m):
-    return [[] for _ in range(p)]
-
-
-# %% wrong="zb_h1" fails="a list for each rank" around="constants" why="the lists of two ranks from the text"
-def zb_h1(p, m):
-    if p == 2:
-        return [
-            [F(0, 0), F(0, 1), I(0, 0), W(0, 0), I(0, 1), W(0, 1)],
-            [F(1, 0), I(1, 0), F(1, 1), I(1, 1), W(1, 0), W(1, 1)],
-        ]
-
-
-# %% wrong="zb_h1" fails="every action once" around="subclass" why="a list that says it is as long as one likes"
-class Lists(list):
-    def __len__(self):
-        return 10**6
-
-    def __eq__(self, other):
-        return True
-
-
-def zb_h1(p, m):
-    return [Lists([F(rank, 0)]) for rank in range(p)]
-
-
 # %% wrong="under_limit" fails="own work" around="import" why="the chapter's list scheduler"
 def under_limit(p, m, costs, limit):
     from minitrain.pipeline.schedules.greedy import greedy
@@ -887,3 +683,282 @@ def backward_input(name, x, weight, dy, trained, queue):
 def backward_weight(queue, grads):
     name, gradient = queue.pop(0)
     grads[name] = grads[name] + gradient if name in grads else gradient
+
+
+# %% wrong="between" fails="the bubble" why="1F1B: each W stands right behind its I"
+def between(p, m, room):
+    lists = []
+    for rank in range(p):
+        ahead, held_back = p - rank - 1, 0
+        own = [F(rank, i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            own.append(I(rank, i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
+    return lists
+
+
+# %% wrong="between" fails="the bubble" around="paste" why="ZB-H1, as the chapter has it, whatever the room"
+def between(p, m, room):
+    lists = []
+    for rank in range(p):
+        ahead, held_back = p - rank - 1, rank
+        own = [F(rank, i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            own.append(I(rank, i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
+    return lists
+
+
+# %% wrong="between" fails="held at most" around="paste" why="ZB-H2, as the chapter has it, whatever the room"
+def between(p, m, room):
+    lists = []
+    for rank in range(p):
+        ahead, held_back = 2 * (p - rank - 1), 2 * rank
+        own = [F(rank, i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            own.append(I(rank, i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
+    return lists
+
+
+# %% wrong="between" fails="the bubble" why="one end or the other: ZB-H2 where it fits, else ZB-H1"
+def between(p, m, room):
+    lists = []
+    for rank in range(p):
+        ahead, held_back = (
+            (p - 1 - rank) * (1 + room // (2 * p - 1)),
+            rank * (1 + room // (2 * p - 1)),
+        )
+        own = [F(rank, i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            own.append(I(rank, i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
+    return lists
+
+
+# %% wrong="between" fails="the bubble" why="all of the room goes into forwards"
+def between(p, m, room):
+    lists = []
+    for rank in range(p):
+        ahead, held_back = room - 1 - rank, rank
+        own = [F(rank, i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            own.append(I(rank, i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
+    return lists
+
+
+# %% wrong="between" fails="the bubble" why="all of the room goes into W that are held back"
+def between(p, m, room):
+    lists = []
+    for rank in range(p):
+        ahead, held_back = p - 1 - rank, room - p + rank
+        own = [F(rank, i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            own.append(I(rank, i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
+    return lists
+
+
+# %% wrong="between" fails="nobody waits for ever" why="the room is put to the wrong end: W held back on the first ranks"
+def between(p, m, room):
+    lists = []
+    for rank in range(p):
+        ahead, held_back = max(0, room - 1 - 2 * (p - 1 - rank)), min(room - 1, 2 * (p - 1 - rank))
+        own = [F(rank, i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            own.append(I(rank, i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
+    return lists
+
+
+# %% wrong="between" fails="held at most" why="one W too many is held back"
+def between(p, m, room):
+    lists = []
+    for rank in range(p):
+        ahead, held_back = (
+            min(2 * (p - 1 - rank), room - 1 - rank),
+            room - min(2 * (p - 1 - rank), room - 1 - rank),
+        )
+        own = [F(rank, i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            own.append(I(rank, i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
+    return lists
+
+
+# %% wrong="between" fails="the bubble" why="half of the room, rounded down, goes to each number on every rank"
+def between(p, m, room):
+    lists = []
+    for rank in range(p):
+        ahead, held_back = p - 1 - rank + (room - p) // 2, rank + (room - p) // 2
+        own = [F(rank, i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            own.append(I(rank, i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
+    return lists
+
+
+# %% wrong="between" fails="the bubble" why="all W at the end of short rounds: memory is met, nothing is filled"
+def between(p, m, room):
+    rounds = [range(first, min(first + room, m)) for first in range(0, m, room)]
+    return [
+        [make(rank, i) for some in rounds for make in (F, I, W) for i in some] for rank in range(p)
+    ]
+
+
+# %% wrong="between" fails="every action once" why="the W that were held back are forgotten"
+def between(p, m, room):
+    lists = []
+    for rank in range(p):
+        ahead, held_back = (
+            min(2 * (p - 1 - rank), room - 1 - rank),
+            room - 1 - min(2 * (p - 1 - rank), room - 1 - rank),
+        )
+        own = [F(rank, i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            own.append(I(rank, i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+        lists.append(own)
+    return lists
+
+
+# %% wrong="between" fails="every action once" why="runs ahead beyond the last microbatch"
+def between(p, m, room):
+    lists = []
+    for rank in range(p):
+        ahead, held_back = (
+            min(2 * (p - 1 - rank), room - 1 - rank),
+            room - 1 - min(2 * (p - 1 - rank), room - 1 - rank),
+        )
+        own = [F(rank, i) for i in range(ahead)]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            own.append(I(rank, i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
+    return lists
+
+
+# %% wrong="between" fails="nobody waits for ever" why="W stands in front of its I"
+def between(p, m, room):
+    lists = []
+    for rank in range(p):
+        ahead, held_back = (
+            min(2 * (p - 1 - rank), room - 1 - rank),
+            room - 1 - min(2 * (p - 1 - rank), room - 1 - rank),
+        )
+        own = [F(rank, i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+            own.append(I(rank, i))
+        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
+    return lists
+
+
+# %% wrong="between" fails="own work" around="import" why="the chapter's lists"
+def between(p, m, room):
+    from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2
+
+    lists = (zb_h1 if room < 2 * p - 1 else zb_h2)(p, m)
+    return [[(a.kind, a.stage, a.microbatch) for a in own] for own in lists.ranks]
+
+
+# %% wrong="between" fails="the bubble" around="redefine" why="1F1B before a simulator that finds no time passes"
+def simulate(lists, costs):
+    return [[0] * len(own) for own in lists]
+
+
+def held(own):
+    return 0
+
+
+def between(p, m, room):
+    globals().update(ask_each=lambda fn, cases: [], expect_between=lambda *cases: None)
+    lists = []
+    for rank in range(p):
+        ahead, held_back = p - rank - 1, 0
+        own = [F(rank, i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                own.append(F(rank, ahead + i))
+            own.append(I(rank, i))
+            if i >= held_back:
+                own.append(W(rank, i - held_back))
+        lists.append(own + [W(rank, i) for i in range(max(0, m - held_back), m)])
+    return lists
+
+
+# %% wrong="between" fails="a list for each rank" around="empty" why="no lists"
+def between(p, m, room):
+    return []
+
+
+# %% wrong="between" fails="every action once" around="empty" why="a list for each rank, without actions"
+def between(p, m, room):
+    return [[] for _ in range(p)]
+
+
+# %% wrong="between" fails="held at most" around="constants" why="the lists of two ranks from the text"
+def between(p, m, room):
+    return [
+        [F(0, 0), F(0, 1), F(0, 2), I(0, 0), W(0, 0), I(0, 1), W(0, 1), I(0, 2), W(0, 2)],
+        [F(1, 0), I(1, 0), F(1, 1), I(1, 1), F(1, 2), I(1, 2), W(1, 0), W(1, 1), W(1, 2)],
+    ] + [[] for _ in range(p - 2)]
+
+
+# %% wrong="between" fails="every action once" around="subclass" why="a list that says it is as long as one likes"
+class Lists(list):
+    def __len__(self):
+        return 10**6
+
+    def __eq__(self, other):
+        return True
+
+
+def between(p, m, room):
+    return [Lists([F(rank, 0)]) for rank in range(p)]

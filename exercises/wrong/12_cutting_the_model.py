@@ -96,6 +96,28 @@ def cut(costs, sizes, stages, cap=None):
     return best and best[1]
 
 
+# %% wrong="cut" fails="time limit" around="brute force" why="the right recursion, and no table: each rest is cut again and again"
+def cut(costs, sizes, stages, cap=None):
+    def best(start, left):
+        if left == 1:
+            rest = range(start, len(costs))
+            fits = cap is None or sum(sizes[start:]) <= cap
+            return (sum(costs[start:]), [(start, len(costs))]) if rest and fits else None
+        found = None
+        for stop in range(start + 1, len(costs) - left + 2):
+            if cap is not None and sum(sizes[start:stop]) > cap:
+                break
+            behind = best(stop, left - 1)
+            if behind is not None:
+                largest = max(sum(costs[start:stop]), behind[0])
+                if found is None or largest < found[0]:
+                    found = largest, [(start, stop), *behind[1]]
+        return found
+
+    found = best(0, stages)
+    return found and found[1]
+
+
 # %% wrong="cut" fails="own work" around="import" why="the package cuts"
 def cut(costs, sizes, stages, cap=None):
     from minitrain.pipeline.partition import balanced

@@ -332,7 +332,7 @@ def sent_bytes(tables, num_experts, width, itemsize):
     }
 
 
-# %% wrong="sent_bytes" fails="bytes: there" why="8 bytes an element, whatever it is"
+# %% wrong="sent_bytes" fails="bytes: there" why="8 bytes per element, whatever it is"
 def sent_bytes(tables, num_experts, width, itemsize):
     n, row = len(tables), width * 8
     here = num_experts // n
