@@ -6,7 +6,7 @@
 
     plain              4 parameters + 8 states + 4 gradients, and what L blocks keep
     recompute          the same states, L inputs and what one block keeps    (memory/in_turn.py)
-    states in files    8 bytes a parameter less, some buffers more           (memory/file_optimizer.py)
+    states in files    8 bytes per parameter less, some buffers more           (memory/file_optimizer.py)
     all in files       parameters and gradients of one layer                 (memory/file_layers.py)
 
 `tensor_bytes` is what the account of one run says of it, `model_bytes` what arithmetic says of states alone.

@@ -1,0 +1,168 @@
+"""What follows from the rest of a chapter: how long it takes to read, where links lead, what stands where.
+
+    python -m minitrain.course.reading          sets all chapters right, without running them
+
+Nothing here is a matter of opinion: times are counted, paths and papers become links, shown sources say their
+present line. `tests/course/test_reading.py` holds every chapter to it, and to the rules of a chapter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from minitrain.course.notebook import CHAPTERS, chapters, heading
+
+ROOT = CHAPTERS.parent
+WORDS_PER_MINUTE, LINES_PER_MINUTE = 150, 18  # of technical text; of code; a picture takes a minute
+SHOWN = re.compile(
+    r"\[`(minitrain/[\w/]+\.py):(\d+)`\]\(\.\./minitrain/[\w/]+\.py#L\d+\)(.*\n\n```python\n)(.*)"
+)
+NOT_READ = re.compile(r"\]\([^)]*\)|^\*\*Time\*\*.*|^---\n.*\(../README.md#the-map\).*", re.M)
+CODE = re.compile(r"(```.*?```|\[[^]\n]*\]\([^)\n]*\)|^#.*?$)", re.S | re.M)  # what no link is put into
+
+
+def minutes(cells: list[dict]) -> tuple[int, int]:
+    """(all, without optional sections): of words, lines of code, shown sources, pictures; to 5 minutes."""
+    total = core = 0.0
+    optional_level = 0
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            for part in re.split(r"(?m)^(?=#+ )", source):
+                level = len(part) - len(part.lstrip("#"))
+                if level and (not optional_level or level <= optional_level):
+                    optional_level = level if "optional" in part.partition("\n")[0] else 0
+                spent = len(NOT_READ.sub("", part).split()) / WORDS_PER_MINUTE
+                total, core = total + spent, core + spent * (not optional_level)
+            continue
+        lines, pictures = len(source.splitlines()), 0
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            pictures += "image/png" in data or "image/svg+xml" in data
+            lines += len("".join(data.get("text/markdown", "")).splitlines())
+        spent = lines / LINES_PER_MINUTE + pictures
+        total, core = total + spent, core + spent * (not optional_level)
+    return max(5, 5 * round(total / 5)), max(5, 5 * round(core / 5))
+
+
+def set_right(notebook: dict, number: str) -> dict:
+    """The chapter (as JSON) with times, links and lines as they follow from it; twice is the same as once."""
+    cells, known = notebook["cells"], chapters()
+    sources = ["".join(cell["source"]) for cell in cells]
+    for index, cell in enumerate(cells):
+        if cell["cell_type"] == "markdown":
+            sources[index] = _linked(sources[index], number)
+        for output in cell.get("outputs", []):
+            shown = output.get("data", {}).get("text/markdown")
+            if shown:
+                output["data"]["text/markdown"] = _lines(_at_its_line("".join(shown)))
+    sources[0] = _facts(sources[0], *minutes(cells))
+    sources[-1] = _with_neighbours(sources[-1], number, list(known))
+    for cell, source in zip(cells, sources):
+        cell["source"] = _lines(source)
+    return notebook
+
+
+def _lines(text: str) -> list[str]:
+    return text.splitlines(keepends=True)
+
+
+def _linked(text: str, number: str) -> str:
+    """Modules, exercises, papers and other chapters of a piece of Markdown, as links."""
+    known = chapters()
+
+    def module(found: re.Match) -> str:
+        path = found[1]
+        return f"[`{path}`](../{path})" if (ROOT / path).exists() else found[0]
+
+    def chapter(found: re.Match) -> str:
+        key = found[2]
+        return f"[{found[0]}]({known[key].name})" if key in known and key != number else found[0]
+
+    def link(piece: str) -> str:
+        piece = re.sub(r"`((?:minitrain|exercises|benchmarks)/[\w/.]+)`", module, piece)
+        parts = re.split(r"(\[[^]\n]*\]\([^)\n]*\)|`[^`\n]*`)", piece)
+        for index in range(0, len(parts), 2):
+            parts[index] = re.sub(r"\b([Cc]hapter) (\d\d)\b(?! \(planned)", chapter, parts[index])
+            parts[index] = re.sub(
+                r"\barXiv:(\d{4}\.\d{5})\b", r"[arXiv:\1](https://arxiv.org/abs/\1)", parts[index]
+            )
+        return "".join(parts)
+
+    parts = CODE.split(text)
+    parts[::2] = map(link, parts[::2])
+    return "".join(parts)
+
+
+def _facts(first: str, total: int, core: int) -> str:
+    """The line of facts below a chapter's title: times as counted, every module a link."""
+    return "\n".join(
+        _modules(_times(line, total, core)) if line.startswith("**Time**") else line
+        for line in first.split("\n")
+    )
+
+
+def _times(line: str, total: int, core: int) -> str:
+    shorter = f", {core} of them for the core path" if core < total else ""
+    runs = re.search(r"\d+ s to run", line)[0]
+    return re.sub(r"\*\*Time\*\* .*? s to run", f"**Time** {total} min to read{shorter}, {runs}", line)
+
+
+def _modules(line: str) -> str:
+    """`ring.py` after a link into a folder is a file of that folder, or the only one of that name."""
+    folder, parts = "minitrain", re.split(r"(\[[^]]*\]\([^)]*\)|`[^`]*`)", line)
+    for index, part in enumerate(parts):
+        if found := re.match(r"\[`(minitrain/[\w/.]+)`\]", part):
+            folder = found[1].rstrip("/") if (ROOT / found[1]).is_dir() else str(Path(found[1]).parent)
+        elif re.fullmatch(r"`\w+\.py`", part):
+            name = part.strip("`")
+            named = [str(path.relative_to(ROOT)) for path in (ROOT / "minitrain").rglob(name)]
+            if (ROOT / folder / name).exists() or len(named) == 1:
+                target = f"{folder}/{name}" if (ROOT / folder / name).exists() else named[0]
+                parts[index] = f"[{part}](../{target})"
+    return "".join(parts)
+
+
+def _with_neighbours(last: str, number: str, known: list[str]) -> str:
+    """The chapter's last line: back, the map, on."""
+    at, paths = known.index(number), chapters()
+
+    def to(key: str) -> str:
+        return f"[{heading(paths[key])[0]}]({paths[key].name})"
+
+    back = [f"← {to(known[at - 1])}"] if at else []
+    on = [f"{to(known[at + 1])} →"] if at + 1 < len(known) else []
+    line = " | ".join([*back, "[the map](../README.md#the-map)", *on])
+    text = last.rstrip("\n")
+    if "(../README.md#the-map)" in text.rpartition("\n")[2]:
+        text = text.rpartition("\n")[0].rstrip("\n").removesuffix("---").rstrip("\n")
+    return f"{text}\n\n---\n{line}"
+
+
+def _at_its_line(shown: str) -> str:
+    """A shown source under its present place: the line in the file that is nearest to where it was."""
+
+    def place(found: re.Match) -> str:
+        path, number, between, first = found.groups()
+        lines = (ROOT / path).read_text().splitlines()
+        equal = [at for at, line in enumerate(lines, 1) if line.strip() == first.strip()]
+        at = min(equal, key=lambda at: abs(at - int(number)), default=int(number))
+        return f"[`{path}:{at}`](../{path}#L{at}){between}{first}"
+
+    return SHOWN.sub(place, shown)
+
+
+def main() -> None:
+    for number, path in chapters().items():
+        before = path.read_text()
+        notebook = set_right(json.loads(before), number)
+        after = json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+        if after != before:
+            path.write_text(after)
+            print(f"{path.name} set right: {heading(path)[1].partition(' · ')[0]}")
+
+
+if __name__ == "__main__":
+    main()

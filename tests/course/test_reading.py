@@ -1,0 +1,216 @@
+"""The rules of a chapter that a program can check: what a reader meets, and what follows from the rest."""
+
+import ast
+import difflib
+import importlib
+import io
+import json
+import re
+import tokenize
+import warnings
+from pathlib import Path
+
+import pytest
+
+from minitrain.course import notebook, reading
+
+CHAPTERS = notebook.chapters()
+ROOT = notebook.CHAPTERS.parent
+GUESS = re.compile(r"^guess = None  # .+\bbefore you run on$", re.M)
+SECTIONS = ["## Exercise", "## The bridge", "## What you measured, and what you modelled", "## Sources"]
+PER_UNIT = re.compile(
+    r"\b(bytes?|bits?|numbers?|FLOPs?|messages?|tokens?|stages?|elements?|microbatch(?:es)?|[GMK]B)"
+    r" an? (parameter|rank|token|step|layer|element|number|value|microbatch|stage|expert|device|node|weight|row)\b"
+    r"(?! (?:sends|has|holds|may|keeps|receives|gets|needs|can|must|waits)\b)"
+)
+
+
+def cells(number: str, kind: str) -> list[dict]:
+    found = json.loads(CHAPTERS[number].read_text())["cells"]
+    return [cell | {"source": "".join(cell["source"])} for cell in found if cell["cell_type"] == kind]
+
+
+def prose(number: str) -> str:
+    return "\n\n".join(cell["source"] for cell in cells(number, "markdown"))
+
+
+def sources_shown(number: str) -> str:
+    """All code that a reader of the chapter has seen: its cells, and what `show` prints."""
+    shown = [
+        "".join(output.get("data", {}).get("text/plain", ""))
+        for cell in cells(number, "code")
+        for output in cell["outputs"]
+        if "text/markdown" in output.get("data", {})
+    ]
+    return "\n\n\n".join([cell["source"] for cell in cells(number, "code")] + shown)
+
+
+@pytest.mark.parametrize("number", CHAPTERS)
+class TestChapter:
+    def test_what_follows_from_the_rest_is_set(self, number):
+        """Times as counted, links to modules, exercise, papers and neighbours, sources at their present line."""
+        found = json.loads(CHAPTERS[number].read_text())
+        before = json.dumps(found)
+        assert json.dumps(reading.set_right(found, number)) == before, (
+            "run: python -m minitrain.course.reading"
+        )
+
+    def test_links_lead_somewhere(self, number):
+        for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", prose(number)):
+            assert (CHAPTERS[number].parent / target).exists(), target
+
+    def test_cells_are_short(self, number):
+        for cell in cells(number, "code"):
+            lines = cell["source"].splitlines()
+            assert len(lines) <= 25, f"{len(lines)} lines: {lines[0]}"
+            assert max(map(len, lines), default=0) <= 100, max(lines, key=len)
+
+    def test_predictions_are_answered_soon_and_folded(self, number):
+        code = cells(number, "code")
+        asked = [at for at, cell in enumerate(code) if re.search(r"^guess(?:es)? *=", cell["source"], re.M)]
+        assert len(asked) >= 2 and len(asked) == prose(number).count("**Predict.**")
+        for at in asked:
+            assert GUESS.search(code[at]["source"]), code[at]["source"]
+            answers = [cell for cell in code[at : at + 6] if notebook.answers_a_prediction(cell["source"])]
+            assert answers, f"nobody answers within five cells: {code[at]['source']}"
+        for cell in code:
+            hidden = cell["metadata"].get("jupyter", {}).get("outputs_hidden", False)
+            assert hidden == notebook.answers_a_prediction(cell["source"]), cell["source"]
+
+    def test_has_something_to_break(self, number):
+        assert any(
+            re.search(r"^\w[^\n]*# turn me", cell["source"], re.M) for cell in cells(number, "code")
+        ), "a parameter for the reader, with the comment `# turn me: values to try`"
+
+    def test_pictures_say_what_they_show(self, number):
+        for cell in cells(number, "code"):
+            for output in cell["outputs"]:
+                if "image/png" in output.get("data", {}):
+                    about = output["metadata"].get("image/png", {})
+                    assert len(about.get("alt", "")) >= 20, cell["source"]
+                    assert about["width"] <= 720, "twice as many pixels as it is wide"
+
+    def test_ends_with_the_same_sections(self, number):
+        headings = re.findall(r"^## .*$", prose(number), re.M)
+        assert headings[-len(SECTIONS) :] == SECTIONS
+        last = prose(number).partition(SECTIONS[2])[2].partition(SECTIONS[3])[0]
+        assert re.search(r"\*\*Measured", last), last
+        assert re.search(r"\*\*(Modelled|Computed|Replayed|Simulated|Quoted)", last), last
+
+    def test_bridge_says_what_it_was_checked_against(self, number):
+        bridge = prose(number).partition("## The bridge")[2].partition("\n## ")[0]
+        assert "2.13" in bridge and len(re.findall(r"\d+\.\d+|20\d\d|[0-9a-f]{7}", bridge)) >= 2, bridge
+
+    def test_names_of_torch_exist(self, number):
+        with warnings.catch_warnings(action="ignore"):  # some are old, and say so
+            for name in set(re.findall(r"`(torch(?:\.\w+)+)[`(]", prose(number))):
+                assert imported(name) is not None, name
+
+
+def imported(name: str):
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part, None)
+        return found
+
+
+def test_no_question_is_asked_twice():
+    asked = [
+        (question, number)
+        for number in CHAPTERS
+        for question in re.findall(r"\*\*Predict\.\*\* (.+)", prose(number))
+    ]
+    assert len({question for question, _ in asked}) == len(asked)
+    for (one, first), (other, second) in zip(sorted(asked), sorted(asked)[1:]):
+        assert difflib.SequenceMatcher(None, one, other).ratio() < 0.8, (first, one, second, other)
+
+
+def texts() -> dict[str, str]:
+    """Everything that a reader reads: chapters, README, exercises, docstrings and comments of the package."""
+    files = [ROOT / "README.md", *ROOT.glob("exercises/*.md"), *ROOT.glob("exercises/source/*.py")]
+    files += [path for path in (ROOT / "minitrain").rglob("*.py")]
+    return {number: prose(number) for number in CHAPTERS} | {
+        str(path.relative_to(ROOT)): path.read_text() for path in files
+    }
+
+
+def test_a_chapter_that_is_to_come_is_marked_as_planned():
+    for name, text in texts().items():
+        for number, planned in re.findall(r"\b[Cc]hapters? (\d\d)\b(?:\]\([^)]*\))?( \(planned\))?", text):
+            assert (number in CHAPTERS) != bool(planned), f"{name}: chapter {number}{planned}"
+
+
+def test_units_are_per_something():
+    found = {name: PER_UNIT.search(text) for name, text in texts().items()}
+    assert not {name: where[0] for name, where in found.items() if where}
+
+
+# Tasks ask for the idea: no solution stands in its chapter
+
+
+def tokens(function: ast.AST) -> list[str]:
+    """The body without its docstring, comments and layout."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    source = "\n".join(map(ast.unparse, body))
+    quiet = (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    return [
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in quiet
+    ]
+
+
+def functions(source: str) -> list[ast.FunctionDef]:
+    """Of a piece of code, that of a method shown alone included; what is no Python has none."""
+    found = []
+    for part in re.split(r"\n(?=def |class |@|# minitrain/)", source):
+        try:
+            found += [node for node in ast.walk(ast.parse(part)) if isinstance(node, ast.FunctionDef)]
+        except SyntaxError:
+            continue
+    return found
+
+
+def copied(solution: list[str], shown: list[str]) -> float:
+    """The share of a solution that stands in a shown function, in pieces of at least 6 tokens."""
+    blocks = difflib.SequenceMatcher(None, solution, shown, autojunk=False).get_matching_blocks()
+    return sum(block.size for block in blocks if block.size >= 6) / len(solution)
+
+
+@pytest.mark.parametrize("number", CHAPTERS)
+def test_no_solution_stands_in_its_chapter(number):
+    shown = [(function.name, tokens(function)) for function in functions(sources_shown(number))]
+    source = next((ROOT / "exercises/source").glob(f"{number}_*.py")).read_text()
+    for cell in re.split(r"(?m)^# %%", source):
+        if not cell.startswith(" answer="):
+            continue
+        for solution in functions(cell.partition("\n")[2]):
+            asked = tokens(solution)
+            for name, found in shown:
+                if len(asked) >= 20:
+                    assert copied(asked, found) < 0.6, f"{solution.name} stands in the chapter as {name}"
+
+
+def test_a_copied_body_is_found_and_a_like_one_is_not():
+    line = "def f(a, b):\n    total = 0\n    for x in a:\n        total += x * b - {0}\n    return total / len(a)\n"
+    one, same, other = (tokens(functions(line.format(k))[0]) for k in ("b", "b", "c[a] // 2"))
+    different = tokens(functions("def g(a, b):\n    return sum(x * b for x in a) / len(a)\n")[0])
+    assert copied(one, same) == 1 and 0.5 < copied(one, other) < 1 and copied(one, different) < 0.4
+
+
+# Every task says what it may call
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "exercises/source").glob("*.py")), ids=lambda path: path.stem)
+def test_each_task_has_a_box_of_its_api(path: Path):
+    for task in re.split(r"(?m)^# ## (?=\d)", path.read_text())[1:]:
+        statement = task.partition("# %%")[0]
+        boxes = re.findall(r"(?m)^# > \*\*API\*\*.*(?:\n# >.*)*", statement)
+        title = statement.partition("\n")[0]
+        assert len(boxes) == 1, f"task {title} has {len(boxes)} boxes"
+        assert len(boxes[0].splitlines()) <= 6, f"the box of task {title} is longer than six lines"
