@@ -52,7 +52,7 @@ class Strategy:
     overlap: bool = False  # hide what tp sends behind its products
     schedule: str = "1f1b"  # of the stages of pp (pipeline/named.py): gpipe, 1f1b, zb_h1, interleaved, ...
     microbatches: int = 1  # parts in which a rank runs its rows, one after the other
-    chunks: int = 1  # stages a rank, for the schedules that interleave
+    chunks: int = 1  # stages per rank, for the schedules that interleave
     slices: int = 1  # of each sequence, for terapipe and seq1f1b
     recompute: str = "none"  # what a backward computes again: full, selective, stage, .. (memory/policies)
     recompute_partition: bool = False  # each rank of tp keeps a part of the inputs of what is computed again

@@ -5,7 +5,7 @@ checkpoint is weights, optimizer states and position, by global name: any layout
 In the same layout a run goes on bit for bit as if it had never stopped; in another, up to rounding.
 
     CHECKPOINT/step-00000800/    a checkpoint every `save_every` steps (checkpoint/store.py)
-    OUT/log.jsonl                one line a report: step, loss, held-out loss, norm, tokens per second, MFU
+    OUT/log.jsonl                one line per report: step, loss, held-out loss, norm, tokens per second, MFU
 
 All ranks do the same in the same order. A loss or norm that is no number, or ranks that see different
 folders, is the same error on every rank; such a number never reaches a checkpoint. A damaged checkpoint is

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """One slope a head, a geometric sequence to 2^-8; other counts than powers of 2 add some of 2n heads."""
+    """One slope per head, a geometric sequence to 2^-8; other counts than powers of 2 add some of 2n."""
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]

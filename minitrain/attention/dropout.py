@@ -7,7 +7,7 @@ again in recomputation, would draw different ones. A counter-based generator has
 in the whole batch and model, with a seed of the run's seed, the step and the layer's name. So every layout,
 schedule and recomputation drops what one process drops; no mask is kept or sent. The hash is splitmix64's,
 once for each coordinate: s = mix(s + γ (c + 1)), uniform over 64 bits; M = [s >= p 2^64]. Sends nothing.
-Memory: 16 bytes an element while a mask is made.
+Memory: 16 bytes per element while a mask is made.
 Salmon et al. 2011 (Random123), SC'11, section 2; Steele et al. 2014, OOPSLA (splitmix64). Differs: their
 counter is a place in the kernel's grid on one device, ours in the model. Megatron-LM keeps random streams.
 """

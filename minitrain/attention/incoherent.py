@@ -3,7 +3,7 @@
     (Q M)(K M)ᵀ = Q Kᵀ          M = diag(random signs) · H / sqrt(K),  H: Hadamard
 
 An outlier of size a among K small numbers becomes K numbers of size a / sqrt(K), and the scores stay. Costs
-K log2 K additions a row, done where positions are rotated anyway; sends nothing. What 8 bits gain by it:
+K log2 K additions per row, done where positions are rotated anyway; sends nothing. What 8 bits gain by it:
 precision/attention.py.
 Shah et al. 2024 (FlashAttention-3), arXiv:2407.08608, section 3.3. Differs: not fused with the rotation.
 """

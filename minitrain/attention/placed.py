@@ -12,7 +12,7 @@ dropout, results merge by lse, and a ring sends what it sent:
 
 A and M are made again in backward. torch's flash kernel for CPUs takes A as a mask, that for CUDA takes none,
 and neither takes M: such tiles compute scores as `plain_*` does. Sends nothing. Memory: H scores of a tile
-for A; a tile of scores with dropout or on CUDA, and 16 bytes a score for M.
+for A; a tile of scores with dropout or on CUDA, and 16 bytes per score for M.
 Dao et al. 2022, arXiv:2205.14135, appendix B.3, B.4.
 """
 

@@ -11,7 +11,7 @@ all ranks have begun the next save. After a failure ranks tell each other what t
 step of which every share is somewhere is whole, and shares travel by messages to who wants them.
 Two levels: memory often, disk rarely; `newest_whole` of both stores is where to go on.
 On one computer a machine is a folder that its ranks own. Memory: 2 steps of a share and of what is kept.
-Sends at a save some 100 bytes a rank; in recovery each share that a rank wants and has not, once. Messages
+Sends at a save some 100 bytes per rank; in recovery each share that a rank wants and has not, once. Messages
 are between hosts: `group` is on gloo. Wang et al. 2023, Gemini, SOSP, section 4. Differs: the bytes in memory
 are files, of one format with those on disk.
 """

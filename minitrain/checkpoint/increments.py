@@ -10,7 +10,7 @@ as ever. What is restored is the full checkpoint, and over it the rows of the ne
 keep both kinds in folders of their own, or the retention of one removes what the other needs.
 
 Only for updates that leave a row without a gradient alone: SGD, Adagrad; Adam's moments decay in every row.
-Sends 4 bytes a row, in an all-reduce, if ranks with other tokens agree on what is touched.
+Sends 4 bytes per row, in an all-reduce, if ranks with other tokens agree on what is touched.
 Eisenman et al. 2022 (Check-N-Run), NSDI. Differs: they search for the range of a row, ours is all of it;
 when to save in full is the caller's (`full_is_cheaper` is a rule like theirs).
 """
@@ -35,7 +35,7 @@ from minitrain.precision.packing import pack, unpack
 
 
 class Increments:
-    """Remembers in which step each row of some tables was last touched: 4 bytes a row."""
+    """Remembers in which step each row of some tables was last touched: 4 bytes per row."""
 
     def __init__(self, rows: Mapping[str, int], bits: int | None = None, device: Any = "cpu"):
         """`rows`: {name of a parameter: its rows}; `bits`: 1 to 8, or None: rows as they are."""

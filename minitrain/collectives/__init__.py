@@ -1,4 +1,4 @@
-"""The only door to torch.distributed: what ranks say to each other, counted, logged and, in checked mode,
+"""The only door to torch.distributed: what ranks send to each other, counted, logged and, in checked mode,
 compared across ranks.
 
 First  functions           all_reduce, all_gather, ..., and the pairs that gradients flow through

@@ -1,11 +1,11 @@
 """The flat algorithms as schedules: ring, direct exchange, binomial tree. Every link is taken to be equal.
 
-    all-reduce        steps           a rank sends                    good for
+    all-reduce        steps           sent per rank                   good for
     ring              2(n-1)          2(n-1)/n S                      large tensors; only neighbours
     direct exchange   2               2(n-1)/n S                      one switch: all at once
     binomial tree     2 ceil(log2 n)  root ceil(log2 n) S, leaves S   small tensors
 
-No algorithm sends less than 2(n-1) S from all ranks: ring and direct exchange send that, evenly.
+Where only ranks add, all of them together send at least 2(n-1) S: ring and direct exchange send that, evenly.
 Patarasuk and Yuan 2009 (the ring, and the lower bound); Gibiansky 2017, Baidu (the ring in training); Thakur,
 Rabenseifner and Gropp 2005, section 4 (binomial tree). `ring.py` is the same ring as a plain loop.
 """

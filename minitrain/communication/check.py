@@ -1,6 +1,6 @@
 """The proof of a schedule, without a process: follow whose contributions are in every chunk of every rank.
 
-A rank's copy of a chunk is the set of ranks that have been added into it: an integer with one bit a rank,
+A rank's copy of a chunk is the set of ranks that have been added into it: an integer with one bit per rank,
 union is `|`, "already inside" is `&`. An all-reduce is right when in the end every chunk of every rank
 contains every rank exactly once. `check` raises ValueError, naming step and rank, for a contribution that
 would be added twice, a chunk sent before its sender holds it, two transfers of one step whose order would
@@ -80,7 +80,7 @@ def history(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -
 
 
 def draw(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> str:
-    """As text: a line a rank, a block a step; `.` is nothing, `2` the sum of two ranks, `#` of all."""
+    """As text: a line per rank, a block per step; `.` is nothing, `2` the sum of two ranks, `#` of all."""
     frames = history(schedule, collective, root)
     titles = ["start", *(f"step {index}" for index in range(1, len(frames)))]
     width = max(schedule.chunks, *map(len, titles))

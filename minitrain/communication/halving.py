@@ -1,6 +1,6 @@
 """Recursive halving and doubling: partners at distances 1, 2, 4, ... exchange; log2 n steps and not n-1.
 
-                                  steps      sent by a rank
+                                  steps      sent per rank
     halving_doubling_all_reduce   2 log2 n   2(n-1)/n S   exchanges halve: S/2, .., S/n, and back
     doubling_all_reduce           log2 n     log2 n · S   exchanges of everything, for small tensors
 

@@ -10,7 +10,7 @@ it, `check` proves it without a process, `cost` predicts its time. Small schedul
     in_parallel([a, b, ...])      step i of all at the same time  all nodes; both trees
 
 Bytes: rank r sends `sent_shares(schedule)[r]` · S; `sent_elements` is exact for sizes that do not divide.
-Memory: one `Transfer` a message, 2n(n-1) for a ring: 8,064 for 64 ranks and 1.2e9 for 24,576, where
+Memory: one `Transfer` per message, 2n(n-1) for a ring: 8,064 for 64 ranks and 1.2e9 for 24,576, where
 `selector` and `tree` have closed forms.
 SCCL (Cai et al. 2021) also treats an algorithm as a list of (chunk, source, destination, step), to search for
 the best one. Differs: there chunks are only placed, here they are added as well; schedules are composed and

@@ -1,7 +1,7 @@
 """Which algorithm for how many bytes: the choice that NCCL makes at every call, by alpha-beta.
 
-n ranks, h = ceil(log2 n); a message costs alpha seconds, a port carries B bytes a second, a tree attains the
-share e:
+n ranks, h = ceil(log2 n); a message costs alpha seconds, a port carries B bytes per second, a tree attains
+the share e:
 
     ring                   2(n-1) (alpha + S/(n B))        least bytes, most steps
     double tree, k pieces  2(h-1+k) (alpha + S/(k e B))    few steps; pieces fill the tree like a pipe
@@ -13,8 +13,8 @@ and the tree with its best k is faster than the ring exactly below the largest o
 
     S* = alpha B · max over k of  k (n-h-k) / (p + q k)      p = (h-1)/e,  q = 1/e - (n-1)/n
 
-with k beside (sqrt(p^2 + p q (n-h)) - p) / q. On equal links halving and doubling beats both at every S; NCCL
-does without it, as real links are not equal (`cost`), and so does `choose` unless asked. Jeaugey 2019,
+with k beside (sqrt(p^2 + p q (n-h)) - p) / q. On equal links halving and doubling beats both at every S; real
+links are not equal (`cost`), NCCL does not have it, and `choose` takes it only when asked to. Jeaugey 2019,
 NVIDIA's blog on NCCL 2.4; NCCL's src/graph/tuning.cc, where e = 0.92; Thakur, Rabenseifner and Gropp 2005,
 section 4.
 """

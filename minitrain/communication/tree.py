@@ -1,4 +1,4 @@
-"""The double binary tree: two trees over the same ranks, half of the tensor each; leaves here work there.
+"""The double binary tree: two trees over the same ranks, and leaves of one are inner in the other.
 
 In one binary tree a leaf sends S up and gets S back, while an inner rank receives 2S and sends S, and again
 on the way down. The second tree makes the leaves of the first its inner ranks: then no rank moves more than S
@@ -6,7 +6,7 @@ in either direction on the way up, nor on the way down: the bytes of a ring, in 
 
     tree 1   rank r at position r; to find a parent move the lowest set bit up by one: 5 -> 6 -> 4 -> 8 -> 0
     tree 2   n even: mirrored, rank r at position n-1-r; n odd: shifted, at position r-1
-    steps    2(h-1 + pieces), h = ceil(log2 n), pieces a level apart; n = 24,576: 30 (a ring: 49,150)
+    steps    2(h-1 + pieces), h = ceil(log2 n), one level apart; n = 24,576: 30 (a ring: 49,150)
     bytes    a rank sends at most 2S, all ranks 2(n-1) S
 
 A tree is n integers, so the depth at 24,576 ranks is measured on the tree itself. Sanders, Speck and Träff
@@ -59,7 +59,7 @@ def depths(tree: Tree) -> list[int]:
 
 
 def tree_reduce(tree: Tree, pieces: int = 1) -> Schedule:
-    """Towards the root, a piece a step: a rank starts when its slowest child's first piece has arrived."""
+    """Towards the root, a piece per step: a rank starts when its slowest child's first piece has arrived."""
     if pieces < 1:
         raise ValueError(f"pieces={pieces}; a tensor is at least one piece")
     level, n = depths(tree), len(tree)

@@ -2,7 +2,7 @@
 
 Contiguous tokens, n = 5, tile (owner of the queries, owner of the keys); rank 0 owns one, rank 4 five:
     rank       0       1       2       3       4
-    round 0   0,0     1,1     2,2     3,3     4,4        triangles: nobody waits for anything
+    round 0   0,0     1,1     2,2     3,3     4,4        triangles: every rank has one
     round 1   4,0*    1,0     2,1     3,2     4,3        * a helper: has the keys, is sent Q, returns (O, lse)
     round 2   3,0*    4,1*    2,0     3,1     4,2
 

@@ -1,11 +1,11 @@
-"""Dynamic sequence parallelism: stages work along different dims; cut one that the stage leaves alone.
+"""Dynamic sequence parallelism: stages work along different dims; cut one that the stage does not work along.
 
 A video is x[B, T, S, D]: T frames of S patches. Its transformer attends within a frame, then along time, and
 so on. A stage along S needs no communication if T is cut. Before the stage along T, one all-to-all:
 
     x[B, T/n, S, D]  stage along S  -> switch -> x[B, T, S/n, D]  stage along T  -> switch -> x[B, T/n, S, D]
 
-A stage is any layer on [N, length, D], which does not know that it is run in parallel.
+A stage is any layer on [N, length, D], and needs no change to run in parallel.
 
     one stage along S, one along T     M = B·T·S·D elements, each all-to-all sends (P-1)/P · M/P
     here                               2 · M/P      whatever the stages do inside

@@ -10,7 +10,7 @@ Communication grows with T and the K/V heads, attention with T² and all heads. 
     sent, forward  (n-1) · 2·B·H_kv·T/n·K elements, as a ring      backward  the same; a ring sends twice that
     keep=False     K, V are gathered again in backward: a ring's bytes, and a ring's memory until then
 
-Memory: K, V of all tokens, twice while they are put in order (zig-zag; 8 bytes a token for the order), and
+Memory: K, V of all tokens, twice while they are put in order (zig-zag; 8 bytes per token for that), and
 dK, dV of all tokens in at least float32 in backward. Dubey et al. 2024 (Llama 3), arXiv:2407.21783, section
 3.3.2. Differs: any layout, several documents in a row, ALiBi, dropout.
 """

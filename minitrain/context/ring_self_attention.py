@@ -1,9 +1,9 @@
 """Ring self-attention, as it began: keys go round until ranks have whole rows of scores, then values do.
 
-    pass 1    S[T/n, T] = Q [K_0 .. K_n-1]ᵀ / sqrt(K)    one block of columns a step   P = softmax(S)
-    pass 2    O[T/n, K] = Σ_j P[:, j] V_j                 one term a step
+    pass 1    S[T/n, T] = Q [K_0 .. K_n-1]ᵀ / sqrt(K)    one block of columns per step  P = softmax(S)
+    pass 2    O[T/n, K] = Σ_j P[:, j] V_j                 one term per step
 
-Backward keeps P and takes four passes: V and K once more, and the sums of dV and dK, a share a step:
+Backward keeps P and takes four passes: V and K once more, and the sums of dV and dK, one share per step:
 
     V goes round    dP[:, j] = dO V_jᵀ      dV_j = Σ over ranks of P[:, j]ᵀ dO   dS = P (dP - rowsum(dP · P))
     K goes round    dQ = Σ_j dS[:, j] K_j   dK_j = Σ over ranks of dS[:, j]ᵀ Q   both by 1 / sqrt(K)

@@ -7,7 +7,7 @@
 
 The adjoint of an all-to-all is the all-to-all back; autograd finds backward by itself. With N = B·T, h = H·K:
 
-    forward   (n-1)/n · (2H + 2H_kv) · B·T/n·K elements     backward  the same     a layer, no K/V groups:
+    forward   (n-1)/n · (2H + 2H_kv) · B·T/n·K elements     backward  the same     per layer, H_kv = H:
     Ulysses   4 (P-1)/P · N·h/P                              Megatron's sequence parallelism   4 (P-1)/P · N·h
 
 n divides H; more ranks than heads need a ring beside (hybrid.py). K/V heads that n does not divide are copied

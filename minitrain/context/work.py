@@ -3,7 +3,7 @@
     entries[s][r] = scores between the queries of rank r and the keys of rank r - s that a causal mask leaves
 
 A ring goes at the pace of the slowest rank in each step: efficiency = Σ entries / (n · Σ_s max_r entries[s]).
-With c = T/n tokens a rank, and a token's score with itself counted as half (as papers do) or one:
+With c = T/n tokens per rank, and a token's score with itself counted as half (as papers do) or one:
 
                   diagonal=1/2                               diagonal=1                 large c, n = 2, 4, 8
     contiguous    n / (2n-1)                                 (nc+1) / ((2n-1)c+1)       2/3, 4/7, 8/15

@@ -42,7 +42,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Text:
-    """A text in memory, one token a byte, and the batches that can be cut from it."""
+    """A text in memory, one token per byte, and the batches that can be cut from it."""
 
     data: bytes = field(repr=False)
     name: str = "text"

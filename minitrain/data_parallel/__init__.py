@@ -1,6 +1,6 @@
-"""Data parallelism: ranks with other rows of the batch. A Sync sums their gradients and owns the optimizer.
+"""Data parallelism: each rank has its own rows of the batch. A Sync sums gradients and owns the optimizer.
 
-First  naive, buckets, bucketed  gradients summed after backward, and behind it
+First  naive, buckets, bucketed  gradients summed after backward, or hidden behind it
 then   sync, states              what all stages share: hooks, optimizers by name and shape; states, in pieces
        replicated                everything whole on every rank
        flat, zero1, zero2        buffers that divide; optimizer states, then gradients, kept in shards

@@ -3,10 +3,10 @@
     keep      grad += grad_m locally, one reduction            sends 1 x, holds it whole   (no_sync)
     scatter   shard += reduce_scatter(grad_m) each microbatch  sends m x, holds 1/n of it  (ZeRO-2, FSDP)
 
-A rank that owns a slice of the gradient cannot accumulate the rest, so it sends every microbatch: m (n-1)/n
+A rank that owns a slice of the gradient has no room for the rest, so it sends every microbatch: m (n-1)/n
 of the gradients' bytes. `keep` is `GradReducer.enabled = False` for all but the last microbatch; here is
 `scatter`.
-Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2. Differs: one flat reduce-scatter a microbatch.
+Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2. Differs: one flat reduce-scatter per microbatch.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,8 @@
 """The same start on all ranks: one rank's parameters and buffers, W_0[F, D], b_0[F], .., go to everyone.
 
 Data parallelism adds gradients, not weights: replicas that start apart stay apart. Our own GPT fills every
-parameter from its global name; a module from elsewhere drew from a random stream, seeded apart. Call it once,
-before an optimizer makes its state and before anything is cut.
+parameter from its global name; a module from elsewhere draws from a random stream, perhaps another one on
+each rank. Call this once, before an optimizer makes its state and before anything is cut.
 Sends S bytes of all parameters and buffers, each once however often it is tied, in one flat buffer per dtype:
 (n-1)·S in all, and the source ceil(log2 n)·S. Memory: while it runs, two copies of all that has one dtype.
 Li et al. 2020, arXiv:2006.15704, section 3.1. Differs: DDP sends buffers again in every forward.

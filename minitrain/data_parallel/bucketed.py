@@ -4,7 +4,7 @@
 
 Backward finishes the last layer first, so buckets are filled from the last parameter to the first. `finish()`
 is a visible line of the training step: its duration *is* the communication that was not hidden.
-Sends 2(n-1)/n of the gradients' bytes a step, in as many all-reduces as there are buckets. Memory: the
+Sends 2(n-1)/n of the gradients' bytes per step, in as many all-reduces as there are buckets. Memory: the
 buckets are the gradients; beside them live one incoming gradient and the receive buffers.
 Accumulation: with `enabled = False` for all but the last microbatch gradients add up locally and travel once.
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, sections 3.2.2 and 3.2.3. Differs: an explicit

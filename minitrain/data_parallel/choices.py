@@ -1,16 +1,16 @@
 """Over which ranks is each model state cut? Memory, bytes on the wire, and the fastest choice that fits.
 
-    k ranks a node, n nodes, W = k·n      N  not cut    I  cut over the k of a node    G  cut over all W
+    k ranks per node, n nodes, W = k·n    N  not cut    I  cut over the k of a node    G  cut over all W
     factors F_p, F_g, F_o                 parameters, gradients, optimizer state are cut into so many pieces
     rule   F_p | F_g | F_o | W            what is needed less often is cut as finely, or finer
 
 Of PaRO's 27 shardings the rule leaves 10; of AMSP's factors all chains of divisors. A factor up to k divides
 k, a larger one is a multiple of k. For Ψ parameters a rank holds 2Ψ/F_p + 2Ψ/F_g + 12Ψ/F_o: 16Ψ, (4 + 12/N)Ψ,
-(2 + 14/N)Ψ, 16Ψ/N for DDP and ZeRO-1, 2, 3 on N ranks. It sends the five terms of `_terms`. Each takes M = 2Ψ
-bytes from f to h pieces, or back, with c = max(f, min(h, k)) in between: M (1/f - 1/c) inside nodes and M
-(1/c - 1/h) across. Hybrid sharding (III, m = 1) sends across 2M (W-k)/(kW); FSDP's paper has 2M (W-1)/(kW), a
-host's share of one ring through all W ranks. Where W does not divide Ψ bytes are fractions: pad. Time is
-bytes by bandwidth, without overlap or latency.
+(2 + 14/N)Ψ, 16Ψ/N for DDP and ZeRO-1, 2, 3 on N ranks. It sends the five terms of `_terms`. To pass from f to
+h pieces of M = 2Ψ bytes, or back, costs M (1/f - 1/c) inside nodes and M (1/c - 1/h) across, where c = max(f,
+min(h, k)) pieces lie in between. Hybrid sharding (III, m = 1) sends 2M (W-k)/(kW) across; FSDP's paper has 2M
+(W-1)/(kW), a host's share of one ring through all W ranks. Where W does not divide Ψ, bytes are fractions:
+pad. Time is bytes by bandwidth, without overlap or latency.
 Wu et al. 2023 (PaRO), arXiv:2310.06003; Chen et al. 2023 (AMSP), arXiv:2311.00257; Zhang et al. 2022 (MiCS),
 arXiv:2205.00119, section 3; Zhao et al. 2023 (FSDP), arXiv:2304.11277, section 3.2.2; ZeRO, arXiv:1910.02054,
 section 5. Differs: one rule for both searches, collectives in two levels, every chain is tried.
@@ -100,7 +100,7 @@ def paro(sharding: str, cluster: Cluster) -> Choice:
 
 
 def paro_choices(cluster: Cluster) -> dict[str, Choice]:
-    """The 10 that obey the rule; on one node, or with one rank a node, some of them mean the same."""
+    """The 10 that obey the rule; on one node, or with one rank per node, some of them mean the same."""
     return {sharding: paro(sharding, cluster) for sharding in PARO_SHARDINGS}
 
 
@@ -185,12 +185,12 @@ def plans(
 
 
 def cheapest(limit_bytes: float, candidates: Iterable[ShardingPlan]) -> ShardingPlan:
-    """The fastest plan that holds at most `limit_bytes` a rank; of equally fast ones the smallest."""
+    """The fastest plan that holds at most `limit_bytes` per rank; of equally fast ones the smallest."""
     candidates = list(candidates)
     if not candidates:
-        raise ValueError("no choice to search in; give at least one, paro_choices(cluster).values() say")
+        raise ValueError("no choice to search in; give at least one, such as paro_choices(cluster).values()")
     fitting = [plan for plan in candidates if plan.memory_bytes <= limit_bytes]
     if not fitting:
         least = f"the smallest holds {min(plan.memory_bytes for plan in candidates) / 1e9:g} GB: add ranks"
-        raise ValueError(f"no choice holds at most {limit_bytes / 1e9:g} GB a rank; {least}")
+        raise ValueError(f"no choice holds at most {limit_bytes / 1e9:g} GB per rank; {least}")
     return min(fitting, key=lambda plan: (plan.seconds, plan.memory_bytes, plan.choice))

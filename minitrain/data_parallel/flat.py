@@ -7,7 +7,7 @@ A shard is cut wherever n says, in the middle of a matrix if it must: an optimiz
 holds parameters with one `sync.BufferKey`, in the order given. A shard is an ordinary nn.Parameter with a
 placement. `Shards` adds to Sync this rank's own state, for the same stage, cut and world size, without any
 communication.
-Sends nothing, but for `publish`: (n-1)/n of the parameters. Padding costs at most n-1 elements a buffer.
+Sends nothing, but for `publish`: (n-1)/n of the parameters. Padding costs at most n-1 elements per buffer.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277,
 section 3.2.3. FSDP2 cuts every parameter along its dim 0 instead, and copies into and out of the buffer.
 """

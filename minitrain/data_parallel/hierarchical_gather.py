@@ -7,9 +7,9 @@
     3 reorder  [p/k, k, d, ..]  the two leading dims change places: rank order
 
 The adjoint goes back. With M the bytes of the whole each rank sends, in either direction, (1/k - 1/p) M
-across and (k-1)/k M inside: a node (p-k)/p M across, where one flat ring sends (p-1)/p M. Outside autograd.
+across and (k-1)/k M inside. A node sends (p-k)/p M across, a flat ring (p-1)/p M. Outside autograd.
 Memory: besides the result, the M/k of step 1 and the M of step 2; the adjoint: the reordered copy of M, M/k
-and the receive buffers. Swapping `intra` and `inter` is not seen: the result is in the wrong order.
+and the receive buffers. Swapped `intra` and `inter` go unnoticed: the result is in the wrong order.
 Zhang et al. 2022 (MiCS), arXiv:2205.00119, section 3.3. Differs: one gather inside the node, then a copy into
 order, where MiCS orders the chunks first; the adjoint (MiCS reduces in one flat group).
 """

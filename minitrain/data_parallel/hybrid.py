@@ -1,14 +1,14 @@
-"""Hybrid sharding: each model state is cut as finely as its memory asks and no finer, on two levels.
+"""Hybrid sharding: each model state is cut as finely as memory asks and no finer, on two levels.
 
                   N: not cut         I: cut inside the node (`intra`)   G: over all ranks, intra then inter
     parameters    whole, as in DDP   gathered inside the node            across nodes, then inside
     gradients     add up locally     reduce-scattered inside             inside, then across, each microbatch
     optimizer     same on all ranks  same on all nodes                   once in the world
 
-Three letters name a sharding, none cut finer than the next, which leaves ten: NNN is DDP, NNG and NGG ZeRO 1
-and 2, GGG ZeRO 3, III MiCS and FSDP's HYBRID_SHARD. What is left is added up once a step: MiCS's second hop
-is an all-reduce of shards over `inter`, however many microbatches there were. What crosses nodes is a shard
-of the node's 1/k. In GGG the hop across nodes, the slow one, runs ahead of the layer that needs it.
+Three letters name a sharding. No state is cut finer than the next one, which leaves ten: NNN is DDP, NNG and
+NGG are ZeRO-1 and 2, GGG is ZeRO-3, III is MiCS and FSDP's HYBRID_SHARD. What scatter does not sum, complete
+sums once per step: MiCS's second hop is an all-reduce of shards over `inter`, however many microbatches there
+were. Only shards cross nodes. In GGG the slow hop, across nodes, runs ahead of the layer that needs it.
 Bytes sent and memory are the formulas of choices.py, which finds the cheapest sharding under a limit.
 Zhao et al. 2023, FSDP, arXiv:2304.11277, section 3.2.2; Zhang et al. 2022, MiCS, arXiv:2205.00119, sections
 3.2 to 3.4; Wu et al. 2023, PaRO, arXiv:2310.06003; Chen et al. 2023, AMSP, arXiv:2311.00257. Differs: factors
@@ -87,7 +87,7 @@ class Hybrid(Zero3):
         return Chain(across, lambda piece: all_gather(piece, intra, out=flat.whole))
 
     def scatter(self, flat: HybridBuffer, grads: Tensor) -> Handle | Chain:
-        """What a microbatch adds up: nothing, inside the node, or over all ranks."""
+        """What is summed after each microbatch: nothing, inside the node, or over all ranks."""
         intra, inter = flat.groups
         if self.summed == 0:
             return Chain(grads)
@@ -95,7 +95,7 @@ class Hybrid(Zero3):
         return inside if self.summed == 1 else Chain(inside, lambda piece: reduce_scatter(piece, inter))
 
     def complete(self, flat: HybridBuffer) -> Tensor:
-        """Once a step: cut the gradient as finely as the optimizer state, and add up over replicas."""
+        """Once per step: cut the gradient as finely as the optimizer state, and sum it over replicas."""
         for group in flat.groups[self.summed : self.updated]:
             flat.sum = reduce_scatter(flat.sum, group)
         intra, inter = flat.groups

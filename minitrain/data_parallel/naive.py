@@ -4,7 +4,7 @@
     grad = sum over ranks of grad_rank                                      so the reduction is a SUM, no mean
 
 Every rank holds the whole model and its own rows of the batch. Nothing overlaps; `bucketed.py` does.
-Sends 2(n-1)/n of the gradients' bytes a step (one all-reduce a parameter, or one in all if `fused`).
+Sends 2(n-1)/n of the gradients' bytes per step (one all-reduce per parameter, or one in all if `fused`).
 Memory: `fused` holds one more copy of all gradients (6 GB in fp32 for 1.5 billion parameters: ZeRO, section
 3.2).
 Raises ValueError if a parameter got no gradient on this rank: another may have one, and they would not agree.

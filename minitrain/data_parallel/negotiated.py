@@ -6,7 +6,7 @@ A network matches collectives by order. If backward finishes gradients in anothe
 (branches), sending each when ready would add up different tensors. So a ready gradient only raises a bit;
 after every `cycle` gradients the ranks add up their bits, and what all have is fused and reduced, in one
 order for all.
-Sends 2(n-1)/n of the gradients' bytes, plus 2(n-1)/n · P · 4 bytes a cycle for the bits. Memory: one fusion
+Sends 2(n-1)/n of the gradients' bytes, plus 2(n-1)/n · P · 4 bytes per cycle for the bits. Memory: one fusion
 buffer of at most `fusion_bytes` (or one larger parameter).
 Sergeev and Del Balso 2018, Horovod, arXiv:1802.05799, section 3, and its response cache. Differs: a cycle is
 a number of gradients, not milliseconds, so runs repeat exactly; bits are all-reduced, with no coordinator.

@@ -9,9 +9,9 @@ is). A rank sends
     one_hop_reduce_scatter  [n·d] -> [d]     (L-1) m           (n-L) m
     two_hop_reduce_scatter  [n·d] -> [d]     N(L-1) m          (N-1) m                             qgZ
 
-No ring: codes of different scales cannot be added. In an all-to-all a number is quantised once, in two hops
-twice, and sums are in full precision: an error of half a step on each rank and, in two hops, of each of N
-partial sums.
+No ring, because codes of different scales cannot be added. In an all-to-all a number is quantised once, in
+two hops twice, and sums are in full precision: the error is at most half a step per rank and, in two hops,
+half a step for each of N partial sums.
 Memory of a reduce-scatter besides flat, in bytes for each of its n·d numbers, float32 in whole blocks: 5 +
 4/block to quantise, 5 + m/d + 4/block to dequantise 4 bits (8 bits: 1 less), 4 + 4/L to add up the first hop;
 the largest is the peak. The gather holds what dequantising takes, and with `out` its result once more.

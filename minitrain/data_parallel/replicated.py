@@ -3,9 +3,9 @@
     parameters of one sum, and of one stage of a pipeline, have a GradReducer (bucketed.py) of their own:
     cut over tp, or the same there      summed over dp × cp          other columns, or equal, on each tp rank
     norms under sequence parallelism    summed over dp × cp × tp     each tp rank saw other tokens
-    on two stages (a tied table)        summed over dp × cp, then over the stages that hold it, once a step
+    on two stages (a tied table)        summed over dp × cp, then over the stages that hold it, once per step
 
-Sends 2(n-1)/n of the gradients' bytes a step; what h stages hold another 2(h-1)/h. Memory: everything whole.
+Sends 2(n-1)/n of the gradients' bytes per step; what h stages hold another 2(h-1)/h. Memory: all is whole.
 Li et al. 2020, arXiv:2006.15704, section 3.2.3; Narayanan et al. 2021, arXiv:2104.04473 (embedding group).
 """
 

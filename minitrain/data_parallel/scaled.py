@@ -1,15 +1,15 @@
 """Data parallelism for tensors with scales: gradients travel in 8 bits, and whole tensors are dealt out.
 
     backward of a tensor      its bfloat16 gradient becomes E4M3 with a scale, and is gone
-    finish       all-reduce   A = max over ranks of each tensor's largest value, and 1/μ     8 bytes a tensor
+    finish       all-reduce   A = max over ranks of each tensor's largest value, and 1/μ    8 bytes per tensor
                  all-to-all   codes in units of A / μ, to who adds them up, in float32
                  all-gather   codes of the sums, cut off at the largest number; with `deal` nothing
     publish      with `deal`  weights of who updated them, FP16, to all
 
-Without `deal` flat buckets are cut evenly: a rank sends 2(n-1)/n bytes a parameter, half of bfloat16's
-all-reduce. With it (ZeRO 1) a scale must not be cut from its tensor, so tensors go whole to the rank that has
-least, the largest first: gradients send (n-1)/n bytes a parameter on average, weights 2(n-1)/n, and a rank
-holds 2 + 1 bytes a parameter and about 3/n of states.
+Without `deal` flat buckets are cut evenly: a rank sends 2(n-1)/n bytes per parameter, half of
+bfloat16's all-reduce. With it (ZeRO 1) a scale must not be cut from its tensor, so tensors go whole to the
+rank that has least, the largest first: gradients send (n-1)/n bytes per parameter on average, weights
+2(n-1)/n, and a rank holds 2 + 1 bytes per parameter and about 3/n of states.
 Codes of one scale can be added, so a sum is of codes, and rounded once. Microbatches add up in E4M3 too: the
 sum so far and the next gradient, rounded again with the scale that they need together.
 Peng et al. 2023, FP8-LM, arXiv:2310.18313, sections 2.1 and 2.2. Differs: pieces go straight to who adds them

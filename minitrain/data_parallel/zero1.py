@@ -4,10 +4,10 @@
     optimizer.step()           on  weight shard[P/n]            1/n of the state, 1/n of its FLOPs
     all_gather(weight shard)   ->  parameters[P] on every rank
 
-An all-reduce is a reduce-scatter and an all-gather: here each rank updates what it owns between the two. The
-bytes are data parallelism's. With Adam in mixed precision a rank keeps 2 + 2 + 12/n bytes a parameter instead
-of 16.
-Sends (n-1)/n of the gradients and (n-1)/n of the parameters a step: gradients of microbatches add up locally.
+An all-reduce is a reduce-scatter and an all-gather: here each rank updates what it owns between the two. It
+sends what data parallelism sends. With Adam in mixed precision a rank keeps 2 + 2 + 12/n bytes per parameter
+instead of 16.
+Sends (n-1)/n of the gradients and of the parameters per step: gradients of microbatches add up locally.
 Memory: parameters and gradients live in flat buffers, the shards are slices of them; sums come back in place.
 In a pipeline a bucket is of one stage and travels when the stage's last microbatch is done.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (P_os); before it Xu et al. 2020, weight-update

@@ -3,15 +3,15 @@
     bucket full  ->  reduce_scatter(bucket)  ->  grad shard[P/n]        and the rest of the bucket is freed
     optimizer.step() on the weight shard, all_gather, as in stage 1
 
-2 + 14/n bytes a parameter with Adam in mixed precision. m microbatches add up in two ways:
+2 + 14/n bytes per parameter with Adam in mixed precision. m microbatches add up in two ways:
 
     accumulate="scatter"   every microbatch is reduce-scattered    sends m (n-1)/n of the gradients, holds P/n
     accumulate="keep"      the whole gradient adds up first        sends   (n-1)/n of the gradients, holds P
 
-A pipeline has many microbatches and little gradient memory a stage: there stage 1 is the better trade. Here a
+A pipeline has many microbatches and little gradient memory per stage: there stage 1 is the better trade. A
 stage's buckets are sent after each of its backwards (after W, if that is apart), m times (n-1)/n.
-Sends that and (n-1)/n of the parameters a step. Memory beside the shards: one bucket being filled, one being
-sent.
+Sends that and (n-1)/n of the parameters per step. Memory beside the shards: one bucket being filled, one
+being sent.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2 (P_os+g). Differs: buckets of equal bytes rather
 than one parameter after another, SUM instead of mean; shards add up in the dtype of the gradients.
 """

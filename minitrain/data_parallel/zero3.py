@@ -4,10 +4,10 @@
     backward   all_gather(W shard) -> W    dx, dW          free W    reduce_scatter(dW) -> grad shard[P/n]
     step       optimizer.step() on the shards, and nothing to gather: the next forward does
 
-What is gathered at once is a unit (units.py). A rank holds its shards, 16/n bytes a parameter with Adam in
-mixed precision, and one unit whole, two with prefetch. What several units share (a tied table) is gathered
+What is gathered at once is a unit (units.py). A rank holds its shards, 16/n bytes per parameter with Adam
+in mixed precision, and one unit whole, two with prefetch. What several units share (a tied table) is gathered
 for each in forward and stays whole in backward until its last use. A unit must be called as a module.
-Sends 3 (n-1)/n of the parameters a step (two gathers, one reduce-scatter), with `reshard=False` 2 (n-1)/n:
+Sends 3 (n-1)/n of the parameters per step (two gathers, one reduce-scatter), with `reshard=False` 2 (n-1)/n:
 parameters stay whole from forward to backward. Recomputation gathers nothing more. Accumulation: as in
 zero2.py, and every microbatch gathers anew, unless `reshard=False`. In a pipeline units are gathered and
 freed in each action of their stage, whose gradients are scattered when its backward (or W) is done.
@@ -54,7 +54,7 @@ class Zero3(Shards):
     """Reducer and optimizer of a training step: train_step(forward_backward, batch, zero, zero)."""
 
     stage = 3
-    sums_are_final = True  # what is scattered needs no more sums once a step
+    sums_are_final = True  # what is scattered needs no more sums once per step
 
     def __init__(
         self, model, group, make_optimizer, units=None, *, reshard=True, prefetch=True, accumulate="scatter"

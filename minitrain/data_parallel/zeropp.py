@@ -1,14 +1,14 @@
 """ZeRO++: stage 3 with a quarter of the bytes between nodes.
 
                                   ZeRO-3     ZeRO++     between nodes, M = bytes of the parameters in 16 bits
-    gather for forward            M          0.5 M      qwZ: weights travel in 8 bits, a scale a block
+    gather for forward            M          0.5 M      qwZ: weights travel in 8 bits, a scale per block
     gather for backward           M          0          hpZ: every node keeps a copy, each of its k ranks 1/k
     reduce-scatter of gradients   M          0.25 M     qgZ: in 4 bits, two hops, summed in full precision
 
-All times (N-1)/N for N nodes and, where codes travel, 4/block bytes a number more for the scales. The master
-weights stay exact; what is computed with is rounded to 8 bits each time it is gathered. In forward a rank
-sends its slice in 8 bits across nodes and what came, in full width, to its neighbours: the node's copy, 2/k
-bytes more a parameter and rank in bf16, kept until the next forward.
+All of these times (N-1)/N for N nodes; codes take 4/block bytes more per number, for the scales. The master
+weights stay exact; the weights that compute are rounded to 8 bits each time they are gathered. In forward a
+rank sends its slice in 8 bits across nodes, and what came, in full width, to its neighbours. That is the
+node's copy: 2/k bytes more per parameter on each rank in bf16, kept until the next forward.
 Wang et al. 2023, ZeRO++, arXiv:2306.10209, section 3. Differs: weights are quantised on the way between nodes
 only, where the paper quantises the whole gather; collectives run when they are called, without overlap.
 """

@@ -4,13 +4,13 @@
 
 torch's FakeTensorMode (shapes.py) gives tensors a shape, a dtype and a device but no memory; its "fake"
 backend gives one process a group of any size. The same operators and collectives happen in the same order, so
-FLOPs, bytes sent and peak bytes equal those of a real run to the last digit. (As far as torch's fake kernels
-give what its real ones do: on a CPU batch norm and LSTM differ in an output.)
+FLOPs, bytes sent and peak bytes equal those of a real run to the last digit. (Where torch's fake kernels and
+its real ones agree: on a CPU, batch norm and LSTM differ in one output.)
 
-What has no number cannot decide: `.item()`, `if loss > 3` and `x[mask]` end the dry run with the line that
-asked. Tensors must be made inside the function or be its arguments (passed without data). Whatever happens,
-group and mode are gone afterwards.
-Estimating memory with fake tensors is an idea of torch.distributed._tools. Differs: communication is counted.
+Without numbers nothing can be decided: `.item()`, `if loss > 3` and `x[mask]` end the dry run and name the
+line that asked. Tensors must be made inside the function or be its arguments (passed without data). Whatever
+happens, group and mode are gone afterwards. Estimating memory with fake tensors is an idea of
+torch.distributed._tools. Differs: communication is counted.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""The far side of a launch: the helper that ranks are forked from, and what a rank does with its life.
+"""The far side of a launch: the helper that ranks are forked from, and what a rank does from fork to kill.
 
 `launch.run` starts `serve` once per calling process. The helper imports torch, stays single-threaded, never
 touches CUDA, and forks. (The *caller* cannot be forked: a notebook kernel has threads, sockets and perhaps a

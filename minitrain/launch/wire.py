@@ -2,11 +2,11 @@
 
     bytes_on_the_wire(f, g, ranks=4)        [what crosses the loopback while ranks run f() once, g() once]
 
-The ledger counts what is handed to `send`; what a library then does with it only the network knows. Here
+The ledger counts what is handed to `send`; what a library then does with it, only the network sees. Here
 ranks run in a network namespace of their own (`unshare`), whose loopback carries their messages and nothing
 else, and the count is the difference of two readings of the interface between barriers. It holds the headers
-of TCP and IP too, some 0.1 % of large tensors; fn runs once before, because connections are opened at first
-use.
+of TCP and IP too, some 0.1 % of large tensors; fn runs once before, because connections are opened when they
+are first used.
 
 Where the system gives no namespace the shared loopback is read. Other programs only add to it, so the least
 of several runs is returned: right on a quiet machine, too much on a busy one. Costs a fresh interpreter, 2 to

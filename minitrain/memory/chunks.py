@@ -6,7 +6,7 @@
     backward   a layer's gradients are written over its parameters, which its graph has used for the last time
     update     chunk by chunk on the host: gradient -> moments, master -> parameter, in the gradient's place
 
-So model data are 2 + 4 + 4 + 4 = 14 bytes a parameter in bfloat16, of device and host together, not 16: a
+So model data are 2 + 4 + 4 + 4 = 14 bytes per parameter in bfloat16, of device and host together, not 16: a
 chunk is in one place only. The first step is traced: which chunks each layer asks for, in turn. From then on
 the chunk evicted is that of the farthest next use in this order, so no other choice loads fewer (Belady).
 What is unused at the end of chunks is the price: `best_chunk` looks for the size that wastes least.

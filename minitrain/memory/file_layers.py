@@ -9,7 +9,7 @@
 
 So memory holds parameters and gradients of one layer, L inputs, what one layer keeps, and the store's
 buffers. Read in a step: parameters twice, the last layer's once, and states once; written: both once (4 + 4
-+ 8 and 4 + 8 bytes a parameter in float32). The gradients of all layers are never there together, so they
++ 8 and 4 + 8 bytes per parameter in float32). The gradients of all layers are never there together, so they
 cannot be clipped by their norm. A disk that fails stops the step for good: go back to a checkpoint.
 Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, sections 5 and 6. Differs: one rank, one microbatch;
 an update as soon as a layer's gradients are there, not after backward.

@@ -5,9 +5,9 @@
 
 An elementwise update does not see where a tensor is cut, so every bit is that of states in memory. With ZeRO
 a rank's parameters are its shards: it reads and writes its own 1/n of all states, from and to its own disk.
-A step reads and writes every state once: 16 bytes a parameter for two float32 moments, 24 with a master; the
-first only writes. Memory: the store's buffers, three pieces' states for the next to be read and the last to
-be written meanwhile (at least one piece's, which then all wait for), and what the update of a piece needs.
+A step reads and writes every state once: 16 bytes per parameter for two float32 moments, 24 with a master;
+the first only writes. Memory: the store's buffers, three pieces' states for the next to be read and the last
+to be written meanwhile (at least one piece's, which then all wait for), and what the update of a piece needs.
 A step that a disk has stopped (OSError) is finished by calling `step()` again, and in no other way: each
 piece is updated once. Checkpoints hold whole states, as always; to load one writes the files.
 Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, section 5.2.2 (NVMe offload of the optimizer step).

@@ -10,7 +10,7 @@ torch hands every tensor that an operator saves to a hook. A block of memory is 
 that saved it first, however many operators and views refer to it; parameters are not counted. Works without
 data too (meta and fake tensors), so at any size. Costs two Python calls per operator; keeps nothing alive.
 Korthikanti et al. 2022, arXiv:2205.05198, section 4, counts the same tensors by hand. Differs: mean and
-deviation of each norm, 4 or 8 bytes a token, are counted here and neglected there.
+deviation of each norm, 4 or 8 bytes per token, are counted here and left out there.
 """
 
 from collections import Counter

@@ -4,7 +4,7 @@
     y = split(mlp, x, 4, each=recompute)                 a part keeps x_i; its backward makes the rest again
     y = split(mlp, x, 4, each=Swap(to_host, to_device))  what a part saves is on the host until then
 
-For an x of n rows cut into k parts, with w bytes a row of what is only there while a part is worked on: the
+For an x of n rows cut into k parts, with w bytes per row of what is only there while a part is worked on: the
 peak falls from n·w to ceil(n/k)·w; nothing else changes but the order of sums in gradients of weights. Each
 row must be a matter of its own: products, attention, MLPs and norms over the last dimension, not a norm or
 noise over the batch. The parts of a result are there twice while they are joined.

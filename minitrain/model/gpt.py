@@ -1,4 +1,4 @@
-"""A GPT as a list of layers `(x, positions) -> x`; it asks nobody and knows nothing of ranks.
+"""A GPT as a list of layers `(x, positions) -> x`; it knows nothing of ranks and groups.
 
     layer 0           token table (and learned positions)        tokens[B, T]  -> x[B, T, D]
     layers 1 .. L     blocks: attention and MLP                  x[B, T, D]    -> x[B, T, D]
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
     pre        x + f(norm(x))                            the usual one: the stream itself is never normed
     parallel   x + attention(norm1(x)) + mlp(norm2(x))   both at once: one all-reduce under tensor parallelism
-    post       norm(x + f(x))                            the original; deep down all tokens become one vector
+    post       norm(x + f(x))                            the original; in deep models all tokens become alike
     deepnorm   norm(alpha·x + f(x))                      for depth: alpha = sqrt(2L), smaller weights"""
 
     result = staticmethod(call)

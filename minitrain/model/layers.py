@@ -6,8 +6,8 @@
 No layer stores how many heads it has: it counts them in the width it finds, so a layer whose weights were cut
 to H/tp heads is still the same layer. The *core* of the attention is an argument, `core(q, k, v)` with q `[B,
 H, T, K]` and k, v `[B, H_kv, T, K]`; a model with ALiBi gives it `bias=`, one with dropout `dropout=`. So is
-`project(x, linears)`: who cuts the matrices over ranks brings x there. `positions` `[T]` or `[B, T]` come
-with the tokens.
+`project(x, linears)`: where matrices are cut over ranks, another function first copies or gathers x there.
+`positions` `[T]` or `[B, T]` come with the tokens.
 
 Vaswani et al. 2017, arXiv:1706.03762, section 3; Zhang and Sennrich 2019 (RMSNorm), arXiv:1910.07467; Su et
 al. 2021 (RoPE), arXiv:2104.09864, section 3.2.2; Shazeer 2019 (MQA), arXiv:1911.02150; Ainslie et al. 2023
@@ -38,7 +38,7 @@ class Linear(nn.Linear):
 
 
 class Dropout(nn.Dropout):
-    """torch's, with a mask of one byte an element on every device (on a CPU torch's is as wide as x)."""
+    """torch's, with a mask of one byte per element on every device (on a CPU torch's is as wide as x)."""
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """`positions` are for attention/dropout.py, which drops by place."""

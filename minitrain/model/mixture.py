@@ -226,7 +226,7 @@ def mixtures(layers: Iterable[nn.Module]) -> list[MixtureOfExperts]:
 @torch.no_grad()
 def move_biases(layers: Iterable[nn.Module], groups: Callable, move: bool = True) -> None:
     """After a step: every router's bias follows the load of the whole batch, summed over these groups; 8
-    bytes an expert and layer. Without `move`, of a step that was left out, the load is forgotten."""
+    bytes per expert and layer. Without `move`, of a step that was left out, the load is forgotten."""
     for layer in mixtures(layers):
         if layer.config.bias_speed and move:
             load = layer.router.load

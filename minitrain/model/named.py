@@ -1,10 +1,10 @@
-"""Results of a layer that have a name, so that one can speak of what is kept of them for backward.
+"""Results of a layer that have a name, by which a policy says which of them are kept for backward.
 
     y = self.result("act", compute, gate, up)        compute(gate, up)
 
-`result` is a seam, as the core of an attention is: who keeps some results and makes others again brings a
-door of its own (memory/recompute.py). All tensors with gradients that `compute` reads are its inputs, or
-parameters. The names are in memory/policies.py.
+`result` can be replaced, as the core of an attention can: recomputation, which keeps some results and
+computes others again, passes a function of its own (memory/recompute.py). All tensors with gradients that
+`compute` reads are its inputs, or parameters. The names are in memory/policies.py.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@
       -> y [A, D]         all-to-all back, in the order in which the rows left
       -> [N, D]           sum over a token's choices, times their weights
 
-Nothing is dropped or padded here: counts are exchanged first (8·E·(n-1)/n bytes a rank), then exactly the
+Nothing is dropped or padded here: counts are exchanged first (8·E·(n-1)/n bytes per rank), then exactly the
 rows that are wanted travel, twice forward and twice backward, D elements each; a row whose expert is on its
 own rank stays. Kept for backward: the rows at the experts, the results that came home, and the weights.
 

@@ -10,7 +10,7 @@ awaited behind it has a gradient that is issued before that product's gradient a
 
 Sends what dispatch.py sends, by_capacity in r times as many all-to-alls, by_peer as n-1 messages each way,
 g in a step (g-1 in the first), so groups of one rank start without the network and have the most steps;
-reused has 5 crossings of D elements a row, not 4. Memory: of R arrived rows reused holds two chunks while
+reused has 5 crossings of D elements per row, not 4. Memory: of R arrived rows reused holds two chunks while
 experts work (one is arriving), a third while one is sorted; the others keep all R for backward.
 Hwang et al. 2022 (Tutel), arXiv:2206.03382, section 3; He et al. 2022 (FasterMoE), PPoPP, section 4.2; Zhang
 et al. 2023 (MPipeMoE), IPDPS. Differs: MPipeMoE has two fixed buffers and may offload: that choice is in

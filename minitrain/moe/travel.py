@@ -9,7 +9,7 @@ shadows    experts that a rule picks from the table are copied to every rank for
            their rows stay, the gradients of the copies are added up at the owner; other rows travel
 
 Who owns an expert never changes, so to decide otherwise moves nothing. Backward goes the way of its forward.
-Sends for the table 8·E·(n-1) bytes a rank over ep, and 16·E·(t-1)/t over each group `beside` (tp) whose t
+Sends for the table 8·E·(n-1) bytes per rank over ep, and 16·E·(t-1)/t over each group `beside` (tp) whose t
 ranks share out the rows of a rank of ep; for the rest what the way sends that was chosen. A shadow of W
 elements sends W from the owner and (n-2)/(n-1) W from the others, in backward W from each of the others, and
 takes W on every rank until then.

@@ -1,4 +1,4 @@
-"""All-to-all on two levels of network: what crosses between nodes goes once, or in one message a node.
+"""All-to-all on two levels of network: what crosses between nodes goes once, or in one message per node.
 
 N nodes of g ranks, n = N·g. Group `across` has the ranks of one place in every node, `inside` those of one
 node; rank r of all is place r % g of node r // g.

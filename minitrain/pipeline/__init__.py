@@ -2,7 +2,7 @@
 
 First  schedule            a schedule is a list for each rank; what makes one right
        schedules/          the published ones
-       simulate            when everything happens: bubble, idle time, memory
+       simulate            when everything happens: makespan, idle time, bubble share, overhead
 then   lower, runtime      messages put in; the interpreter on real ranks
        halves              a forward and a backward in turns, each while rows of the other travel
        deferred            a backward in two halves, dx now and dW later

@@ -6,7 +6,7 @@
 A forward and its backward must take the same weights, so a stage *stashes* those of each forward until its
 backward. `each_its_own` (PipeDream) updates after every microbatch, and stage s of p keeps p - s versions:
 w_s(t+1) = w_s(t) - lr · grad_s(w_0(t-p+1), .., w_{p-1}(t)), indices not below 0. `double_buffered(k)`
-(PipeDream-2BW) updates after k >= p: w(t+1) = w(t) - lr · grad(w(t-1)); two versions do. A call runs
+(PipeDream-2BW) updates after k >= p: w(t+1) = w(t) - lr · grad(w(t-1)); two versions are enough. A call runs
 `schedule.microbatches` from filling to draining: make it as long as the training; `batch.num_valid` is the
 divisor of one update. `update(params, grads)` gives new tensors, and is the place to sum gradients over
 ranks. Memory: activations of the schedule, a gradient, `most[stage]` copies of the weights.

@@ -4,8 +4,8 @@
 
 Inside `with Deferred() as later:`, a mode of torch functions, every product with a parameter (`F.linear`)
 becomes one whose backward gives dx and puts (W, bias, x, dy) on a list; `later.weights()` adds to W.grad.
-Nothing is computed twice. Norms, tables and attention have all gradients at once, and so has a product whose
-weight is not a parameter itself (a slice of one, say). Memory: between I and W a linear keeps x and dy.
+Nothing is computed twice. Norms, tables and attention get all gradients at once, and so does a product whose
+weight is not itself a parameter (a slice of one, say). Memory: between I and W a linear keeps x and dy.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs patches Megatron's linear layers,
 torch.distributed.pipelining cuts autograd's graph at nodes that meet the parameters.
 """
@@ -48,6 +48,8 @@ class Deferred(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
+    """A product whose backward returns dx and puts what the weight will need on a list."""
+
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, products: list, *own) -> Tensor:
         ctx.save_for_backward(x, weight)

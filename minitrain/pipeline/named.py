@@ -25,7 +25,7 @@ def _by_name(*functions: Callable[..., Schedule]) -> dict[str, Callable[..., Sch
 PLAIN = {"gpipe": gpipe, "1f1b": one_f_one_b}
 PLAIN |= _by_name(zb_h1, zb_h2, v_min, v_half, zb_v, chimera, dualpipe, dualpipe_v, bpipe, varuna)
 PLAIN |= {"greedy": lambda p, m: greedy(range(p), p, m)}
-CHUNKED = _by_name(interleaved, breadth_first, zb_interleaved, hanayo)  # chunks: stages a rank, or waves
+CHUNKED = _by_name(interleaved, breadth_first, zb_interleaved, hanayo)  # chunks: stages per rank, or waves
 SLICED = _by_name(terapipe, seq1f1b)  # slices of each sequence
 NAMES = (*PLAIN, *CHUNKED, *SLICED)
 

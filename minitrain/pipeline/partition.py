@@ -27,7 +27,7 @@ from minitrain.pipeline.simulate import divided
 
 
 def even(num_blocks: int, stages: int) -> list[range]:
-    """Runs of layers, one a stage: blocks as evenly as they divide, the embedding first, the head last.
+    """Runs of layers, one per stage: blocks as evenly as they divide, the embedding first, the head last.
 
     The rest goes to the stages behind the first, as that one has the most microbatches in flight."""
     layers = num_blocks + 2
@@ -80,7 +80,7 @@ def pipedream(times, workers, weights=None, activations=None, bandwidth=None) ->
     check_costs("pipedream", times=times, weights=weights or (), activations=activations or ())
     for name, given in (("weights", weights), ("activations", activations)):
         if given is not None and len(given) != len(times):
-            raise ValueError(f"pipedream: {len(given)} {name} of {len(times)} layers; give one a layer")
+            raise ValueError(f"pipedream: {len(given)} {name} of {len(times)} layers; give one per layer")
     if workers < 1 or (bandwidth is not None and bandwidth <= 0):
         rule = "use 1 worker or more, and a bandwidth above 0 or None"
         raise ValueError(f"pipedream: {workers} workers, bandwidth {bandwidth}; {rule}")

@@ -10,7 +10,7 @@
                                                 and all ranks run these forwards again
 
 An all-reduce of the norm would make all ranks wait for the last. What is done again takes the rate and the
-random numbers of its own step; if the norm is not finite nothing is updated. Sends 2(p-1) numbers a step.
+random numbers of its own step; if the norm is not finite nothing is updated. Sends 2(p-1) numbers per step.
 Memory: a copy of parameters and optimizer state, and the gradients, until the check. No dry run.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs undoes AdamW by its inverse, no
 copy.

@@ -5,13 +5,13 @@
 An action starts when its rank is free and all it needs is done, plus `send` if that was done on another rank.
 A message takes no time of its ranks. With whole numbers or Fractions for costs every time is exact.
 
-    makespan   from 0 to the end of the last action      busy(rank)   the time rank computes
-    bubble     idle time / (ranks · makespan)            overhead     idle time / busy time
+    makespan   from 0 to the end of the last action      idle(rank)   makespan - the time that rank computes
+    bubble     the bubble share: idle time / (makespan · ranks)       overhead     idle time / work
 
-Where bubble is (p-1)/(m+p-1), overhead is (p-1)/m. `Costs` are of one whole stage: stages that are 1/v of a
-rank cost Fraction(1, v); `stage={3: 2}` makes stage 3 twice as long. B defaults to I + W; a pair takes `FB`,
-if given, else its two parts in a row; what a forward kept takes `move` to another rank (bpipe.py), by default
-`send`.
+All ranks start and stop together here. Where bubble is (p-1)/(m+p-1), overhead is (p-1)/m. `Costs` are of one
+whole stage: stages that are 1/v of a rank cost Fraction(1, v); `stage={3: 2}` makes stage 3 twice as long. B
+defaults to I + W; a pair takes `FB`, if given, else its two parts in a row; what a forward kept takes `move`
+to another rank (bpipe.py), by default `send`.
 """
 
 import gc
@@ -97,12 +97,12 @@ class Simulation:
 
     @property
     def bubble(self) -> Time:
-        """Share of the ranks' time in which they wait."""
+        """The bubble share: idle time / (makespan · ranks)."""
         return divided(sum(map(self.idle, range(len(self.spans)))), len(self.spans) * self.makespan)
 
     @property
     def overhead(self) -> Time:
-        """Waiting per work."""
+        """Idle time / work."""
         ranks = range(len(self.spans))
         return divided(sum(map(self.idle, ranks)), sum(map(self.busy, ranks)))
 

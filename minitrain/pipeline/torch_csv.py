@@ -1,6 +1,6 @@
 """Schedules in PyTorch's file format: what its pipeline runtime loads and dumps. No torch.
 
-    to_csv(one_f_one_b(2, 2)) = 0F0,0F1,0B0,0B1    a line a rank; "1F0": stage 1, microbatch 0
+    to_csv(one_f_one_b(2, 2)) = 0F0,0F1,0B0,0B1    a line per rank; "1F0": stage 1, microbatch 0
                                 1F0,1B0,1F1,1B1
     theirs = _PipelineScheduleRuntime(stages, m, loss_fn, scale_grads=False); theirs._load_csv(file)
     theirs._dump_csv(file, format="compute_only"); from_csv(text)
@@ -68,7 +68,7 @@ def from_csv(text: str, name: str = "from PyTorch") -> Schedule:
         ranks.append([entry for entry in entries if entry])
     actions = [action for entries in ranks for action in parts(entries)]
     if not actions:
-        raise ValueError("from_csv: no action in this text; a line a rank, cells like 0F0 between commas")
+        raise ValueError("from_csv: no action in this text; a line per rank, cells like 0F0 between commas")
     stages, microbatches = (1 + max(action[i] for action in actions) for i in (1, 2))
     return check(Schedule(name, ranks, stages, microbatches))
 

@@ -10,7 +10,7 @@ twice: after its K forwards of warm-up, and for the last backward. With `rest` t
     latency  =  max over Q of  sum over s <= Q of (F_s+B_s)  +  (m-1)(F_Q+B_Q)  +  w(F_Q)  +  w(B_Q)
                 w(t) = max(0, rest - (K-1)·t); for m <= K the larger of the two waits alone
 
-A step is never faster. Simulated 1F1B with stage times up to a factor of 3 apart is at most 4% slower; the
+No step is faster. Simulated 1F1B with stage times up to a factor of 3 apart is at most 4% slower; the
 paper's sum is up to a third too short at m = p.
 Fan et al. 2021, arXiv:2007.01045, section 4. Differs: `plan_dapple` minimises `latency`, over all placements.
 """

@@ -13,7 +13,7 @@ Modelled: the products of experts, latent attention and its scores, at the dense
 exposed); nothing else computes. Ranks are in step, experts evenly loaded; streams do not slow each other
 down, but 20 of 132 cores are the transfers'. An all-to-all over nodes is two transfers at once: over the
 network cards one copy of a row to each node that it visits, inside the node one for each expert. Rows go to
-the experts, forward and backward, in one byte an element; what comes back has two.
+the experts, forward and backward, in one byte per element; what comes back has two.
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, sections 3.2.1 and 3.2.2; sizes: section 4.2. Differs:
 the transfers of the pipeline itself, between its stages, are left out.
 """

@@ -4,12 +4,12 @@ r"""GraphPipe: a model with branches stays a graph of stages, and branches run a
                                                      of depth 3                       S3
                                                                              S2 ----- /
 
-What counts is the depth, the stages on the longest path. With equal stages a step is (m + depth - 1)·(F + B),
+What counts is the depth, the stages on the longest path. Stages of equal cost take (m + depth - 1)·(F + B),
 the overhead (depth - 1)/m, and a stage has as many microbatches in flight as stages are on its longest path
 to the end: 3 + 2 + 2 + 1 = 8 for a diamond, 10 for a chain. Messages: one along each edge, forward and back;
 lower.py and the runtime send along chains only. A stage is a run of operators, with all branches in it; or
 branches are cut on their own and share the devices.
-Jeon et al. 2024 (GraphPipe), arXiv:2406.17145. Differs: one device a stage and one size of microbatch.
+Jeon et al. 2024 (GraphPipe), arXiv:2406.17145. Differs: one device per stage and one size of microbatch.
 """
 
 from __future__ import annotations

@@ -192,10 +192,12 @@ def _product_rotated(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
     return _sent(_HOPS, once), _sent(_HOPS, 2 * once), w / p, m * k / p, min(2, p - 1) * w / p
 
 
-def crossover(layer: Layer, *, path: bool = False, most: int = 2**20) -> int | None:
-    """The smallest square 1 < p <= most at which 2-D forward sends less than 1-D (has the shorter `path`)."""
+def crossover(layer: Layer, *, path=False, backward=False, most: int = 2**20) -> int | None:
+    """The smallest square 1 < p <= most at which 2-D sends less than 1-D (has the shorter `path`), forward
+    only or with `backward`."""
+    what = ("path" if backward else "forward_path") if path else ("both" if backward else "forward")
     for side in range(2, math.isqrt(most) + 1):
         flat, square = cost(layer, Grid("1-D", side**2)), cost(layer, Grid("2-D", side))
-        if (square.forward_path < flat.forward_path) if path else (square.forward < flat.forward):
+        if getattr(square, what) < getattr(flat, what):
             return side**2
     return None

@@ -49,7 +49,7 @@ def fit(measured: Mapping[Cut, Sequence[int]], in_flight: Sequence[int]) -> Peak
     rows, peaks = [], []
     for cut, found in measured.items():
         if len(found) != stages:
-            raise ValueError(f"mCAP: {len(found)} peaks of {stages} stages; give one number a stage")
+            raise ValueError(f"mCAP: {len(found)} peaks of {stages} stages; give one number per stage")
         for stage, run in enumerate(cut):
             base, fixed = numpy.zeros(stages), numpy.zeros(layers)
             base[stage], fixed[run.start : run.stop] = 1, 1

@@ -80,7 +80,7 @@ def plan_mpress(tensors: Sequence[Tensor], fixed: Sequence, cap, links: Links, w
         )
     everything = [(time, chosen) for (total, time), chosen in everything if total <= cap * len(fixed)]
     if not everything:
-        raise ValueError(f"MPress: {cap} bytes a rank do not do; use a larger cap or more ways than {ways}")
+        raise ValueError(f"MPress: {cap} bytes per rank are too few; use a larger cap or more than {ways}")
     time, chosen = min(everything, key=lambda found: found[0])
     return MPressPlan(time, tuple(way for _, way in sorted(chosen)))
 

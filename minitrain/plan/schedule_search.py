@@ -3,14 +3,14 @@
     shortest(place=[0, 1, 2], m=4, costs, limit=[3, 2, 1])    no list does it in less time with that memory
 
 `place[s]` is the rank of stage s: [0, 1, 2] is a line, [0, 1, 1, 0] a V. `limit` is how many activations of a
-stage a rank may hold, one number for all ranks or one each. `split=True` has I and W for B.
+stage a rank may hold, one number for all ranks, or one for each. `split=True` has I and W for B.
 
 The search asks for ever longer times T, from a bound that no schedule beats, whether a schedule ends by T. It
 goes from one moment at which something ends to the next; there every free rank starts one of its next actions
 or waits. Each stage takes the microbatches in order. States grow fast: p=3, m=4 is what it is for.
 With `span=True` the longest time from a rank's first action to its last counts, as zero-bubble schedules let
 ranks begin and end late (lists alone begin early): `time` is that of ranks that begin as late as they may.
-That zero bubble takes the memory of 2p-1 microbatches: Qi et al. 2023, arXiv:2401.10241, section 2.
+That zero bubble takes 2p-1 microbatches with one stage per rank: Qi et al. 2023, arXiv:2401.10241, section 2.
 """
 
 from collections.abc import Sequence

@@ -7,13 +7,13 @@
 
 x [M, K], W [N, K]. The optimizer keeps W as it is (latent): steps too small for W~ add up in it. A norm
 without weights stands before every matrix, also where the block has none: before `out` and `down`.
-x^ has INT8 codes, s = max / 127 for each token; kept for backward are K + 8 bytes a token (float64: K + 12),
-and the norm's derivative reads x^ back from them. dy, dW and dx stay in the dtype of the weights.
-Stored: 1 bit a weight, 1/16 of FP16; of three values log2 3 = 1.585 bits, 5 in a byte (3^5 = 243): 1.6.
-Over tp mean W, b, the norm and max are those of the whole: 2 numbers a matrix, in forward and in backward,
-and where K is cut 3 (RMS 2) numbers a token in forward, 2 (RMS 1) in backward. So a layout changes no code.
+x^ has INT8 codes, s = max / 127 for each token; kept for backward are K + 8 bytes per token (in float64
+K + 12), and the norm's derivative reads x^ back from them. dy, dW and dx stay in the dtype of the weights.
+Stored: 1 bit per weight, 1/16 of FP16; of three values log2 3 = 1.585 bits, 5 in a byte (3^5 = 243): 1.6.
+Over tp mean W, b, the norm and max are those of the whole: 2 numbers per matrix, in forward and in backward,
+and where K is cut 3 (RMS 2) numbers per token in forward, 2 (RMS 1) in backward. So a layout changes no code.
 Wang et al. 2023 (BitNet), arXiv:2310.11453, section 2; Ma et al. 2024 (b1.58), arXiv:2402.17764, section 2.
-Differs: a scale a token in training, too (BitNet: a tensor); agreed over tp (BitNet: groups of their own);
+Differs: a scale per token in training, too (BitNet: a tensor); agreed over tp (BitNet: groups of their own);
 the block keeps its norm, all activations have signs; head and tables have all bits; no packed kernels.
 """
 
@@ -127,7 +127,7 @@ def unpack_trits(packed: Tensor, length: int) -> Tensor:
     """-> [.., length] int8 of -1, 0 and 1."""
     if (found := packed.shape[-1]) != -(-length // len(PLACES)):
         cure = "use the length that was packed"
-        raise ValueError(f"unpack_trits: {found} bytes a row for {length} trits; {cure}")
+        raise ValueError(f"unpack_trits: {found} bytes per row for {length} trits; {cure}")
     places = torch.tensor(PLACES, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-1) // places % 3).flatten(-2)[..., :length].to(torch.int8) - 1
 

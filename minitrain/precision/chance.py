@@ -9,8 +9,8 @@ middle of a matrix) the numbers of its slice: replicas stay equal without a word
 equal weights whatever the layout. `step` counts the updates of the parameter and is saved with its moments.
 To the nearest of bfloat16's 8 bits an update below 1/512 of the weight is lost, every time; by chance one of
 n such updates is a whole step of the weight, and on average nothing is lost.
-Sends nothing. Memory while a tensor is updated: 24 bytes an element to hash, of which 8 stay, then 21 more to
-round.
+Sends nothing. Memory while a tensor is updated: 24 bytes per element to hash, of which 8 stay, then 21
+more to round.
 Gupta et al. 2015, arXiv:1502.02551, section 3; Zamirai et al. 2020, arXiv:2010.06192, section 4. Differs: by
 place instead of one stream of numbers per device; moments in bfloat16 are rounded by chance too.
 """

@@ -8,8 +8,8 @@ x [M, K], W [N, K], dy [M, N]: y = x · Wᵀ, dx = dy · W, dW = dyᵀ · x of c
 format's range must fit the tensor. dy reaches down to 1e-7: multiplied by 2^10 before the cast and divided
 after the sum, it is that of a loss scaled so (Wang: by 1,000). Too large x and W saturate, dy becomes
 infinity, which no step may use. Weights and activations need less range and more precision: hence (1,4,3).
-Kept for backward: x, a byte a number. Sends nothing. hfp8 equals one process under every layout (but for K/V
-heads that ranks of tp share); fp8_wang differs by its narrow sums, whose chunks are of a rank's own K or
+Kept for backward: x, a byte per number. Sends nothing. hfp8 equals one process under every layout (but for
+K/V heads that ranks of tp share); fp8_wang differs by its narrow sums, whose chunks are of a rank's own K or
 tokens, and which ranks then add exactly.
 A narrow sum is emulated, with all products of some rows of the result in float64 (of one row, [N, K], or as
 many as 2^22 numbers allow) and K roundings of each: for small layers.

@@ -1,4 +1,4 @@
-"""FP8-LM: 6 bytes a parameter, each number in as many bits as it needs and a scale for each tensor.
+"""FP8-LM: 6 bytes per parameter, each number in as many bits as it needs and a scale for each tensor.
 
                        stored as             bytes    kept as
     weight (master)    FP16 with a scale       2      the parameter, and `param.largest`

@@ -9,7 +9,7 @@ dy are those of xᵀ, Wᵀ and dyᵀ: the three products read the same ones, and
 outlier takes the resolution of 1,024 numbers, not of its token or of all.
 
 x [.., T, K] is cut into blocks of tokens of one sequence, W [N, K], dy [.., T, N]; short last blocks are
-filled up with zeros. Kept for backward: codes of x, 1 + 4/1024 bytes a number (a float32 scale; 1/2 + 1/512
+filled up with zeros. Kept for backward: codes of x, 1 + 4/1024 bytes per number (a float32 scale; 1/2 + 1/512
 of FP16, and 1/2 + 1/1024 with the paper's 2-byte scale). Sends nothing of its own: a block ends where a
 rank's part ends, so cuts at multiples of 32 change no code; gathers are in the dtype of activations.
 Xi et al. 2024 (Jetfire), arXiv:2403.12422, sections 4 and 5. Differs: emulated, one block after the other;

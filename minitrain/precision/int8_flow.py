@@ -8,7 +8,7 @@
 
 What an operator has read is what backward needs: it computes its operator again from these codes, so nothing
 else is kept, and dy comes and dx goes as INT8 too. Gradients of weights are float32. Kept of a block: 8 D +
-3 F numbers a token (2 F without a gate; GQA has fewer) of 1 + 4/1024 bytes: 1/2 + 1/512 of FP16, or, with
+3 F numbers per token (2 F without a gate; GQA has fewer) of 1 + 4/1024 bytes: 1/2 + 1/512 of FP16, or, with
 2-byte scales, 1/2 + 1/1024. Between blocks tensors are floats that are multiples of INT8 steps: quantised
 again they are the same codes, so what the next block reads is what this one wrote.
 

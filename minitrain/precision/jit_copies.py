@@ -3,7 +3,7 @@
     forward    W[float32] -> copy[bfloat16]    y = layer(x; copy)    the copies go when the layer is done
     backward   W -> copy, once more, where dx = dy · W asks for it; dW, in bfloat16, is W's gradient
 
-Mixed precision that stores both has 2 bytes a parameter for the copy and 4 for the master. Here the weights
+Mixed precision that stores both has 2 bytes per parameter for the copy and 4 for the master. Here the weights
 are the masters, and the copy costs 2 bytes for each parameter of one layer: 4 + 2 + 8 = 14 bytes instead of
 16, for a cast in forward and one in backward. The numbers are those of the stored copy, to the bit.
 Inside a layer's forward its modules have the copies as attributes, in front of the parameters, which keep

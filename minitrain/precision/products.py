@@ -5,7 +5,7 @@
     dW = dyᵀ · x     over the tokens M           dyᵀ [N, M] and xᵀ [K, M] in tiles along M
 
 A scale of a row can leave the sum, which is of narrow numbers: what tensor cores do. Sums are in float32 or
-better. Kept for backward of x are its codes along K, a byte a number (and the scales); for dW they are read
+better. Kept for backward of x are its codes along K, a byte per number (and the scales); for dW they are read
 back and quantised along M. A tensor with one scale has the same codes in all directions.
 
 `Scales` says which amax an operand is scaled by: its own; over ranks that have the rest of a tile, their

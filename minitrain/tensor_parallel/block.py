@@ -1,9 +1,9 @@
 """Which matrices of a Transformer layer are cut how: attention by heads, the MLP by hidden units, in place.
 
-    attention   q, k, v by columns = whole heads, H/t a rank      core: local            out by rows
+    attention   q, k, v by columns = whole heads, H/t per rank    core: local            out by rows
     MLP         up (and gate) by columns, F/t hidden units        activation: local      down by rows
 
-Parameters keep their names; a layer counts its heads in the width it finds. `column` and `row` say how
+Parameters keep their names; a layer infers its number of heads from its width. `column` and `row` say how
 activations travel (linear.py, sequence.py, overlap.py, ring_overlap.py). K/V heads that the ranks divide are
 cut as well. Fewer ones, which divide the ranks, stay whole on all ranks: each computes the head its queries
 need, and the gradient is summed, 2(t-1)/t of the bytes of two narrow matrices in backward.

@@ -3,7 +3,7 @@
     column   Y_i = X · A_i             X[B, T, D] alike on all      A_i[D, F/t]    Y_i[B, T, F/t]
     row      Z = Σ_i Y_i · B_i         Y_i[B, T, F/t]               B_i[F/t, D]    Z[B, T, D] alike on all
 
-What works on each column of Y alone (an activation, a head) may stand between the two. Two functions carry
+What works on each column of Y alone (an activation, a head) may stand between the two. Two functions send
 all that is sent, each the adjoint of the other:
 
     f = copy_to       forward: nothing           backward: all-reduce of dX, the sum of all columns' terms

@@ -5,10 +5,10 @@
     column, backward     dX = Σ_i dY_i · A_iᵀ     dY[0]·Aᵀ | dY[1]·Aᵀ | dY[2]·Aᵀ | dY[3]·Aᵀ | Xᵀ · dY = dA
                                                            |  sum 0   |  sum 1   |  sum 2   |  sum 3
 
-The B·T tokens are cut into `chunks` pieces; exposed stays the last sum of forward. More chunks expose less,
+The B·T tokens are cut into `chunks` pieces; the last sum of forward stays exposed. More chunks expose less,
 but smaller products run at a lower rate and each all-reduce pays its latency: 4 is a compromise. On a CPU it
-rarely gains. The rest is linear.py's, also the bytes (a piece that does not divide by t falls unevenly on the
-ranks). Memory: as linear.py; sums are formed in place.
+rarely gains. Bytes and memory are those of linear.py (a piece that does not divide by t falls unevenly on the
+ranks); sums are formed in place.
 Jangda et al. 2022 (CoCoNet), arXiv:2105.05720; Wang et al. 2024 (Domino), arXiv:2409.15241, cut a layer's
 batch in this way. Differs: no kernels are fused.
 """

@@ -5,10 +5,10 @@
     backward            the weights pass once more,          dX_r += dY_r[:, s] · W_s
                         and every shard's gradient,          dW_s += dY_r[:, s]ᵀ · X_r    dW_s goes on, too
 
-This is data parallelism: home comes the gradient summed over all ranks' batches. dW_s needs no weight, so it
+This is data parallelism: a shard's gradient comes home summed over all batches. dW_s needs no weight, so it
 runs one step ahead of W_s and is at home after p-1 hops. Activations are whole in their width.
 
-                     forward sends     backward sends          weights held, of size kn/p each
+                     forward sends     backward sends          shards of the weight held, kn/p each
     with prefetch    (p-1)/p · kn      2(p-1)/p · kn           own, in use, arriving: 3 (2 if p = 2)
     in place         kn                kn + (p-1)/p · kn       own, and one piece of `PIECE_BYTES`
 

@@ -3,8 +3,8 @@
     lookup          rows[B, T, D] = Σ_i table_i[V/t, D] at the ids that rank i owns, 0 elsewhere
     cross-entropy   loss = Σ log Σ_v exp(l_v - m) - (l_target - m)         l_i[B, T, V/t]
 
-Rank i has the logits of its V/t words. The loss needs three numbers a token of the others: the largest logit
-m, the sum of exponentials and the target's logit; backward needs nobody: dl = softmax(l) - onehot(target). A
+Rank i has the logits of its V/t words. The loss needs three numbers per token of the others: largest logit
+m, the sum of exponentials and the target's logit; backward sends nothing: dl = softmax(l) - onehot(target). A
 tied table is cut once. Where t does not divide V, each rank has ceil(V/t) rows, the last ones padding, which
 no token looks up and whose logits are -inf in the loss. Sends, per rank, 2(t-1)/t · B·T·D elements in
 `lookup` and 2(t-1)/t · 3·B·T in the loss, both in forward only. Memory: logits and softmax (kept in at least

@@ -9,9 +9,9 @@ stage.
 
     train_step:   zero_grad -> forward_backward -> reducer.finish() -> clip_grad_norm -> optimizer.step()
 
-Sends 2(n-1)/n of 8 bytes per batch, the count. Holds the activations of one microbatch. Asks for no number of
-a tensor, so a step runs as a dry run too. Gradient accumulation with the network left out: Li et al. 2020,
-arXiv:2006.15704, section 3.2.4 (no_sync). Differs from Megatron-LM and torch's DDP: no mean over
+Sends 2(n-1)/n of 8 bytes per batch, the count. Holds the activations of one microbatch. Never reads a number
+out of a tensor, so a step runs as a dry run too. Gradient accumulation with the network left out: Li et al.
+2020, arXiv:2006.15704, section 3.2.4 (no_sync). Differs from Megatron-LM and torch's DDP: no mean over
 microbatches, ranks or the tokens of one rank. A mean of means is the loss above only if all counts are equal.
 """
 
@@ -58,7 +58,7 @@ class Reducer(Protocol):
     def arrived(self, params: Iterable[nn.Parameter]) -> None: ...
 
     def lives(self) -> Iterable[Tensor]:
-        """Memory of parameters besides their own: it is not a forward's to give away."""
+        """Memory of parameters besides their own: a forward must not release it."""
 
     def finish(self) -> None:
         """Returns when all gradients are sums."""

@@ -57,14 +57,16 @@ def test_jit_ckpt(tmp_path, layout, dying):
     strategy, ranks = LAYOUTS[layout], 2 if layout == "dp" else 4
     whole = launch.run(whole_run, strategy, ranks=ranks)
     with pytest.raises(launch.RankError, match="died of SIGKILL") as error:
-        launch.run(lambda: start(tmp_path, dying, 3, **strategy), ranks=ranks, grace_s=60)
+        launch.run(lambda: start(tmp_path, dying, 3, **strategy), ranks=ranks, grace_s=30)
     assert error.value.ranks == tuple(dying), "the right rank is named"
-    saved = sorted(path.name for path in tmp_path.glob("rank-*/step-*"))
-    assert saved == ["step-00000003"] * (ranks - len(dying)), "every survivor, and no other step"
+    saved = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("rank-*/step-*"))
+    each = {f"rank-{rank:05d}/step-00000003" for rank in range(ranks) if rank not in dying}
+    stuck = {"rank-00001/step-00000003"} if layout == "pp" else set()  # it may be in a send to the dead one
+    assert each - stuck <= set(saved) <= each, "every survivor, and no other step"
     again = launch.run(lambda: start(tmp_path, **strategy), ranks=ranks)
     for (losses, end, _), (first, after, end_too, _) in zip(whole, again):
         assert first == 3 and after == losses[3:] and end == end_too
-    assert sorted(path.name for path in tmp_path.glob("rank-*/step-*")) == saved
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("rank-*/step-*")) == saved
     if layout == "dp":
         (tmp_path / "none").mkdir()
         for (losses, end, sent), (_, losses_too, end_too, sent_too) in zip(

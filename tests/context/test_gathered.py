@@ -120,7 +120,7 @@ def kept(ranks, keep, core):
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_memory_and_messages(ranks):
-    """Kept, K and V of all tokens stay for backward; gathered again, a ring's memory, 8 bytes a token for
+    """Kept, K and V of all tokens stay for backward; gathered again, a ring's memory, 8 bytes per token for
     their order, and bytes, in 3 calls.
     """
     (stays, calls, sent), (again, more_calls, more), (ring, _, by_ring) = (

@@ -378,7 +378,7 @@ def test_burst_attention():
             )
     assert side_bytes("queries", MHA, 4, 8) / side_bytes("keys", MHA, 4, 8) == 3 / 4 + 2 / (
         4 * K
-    )  # a quarter less, but for two numbers a row
+    )  # a quarter less, but for two numbers per row
     assert side_bytes("queries", GQA, 4, 8) > side_bytes(
         "keys", GQA, 4, 8
     )  # with shared heads keys are the lighter side

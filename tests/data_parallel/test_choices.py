@@ -393,7 +393,7 @@ BAD = [
         lambda: plans([Choice(1, 1, 1)], PSI, Cluster(8, 4), intra_bytes_per_s=1.0, inter_bytes_per_s=0.0),
     ),
     (
-        "no choice holds at most 14 GB a rank; the smallest holds 15 GB",
+        "no choice holds at most 14 GB per rank; the smallest holds 15 GB",
         lambda: cheapest(14e9, plans(amsp_choices(Cluster(8, 4)), PSI, Cluster(8, 4), **RATES)),
     ),
     ("no choice to search in", lambda: cheapest(1.0, [])),

@@ -237,7 +237,7 @@ def dry(d: int, nodes: int):
 
 
 def test_zero_plus_plus_on_512_ranks():
-    """Dry: 64 nodes of 8. Between the nodes an eighth of one hop; with scales 4.125 bits a number in place of
+    """Dry: 64 nodes of 8. Between the nodes an eighth of one hop; with scales 4.125 bits per number in place of
     16.
     """
     d, nodes, ranks = 256 * 20, 64, 512

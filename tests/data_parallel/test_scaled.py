@@ -211,7 +211,7 @@ def test_the_factor_doubles_within_a_thousand_steps_and_halves_at_once():
 
 
 def test_fp8_lm():
-    """2 + 1 + 1 + 2 = 6 bytes a parameter against 16, and 4 for each scale of a tensor; bytes of the gradients'
+    """2 + 1 + 1 + 2 = 6 bytes per parameter against 16, and 4 for each scale of a tensor; bytes of the gradients'
     all-reduce exactly half of bfloat16's, and 8 of each tensor."""
 
     def rank():

@@ -304,7 +304,7 @@ def scaled(folder: Path):
 
 
 def test_codes_with_scales_come_back_to_the_bit(tmp_path):
-    """2 + 1 + 2 bytes a parameter, and numbers; dealt out or not, one layout goes on as the other."""
+    """2 + 1 + 2 bytes per parameter, and numbers; dealt out or not, one layout goes on as the other."""
     found = launch.run(scaled, tmp_path, ranks=2, timeout_s=120)
     for results, refused in found:
         for one in (results[0], results[1], results[3], results[4]):

@@ -347,14 +347,38 @@ def test_fsdp_peak_is_the_shards_and_the_largest_units():
         return (
             sizes,
             ledger.peak_by_kind["buffers"],
+            max(live["gathered parameters"] for _, live in ledger.timeline(gathered=True)),
             ledger.live_by_kind["buffers"],
             sum(f.shard.numel() * 4 for f in zero.flats),
         )
 
     for prefetch in (False, True):
-        for sizes, whole, left, shards in launch.run(rank, prefetch, ranks=2):
+        for sizes, whole, gathered, left, shards in launch.run(rank, prefetch, ranks=2):
             expected = max(a + b for a, b in zip(sizes, sizes[1:])) if prefetch else max(sizes)
-            assert whole == expected and left == 0 and shards == sum(sizes) // 2
+            assert whole == gathered == expected and left == 0 and shards == sum(sizes) // 2
+
+
+def test_a_timeline_tells_gathered_parameters_from_other_buffers():
+    """Both together are the buffers of the plain timeline, also where a ledger opens when all are whole."""
+
+    def rank():
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        zero = Zero3(model, collectives.world(), lambda shards: torch.optim.SGD(shards, lr=0.1))
+        with zero.whole(), Ledger() as late:
+            model[0].weight.sum()
+            [flat.free() for flat in zero.flats]
+        with Ledger() as ledger:
+            model(torch.ones(1, 64)).sum().backward()
+            zero.finish()
+        return late.timeline(), late.timeline(True), ledger.timeline(), ledger.timeline(gathered=True)
+
+    for late, late_apart, plain, apart in launch.run(rank, ranks=2):
+        for one, other in ((late, late_apart), (plain, apart)):
+            for (at, live), (there, parts) in zip(one, other, strict=True):
+                gathered = parts.pop("gathered parameters")
+                assert at == there and live == parts | {"buffers": parts["buffers"] + gathered}
+        assert late_apart[0][1]["buffers"] == 0 and late_apart[-1][1]["buffers"] == 0
+        assert max(live["buffers"] for _, live in apart) > 0  # whole gradients
 
 
 def test_fsdp_trains_as_torchs_fully_shard():
@@ -459,7 +483,7 @@ CONFIG_7B = GPTConfig(
 
 
 def test_zero_table_1_from_a_dry_run():
-    """7.5B, 128B and 1T: bytes a parameter are counted on one rank of N, for a model of 7.5 billion in
+    """7.5B, 128B and 1T: bytes per parameter are counted on one rank of N, for a model of 7.5 billion in
     bf16.
     """
     per_parameter = {}

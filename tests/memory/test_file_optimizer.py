@@ -143,7 +143,7 @@ class TestRanks:
 
     @pytest.mark.parametrize("ranks", [2, 4])
     def test_each_rank_reads_and_writes_its_part_once_a_step(self, tmp_path, ranks):
-        """Moments in float64 are 16 bytes an element: P/n elements are written in each of 3 steps and read
+        """Moments in float64 are 16 bytes per element: P/n elements are written in each of 3 steps and read
         in all but the first; on the device are no states."""
         problem = Problem(batch_sizes=(12, 11, 13), microbatches=2)
 

@@ -17,7 +17,7 @@ from tests.parallel import TOLERANCE, Problem, difference, one_process, train_sh
 
 
 def test_zero_infinity(tmp_path):
-    """20 bytes a parameter; 2·b·s·D·L of activations (Fig. 2a: 3.08 TiB at 100T, a survey says about 4); toy
+    """20 bytes per parameter; 2·b·s·D·L of activations (Fig. 2a: 3.08 TiB at 100T, a survey says about 4); toy
     runs of 2 and 4 ranks with states in files equal one process, each rank reading its 1/N."""
     tib = {name: round(shape.model_state_bytes() / TIB, 2) for name, shape in FIGURE_2A.items()}
     assert tib["1T"] == 18.31 and tib["10T"] == 182.81
@@ -47,7 +47,7 @@ def test_zero_infinity(tmp_path):
 
 
 def test_patrickstar():
-    """14 bytes a parameter and not 16; the bits of plain training; as few loads as any choice of evictions."""
+    """14 bytes per parameter and not 16; the bits of plain training; as few loads as any choice of evictions."""
     models = [test_chunks.make_model() for _ in range(2)]
     sizes = [param.numel() for param in models[1].parameters()]
     chunk = best_chunk(sizes, 4096)

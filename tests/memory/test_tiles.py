@@ -56,7 +56,7 @@ def peaks(tiles, rows=1):
 
 @pytest.mark.parametrize("tiles", [1, 2, 8, 32])
 def test_the_working_memory_is_a_tile(tiles):
-    """8 bytes an element. With one row of x the rest, a tile of y and dx once more, is small: exact."""
+    """8 bytes per element. With one row of x the rest, a tile of y and dx once more, is small: exact."""
     weight = 8 * 4 * WIDTH * WIDTH
     forward, backward, copied = peaks(tiles)
     assert forward == weight // tiles + 8 * 4 * WIDTH // tiles  # a tile of W, a tile of y

@@ -219,7 +219,7 @@ def test_which_way_a_device_and_a_dtype_take():
             return experts.has_kernel(*(torch.empty(s, device=device, dtype=dtype) for s in shapes))
 
     assert has_kernel("cuda", torch.bfloat16)
-    assert not has_kernel("cuda", torch.bfloat16, width=12)  # 24 bytes a row
+    assert not has_kernel("cuda", torch.bfloat16, width=12)  # 24 bytes per row
     assert not has_kernel("cuda", torch.bfloat16, rows=0)
     assert not any(has_kernel("cuda", dtype) for dtype in (torch.float32, torch.float64, torch.float16))
     assert not any(has_kernel("cpu", dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64))

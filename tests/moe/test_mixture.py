@@ -290,7 +290,7 @@ def test_gshard():
             found.append(((y - whole(x, torch.arange(16))).abs().max().item(), forward, both))
         return found
 
-    counts = 8 * 8 * 3 // 4  # 8 bytes an expert, once
+    counts = 8 * 8 * 3 // 4  # 8 bytes per expert, once
     moved = 2 * 32 * SHAPE["d_model"] * 8 * 3 // 4
     for (gshard, *_), (balanced, forward, both) in launch.run(rank, ranks=4):
         assert max(gshard, balanced) < 1e-12

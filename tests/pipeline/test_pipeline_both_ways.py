@@ -91,7 +91,7 @@ def test_chimera():
             assert simulate(schedule, DOUBLE).bubble == (p - 2) / (Fraction(3, 2) * m + p - 2)
         assert stages_of(schedule) == [
             sorted({rank, p - 1 - rank}) for rank in range(p)
-        ]  # two stages a rank: weights 2x
+        ]  # two stages per rank: weights 2x
         assert peaks(schedule) == [p // 2 + 1 + min(rank, p - 1 - rank) for rank in range(p)]
         assert sent(schedule) == 2 * (p - 1) * m
     for p, equal, double in ((4, Fraction(1, 5), Fraction(1, 4)), (8, Fraction(3, 11), Fraction(1, 3))):
@@ -186,7 +186,7 @@ def test_dualpipe():
         assert max(peaks(one_f_one_b(p, m))) == max(peaks(zb1p(p, m))) == p
     for stages, schedule in schedules:
         assert set(peaks(schedule)) == {stages + 1}  # PP + 1
-        assert all(len(own) == 2 for own in stages_of(schedule))  # 2 stages a rank: parameters 2x
+        assert all(len(own) == 2 for own in stages_of(schedule))  # 2 stages per rank: parameters 2x
         microbatches, turns = schedule.microbatches, schedule.stages // len(schedule.ranks) - 1
         assert sent(schedule) == 2 * (stages - 1 - turns) * microbatches
     assert difference(dualpipe(4, 8)) < TOLERANCE

@@ -124,7 +124,7 @@ def account(schedule, rows=8, layers=8):
 
 
 def test_pipeline_parallel():
-    """Each boundary carries b·s·h numbers a microbatch forward, as many backward; the loss is that of the
+    """Each boundary carries b·s·h numbers per microbatch forward, as many backward; the loss is that of the
     whole model.
     """
     p, m, rows, length, width = 4, 4, 8, 8, 16

@@ -476,6 +476,18 @@ def messages(schedule: Schedule) -> int:
     return sum(isinstance(step, Send) for program in lower(schedule) for step in program)
 
 
+def test_forwards_ahead_of_1f1b_and_room_of_interleaving():
+    for extra, makespan, held in ((-1, 54, [3, 2, 1, 1]), (0, 33, [4, 3, 2, 1]), (2, 33, [6, 5, 4, 3])):
+        schedule = check(one_f_one_b(4, 8, extra))
+        assert simulate(schedule, TWICE).makespan == makespan
+        assert [peak(schedule, rank) for rank in range(4)] == held
+    close, wide = (check(interleaved(4, 16, 2, room)) for room in (1, 2))
+    for send, times in ((0, (52.5, 52.5)), (Fraction(1, 4), (66, 56))):
+        costs = Costs(F=Fraction(1, 2), B=1, send=send)
+        assert tuple(simulate(schedule, costs).makespan for schedule in (close, wide)) == times
+    assert wide.ranks == interleaved(4, 16, 2).ranks and one_f_one_b(4, 8, 0) == one_f_one_b(4, 8)
+
+
 def test_interleaved():
     for p, m, v in [(2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 9, 3), (8, 16, 2), (8, 64, 4)]:
         schedule = interleaved(p, m, v)

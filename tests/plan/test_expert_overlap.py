@@ -308,7 +308,7 @@ def test_every_way_computes_and_sends_the_same():
 
     flops, sent = totals("row")
     assert totals("turns") == totals("weights") == (flops, sent)
-    # forward once, backward twice, 2 FLOPs a weight and token, and the scores that a mask leaves
+    # forward once, backward twice, 2 FLOPs per weight and token, and the scores that a mask leaves
     experts, attention = 9 * 3 * 7168 * 2048, 187_105_280
     assert flops == 2 * 3 * 4096 * (2 * (experts + attention) + 2 * 128 * (192 + 128) * 4096 // 2)
     # there in one byte, back in two, both ways: 7/8 of 4 copies across nodes, of 8 inside

@@ -122,6 +122,14 @@ def test_where_two_dimensions_win():
     few = mlp(tokens=1024, width=1024, inner=4096)  # 13 mk of 2-D against 2 (q + 1) mk: from q = 6
     assert crossover(few) == 36
     assert crossover(few, most=35) is None
+    assert crossover(many, backward=True) == 9  # 15 (q - 1)/q² of 2-D against 4 (q² - 1)/q²
+
+
+def test_over_a_whole_step_four_ranks_tell_nothing_in_general():
+    """2-D's 3/4 (mh + mf + 2hf) against 1-D's 3 mh on 4 ranks: as much for one shape, 75 % more for another."""
+    for tokens, width, inner, ratio in ((1024, 256, 512, 1), (4096, 1024, 4096, 1.75)):
+        layer = mlp(tokens, width, inner)
+        assert cost(layer, Grid("2-D", 2)).both == ratio * cost(layer, Grid("1-D", 4)).both
 
 
 def test_many_tokens_rotate_few_stay():

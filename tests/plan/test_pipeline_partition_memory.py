@@ -233,7 +233,7 @@ def test_mpress():
 
 
 def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
-    """1F1B on 4 ranks, 2 tensors of 4 bytes a microbatch, a cap of 20: ranks 0 and 1 hold 32 and 24, ranks 2
+    """1F1B on 4 ranks, 2 tensors of 4 bytes per microbatch, a cap of 20: ranks 0 and 1 hold 32 and 24, ranks 2
     and 3 16 and 8.
     """
     tensors = mpress.tensors_at_peak(one_f_one_b(4, 8), Costs(F=2, B=4), layers=[4, 4], recompute=[1, 1])
@@ -264,7 +264,7 @@ def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
     [
         ("at least 2·stages - 1 layers", lambda: profiled(4, 3)),
         ("2 stages or more", lambda: profiled(4, 1)),
-        ("one number a stage", lambda: fit({(range(2), range(2, 4)): [1]}, [2, 1])),
+        ("one number per stage", lambda: fit({(range(2), range(2, 4)): [1]}, [2, 1])),
         ("use 1 to 6 stages", lambda: adapipe.plan_adapipe(small_case(0), 7, 2, 100)),
         ("no cut into 3 stages fits 5 bytes", lambda: adapipe.plan_adapipe(small_case(0), 3, 2, 5)),
         (

@@ -151,7 +151,7 @@ def test_three_values_need_no_multiplication():
         (lambda: bitnet.pack_trits(torch.tensor([1.0, 0.5])), r"pack_trits: found 0.5; use -1, 0, 1 only"),
         (
             lambda: bitnet.unpack_trits(torch.zeros(2, dtype=torch.uint8), 4),
-            r"unpack_trits: 2 bytes a row for 4",
+            r"unpack_trits: 2 bytes per row for 4",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Copies just in time: the bits of stored copies, 2 bytes a parameter less, and nothing of a copy is kept."""
+"""Copies just in time: the bits of stored copies, 2 bytes per parameter less, and nothing of a copy is kept."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def equal(a, b):
 
 def test_jit_q():
     """The same losses, norms and masters as with stored copies, to the bit, in every layout; and of what is
-    held between steps 2 bytes a parameter less."""
+    held between steps 2 bytes per parameter less."""
 
     def rank():
         wrong = []

@@ -59,7 +59,7 @@ def on_square(product):
 
 
 def test_summa():
-    """C == A·B on 2×2; (q-1)(mk+kn)/q² elements a rank; a quarter of each matrix."""
+    """C == A·B on 2×2; (q-1)(mk+kn)/q² elements per rank; a quarter of each matrix."""
     for error, sent, shares, _, _ in launch.run(on_square, summa, ranks=4):
         assert error < TOLERANCE and sent == (M * K + K * N) // 4 and shares == [4, 4, 4]
 
@@ -164,7 +164,7 @@ def test_tesseract_2p5d():
 
 
 def test_tp_3d():
-    """2×2×2 == A·B; (l-1)/l³ (mk+kn+mn) elements a rank; exactly an eighth of A, B and C."""
+    """2×2×2 == A·B; (l-1)/l³ (mk+kn+mn) elements per rank; exactly an eighth of A, B and C."""
 
     def rank():
         mesh = Mesh(x=2, y=2, z=2)

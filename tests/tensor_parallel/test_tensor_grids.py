@@ -384,7 +384,7 @@ def test_training_equals_one_process():
 
 def test_activations_and_weights_are_a_pth():
     """A linear keeps b·s·h/p elements where one dimension keeps b·s·h; a block 1/p of what one process keeps,
-    and the mean and scale of its norms, a number a token, on each of the q columns; matrices 1/p, vectors
+    and the mean and scale of its norms, a number per token, on each of the q columns; matrices 1/p, vectors
     1/q.
     """
     settings = dict(

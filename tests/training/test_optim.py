@@ -360,7 +360,7 @@ def test_a_bad_schedule_is_one_line(arguments, words):
 
 @pytest.mark.parametrize("tile", [1, 100, 700, 1000, 5000])
 def test_tiled_optimizer(tile):
-    """The same step in the memory of a tile: gradient and denominator in float32, 8 bytes an element."""
+    """The same step in the memory of a tile: gradient and denominator in float32, 8 bytes per element."""
 
     def train(tile):
         torch.manual_seed(0)

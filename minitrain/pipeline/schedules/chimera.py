@@ -7,7 +7,7 @@
 Stage s is on rank s for even microbatches, which go down, and on rank p-1-s for odd ones, which go up. In
 slots as long as F and as B the j-th microbatch of a direction has stage s forwards in slot s + 2j and
 backwards in slot 2p - 1 - s + 2j; units of p microbatches follow every 2p slots. Only the order is kept.
-Bubble of K units: p-2 forwards of idle time if B = F, (K+1)·(p-2) if B = 2F. Memory: two stages a rank;
+Bubble of K units: p-2 forwards of idle time if B = F, (K+1)·(p-2) if B = 2F. Memory: two stages per rank;
 activations of p/2 + 1 stages at the ends, up to p in the middle. Sends per microbatch 2(p-1) messages, once a
 step all gradients between r and p-1-r.
 Li and Hoefler 2021, arXiv:2107.06925, section 3, Table 2, whose share for B = 2F is that of one unit.

@@ -11,7 +11,7 @@
 `0` is a microbatch at the rank's early stage, `1` at its late one; n enter each way; a ranks up to the middle
 (the turn of the V), h = PP/2 - 1 - a. As a `Pair` (F B) one part hides the all-to-all of the other; the first
 (F0 B1) in the middle is none, as its neighbour waits for F0. Bubble, F&B the time of a pair, B = I + W:
-(PP/2-1)·(F&B + B - 3W) on the middle ranks if F = I >= W. Memory: parameters of two stages a rank,
+(PP/2-1)·(F&B + B - 3W) on the middle ranks if F = I >= W. Memory: two stages' parameters per rank,
 activations of PP + 1. Sends per microbatch 2(PP-1) messages, DualPipeV 4(p-1); DualPipe once a step all
 gradients between r and p-1-r.
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1, Table 2, Figure 5, and the published

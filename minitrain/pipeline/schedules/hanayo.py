@@ -8,7 +8,7 @@
 Where Chimera's two pipelines pass each other, the one pipeline turns and comes back, with each stage half as
 large. Chimera's rule of slots holds for S = 2·W·p stages of W waves, in groups of p microbatches, one every
 2S slots. Bubble if B = F: 2(p-1) slots, the share (p-1)/(2·m·W+p-1) for m a multiple of p. Memory: parameters
-once; activations of (2W-1)·p + r + 1 stages on rank r. Sends 4·W·(p-1) messages a microbatch.
+once; activations of (2W-1)·p + r + 1 stages on rank r. Sends 4·W·(p-1) messages per microbatch.
 Liu et al. 2023, arXiv:2308.15762, section 3. Differs: the rule knows nothing of the time of messages.
 """
 

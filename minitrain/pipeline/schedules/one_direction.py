@@ -5,10 +5,10 @@
     .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 ..              .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
     .. .. F0 F1 F2 F3 B0 B1 B2 B3 .. ..              .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
-Bubble: of m microbatches the share (p-1)/(m+p-1). Memory: GPipe holds all m; 1F1B p - r on rank r.
-Interleaving gives a rank v stages of 1/v of the size: the bubble is (p-1)/(v·m) of the work, for v times the
-messages. Depth-first (interleaved 1F1B) holds at most p·(1 + (p-1)/(p·v)) microbatches' worth, on rank 0.
-Breadth-first holds all m, but gathers sharded weights twice a step, not nearly 2m times.
+Bubble share: (p-1)/(m+p-1). Memory: GPipe holds all m microbatches; rank r of 1F1B holds p - r.
+Interleaving gives a rank v stages of 1/v of the size: the overhead is (p-1)/(v·m), for v times the messages.
+Depth-first (interleaved 1F1B) holds at most p·(1 + (p-1)/(p·v)) microbatches' worth, on rank 0. Breadth-first
+holds all m, but gathers sharded weights twice per step, not nearly 2m times.
 Huang et al. 2019 (GPipe), arXiv:1811.06965, section 2; Narayanan et al. 2021, arXiv:2104.04473, sections
 2.2.1 and 2.2.2; Fan et al. 2021 (DAPPLE: 1F1B as early backward), arXiv:2007.01045, section 3; Lamy-Poirier
 2023 (breadth-first), arXiv:2211.05953. Differs: GPipe's backwards come in the order of the forwards, not
@@ -25,20 +25,28 @@ def gpipe(p: int, m: int) -> Schedule:
     return Schedule(f"GPipe, p={p}, m={m}", ranks, p, m)
 
 
-def one_f_one_b(p: int, m: int) -> Schedule:
-    """Rank r runs p-r-1 forwards ahead, then a forward and a backward in turn, then the other backwards."""
+def one_f_one_b(p: int, m: int, extra: int = 0) -> Schedule:
+    """Rank r runs p-r-1 forwards ahead, then a forward and a backward in turn, then the other backwards.
+
+    `extra` more forwards ahead give messages time to travel; fewer (below 0) make every backward wait."""
     check_sizes("one_f_one_b", p=p, m=m)
-    ranks = [alternate([F(r, i) for i in range(m)], [B(r, i) for i in range(m)], p - r - 1) for r in range(p)]
-    return Schedule(f"1F1B, p={p}, m={m}", ranks, p, m)
+    ranks = []
+    for r in range(p):
+        forwards, backwards = [F(r, i) for i in range(m)], [B(r, i) for i in range(m)]
+        ranks.append(alternate(forwards, backwards, max(0, p - r - 1 + extra)))
+    return Schedule(f"1F1B{f' {extra:+}' if extra else ''}, p={p}, m={m}", ranks, p, m)
 
 
-def interleaved(p: int, m: int, v: int) -> Schedule:
-    """Interleaved 1F1B: rank r has the stages r, r+p, ..., and goes through them depth-first."""
+def interleaved(p: int, m: int, v: int, room: int = 2) -> Schedule:
+    """Interleaved 1F1B: rank r has the stages r, r+p, ..., and goes through them depth-first.
+
+    A rank is `room` forwards further ahead than the next one: 2 leave time for messages, 1 is enough if
+    they take none."""
     order, ranks = depth_first("interleaved", p, m, v), []
     for r in range(p):
         forwards = [F(c * p + r, i) for c, i in order]
         backwards = [B((v - 1 - c) * p + r, i) for c, i in order]
-        ranks.append(alternate(forwards, backwards, 2 * (p - r - 1) + (v - 1) * p))
+        ranks.append(alternate(forwards, backwards, room * (p - r - 1) + (v - 1) * p))
     return Schedule(f"interleaved 1F1B, p={p}, m={m}, v={v}", ranks, p * v, m)
 
 
@@ -69,7 +77,7 @@ def depth_first(what: str, p: int, m: int, v: int) -> list[tuple[int, int]]:
 def check_sizes(what: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            rule = "use a whole number, 1 or more (p ranks, m microbatches, v stages a rank)"
+            rule = "use a whole number, 1 or more (p ranks, m microbatches, v stages per rank)"
             raise ValueError(f"{what}: {name}={size!r}; {rule}")
 
 

@@ -1,4 +1,4 @@
-"""V-shaped schedules: two stages a rank, folded, and a block of four offsets that sets the memory. No torch.
+"""V-shaped schedules: two stages per rank, folded, a block of four offsets sets the memory. No torch.
 
               F down, F up, I down, I up     peak / microbatches     bubble in units, of B = 6(p-1)
     v_min     1, 1, 1, 1                     floor((p+4)/3)          2/3 B - 1, or + 1 if 3 divides p
@@ -28,24 +28,29 @@ PERIOD = 6
 def v_min(p: int, m: int) -> Schedule:
     """A third of 1F1B's memory, two thirds of its bubble."""
     check_sizes("v_min", p=p, m=m)
-    later = 2 if p % 3 == 0 else 0
-    block = lambda r: (r, 2 * p - 1 - r, 2 * p + r + later, 4 * p - 1 - r + later)
-    return squeezed(f"V-Min, p={p}, m={m}", p, m, block, limit=2 * ((p + 4) // 3))
+    return squeezed(f"V-Min, p={p}, m={m}", p, m, block_of("v_min", p), limit=2 * ((p + 4) // 3))
 
 
 def v_half(p: int, m: int) -> Schedule:
     """Half of 1F1B's memory, half of its bubble."""
     check_sizes("v_half", p=p, m=m)
-    later = 3 if p % 2 == 0 else 0
-    block = lambda r: (2 * r, 3 * p - 2 - r, 3 * p - 1 + 2 * r + later, 6 * p - 2 - r + later)
-    return squeezed(f"V-Half, p={p}, m={m}", p, m, block, limit=2 * ((p + 2) // 2))
+    return squeezed(f"V-Half, p={p}, m={m}", p, m, block_of("v_half", p), limit=2 * ((p + 2) // 2))
 
 
 def zb_v(p: int, m: int) -> Schedule:
     """1F1B's memory, no bubble."""
     check_sizes("zb_v", p=p, m=m)
-    block = lambda r: (4 * r, 6 * p - 5 - 2 * r, 6 * p - 4 + 4 * r, 12 * p - 9 - 2 * r)
-    return squeezed(f"ZB-V, p={p}, m={m}", p, m, block, limit=2 * p, early=True)
+    return squeezed(f"ZB-V, p={p}, m={m}", p, m, block_of("zb_v", p), limit=2 * p, early=True)
+
+
+def block_of(shape: str, p: int) -> Block:
+    """When rank r starts F of stage r, F of stage 2p-1-r, and I of both in turn, for microbatch 0."""
+    gap, wide = 2 if p % 3 == 0 else 0, 3 if p % 2 == 0 else 0  # so that no two actions meet in a unit
+    return {
+        "v_min": lambda r: (r, 2 * p - 1 - r, 2 * p + r + gap, 4 * p - 1 - r + gap),
+        "v_half": lambda r: (2 * r, 3 * p - 2 - r, 3 * p - 1 + 2 * r + wide, 6 * p - 2 - r + wide),
+        "zb_v": lambda r: (4 * r, 6 * p - 5 - 2 * r, 6 * p - 4 + 4 * r, 12 * p - 9 - 2 * r),
+    }[shape]
 
 
 def rank_of(stage: int, p: int) -> int:

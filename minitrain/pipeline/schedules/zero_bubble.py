@@ -9,8 +9,9 @@
     ZB-H1   p - r - 1         r             (p-1)·(TF + TI - TW)             p                     p
     ZB-H2   2(p - r - 1)      2r            (p-1)·max(0, TF + TI - 2TW)      2p - 1                2p - 1
 
-Of rank r, for TW <= TF: a longer W hides no more than a forward. With fewer microbatches lists hold less and
-wait longer. An activation counts whole until its W. Sends what 1F1B, or its interleaved form, sends.
+Of rank r, for TW <= TF: a longer W hides no more than a forward. `bubble` is idle time in a rank's own span.
+With fewer microbatches lists hold less and wait longer. An activation counts whole until its W. Sends what
+1F1B, or its interleaved form, sends.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, sections 2 and 3, table 2, whose B and W are our I and W.
 `zb_interleaved` is torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
 """
@@ -35,7 +36,7 @@ def zb_h2(p: int, m: int) -> Schedule:
 
 
 def zb_interleaved(p: int, m: int, v: int) -> Schedule:
-    """ZB-H1 with v stages a rank, every p-th one: 1/v of its bubble, at most v·p activations of a stage."""
+    """ZB-H1 with v stages per rank, every p-th one: 1/v of its bubble, at most v·p activations of a stage."""
     order, ranks = depth_first("zb_interleaved", p, m, v), []
     for r in range(p):
         forwards = [F(c * p + r, i) for c, i in order]
@@ -55,7 +56,7 @@ def delayed(forwards: list[Action], backwards: list[Action], ahead: int, held_ba
 
 
 def bubble(simulation: Simulation) -> Time:
-    """The longest that a rank takes from its first action to its last, minus its work."""
+    """Idle time in a rank's own span, from its first action to its last: that of the rank with most."""
     ranks = enumerate(simulation.spans)
     return max(spans[-1].end - spans[0].start - simulation.busy(rank) for rank, spans in ranks)
 

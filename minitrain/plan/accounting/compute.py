@@ -57,5 +57,5 @@ def mfu(tokens_per_s: float, flops_per_token: float, devices: int, peak_flops_pe
 
 
 def hfu(model_utilisation: float, recomputed_forward: float) -> float:
-    """Hardware FLOPs utilisation: MFU, and the part of the forward (a third) that ran twice."""
+    """Hardware FLOPs utilisation, MFU (1 + r/3): the share r of the forward, a third of a step, ran twice."""
     return model_utilisation * (1 + recomputed_forward / 3)

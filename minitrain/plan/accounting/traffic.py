@@ -1,9 +1,9 @@
 """How many bytes: of text; and on the wire, when layers are gathered (ZeRO-3) or cut (tensor parallelism).
 
     ZeRO-3    3 · 2·P · (n-1)/n              per device and step: gather twice, reduce-scatter once
-    TP        8·(t-1)/t · tokens·h · 2 · L   per device and step: four all-reduces a layer
+    TP        8·(t-1)/t · tokens·h · 2 · L   per device and step: four all-reduces per layer
 
-ZeRO-3's bytes do not depend on the batch, TP's do: beyond `crossover_tokens` a step, ZeRO-3 sends less. (It
+ZeRO-3's bytes do not depend on the batch, TP's do: beyond `crossover_tokens` per step, ZeRO-3 sends less. (It
 then needs that batch on every device, and overlap, or a link fast enough for all of it.) Rajbhandari et al.
 2020 (ZeRO), arXiv:1910.02054, section 7.2; Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3.
 Differs: ring volumes with their (n-1)/n, which ZeRO's 3·P drops.
@@ -26,7 +26,7 @@ def zero3_bytes_per_step(parameters: float, devices: int, element_bytes: int = 2
 
 
 def tensor_parallel_bytes_per_step(tokens, width, num_layers, tensor_parallel, element_bytes=2) -> float:
-    """Bytes each device sends: 4 all-reduces of tokens·h a layer, each 2·(t-1)/t of that."""
+    """Bytes each device sends: 4 all-reduces of tokens·h per layer, each 2·(t-1)/t of that."""
     return 8 * (tensor_parallel - 1) / tensor_parallel * tokens * width * element_bytes * num_layers
 
 

@@ -1,4 +1,4 @@
-"""Cannon's algorithm: blocks move past each other on a torus of q×q ranks, and only ever to the neighbour.
+"""Cannon's algorithm: blocks move past each other on a torus of q×q ranks, always to a neighbour.
 
     skew      A(i, j) goes i places left, B(i, j) goes j up:  rank (i, j) holds A(i, i+j), B(i+j, j)  (mod q)
     step s    C(i, j) += A(i, i+j+s) · B(i+j+s, j)            then all of A one place left, all of B one up

@@ -1,4 +1,4 @@
-"""SUMMA: the product of two matrices that nobody holds, on a q×q grid of ranks with a block of each.
+"""SUMMA: the product of two matrices that no rank holds whole; rank (i, j) of a q×q grid has a block of each.
 
     summa      C(i, j) = Σ_s A(i, s) · B(s, j)      step s: column s of A along rows, row s of B along columns
     summa_nt   A(i, l) = Σ_j C(i, j) · B(l, j)ᵀ     C · Bᵀ: row l of B along columns, sums along rows
@@ -9,8 +9,8 @@ of my grid row, which differ in their column: mesh.group("column") of Mesh(row=q
 mesh.group("row"). With A[m, k], B[k, n], C[m, n] a rank sends and receives (q-1)/q² of the two matrices that
 move: mk + kn, kn + mk, and mk + kn elements. One dimension (Megatron) moves (p-1)/p of the activations.
 Memory beside operands and result: blocks, 1/q² of a matrix. van de Geijn and Watts 1997, Concurrency:
-Practice and Experience 9(4). Differs: a panel is a whole block; sums are not reduced to one root a step: q
-travel round at once, and every rank they pass adds its product, for the same bytes.
+Practice and Experience 9(4). Differs: a panel is a whole block; sums are not reduced to one root per
+step: q of them go round at once, and every rank they pass adds its product, for the same bytes.
 """
 
 import torch

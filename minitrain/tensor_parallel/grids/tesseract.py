@@ -9,7 +9,7 @@ The grid of a layer is optimus.py's. Groups come as row, column, depth: mesh.gro
 ("depth") of Mesh(depth=d, row=q, column=q). Depth 1 is optimus.py to the bit. With m = B·T rows, p = q²·d
 ranks, a linear without bias sends (q-1)/q² · (m/d · in + in·out) elements forward, twice that backward and
 2(d-1)/d · in·out/q² for the gradients over depth. The price is d copies of weights, gradients and optimizer
-states, d/p of each a rank.
+states, d/p of each per rank.
 Wang et al. 2021, arXiv:2105.14500, section 3; Solomonik and Demmel 2011, Euro-Par, LNCS 6853, who copy both
 factors and share out the q steps. Differs: any depth (the paper has d <= q); vectors as in optimus.py.
 """
