@@ -265,14 +265,20 @@ def _one_step(name: str, batch: int, length: int, bucket_bytes: int):
 @app.command()
 def atlas(words: Annotated[list[str] | None, Argument(help="only rows with all these words")] = None) -> None:
     """Search the systems the course covers, best match first; each names the test that proves it."""
-    from minitrain.course.atlas import near, search
+    from minitrain.course.atlas import SHOWN, near, search
 
     wish = " ".join(words or [])
     found = search(wish)
     for row in found:
         echo(f"{row.chapter}  {row.kind:5} {row.name}")
         echo(textwrap.fill(row.idea, 80, initial_indent=" " * 10, subsequent_indent=" " * 10))
-        echo(f"{' ' * 10}{row.module}  proved by {row.test}")
+        echo(f"{' ' * 10}{row.module}  shown {SHOWN[row.shown]} by {row.test}")
+        if row.differs != "-":
+            echo(
+                textwrap.fill(
+                    row.differs, 80, initial_indent=" " * 10 + "differs: ", subsequent_indent=" " * 10
+                )
+            )
     echo(f"{len(found)} system{'s' * (len(found) != 1)}" + (f"; {near(wish)}" if not found else ""))
 
 

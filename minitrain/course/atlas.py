@@ -1,8 +1,9 @@
 """The atlas: every system the course covers, the idea in one line, and the test that proves it.
 
 `atlas.tsv` has one row a system. A row enters only with a test of its own (`tests/test_x.py::test_y`); the
-test suite fails if a named test is missing or did not run. Kinds: RUN runs on real ranks or tensors here, SIM
-a simulation, MODEL a formula checked, CASE a published run recomputed.
+test suite fails if a named test is missing or did not run. Kinds: RUN runs here, SIM a simulation, MODEL a
+formula checked, CASE a published run recomputed. `shown` says on what the test shows it (SHOWN); `differs`,
+in a few words, where our figure or construction is not the paper's ("-": nowhere).
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from difflib import get_close_matches
 from pathlib import Path
 
 KINDS = ("RUN", "SIM", "MODEL", "CASE")
+SHOWN = {
+    "ranks": "on ranks",
+    "tensors": "on tensors in one process",
+    "simulated": "simulated",
+    "computed": "computed",
+}
 NOWHERE = (4, 0)
 
 
@@ -23,13 +30,15 @@ class Row:
     name: str
     idea: str
     kind: str
+    shown: str
     module: str
     chapter: str
     test: str
+    differs: str
 
 
 def rows() -> list[Row]:
-    """All rows in file order. Raises ValueError on a line that has not exactly the seven columns."""
+    """All rows in file order. Raises ValueError on a line that has not exactly the nine columns."""
     path = Path(__file__).with_name("atlas.tsv")
     table = list(csv.reader(path.read_text().splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
     header = [field.name for field in fields(Row)]

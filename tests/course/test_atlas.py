@@ -16,6 +16,7 @@ def test_rows_are_complete_and_unique():
     assert len({row.id for row in rows}) == len(rows)
     for row in rows:
         assert all(vars(row).values()), f"{row.id} has an empty column"
+        assert row.shown in atlas.SHOWN, f"{row.id}: shown {row.shown} is not one of {list(atlas.SHOWN)}"
         assert row.kind in atlas.KINDS, f"{row.id}: kind {row.kind} is not one of {atlas.KINDS}"
         assert len(row.chapter) == 2 and row.chapter.isdigit(), f"{row.id}: chapter {row.chapter}"
 
@@ -43,7 +44,7 @@ def test_search_needs_every_word():
 
 
 def row(name="", idea="", module="", test="") -> atlas.Row:
-    return atlas.Row("x", name, idea, "RUN", module, "00", test)
+    return atlas.Row("x", name, idea, "RUN", "ranks", module, "00", test, "-")
 
 
 def test_words_come_before_beginnings_and_both_before_letters_inside(monkeypatch):
