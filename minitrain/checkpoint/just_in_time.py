@@ -17,7 +17,7 @@ ranks that died had answered some and not others, survivors may be a step apart:
 Sends nothing after the start. Memory: none. Written after a failure: per survivor all that it holds.
 Gupta et al. 2024, Just-In-Time Checkpointing, EuroSys, doi 10.1145/3627703.3650085. Differs: the error of the
 collective is the detector (theirs is a time-out beside a hanging GPU), the loop says where a step begins; a
-gloo send to a rank that dies may wait for ever instead of failing: who is in it is ended, and saves nothing.
+wait that gloo does not end lasts a third of `grace_s` after the death, so the rest must suffice to save.
 """
 
 from __future__ import annotations

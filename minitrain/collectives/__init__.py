@@ -14,7 +14,7 @@ This folder is one module to its users: `from minitrain import collectives`, `fr
 import all_reduce`.
 """
 
-from minitrain.collectives.arguments import channel_of
+from minitrain.collectives.arguments import channel_of, settle
 from minitrain.collectives.call_log import (
     announce_buffer,
     announce_copy,
@@ -27,7 +27,7 @@ from minitrain.collectives.call_log import (
     observe,
     read_log,
 )
-from minitrain.collectives.channel import Handle
+from minitrain.collectives.channel import Handle, another_rank_is_gone, wait_at_most
 from minitrain.collectives.checked import CollectiveMismatch, set_checked
 from minitrain.collectives.functions import (
     all_gather,
@@ -59,6 +59,7 @@ __all__ = [
     "announce_gradient",
     "announce_host",
     "announce_resized",
+    "another_rank_is_gone",
     "axis_of",
     "members",
     "barrier",
@@ -81,5 +82,7 @@ __all__ = [
     "scatter_to",
     "send",
     "set_checked",
+    "settle",
+    "wait_at_most",
     "world",
 ]

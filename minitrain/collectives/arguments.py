@@ -5,6 +5,7 @@ itself.
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup
 
@@ -18,6 +19,7 @@ REFUSED = {
     "sum": (FLOAT8 | {torch.bool}, "added; convert first, x.int() or x.float()"),
     "max": (FLOAT8 | {torch.complex64, torch.complex128}, "compared; convert first, x.float() or x.abs()"),
 }
+OUTSIDE = "there are no ranks here, and no group of them; call this inside launch.run(fn, ranks=4), in fn"
 _channels: dict[int, Channel] = {}  # by the group's id, as long as the group lives
 
 
@@ -29,6 +31,8 @@ def channel_of(group: ProcessGroup) -> Channel:
     if not isinstance(group, ProcessGroup):
         if group == GroupMember.NON_GROUP_MEMBER:  # what torch's new_group gives to the others
             raise ValueError("this rank is not a member of the group; only members may call its collectives")
+        if group is None and not dist.is_initialized():
+            raise ValueError(OUTSIDE)
         raise ValueError(
             f"group is {group!r}; pass a process group: mesh.group('dp'), or collectives.world() for all"
         )
@@ -46,6 +50,16 @@ def open_channel(group: ProcessGroup, op: str, x: Tensor) -> Channel:
     if x.layout is not torch.strided:
         raise ValueError(f"{op}: x is {x.layout}; use x.to_dense()")
     return ch
+
+
+def settle() -> None:
+    """Wait for what runs in the background; raise the first error that nobody has waited for."""
+    for ch in list(_channels.values()):
+        for task in [task for lane in ch.lanes for task in list(lane.unsettled)]:
+            try:
+                task.wait()
+            except RuntimeError as error:
+                raise type(error)(f"{error}; nobody waited for this asynchronous call") from None
 
 
 def new_call(ch: Channel, op: str, x: Tensor, name=None, dim=0, *, payload=1, peer=None, **more) -> Call:
@@ -66,6 +80,7 @@ def new_call(ch: Channel, op: str, x: Tensor, name=None, dim=0, *, payload=1, pe
         peer,
         name,
         dim,
+        group=ch.name,
         **more,
     )
 

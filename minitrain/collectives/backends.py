@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.collectives import call_log, checked
 from minitrain.collectives.call_log import Call
-from minitrain.collectives.channel import Channel
+from minitrain.collectives.channel import Channel, apart
 from minitrain.collectives.transport import Job, move, post_receive, post_send, wait_all
 from minitrain.torch_private import num_modes, outside_modes
 
@@ -80,7 +80,7 @@ class Gloo(Backend):
         if in_background:
             task = ch.lane(job.call).submit(drive)
             return task.wait, task.done
-        drive()
+        apart(drive)
         return lambda: None, lambda: True
 
     def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
@@ -92,7 +92,7 @@ class Gloo(Backend):
                 checked.compare_message(call, header)
             wait_all(works)
 
-        return wait
+        return lambda: apart(wait)
 
     def _post(self, ch: Channel, sends: list, receives: list) -> tuple[list, list]:
         """Returns (headers to compare when they arrive, works to wait for)."""

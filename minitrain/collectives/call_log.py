@@ -15,6 +15,7 @@ import mmap
 import os
 import sys
 import threading
+import zlib
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Call:
     uneven: bool = False  # all_to_all with sizes: members' shapes differ along dim
     reduction: str = "sum"  # of an all_reduce, or "max"
     sent_bytes: int = 0  # grows while buffers are handed to the network: final once the call is done
+    group: str = ""  # torch's name of a group that has no axis
     planned: bool = False  # True: the backend moves the data itself, so the plan's volume is charged
     order: int = -1  # position among all calls of this process
 
@@ -63,12 +65,13 @@ class LoggedCall(NamedTuple):
     seq: int
     op: str
     axis: str
-    members: str  # "0-3" or "0,2,5"; cut off after 80 letters
+    members: str  # "0-3" or "0,2,5"; of more than 80 letters the end is a checksum
     shape: str
     dtype: str
     payload_bytes: int
     peer: int | None
     name: str | None
+    group: str  # of one without an axis, to tell two of the same members apart
     site: str
 
 
@@ -85,10 +88,15 @@ def describe(call: Call) -> str:
 
 
 def span(ranks: tuple[int, ...]) -> str:
-    """(0, 1, 2, 3) -> "0-3", otherwise the ranks with commas."""
+    """(0, 1, 2, 3) -> "0-3", otherwise the ranks with commas; at most 80 letters."""
     if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]}-{ranks[-1]}"
-    return ",".join(map(str, ranks[:40]))[:80]
+    return shortened(",".join(map(str, ranks)), 80)
+
+
+def shortened(text: str, letters: int) -> str:
+    """Of a text that is too long the end becomes a checksum, so that two of them still differ."""
+    return text if len(text) <= letters else f"{text[: letters - 9]}~{zlib.crc32(text.encode()):08x}"
 
 
 # ---- where the caller stands -----------------------------------------------------------------------------
@@ -148,8 +156,9 @@ def issued(call: Call) -> Call:
     call.order = _order
     _recent.append(call)
     if _file is not None:
+        size, peer = call.payload_bytes, call.peer
         same = _text_of(
-            call.op, call.axis, call.who, call.shape, call.dtype, call.payload_bytes, call.peer, call.name
+            call.op, call.axis, call.who, call.shape, call.dtype, size, peer, call.name, call.group
         )
         text = f"i{_order}\t{call.seq}\t{same}\t{call.site}".encode()[:SLOT_BYTES]
         start = (_order % SLOTS) * SLOT_BYTES
@@ -161,11 +170,11 @@ def issued(call: Call) -> Call:
 
 
 @lru_cache(maxsize=256)
-def _text_of(op, axis, who, shape, dtype, payload_bytes, peer, name) -> str:
+def _text_of(op, axis, who, shape, dtype, payload_bytes, peer, name, group) -> str:
     """The fields of a slot that are the same whenever a line makes the same call."""
     sizes, peer = ", ".join(map(str, shape)), "" if peer is None else peer
-    name = name.replace("\t", " ")[:40] if name else ""
-    return "\t".join(map(str, (op, axis, who, sizes, str(dtype)[6:], payload_bytes, peer, name)))
+    name = shortened(name.replace("\t", " "), 40) if name else ""
+    return "\t".join(map(str, (op, axis, who, sizes, str(dtype)[6:], payload_bytes, peer, name, group)))
 
 
 def finished(call: Call) -> None:
@@ -268,11 +277,12 @@ def read_log(path: str | os.PathLike) -> list[LoggedCall]:
     for slot in (data[start : start + SLOT_BYTES] for start in range(0, len(data), SLOT_BYTES)):
         try:
             done = {b"i": False, b"d": True}[slot[:1]]
-            order, seq, *what, size, peer, name, site = (
+            order, seq, *what, size, peer, name, group, site = (
                 slot[1:].rstrip(b"\0").decode(errors="replace").split("\t")
             )
             peer = int(peer) if peer else None
-            calls.append(LoggedCall(int(order), done, int(seq), *what, int(size), peer, name or None, site))
+            more = int(size), peer, name or None, group, site
+            calls.append(LoggedCall(int(order), done, int(seq), *what, *more))
         except (TypeError, ValueError, KeyError):
             continue  # never written, or being written right now
     return sorted(calls, key=lambda call: call.order)

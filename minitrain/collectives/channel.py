@@ -10,6 +10,7 @@ meanwhile; while one lane waits, the other moves.
 
 import queue
 import threading
+import time
 import weakref
 from typing import Callable
 
@@ -19,6 +20,8 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from minitrain.collectives import call_log
 from minitrain.collectives.call_log import Call
+
+LOOK_S = 0.1  # how often a wait looks whether a rank is gone
 
 
 class Channel:
@@ -35,6 +38,7 @@ class Channel:
         self.after = [(self.rank + s) % self.size for s in range(1, self.size)]  # the others, by rounds
         self.before = [(self.rank - s) % self.size for s in range(1, self.size)]
         self.axis = axis_name(group)
+        self.name = "" if self.axis != "world" or group.group_desc == "default_pg" else group.group_name
         self.unwaited: set[Handle] = set()  # messages nobody has waited for: their buffers must stay alive
         self._next: dict[object, int] = {}
         self.lanes = (Lane(self.axis), Lane(self.axis))
@@ -66,13 +70,14 @@ class Lane:
         self._name = f"collectives on {axis}"
         self._tasks: queue.SimpleQueue | None = None
         self._scratch: weakref.WeakValueDictionary[tuple, Tensor] = weakref.WeakValueDictionary()
+        self.unsettled: dict[Task, None] = {}  # neither done nor, if they failed, waited for: in order
 
     def submit(self, run: Callable[[], None]) -> "Task":
         """Run `run()` after what was submitted before."""
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
             threading.Thread(target=work, args=(self._tasks,), name=self._name, daemon=True).start()
-        task = Task(run)
+        task = Task(run, self.unsettled)
         self._tasks.put(task)
         return task
 
@@ -94,14 +99,19 @@ def new_scratch(like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 class Task:
     """Something the worker thread does; `wait` returns, or raises what it raised, when it is done."""
 
-    def __init__(self, run: Callable[[], None]):
-        self.run, self.error, self.running = run, None, threading.Lock()
+    def __init__(self, run: Callable[[], None], unsettled: dict):
+        self.run, self.error, self.running, self.unsettled = run, None, threading.Lock(), unsettled
+        self.unsettled[self] = None
         self.running.acquire()
 
     def wait(self) -> None:
-        with self.running:
-            if self.error is not None:
-                raise self.error
+        started = time.monotonic()
+        while not self.running.acquire(timeout=-1 if Loss.patience_s is None else LOOK_S):
+            Loss.check(started)
+        self.running.release()
+        if self.error is not None:
+            self.unsettled.pop(self, None)
+            raise self.error
 
     def done(self) -> bool:
         return not self.running.locked()
@@ -114,9 +124,54 @@ def work(tasks: queue.SimpleQueue) -> None:
             task.run()
         except BaseException as error:
             task.error = error
+        if task.error is None:
+            task.unsettled.pop(task, None)
         task.run = None  # the buffers it holds live no longer than needed
         task.running.release()
         del task
+
+
+# ---- a rank that is gone -------------------------------------------------------------------------------
+
+
+class Loss:
+    """Of this process: how long it waits for others once one of them is gone, and since when one is."""
+
+    patience_s: float | None = None
+    since: float | None = None
+
+    @classmethod
+    def check(cls, started: float) -> None:
+        """RuntimeError if a wait that began at `started` has lasted too long."""
+        if cls.since is not None and time.monotonic() > max(started, cls.since) + cls.patience_s:
+            cls.patience_s = 0.0  # nothing that is waited for from now on will come either
+            raise RuntimeError("another rank is gone, and gloo does not end this wait")
+
+
+def wait_at_most(seconds: float) -> None:
+    """From now on no call here waits longer once `another_rank_is_gone`.
+
+    gloo forgets a message of which a part has been written, or read, when its peer dies: its wait never ends,
+    and nothing ends it from outside. So calls wait on a thread of their own, `apart`, and who called them
+    waits for that thread. (Not a call of torch.distributed.)
+    """
+    Loss.patience_s = seconds
+
+
+def another_rank_is_gone() -> None:
+    Loss.since = time.monotonic()
+
+
+_own = threading.local()
+
+
+def apart(work: Callable[[], None]) -> None:
+    """work(), which waits in gloo."""
+    if Loss.patience_s is None:
+        return work()
+    if not hasattr(_own, "lane"):
+        _own.lane = Lane("waits")
+    _own.lane.submit(work).wait()
 
 
 class Handle:

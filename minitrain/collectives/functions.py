@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.collectives import call_log, transport
 from minitrain.collectives.arguments import (
+    OUTSIDE,
     channel_of,
     check_can_reduce,
     check_rank,
@@ -46,7 +47,9 @@ Given = Tensor | None
 
 
 def world() -> ProcessGroup:
-    """The group of all ranks."""
+    """The group of all ranks; ValueError outside a launch."""
+    if not dist.is_initialized():
+        raise ValueError(OUTSIDE)
     return dist.group.WORLD
 
 

@@ -15,6 +15,8 @@ import tempfile
 import threading
 
 from minitrain.launch import ranks as launch_ranks
+from minitrain.launch import report
+from minitrain.launch.report import RankError
 
 # Ranks neither draw nor talk to a notebook or a terminal, and what these rooms import takes as long as torch.
 CALLERS_OWN = ("minitrain.plot", "minitrain.course", "minitrain.cli")
@@ -50,19 +52,33 @@ class Helper:
         self.launches: set = set()  # that run on it: a helper takes its ranks with it when it is closed
         self.files: dict[str, int] = {}  # of minitrain's modules that it has: when each was last changed
         self.requests, theirs = socket.socketpair()
-        code = "import sys; sys.path[:] = sys.argv[3:]; from minitrain.launch.ranks import serve; "
+        code = "import sys; sys.path[:] = sys.argv[3:]; from minitrain.launch.forks import serve; "
         code += "serve(int(sys.argv[1]), int(sys.argv[2]))"
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(self.owner), *sys.path, root],
-                stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # an interrupt typed at the terminal is for the caller alone
-                env=HUGE_PAGES | os.environ | ONE_THREAD,
-            )
+            try:
+                self.process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-P",
+                        "-c",
+                        code,
+                        str(theirs.fileno()),
+                        str(self.owner),
+                        *sys.path,
+                        root,
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self.log,
+                    stderr=self.log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # an interrupt typed at the terminal is for the caller alone
+                    env=HUGE_PAGES | os.environ | ONE_THREAD,
+                )
+            except OSError as error:
+                self.requests.close()
+                self.log.close()
+                raise RankError(report.unborn("the helper process that forks ranks", error.errno)) from None
         atexit.register(self.close)
 
     def usable(self) -> bool:

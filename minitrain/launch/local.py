@@ -11,6 +11,7 @@ import json
 import linecache
 import os
 import pickle
+import secrets
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ from minitrain.launch.helper import ONE_THREAD, Helper
 from minitrain.launch.report import LaunchTimeout, RankError
 
 GRACE_S = 0.3  # after the first error, for equal ones of other ranks
+LOST_GRACE_S = 5.0  # after it, for the end of a rank whose neighbours are all that was heard of
 ECHO_BYTES = 1_000_000  # of prints shown per rank
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
@@ -61,7 +63,7 @@ class Launch:
         self.shown: dict[tuple, int] = {}  # (rank, "stdout") -> bytes echoed
         self.helper, self.reaped, self.unread = Helper.find(), False, b""
         self.helper.launches.add(self)
-        self.directory = tempfile.mkdtemp(prefix="minitrain-")  # for its owner only
+        self.directory = os.path.join(tempfile.gettempdir(), f"minitrain-{secrets.token_hex(6)}")
         self.events, self.their_events = os.pipe()
         self.lifeline, self.their_lifeline = socket.socketpair()
 
@@ -76,16 +78,20 @@ class Launch:
             file: entry for file, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
         }
         request = dict(environ=environ, path=sys.path, folder=os.getcwd(), argv=sys.argv, **settings)
-        request |= dict(sources=sources, cells=self.cells)
+        request |= dict(sources=sources, cells=self.cells, grace_s=self.grace_s)
+        self.announce()
+        os.mkdir(self.directory, 0o700)  # for its owner only
         for name, content in (("request", pickle.dumps(request)), ("call", call)):
             with open(self.path(name), "wb") as file:
                 file.write(content)
-        order = {"directory": self.directory, "ranks": self.ranks, "modules": self.helper.modules(call)}
-        self.lifeline.sendall(json.dumps(order).encode() + b"\n")
-        with (
-            suppress(OSError),
-            self.helper.lock,
-        ):  # if the helper is dead, the events end, and `listen` says so
+        order = {"ranks": self.ranks, "modules": self.helper.modules(call)}
+        with suppress(OSError):  # if the helper is dead, the events end, and `listen` says so
+            self.lifeline.sendall(json.dumps(order).encode() + b"\n")
+
+    def announce(self) -> None:
+        """The helper knows of the directory before it is there, and removes it if this process is killed."""
+        self.lifeline.sendall(os.fsencode(self.directory) + b"\n")
+        with suppress(OSError), self.helper.lock:
             socket.send_fds(self.helper.requests, [b"L"], [self.their_events, self.their_lifeline.fileno()])
         self.let_go_of_their_ends()
 
@@ -126,13 +132,25 @@ class Launch:
         """For `grace_s`, until all have. A rank that has raised keeps its sockets open: it is killed, having
         said why, so that those that wait for it see their collective fail, and the news goes round.
         """
-        deadline, let_go = time.monotonic() + (self.grace_s or GRACE_S), set()
-        while time.monotonic() < deadline and self.busy():
+        started, let_go = time.monotonic(), set()
+        while time.monotonic() < started + self.patience_s() and self.busy():
             for rank in self.failed() if self.grace_s else ():
                 if rank not in let_go and rank not in self.exits:
                     os.kill(self.pids[rank], signal.SIGKILL)
                 let_go.add(rank)
             self.listen(0.05)
+
+    def patience_s(self) -> float:
+        """If all that is known is that connections were lost, somebody must have died: the news is on its
+        way.
+        """
+        if self.grace_s is not None:
+            return self.grace_s
+        errors = {
+            rank: json.loads(self.read(rank, "error")) for rank in self.failed() if rank not in self.exits
+        }
+        only_lost = not self.exits and all(map(report.lost_a_connection, errors.values()))
+        return LOST_GRACE_S if only_lost else GRACE_S
 
     def busy(self) -> list[int]:
         """Ranks that have not come to an end."""
@@ -157,6 +175,9 @@ class Launch:
                 self.reaped = True
             elif event == "pid":
                 self.pids[int(who)] = int(value[0])
+            elif event == "unborn":
+                rank = int(who)
+                raise RankError(report.unborn(f"rank {rank} of {self.ranks}", int(value[0])), (rank,))
             elif event == "exit":
                 self.exits[int(who)] = int(value[0])
             else:

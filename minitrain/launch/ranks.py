@@ -1,40 +1,27 @@
-"""The far side of a launch: the helper that ranks are forked from, and what a rank does from fork to kill.
+"""What a rank does from fork to kill. (`forks.py` is its parent, the helper process.)
 
-`launch.run` starts `serve` once per calling process. The helper imports torch, stays single-threaded, never
-touches CUDA, and forks. (The *caller* cannot be forked: a notebook kernel has threads, sockets and perhaps a
-CUDA context, and none of them survives a fork.) A launch is three things handed to the helper:
+Of its launch it has three things:
 
     directory   private: the rendezvous file, the request; of each rank result, error, prints, stacks, calls
     events      a pipe, many writers and one reader: "3 ready", "3 done", "3 error", "3 exit -11"
     lifeline    a socket whose other end only the caller holds: end of file means "stop now"
 
-What kills what:
-
-    caller closes the lifeline, or dies     the helper kills and reaps each rank's process group: "- reaped"
-    caller dies, a copy of its end lives    the helper looks for its parent twice a second, and does the same
-    helper dies                             each rank gets SIGKILL from the kernel (PR_SET_PDEATHSIG, Linux)
-    caller dies, helper stopped or slow     a thread in each rank sleeps on the lifeline and exits the process
-    a rank dies                             nobody else: the caller decides, after it has heard who was first
+and where the caller gives grace, a fourth: `gone`, a pipe that nobody writes to. It ends, for all ranks at
+once, when one of them dies; from then on a wait lasts `grace_s / 3` at most (collectives/channel.py).
 """
 
 import ctypes
 import datetime
 import faulthandler
-import gc
-import importlib
 import json
 import linecache
 import os
 import pickle
 import random
-import select
-import shutil
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
 
 import cloudpickle
 import numpy.random  # by name: else numpy loads it in each rank that seeds it, 15 ms
@@ -57,98 +44,6 @@ HEAVY = (COMPILER, "sympy", "pytest", "hypothesis")
 # imported, so cloudpickle would take it to pieces that do not fit together again; listed here, it travels by
 # its name.
 sys.modules.setdefault(autograd_functions.__name__, autograd_functions)
-
-
-def serve(requests_fd: int, caller_pid: int) -> None:
-    """Fork ranks for every request (a byte and two descriptors) until the caller is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests = socket.socket(fileno=requests_fd)
-    preload([])
-    wakeup = os.pipe()  # written to by the kernel when a rank ends
-    for end in wakeup:
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(wakeup[1], warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written
-    launches: list[RankGroup] = []
-    while os.getppid() == caller_pid:
-        lifelines = [launch.lifeline for launch in launches]
-        ready, _, _ = select.select([requests, wakeup[0], *lifelines], [], [], 0.5)
-        if wakeup[0] in ready:
-            os.read(wakeup[0], 4096)
-        for launch in launches:
-            launch.reap()
-            if launch.lifeline in ready:
-                launch.end()
-        launches = [launch for launch in launches if not launch.ended]
-        if requests in ready:
-            byte, fds, _, _ = socket.recv_fds(requests, 1, 2)
-            if not byte:
-                break
-            not_for_ranks = [requests.fileno(), *wakeup, *(launch.lifeline.fileno() for launch in launches)]
-            launches.append(RankGroup(*fds, not_for_ranks))
-    for launch in launches:
-        launch.end()
-
-
-def preload(names: list[str]) -> None:
-    for name in names:
-        with suppress(Exception):  # a rank that needs the module will say what is wrong with it
-            importlib.import_module(name)
-    seed_all()  # the first time costs 15 ms: torch notes where it was called from, for a GPU that may come
-    assert not torch.cuda.is_initialized(), "a process that holds a CUDA context cannot be forked"
-    gc.collect()
-    gc.freeze()  # what is here now stays shared: the collector of a rank will not write into these pages
-
-
-class RankGroup:
-    """The ranks of one launch, as the helper sees them: process ids to reap and to kill."""
-
-    def __init__(self, events: int, lifeline: int, not_for_ranks: list[int]):
-        self.events, self.lifeline, self.ended = events, socket.socket(fileno=lifeline), False
-        request = json.loads(self.lifeline.makefile("r").readline())
-        self.directory = request["directory"]
-        if missing := [name for name in request["modules"] if name not in sys.modules]:
-            preload(missing)
-        self.pids: dict[int, int] = {}
-        for rank in range(request["ranks"]):
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for fd in not_for_ranks:
-                        os.close(fd)
-                    Rank(rank, request["ranks"], self.directory, self.events, self.lifeline).live()
-                finally:
-                    os._exit(70)  # never fall back into the helper's loop
-            self.pids[pid] = rank
-
-    def reap(self) -> None:
-        for pid, rank in list(self.pids.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del self.pids[pid]
-                kill(os.killpg, pid)  # what a rank started ends with it
-                say(self.events, rank, "exit", os.waitstatus_to_exitcode(status))
-
-    def end(self) -> None:
-        for pid in self.pids:
-            kill(os.killpg, pid)
-            kill(os.kill, pid)  # in case it had not reached setpgid
-        for pid in self.pids:
-            os.waitpid(pid, 0)
-        shutil.rmtree(self.directory, ignore_errors=True)  # here, for the caller may be dead
-        say(self.events, "-", "reaped")
-        os.close(self.events)
-        self.lifeline.close()
-        self.ended = True
-
-
-def kill(how: Callable, pid: int) -> None:
-    try:
-        how(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # gone (macOS says the second of a group of zombies)
-        pass
 
 
 def say(events: int, *words) -> None:
@@ -175,14 +70,11 @@ def keep_freed_memory() -> None:
 class Rank:
     """One rank from fork to kill. It never leaves by itself: see `wait_for_the_end`."""
 
-    def __init__(self, rank: int, ranks: int, directory: str, events: int, lifeline: socket.socket):
-        self.rank, self.ranks, self.directory, self.events, self.lifeline = (
-            rank,
-            ranks,
-            directory,
-            events,
-            lifeline,
-        )
+    def __init__(
+        self, rank: int, ranks: int, directory: str, events: int, lifeline: socket.socket, gone: int
+    ):
+        self.rank, self.ranks, self.directory = rank, ranks, directory
+        self.events, self.lifeline, self.gone = events, lifeline, gone
 
     def in_directory(self, name: str) -> str:
         return os.path.join(self.directory, name)
@@ -191,16 +83,17 @@ class Rank:
         return self.in_directory(f"{self.rank}.{kind}")
 
     def live(self) -> None:
-        self.tie_to_caller()
         say(self.events, self.rank, "pid", os.getpid())
-        self.redirect_output()
         try:
+            self.tie_to_caller()
+            self.redirect_output()
             with open(self.in_directory("request"), "rb") as file:
                 request = pickle.load(file)
             fn, args = self.settle(request)
             self.join(request)
             say(self.events, self.rank, "ready")
             result = fn(*args)
+            collectives.settle()
             self.keep(result)
         except BaseException as error:  # SystemExit included: who leaves early fails the launch
             with open(self.path("error"), "w", encoding="utf-8") as file:
@@ -216,6 +109,10 @@ class Rank:
             os._exit(0)
         os.setpgid(0, 0)
         threading.Thread(target=self.watch_lifeline, daemon=True).start()
+
+    def watch_others(self) -> None:
+        os.read(self.gone, 1)
+        collectives.another_rank_is_gone()
 
     def watch_lifeline(self) -> None:
         self.lifeline.recv(1)
@@ -257,9 +154,13 @@ class Rank:
         keep_freed_memory()
         seed_all()
         ON_OPEN.append(shared_cores.calm)
-        store = dist.FileStore(self.in_directory("rendezvous"), self.ranks)
+        path = os.fsencode(self.in_directory("rendezvous"))  # a name that the locale cannot write, too
+        store = dist.FileStore(path, self.ranks)
         init_group(store, self.rank, self.ranks, datetime.timedelta(seconds=request["patience_s"]))
         collectives.set_checked(request["checked"])
+        if request["grace_s"] is not None:
+            collectives.wait_at_most(request["grace_s"] / 3)
+            threading.Thread(target=self.watch_others, daemon=True).start()
         collectives.log_to(self.path("calls"))
 
     def keep(self, result) -> None:

@@ -1,21 +1,25 @@
 """Who is to blame: turns what the ranks of a failed launch left behind into one sentence and a traceback.
 
-Three rules find the culprit.
+Four rules find the culprit.
 
     A crash is heard twice. The rank that died says nothing, its neighbours say "Connection closed by peer".
         These are dropped: a rank that merely *raised* keeps its sockets open until the caller has decided, so
         only a crash can have caused them.
     A hang is the fault of whoever is behind. Every rank counts its collectives; where the ranks of a group
         disagree, the lowest number is to blame, and before it a rank that waits in no collective at all.
+    Of groups that wait for each other the smaller side is to blame: one rank that calls two groups in another
+        order than the others do.
     The line is the reader's. The innermost frame outside Python's and torch's libraries and outside minitrain
         is named, because that is where something can be changed; the traceback shows the rest.
 """
 
+import errno
 import os
 import re
 import signal
 import sysconfig
 import traceback
+from collections.abc import Collection
 from typing import NamedTuple
 
 from minitrain.torch_private import C10D_FILE
@@ -24,12 +28,23 @@ LIBRARIES = tuple(
     {sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-LOST = "Connection closed by peer|Connection reset|Broken pipe|(Read|Write) error|socket.*closed"
+LOST = (
+    "Connection closed by peer|Connection re(set|fused)|Broken pipe|(Read|Write) error|socket.*closed|"
+    "another rank is gone"
+)
 CONNECTION_LOST = re.compile(LOST, re.I)
 STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
-CALLS_FN = rf'(  File "{re.escape(PACKAGE)}launch/(?:start|ranks)\.py", line \d+ in (?:live|run)\n)'
+CALLS_FN = rf'(  File "{re.escape(PACKAGE)}launch/(?:job|ranks)\.py", line \d+ in (?:live|run)\n)'
 COLLECTIVES = os.path.join(PACKAGE, "collectives", "")
 NOISE_LETTERS = 2000  # of what native code wrote to stderr
+MESSAGE_LETTERS, TRACEBACK_LETTERS = 1000, 40_000  # of an exception: its text may be a tensor, or a log
+HINTS = {  # what to do about what the system says
+    "Unable to find address for": "the loopback has no address: bring it up (ip link set lo up)",
+    "Resource temporarily unavailable|can't start new thread": "no more processes: see ulimit -u",
+}
+# What the processor or native code itself runs into; any other signal was sent by somebody.
+CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"}
+LIMITS = {"SIGXCPU": "ulimit -t", "SIGXFSZ": "ulimit -f"}
 
 
 class RankError(RuntimeError):
@@ -56,6 +71,12 @@ class Frame(NamedTuple):
     function: str
 
 
+def unborn(who: str, number: int) -> str:
+    """Why the system has no process for `who`."""
+    cure = " (see ulimit -u, or a limit of the container)" if number == errno.EAGAIN else ""
+    return f"{who} cannot be started: {os.strerror(number)}{cure}; use fewer ranks, or end other programs"
+
+
 # ---- one rank: a record is {type, message, frames, traceback}, and survives JSON -------------------------
 
 
@@ -63,12 +84,28 @@ def record(error: BaseException) -> dict:
     """What a rank tells about the exception that ended its fn; the launcher's own frame is left out."""
     tb = error.__traceback__.tb_next or error.__traceback__
     try:
-        message = str(error)
+        message = one_line(str(error))
     except Exception:
         message = "(its message could not be printed)"
     frames = [Frame(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_tb(tb))]
-    text = "".join(traceback.format_exception(type(error), error, tb))
+    if len(message) > MESSAGE_LETTERS:  # Python's printer of them takes seconds for 20 MB
+        lines = [*traceback.format_tb(tb), f"{type(error).__name__}: {message}"]
+    else:
+        lines = traceback.format_exception(type(error), error, tb)
+    text = shortened("".join(lines), TRACEBACK_LETTERS, "\n")
     return {"type": type(error).__name__, "message": message, "frames": frames, "traceback": text}
+
+
+def one_line(text: str) -> str:
+    return " ".join(line.strip() for line in shortened(text, MESSAGE_LETTERS).splitlines())
+
+
+def shortened(text: str, letters: int, around: str = " ") -> str:
+    """Its first and its last part, if it has more letters than that."""
+    half = letters // 2
+    if len(text) <= letters:
+        return text
+    return f"{text[:half]}{around}... ({len(text) - 2 * half:,} letters left out) ...{around}{text[-half:]}"
 
 
 def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> dict:
@@ -85,11 +122,22 @@ def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> di
         )
     elif -code == signal.SIGABRT:
         what = f"aborted in native code (SIGABRT){at}; its last words are below"
+    elif (named := signal_name(-code)) in CRASHES:
+        what = f"crashed in native code ({named}){at}"
+    elif named in LIMITS:
+        what = f"died of {named}{at} (a limit of this shell: {LIMITS[named]})"
     else:
-        what = f"crashed in native code ({signal.Signals(-code).name}){at}"
+        what = f"died of {named}{at} (a signal that somebody sent, or a timer of its own)"
     if calls and not frames:
         what += f"; last collective: {calls[-1].op} #{calls[-1].seq} ({calls[-1].site})"
     return {"type": None, "message": what, "frames": frames, "traceback": stack_text(dump, cells)}
+
+
+def signal_name(number: int) -> str:
+    """SIGTERM, or "real-time signal 40": of these Python names the first and the last only."""
+    if getattr(signal, "SIGRTMIN", number + 1) <= number:
+        return f"real-time signal {number}"
+    return next((one.name for one in signal.Signals if one == number), f"signal {number}")
 
 
 def sentence(record: dict, places: list[str]) -> str:
@@ -99,6 +147,7 @@ def sentence(record: dict, places: list[str]) -> str:
         return record["message"]
     if CONNECTION_LOST.search(record["message"]):
         where += "; another process of the group is gone"
+    where += "".join(f"; {hint}" for sign, hint in HINTS.items() if re.search(sign, record["message"]))
     if record["type"] == "SystemExit":
         return f"called sys.exit({record['message']}){where}; return from fn instead"
     return f"raised {record['type']}{': ' * bool(record['message'])}{record['message']}{where}"
@@ -110,7 +159,7 @@ def place(frames: list, cells: dict[str, str]) -> str:
     """
     for hidden in ((*LIBRARIES, PACKAGE), LIBRARIES, ()):
         for frame in frames:
-            if not frame[0].startswith((*hidden, "<frozen", PACKAGE + "launch")):
+            if not frame[0].startswith((*hidden, "<frozen", PACKAGE + "launch", COLLECTIVES)):
                 return spot(frame, cells)
     return ""
 
@@ -148,12 +197,15 @@ def name(ranks: list[int]) -> str:
 # ---- a failure -------------------------------------------------------------------------------------------
 
 
+def lost_a_connection(record: dict) -> bool:
+    return bool(record["type"] and CONNECTION_LOST.search(record["message"]))
+
+
 def failure(records: dict[int, dict], cells: dict[str, str], noise: dict[int, str] = {}) -> RankError:
     """The error of a launch from the records of the ranks that failed; equal ones are named together."""
-    lost = {
-        rank for rank, said in records.items() if said["type"] and CONNECTION_LOST.search(said["message"])
-    }
-    blamed = sorted(set(records) - lost or records)
+    lost = {rank for rank, said in records.items() if lost_a_connection(said)}
+    crashed = [rank for rank, said in records.items() if said["type"] is None]
+    blamed = sorted(set(records) - lost or records, key=lambda rank: (rank not in crashed, rank))
     alike: dict[tuple, list[int]] = {}
     for rank in blamed:
         alike.setdefault((records[rank]["type"], records[rank]["message"]), []).append(rank)
@@ -161,12 +213,14 @@ def failure(records: dict[int, dict], cells: dict[str, str], noise: dict[int, st
     for ranks in alike.values():
         places = dict.fromkeys(place(records[rank]["frames"], cells) for rank in ranks)
         sentences.append(f"{name(ranks)} {sentence(records[ranks[0]], [where for where in places if where])}")
-    more = f"; and {len(sentences) - 3} other errors" if len(sentences) > 3 else ""
+    more = f"; and {len(sentences) - 3} other error{'s' * (len(sentences) > 4)}" if len(sentences) > 3 else ""
     first = blamed[0]
     text = readable(records[first]["traceback"], cells)
     if noise.get(first, "").strip():
         text += f"\nstderr of rank {first}:\n{noise[first].strip()[-NOISE_LETTERS:]}"
-    return RankError("; ".join(sentences[:3]) + more, tuple(blamed), f"Rank {first}: {text}" if text else "")
+    return RankError(
+        "; ".join(sentences[:3]) + more, tuple(sorted(blamed)), f"Rank {first}: {text}" if text else ""
+    )
 
 
 # ---- a hang ----------------------------------------------------------------------------------------------
@@ -177,7 +231,7 @@ class Stuck(NamedTuple):
 
     text: str  # "wait{s} in all_gather #41 (train.py:7)", {s} for one rank
     waits: bool  # in a collective or for a message
-    group: tuple = ()  # which group's collective, and
+    group: tuple = ()  # which group's collective: axis, members, name
     seq: int = -1  # its number there
 
 
@@ -195,12 +249,13 @@ def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
     ]
     in_ours = any(frame.file.startswith(COLLECTIVES) for frame in frames)
     unfinished = [call for call in calls if not call.done]
-    if unfinished and (in_ours or in_torch):
+    if unfinished and in_ours:
         here = {spot(frame, cells) for frame in frames}
         call = next((call for call in unfinished if call.site in here), unfinished[0])
         peer = "" if call.peer is None else f" {'from' if call.op == 'receive' else 'to'} rank {call.peer}"
-        axis = "" if call.axis == "world" else f" of {call.axis} {call.members}"
-        group = (call.axis, call.members) if call.peer is None else ()
+        axis = f" of group {call.group!r} {call.members}" if call.group else f" of {call.axis} {call.members}"
+        axis = "" if call.axis == "world" and not call.group else axis
+        group = (call.axis, call.members, call.group) if call.peer is None else ()
         return Stuck(f"wait{{s}} in {call.op}{peer} #{call.seq}{axis} ({call.site})", True, group, call.seq)
     if not place(frames, cells):
         return RETURNED
@@ -213,13 +268,42 @@ def say(text: str, ranks: list[int]) -> str:
     return f"{name(ranks)} {text.replace('{s}', 's' if len(ranks) == 1 else '')}"
 
 
+def smaller_side(stuck: dict[int, Stuck]) -> list[int]:
+    """Of ranks that wait in different groups, none of which has all its members, the few; [] if there is no
+    majority.
+    """
+    sides: dict[tuple, list[int]] = {}
+    for rank, where in stuck.items():
+        if where.group:
+            axis, members, own_name = where.group
+            if [other.group for other in stuck.values()].count(where.group) < len(ranks_of(members)):
+                sides.setdefault((axis, own_name), []).append(rank)
+    sizes = {len(ranks) for ranks in sides.values()}
+    return [rank for ranks in sides.values() if len(ranks) < max(sizes) for rank in ranks]
+
+
+def awaited(rank: int, stuck: dict[int, Stuck]) -> bool:
+    """Does anybody wait in a group that the rank is in? Yes, where nobody waits or the group is not known."""
+    members = [where.group[1] if where.group else "" for where in stuck.values() if where.waits]
+    return not members or any(rank in ranks_of(text) for text in members)
+
+
+def ranks_of(members: str) -> Collection[int]:
+    """Of "1-3" or "0,2,5", as the log of calls has it; all ranks, if that is shortened or empty."""
+    if not re.fullmatch(r"\d+(-\d+|(,\d+)*)", members):
+        return range(2**31)
+    first, _, last = members.partition("-")
+    return range(int(first), int(last) + 1) if last else {int(rank) for rank in members.split(",")}
+
+
 def hang(timeout_s: float, stuck: dict[int, Stuck], dumps: dict[int, str], cells: dict) -> LaunchTimeout:
     """The report of a launch that ran out of time: those who are behind come first."""
-    blamed = [rank for rank, where in stuck.items() if not where.waits]
+    blamed = [rank for rank, where in stuck.items() if not where.waits and awaited(rank, stuck)]
     for group in {where.group for where in stuck.values() if where.group} if not blamed else ():
         numbers = {rank: where.seq for rank, where in stuck.items() if where.group == group}
         if len(set(numbers.values())) > 1:
             blamed += [rank for rank, number in numbers.items() if number == min(numbers.values())]
+    blamed = blamed or smaller_side(stuck)
     order = sorted(stuck, key=lambda rank: (rank not in blamed, rank))
     alike: dict[str, list[int]] = {}
     for rank in order:

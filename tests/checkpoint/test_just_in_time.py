@@ -61,8 +61,7 @@ def test_jit_ckpt(tmp_path, layout, dying):
     assert error.value.ranks == tuple(dying), "the right rank is named"
     saved = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("rank-*/step-*"))
     each = {f"rank-{rank:05d}/step-00000003" for rank in range(ranks) if rank not in dying}
-    stuck = {"rank-00001/step-00000003"} if layout == "pp" else set()  # it may be in a send to the dead one
-    assert each - stuck <= set(saved) <= each, "every survivor, and no other step"
+    assert set(saved) == each, "every survivor, and no other step"
     again = launch.run(lambda: start(tmp_path, **strategy), ranks=ranks)
     for (losses, end, _), (first, after, end_too, _) in zip(whole, again):
         assert first == 3 and after == losses[3:] and end == end_too

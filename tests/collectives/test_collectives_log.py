@@ -250,7 +250,8 @@ def test_the_log_keeps_the_last_calls_and_survives_what_does_not_fit(tmp_path):
     assert recent == [(i, (i,)) for i in range(10, SLOTS + 10)]
     calls = collectives.read_log(path)
     assert [(call.seq, call.shape) for call in calls] == [(i, str(i)) for i in range(10, SLOTS + 10)]
-    assert [call.name for call in calls if call.name] == ["a name a name a name a name a name a nam"]
+    (name,) = [call.name for call in calls if call.name]
+    assert name.startswith("a name a name a name a name a n~") and len(name) == 40
     assert os.path.getsize(path) == SLOTS * SLOT_BYTES and os.stat(path).st_mode & 0o077 == 0
     with open(path, "wb") as file:  # a file that is not a log
         file.write(os.urandom(1000) + b"i\t\t")

@@ -375,6 +375,20 @@ def test_arguments_are_passed_without_their_data():
     assert model[0].weight.grad is None and x.tolist() == [[1.0] * 4] * 2
 
 
+def test_arguments_share_what_they_shared():
+    """A model and a list of its parameters, a tensor and a view of it: one memory, as in a real run."""
+    model, x = nn.Linear(4, 4), torch.ones(6)
+
+    def shared(model, params, x, others):
+        return model.weight is params[0], storage_id(x) == storage_id(others["view"]), others["x"] is x
+
+    def storage_id(x):
+        return x.untyped_storage()._cdata
+
+    others = {"view": x[2:4], "x": x}
+    assert dryrun.run(shared, model, [*model.parameters()], x, others, ranks=2) == (True, True, True)
+
+
 def test_results_come_back_as_they_are():
     assert dryrun.run(lambda: {"place": (dist.get_rank(), dist.get_world_size())}, rank=7, ranks=9) == {
         "place": (7, 9)

@@ -25,6 +25,7 @@ from nbclient.exceptions import CellExecutionError
 from torch.optim import SGD
 
 from minitrain import collectives, launch, strategy
+from minitrain.course import kernels
 from minitrain.launch import local, start
 from minitrain.launch.helper import Helper
 from minitrain.plot import style  # noqa: F401
@@ -260,7 +261,8 @@ def test_a_notebook(tmp_path):
     cells = [nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in cells]
     notebook, folder = nbformat.v4.new_notebook(cells=cells), {"metadata": {"path": tmp_path}}
     with pytest.raises(CellExecutionError):
-        NotebookClient(notebook, timeout=120, kernel_name="python3", resources=folder).execute()
+        way = dict(kernel_manager_class=kernels.AsyncManager, kernel_name="python3")
+        NotebookClient(notebook, timeout=120, resources=folder, **way).execute()
     (prints,), failure = cells[1].outputs, cells[2].outputs[-1]
     assert prints.text == "".join(f"[rank {rank}] training on 3\n" for rank in range(3)) + "True\n"
     assert (failure.ename, failure.evalue) == ("RankError", "rank 1 raised ValueError: boom (cell:7)")
