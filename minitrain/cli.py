@@ -11,7 +11,6 @@ import platform
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -19,26 +18,31 @@ from typing import Annotated
 import psutil
 import typer
 from typer import Argument, Option, echo
+from typer.core import TyperGroup
 
-from minitrain import checkpoint_command, train_command
+from minitrain import checkpoint_command, replay_command, train_command
+from minitrain.course import home, notebook
 from minitrain.course import lab as copies
-from minitrain.course import notebook
-from minitrain.model.config import presets
-from minitrain.simulate.machines import MACHINES
-from minitrain.simulate.machines import machine as described
+
+
+class Commands(TyperGroup):
+    def invoke(self, ctx: typer.Context):
+        """An interrupt is one line; a command that has more to say says it itself."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            echo("minitrain: interrupted", err=True)
+            raise typer.Exit(130) from None
+
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Learn how large models are trained on many machines, by running it.",
 )
 ROOT = notebook.CHAPTERS.parent
-
-
-def among(*known: dict) -> Callable[[str], list[str]]:
-    """What the Tab key offers: the keys that begin with what is typed."""
-    return lambda incomplete: [name for names in known for name in names if name.startswith(incomplete)]
 
 
 def main() -> None:
@@ -67,6 +71,7 @@ def installed(name: str) -> str:
 
 
 app.command()(train_command.train)
+app.command()(replay_command.replay)
 app.add_typer(checkpoint_command.app, name="checkpoint")
 
 
@@ -119,9 +124,18 @@ def _time_to_launch() -> float:
     return time.perf_counter() - started
 
 
+@app.command()
+def init(folder: Annotated[Path, Argument(help="new or empty")]) -> None:
+    """Lay out chapters and exercises in a folder; a clone of the repository has them already."""
+    for line in home.lay_out(folder):
+        echo(line)
+    echo(f"{folder} has the chapters and exercises. Next: cd {folder} && minitrain list")
+
+
 @app.command("list")
 def list_chapters() -> None:
     """The chapters there are, with the time and the ranks each needs."""
+    home.at_home()
     for path in notebook.chapters().values():
         title, facts = notebook.heading(path)
         needs = [fact for fact in facts.split(" · ") if fact.startswith(("Time", "Ranks"))]
@@ -133,7 +147,8 @@ def list_chapters() -> None:
 @app.command("run")
 def run_chapters(
     numbers: Annotated[
-        list[str] | None, Argument(help="such as 00 03; else all", autocompletion=among(notebook.chapters()))
+        list[str] | None,
+        Argument(help="such as 00 03; else all", autocompletion=replay_command.among(notebook.chapters())),
     ] = None,
     save: Annotated[bool, Option(help="write the outputs into the notebook itself (for authors)")] = False,
     out: Annotated[Path, Option(help="folder for the executed copies")] = ROOT / "runs",
@@ -141,16 +156,23 @@ def run_chapters(
     """Run chapters from the first cell to the last without a browser, with a progress bar."""
     from tqdm import tqdm
 
+    home.at_home()
     paths = [notebook.chapter(number) for number in numbers or notebook.chapters()]
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out={out} is a file: give a folder for the executed copies")
     started = time.perf_counter()
-    for path in paths:
+    for ran, path in enumerate(paths):
         with tqdm(desc=path.stem, unit="cell", leave=False, disable=not sys.stderr.isatty()) as bar:
 
             def on_cell(done: int, total: int) -> None:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            elapsed_s = notebook.execute(path, path if save else out / path.name, on_cell)
+            try:
+                elapsed_s = notebook.execute(path, path if save else out / path.name, on_cell)
+            except KeyboardInterrupt:
+                echo(f"interrupted in {path.stem}; {ran} of {len(paths)} chapters ran", err=True)
+                raise typer.Exit(130) from None
         echo(f"ok  {path.stem:24} {elapsed_s:5.1f} s")
     folder = os.path.relpath(out) if out.is_relative_to(Path.cwd()) else out
     where, elapsed_s = "in place" if save else f"in {folder}/", time.perf_counter() - started
@@ -165,6 +187,7 @@ def lab(
     ] = None,
 ) -> None:
     """Open JupyterLab over copies of chapters and exercises in work/; what else is given, it gets."""
+    home.at_home()
     for line in copies.prepare(fresh=fresh or ()):
         echo(line)
     command = copies.command(ROOT / "work", context.args)
@@ -179,12 +202,15 @@ def lab(
 def grade(
     chapter: Annotated[
         str | None,
-        Argument(help="such as 02; else a table of all", autocompletion=among(notebook.exercises())),
+        Argument(
+            help="such as 02; else a table of all", autocompletion=replay_command.among(notebook.exercises())
+        ),
     ] = None,
     file: Annotated[Path | None, Option(help="notebook; else that in work/exercises, or exercises")] = None,
     detail: Annotated[bool, Option(help="show the traceback of each failed task")] = False,
 ) -> None:
     """Grade your exercise notebooks: points per task, and what to look at next."""
+    home.at_home()
     if chapter is not None:
         notebook.exercise(chapter)
     elif file:
@@ -192,74 +218,6 @@ def grade(
     from minitrain.course import exercises
 
     echo(exercises.grade(chapter, file).table(detail))
-
-
-@app.command()
-def replay(
-    model: Annotated[str, Argument(help="such as llama3-8b or gpt2", autocompletion=among(presets))],
-    machine: Annotated[str, Option(help="such as h100 or a100", autocompletion=among(MACHINES))] = "h100",
-    ranks: Annotated[int, Option(help="data-parallel ranks")] = 64,
-    batch: Annotated[int, Option(help="sequences on each rank")] = 1,
-    length: Annotated[int, Option(help="tokens in a sequence")] = 1024,
-    bucket_mb: Annotated[float, Option(help="size of the gradient buckets")] = 25,
-    trace: Annotated[Path | None, Option(help="write a trace for ui.perfetto.dev here")] = None,
-    picture: Annotated[Path | None, Option(help="draw the timeline here (.png, .svg, .pdf)")] = None,
-) -> None:
-    """What a data-parallel step of a published model takes on a described machine: dry run, then replay."""
-    if model not in presets:
-        raise ValueError(f"no preset is called {model!r}; choose from {', '.join(presets)}")
-    target = described(machine)
-    from minitrain.launch import dryrun
-    from minitrain.plan.accounting.compute import flops_per_token
-    from minitrain.plot import charts
-    from minitrain.simulate.replay import replay as play
-
-    name, memory_bytes = target.device.name, target.device.memory_bytes
-    ledger = dryrun.run(_one_step, model, batch, length, int(bucket_mb * 1e6), rank=0, ranks=ranks)
-    timeline = play({0: ledger.events}, target, dtype="float16")
-    echo(f"{model} on {ranks} ranks of {name}, {batch} x {length} tokens each, float16 products\n")
-    echo(timeline.table())
-    fits = "" if ledger.peak_bytes <= memory_bytes else ": DOES NOT FIT; shard it or make the batch smaller"
-    echo(f"\npeak memory {ledger.peak_bytes / 1e9:.1f} GB of {memory_bytes / 1e9:.0f} GB{fits}")
-    model_flops = batch * length * flops_per_token(presets[model], length)
-    echo(f"MFU {timeline.mfu(model_flops, 'float16'):.1%}, a causal attention counted as a triangle")
-    if trace:
-        echo(f"trace in {timeline.to_chrome_trace(trace)}")
-    if picture:
-        charts.timeline(timeline, title=f"{model}, {ranks} x {name}").savefig(picture)
-        echo(f"picture in {picture}")
-
-
-def _one_step(name: str, batch: int, length: int, bucket_bytes: int):
-    """One data-parallel step of a preset under the ledger, in bfloat16 with float32 master weights."""
-    from functools import partial
-
-    import torch
-
-    from minitrain.collectives import world
-    from minitrain.data.batches import Rows, random_tokens
-    from minitrain.ledger import Ledger
-    from minitrain.model.gpt import GPT, presets
-    from minitrain.parallelize import parallelize
-    from minitrain.strategy import Strategy
-    from minitrain.training.hyperparameters import Hyperparameters
-
-    class Model(GPT):
-        def forward(self, tokens):
-            with ledger.phase("forward"):
-                return super().forward(tokens)
-
-    config, shape = presets[name], dict(batch_size=batch * world().size(), length=length)
-    strategy = Strategy(dp=world().size(), bucket_bytes=bucket_bytes)
-    with Ledger() as ledger:
-        run = parallelize(Model(config, dtype=torch.bfloat16), strategy, Hyperparameters().make_optimizer)
-        rows = run.batch(Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape), step=0)
-        with ledger.phase("backward"):  # but for the forward inside
-            run.forward_backward(rows)
-            run.sync.finish()
-        with ledger.phase("optimizer"):
-            run.sync.step()
-    return ledger
 
 
 @app.command()

@@ -109,9 +109,9 @@ def ranks_there(strategy: Strategy) -> int:
     """Those of torchrun; else as many as are asked for."""
     if "WORLD_SIZE" not in os.environ:
         return strategy.ranks  # known without torch
-    from minitrain.launch.start import TORCHRUN
+    from minitrain.launch.job import VARIABLES
 
-    job = all(variable in os.environ for variable in TORCHRUN)
+    job = all(variable in os.environ for variable in VARIABLES)
     return int(os.environ["WORLD_SIZE"]) if job else strategy.ranks
 
 
@@ -218,7 +218,7 @@ def check_memory(config: GPTConfig, strategy: Strategy, saves: bool) -> None:
 def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> int:
     """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; `saves`: and part of a copy."""
     sizes = strategy.policy.state_bytes  # of weights, gradients, what the optimizer keeps
-    pieces = {"N": 1, "I": strategy.node * strategy.cp, "G": strategy.dp * strategy.cp}
+    pieces = {"N": 1, "I": strategy.sharers * strategy.cp, "G": strategy.dp * strategy.cp}
     word = strategy.zero if strategy.word else CUT[strategy.zero]
     spread, all_of_them = spread_parameters(config), parameters(config)
     here = 0.0

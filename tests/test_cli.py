@@ -2,16 +2,20 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 
 import nbformat
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from minitrain import cli
-from minitrain.course import atlas, notebook
+from minitrain.course import atlas, exercises, notebook
+from minitrain.course.grading import assignment, book
 
 
 def invoke(*words: str):
@@ -180,3 +184,117 @@ def test_the_tab_key_offers_names(line, offered):
     )
     assert offered <= {*done.stdout.split()} and "torch" not in done.stderr
     assert all(one.startswith(words[-1]) for one in done.stdout.split())
+
+
+# ---- more bad input, and interrupts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("replay tiny --bucket-mb inf", "bucket_mb=inf: use more than 0"),
+        ("replay tiny --bucket-mb nan", "bucket_mb=nan: use more than 0"),
+        ("replay tiny --ranks 99999999999999999999999", "ranks=99999999999999999999999: use a whole number"),
+        ("replay tiny --length 0", "length=0: use a whole number from 1"),
+        ("replay tiny --trace .", "trace=.: give a file in a folder that is there"),
+        ("replay tiny --picture /nowhere/a.png", "picture=/nowhere/a.png: give a file"),
+        ("replay tiny --picture a.zzz", "picture=a.zzz: use a name that ends in .png, .svg, .pdf"),
+        ("run 00 --out file", "out=file is a file: give a folder"),
+        ("train --norm-eps nan", "norm_eps = nan"),
+        ("train --text three.txt", "three.txt has 3 tokens; held_out=0.1 of them leaves a part empty: give"),
+        ("train --text picture.png", "picture.png is binary"),
+        ("grade 02 --file .", ". cannot be read (Is a directory); give a notebook"),
+        ("grade 02 --file deep.ipynb", "deep.ipynb is not a notebook"),
+        ("grade 02 --file flat.ipynb", "flat.ipynb is not a notebook"),
+        ("init full", "full is there and not empty: give a new folder"),
+    ],
+)
+def test_more_bad_input_is_one_line(words, message, monkeypatch, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "three.txt").write_text("abc")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG" + b"x" * 9000 + b"\0" * 9000)
+    (tmp_path / "deep.ipynb").write_text("[" * 100_000)
+    (tmp_path / "flat.ipynb").write_text('{"cells": [3, {"metadata": 4}]}')
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    monkeypatch.setattr(sys, "argv", ["minitrain", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, errors = capfd.readouterr()
+    assert ended.value.code == 2 and message in errors and errors.count("\n") == 1 and not out
+
+
+def test_a_cell_without_points_is_an_edited_one(tmp_path):
+    of = book.chapter("00")
+    cells = json.loads(of.student.read_text())["cells"]
+    for cell in cells:
+        cell["metadata"].get("nbgrader", {}).pop("points", 0)
+        if cell["metadata"].get("nbgrader", {}).get("solution"):
+            cell["metadata"]["nbgrader"]["grade"] = True
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    assert assignment.state(of, tmp_path / "a.ipynb") == "edited"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("prove 99", "chapter 99 has no exercises; there are 00"),
+        ("attack 99", "chapter 99 has no exercises; there are 00"),
+        ("prove 02 --draws 0", "argument --draws: '0': use a whole number, 1 or more"),
+        ("nbgrader /nope", "invalid choice: 'nbgrader'"),
+    ],
+)
+def test_the_command_of_exercises_says_what_is_wrong(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        exercises.main(words.split())
+    said = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and message in said[-1] and said[0].startswith("usage: ")
+
+
+def written_notebook(path, *sources):
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return path
+
+
+def test_a_kernel_that_ends_is_named_with_its_cell(tmp_path):
+    path = written_notebook(tmp_path / "ends.ipynb", "1", "import os; os._exit(0)", "3")
+    with pytest.raises(RuntimeError, match="^ends.ipynb stopped in cell 2: its kernel ended"):
+        notebook.execute(path, tmp_path / "out.ipynb")
+    assert (tmp_path / "out.ipynb").exists()
+
+
+INTERRUPTED = """import sys
+from pathlib import Path
+from minitrain import cli
+from minitrain.course import notebook
+path = Path(sys.argv[1])
+notebook.chapters = lambda: {"00": path}
+sys.argv[1:] = ["run", "00", "--save"]
+cli.main()
+"""
+
+
+def test_an_interrupted_run_is_one_line_and_changes_nothing(tmp_path):
+    """As in a terminal: the kernel ends with it, and a chapter that was to be saved stays as it was."""
+    begun = tmp_path / "begun"
+    path = written_notebook(
+        tmp_path / "00_long.ipynb",
+        f"import os, pathlib, time; pathlib.Path({str(begun)!r}).write_text(str(os.getpid()))",
+        "time.sleep(600)",
+    )
+    before = path.read_bytes()
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(path)],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (begun.exists() and begun.read_text()) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "interrupted in 00_long; 0 of 1 chapters ran\n")
+    assert path.read_bytes() == before and not psutil.pid_exists(int(begun.read_text()))

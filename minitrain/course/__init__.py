@@ -3,14 +3,15 @@
 First  notebook            show a function, set numbers beside formulas, run a notebook
        reading             what follows from the rest of a chapter: times, links, the lines of shown sources
        atlas               every system covered, and the test that proves it
+       kernels             started without a port that another program could take, interrupted in one line
+       home                where chapters and exercises are: in a clone, or laid out from a wheel
 then   lab                 copies of both for the reader to work in
        exercises           make, prove and grade exercise notebooks
        grading/            the judge stays outside; an answer runs in processes that give back data
 beside install             PyTorch as it fits the machine, and the tested versions of all else
        pipelines           a pipeline's step beside one process, with a mistake in it or without
+       sequences           attention over ranks against one process, and what it sends
        under_limits        one model under a hard limit of memory, trained in four ways
-beside sequences          attention over ranks against one process, and what it sends
-       under_limits       one model under a hard limit of memory, trained in four ways
        crash_model         every state of the disk that a power cut may leave of a save
        crashes             a disk on which its process dies; what such crashes leave; a copy that is held up
 """

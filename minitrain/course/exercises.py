@@ -32,8 +32,10 @@ from minitrain.course.grading import assignment, book
 from minitrain.course.grading.checks import Answer, Draw, judging
 from minitrain.course.grading.judge import EXERCISES, PACKAGE, Code, Judge
 from minitrain.course.grading.trial import NOT_ATTEMPTED, Broken, Failure, short
+from minitrain.course.home import at_home
 from minitrain.course.lab import ROOT, written
 
+PROGRAM = "python -m minitrain.course.exercises"
 TIME_LIMIT_S = 20.0  # for one run of an answer; the slowest honest one takes a second
 
 
@@ -262,38 +264,54 @@ def attack(of: book.Chapter, judge: Judge, seed: str = "0") -> tuple[int, list[s
     return tried, faults
 
 
+def asked(number: str | None) -> list[str]:
+    return [book.chapter(number).number] if number else [*book.chapters()]
+
+
+def at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: use a whole number, 1 or more")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m minitrain.course.exercises")
+    """Exit code 2 and one line for a wrong chapter; 1 for what is proved to be wrong."""
+    parser = argparse.ArgumentParser(prog=PROGRAM)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="write the notebooks of all chapters from exercises/source/*.py")
     proving = commands.add_parser("prove", help="stubs get nothing, solutions all, wrong ones are caught")
     proving.add_argument("chapter", nargs="?", help="such as 02; all when none is given")
-    proving.add_argument("--draws", type=int, default=1, help="how often, each time with other draws (1)")
+    proving.add_argument(
+        "--draws", type=at_least_one, default=1, help="how often, each time with other draws (1)"
+    )
     attacking = commands.add_parser("attack", help="answers that know nothing of their task earn nothing")
     attacking.add_argument("chapter", nargs="?", help="such as 02; all when none is given")
     wish = parser.parse_args(arguments)
+    try:
+        at_home()
+        numbers = asked(getattr(wish, "chapter", None))
+    except ValueError as error:
+        parser.error(str(error))
     if wish.command == "build":
         faults = []
         written = "\n".join(f"wrote {path}" for path in assignment.build())
         print(written or "all notebooks are as they should be")
     elif wish.command == "prove":
-        numbers, faults = [wish.chapter] if wish.chapter else book.chapters(), []
+        faults = []
         with Judge() as judge:
             for number, seed in itertools.product(numbers, range(wish.draws)):
                 found = prove(book.chapter(number), judge, str(seed))
                 faults += [f"draw {seed}: {fault}" for fault in found]
     else:
-        numbers, faults, tried, around = [wish.chapter] if wish.chapter else book.chapters(), [], 0, 0
+        faults, tried, around = [], 0, 0
         with Judge() as judge:
             for of in map(book.chapter, numbers):
                 count, found = attack(of, judge)
                 walks = [cell for cell in of.wrong if "around" in cell.attributes]
                 faults += found + wrong_ones(of, walks, judge)
                 tried, around = tried + count, around + len(walks)
-        print(
-            f"{tried + around} answers tried ({tried} know nothing of their task, {around} walk around it),"
-        )
-        print(f"{tried + around - len(faults)} held")
+        told = f"{tried} know nothing of their task, {around} walk around it"
+        print(f"{tried + around} answers tried ({told}),\n{tried + around - len(faults)} held")
     print("\n".join(faults) or f"{wish.command}: good")
     return bool(faults)
 

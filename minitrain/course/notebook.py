@@ -17,7 +17,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Callable, Mapping
 
-CHAPTERS = Path(__file__).parents[2] / "notebooks"
+from minitrain.course.home import HOME, PACKAGE, at_home
+
+CHAPTERS = (HOME or PACKAGE.parent) / "notebooks"
 EXERCISES = CHAPTERS.parent / "exercises"
 METADATA = {  # what JupyterLab writes; with another Python the line of its version differs, no other
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -61,7 +63,7 @@ def _sourced(thing: Callable, doc: bool) -> tuple[str, str, str]:
     if not doc and text and '"""' in source:
         before, _, rest = source.partition('"""')
         source = before.rstrip(" ") + rest.partition('"""')[2].lstrip("\n")
-    place = Path(inspect.getsourcefile(inspect.unwrap(thing))).relative_to(CHAPTERS.parent)
+    place = Path(inspect.getsourcefile(inspect.unwrap(thing))).relative_to(PACKAGE.parent)
     return f"{place}:{number}", " ".join((text or "").partition("\n\n")[0].split()), source.rstrip()
 
 
@@ -97,6 +99,7 @@ def chapters() -> dict[str, Path]:
 
 
 def chapter(number: str | int) -> Path:
+    at_home()
     return chapters()[key_among(number, chapters(), "there is no chapter {!r}")]
 
 
@@ -106,6 +109,7 @@ def exercises() -> dict[str, Path]:
 
 
 def exercise(number: str | int) -> Path:
+    at_home()
     return exercises()[key_among(number, exercises(), "chapter {} has no exercises")]
 
 
@@ -122,33 +126,38 @@ def execute(
     """Run every cell of `path` in a fresh kernel and write the executed copy to `out`; returns the seconds.
 
     RuntimeError names the cell and the error of the first cell that fails; the copy is written all the same.
+    An interrupt stops the kernel at once and writes nothing.
     """
     import nbformat
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+    from minitrain.course.kernels import run
 
     notebook = nbformat.read(path, as_version=4)
-    total, done, started = len(notebook.cells), 0, time.perf_counter()
+    total, at, started = len(notebook.cells), 0, time.perf_counter()
 
-    def finished(cell, cell_index, **_):
-        nonlocal done
-        done = cell_index + 1
-        on_cell(done, total)
+    def begins(cell_index, **_):
+        nonlocal at
+        at = cell_index + 1
 
-    quiet = ["--log-level=ERROR"]  # without the kernel's remarks on every start
-    kernel = {"kernel_name": "python3", "resources": {"metadata": {"path": str(path.parent)}}}
-    watch = {"timeout": cell_timeout_s, "record_timing": False, "extra_arguments": quiet}
+    def finished(cell_index, **_):
+        on_cell(cell_index + 1, total)
+
+    hooks = {"on_cell_start": begins, "on_cell_executed": finished}
     try:
-        NotebookClient(notebook, on_cell_executed=finished, **kernel, **watch).execute()
+        run(notebook, str(path.parent), timeout=cell_timeout_s, record_timing=False, **hooks)
         on_cell(total, total)  # what follows the last code cell is text
+        failure = ""
     except CellExecutionError as error:
-        raise RuntimeError(f"{path.name} stopped in cell {done}: {error.ename}: {error.evalue}") from None
+        failure = f"stopped in cell {at}: {error.ename}: {error.evalue}"
     except CellTimeoutError:
-        what = f"a cell ran longer than {cell_timeout_s} s and was stopped"
-        raise RuntimeError(f"{path.name}: {what}") from None
-    finally:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        nbformat.write(normalised(notebook), out)
+        failure = f"stopped in cell {at}: it ran longer than {cell_timeout_s} s"
+    except DeadKernelError:
+        failure = f"stopped in cell {at}: its kernel ended (exit() in a cell, or no memory left)"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(normalised(notebook), out)
+    if failure:
+        raise RuntimeError(f"{path.name} {failure}")
     return time.perf_counter() - started
 
 

@@ -57,7 +57,7 @@ class Text:
         if start.lower().startswith((b"<!doctype html", b"<html")):
             kind = f"starts with '{start[:15].decode(errors='replace')}': a web page, not the text"
             raise ValueError(f"{self.name} {kind}; download it again, or save the page as plain text")
-        if b"\0" in self.data[:8192]:
+        if b"\0" in self.data:
             cure = "give plain text, unpacked from any archive"
             raise ValueError(f"{self.name} is binary: it holds zero bytes; {cure}")
 
@@ -101,10 +101,12 @@ class Text:
 
     def split(self, held_out: float = 0.1) -> tuple["Text", "Text"]:
         """The text to train on and, its last part, the text to test on: they share no byte."""
+        if not 0 < held_out < 1:
+            raise ValueError(f"held_out={held_out}: use a share above 0 and below 1, such as 0.1")
         cut = len(self) - round(len(self) * held_out)
         if not 0 < cut < len(self):
-            size = f"held_out={held_out} of {len(self)} tokens"
-            raise ValueError(f"{size} leaves a part empty: use a share such as 0.1")
+            size = f"{self.name} has {len(self)} tokens; held_out={held_out} of them"
+            raise ValueError(f"{size} leaves a part empty: give a longer text")
         first, last = self.data[:cut], self.data[cut:]
         return Text(first, f"{self.name}, training part"), Text(last, f"{self.name}, held-out part")
 

@@ -12,6 +12,7 @@ FLOPs depend on it: Llama 3.1's rescaled RoPE, GPT-3's alternating sparse attent
 positions.
 """
 
+import math
 from dataclasses import dataclass
 
 from minitrain.model.experts_config import ExpertsConfig
@@ -77,9 +78,9 @@ class GPTConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout = {self.dropout}; must be in [0, 1)")
         self._check_experts()
-        if self.norm_eps <= 0 or self.rope_theta <= 0:
+        if not (0 < self.norm_eps < math.inf and 0 < self.rope_theta < math.inf):
             found = f"norm_eps = {self.norm_eps} and rope_theta = {self.rope_theta}"
-            raise ValueError(f"{found} must both be > 0")
+            raise ValueError(f"{found} must both be > 0, finite")
 
     def _derive(self, name: str, value: int):
         if _derived(getattr(self, name)):

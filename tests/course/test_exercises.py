@@ -270,13 +270,14 @@ def test_the_visible_checks_run_in_a_notebook_and_say_what_is_wrong(tmp_path):
     import nbformat
     from nbclient import NotebookClient
 
+    from minitrain.course import kernels
+
     wrong = next(cell.source for cell in FIRST.wrong if cell.attributes["fails"] == "own work")
     notebook = nbformat.read(
         with_answers(tmp_path / "mine.ipynb", {**SOLUTIONS, "pass_on": wrong}), as_version=4
     )
-    NotebookClient(
-        notebook, timeout=120, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    way = dict(kernel_manager_class=kernels.AsyncManager, resources={"metadata": {"path": str(tmp_path)}})
+    NotebookClient(notebook, timeout=120, allow_errors=True, **way).execute()
     said = {
         cell.metadata.nbgrader.grade_id: "".join(str(output) for output in cell.outputs)
         for cell in notebook.cells

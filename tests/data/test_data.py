@@ -77,6 +77,7 @@ def test_masks_leave_every_rank_another_number_of_valid_tokens():
     counts = [int((random_tokens(0, rank, 4, 8, 16, masked=True)[1] != MASKED).sum()) for rank in range(4)]
     assert counts == [30, 22, 14, 6]  # 16 + 14, 12 + 10, 8 + 6, 4 + 2
     assert int((random_tokens(0, 0, 1, 8, 16)[1] == MASKED).sum()) == 0
+    assert torch.equal(random_tokens(0, 0, 1, 8, 16, masked=True)[0], random_tokens(0, 0, 1, 8, 16)[0])
 
 
 def test_random_tokens_are_the_same_on_every_machine():
@@ -206,3 +207,10 @@ def test_minhash_estimates_the_similarity_of_sets():
     a, b = set(map(str, range(300))), set(map(str, range(100, 400)))  # J = 200 / 400
     same = [x == y for x, y in zip(minhash(a, 256), minhash(b, 256))]
     assert sum(same) / 256 == pytest.approx(0.5, abs=0.12)  # four standard deviations
+
+
+def test_a_document_that_is_just_as_near_as_the_threshold_goes():
+    assert shingles("A b  c", 2) == {"a b", "b c"} and shingles("a b", 2) == {"a b"} == shingles("a b", 3)
+    pair = ["a b c", "a b d"]  # 2 of 4 words in common
+    kept = [keep_first_of_each(pair, share, words=1, bands=64, rows=1) for share in (0.5, 0.51)]
+    assert kept == [[0], [0, 1]]

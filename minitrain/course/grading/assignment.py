@@ -70,8 +70,9 @@ def checksum(cell: dict) -> str:
     facts = cell["metadata"]["nbgrader"]
     grade, solution = facts.get("grade", False), facts.get("solution", False)
     locked = not solution and (grade or facts.get("locked", False))
-    parts = [cell["source"], cell["cell_type"], grade, solution, locked, facts["grade_id"]]
-    parts += [float(facts["points"])] if grade else []
+    parts = [cell["source"], cell.get("cell_type"), grade, solution, locked, facts["grade_id"]]
+    points = facts.get("points")  # without, it fits no seal
+    parts += [float(points) if isinstance(points, (int, float)) else points] if grade else []
     return hashlib.md5("".join(map(str, parts)).encode()).hexdigest()
 
 
@@ -104,7 +105,9 @@ def cells_in(path: Path) -> dict[str, dict]:
         return {name: {**cell, "source": "".join(cell["source"])} for name, cell in zip(names, cells)}
     except FileNotFoundError:
         raise ValueError(f"{path} is not there; {cure}") from None
-    except (ValueError, KeyError, TypeError):
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); give a notebook") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is not a notebook; move it away, then {cure}") from None
 
 

@@ -135,7 +135,7 @@ def read_cells(path: Path) -> list[Cell]:
         bad = ""
         if role in (*LOCKED, "answer", "check") and (name in names or not re.fullmatch(r"[\w-]+", name)):
             bad = f"{name!r} must be a name of its own of letters, digits, _ and -"
-        elif role == "check" and not attributes.get("points", "").isdigit():
+        elif role == "check" and int(attributes.get("points", "").isdigit() and attributes["points"]) < 1:
             bad = "a check needs points=1 or more"
         elif role == "check" and not any(cell.role == "answer" for cell in cells):
             bad = "a check needs an answer before it"

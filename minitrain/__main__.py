@@ -1,0 +1,6 @@
+"""`python -m minitrain` is the command `minitrain`."""
+
+from minitrain.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Kernels have addresses that nobody else can take, and end, however they end, with one line."""
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import nbformat
+import nbval.kernel
+import psutil
+import pytest
+
+from minitrain.course import kernels, notebook
+
+
+def chapter(path: Path, *cells: str) -> Path:
+    cells = [nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in cells]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=notebook.METADATA), path)
+    return path
+
+
+def test_a_kernel_has_no_port_that_was_free_before_and_its_end_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = chapter(
+        tmp_path / "00_short.ipynb",
+        """
+        import ipykernel, json
+        assert json.load(open(ipykernel.get_connection_file()))["transport"] == "ipc"
+        """,
+        "import os; os._exit(3)",
+        "print('never')",
+    )
+    with pytest.raises(RuntimeError, match=r"^00_short.ipynb stopped in cell 2: its kernel ended \(exit\(\)"):
+        notebook.execute(path, tmp_path / "out.ipynb")
+    assert not list(tmp_path.glob("kernel-*")) and (tmp_path / "out.ipynb").exists()
+
+
+def test_kernels_of_nbval_are_such_kernels(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(nbval.kernel, "KernelManager", None)
+    runpy.run_path(notebook.CHAPTERS / "conftest.py")
+    kernel = nbval.kernel.RunningKernel(nbval.kernel.CURRENT_ENV_KERNEL_NAME)
+    assert type(kernel.km) is kernels.Manager and kernel.km.transport == "ipc" and kernel.is_alive()
+    (folder,) = tmp_path.glob("kernel-*")
+    assert folder.stat().st_mode & 0o777 == 0o700 and len(list(folder.iterdir())) > 1
+    kernel.stop()
+    assert not folder.exists()
+
+
+INTERRUPTED = """
+    import sys
+    from pathlib import Path
+    from minitrain import cli
+    from minitrain.course import notebook
+    notebook.CHAPTERS = Path(sys.argv.pop())
+    sys.argv[1:] = ["run", "00", "--out", str(notebook.CHAPTERS / "out")]
+    cli.main()
+"""
+
+
+def test_an_interrupt_of_minitrain_run_is_one_line_at_most_and_ends_the_kernel(tmp_path):
+    chapter(
+        tmp_path / "00_long.ipynb",
+        """
+        import os, time
+        with open("pid", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename("pid", "running")
+        time.sleep(1000)
+        """,
+    )
+    (tmp_path / "temporary").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(INTERRUPTED), tmp_path],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
+        # a shell's background has it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    patience = time.monotonic() + 120
+    while not (tmp_path / "running").exists() and process.poll() is None and time.monotonic() < patience:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out == "" and len(err.strip().splitlines()) <= 1, out + err
+    assert not psutil.pid_exists(int((tmp_path / "running").read_text()))
+    assert not list((tmp_path / "temporary").iterdir()) and not (tmp_path / "out").exists()
