@@ -49,6 +49,7 @@ from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.slices import on_each_rank
 from minitrain.pipeline.sliced_attention import look_back
+from minitrain.pipeline.whole_stages import WholeStages
 from minitrain.precision import mixed
 from minitrain.precision.all_products import PRODUCTS
 from minitrain.product_passes import multiply_in
@@ -133,7 +134,8 @@ def parallelize(
         settings |= dict(length_over=strategy.tp if strategy.sequence_parallel else 1, router_losses=losses)
         settings |= dict(pairs=pairs, dtype=getattr(torch, strategy.policy.activations))
         stages, units = dict(module.items()), on_each_rank(schedule, strategy.cp)
-        kind = runner or (Balanced if schedule.evicts else Runner)
+        stays = schedule.breadth_first and isinstance(sync, Zero3)
+        kind = runner or (Balanced if schedule.evicts else WholeStages if stays else Runner)
         forward_backward = played = kind(stages, units, mesh.group("pp"), loss_fn, sync, **settings)
     late = check_late(sync, mesh, played) if strategy.post_validation else None
     layout = layout_of(strategy, schedule)
@@ -280,8 +282,12 @@ def make_sync(
     module: nn.Module, strategy: Strategy, mesh: Mesh, make_optimizer: MakeOptimizer | None
 ) -> Sync:
     if strategy.word:
-        node = mesh.group("intra", *strategy.context_axes)
-        return Hybrid(module, node, mesh.group("inter"), make_optimizer, strategy.zero)
+        inside, by_node = ("intra", *strategy.context_axes), None
+        if strategy.nodes > 1:
+            size = strategy.node * strategy.cp
+            by_node = mesh.blocks(*inside, size=size, names=("node", "nodes"))
+        groups = mesh.group(*inside), mesh.group("inter")
+        return Hybrid(module, *groups, make_optimizer, strategy.zero, by_node=by_node)
     rows = mesh.group(*strategy.data_axes, *strategy.context_axes)
     if strategy.policy.scaled:
         return Scaled(module, rows, make_optimizer, strategy.bucket_bytes, deal=strategy.zero == 1)

@@ -2,7 +2,7 @@
 
     Strategy(dp=2, tp=2, zero=1)          ranks = dp · pp · cp · tp, tp innermost: its ranks are neighbours
 
-    dp    rows          different rows of the batch          zero; `node`, of hybrid sharding
+    dp    rows          different rows of the batch          zero; `node` and `nodes`, of hybrid sharding
     pp    layers        stages, run by `schedule`            microbatches, chunks, slices
     cp    tokens        of the same rows, by `layout`        core: attention over them
     tp    matrices      the same tokens                      sequence_parallel, overlap
@@ -27,7 +27,13 @@ from minitrain.pipeline.named import named
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import Schedule
 from minitrain.precision.policies import FIRST_SCALE, POLICIES, PRODUCTS, Policy
-from minitrain.strategy_checks import check_expert_parallel, check_memory, check_tensor_parallel
+from minitrain.strategy_checks import (
+    check_expert_parallel,
+    check_loss_scale,
+    check_memory,
+    check_nodes,
+    check_tensor_parallel,
+)
 
 AXES = ("dp", "pp", "cp", "tp")
 TRAVEL = ("tokens", "experts", "cheaper")
@@ -48,6 +54,7 @@ class Strategy:
     ep_shadow: int = 0  # of a layer's busy experts, how many may be copied to all of ep for a step
     zero: int | str = 0  # 0: replicated; 1, 2, 3: ZeRO; a word such as "III": hybrid sharding
     node: int = 1  # of the dp ranks, how many are one node (for a word)
+    nodes: int = 1  # of these nodes, how many share one copy of what is cut inside (MiCS)
     sequence_parallel: bool = False  # cut activations between the matrices over tp as well
     overlap: bool = False  # hide what tp sends behind its products
     schedule: str = "1f1b"  # of the stages of pp (pipeline/named.py): gpipe, 1f1b, zb_h1, interleaved, ...
@@ -70,7 +77,7 @@ class Strategy:
     delayed_update: bool = False  # the host updates beside the next step, whose weights are one step old
 
     def __post_init__(self):
-        names = "ep ep_node ep_chunks node microbatches chunks slices inner ulysses bucket_bytes"
+        names = "ep ep_node ep_chunks node nodes microbatches chunks slices inner ulysses bucket_bytes"
         for name in (*AXES, *names.split()):
             if not isinstance(size := getattr(self, name), int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}={size!r}; use a whole number, 1 or more")
@@ -80,16 +87,11 @@ class Strategy:
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3, *PARO_SHARDINGS):
             ways = "0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding"
             raise ValueError(f"zero={self.zero!r}; use {ways}: {words}")
-        if self.node > 1 and not self.word:
-            cure = f"nodes matter to hybrid sharding; use node=1, or one of {words}"
-            raise ValueError(f"node={self.node} with zero={self.zero}: {cure}")
-        if self.dp % self.node:
-            fits = " or ".join(map(str, divisors(self.dp)))
-            raise ValueError(f"node={self.node} does not divide dp={self.dp}; a node has {fits} of its ranks")
+        check_nodes(self)
         self._check_experts()
         if self.precision not in POLICIES:
             raise ValueError(f"precision={self.precision!r}; use {', '.join(POLICIES)}")
-        self._check_loss_scale()
+        check_loss_scale(self)
         self._check_products()
         self._check_scaled()
         check_memory(self)
@@ -135,6 +137,11 @@ class Strategy:
         return self.pp > 1 or self.recompute == "stage"
 
     @property
+    def sharers(self) -> int:
+        """Of the dp ranks, how many hold one copy of what a word cuts inside."""
+        return self.node * self.nodes
+
+    @property
     def data_axes(self) -> tuple[str, ...]:
         """Those whose ranks have different rows, the outermost first."""
         return ("inter", "intra") if self.word else ("dp",)
@@ -159,7 +166,7 @@ class Strategy:
     @property
     def axes(self) -> dict[str, int]:
         """Of the mesh, outermost first."""
-        rows = {"inter": self.dp // self.node, "intra": self.node} if self.word else {"dp": self.dp}
+        rows = {"inter": self.dp // self.sharers, "intra": self.sharers} if self.word else {"dp": self.dp}
         return rows | {"pp": self.pp} | self._context | ({"tp": self.tp} if self.tp > 1 else {})
 
     def build_schedule(self) -> Schedule:
@@ -189,7 +196,7 @@ class Strategy:
     # ---- what cannot be -----------------------------------------------------------------------------------
 
     def _check_experts(self) -> None:
-        ranks, node = self.dp * self.cp, self.node * self.cp
+        ranks, node = self.dp * self.cp, self.sharers * self.cp
         if ranks % self.ep:
             fits = " or ".join(map(str, divisors(ranks)))
             raise ValueError(f"ep={self.ep} does not divide dp x cp = {ranks} ranks; use ep {fits}")
@@ -215,18 +222,6 @@ class Strategy:
             others = self._said(("ep", "ep_node", "ep_travel"))
             rule = "chunks are of rows that travel between all ranks of ep at once"
             raise ValueError(f"ep_chunks={self.ep_chunks} with {others}: {rule}; use ep_chunks=1")
-
-    def _check_loss_scale(self) -> None:
-        scale, window = self.first_loss_scale, self.loss_scale_window
-        if scale and not (1 <= scale < math.inf and math.frexp(scale)[0] == 0.5):
-            raise ValueError(f"loss_scale={scale}; use a power of two, 1 or more, say 65536")
-        if not isinstance(window, int) or window < 1:
-            raise ValueError(f"loss_scale_window={window}; use a number of steps, 1 or more, say 2000")
-        if scale and self.post_validation:
-            why = "updates come before it is known whether the scaled gradients have overflowed"
-            raise ValueError(
-                f"post_validation=True with loss_scale={scale:g}: {why}; use post_validation=False"
-            )
 
     def _check_products(self) -> None:
         if self.products not in PRODUCTS:

@@ -9,8 +9,37 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.memory.policies import parse
 from minitrain.model.config import GATED, GPTConfig, divisors
+
+
+def check_nodes(strategy: Any) -> None:
+    """Nodes of hybrid sharding, and how many of them share one copy."""
+    for name in ("node", "nodes"):
+        if (size := getattr(strategy, name)) > 1 and not strategy.word:
+            cure = f"nodes matter to hybrid sharding; use {name}=1, or one of {', '.join(PARO_SHARDINGS)}"
+            raise ValueError(f"{name}={size} with zero={strategy.zero}: {cure}")
+    dp, node = strategy.dp, strategy.node
+    if dp % node:
+        fits = " or ".join(map(str, divisors(dp)))
+        raise ValueError(f"node={node} does not divide dp={dp}; a node has {fits} of its ranks")
+    if dp % strategy.sharers:
+        fits = " or ".join(map(str, divisors(dp // node)))
+        raise ValueError(
+            f"nodes={strategy.nodes} does not divide the {dp // node} nodes of dp={dp}; use {fits}"
+        )
+
+
+def check_loss_scale(strategy: Any) -> None:
+    scale, window = strategy.first_loss_scale, strategy.loss_scale_window
+    if scale and not (1 <= scale < math.inf and math.frexp(scale)[0] == 0.5):
+        raise ValueError(f"loss_scale={scale}; use a power of two, 1 or more, say 65536")
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"loss_scale_window={window}; use a number of steps, 1 or more, say 2000")
+    if scale and strategy.post_validation:
+        why = "updates come before it is known whether the scaled gradients have overflowed"
+        raise ValueError(f"post_validation=True with loss_scale={scale:g}: {why}; use post_validation=False")
 
 
 def check_expert_parallel(config: GPTConfig, strategy: Any) -> None:

@@ -264,6 +264,8 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
     values["zero"] = chance.choice((0, 0, 1, 2, 3, chance.choice(PARO_SHARDINGS)))
     if isinstance(values["zero"], str):
         values["node"] = chance.choice([n for n in range(1, axes["dp"] + 1) if axes["dp"] % n == 0])
+        nodes = axes["dp"] // values["node"]
+        values["nodes"] = chance.choice([n for n in range(1, nodes + 1) if nodes % n == 0])
     values["microbatches"] = chance.choice((1, 2, 3)) if axes["pp"] == 1 else chance.choice((1, 2, 3, 4, 6))
     if axes["tp"] > 1:
         values |= dict(sequence_parallel=chance.random() < 0.5, overlap=chance.random() < 0.4)
@@ -284,7 +286,9 @@ def draw_strategy(chance: random.Random, axes: dict[str, int]) -> Strategy:
     elif chance.random() < 0.15:
         values["precision"] = chance.choice([name for name, policy in POLICIES.items() if policy.narrow])
         if axes["tp"] == axes.get("ep", 1) == 1 and chance.random() < 0.4:  # else nearly all are refused
-            values |= dict(precision="fp8_lm", zero=chance.choice((0, 1)), node=1, post_validation=False)
+            values |= dict(
+                precision="fp8_lm", zero=chance.choice((0, 1)), node=1, nodes=1, post_validation=False
+            )
     others = dict(overlap=False, ep_chunks=1, ep_travel="tokens", ep_shadow=0)  # have products of their own
     if chance.random() < 0.2 and all(values.get(name, only) == only for name, only in others.items()):
         scaled = values.get("loss_scale") or POLICIES[values["precision"]].scales
@@ -575,7 +579,8 @@ FEATURES = {
     "ZeRO-1": lambda s, c: s.zero == 1,
     "ZeRO-2": lambda s, c: s.zero == 2,
     "ZeRO-3": lambda s, c: s.zero == 3,
-    "hybrid": lambda s, c: s.word,
+    "hybrid": lambda s, c: s.word and s.nodes == 1,
+    "hybrid, groups of nodes": lambda s, c: s.nodes > 1,
     "tp": lambda s, c: s.tp > 1,
     "tp, sequence": lambda s, c: s.sequence_parallel,
     "tp, overlap": lambda s, c: s.overlap,

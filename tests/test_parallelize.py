@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from minitrain import launch
+from minitrain import collectives, launch
 from minitrain.data.batches import Rows
 from minitrain.launch import dryrun
 from minitrain.model.gpt import cross_entropy_sum
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
+from minitrain.sharding import placement
 from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
 from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
@@ -168,6 +169,8 @@ def test_refusals_of_matrices_say_what_heads_and_hidden_units_allow():
             ValueError, match=f"^tp={tp} does not divide num_heads=6, .* d_ff=40 \\(gated\\); use tp 1 or 2$"
         ):
             Strategy(tp=tp).check(config, tp)
+    with pytest.raises(ValueError, match="tp=3 does not divide .* use tp 1 or 2 or 6$"):  # 3 share a key head
+        Strategy(tp=3).check(small(num_heads=6, d_model=24, num_kv_heads=2, d_ff=48), 3)
     with pytest.raises(ValueError, match="tp=2 does not cut latent attention"):
         Strategy(tp=2).check(small(num_kv_heads=4, kv_latent=8, rope_head_dim=2), 2)
 
@@ -289,6 +292,17 @@ def test_every_rank_makes_as_many_groups(way):
         for rank in range(way.ranks)
     ]
     assert len(set(made)) == 1, made
+
+
+def test_sums_begin_inside_a_node_and_a_pipeline_has_a_group_for_each_direction():
+    def rank():
+        run = parallelize(small(), Strategy(dp=4, zero="IIG", node=2))
+        over = placement(next(run.model.parameters())).summed_over
+        runner = parallelize(small(), Strategy(pp=4)).runner
+        apart = runner.down is not runner.group and runner.down.rank() == runner.group.rank()
+        return [collectives.axis_of(group) for group in over], apart
+
+    assert dryrun.run(rank, rank=3, ranks=4) == (["intra", "inter"], True)
 
 
 def test_decay_by_group_means_the_same_whatever_is_cut():

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
 from minitrain.attention.dropout import in_order
-from minitrain.attention.kernel import FUSED, Kernel, recomputed, repeat_kv, sum_kv_copies
+from minitrain.attention.kernel import FUSED, Kernel, recomputed, repeat_kv, row_sums, sum_kv_copies
 from minitrain.attention.placed import Placed, check_places, placed
 from minitrain.attention.score_tiles import diagonal, largest, nothing_seen, pieces, score_tile, visible, wide
 from minitrain.attention.traffic import UNCOUNTED, SlowMemory
@@ -140,7 +140,7 @@ def flash_2_backward(dout, q, k, v, out, lse, causal, *, fast_elements, memory=U
         delta = torch.empty_like(lse)
         for rows in row_tiles:
             dout_i, out_i = memory.load(dout[..., rows, :], out[..., rows, :])
-            delta[..., rows, :] = memory.store((dout_i * out_i).sum(-1, keepdim=True))
+            delta[..., rows, :] = memory.store(row_sums(dout_i, out_i).unsqueeze(-1))
     for columns in pieces(k.size(-2), outer):
         there = (..., columns, slice(None))
         k_j, v_j = memory.load(k[there], v[there])
@@ -151,7 +151,7 @@ def flash_2_backward(dout, q, k, v, out, lse, causal, *, fast_elements, memory=U
                 q_i, dout_i, dq_i, lse_i = memory.load(q[here], dout[here], dq[here], lse[here])
                 (delta_i,) = memory.load(delta[here] if delta_first else out[here])
                 if not delta_first:
-                    delta_i = (dout_i * delta_i).sum(-1, keepdim=True)
+                    delta_i = row_sums(dout_i, delta_i).unsqueeze(-1)
                 p = (score_tile(q_i, k_j, rows, columns, shift) - lse_i).exp()
                 dq[here] = memory.store(dq_i + tile_backward(p, delta_i, dout_i, q_i, k_j, v_j, dk_j, dv_j))
         dk[there], dv[there] = memory.store(dk_j), memory.store(dv_j)

@@ -11,8 +11,9 @@ attention in whole matrices: each operation reads its operands and writes its re
     backward    5·N² + 5·N·d      2·N² + 3·N·d     0        dV = Pᵀ dO; dP = dO Vᵀ; dS; dQ = dS K; dK = dSᵀ Q
 
 That is Θ(N·d + N²); `flash_traffic` is Θ(N²·d²/M), in forward 12·N²·d²/M (version 1), 8·N²·d²/M (2). A GPT-2
-layer (N = 1,024, d = 64, 16 heads, batch 64, 2 bytes) has 25.2 GB and 4.1 GB (version 1, A100); the paper
-measured 40.3 and 4.4, its baseline with dropout and a mask. Sends nothing.
+layer (N = 1,024, d = 64, 16 heads, batch 64, 2 bytes) has 25.2 GB and 4.1 GB (version 1, A100). With a mask
+added (2·N²) and dropout (4·N², its mask of 1 byte twice) the first is 40.3 GB, as in the paper, which has 4.4
+for the second; its FLOPs grow by the same product as ours. Sends nothing.
 Dao et al. 2022, arXiv:2205.14135, algorithms 0 to 4, theorem 2, figure 2. Differs: elements, not bytes.
 """
 

@@ -31,15 +31,15 @@ def hierarchical_all_gather(shard: Tensor, intra: ProcessGroup, inter: ProcessGr
     elif (out.shape, out.dtype, out.device) != (shape, dtype, device) or not out.is_contiguous():
         found = f"{list(out.shape)} {out.dtype} on {out.device}"
         raise ValueError(f"{what}: out is {found}; it must be {list(shape)} {dtype} on {device}, contiguous")
-    gather_inside(all_gather(shard, inter), intra, inter, out)
-    return out
+    return gather_inside(all_gather(shard, inter), intra, inter, out)
 
 
-def gather_inside(of_this_place: Tensor, intra: ProcessGroup, inter: ProcessGroup, out: Tensor) -> None:
+def gather_inside(of_this_place: Tensor, intra: ProcessGroup, inter: ProcessGroup, out: Tensor) -> Tensor:
     """Steps 2 and 3: [p/k·d, ..], the pieces of this place, into out [p·d, ..], all in rank order."""
     place_by_place, sizes = all_gather(of_this_place, intra), {"place": intra.size(), "node": inter.size()}
     in_order = rearrange(place_by_place, "(place node row) ... -> node place row ...", **sizes)
     out.detach().view(in_order.shape).copy_(in_order)
+    return out
 
 
 def hierarchical_reduce_scatter(flat: Tensor, intra: ProcessGroup, inter: ProcessGroup) -> Tensor:

@@ -6,15 +6,18 @@
     optimizer     same on all ranks  same on all nodes                   once in the world
 
 Three letters name a sharding. No state is cut finer than the next one, which leaves ten: NNN is DDP, NNG and
-NGG are ZeRO-1 and 2, GGG is ZeRO-3, III is MiCS and FSDP's HYBRID_SHARD. What scatter does not sum, complete
-sums once per step: MiCS's second hop is an all-reduce of shards over `inter`, however many microbatches there
-were. Only shards cross nodes. In GGG the slow hop, across nodes, runs ahead of the layer that needs it.
+NGG are ZeRO-1 and 2, GGG is ZeRO-3, III is FSDP's HYBRID_SHARD. What scatter does not sum, complete sums once
+per step: the second hop is an all-reduce of shards over `inter`, however many microbatches there were. Only
+shards cross nodes. In GGG the slow hop, across nodes, runs ahead of the layer that needs it.
+In MiCS the ranks with one copy may fill several nodes: `intra` are all of them, `by_node` is (this node, its
+place on every node), and what goes inside goes node by node (hierarchical_gather.py), if summed over `intra`.
 Bytes sent and memory are the formulas of choices.py, which finds the cheapest sharding under a limit.
 Zhao et al. 2023, FSDP, arXiv:2304.11277, section 3.2.2; Zhang et al. 2022, MiCS, arXiv:2205.00119, sections
 3.2 to 3.4; Wu et al. 2023, PaRO, arXiv:2310.06003; Chen et al. 2023, AMSP, arXiv:2311.00257. Differs: factors
-1, k and W, where AMSP allows any; gradients of all shardings are sent per unit of zero3.py.
+1, p and W, where AMSP allows any; gradients of all shardings are sent per unit of zero3.py.
 """
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -22,6 +25,11 @@ from torch.distributed import ProcessGroup
 
 from minitrain.collectives import Handle, all_gather, all_reduce, reduce_scatter
 from minitrain.data_parallel.choices import PARO_SHARDINGS
+from minitrain.data_parallel.hierarchical_gather import (
+    gather_inside,
+    hierarchical_all_gather,
+    hierarchical_reduce_scatter,
+)
 from minitrain.data_parallel.units import UnitBuffer
 from minitrain.data_parallel.zero3 import Zero3
 
@@ -64,11 +72,24 @@ class Hybrid(Zero3):
     sums_are_final = False  # `complete` adds up over nodes
 
     def __init__(
-        self, model, intra, inter, make_optimizer, sharding="III", units=None, *, reshard=True, prefetch=True
+        self,
+        model: nn.Module,
+        intra: ProcessGroup,
+        inter: ProcessGroup,
+        make_optimizer,
+        sharding="III",
+        units=None,
+        *,
+        reshard=True,
+        prefetch=True,
+        by_node: tuple[ProcessGroup, ProcessGroup] | None = None,
     ):
         if sharding not in PARO_SHARDINGS:
             raise ValueError(f"sharding={sharding!r} is none of {', '.join(PARO_SHARDINGS)}")
-        self.groups, self.stage = (intra, inter), sharding
+        if by_node and math.prod(group.size() for group in by_node) != intra.size():
+            sizes = " x ".join(str(group.size()) for group in by_node)
+            raise ValueError(f"by_node is {sizes} ranks of the {intra.size()} of intra; use mesh.blocks")
+        self.groups, self.stage, self.by_node = (intra, inter), sharding, by_node
         self.kept, self.summed, self.updated = ("NIG".index(letter) for letter in sharding)  # numbers of cuts
         super().__init__(model, intra, make_optimizer, units, reshard=reshard, prefetch=prefetch)
 
@@ -81,29 +102,35 @@ class Hybrid(Zero3):
     def gather(self, flat: HybridBuffer) -> Handle | Chain:
         """Whole parameters from what ranks hold: inside the node, or across and then inside."""
         intra, inter = flat.groups
+        if self.kept == 1 and self._by_node(intra):
+            pieces = all_gather(flat.held, self.by_node[1], async_op=True)
+            return Chain(pieces, lambda place: gather_inside(place, *self.by_node, flat.whole))
         if self.kept == 1:
             return all_gather(flat.held, intra, out=flat.whole, async_op=True)
         across = all_gather(flat.held, inter, async_op=True)
-        return Chain(across, lambda piece: all_gather(piece, intra, out=flat.whole))
+        return Chain(across, lambda piece: self._gather(piece, intra, flat.whole))
 
     def scatter(self, flat: HybridBuffer, grads: Tensor) -> Handle | Chain:
         """What is summed after each microbatch: nothing, inside the node, or over all ranks."""
         intra, inter = flat.groups
         if self.summed == 0:
             return Chain(grads)
-        inside = reduce_scatter(grads, intra, async_op=True)
+        if self._by_node(intra):
+            inside = Chain(hierarchical_reduce_scatter(grads, *self.by_node))
+        else:
+            inside = reduce_scatter(grads, intra, async_op=True)
         return inside if self.summed == 1 else Chain(inside, lambda piece: reduce_scatter(piece, inter))
 
     def complete(self, flat: HybridBuffer) -> Tensor:
         """Once per step: cut the gradient as finely as the optimizer state, and sum it over replicas."""
         for group in flat.groups[self.summed : self.updated]:
-            flat.sum = reduce_scatter(flat.sum, group)
+            flat.sum = self._scatter(flat.sum, group)
         intra, inter = flat.groups
         if self.updated == 2:
             return flat.sum
-        piece = flat.sum if self.updated == 1 else reduce_scatter(flat.sum, intra)  # across nodes travels 1/k
+        piece = flat.sum if self.updated == 1 else self._scatter(flat.sum, intra)  # across nodes travels 1/k
         all_reduce(piece, inter, out=piece)
-        return piece if self.updated == 1 else all_gather(piece, intra, out=flat.sum)
+        return piece if self.updated == 1 else self._gather(piece, intra, flat.sum)
 
     def publish(self) -> None:
         """Give every rank what it holds of the parameters, the last cut first."""
@@ -116,4 +143,17 @@ class Hybrid(Zero3):
         for flat in flats:
             for cuts in range(self.updated, self.kept, -1):
                 piece, whole = (flat.own(flat.held, slice(self.kept, end)) for end in (cuts, cuts - 1))
-                all_gather(piece, flat.groups[cuts - 1], out=whole)
+                self._gather(piece, flat.groups[cuts - 1], whole)
+
+    def _by_node(self, group: ProcessGroup) -> bool:
+        return self.by_node is not None and group is self.groups[0]
+
+    def _gather(self, piece: Tensor, group: ProcessGroup, out: Tensor) -> Tensor:
+        if self._by_node(group):
+            return hierarchical_all_gather(piece, *self.by_node, out=out)
+        return all_gather(piece, group, out=out)
+
+    def _scatter(self, whole: Tensor, group: ProcessGroup) -> Tensor:
+        if self._by_node(group):
+            return hierarchical_reduce_scatter(whole, *self.by_node)
+        return reduce_scatter(whole, group)

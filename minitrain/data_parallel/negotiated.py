@@ -5,22 +5,24 @@
 A network matches collectives by order. If backward finishes gradients in another order on another rank
 (branches), sending each when ready would add up different tensors. So a ready gradient only raises a bit;
 after every `cycle` gradients the ranks add up their bits, and what all have is fused and reduced, in one
-order for all.
+order for all. Both travel while backward goes on: the sum of the bits is read a cycle later, and the sum of a
+fused buffer when the next one is full, or in `finish`.
 Sends 2(n-1)/n of the gradients' bytes, plus 2(n-1)/n · P · 4 bytes per cycle for the bits. Memory: one fusion
 buffer of at most `fusion_bytes` (or one larger parameter).
 Sergeev and Del Balso 2018, Horovod, arXiv:1802.05799, section 3, and its response cache. Differs: a cycle is
-a number of gradients, not milliseconds, so runs repeat exactly; bits are all-reduced, with no coordinator.
+a number of gradients, not milliseconds, so runs repeat exactly; bits are all-reduced, with no coordinator and
+no thread of its own, so nothing is sent between two cycles.
 """
 
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.collectives import all_reduce
-from minitrain.data_parallel.buckets import pack
-from minitrain.data_parallel.naive import all_reduce_fused, trainable_once
+from minitrain.collectives import Handle, all_reduce
+from minitrain.data_parallel.buckets import flatten, pack, views
+from minitrain.data_parallel.naive import trainable_once
 
 
 class NegotiatedReducer:
@@ -35,31 +37,54 @@ class NegotiatedReducer:
         self._hooks = [param.register_post_accumulate_grad_hook(self._on_ready) for param in self.params]
         self._ready: set[int] = set()
         self._done: set[int] = set()
+        self._asked: Handle | None = None  # for the sum of everybody's bits
+        self._fused: tuple[list[nn.Parameter], Tensor, Handle] | None = None  # on its way
         self.sequence: list[int] = []
 
     def _on_ready(self, param: nn.Parameter) -> None:
         if self.enabled:
             self._ready.add(self._index[param])
             if len(self._ready) % self.cycle == 0:  # all ranks have as many, though not the same ones
-                self._negotiate()
+                self._reduce_agreed()
+                self._ask()
 
-    def _negotiate(self) -> None:
-        """One cycle: add up the ready bits, reduce what all ranks have and nobody has reduced yet."""
+    def _ask(self) -> None:
+        """Start to add up the ready bits."""
         bits = torch.zeros(len(self.params), dtype=torch.int32)
         bits[sorted(self._ready)] = 1
-        agreed = (all_reduce(bits, self.group) == self.group.size()).nonzero().flatten().tolist()
+        self._asked = all_reduce(bits, self.group, async_op=True)
+
+    def _reduce_agreed(self) -> None:
+        """Start to reduce what all ranks had when they were last asked and nobody has reduced yet."""
+        if self._asked is None:
+            return
+        counts, self._asked = self._asked.wait(), None
+        agreed = (counts == self.group.size()).nonzero().flatten().tolist()
         new = [self.params[index] for index in agreed if index not in self._done]
         self._done.update(agreed)
-        for fused in pack(new, self.fusion_bytes):
-            all_reduce_fused(fused, self.group)
-            self.sequence += [self._index[param] for param in fused]
+        for params in pack(new, self.fusion_bytes):
+            self._settle()
+            flat = flatten(param.grad for param in params)
+            self._fused = params, flat, all_reduce(flat, self.group, out=flat, async_op=True)
+            self.sequence += [self._index[param] for param in params]
+
+    def _settle(self) -> None:
+        """Wait for the buffer on its way and give its parts to the gradients."""
+        if self._fused is not None:
+            (params, flat, handle), self._fused = self._fused, None
+            handle.wait()
+            for param, part in zip(params, views(flat, params)):
+                param.grad.copy_(part)
 
     def finish(self) -> None:
         """Negotiate what is left. Every rank must have every gradient by now."""
         missing = [index for index in range(len(self.params)) if index not in self._ready]
         if missing:
             raise ValueError(f"parameters {missing[:5]} got no gradient on this rank; use or freeze them")
-        self._negotiate()
+        self._reduce_agreed()
+        self._ask()
+        self._reduce_agreed()
+        self._settle()
         self._ready.clear()
         self._done.clear()
 

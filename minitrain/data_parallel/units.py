@@ -32,6 +32,7 @@ class UnitBuffer(Flat):
         self.grads: Tensor | None = None  # of the whole, while they come in
         self.sum: Tensor | None = None  # of what came back, over the microbatches
         self.arrived = 0
+        self.stays = False  # whole, whoever frees it (Zero3.stay)
         self.free()
 
     def divide(self) -> None:
@@ -55,6 +56,8 @@ class UnitBuffer(Flat):
             param.data = place
 
     def free(self) -> None:
+        if self.stays:
+            return
         self._settle()  # gathered for nothing
         for param in self.params:
             param.data = param.new_full((), float("nan")).expand(param.shape)

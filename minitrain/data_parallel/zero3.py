@@ -10,7 +10,8 @@ for each in forward and stays whole in backward until its last use. A unit must 
 Sends 3 (n-1)/n of the parameters per step (two gathers, one reduce-scatter), with `reshard=False` 2 (n-1)/n:
 parameters stay whole from forward to backward. Recomputation gathers nothing more. Accumulation: as in
 zero2.py, and every microbatch gathers anew, unless `reshard=False`. In a pipeline units are gathered and
-freed in each action of their stage, whose gradients are scattered when its backward (or W) is done.
+freed in each action of their stage, whose gradients are scattered when its backward (or W) is done, or once
+for all microbatches (`stay`).
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3 and 7.2.2 (P_os+g+p); Zhao et al. 2023, PyTorch
 FSDP, arXiv:2304.11277, section 3.2.1 and 3.3. Differs: SUM instead of mean; the last unit is freed after
 forward like all others; the order of prefetch is the order of the last forward.
@@ -174,8 +175,13 @@ class Zero3(Shards):
             for param in flat.params:
                 self._on_grad(flat, param)  # made by W, which no hook sees
             flat.free()
-            if flat.grads is not None and not self.keep:
+            if flat.grads is not None and not self.keep and not flat.stays:
                 self._send(flat)
+
+    def stay(self, params: Iterable[nn.Parameter], whole: bool) -> None:
+        """Told by a pipeline: what is whole stays so, and gradients add up in it, until told otherwise."""
+        for flat in dict.fromkeys(self.flat_of[param] for param in params):
+            flat.stays = whole
 
     def ready(self, params: Iterable[nn.Parameter]) -> None:
         for flat in dict.fromkeys(self.flat_of[param] for param in params):

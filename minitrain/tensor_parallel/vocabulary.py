@@ -42,7 +42,7 @@ def owned(ids: Tensor, rows: int, vocab_size: int, group: ProcessGroup, complain
     """Which ids are this rank's, and their places in its rows (0 for the others). Every rank checks ids."""
     first = group.rank() * rows
     mine = ids.new_zeros(vocab_size, 1, dtype=torch.bool)
-    mine[first : first + rows] = True
+    mine[first : first + rows].fill_(True)
     try:
         own = F.embedding(ids, mine).squeeze(-1)
     except IndexError:

@@ -19,6 +19,7 @@ from minitrain.attention.kernel import (
     merge,
     plain_backward,
     plain_forward,
+    row_sums,
 )
 from minitrain.attention.lazy import lazy_attention
 from minitrain.attention.pipelined import elapsed, pingpong, play_steps, sequential, within
@@ -106,20 +107,26 @@ def extra_bytes(core, tokens, backward):
 
 
 def test_attention_op():
-    """It saves 2·a·s²·b bytes of scores in bf16, and twice the length is four times the work."""
-    heads, tokens, batch = 4, 64, 2
-    saved = saved_by(naive_attention, *inputs(tokens, heads, heads, batch=batch, dtype=torch.bfloat16)).saved
-    assert (
-        sum(block.bytes for block in saved if block.bytes >= heads * tokens**2 * batch)
-        == 2 * heads * tokens**2 * batch
-    )
+    """It saves 2·a·s²·b bytes of scores in bf16, and what it saves, moves and multiplies grows with s²."""
+    heads, batch = 4, 2
 
-    def flops(tokens):
+    def one(tokens):
+        """Bytes of scores saved; bytes moved by operators on scores alone and in all; FLOPs."""
         with Ledger() as ledger:
-            naive_attention(*inputs(tokens, batch=1))
-        return ledger.flops
+            saved = saved_by(
+                naive_attention, *inputs(tokens, heads, heads, batch=batch, dtype=torch.bfloat16)
+            ).saved
+        square = 2 * heads * tokens**2 * batch
+        scores = sum(block.bytes for block in saved if block.shape[-2:] == (tokens, tokens))
+        return square, scores, sum(event.bytes for event in ledger.events), ledger.flops
 
-    assert flops(64) == 4 * flops(32)
+    (half_square, half_scores, half_moved, half_flops), (square, scores, moved, flops) = one(64), one(128)
+    quarter_moved = one(32)[2]
+    assert (scores, half_scores) == (square, half_square)
+    assert flops == 4 * half_flops
+    passes = 2 * (moved - 2 * half_moved)  # the c·s² of c·s² + d·s
+    assert passes == 4 * 2 * (half_moved - 2 * quarter_moved)
+    assert passes > 0.95 * moved
 
 
 # ---- lazy softmax ----------------------------------------------------------------------------------------
@@ -256,6 +263,31 @@ def test_saved_is_one_number_a_row():
         saved_by(partial(flash_attention, kernel=flash_2(48)), q, k, v).bytes
         == 2 * q.nbytes + k.nbytes + v.nbytes + q.nbytes // 4
     )
+
+
+class Remembered(SlowMemory):
+    def __init__(self):
+        self.stored = []
+
+    def store(self, tensor):
+        self.stored.append(tensor)
+        return tensor
+
+
+def test_row_sums_of_half_precision_are_float32():
+    """D = rowsum(dO · O) is a difference's other half: in bfloat16 it would be wrong by more than gradients are."""
+    memory, (q, k, v) = Remembered(), inputs(9, width=64, dtype=torch.bfloat16)
+    (dout,) = inputs(9, width=64, dtype=torch.bfloat16, seed=1)[:1]
+    (q, k, v, dout), kernel = (x.detach() for x in (q, k, v, dout)), flash_2(10**6, memory)
+    out, lse = kernel.forward(q, k, v, True)
+    exact = (dout.double() * out.double()).sum(-1)
+    memory.stored.clear()
+    second = kernel.backward(dout, q, k, v, out, lse, True)
+    for found in (row_sums(dout, out), memory.stored[0].squeeze(-1)):
+        assert found.dtype == torch.float32 and (found - exact).abs().max() < 1e-5 < 1e-4 < exact.abs().max()
+    assert (exact.bfloat16() - exact).abs().max() > 1e-3
+    first = flash_1(10**6).backward(dout, q, k, v, out, lse, True)
+    assert all(map(torch.equal, first, second))
 
 
 def test_a_core_of_the_model():

@@ -191,7 +191,7 @@ def single_ring(cases):
 
 def test_loongtrain():
     """Heads x context of 4x1, 2x2, 1x4 give one output; on 2 nodes of w=2 a double ring takes cp/w - 1 steps
-    across, not cp - 1.
+    across, not cp - 1: a card's bytes are cut by about w, a node's from cp - 1 to cp - w blocks.
     """
     cases = [
         (*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)
@@ -209,7 +209,9 @@ def test_loongtrain():
             [across(run[ring][0][1][which], rank, node=2) for rank, run in enumerate(runs)] for ring in (3, 2)
         )
         assert single == [0, 3 * times * block] * 2  # one card of each node sends all: cp - 1 blocks
-        assert double == [times * block] * 4  # each card cp/w - 1; of a node w (cp/w - 1)
+        assert double == [times * block] * 4  # each card cp/w - 1
+        nodes = [[sum(bytes_of[first : first + 2]) for first in (0, 2)] for bytes_of in (single, double)]
+        assert nodes == [[3 * times * block] * 2, [2 * times * block] * 2]  # of a node cp - 1, and cp - w
     for run in runs:
         forward, _ = run[2][0][1]
         assert by_axis(forward) == {"outer": block, "inner": 2 * block}
@@ -469,6 +471,14 @@ def one_group_twice():
     return usp_attention(q, q, q, ring=group, ulysses=group)
 
 
+def on_two_rings(axis):
+    """Ulysses over one of the two rings, where it should cross both."""
+    mesh = Mesh(outer=2, inner=2)
+    rings = {name: mesh.group(name) for name in mesh.shape}
+    q = torch.ones(1, 4, 4, 4)
+    return loongtrain_attention(q, q, q, ulysses=rings[axis], **rings)
+
+
 REFUSED = {
     "Ulysses: 3 heads cannot be dealt to the 2 ranks of ulysses": lambda: on_grid(
         usp_attention, heads=3, kv_heads=3, ring=2, ulysses=2
@@ -483,6 +493,10 @@ REFUSED = {
         double_ring_attention, length=5, outer=2, inner=2
     ),
     "ring group [0, 1, 2, 3] and ulysses group [0, 1, 2, 3] share ranks [0, 1, 2, 3], but must cross in this rank only": one_group_twice,
+    **{
+        f"must cross in this rank only; on Mesh({axis}=, ulysses=)": partial(on_two_rings, axis)
+        for axis in ("inner", "outer")
+    },
     "6 query heads are not a multiple of 4 K/V heads": lambda: on_grid(
         double_ring_attention, heads=6, outer=2, inner=2
     ),

@@ -124,19 +124,20 @@ def test_pytorch_ddp():
 
     width, ranks = 16, 4
     size = 8 * width * width * 8
-    for bucket_bytes in (size // 8, size // 4, size, 10 * size):
-        for sent, phases, grads in launch.run(rank, bucket_bytes, width, ranks=ranks):
-            assert sent == 2 * (ranks - 1) * size // ranks
-            assert len(phases) == math.ceil(size / bucket_bytes) and set(phases) == {"backward"}
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # as every rank of a launch starts with
     model = torch.nn.Sequential(
         *(torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(8))
     )
     model(
         torch.cat([torch.ones(2, width, dtype=torch.float64) * (r + 1) for r in range(ranks)])
     ).sum().backward()
-    for ours, theirs in zip(grads, model.parameters()):
-        assert (ours - theirs.grad).abs().max() < TOLERANCE
+    for bucket_bytes in (size // 8, size // 4, size, 10 * size):
+        for sent, phases, grads in launch.run(rank, bucket_bytes, width, ranks=ranks):
+            assert sent == 2 * (ranks - 1) * size // ranks
+            assert len(phases) == math.ceil(size / bucket_bytes) and set(phases) == {"backward"}
+            for ours, theirs in zip(grads, model.parameters(), strict=True):
+                assert (ours - theirs.grad).abs().max() < TOLERANCE
+                assert theirs.grad.abs().max() > 1e-3  # else zeros would do
 
 
 def test_buckets_start_in_one_order_on_every_rank_and_before_backward_ends():
@@ -158,7 +159,7 @@ def test_buckets_start_in_one_order_on_every_rank_and_before_backward_ends():
 
 def test_horovod():
     """Ranks whose gradients become ready in different orders still issue one sequence of collectives; the
-    result is DDP's.
+    result is DDP's, and gradients travel while backward goes on.
     """
 
     def rank():
@@ -168,23 +169,45 @@ def test_horovod():
         reducer = NegotiatedReducer(layers.parameters(), group, cycle=2)
         x = torch.full((1, 4), 1.0 + group.rank(), dtype=torch.float64)
         order = range(6) if group.rank() % 2 == 0 else reversed(range(6))
-        for index in order:  # six separate losses: this rank finishes them in its own order
-            layers[index](x).square().sum().backward()
-        reducer.finish()
+        with Ledger() as ledger:
+            for index in order:  # six separate losses: this rank finishes them in its own order
+                layers[index](x).square().sum().backward()
+            with ledger.phase("finish"):
+                reducer.finish()
         for index in range(6):
             torch.nn.functional.linear(x, plain[2 * index], plain[2 * index + 1]).square().sum().backward()
         naive.all_reduce_gradients(plain, group)
         worst = max(
             (ours.grad - theirs.grad).abs().max().item() for ours, theirs in zip(layers.parameters(), plain)
         )
-        return reducer.sequence, worst
+        return reducer.sequence, worst, hidden_behind_products(ledger), ledger.payload_bytes()
 
     for ranks in (2, 4):
         results = launch.run(rank, ranks=ranks)
-        assert all(sequence == results[0][0] for sequence, _ in results) and sorted(results[0][0]) == list(
-            range(12)
-        )
-        assert max(worst for _, worst in results) < TOLERANCE
+        assert all(found[0] == results[0][0] for found in results)
+        assert sorted(results[0][0]) == list(range(12))
+        for _, worst, (bits, gradients), payload in results:
+            assert worst < TOLERANCE
+            # Five of seven times bits travel behind products: not after the last gradient, nor in `finish`.
+            # The orders meet in the middle: from then on all ranks have two more layers at each cycle.
+            assert (bits, gradients) == (5, 1)
+            assert payload == 7 * 12 * 4 + 6 * 20 * 8  # the bits of six cycles and of `finish`; the gradients
+
+
+def hidden_behind_products(ledger):
+    """How many all-reduces, of bits and of gradients, were under way while this rank multiplied."""
+    under_way, hidden = {}, {48: 0, "gradients": 0}
+    for event in ledger.events:
+        match type(event).__name__:
+            case "Issue":
+                under_way[event.id] = [event.payload_bytes, False]
+            case "Compute":
+                for call in under_way.values():
+                    call[1] = call[1] or event.flops > 0
+            case "Wait":
+                size, was_hidden = under_way.pop(event.id)
+                hidden[48 if size == 48 else "gradients"] += was_hidden
+    return tuple(hidden.values())
 
 
 def test_reducing_in_order_of_readiness_without_negotiation_adds_up_different_tensors():
@@ -243,32 +266,44 @@ def test_grad_accum_zero():
 
 
 def test_temporary_buffers():
-    """The fused fp32 buffer of a 1.5-billion-parameter model is 6 GB; a bucket is as small as you like. Dry,
-    one rank of 64.
+    """What summing needs beside the gradients: a fused fp32 buffer of a model of 1.5 billion parameters is a
+    second copy of 6 GB, packs are copies of one pack, and buckets that are the gradients need one incoming
+    gradient. Dry, one rank of 64; receive buffers apart.
     """
+    bucket = 50_000_000
 
-    def rank(fused):
+    def rank(way):
         model, group = GPT(presets["gpt2-xl"]), collectives.world()
-        reducer = fused_reducer(model, group) if fused else GradReducer(model.parameters(), group, 25_000_000)
-        for param in model.parameters():
-            param.grad = None
+        params = list(model.parameters())
+        if (
+            way != "fused"
+        ):  # a bucket holds any matrix of a block; the table of words is larger than any bucket
+            params = [param for param in params if param.nbytes <= bucket]
         with Ledger() as ledger:
-            for param in reversed(list(model.parameters())):
+            reducer = GradReducer(params, group, bucket) if way == "buckets" else None
+            for param in reversed(params):
                 param.grad = torch.zeros_like(param)
-                if not fused:
+                if reducer:
                     reducer._on_ready(param)
-            reducer.finish()
-        biggest = max(event.payload_bytes for event in ledger.events if type(event).__name__ == "Issue")
-        return biggest, sum(param.numel() for param in model.parameters())
+            if reducer:
+                reducer.finish()
+            for packed in pack(params, bucket) if way == "packs" else [params] * (way == "fused"):
+                naive.all_reduce_fused(packed, group)
+        copies = max(
+            live["activations"] for _, live in ledger.timeline()
+        )  # kinds: neither grads nor received
+        return (
+            copies,
+            [param.nbytes for param in params],
+            [sum(p.nbytes for p in some) for some in pack(params, bucket)],
+        )
 
-    biggest, parameters = dryrun.run(rank, True, ranks=64)
-    assert biggest == 4 * parameters and 6.0e9 < biggest < 6.5e9
-    biggest, _ = dryrun.run(rank, False, ranks=64)
-    assert biggest == 4 * 50257 * 1600  # the token table is one parameter, larger than any bucket
-
-
-def fused_reducer(model, group):
-    return Naive(list(model.parameters()), group, fused=True)
+    copy_bytes, sizes, _ = dryrun.run(rank, "fused", ranks=64)
+    assert copy_bytes == sum(sizes) and 6.0e9 < copy_bytes < 6.5e9
+    copy_bytes, _, packs = dryrun.run(rank, "packs", ranks=64)
+    assert copy_bytes == max(packs) <= bucket
+    copy_bytes, sizes, _ = dryrun.run(rank, "buckets", ranks=64)
+    assert copy_bytes == max(sizes) <= bucket
 
 
 def quadratic(w, x):
@@ -336,21 +371,25 @@ def test_parameter_server():
         assert max(error for error, _ in results) < TOLERANCE
 
     def by_all_reduce():
-        group, lr = collectives.world(), 0.05
+        group, lr, size = collectives.world(), 0.05, 12  # divides by the ranks
         data = [
-            torch.randn(steps, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(w))
+            torch.randn(steps, size, dtype=torch.float64, generator=torch.Generator().manual_seed(w))
             for w in range(group.size())
         ]
-        w = torch.nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64))
-        for step in range(steps):
-            w.grad = None
-            quadratic(w, data[group.rank()][step]).backward()
-            naive.all_reduce_gradients([w], group)
-            torch.optim.SGD([w], lr=lr).step()
-        start = torch.linspace(-1, 1, 7, dtype=torch.float64)
-        return (w - serial_stale(start, data, lr, 0)).abs().max().item()
+        start = torch.linspace(-1, 1, size, dtype=torch.float64)
+        w = torch.nn.Parameter(start.clone())
+        with Ledger() as ledger:
+            for step in range(steps):
+                w.grad = None
+                quadratic(w, data[group.rank()][step]).backward()
+                naive.all_reduce_gradients([w], group)
+                torch.optim.SGD([w], lr=lr).step()
+        error = (w - serial_stale(start, data, lr, 0)).abs().max().item()
+        return error, ledger.sent_bytes() / (steps * size * 8)
 
-    assert max(launch.run(by_all_reduce, ranks=3)) < TOLERANCE
+    for workers in (3, 4):
+        for error, shares in launch.run(by_all_reduce, ranks=workers):
+            assert error < TOLERANCE and shares == 2 * (workers - 1) / workers  # of S, out of every rank
 
 
 def test_local_updates_every_step_is_data_parallel_sgd_and_every_fourth_is_not():

@@ -11,15 +11,18 @@ from torch import nn
 from minitrain import collectives, launch
 from minitrain.data_parallel import choices
 from minitrain.data_parallel.hybrid import PARO_SHARDINGS, Hybrid
+from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.data_parallel.zeropp import ZeroPlusPlus
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
+from minitrain.parallelize import parallelize
+from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
 from minitrain.training.step import Batch, accumulate, train_step
-from tests.parallel import TOLERANCE, Problem, difference, one_process, train_sharded
+from tests.parallel import TOLERANCE, Problem, difference, one_process, train_parallel, train_sharded
 
 EVEN = GPTConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, max_positions=16, tied=False)
 
@@ -73,7 +76,7 @@ def test_without_the_second_hop_nodes_train_apart(references):
 
 def account(make, microbatches=1, config=EVEN, mesh=None):
     """One step in bf16: (Ψ with padding, bytes by axis, live bytes by kind after it, all-reduces, elements of
-    each buffer).
+    each buffer, all bytes).
     """
     group = collectives.world()
     mesh = mesh or Mesh(inter=2, intra=group.size() // 2)
@@ -91,6 +94,7 @@ def account(make, microbatches=1, config=EVEN, mesh=None):
         ledger.live_by_kind,
         ledger.num_calls("all_reduce", "inter"),
         numels,
+        ledger.sent_bytes(),
     )
 
 
@@ -139,34 +143,92 @@ def test_the_sharding_factor_trades_memory_for_bytes():
         assert [live["parameters"] for _, _, live, *_ in runs] == [
             2 * runs[0][0] // factor for factor in (1, 2, 4)
         ]
-        totals = [sum(sent.values()) for _, sent, *_ in runs]
-        assert totals[0] < totals[2] and totals[1] < totals[2]
+        M, totals = 2 * runs[0][0], [sum(sent.values()) for _, sent, *_ in runs]
+        # 2M(W-1)/W; two gathers and a scatter in the node, 3M/2, and an all-reduce of M/2 across; 3M(W-1)/W
+        assert totals == [2 * M * 3 // 4, 3 * M // 2 + M // 2, 3 * M * 3 // 4]
         assert (
             runs[0][1]["inter"] == runs[1][1]["inter"] < runs[2][1]["inter"]
         )  # across nodes both add up shards
 
 
-def test_mics_reduces_across_groups_once_a_step():
-    def rank():
-        return [account(in_words("III"), m) for m in (1, 3)]
+def test_mics():
+    """Eight ranks on four nodes of two, two nodes to a copy (p = 4, k = 2): equal to one process; a node sends
+    (p-k)/p of the whole to the other one in a gather, and across groups shards go once a step.
+    """
+    problem = Problem(batch_sizes=(16, 16), microbatches=2)
+    reference = one_process(problem)
 
-    for once, thrice in launch.run(rank, ranks=4):
-        assert once[3] == thrice[3] == len(once[4])  # one all-reduce a buffer, however many microbatches
-        assert once[1]["inter"] == thrice[1]["inter"]
+    def rank():
+        outcome = train_parallel(problem, Strategy(dp=8, zero="III", node=2, nodes=2))
+        steps = []
+        for m in (1, 3):
+            strategy = Strategy(dp=8, zero="III", node=2, nodes=2, microbatches=m, precision="bfloat16")
+            run = parallelize(EVEN, strategy, lambda params: AdamW(params, lr=1e-2))
+            with Ledger() as ledger:
+                tokens = torch.zeros(m, 8, dtype=torch.long)
+                run.step(Batch(tokens, tokens, torch.tensor(8 * 8 * m)))
+            sent = {
+                (op, axis): ledger.sent_bytes(op, axis) for op in OPS for axis in ("node", "nodes", "inter")
+            }
+            numels = [flat.numel for flat in run.sync.flats]
+            steps.append((sent, ledger.num_calls("all_reduce", "inter"), numels, ledger.live_by_kind))
+        return difference(outcome, reference), steps
+
+    p, k, W = 4, 2, 8
+    cluster, choice = choices.Cluster(W, k), choices.Choice(p, p, p)
+    for apart, steps in launch.run(rank, ranks=W):
+        assert apart < TOLERANCE
+        for m, (sent, reductions, numels, live) in zip((1, 3), steps):
+            M = 2 * sum(numels)
+            gathers = 2 * m  # for forward and for backward
+            assert k * sent["all_gather", "nodes"] == gathers * M * (p - k) // p  # both ranks of a node
+            assert k * sent["reduce_scatter", "nodes"] == m * M * (p - k) // p
+            assert sent["all_gather", "node"] == gathers * M * (k - 1) // k
+            assert sent["all_reduce", "inter"] == M // p and reductions == len(numels)  # whatever m is
+            traffic = choices.traffic(choice, M // 2, cluster, m)
+            totals = [sum(sent[op, axis] for op in OPS) for axis in ("node", "nodes", "inter")]
+            assert (totals[0], totals[1] + totals[2]) == (traffic.intra_bytes, traffic.inter_bytes)
+            assert live["parameters"] == M // p
+
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def test_words_with_nodes_that_share_a_copy_equal_one_process(references):
+    """One copy on all four ranks, two nodes of two: every gather, scatter and update inside goes node by node."""
+
+    def rank():
+        strategies = [Strategy(dp=4, zero=word, node=2, nodes=2) for word in PARO_SHARDINGS]
+        return [train_parallel(problems()[0], strategy) for strategy in strategies]
+
+    for outcomes in launch.run(rank, ranks=4, timeout_s=120):
+        for word, outcome in zip(PARO_SHARDINGS, outcomes, strict=True):
+            assert difference(outcome, references[0]) < TOLERANCE, word
 
 
 def test_hybrid_sharding_crosses_hosts_with_less_than_the_paper_says():
-    """FSDP section 3.2.2, GPUs a host G, ranks W: cross-host bytes of a rank at most 2M(W-1)/(GW); full
-    sharding 3M(W-1)/W.
-    """
+    """FSDP section 3.2.2, ranks W, G of them a host: a rank sends 2M(W-1)/W replicated, 3M(W-1)/W fully sharded,
+    and with hybrid sharding 2M(W-1)/(GW) across hosts.
+
+    The first two as they stand, over one ring of all ranks. The third is a ring through all W ranks too, of
+    which ours takes the hops between hosts only: 2M(W-G)/(GW)."""
+
+    def flat(technique):
+        return lambda model, mesh, make: technique(model, collectives.world(), make)
 
     def rank():
-        return account(in_words("III")), account(in_words("GGG"))
+        ways = (flat(Zero1), flat(Zero3), in_words("III"), in_words("NNN"), in_words("GGG"))
+        return [account(way) for way in ways]
 
-    for (count, shared, *_), (_, full, *_) in launch.run(rank, ranks=4):
-        M, W, G = 2 * count, 4, 2
-        assert shared["inter"] == 2 * M * (W // G - 1) // W <= 2 * M * (W - 1) / (G * W)
-        assert full["inter"] <= 3 * M * (W - 1) / W
+    for replicated, sharded, hybrid_of, *two_levels in launch.run(rank, ranks=4):
+        M, W, G = 2 * hybrid_of[0], 4, 2
+        assert replicated[5] == 2 * M * (W - 1) // W and sharded[5] == 3 * M * (W - 1) // W
+        across = 2 * M * (W - G) // (G * W)
+        assert hybrid_of[1]["inter"] == across and across * (W - 1) == 2 * M * (W - 1) // (G * W) * (W - G)
+        assert [run[1]["inter"] for run in two_levels] == [
+            across,
+            across * 3 // 2,
+        ]  # levels alone save as much
 
 
 # ---- ZeRO++ ----------------------------------------------------------------------------------------------
@@ -223,7 +285,7 @@ def test_zero_plus_plus_sends_a_quarter_between_nodes():
     node = {
         name: sum(results[r][name][1]["inter"] for r in (0, 1)) for name in results[0]
     }  # the two ranks of node 0
-    count, _, _, _, numels = results[0]["all"]
+    count, _, _, _, numels, _ = results[0]["all"]
     M, scales = (
         2 * count,
         sum(4 * 4 * math.ceil(numel / 4 / 16) for numel in numels),
@@ -296,6 +358,9 @@ def test_bad_input_gets_one_line():
                 mesh.group("inter"),
                 torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1),
             ),
+            "levels": lambda: Hybrid(
+                nn.Linear(4, 4), mesh.group("intra"), mesh.group("inter"), sgd, by_node=(group, group)
+            ),
         }
         for name, case in cases.items():
             try:
@@ -305,7 +370,8 @@ def test_bad_input_gets_one_line():
         return said
 
     for said in launch.run(rank, ranks=2):
-        assert set(said) == {"word", "mesh", "block", "turned", "built"}
+        assert set(said) == {"word", "mesh", "block", "turned", "built", "levels"}
+        assert "by_node is 2 x 2 ranks of the 1 of intra" in said["levels"]
         assert all("\n" not in line for line in said.values())
         assert "NNG" in said["word"] and "6 ranks, but the job has 2" in said["mesh"]
         assert (

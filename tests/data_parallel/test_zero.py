@@ -24,14 +24,17 @@ from minitrain.parallelize import parallelize
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
 from minitrain.strategy import Strategy
+from minitrain.torch_private import DispatchMode
 from minitrain.training.optim import AdamW
 from minitrain.training.step import Batch, accumulate, train_step
 from tests.parallel import (
     TOLERANCE,
+    Outcome,
     Problem,
     check_refusals,
     difference,
     one_process,
+    rows_of_problem,
     run_steps,
     small,
     train_on_rank,
@@ -221,20 +224,60 @@ def test_grad_accum_zero_calls():
 
 
 def test_zero1_pp_tp():
-    """A pipeline's m microbatches: stage 1 pays (RS + AG) once, stage 2 m RS + AG; what stage 2 saves of
-    gradients is small.
-    """
+    """dp 2 x pp 2 x tp 2 on eight ranks, three microbatches: equal to one process, and the bytes of each axis.
 
-    def rank():
-        return [traffic(way, untied(microbatches=3)) for way in ("stage 1", "stage 2")]
+    Stage 1 pays (RS + AG) once, stage 2 m RS + AG; gradients are 1/(pp tp) of the model's before either."""
+    m, ranks = 3, 2
+    problem = untied(microbatches=m)
+    reference = one_process(problem)
+    rows = problem.batch_sizes[0] // (2 * m)
+    activation, tokens = rows * problem.length * problem.config.d_model * 8, rows * problem.length * 8
 
-    for (gathered1, scattered1, _, whole), (gathered2, scattered2, _, _) in launch.run(rank, ranks=4):
-        assert gathered1 + scattered1 == 2 * whole * 3 // 4
-        assert gathered2 + scattered2 == (1 + 3) * whole * 3 // 4
+    def under(zero):
+        strategy = Strategy(
+            dp=2, pp=2, tp=2, zero=zero, microbatches=m, precision="float64", bucket_bytes=3000
+        )
+        make = lambda params: AdamW(params, lr=problem.lr)  # noqa: E731
+        run = parallelize(problem.config, strategy, make, seed=3, frozen=(problem.frozen,))
+        batch = run.batch(rows_of_problem(problem, 0), 0)
+        with Ledger() as ledger:
+            loss = run.total(run.step(batch).loss).item()
+        outcome = Outcome([loss], run.sync.full_grads(), run.sync.full_tensors())
+        sent = {op: ledger.sent_bytes(op, "dp") for op in ("reduce_scatter", "all_gather")}
+        sent |= {axis: ledger.sent_bytes(axis=axis) for axis in ("pp", "tp")}
+        whole = sum(flat.numel for flat in run.sync.flats) * 8
+        held = ledger.live_by_kind
+        return run.mesh.rank("pp"), difference(outcome, reference, part=True), sent, whole, held
+
+    model_bytes = 8 * sum(param.numel() for param in reference.params.values())
+    for found in launch.run(lambda: [under(1), under(2)], ranks=8):
+        for zero, sends, (stage, apart, sent, whole, held) in zip((1, 2), (1, m), found):
+            assert apart < TOLERANCE
+            assert sent["reduce_scatter"] == sends * whole * (ranks - 1) // ranks
+            assert sent["all_gather"] == whole * (ranks - 1) // ranks
+            assert sent["pp"] == m * activation  # forward from one stage, backward from the other
+            loss = 3 * tokens if stage else 0  # of the cut vocabulary: three numbers per token
+            assert sent["tp"] == m * (5 * activation + loss)  # a block's four, and the table's or the head's
+            assert held["gradients"] == (whole if zero == 1 else whole // ranks)
+            assert held["optimizer state"] == 2 * whole // ranks
+            assert 0.23 < whole / model_bytes < 0.27  # 1/(pp tp): a stage has its table or its head
+
+
+class Arithmetic(DispatchMode):
+    """Counts the additions, products, quotients and roots of element-wise operators."""
+
+    per_element = {"mul_": 1, "sqrt": 1, "div_": 1, "add_": 1, "lerp_": 3, "addcmul_": 3, "addcdiv_": 3}
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if cost := self.per_element.get(func.overloadpacket.__name__):
+            self.count += cost * result.numel()
+        return result
 
 
 def test_weight_update_sharding():
-    """Xu et al.: the bytes of an all-reduce, 1/n of the optimizer's work on each rank, the same weights
+    """Xu et al.: the bytes of an all-reduce, 1/n of the update's arithmetic on each rank, the same weights
     everywhere.
     """
 
@@ -244,30 +287,28 @@ def test_weight_update_sharding():
         zero = Zero1(model, group, lambda shards: AdamW(shards, lr=1e-2))
         reducer = GradReducer(plain.parameters(), group)
         whole = AdamW([param for param in plain.parameters() if param.requires_grad], lr=1e-2)
-        with Ledger() as ours:
-            run_steps(problem, model, group, zero, zero)
-        with Ledger() as theirs:
-            run_steps(problem, plain, group, whole, reducer)
-        updated = [
-            sum(state["exp_avg"].numel() for state in optimizer.state.values())
-            for optimizer in (zero.optimizer, whole)
-        ]
-        weights = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
-        spread = collectives.all_gather(weights.unsqueeze(0), group).sub(weights).abs().max().item()
-        padding = sum(flat.padding for flat in zero.flats)
-        return (
-            ours.sent_bytes("all_gather") + ours.sent_bytes("reduce_scatter"),
-            theirs.sent_bytes("all_reduce"),
-            updated,
-            spread,
-            padding,
-        )
+        sent, spent = [], []
+        for network, optimizer, update, sums in (
+            (model, zero, zero.optimizer, zero),
+            (plain, whole, whole, reducer),
+        ):
+            with Ledger() as ledger:
+                run_steps(problem, network, group, optimizer, sums)
+            with Arithmetic() as work:
+                update.step()
+            sent.append(ledger.sent_bytes())
+            spent.append(work.count)
+        weights = torch.cat([param.detach().reshape(-1) for param in plain.parameters()])
+        trained = sum(param.numel() for param in plain.parameters() if param.requires_grad)
+        zero.publish()
+        ours = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+        spread = collectives.all_gather(ours.unsqueeze(0), group).sub(weights).abs().max().item()
+        return sent, spent, trained, sum(flat.padding for flat in zero.flats), spread
 
-    for sent, all_reduced, (mine, all_of_them), spread, padding in launch.run(rank, ranks=4):
-        assert abs(sent - all_reduced) <= 2 * 8 * (
-            padding + 8 * 4
-        )  # up to the padding and the chunks' last element
-        assert mine == (all_of_them + padding) / 4 and spread == 0
+    for (mine, replicated), (work, whole), trained, padding, spread in launch.run(rank, ranks=4):
+        assert mine == replicated and padding == 0
+        assert whole == 14 * trained and work == 14 * trained // 4  # AdamW: 14 operations per parameter
+        assert spread < TOLERANCE
 
 
 # ---- memory ----------------------------------------------------------------------------------------------
@@ -332,30 +373,45 @@ def test_the_peak_of_a_real_run_is_that_of_a_dry_run(way, ranks):
 
 
 def test_fsdp_peak_is_the_shards_and_the_largest_units():
-    """Zhao et al.: sharded bytes plus the largest unit whole, plus its neighbour with prefetch."""
+    """Zhao et al.: sharded bytes plus the largest unit whole, plus its neighbour with prefetch; in forward and in
+    backward, where the unit's gradient is whole as well, and its neighbour's is under way.
+    """
 
-    def rank(prefetch):
+    def one_way(prefetch, reshard):
         group = collectives.world()
         widths = nn.Sequential(
             nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
         )  # a unit of two matrices
         model = nn.Sequential(nn.Linear(64, 64, bias=False), widths, nn.Linear(64, 64, bias=False))
         sizes = [sum(param.numel() for param in unit.parameters()) * 4 for unit in model]
-        zero = Zero3(model, group, lambda shards: torch.optim.SGD(shards, lr=0.1), prefetch=prefetch)
-        with torch.no_grad(), Ledger() as ledger:
-            model(torch.zeros(1, 64))
-        return (
-            sizes,
-            ledger.peak_by_kind["buffers"],
-            max(live["gathered parameters"] for _, live in ledger.timeline(gathered=True)),
-            ledger.live_by_kind["buffers"],
-            sum(f.shard.numel() * 4 for f in zero.flats),
-        )
+        make = lambda shards: torch.optim.SGD(shards, lr=0.1)  # noqa: E731
+        zero = Zero3(model, group, make, prefetch=prefetch, reshard=reshard)
+        with Ledger() as forward:
+            loss = model(torch.zeros(1, 64)).sum()
+        with Ledger() as backward:
+            loss.backward()
+            zero.finish()
+        peaks = [
+            (max(live[kind] for _, live in ledger.timeline(gathered=True)))
+            for ledger in (forward, backward)
+            for kind in ("gathered parameters", "buffers")
+        ]
+        both = max(live["buffers"] for _, live in backward.timeline())
+        sent = [ledger.sent_bytes() for ledger in (forward, backward)]
+        shards, left = sum(flat.shard.numel() * 4 for flat in zero.flats), backward.live_by_kind["buffers"]
+        return sizes, peaks, both, sent, shards, left
 
-    for prefetch in (False, True):
-        for sizes, whole, gathered, left, shards in launch.run(rank, prefetch, ranks=2):
-            expected = max(a + b for a, b in zip(sizes, sizes[1:])) if prefetch else max(sizes)
-            assert whole == gathered == expected and left == 0 and shards == sum(sizes) // 2
+    ways = [(prefetch, reshard) for prefetch in (False, True) for reshard in (False, True)]
+    for found in launch.run(lambda: [one_way(*way) for way in ways], ranks=2):
+        for (prefetch, reshard), (sizes, peaks, both, sent, shards, left) in zip(ways, found):
+            pairs = max(a + b for a, b in zip(sizes, sizes[1:]))
+            gathered = sum(sizes) if not reshard else pairs if prefetch else max(sizes)
+            in_forward, others_in_forward, in_backward, _ = peaks
+            assert in_forward == in_backward == gathered and others_in_forward == 0
+            if reshard:  # the largest unit's gradient, and the next one's with the half that comes back
+                assert both == gathered + sizes[1] + sizes[2] + sizes[2] // 2
+            assert sent == [sum(sizes) // 2, sum(sizes) // 2 * (2 if reshard else 1)]  # 3, or 2, transfers
+            assert left == 0 and shards == sum(sizes) // 2
 
 
 def test_a_timeline_tells_gathered_parameters_from_other_buffers():
@@ -829,6 +885,13 @@ def test_parallelize_refuses_what_it_does_not_know():
         "node=3 does not divide dp=2; a node has 1 or 2 of its ranks": lambda: Strategy(
             dp=2, node=3, zero="III"
         ),
+        "nodes=3 does not divide the 4 nodes of dp=8; use 1 or 2 or 4": lambda: Strategy(
+            dp=8, node=2, nodes=3, zero="III"
+        ),
+        "nodes=2 with zero=1: nodes matter to hybrid sharding; use nodes=1, or one of NNN": lambda: Strategy(
+            dp=4, nodes=2, zero=1
+        ),
+        "nodes=0; use a whole number, 1 or more": lambda: Strategy(dp=4, nodes=0, zero="III"),
         "AdamW was built before sharding, over whole parameters; give a function that builds it": lambda: (
             parallelize(nn.Linear(4, 4), Strategy(dp=2, zero=1), AdamW(nn.Linear(4, 4).parameters()))
         ),

@@ -12,6 +12,7 @@ from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.mesh import Mesh
 from minitrain.model.gpt import Block, GPTConfig
 from minitrain.sharding import full_tensor
+from minitrain.tensor_parallel import rotated
 from minitrain.tensor_parallel.grids import cube, optimus, tesseract
 from minitrain.tensor_parallel.grids.cannon import cannon
 from minitrain.tensor_parallel.grids.summa import block, summa, whole
@@ -33,14 +34,13 @@ def apart(ours, theirs):
     return (ours - theirs).abs().max().item()
 
 
-def square():
-    mesh = Mesh(row=2, column=2)
+def square(side=2):
+    mesh = Mesh(row=side, column=side)
     return mesh.group("column"), mesh.group("row")
 
 
-def on_square(product):
-    A, B = operands(0, 1)
-    groups = square()
+def on_square(product, A, B, side=2):
+    groups = square(side)
     a, b = block(A, *groups), block(B, *groups)
     messages = []
     with (
@@ -60,17 +60,28 @@ def on_square(product):
 
 def test_summa():
     """C == A·B on 2×2; (q-1)(mk+kn)/q² elements per rank; a quarter of each matrix."""
-    for error, sent, shares, _, _ in launch.run(on_square, summa, ranks=4):
+    for error, sent, shares, _, _ in launch.run(on_square, summa, *operands(0, 1), ranks=4):
         assert error < TOLERANCE and sent == (M * K + K * N) // 4 and shares == [4, 4, 4]
 
 
 def test_cannon():
-    """C == A·B on 2×2; after the skew q-1 shifts of one block of A and one of B, to neighbours only."""
-    for error, sent, shares, peers, (i, j) in launch.run(on_square, cannon, ranks=4):
-        skew = [2 * i + (j - i) % 2] * (i > 0) + [(i - j) % 2 * 2 + j] * (j > 0)
-        assert error < TOLERANCE and shares == [4, 4, 4]
-        assert peers == skew + [2 * i + (j - 1) % 2, (i - 1) % 2 * 2 + j]
-        assert sent == (M * K * (1 + (i > 0)) + K * N * (1 + (j > 0))) // 4
+    """C == A·B on 3×3; after the skew q-1 shifts of one block of A and one of B, to neighbours only."""
+    m, k, n, q = 6, 9, 12, 3
+
+    def rank():
+        A, B = (
+            torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            for seed, shape in enumerate(((m, k), (k, n)))
+        )
+        return on_square(cannon, A, B, q)
+
+    for error, sent, shares, peers, (i, j) in launch.run(rank, ranks=q * q):
+        left, up = q * i + (j - 1) % q, (i - 1) % q * q + j  # neighbours, and no other rank
+        skew = [q * i + (j - i) % q] * (i > 0) + [(i - j) % q * q + j] * (j > 0)
+        assert error < TOLERANCE and shares == [9, 9, 9]
+        assert peers == skew + [left, up] * (q - 1)
+        assert left not in (up, q * i + (j + 1) % q)  # to the left is not to the right, as it would be on 2×2
+        assert sent == (m * k * (q - 1 + (i > 0)) + k * n * (q - 1 + (j > 0))) // q**2
 
 
 CONFIG = GPTConfig(
@@ -187,8 +198,8 @@ def test_tp_3d():
 
 
 def test_rtp():
-    """4 ranks with a batch each: output and gradients as unsplit; 1/n of the weight and one shard in flight;
-    n-1 shards forward.
+    """4 ranks with a batch each: output and gradients as unsplit; n-1 shards forward; a rank holds its shard, the
+    one in use and one in flight (in place: its own alone, which a piece of another replaces).
     """
 
     def rank():
@@ -199,18 +210,32 @@ def test_rtp():
         x, dy = A.clone().requires_grad_(), torch.linspace(-1, 1, M * N, dtype=torch.float64).view(M, N)
         y = linear(x)
         y.backward(dy)
-        mine = slice(group.rank() * M // 4, (group.rank() + 1) * M // 4)
-        ours, own = RotatedLinear(linear, group), A[mine].clone().requires_grad_()
-        with Ledger() as ledger:
-            out = ours(own)
-        out.backward(dy[mine])
-        errors = [
-            apart(out, y[mine]),
-            apart(own.grad, x.grad[mine]),
-            apart(full_tensor(ours.weight.grad, ours.weight.placement.shards), linear.weight.grad),
-        ]
-        shard = ours.weight.numel()
-        return max(errors), K * N / shard, ledger.sent_bytes() / DOUBLE / shard
+        mine, found = slice(group.rank() * M // 4, (group.rank() + 1) * M // 4), []
+        rotated.PIECE_BYTES = 64
+        for in_place in (False, True):
+            ours, own = RotatedLinear(linear, group, in_place), A[mine].clone().requires_grad_()
+            with Ledger() as ledger:
+                out = ours(own)
+            out.backward(dy[mine])
+            errors = [
+                apart(out, y[mine]),
+                apart(own.grad, x.grad[mine]),
+                apart(full_tensor(ours.weight.grad, ours.weight.placement.shards), linear.weight.grad),
+            ]
+            shard = ours.weight.nbytes
+            sent = ledger.sent_bytes() / shard
+            found.append((max(errors), K * N * DOUBLE / shard, sent, most_alive(ledger, shard)))
+        return found
 
-    for error, share, shards_sent in launch.run(rank, ranks=4):
-        assert error < TOLERANCE and share == 4 and shards_sent == 3
+    for (error, share, *ahead), (error_in_place, _, *in_place) in launch.run(rank, ranks=4):
+        assert max(error, error_in_place) < TOLERANCE and share == 4
+        assert ahead == [3, 3] and in_place == [4, 1]
+
+
+def most_alive(ledger, nbytes):
+    """How many blocks of just this size were alive at once; nothing but shards is as large."""
+    alive = most = 0
+    for what, _, size in ledger.memory_trace():
+        alive += (size == nbytes) * (1 if what == "alloc" else -1)
+        most = max(most, alive)
+    return most

@@ -109,6 +109,13 @@ B, T, D = 2, 16, 32
 PLAIN = GPTConfig(vocab_size=64, d_model=D, num_layers=1, num_heads=4, max_positions=T)
 
 
+LAYER_WAYS = {
+    "plain": (linear.column, linear.row),
+    "keeping": (sequence.column_keeping, sequence.row),
+    "sequence": (sequence.column, sequence.row),
+}
+
+
 def layer_of(config, group, ways, core=naive_attention, dtype=torch.float64):
     """One block of a model, cut over the group."""
     column, row = ways
@@ -123,12 +130,7 @@ def one_layer(way):
     its matrices is here.
     """
     group = world()
-    ways = {
-        "plain": (linear.column, linear.row),
-        "keeping": (sequence.column_keeping, sequence.row),
-        "sequence": (sequence.column, sequence.row),
-    }[way]
-    block = layer_of(PLAIN, group, ways)
+    block = layer_of(PLAIN, group, LAYER_WAYS[way])
     x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D)
     x = x if way == "plain" else x.chunk(group.size(), 1)[group.rank()]
     x = x.clone().requires_grad_()
@@ -240,44 +242,50 @@ PAPER = dict(norm="layer", positions="learned", activation="gelu", bias=True, dr
 GPT3 = GPTConfig(vocab_size=64, d_model=12288, num_layers=1, num_heads=96, max_positions=2048, **PAPER)
 
 
-def kept(config, length, batch, sequence_parallel):
-    """Bytes that a layer keeps for backward in bfloat16, without mean and deviation of its two norms."""
+def kept(config, length, batch, way):
+    """Bytes that a layer keeps for backward in bfloat16, without mean and deviation of its two norms; and bytes
+    that this forward and its backward send.
+    """
     group = world()
-    block = layer_of(
-        config,
-        group,
-        (sequence.column, sequence.row) if sequence_parallel else (linear.column, linear.row),
-        dtype=torch.bfloat16,
-    )
-    tokens = length // group.size() if sequence_parallel else length
+    block = layer_of(config, group, LAYER_WAYS[way], dtype=torch.bfloat16)
+    tokens = length if way == "plain" else length // group.size()
     x = torch.zeros(batch, tokens, config.d_model, dtype=torch.bfloat16, requires_grad=True)
-    with SavedTensors(block) as saved:
-        block(x, torch.arange(length))
-    return saved.bytes - sum(item.bytes for item in saved.saved if item.shape == (batch, tokens, 1))
+    with Ledger() as ledger:
+        with SavedTensors(block) as saved:
+            y = block(x, torch.arange(length))
+        y.sum().backward()
+    norms = sum(item.bytes for item in saved.saved if item.shape == (batch, tokens, 1))
+    return saved.bytes - norms, ledger.sent_bytes()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_megatron_sp(ranks):
-    """sbh(10 + 24/t + 5as/ht), and sbh/t(34 + 5as/h): counted in what autograd saved on real ranks; and the
-    same bytes are sent.
-    """
+    """Activations, counted in what autograd saved, and bytes sent, both of one run of each path.
+
+    sbh(10 + 24/t + 5as/ht) in plain tensor parallelism, sbh/t(34 + 5as/h) where slices are kept: that path
+    gathers twice more in backward, 10/8 of the bytes. With the same bytes two whole inputs are kept."""
     config = GPTConfig(vocab_size=64, d_model=32, num_layers=1, num_heads=4, max_positions=16, **PAPER)
-    for sequence_parallel in (False, True):
-        expected = activation_bytes(16, 3, 32, 4, tensor_parallel=ranks, sequence_parallel=sequence_parallel)
-        assert launch.run(kept, config, 16, 3, sequence_parallel, ranks=ranks) == [expected] * ranks
-    sent = {
-        way: sum(size for _, size in launch.run(one_layer, way, ranks=ranks)[0][0].values())
-        for way in ("plain", "keeping")
+    s, b, h = 16, 3, 32
+    plain, sliced = (
+        activation_bytes(s, b, h, 4, tensor_parallel=ranks, sequence_parallel=sequence_parallel)
+        for sequence_parallel in (False, True)
+    )
+    unit = 2 * s * b * h * (ranks - 1) // ranks  # of a gather or a scatter
+    expected = {
+        "plain": (plain, 8 * unit),
+        "keeping": (sliced + 2 * unit, 8 * unit),
+        "sequence": (sliced, 10 * unit),
     }
-    assert sent["plain"] == sent["keeping"]
+    for found in launch.run(lambda: {way: kept(config, s, b, way) for way in LAYER_WAYS}, ranks=ranks):
+        assert found == expected
 
 
 def test_activations_of_gpt3():
     """114 sbh on one device; at t = 8 it is 23, with sequence parallelism 14.25."""
     sbh = 2048 * 12288
-    assert dryrun.run(kept, GPT3, 2048, 1, False, ranks=1) == 114 * sbh
-    assert dryrun.run(kept, GPT3, 2048, 1, False, ranks=8) == 23 * sbh
-    assert dryrun.run(kept, GPT3, 2048, 1, True, ranks=8) == 14.25 * sbh
+    assert dryrun.run(kept, GPT3, 2048, 1, "plain", ranks=1)[0] == 114 * sbh
+    assert dryrun.run(kept, GPT3, 2048, 1, "plain", ranks=8)[0] == 23 * sbh
+    assert dryrun.run(kept, GPT3, 2048, 1, "sequence", ranks=8)[0] == 14.25 * sbh
 
 
 # ---- the vocabulary --------------------------------------------------------------------------------------
