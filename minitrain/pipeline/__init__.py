@@ -9,6 +9,7 @@ then   lower, runtime      messages put in; the interpreter on real ranks
        partition           where to cut a model into stages
        fits, units         does a stage fit into a pipeline? a batch in microbatches and slices
 beside eviction            activations that leave for another rank (BPipe)
+       whole_stages        sharded weights gathered once a stage (breadth-first)
        sliced_attention    slices of a sequence as units
        post_validation     clipping without a common stop
        asynchronous        PipeDream: never emptied

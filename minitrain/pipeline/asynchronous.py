@@ -1,4 +1,4 @@
-"""PipeDream: a pipeline that is never emptied. Every stage updates on its own, and keeps old weights in use.
+"""PipeDream: a pipeline that never empties. Each stage updates on its own, and keeps weights still in use.
 
     rank 0 of 3   F0 F1 F2 .. B0 F3 B1 F4 B2 F5 B3 F6 ..    1F1B for ever: after the first fill no rank waits
     its weights   w0 w0 w0    w0 w1 w1 w2 w2 w3 w3 w4       F3 takes the newest, w1, and B3 takes w1 again
@@ -8,10 +8,10 @@ backward. `each_its_own` (PipeDream) updates after every microbatch, and stage s
 w_s(t+1) = w_s(t) - lr · grad_s(w_0(t-p+1), .., w_{p-1}(t)), indices not below 0. `double_buffered(k)`
 (PipeDream-2BW) updates after k >= p: w(t+1) = w(t) - lr · grad(w(t-1)); two versions are enough. A call runs
 `schedule.microbatches` from filling to draining: make it as long as the training; `batch.num_valid` is the
-divisor of one update. `update(params, grads)` gives new tensors, and is the place to sum gradients over
+divisor of one update. `update(params, grads)` returns new tensors, and is the place to sum gradients over
 ranks. Memory: activations of the schedule, a gradient, `most[stage]` copies of the weights.
 Narayanan et al. 2019, arXiv:1806.03377, sections 3.1 and 3.3; 2021 (2BW), arXiv:2006.09503, section 3.1.
-Differs: no vertical sync, no replicated stages; parameters that two stages share are trained apart.
+Differs: no vertical sync, no replicated stages; parameters that two stages share train separately.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,19 +29,19 @@ Update = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True)
 class Policy:
-    """An update after `every` microbatches; `version(unit, newest)` is what the forward of `unit` takes."""
+    """An update after `every` microbatches; the forward of `unit` uses `version(unit, newest)`."""
 
     every: int
     version: Callable[[int, int], int]
 
 
 def each_its_own() -> Policy:
-    """PipeDream: an update after each microbatch, a forward takes the newest weights."""
+    """PipeDream: an update after each microbatch; a forward uses the newest weights."""
     return Policy(1, lambda unit, newest: newest)
 
 
 def double_buffered(k: int) -> Policy:
-    """PipeDream-2BW: an update after k microbatches; batch t takes the weights after t-1 updates."""
+    """PipeDream-2BW: an update after k microbatches; batch t uses the weights after t-1 updates."""
     return Policy(k, lambda unit, newest: max(unit // k - 1, 0))
 
 
@@ -95,7 +95,7 @@ class AsynchronousRunner(Runner):
             self.most[stage] = max(self.most[stage], len(self.versions[stage]))
 
     def step(self, stage: int, grads: dict[str, Tensor]) -> None:
-        """The newest weights, less a step along a gradient that was taken at older ones."""
+        """Adds a version: the newest weights, moved along a gradient that was taken at older ones."""
         versions = self.versions[stage]
         newest = versions[max(versions)]
         with torch.no_grad():
@@ -104,7 +104,7 @@ class AsynchronousRunner(Runner):
         versions[max(versions) + 1] = newest | stepped
 
     def forget(self, stage: int, unit: int) -> None:
-        """The versions that no microbatch in flight has taken and none behind `unit` will take."""
+        """Drops versions that no microbatch in flight uses, and none after `unit` will."""
         newest = max(self.versions[stage])
         needed = {version for (at, _), version in self.used.items() if at == stage}
         needed |= {newest, self.policy.version(unit + 1, newest)}
@@ -113,7 +113,7 @@ class AsynchronousRunner(Runner):
 
 
 def taken(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of what is trained, which start from zero again."""
+    """The gradients of the trained weights; they are cleared, so the next ones start from zero."""
     grads = {}
     for name, weight in weights.items():
         if weight.requires_grad:

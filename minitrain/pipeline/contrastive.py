@@ -8,10 +8,11 @@ CLIP's scores images · textsᵀ / temperature `[N, N]` have all N samples in ea
 over before the first backward. Embeddings are gathered from all microbatches and ranks, the gradient is
 computed from the whole `[N, E]`, and each microbatch's backward starts from its own rows: exactly the
 gradients of one batch. In `doubled` the forwards of a second batch of the same step fill the wait: a rank
-waits (p-1) forwards and backwards, not 2(p-1). Sends 2·(n-1)/n · N·E elements beside GPipe's messages.
+waits for p-1 forwards and backwards, not 2(p-1). Sends 2·(n-1)/n · N·E elements beside GPipe's messages; with
+towers on ranks of their own (`tower_step`) n-1 times the rows of the rank that has most of them.
 Memory: min(m + p-r-1, 2m) forwards in flight on rank r, m in `naive`.
 Huang et al. 2024 (DISTMM), NSDI, section 5; Radford et al. 2021 (CLIP), arXiv:2103.00020, figure 3. Differs:
-DISTMM also gives the towers different numbers of ranks.
+how many ranks a tower gets is the caller's choice.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,24 +44,36 @@ def contrastive_step(towers: Towers, microbatches: Sequence[object], group: Proc
 
     Ranks may have different numbers of samples. The gradients are this rank's share of a sum over ranks."""
     pairs = [torch.stack(towers(microbatch)) for microbatch in microbatches]  # [2, rows, E] each
-    own = torch.cat(pairs, dim=1).detach()
-    everyone, start = _gathered(own, group)
-    everyone.requires_grad_()
-    loss = contrastive_loss(*everyone)
-    (gradient,) = torch.autograd.grad(loss, everyone)
-    gradient = gradient[:, start : start + own.size(1)]
-    for pair, part in zip(pairs, gradient.split([pair.size(1) for pair in pairs], dim=1)):
-        pair.backward(part)
+    parts = _gathered(torch.cat(pairs, dim=1).detach(), group)
+    return _backward(contrastive_loss(*torch.cat(parts, dim=1)), parts[group.rank()], pairs)
+
+
+def tower_step(tower: Callable, texts: bool, microbatches: Sequence[object], group: ProcessGroup) -> Tensor:
+    """The same with one tower on this rank, that of images or of `texts`; each has as many ranks as it needs.
+
+    The ranks of a tower have all samples between them, in the order of the ranks."""
+    embeddings = [tower(microbatch)[None] for microbatch in microbatches]  # [1, rows, E] each
+    parts = _gathered(torch.cat(embeddings, dim=1).detach(), group)
+    kinds = collectives.all_gather(torch.tensor([int(texts)], device=parts[0].device), group).tolist()
+    sides = ([part[0] for part, kind in zip(parts, kinds) if kind == side] for side in (False, True))
+    return _backward(contrastive_loss(*map(torch.cat, sides)), parts[group.rank()], embeddings)
+
+
+def _backward(loss: Tensor, own: Tensor, microbatches: Sequence[Tensor]) -> Tensor:
+    """Each microbatch's backward starts from the loss's gradient by its own rows."""
+    (gradient,) = torch.autograd.grad(loss, own)
+    for rows, part in zip(microbatches, gradient.split([rows.size(1) for rows in microbatches], dim=1)):
+        rows.backward(part)
     return loss.detach()
 
 
-def _gathered(own: Tensor, group: ProcessGroup) -> tuple[Tensor, int]:
-    """All ranks' `[2, rows, E]` along dim 1, and where this rank's rows begin."""
+def _gathered(own: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Every rank's `[.., rows, E]`, as the loss's inputs."""
     rows = collectives.all_gather(torch.tensor([own.size(1)], device=own.device), group).tolist()
     padded = own.new_zeros(own.size(0), max(rows), own.size(2))
     padded[:, : own.size(1)] = own
     parts = collectives.all_gather(padded, group, dim=1).split(max(rows), dim=1)
-    return torch.cat([part[:, :count] for part, count in zip(parts, rows)], dim=1), sum(rows[: group.rank()])
+    return [part[:, :count].requires_grad_() for part, count in zip(parts, rows)]
 
 
 def naive(p: int, m: int) -> Schedule:

@@ -2,12 +2,12 @@
 
     y = x · Wᵀ          now:    dx = dy · W          later:  dW = dyᵀ · x, from the kept (x, dy)
 
-Inside `with Deferred() as later:`, a mode of torch functions, every product with a parameter (`F.linear`)
-becomes one whose backward gives dx and puts (W, bias, x, dy) on a list; `later.weights()` adds to W.grad.
+Inside `with Deferred() as later:` (a torch function mode) each product with a parameter (`F.linear`) becomes
+one whose backward returns dx and puts (W, bias, x, dy) on a list; `later.weights()` adds to W.grad.
 Nothing is computed twice. Norms, tables and attention get all gradients at once, and so does a product whose
 weight is not itself a parameter (a slice of one, say). Memory: between I and W a linear keeps x and dy.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs patches Megatron's linear layers,
-torch.distributed.pipelining cuts autograd's graph at nodes that meet the parameters.
+torch.distributed.pipelining cuts autograd's graph at the nodes where parameters enter.
 """
 
 import torch

@@ -1,18 +1,18 @@
 """Evictions on real ranks: activations leave for another rank between forward and backward (lists: bpipe.py).
 
-    saved = SavedTensors(stays, device)              stays: what stays anyway, parameters and the batch
+    saved = SavedTensors(stays, device)              stays: what stays anyway, such as parameters
     with saved_tensors_hooks(saved.pack, saved.unpack): y = stage(x)
     flat, places = saved.evict()                     one piece of bytes; the graph now holds no tensor
-    saved.load(flat, places)                         and here again views of it
+    saved.load(flat, places)                         what autograd kept is views of it again
 
-SavedTensors has each storage once, wherever autograd keeps views of it; the graph holds a block's number and
-the view in place of tensors. Its first node would still hold the input of the stage: `without_input` makes
-one that does not, and leaves the gradient in an `InputGrad`. Storages are told apart by identity, as those
-without data (a dry run) have no address. `Balanced` is the interpreter: E evicts and goes on while the piece
-is sent, L loads it. The size depends on the shape of a microbatch only, and is told once for each.
-Sends what a forward keeps at each eviction, the same back, and 8 bytes a shape. Memory: with what is leaving
-and coming at most the largest `schedule.peak` on any rank; only while E copies, the evicted one is there
-twice.
+SavedTensors has each storage once, however many views of it autograd keeps; in place of tensors the graph
+holds a block's number and how to view it. The graph's first node would still hold the stage's input, so
+`without_input` makes a node that does not, and leaves the gradient in an `InputGrad`. Storages are told apart
+by identity, as those without data (a dry run) have no address. `Balanced` is the interpreter: E evicts and
+the rank computes on while the bytes travel, L loads them. Their number depends on a microbatch's shape alone.
+Sends what a forward keeps at each eviction, the same back, and 8 bytes per shape (the number). Memory: moves
+under way included, at most the largest `schedule.peak` on any rank; only while E copies, the evicted
+microbatch exists twice.
 Kim et al. 2023 (BPipe), ICML, section 3. Differs from torch.autograd.graph.save_on_cpu: views travel once.
 """
 
@@ -27,7 +27,7 @@ from minitrain.pipeline.schedule import Action
 from minitrain.torch_private import storage_id
 
 Shape = tuple[int, int, int, int]  # (stage, slice, rows, tokens): what decides how much a forward keeps
-ALIGNED = 64  # bytes: any dtype may start there
+ALIGNED = 64  # bytes: a multiple of the size of every dtype
 Places = list[tuple[int, int]]  # where each block stands in the flat piece, and its bytes
 
 
@@ -36,8 +36,8 @@ class SavedTensors:
 
     def __init__(self, stays: Iterable[Tensor], device: torch.device):
         self.stays, self.device = {storage_id(x.untyped_storage()) for x in stays}, device
-        self.blocks: list[Tensor] = []  # bytes of a storage
-        self.index: dict[int, int] = {}  # of a storage among the blocks
+        self.blocks: list[Tensor] = []  # the bytes of each storage
+        self.index: dict[int, int] = {}  # storage -> its place among the blocks
 
     def pack(self, x: Tensor):
         storage = x.untyped_storage()
@@ -77,7 +77,7 @@ class SavedTensors:
 
 
 class InputGrad:
-    """Stands for the input of a stage that is not kept: its gradient."""
+    """In place of a stage's input, which is not kept: holds its gradient."""
 
     grad: Tensor | None = None
 
@@ -96,15 +96,15 @@ class _WithoutInput(torch.autograd.Function):
 
 
 def without_input(x: Tensor, input_grad: InputGrad) -> Tensor:
-    """x as the beginning of a graph that does not hold it; its gradient goes to `input_grad`."""
+    """x as the start of a graph that does not keep it; its gradient goes to `input_grad`."""
     root = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
     return _WithoutInput.apply(root, x.detach(), input_grad)
 
 
 class Balanced(Runner):
-    """Runner for lists with E, H, G and L. `lent`: bytes of what a forward keeps, by Shape.
+    """Runner for lists with E, H, G and L. `lent`: how many bytes a forward keeps, by Shape.
 
-    It grows by what this rank evicts and learns. A dry run is given that of the ranks that evict."""
+    It grows as this rank evicts, or is told. A dry run of a rank that hosts must be given `lent`."""
 
     methods = Runner.methods | {"E": "evict", "H": "host", "G": "give_back", "L": "load"}
 
@@ -120,7 +120,7 @@ class Balanced(Runner):
 
     @property
     def held_bytes(self) -> int:
-        """Of all that this rank has for backwards: its own, guests, what is leaving and what is coming."""
+        """All that this rank holds for backwards: its own, guests, and moves under way."""
         moving = (self.lent[self.unit(what)] for what in (*self.boundary, *self.sending) if what.kind in "EG")
         return sum(saved.bytes for saved in self.saved.values()) + sum(moving)
 
@@ -176,7 +176,7 @@ class Balanced(Runner):
         self.boundary[action] = flat  # the next step of the program sends it
 
     def host(self, action: Action) -> None:
-        """Nothing: the receive is posted in front of H, and what comes is waited for at G."""
+        """Nothing to do: the receive was posted before H, and G waits for it."""
 
     def give_back(self, action: Action) -> None:
         self.boundary[action] = self.take(Action("E", *action[1:]))

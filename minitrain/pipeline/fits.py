@@ -1,4 +1,4 @@
-"""Does a stage fit into a pipeline? Asked before any rank waits for another, with tensors without data.
+"""Does a stage fit into a pipeline? Checked before any rank waits for another, on tensors without data.
 
 takes_positions(stage)                                         is it forward(x, positions), or forward(x)?
 check_fits({1: stage}, schedule, group)                        are these the stages of this rank?
@@ -17,7 +17,7 @@ from minitrain.pipeline.schedule import Schedule
 
 
 def takes_positions(stage: nn.Module) -> bool:
-    """Has its forward a second argument that must be given, or one named positions, or any number of them?"""
+    """Does forward have a second argument that is required or named positions, or take *args?"""
     first, *others = inspect.signature(stage.forward).parameters.values()
     return first.kind is first.VAR_POSITIONAL or any(
         other.kind is other.VAR_POSITIONAL
@@ -39,7 +39,7 @@ def check_fits(stages: Mapping[int, nn.Module], schedule: Schedule, group: Proce
 
 
 def check_boundary(number: int, stage: nn.Module, schedule: Schedule, width: int, dtype: torch.dtype) -> None:
-    """Does the stage take and give [rows, T, width]? Asked of a copy without data."""
+    """Does the stage take and return [rows, T, width]? Tried on a copy without data."""
     tensors = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
     empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     form = dict(size=(1, 2, width), dtype=dtype) if number else dict(size=(1, 2), dtype=torch.int64)

@@ -1,19 +1,19 @@
 """The halves of a pair (F B) in turns: while an all-to-all of one is under way, the other computes.
 
-    take_turns(run, turn, b, f)             run(b) and run(f), of which only ever one goes on; b begins
-    all_to_all(.., meanwhile=give_way)      in their layers: issue, give way, wait, forward and backward alike
+    take_turns(run, turn, b, f)             run(b) and run(f), only one of them at any moment; b goes first
+    all_to_all(.., meanwhile=give_way)      in their layers: issue, give way, wait; forward and backward alike
 
     backward of b   combine +1|                 |-1 experts +2|              |-2 attention
     forward of a              | attention +1    |             |-1 experts +2 |             |-2 sum
 
-No layer is cut. A half stops in the middle of what it is in, a forward in its layers or a backward in
-autograd's engine: the first runs on a thread of its own, and a baton says whose turn it is. So each computes
-what it computes alone, bit for bit, in an order that is the program's and no clock's: ranks that run the same
-pairs, as all of a stage do, make the same calls in the same order. With as many layers of experts on both
-sides every transfer of rows (of two levels, between nodes) lies behind products of the other half. Exposed
-are the counts of F's rows, and what one side sends last if it has more layers. Sends what the halves send.
-Memory: what F keeps comes while what B needs goes, layer by layer; activations are more than those of B
-before F and less than those of F before B. In ZeRO-3 units of both halves are whole.
+No layer is cut. A half pauses wherever it is, a forward inside its layers or a backward inside autograd's
+engine: the first half runs on a thread of its own, and a baton says whose turn it is. So each half computes
+what it computes alone, bit for bit, in an order that the program sets and no clock: ranks that run the same
+pairs, as all ranks of a stage do, make the same calls in the same order. With as many expert layers in both
+halves every transfer of rows (with two levels, between nodes) hides behind products of the other half. What
+stays exposed: the counts of F's rows, and the last transfers of a half with more layers. Sends what the
+halves send. Memory: layer by layer, F's activations come as B's go; the peak is more than that of B before F
+and less than that of F before B. In ZeRO-3 units of both halves are whole.
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1 and Figure 4. Differs: gradients of weights
 are not put off until a transfer has left (moe/pair.py can), and no kernels have cores of their own.
 """
@@ -38,15 +38,15 @@ class Half:
 
 
 class Halves:
-    """Of this rank: one pair at a time."""
+    """The pair that this rank is running; one at a time."""
 
     def __init__(self):
-        self.going: list[Half] = []  # those that are not done; the first has the baton
+        self.going: list[Half] = []  # those not done yet; the first has the baton
         self.error: BaseException | None = None
 
     def take_turns(self, run: Callable, turn: Callable, *actions: object) -> None:
-        """run(action) of two actions to their ends, or the error of the one that failed. `turn(action)` is
-        entered around each turn."""
+        """Runs run(action) of two actions to the end, or raises the error of the one that failed.
+        `turn(action)` is entered around each turn."""
         first, second = (Half(partial(run, action), partial(turn, action)) for action in actions)
         self.going, self.error = [first, second], None
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -60,8 +60,8 @@ class Halves:
             raise self.error
 
     def give_way(self) -> None:
-        """Called where something of a half is under way: the turn of the other, if there is one, until that
-        gives way or is done."""
+        """Called while a transfer of one half is under way: the other half, if there is one, has its turn
+        until it gives way or is done."""
         if len(self.going) == 2:
             own, other = self.going
             self.going = [other, own]
@@ -89,8 +89,8 @@ class Halves:
 
 
 def elsewhere(run: Callable[[], None], modes: list, gpu: int | None) -> None:
-    """On a thread of its own, which an account and a dry run do not see by themselves. A backward on a GPU
-    holds autograd's one thread for it until it is done: the other half must not ask for gradients."""
+    """Runs on another thread, with the modes (ledger, dry run) that a new thread lacks. On a GPU a backward
+    holds autograd's only thread for that device until it ends: the other half must not ask for gradients."""
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)

@@ -3,15 +3,15 @@
     schedule, rank 1 of 2    F1.0                B1.0                F1.1 ..
     program                  Receive(F0.0) Receive(F0.1) F1.0  B1.0 Send(B1.0)  F1.1 ..
 
-`Send(what, to)` and `Receive(what, source)` name the action whose result travels: F the activations at the
-end of its stage, B or I the gradient at its start. A send stands right behind its action and waits for
-nobody. A receive is posted two entries before its use, at the cost of two tensors, but never before a message
-that the same rank sent earlier: the network matches messages of a link by order. So a program cannot get
-stuck if its schedule passes `check`, whether sends block (NCCL) or not (gloo). NCCL needs a group for each
-direction. `Sent(what)` stands where the sent tensor can go: what the receiver sent after its use has arrived.
-`Reduce(stage)` stands behind a stage's last gradient. Moves (bpipe.py) are messages too: Send(E) arrives for
-H, Send(G) for L. They run beside one computing entry if no rank then holds more than the largest `peak` of
-all, with what is leaving and coming; else L's receive is posted later, and Sent stands earlier.
+`Send(what, to)` and `Receive(what, source)` name the action whose result travels: for F the activations at
+the end of its stage, for B or I the gradient at its start. A send stands right after its action and waits for
+nobody. A receive is posted two entries before its use, which costs two tensors; on each link receives keep
+the order of the sends, since the network matches messages by order alone. So a program cannot get stuck if
+its schedule passes `check`, whether sends block (NCCL) or not (gloo). NCCL needs a group for each direction.
+`Sent(what)` stands where the sent tensor can be freed: an answer that was sent after its use has arrived.
+`Reduce(stage)` stands after a stage's last gradient. Moves (bpipe.py) are messages too: Send(E) is for H,
+Send(G) for L. They run beside one computing entry if no rank then holds more than the largest `peak` of all,
+moves under way included; otherwise L's receive is posted later, and Sent stands earlier.
 Sends one message per boundary, unit and direction; none between stages of one rank. Differs from
 torch.distributed.pipelining, which batches sends and receives that meet: here order alone does it.
 """
@@ -46,9 +46,9 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
 
 
 def pause(program: Program, rank: int, schedule: Schedule) -> tuple[Program, Program]:
-    """The program up to the rank's first backward, and from there on.
+    """The program before the rank's first backward, and from there on.
 
-    The first parts of all ranks receive what they send, and nothing else: they can be run again."""
+    Together the first parts of all ranks receive exactly what they send, so they can be run again."""
     filling = {action for entries in schedule.ranks for action in _forwards(entries)}
     computed = [step for step in program if isinstance(step, (Action, Pair))]
     own = _forwards(computed)
@@ -72,7 +72,7 @@ def _forwards(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 
 def messages(schedule: Schedule) -> Messages:
-    """For each directed link what travels, in the order in which it is sent."""
+    """What travels on each directed link, in the order in which it is sent."""
     links = defaultdict(list)
     for source, entries in enumerate(schedule.ranks):
         for what in parts(entries):
@@ -83,7 +83,7 @@ def messages(schedule: Schedule) -> Messages:
 
 
 def user_of(what: Action, schedule: Schedule) -> Action | None:
-    """The action on the neighbouring stage, or on the other rank of a move, that uses what this one gives."""
+    """The action on the neighbouring stage, or on the other rank of a move, that uses this one's result."""
     kind, stage, unit = what
     match kind:
         case "E" | "G":
@@ -110,11 +110,11 @@ def _program(rank: int, schedule: Schedule, sends: Messages, most: int) -> Progr
 
 
 def _receives(rank: int, schedule: Schedule, sends: Messages, moves: dict) -> dict[int, list[Receive]]:
-    """For each entry what is posted before it, for later entries, in the order of each link."""
+    """For each entry the receives posted before it, for itself or later entries; each link in order."""
     at, posts, received = schedule.position, [], defaultdict(list)
     for (source, to), sent in sends.items():
         for i, (what, _) in enumerate(sent if to == rank else ()):
-            # a message behind it on the link may be needed sooner
+            # a later message on the link may be needed sooner
             early = min((moves.get(user, max(at[user] - EARLY, 0)), at[user]) for _, user in sent[i:])
             posts.append((early, Receive(what, source)))
     for (i, _), receive in sorted(posts, key=lambda post: post[0]):
@@ -123,7 +123,7 @@ def _receives(rank: int, schedule: Schedule, sends: Messages, moves: dict) -> di
 
 
 def _sent(rank: int, schedule: Schedule, sends: Messages) -> dict[int, list[Action]]:
-    """For each entry the sends (not moves) known to be over once it has got what it needs."""
+    """For each entry the sends (not moves) that are known to be over once it has its input."""
     at, freed = schedule.position, defaultdict(list)
     for (source, to), sent in sends.items():
         if source == rank:
@@ -146,7 +146,7 @@ def _moves(rank: int, schedule: Schedule, most: int) -> tuple[dict[Action, int],
     entries, held = schedule.ranks[rank], [0, *in_flight(schedule, rank)]
     leaving: list[Action] = []  # sent, and perhaps still here
     coming: list[Action] = []  # received ahead of its L
-    hidden = 0  # so many of those leaving have had an entry to run beside
+    hidden = 0  # how many of `leaving` have had an entry to run beside
     for i, entry in enumerate(entries):
         kind = "F" if isinstance(entry, Pair) else entry.kind
         if entry in coming:
@@ -171,7 +171,7 @@ def _moves(rank: int, schedule: Schedule, most: int) -> tuple[dict[Action, int],
 
 
 def _loads_before_the_next(entries: tuple[Entry, ...]) -> list[Action]:
-    """The L that stand in front of the next entry that computes."""
+    """The L that stand before the next entry that computes."""
     moves = takewhile(lambda entry: isinstance(entry, Action) and entry.kind in MOVES, entries)
     return [entry for entry in moves if entry.kind == "L"]
 

@@ -31,7 +31,7 @@ NAMES = (*PLAIN, *CHUNKED, *SLICED)
 
 
 def named(name: str, p: int, m: int, *, chunks=1, slices=1, recompute=False) -> Schedule:
-    """The schedule for p ranks and m microbatches; with `recompute` a forward keeps its input only."""
+    """The schedule for p ranks and m microbatches; with `recompute` a forward keeps only its input."""
     if name not in NAMES:
         raise ValueError(f"schedule={name!r}; use {', '.join(NAMES)}")
     for what, given, table, why in (

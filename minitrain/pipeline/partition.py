@@ -4,7 +4,7 @@
     balanced([1, 3, 3, 3, 3, 5], 3)  ->  [range(0, 3), range(3, 5), range(5, 6)]                costs 7 6 5
     pipedream([4, 8, 4], 4)          ->  slowest stage 4 with layers 0..2 on 4 workers          data parallel
 
-A pipeline in its steady state is as fast as its slowest stage: messages and sums run while others compute.
+A pipeline in its steady state is as fast as its slowest stage: messages and sums run beside the computation.
 A(j, m) is the slowest stage's time for the first j layers on m workers, T(i, j, r) that of layers i..j-1 on r
 workers:
 
@@ -29,11 +29,11 @@ from minitrain.pipeline.simulate import divided
 def even(num_blocks: int, stages: int) -> list[range]:
     """Runs of layers, one per stage: blocks as evenly as they divide, the embedding first, the head last.
 
-    The rest goes to the stages behind the first, as that one has the most microbatches in flight."""
+    Blocks left over go to the stages after the first, which has the most microbatches in flight."""
     layers = num_blocks + 2
     if not 1 <= stages <= layers:
         raise ValueError(f"{stages} stages of a model of {layers} layers; use 1 to {layers} stages")
-    if stages > num_blocks:  # ends of their own
+    if stages > num_blocks:  # embedding and head are stages of their own
         sizes = [1] * (stages - 1) + [layers + 1 - stages]
     else:
         share, rest = divmod(num_blocks, stages)
@@ -44,7 +44,9 @@ def even(num_blocks: int, stages: int) -> list[range]:
 
 
 def balanced(costs: Sequence[Number], stages: int) -> list[range]:
-    """Runs of layers whose largest sum of costs is as small as it can be; of equal ones, the last cuts."""
+    """Runs of layers whose largest sum of costs is as small as it can be.
+
+    Of equal ones that with the shortest last stage, and what is in front is cut by the same rule."""
     check_costs("balanced", costs=costs)
     if not 1 <= stages <= len(costs):
         raise ValueError(f"balanced: {stages} stages of {len(costs)} layers; use 1 to {len(costs)} stages")
@@ -53,7 +55,7 @@ def balanced(costs: Sequence[Number], stages: int) -> list[range]:
 
 
 def least_largest(layers: int, stages: int, size: Callable[[int, range], Number]) -> tuple[range, ...]:
-    """The runs of layers whose largest `size(stage, run)` is least; of equal ones, the last cuts."""
+    """The runs of layers whose largest `size(stage, run)` is least; of equal ones, as in `balanced`."""
     best = {0: (-inf, ())}  # layers in the stages so far -> (largest size, runs)
     for stage in range(stages):
         longer = {}
@@ -73,7 +75,7 @@ class Partition(NamedTuple):
 
 
 def pipedream(times, workers, weights=None, activations=None, bandwidth=None) -> Partition:
-    """The partition whose slowest stage is fastest, on all `workers`.
+    """The partition whose slowest stage is fastest, on all `workers`; of equal ones, with fewest stages.
 
     times[l] forward and backward of layer l for a microbatch; weights[l] its bytes; activations[i] the bytes
     that layer i takes from layer i-1; bandwidth in bytes per time, None for links that cost nothing."""
@@ -87,23 +89,25 @@ def pipedream(times, workers, weights=None, activations=None, bandwidth=None) ->
     time, size = [0, *accumulate(times)], [0, *accumulate(weights or [0] * len(times))]
 
     @cache
-    def best(end: int, workers: int) -> Partition:
+    def best(end: int, workers: int) -> list[tuple]:
+        """((time, stages), partition) of the first layers, unbeaten in both."""
         whole = stage_time(time[end], size[end], workers, bandwidth)
-        found = [Partition(whole, ((range(end), workers),))]
+        found = [((whole, 1), ((range(end), workers),))]
         for cut in range(1, end):
             message = sending(2 * activations[cut], bandwidth) if activations else 0
             for replicas in range(1, workers):
-                head = best(cut, workers - replicas)
                 here = stage_time(time[end] - time[cut], size[end] - size[cut], replicas, bandwidth)
-                stages = (*head.stages, (range(cut, end), replicas))
-                found.append(Partition(max(head.time, message, here), stages))
-        return min(found, key=lambda partition: (partition.time, len(partition.stages)))
+                for (slowest, count), stages in best(cut, workers - replicas):
+                    costs = max(slowest, message, here), count + 1
+                    found.append((costs, (*stages, (range(cut, end), replicas))))
+        return undominated(found)
 
-    return best(len(times), workers)
+    (slowest, _), stages = best(len(times), workers)[0]
+    return Partition(slowest, stages)
 
 
 def stage_time(time: Number, weight_bytes: Number, replicas: int, bandwidth: Number | None) -> Number:
-    """T of a stage: its replicas take turns, and sum their gradients over a ring meanwhile."""
+    """T of a stage: its replicas take turns, and meanwhile sum their gradients over a ring."""
     return divided(max(time, sending(2 * (replicas - 1) * weight_bytes, bandwidth)), replicas)
 
 

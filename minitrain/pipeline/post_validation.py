@@ -4,14 +4,15 @@
     run.before_backward = post.before_backward               run: the pipeline's Runner, over the same group
     train_step(run, batch, post, reducer)                    for each batch; at the end post.finish()
 
-    step()             rank 0 -> ... -> p-1     sum of squares so far; a rank that need not clip by it updates
+    step()             rank 0 -> ... -> p-1     sum of squares so far; where it calls for no clipping, update
                        the forwards of the next step that fill the pipeline
     before_backward()  rank p-1 -> ... -> 0     sum of all squares; a wrong update is undone and done again,
                                                 and all ranks run these forwards again
 
-An all-reduce of the norm would make all ranks wait for the last. What is done again takes the rate and the
-random numbers of its own step; if the norm is not finite nothing is updated. Sends 2(p-1) numbers per step.
-Memory: a copy of parameters and optimizer state, and the gradients, until the check. No dry run.
+An all-reduce of the norm would make all ranks wait for the last one. What is done again uses the learning
+rate and the random numbers of its own step; if the norm is not finite nothing is updated. Sends 2(p-1)
+numbers per step. Memory: a copy of parameters and optimizer state, and the gradients, until the check. No dry
+run.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs undoes AdamW by its inverse, no
 copy.
 """
@@ -25,13 +26,15 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.sharding import placement
+from minitrain.torch_private import tree_leaves
 
 
 class PostValidation:
-    """`group` has the stages in order; `optimizer` is one of torch's, or a Sync; `norm` the last checked.
+    """`group` has the stages in order; `optimizer` is one of torch's, or a Sync; `norm`: the last checked.
 
     `squares()`, where parameters are cut over other groups (tp, ZeRO), is the sum of the squares of this
-    rank's stage over those groups (optim.sum_of_squares). Without it a copy on a later stage is left out."""
+    rank's stage over those groups (optim.sum_of_squares). Without it a parameter that has copies counts on
+    the first of their ranks only."""
 
     def __init__(self, optimizer, max_norm: float, group: ProcessGroup, squares: Callable | None = None):
         self.optimizer, self.max_norm, self.group = optimizer, max_norm, group
@@ -54,7 +57,7 @@ class PostValidation:
         return self.optimizer.param_groups
 
     def zero_grad(self) -> None:
-        """Not yet: if the step before was wrong, its gradients are needed. `before_backward` does it."""
+        """Nothing yet: a wrong update still needs its gradients. `before_backward` clears them."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -70,7 +73,7 @@ class PostValidation:
             self.sending.append(collectives.send(self.squares, rank + 1, self.group, async_op=True))
         self.unchecked, self.then, self.before = True, self.settings(), None
         if self.scale(self.squares) == 1:
-            state = copy.deepcopy(self.inner.state_dict()) if self.inner else {}
+            state = copied(self.inner.state_dict()) if self.inner else {}
             self.before = [param.clone() for param in self.params], state
             self.optimizer.step()
 
@@ -84,7 +87,7 @@ class PostValidation:
         return again
 
     def finish(self) -> Tensor | None:
-        """Behind the last step: its norm. Parameters are final, and gradients those that were applied."""
+        """After the last step: its norm. Parameters are then final, and gradients those that were applied."""
         if self.unchecked:
             self.validate()
         return self.norm
@@ -126,7 +129,7 @@ class PostValidation:
             self.optimizer.publish()  # a Sync brings the model up to date
 
     def settings(self) -> list[dict]:
-        """The rate and all else that may change from step to step."""
+        """The learning rate and all else that may change from step to step."""
         return [{name: x for name, x in group.items() if name != "params"} for group in self.param_groups]
 
     def set(self, settings: list[dict]) -> None:
@@ -143,5 +146,10 @@ class PostValidation:
         return total
 
     def scale(self, squares: Tensor) -> float:
-        """What gradients are multiplied by; 1 if nothing is clipped (as optim.clip_grad_norm)."""
+        """The factor for all gradients; 1 if nothing is clipped (as optim.clip_grad_norm)."""
         return (self.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0).item()
+
+
+def copied(state: dict) -> dict:
+    """With tensors cloned, which an account sees; a deepcopy of one does not show."""
+    return copy.deepcopy(state, {id(x): x.clone() for x in tree_leaves(state) if isinstance(x, Tensor)})

@@ -8,10 +8,10 @@
     I   the same for x only (deferred.py)            W   the kept products: gradients of the weights
     R   the stage once more from the kept x (its F built no graph), with the random numbers that F drew
 
-Every rank is given the same rows. The last stage takes the loss, a sum over tokens / `batch.num_valid`: the
-sum of what the ranks return is the loss, and each gradient is that of the whole batch. Sends per boundary
-between ranks and microbatch rows · T · D elements forward, as many backward. Memory: of each microbatch in
-flight x and what autograd saved, not y; two received tensors ahead.
+Every rank is given the same rows. The last stage computes the loss, a sum over tokens / `batch.num_valid`:
+what the ranks return adds up to the loss, and each gradient is that of the whole batch. Sends, per microbatch
+and boundary between ranks, rows · T · D elements forward and as many backward. Memory: x and what autograd
+saved, not y, of each microbatch in flight; two tensors received ahead.
 Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473. Differs: Megatron-LM has
 a function for each schedule.
 """
@@ -42,9 +42,9 @@ class Kept:
 
     x: Tensor  # the input
     end: object = None  # where the graph of the output begins
-    also: Tensor | None = None  # a loss that the stage has found itself
-    later: Deferred | None = None  # the products to come
-    drawn: tuple[Tensor, ...] = ()  # the random state before
+    also: Tensor | None = None  # a loss of the stage's own, as of a router
+    later: Deferred | None = None  # the products that W will do
+    drawn: tuple[Tensor, ...] = ()  # the random state before F
 
 
 class Runner:
@@ -54,12 +54,12 @@ class Runner:
     what a boundary's T is divided by (sequence parallelism cuts it over tp). `check=False` is for stages that
     communicate themselves. `around("F1.2")` is entered around each action: `ledger.phase` makes an account by
     action. `memory` holds what a slice leaves to later ones (SliceMemory; `SliceMemory({})` for stages
-    without attention). `cut(batch, schedule)` gives the units, if rows are not to fall evenly on them.
+    without attention). `cut(batch, schedule)` makes the units, if rows are not to be shared evenly.
     `at(step, first_row)` is told which rows of the global batch come next. `router_losses.taken(stage)` gives
     what a stage's forward adds to the loss by itself. `before_backward`, if set, is called once a step before
     the rank's first backward; where it says True, on all ranks alike, the forwards until then run again
-    (post_validation.py). `pairs` lets the halves of a pair take turns, unless they are of one stage, whose
-    parameters ZeRO-3 has whole for one pass at a time."""
+    (post_validation.py). `pairs` lets the halves of a pair take turns, unless both are of one stage, whose
+    parameters ZeRO-3 gathers for one pass at a time."""
 
     methods = {"F": "forward", "R": "forward_again", "B": "backward", "I": "backward", "W": "weights"}
 
@@ -105,7 +105,7 @@ class Runner:
             check_boundary(number, stage, schedule, width, self.dtype)
 
     def __call__(self, batch) -> Tensor:
-        """This rank's part of the loss: zero where there is no last stage."""
+        """This rank's part of the loss: zero on a rank without the last stage."""
         self.batch, self.units = batch, self.cut(batch, self.schedule)
         self.first_rows = first_rows(self.units, self.schedule.slices, getattr(batch, "first_row", 0))
         self.reducer.enabled = False  # the program says when gradients are complete
@@ -124,7 +124,7 @@ class Runner:
         return self.loss
 
     def start_again(self, filling: Program, drawn: tuple[Tensor, ...]) -> None:
-        """The forwards that fill the pipeline once more; what they sent is received by all, and dropped."""
+        """Runs the forwards that fill the pipeline again; what they sent is received by all and dropped."""
         for what in list(self.boundary):
             self.take(what)
         stale = list(self.sending.values())
@@ -135,7 +135,7 @@ class Runner:
             handle.wait()
 
     def begin(self) -> None:
-        """Nothing is kept, nothing on its way."""
+        """A step starts with nothing kept and nothing on its way."""
         self.left = self.uses.copy()
         self.kept: dict[tuple[int, int], Kept] = {}
         # activations and gradients at the boundaries of stages: arrived, coming or to be sent; on their way
@@ -149,7 +149,7 @@ class Runner:
 
     @cached_property
     def halves(self) -> tuple[Program, Program]:
-        """What is done before `before_backward`, and behind it."""
+        """The program before `before_backward`, and after it."""
         return pause(self.program, self.rank, self.schedule)
 
     def play(self, program: Program, start: int = 0) -> None:
@@ -189,7 +189,7 @@ class Runner:
 
     @contextmanager
     def turn(self, action: Action) -> Iterator[None]:
-        """Around an action, or around each turn of it: masks are drawn for its rows."""
+        """Around an action, or each turn of it: tells `at` its rows, so that masks are drawn for them."""
         with self.around(str(action)):
             self.at(getattr(self.batch, "step", 0), self.first_rows[action.microbatch])
             yield
@@ -215,7 +215,7 @@ class Runner:
             self.run_stage(action.stage, action.microbatch, kept)
 
     def run_stage(self, stage: int, unit: int, kept: Kept) -> Tensor:
-        """The stage, or on the last one the loss; the graph's end is remembered, the output is not."""
+        """Runs the stage, the last one with the loss; keeps the end of the graph, not the output."""
         _, targets, positions = self.units[unit]
         kept.later = Deferred() if W(stage, unit) in self.schedule.place else None
         with kept.later or nullcontext(), self.memory.during(stage, unit) if self.memory else nullcontext():
@@ -257,7 +257,7 @@ class Runner:
     def through(self, x: Tensor, positions: Tensor) -> Tensor | None:
         """Rows of tokens, the same on all ranks, through all stages: forward only, outside of any schedule.
 
-        Gives what the last stage gives on the first rank that has it (`last_rank`), None elsewhere."""
+        Returns the last stage's output on the first rank that has it (`last_rank`), None elsewhere."""
         shape = (len(x), positions.size(-1) // self.length_over, self.width)
         for stage in range(self.schedule.stages):
             here, there = self.home(stage), self.home(stage + 1)
@@ -279,7 +279,7 @@ class Runner:
         return self.home(self.schedule.stages - 1)
 
     def give(self, what: Action, x: Tensor) -> None:
-        """For the neighbouring stage: the next step of the program sends it, or it is on this rank."""
+        """To the neighbouring stage: the next step of the program sends x, or that stage is on this rank."""
         if user_of(what, self.schedule) is not None:
             self.boundary[what] = x
 
@@ -313,7 +313,7 @@ class Runner:
 
 
 def neighbours(program: Program, number: int) -> str:
-    """What is computed around a step of the program."""
+    """What is computed right before and after a step of the program."""
     computed = [str(step) if isinstance(step, (Action, Pair)) else "" for step in program]
     before = next(filter(None, reversed(computed[:number])), "nothing")
     return f"after {before} and before {next(filter(None, computed[number + 1 :]), 'the end')}"

@@ -3,7 +3,7 @@
     F  forward of a stage for one microbatch       B  its whole backward
     I  backward for the input only                 W  the rest, gradients of the weights       B = I + W
     R  forward once more, from the kept input (recomputation: F kept nothing else)
-    E  what F kept leaves for another rank, H  is hosted there, G  given back, L  here again for B (bpipe.py)
+    E  what F kept leaves for another rank, H  is hosted there, G  given back, L  loaded for B (bpipe.py)
 
     one_f_one_b(2, 3).ranks = (F0.0 F0.1 B0.0 F0.2 B0.1 B0.2,      "F1.2": stage 1, microbatch 2
                                F1.0 B1.0 F1.1 B1.1 F1.2 B1.2)
@@ -11,7 +11,7 @@
 A rank has the stages whose actions stand in its list. A stage may stand in two lists, for different
 microbatches (Chimera), and a rank may have several (interleaving). With `slices` = k, unit m·k + j is slice j
 of microbatch m; forwards go from the first slice to the last, backwards from the last to the first. F, B, I,
-W are the letters of torch.distributed.pipelining. Differs: no table of stages, no send.
+W are the letters of torch.distributed.pipelining. Differs: no map from stages to ranks, no sends.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, partial
-from itertools import product
+from itertools import groupby, product
 from typing import NamedTuple
 
 KINDS = "FBIWREHGL"
@@ -60,11 +60,11 @@ class Schedule:
     stages: int
     microbatches: int
     slices: int = 1
-    lengths: tuple[int, ...] = ()  # tokens of each slice; without them they are as equal as they can be
+    lengths: tuple[int, ...] = ()  # tokens of each slice; by default as equal as they can be
     chain = True  # stage s gives to stage s + 1, and to no other
 
     def __post_init__(self) -> None:
-        """Any iterables are taken, and plain tuples for actions: ("F", 0, 1), or two of them for a pair."""
+        """Accepts any iterables, and plain tuples for actions: ("F", 0, 1), or two of them for a pair."""
         entries = lambda rank, own: tuple(_entry(entry, self.name, rank, at) for at, entry in enumerate(own))
         object.__setattr__(self, "ranks", tuple(entries(rank, own) for rank, own in enumerate(self.ranks)))
 
@@ -89,12 +89,21 @@ class Schedule:
 
     @cached_property
     def needs(self) -> dict[Entry, Sequence[Action]]:
-        """For every entry what must be done before it, without its own parts."""
+        """For every entry what must be done before it, other than its own parts."""
         found = {}
         for entry in (entry for entries in self.ranks for entry in entries):
             own = entry if isinstance(entry, Pair) else (entry,)
             found[entry] = [before for action in own for before in needs(action, self) if before not in own]
         return found
+
+    @cached_property
+    def breadth_first(self) -> bool:
+        """Do ranks have several stages, each of which runs all microbatches before the next does?"""
+        for rank, entries in enumerate(self.ranks):
+            runs = [key for key, _ in groupby((a.stage, a.kind == "F") for a in parts(entries))]
+            if len(self.stages_of(rank)) < 2 or len(set(runs)) < len(runs):
+                return False
+        return True
 
     def stages_of(self, rank: int) -> list[int]:
         return sorted({action.stage for action in parts(self.ranks[rank]) if action.kind not in GUEST})
@@ -151,7 +160,7 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
 def in_flight(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> list[Fraction | int]:
     """Activations held after each entry of a rank's list, in units of one stage and one microbatch or slice.
 
-    Between I and W the share `kept` of one stays; a recomputed stage's input counts as nothing until R."""
+    Between I and W the share `kept` of one stays. Before R a recomputed stage counts as nothing."""
     holds = {"F": 1, "R": 1, "B": -1, "I": kept - 1, "W": -kept, "E": -1, "H": 1, "G": -1, "L": 1}
     again = {action[1:] for action in schedule.place if action.kind == "R"}
     counts, held = [], 0
@@ -163,7 +172,7 @@ def in_flight(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> list[F
 
 
 def peak(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> Fraction | int:
-    """The most activations rank ever holds: in a pair the forward comes before the backward frees."""
+    """The most activations that a rank ever holds; in a pair the forward adds before the backward frees."""
     high, before = 0, 0
     for entry, after in zip(schedule.ranks[rank], in_flight(schedule, rank, kept)):
         high, before = max(high, after, before + 1 if isinstance(entry, Pair) else 0), after
@@ -171,7 +180,7 @@ def peak(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> Fraction | 
 
 
 def check(schedule: Schedule) -> Schedule:
-    """The schedule itself, if every action is there once and after all it needs."""
+    """Returns the schedule if every action is there once, and after all that it needs; else ValueError."""
     name, stages, units, place = schedule.name, schedule.stages, schedule.microbatches, schedule.place
     counted = Counter(action for entries in schedule.ranks for action in parts(entries))
     for action, times in counted.items():
@@ -197,7 +206,7 @@ def check(schedule: Schedule) -> Schedule:
 
 
 def _check_unit(schedule: Schedule, stage: int, unit: int) -> None:
-    """All that a stage does of a microbatch is there, on one rank."""
+    """All that a stage does for a microbatch must be there, on one rank."""
     here = {kind: rank for kind in KINDS if (rank := schedule.place.get((kind, stage, unit))) is not None}
     split = here.keys() & set("IW")
     due = "F" + (MOVES if here.keys() & set(MOVES) else "") + ("IW" if split and "B" not in here else "B")

@@ -10,8 +10,8 @@ A message takes no time of its ranks. With whole numbers or Fractions for costs 
 
 All ranks start and stop together here. Where bubble is (p-1)/(m+p-1), overhead is (p-1)/m. `Costs` are of one
 whole stage: stages that are 1/v of a rank cost Fraction(1, v); `stage={3: 2}` makes stage 3 twice as long. B
-defaults to I + W; a pair takes `FB`, if given, else its two parts in a row; what a forward kept takes `move`
-to another rank (bpipe.py), by default `send`.
+defaults to I + W; a pair takes `FB`, if given (times the mean of its stages' factors), else its two parts in
+a row; what a forward kept takes `move` to another rank (bpipe.py), by default `send`.
 """
 
 import gc
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
-from minitrain.pipeline.schedule import Action, Entry, Pair, Schedule, in_order, parts
+from minitrain.pipeline.schedule import MOVES, Action, Entry, Pair, Schedule, in_order, parts
 
 Time = int | float | Fraction
 
@@ -55,8 +55,8 @@ class Costs:
             if self.FB is None:
                 return self.of(entry.forward) + self.of(entry.backward)
             forward, backward = (self.stage.get(action.stage, 1) for action in entry)
-            return self.FB * (forward + backward) / 2 if self.stage else self.FB
-        if entry.kind not in self.times:
+            return divided(self.FB * (forward + backward), 2) if self.stage else self.FB
+        if entry.kind in MOVES:
             return 0  # tensors that move are messages
         time = self.times[entry.kind]
         return time * self.stage.get(entry.stage, 1) if self.stage else time
@@ -71,7 +71,7 @@ class Measured:
     move: Time | None = None
 
     def of(self, entry: Entry) -> Time:
-        return sum(self.times[action] for action in parts([entry]))
+        return sum(self.times[action] for action in parts([entry]) if action.kind not in MOVES)
 
 
 Span = namedtuple("Span", "entry start end")

@@ -6,12 +6,12 @@
 Between two slices autograd's graph is cut at K and V. Later slices look at a leaf, so their backwards leave
 dK and dV in its `.grad`; backwards run from the last slice, so the sum is complete when slice j's turn comes.
 A `SlicedAttention` stands in every attention layer (`look_back`). `attend(q, k, v, lengths)` is the attention
-of the last slice's queries over all slices so far, here or over ranks that share the sequence, each with
-`lengths` tokens of the slices; outside of a step `lengths` is None and the tokens are a whole sequence.
+of the newest slice's queries over all slices so far, on one rank or on ranks that share the sequence, each
+with `lengths` tokens of the slices; outside of a step `lengths` is None: the tokens are a whole sequence.
 Sends only what `attend` sends. Memory: the fused attention keeps [K_0..K_j] in one piece, so the slices hold
 K and V (k+1)/2 times, and (k-1)/k as leaves; masks of T²·(k+1)/2k - (T/k)² numbers, with ALiBi T²·(k+1)/2k
 for each head; dK and dV while backwards run. Dropout by place keeps all scores. Values narrower than keys
-(latent attention) are kept as wide as these.
+(latent attention) are kept padded to the keys' width.
 Li et al. 2021 (TeraPipe), arXiv:2102.07988, section 3.1; Sun et al. 2024 (Seq1F1B), arXiv:2406.03488, section
 3.
 """
@@ -38,7 +38,7 @@ def attend(q, k, v, lengths=None, *, bias: Alibi | None = None, dropout: DropMas
     check_bias("sliced attention", bias, q.size(1))
     before, length, by_place = k.size(-2) - q.size(-2), k.size(-2), isinstance(dropout, DropMask)
     places = torch.arange(before, length, device=q.device), torch.arange(length, device=q.device)
-    first = not (before or bias or by_place)  # no mask need be kept
+    first = not (before or bias or by_place)  # no mask is needed
     seen = None if first else torch.ones(q.size(-2), length, dtype=torch.bool, device=q.device).tril(before)
     if bias:
         seen = bias.between(*places).to(q.dtype).masked_fill_(~seen, -math.inf)
@@ -53,7 +53,7 @@ def attend(q, k, v, lengths=None, *, bias: Alibi | None = None, dropout: DropMas
 
 
 def _with_mask(q, k, v, seen: Tensor, mask: DropMask, places: tuple[Tensor, Tensor]) -> Tensor:
-    """Scores one can multiply. `seen`: of booleans, or numbers to add."""
+    """With scores written out, for a mask to multiply. `seen`: booleans, or numbers to add."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
     p = (scores.masked_fill(~seen, -math.inf) if seen.dtype == torch.bool else scores + seen).softmax(-1)
@@ -76,8 +76,8 @@ class SlicedAttention:
             return self.attend(q, k, v, None, **extras)
         first = self.now - self.now % self.slices
         seen = [self.kept[unit].seen for unit in range(first, self.now)] + [(k, v)]
-        if not in_backward():  # else a block is computed again: it is kept, or its backward has begun
-            again = self.kept.get(self.now)  # a stage: what later slices look at stays
+        if not in_backward():  # else a block is recomputed in its backward: nothing new is kept
+            again = self.kept.get(self.now)  # a stage recomputed by R: later slices look at the same leaves
             leaves = again.seen if again else (k.detach().requires_grad_(), v.detach().requires_grad_())
             self.kept[self.now] = Slice((k, v), leaves)
         keys, values = (torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0] for parts in zip(*seen))
@@ -108,16 +108,16 @@ class SliceMemory:
                 core.now = None
 
     def again(self, stage: int) -> Callable[[], AbstractContextManager]:
-        """Of what is computed again later: inside of it(), the slice is that of now."""
+        """For a later recomputation: a context in which the slice is the present one."""
         now = {core.now for core in self.cores.get(stage, ())}
         return partial(self.during, stage, now.pop()) if now else nullcontext
 
     def ends(self, stage: int, unit: int) -> list[tuple[Tensor, Tensor]]:
-        """Where the backward of the slice starts, beside the stage's output, and with what."""
+        """(tensor, gradient) pairs from which the slice's backward starts, beside the stage's output."""
         return [end for core in self.cores.get(stage, ()) for end in core.ends(unit)]
 
     def clear(self) -> None:
-        """Before a step: forget what a step that failed has left."""
+        """Before a step: forgets what a failed step left behind."""
         for core in (core for some in self.cores.values() for core in some):
             core.kept.clear()
 

@@ -7,10 +7,10 @@
 
 A pair is `(2F0;3B1)OVERLAP_F_B`; an empty cell is a step in which a rank waits. `comms=True` writes the
 format "compute_comms": `0SEND_F0`, `1RECV_F0` (the stage is that of the rank which does it), `0REDUCE_GRAD`
-behind the last gradient. Their runtime has one channel between two ranks, so both name all their messages in
-one order: that of the simulated ends. `from_csv` keeps the computation, as messages follow from it. A stage
-on two ranks, slices, R, moves and other pairs have no letters there. Their gradients are divided by the
-number of microbatches unless `scale_grads=False`; ours is in the loss. PyTorch 2.11 and 2.13,
+after the last gradient. Their runtime has one channel between two ranks, so both list all their messages in
+one order: by when, simulated, they can be sent. `from_csv` keeps the computation, as messages follow from it.
+A stage on two ranks, slices, R, moves and other pairs have no letters there. Their gradients are divided by
+the number of microbatches unless `scale_grads=False`; ours are divided in the loss. PyTorch 2.11 and 2.13,
 torch.distributed.pipelining, schedules.py (2.11 runs no V over gloo). Differs: a bad file is refused when it
 is read, not when it runs.
 """

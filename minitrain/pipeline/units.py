@@ -11,13 +11,13 @@ Unit = tuple[Tensor, Tensor, Tensor]  # tokens, targets, positions
 
 
 def first_rows(units: list[Unit], slices: int, first_row: int) -> list[int]:
-    """Of each unit of a batch, its first row in the global batch: slices of a microbatch have the same."""
+    """For each unit its first row in the global batch; all slices of a microbatch have the same."""
     before = accumulate((len(tokens) for tokens, *_ in units[::slices]), initial=first_row)
     return [row for row, _ in zip(before, units[::slices]) for _ in range(slices)]
 
 
 def cut_evenly(batch, schedule: Schedule) -> list[Unit]:
-    """The units of a batch. Rows may fall unevenly on the microbatches."""
+    """The units of a batch. Rows need not divide evenly among the microbatches."""
     (rows, length), slices, lengths = batch.tokens.shape, schedule.slices, schedule.lengths
     name, microbatches = schedule.name, schedule.microbatches // slices
     if rows < microbatches:

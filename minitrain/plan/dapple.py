@@ -152,7 +152,8 @@ def paper_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
 
 
 def plan_dapple(model: Model, cluster: Cluster, m: int, placements: Callable = all_placements) -> DapplePlan:
-    """The cut, replication and placement with the smallest `latency`, on all devices or fewer.
+    """The cut, replication and placement with the smallest `latency`, on all devices or fewer; of equal ones,
+    with fewest stages.
 
     Stages go in front of stages, keeping all that no other beats in every number of `Ahead`: the latency
     never falls if one rises, so this equals trying everything. `paper_placements` tries fewer, for clusters

@@ -86,7 +86,7 @@ def plan_mpress(tensors: Sequence[Tensor], fixed: Sequence, cap, links: Links, w
 
 
 def tensors_at_peak(schedule: Schedule, costs: Costs, layers: Sequence, recompute: Sequence) -> list[Tensor]:
-    """What each rank keeps when it keeps most: per microbatch in flight a tensor for each layer (bytes)."""
+    """What each rank keeps when it first keeps most: per microbatch in flight a tensor of each layer."""
     simulation, tensors = simulate(schedule, costs), []
     for rank, entries in enumerate(schedule.ranks):
         counts, idle = in_flight(schedule, rank), {}

@@ -5,7 +5,9 @@
 
 Microbatch n does action a at start[a] + n·period. On each rank the actions, taken modulo the period, must not
 overlap; nothing else is to be checked, for any number of microbatches. Periods are tried from the work of the
-busiest rank on. It finds 1F1B for a line. What fills and drains a rank follows from the times.
+busiest rank on. It finds 1F1B for a line, and among the patterns it looks at are the published Vs. What fills
+and drains a rank follows from the times: for a V of whole backwards that takes a forward and a backward more
+than the shortest schedule (schedule_search.py).
 Lin et al. 2024 (Tessel), arXiv:2311.15269, sections 3 and 4. Differs: a depth-first search, not a solver that
 searches warm-up and cool-down too; patterns of one microbatch (one of several could be shorter).
 """

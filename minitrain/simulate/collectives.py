@@ -4,9 +4,9 @@ S bytes over a link cost alpha + S/B (Hockney 1994). n ranks, m on each of N nod
 B_in inside a node; between nodes alpha_out and B_out, a rank's share of the network cards. A pipeline across
 both runs at B = min(B_in, m B_out): the m ranks of a node feed m rings (NCCL's channels).
 
-    all_reduce   ring          2 (n-1) (alpha + S/(nB))        N of the n-1 hops leave a node, at alpha_out
+    all_reduce   ring          2 (n-1) (alpha + S/(nB))        min(N, n-1) hops leave a node, at alpha_out
                  tree          2 chunked(ceil(log2 n))         double binary tree: up, then down
-                 halving       2 log2 n alpha + 2 (n-1)/n S/B  halving and doubling, near first; n = 2^k
+                 halving       2 log2 n alpha + 2 (n-1)/n S/B  halving and doubling, near first; m, N = 2^k
                  hierarchical  2 (m-1) (alpha_in + S/(m B_in)) + 2 (N-1) (alpha_out + S/(m N B_out))
                  leader        tree to one rank a node, ring of the leaders over one card each, tree back
     all_gather, reduce_scatter: half of ring, halving or hierarchical

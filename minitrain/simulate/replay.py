@@ -5,10 +5,11 @@ Each rank runs its events in order. Compute takes the larger of two costs (roofl
     max(flops / (peak x efficiency), bytes / (memory bandwidth x efficiency)) + launch_s
 
 Issue hands a transfer to the stream of its group. The transfer starts when its last member has issued it and
-the group's previous one has ended, takes what collectives.py says and ends on all members together. Wait
-stops the rank until then. Messages have a stream per (source, destination), and are on it a latency after
-both sides are there: one issued while another is under way follows it without a pause. Copies of one rank and
-way follow each other likewise, each in latency + bytes / bandwidth of the machine's `host` or `disk` link.
+the group's previous one has ended, takes what collectives.py says of the largest payload that a member gives,
+and ends on all members together. Wait stops the rank until then. Messages have a stream per (source,
+destination), and are on it a latency after both sides are there: one issued while another is under way
+follows it without a pause. Copies of one rank and way follow each other likewise, each in latency + bytes /
+bandwidth of the machine's `host` or `disk` link.
 
 Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024. A
 faster device or network never makes a step slower (a scheduler that reorders work gives no such guarantee:

@@ -100,6 +100,7 @@ def test_chimera():
             double,
         )
     assert simulate(one_f_one_b(4, 4), EQUAL).bubble == Fraction(3, 7)
+    assert difference(chimera(2, 8)) < TOLERANCE
 
 
 @pytest.mark.parametrize("p, whole, rest", [(4, 0, 2), (4, 1, 2), (8, 1, 2), (8, 2, 6)])
@@ -133,6 +134,7 @@ def test_hanayo():
         Fraction(7, 39),
     ]
     assert stages_of(hanayo(3, 3, 2)) == [[0, 5, 6, 11], [1, 4, 7, 10], [2, 3, 8, 9]]
+    assert difference(hanayo(4, 8, 1)) < TOLERANCE
 
 
 def test_more_waves_wait_for_more_messages():
@@ -248,11 +250,7 @@ def folded_entry(entry):
 # ---- real ranks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [chimera(2, 8), chimera(4, 8), hanayo(4, 8, 1), dualpipe_v(4, 8)],
-    ids=lambda schedule: schedule.name,
-)
+@pytest.mark.parametrize("schedule", [chimera(4, 8), dualpipe_v(4, 8)], ids=lambda schedule: schedule.name)
 def test_equals_one_process(schedule):
     assert difference(schedule) < TOLERANCE
 

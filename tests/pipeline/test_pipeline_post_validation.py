@@ -185,6 +185,26 @@ def test_equals_clipping_with_a_stop(name):
     assert all(again == expected for *_, again in found) and 2 <= sum(expected) <= STEPS - 2
 
 
+def looked_at(late):
+    """What a run says of itself in the middle: a held-out loss, pieces to save, a step with another limit."""
+    strategy = Strategy(pp=2, microbatches=4, precision="float64", post_validation=late)
+    run = parallelize(PROBLEM.config, strategy, lambda params: AdamW(params, lr=1e-2), seed=3)
+    found, small = [], CLIP / 10
+    for step, clip in enumerate((small, small, None, small, small / 2)):
+        batch = run.batch(rows_of_problem(PROBLEM, step), step)
+        run.step(batch, clip)
+        if step == 0:
+            found.append(run.evaluate(batch))
+        if step == 3:
+            found += [piece.values.sum() for piece in run.pieces() if piece.name.startswith("parameters")]
+    return torch.stack([*found, *(x.sum() for x in run.state_dict()["parameters"].values())])
+
+
+def test_whoever_looks_at_a_run_sees_the_step_as_it_was_clipped():
+    for stopped, late in launch.run(lambda: [looked_at(False), looked_at(True)], ranks=2):
+        assert len(late) > 30 and (stopped - late).abs().max() < 1e-11
+
+
 def test_cut_parameters_bring_their_own_squares():
     found = launch.run(train, one_f_one_b(2, 4), dict(dp=1, pp=2, tp=2), PROBLEM, ranks=4)
     assert far(found) < TOLERANCE

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from minitrain import collectives, launch
+from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.parallelize import parallelize
 from minitrain.pipeline.lower import EARLY, Receive, Reduce, Send, Sent, lower
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, B, F, I, Pair, R, Schedule, W, check, parts, peak
@@ -28,10 +30,24 @@ from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
 from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.schedules.varuna import recomputed, varuna
 from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved
-from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.pipeline.simulate import Costs, Measured, simulate
 from minitrain.plan.graphpipe import GraphSchedule
+from minitrain.simulate.machines import Device, Link, Machine
+from minitrain.simulate.replay import replay
+from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW
 from minitrain.training.step import Batch, NoReducer
-from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small
+from tests.parallel import (
+    TOLERANCE,
+    Outcome,
+    Problem,
+    difference,
+    one_process,
+    pipeline_difference,
+    rows_of_problem,
+    small,
+    together,
+)
 
 GRID = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 7), (4, 8), (5, 64), (8, 3), (8, 16), (16, 16), (16, 64)]
 TWICE = Costs(F=1, B=2)
@@ -420,11 +436,45 @@ def test_longer_actions_never_end_earlier():
         )
 
 
+def test_what_moves_takes_its_own_time():
+    """There and back, from rank to rank; by default as long as a message. With `Costs` as with `Measured`."""
+    lent = Schedule("lent", ((F(0, 0), ("E", 0, 0), ("L", 0, 0), B(0, 0)), (("H", 0, 0), ("G", 0, 0))), 1, 1)
+    times = {action: {"F": 1, "B": 2}.get(action.kind) for action in lent.place}
+    for move, makespan in ((None, 1 + 2 * 5 + 2), (3, 1 + 2 * 3 + 2), (0, 3)):
+        for costs in Costs(F=1, B=2, send=5, move=move), Measured(times, send=5, move=move):
+            assert simulate(lent, costs).makespan == makespan
+    other = Schedule("sent", ((F(0, 0), B(0, 0)), (F(1, 0), B(1, 0))), 2, 1)
+    assert simulate(other, Costs(F=1, B=2, send=5, move=3)).makespan == 1 + 5 + 3 + 5 + 2
+
+
+def test_a_pair_takes_the_mean_of_its_stages_factors():
+    pair = Pair(F(0, 1), B(1, 0))
+    assert Costs(F=1, B=2).of(pair) == 3 and Costs(F=1, B=2, FB=4).of(pair) == 4
+    assert Costs(F=1, B=2, stage={0: 3}).of(pair) == 3 + 2
+    assert Costs(FB=4, stage={0: 3}).of(pair) == Costs(FB=4, stage={1: 3}).of(pair) == 8
+    assert Costs(FB=4, stage={0: 3, 1: 5}).of(pair) == 16 and Costs(FB=4, stage={2: 3}).of(pair) == 4
+    odd = Costs(FB=3, stage={0: 2}).of(pair)
+    assert odd == Fraction(9, 2) and isinstance(odd, Fraction)  # exact, as all times
+
+
 # ---- the systems -----------------------------------------------------------------------------------------
 
 
 def in_flight_peaks(schedule: Schedule) -> list[int]:
     return [peak(schedule, rank) for rank in range(len(schedule.ranks))]
+
+
+DEEP = Problem(config=small(num_layers=2), batch_sizes=(8, 7), microbatches=4)
+
+
+@cache
+def reference():
+    return one_process(DEEP)
+
+
+def trained_alike(schedule: Schedule) -> float:
+    """How far training on two real ranks is from one process."""
+    return pipeline_difference(DEEP, dict(dp=1, pp=2), schedule, reference())
 
 
 def test_gpipe():
@@ -438,11 +488,8 @@ def test_gpipe():
     assert (
         simulate(again, TWICE).makespan == 11 * (1 + 1 + 2) - 3 and in_flight_peaks(again) == [1] * 4
     )  # an R waits for no other rank
-    problem = Problem(config=small(num_layers=2), batch_sizes=(8, 7), microbatches=4)
-    assert (
-        pipeline_difference(problem, dict(dp=1, pp=2), recomputing(gpipe(2, 4)), one_process(problem))
-        < TOLERANCE
-    )
+    assert trained_alike(recomputing(gpipe(2, 4))) < TOLERANCE
+    assert trained_alike(gpipe(2, 4)) < TOLERANCE
 
 
 def test_one_f_one_b():
@@ -452,6 +499,7 @@ def test_one_f_one_b():
             assert simulate(schedule, costs).makespan == simulate(gpipe(p, m), costs).makespan
         assert in_flight_peaks(schedule) == [min(m, p - s) for s in range(p)]
     assert simulate(one_f_one_b(4, 8), TWICE).makespan == 33
+    assert trained_alike(one_f_one_b(2, 4)) < TOLERANCE
 
 
 def test_dapple():
@@ -470,6 +518,10 @@ def test_dapple():
     assert (
         in_flight_peaks(one_f_one_b(8, 16)) == in_flight_peaks(one_f_one_b(8, 64)) == [8, 7, 6, 5, 4, 3, 2, 1]
     )
+    few, many = (launch.run(kept_at_most, one_f_one_b(2, m), ranks=2) for m in (3, 9))
+    assert (
+        few == many == [(2, 0), (1, 0)]
+    )  # on ranks: microbatches that autograd keeps at most, and in the end
 
 
 def messages(schedule: Schedule) -> int:
@@ -505,6 +557,43 @@ def test_interleaved():
         simulate(interleaved(4, 8, v), Costs(F=Fraction(1, v), B=Fraction(2, v))).overhead for v in (1, 2, 4)
     ]
     assert overheads == [Fraction(3, 8), Fraction(3, 16), Fraction(3, 32)]
+    assert trained_alike(interleaved(2, 4, 2)) < TOLERANCE
+
+
+def sharded_step(schedule: Schedule):
+    """ZeRO-3 on dp=2 beside a pipeline of two ranks: how often parameters are gathered and gradients scattered,
+    the share of the largest stage that was ever whole and the bytes that are in the end, what was trained.
+    """
+    strategy = Strategy(dp=2, pp=2, zero=3, microbatches=4, precision="float64")
+    run = parallelize(
+        SHARDED.config,
+        strategy,
+        lambda params: AdamW(params, lr=SHARDED.lr),
+        seed=3,
+        frozen=[SHARDED.frozen],
+        schedule=schedule,
+    )
+    whole, parts_of = [], [{run.sync.flat_of[p] for p in s.parameters()} for s in run.runner.stages.values()]
+    largest = max(8 * sum(flat.numel for flat in flats) for flats in parts_of)
+    for flat in run.sync.flats:
+        flat._resize = lambda numel, resize=flat._resize: (
+            resize(numel),
+            whole.append(sum(one.whole.untyped_storage().nbytes() for one in run.sync.flats)),
+        )
+    every, trained = (
+        4 * sum(flat.numel for flat in run.sync.flats if flat.shard.requires_grad or frozen)
+        for frozen in (True, False)
+    )
+    batch = run.batch(rows_of_problem(SHARDED, 0), 0)
+    with Ledger() as ledger:
+        losses = [run.total(run.step(batch, SHARDED.clip).loss).item()]
+    counts = [ledger.sent_bytes("all_gather", axis="dp") / every]
+    counts += [ledger.sent_bytes("reduce_scatter", axis="dp") / trained]
+    held = max(whole) / largest, whole[-1]
+    return counts, held, Outcome(losses, run.sync.full_grads(), run.sync.full_tensors())
+
+
+SHARDED = Problem(config=small(num_layers=10), batch_sizes=(11,), microbatches=4)
 
 
 def runs(schedule: Schedule, rank: int) -> Counter:
@@ -515,11 +604,15 @@ def runs(schedule: Schedule, rank: int) -> Counter:
 
 
 def test_breadth_first():
+    """Sharded weights are gathered twice a step and gradients scattered once, by the ledger on 4 real ranks;
+    depth-first gathers 2m times and scatters m times. Both train like one process.
+    """
     for p, m, v in [(2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 9, 3), (8, 64, 4)]:
         wide, deep = breadth_first(p, m, v), interleaved(p, m, v)
         run = simulate(wide, Costs(F=Fraction(1, v), B=Fraction(2, v)))
         assert run.overhead == Fraction(p - 1, v * m)
         assert in_flight_peaks(wide) == [m * v] * p
+        assert wide.breadth_first and not deep.breadth_first and not gpipe(p, m).breadth_first
         assert all(runs(wide, rank) == dict.fromkeys(wide.stages_of(rank), 2) for rank in range(p))
         for rank in range(p):
             ahead = min(2 * (p - rank - 1) + (v - 1) * p, m * v)
@@ -530,6 +623,15 @@ def test_breadth_first():
             )
     for m in 8, 64, 512:
         assert runs(interleaved(4, m, 2), 3).total() == 2 * (2 * m - 3)
+
+    schedules, reference = (breadth_first(2, 4, 2), interleaved(2, 4, 2)), one_process(SHARDED)
+    measured = launch.run(lambda: [sharded_step(schedule) for schedule in schedules], ranks=4)
+    for schedule, outcomes in zip(schedules, zip(*measured)):
+        m = 1 if schedule.breadth_first else 4
+        for counts, (share, left), _ in outcomes:
+            assert counts == [2 * m, m] and left == 0
+            assert share == 1 if m == 1 else share < 1  # a stage, or two units of it
+        assert difference(together(outcome for *_, outcome in outcomes), reference) < TOLERANCE
 
 
 class Clock(nn.Module):
@@ -579,8 +681,33 @@ def clocks(schedule: Schedule) -> list[int]:
     return now[0]
 
 
+class Work(nn.Module):
+    """A product, forward 2·n·k² FLOPs and backward twice as many: the first stage takes no gradient, but a
+    start that is learnt does.
+    """
+
+    def __init__(self, k: int = 16):
+        super().__init__()
+        self.linear, self.start = nn.Linear(k, k, bias=False), nn.Parameter(torch.zeros(k))
+
+    def forward(self, x, positions):
+        return self.linear(x if x.is_floating_point() else self.start.expand(*x.shape, -1) * 1.0)
+
+
+def events_of_work(schedule: Schedule) -> list:
+    """What this rank computes and sends in one step of equal stages, by the ledger."""
+    group, m = collectives.world(), schedule.microbatches
+    stages, loss_fn = {stage: Work() for stage in schedule.stages_of(group.rank())}, lambda y, _: y.sum()
+    run = Runner(stages, schedule, group, loss_fn, NoReducer(), width=16, check=False)
+    with Ledger() as ledger:
+        run(Batch(torch.zeros(m, 2, dtype=torch.int64), torch.zeros(m, 2), torch.tensor(1)))
+    return ledger.events
+
+
 def test_pipeline_bubble():
-    """From the lists, and from a run on four ranks in which every message carries the time it left."""
+    """From the lists; from a run on four ranks in which every message carries the time it left; and from the
+    products that four ranks computed, replayed at one rate over links that take no time.
+    """
     for p, m in GRID:
         for schedule in gpipe(p, m), one_f_one_b(p, m):
             run = simulate(schedule, TWICE)
@@ -592,12 +719,20 @@ def test_pipeline_bubble():
     assert simulate(one_f_one_b(8, 4224 // 24)).bubble == Fraction(7, 183)  # GLM-130B
     shares = [simulate(one_f_one_b(35, m)).bubble for m in (1920 // 8, 1920 // 10, 1920 // 12)]
     assert [round(float(100 * share), 1) for share in shares] == [12.4, 15.0, 17.5]  # MT-NLG
-    ended = launch.run(lambda: (clocks(gpipe(4, 8)), clocks(one_f_one_b(4, 8))), ranks=4)
+    schedules = gpipe(4, 8), one_f_one_b(4, 8)
+    ended, events = zip(
+        *launch.run(lambda: (tuple(map(clocks, schedules)), list(map(events_of_work, schedules))), ranks=4)
+    )
     assert ended[0] == (33, 33)
     for rank in range(4):
-        assert ended[rank] == tuple(
-            simulate(schedule, TWICE).spans[rank][-1].end for schedule in (gpipe(4, 8), one_f_one_b(4, 8))
-        )
+        assert ended[rank] == tuple(simulate(schedule, TWICE).spans[rank][-1].end for schedule in schedules)
+    free, rate = Link("free", 0.0, 1e30, "none"), 2 * 2 * 16 * 16  # a forward takes one second
+    machine = Machine("equal", Device("", {"float32": rate}, 1e12, 1e30, "none"), 4, free, free, 1)
+    for of_ranks in zip(*events):
+        timeline = replay(dict(enumerate(of_ranks)), machine)
+        assert timeline.step_s == pytest.approx(33, rel=1e-12)
+        for account in timeline.accounts.values():
+            assert account.compute_s == pytest.approx(24, rel=1e-12)  # bubble 3/11, overhead 3/8
 
 
 class Meter:
@@ -642,7 +777,9 @@ def kept_at_most(schedule: Schedule) -> tuple[float, int]:
     group = collectives.world()
     stage = Layer()
     with SavedTensors(stage) as saved:
-        stage(torch.zeros(1, 2, dtype=torch.int64) if group.rank() == 0 else torch.zeros(1, 2, 4), None)
+        y = stage(torch.zeros(1, 2, dtype=torch.int64) if group.rank() == 0 else torch.zeros(1, 2, 4), None)
+        if group.rank() == group.size() - 1:
+            y.sum() / torch.tensor(1.0)  # the loss keeps its divisor
     meter = Meter(stage.parameters())
     run = Runner({group.rank(): stage}, schedule, group, lambda y, targets: y.sum(), NoReducer(), width=4)
     with torch.autograd.graph.saved_tensors_hooks(
@@ -660,12 +797,12 @@ def kept_at_most(schedule: Schedule) -> tuple[float, int]:
 
 def test_memory_imbalance():
     """In units of what one microbatch keeps, by the saved-tensor meter on four ranks: 4, 3, 2, 1 for 1F1B, 8
-    for GPipe.
+    on each for GPipe. On the last rank a microbatch keeps its loss too.
     """
     schedules = one_f_one_b(4, 8), gpipe(4, 8), one_f_one_b(4, 2)
     measured = launch.run(lambda: [kept_at_most(schedule) for schedule in schedules], ranks=4)
     for schedule, outcome in zip(schedules, zip(*measured)):
-        assert [high for high, _ in outcome][:3] == in_flight_peaks(schedule)[:3]
+        assert [high for high, _ in outcome] == in_flight_peaks(schedule)
         assert [left for _, left in outcome] == [0] * 4
     assert in_flight_peaks(schedules[0]) == [4, 3, 2, 1]
     assert in_flight_peaks(schedules[2]) == [min(2, 4 - s) for s in range(4)] == [2, 2, 2, 1]

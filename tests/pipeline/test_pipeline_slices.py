@@ -58,8 +58,8 @@ def equal(ranks, schedule, **changes):
 
 
 def test_terapipe():
-    """The atlas's row: the bubble for slices of equal cost, the lengths by brute force, and causal attention
-    slice by slice.
+    """The atlas's row: the bubble for slices of equal cost, the lengths by brute force, causal attention
+    slice by slice, and gradients on real ranks.
     """
     for p, m, k in GRID:
         for costs in (Costs(F=1, B=1), Costs(F=2, B=5)):
@@ -80,6 +80,7 @@ def test_terapipe():
             assert list(found) == sorted(found, reverse=True) and sum(found) == length
     for value_width in (4, 3):
         assert slices_equal_whole(terapipe(2, 1, 3, (5, 2, 1)), value_width) < TOLERANCE
+    assert equal(2, terapipe(2, 2, 4)) < TOLERANCE
 
 
 def slices_equal_whole(schedule, value_width: int) -> float:
@@ -158,8 +159,8 @@ def test_keys_are_kept_in_joined_pieces(k, value_width):
 
 @pytest.mark.parametrize(
     "ranks, schedule",
-    [(2, terapipe(2, 2, 4)), (4, terapipe(4, 2, 2)), (4, seq1f1b(4, 2, 4, (4, 2, 1, 1)))],
-    ids=["terapipe 2x4", "terapipe 4x2", "seq1f1b uneven"],
+    [(4, terapipe(4, 2, 2)), (4, seq1f1b(4, 2, 4, (4, 2, 1, 1)))],
+    ids=["terapipe 4x2", "seq1f1b uneven"],
 )
 def test_equals_one_process(ranks, schedule):
     assert equal(ranks, schedule) < TOLERANCE

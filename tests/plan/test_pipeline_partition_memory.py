@@ -9,6 +9,8 @@ from itertools import combinations, product
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, launch
 from minitrain.ledger import Ledger
@@ -20,8 +22,12 @@ from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Costs, Measured, simulate
 from minitrain.plan import adapipe, dapple, mpress
 from minitrain.plan.memory_balance import fit, mcap, profiled
+from minitrain.simulate.events import Compute, Copy, Wait
+from minitrain.simulate.machines import Device, Link, Machine
+from minitrain.simulate.replay import replay
 from minitrain.training.step import Batch, NoReducer
 from tests.parallel import small
+from tests.pipeline.test_pipeline_partition import bound
 
 
 def cuts_of(layers: int, stages: int):
@@ -132,14 +138,30 @@ def every_plan(model, p, m, cap):
             subsets = product(
                 *(list(product((True, False), repeat=len(model.layers[number].units))) for number in layers)
             )
-            kept = [
-                flags for flags in subsets if adapipe.bytes_of(model, layers, flags, min(p - stage, m)) <= cap
-            ]
             stages.append(
-                [adapipe.StagePlan(layers, flags, again(model, layers, flags), 0) for flags in kept]
+                [
+                    (
+                        sum(model.layers[number].forward for number in layers),
+                        sum(model.layers[number].backward for number in layers) + again(model, layers, flags),
+                        0,
+                    )
+                    for flags in subsets
+                    if held_bytes(model, layers, flags, min(p - stage, m)) <= cap
+                ]
             )
         for plan in product(*stages):
-            yield dapple.latency([adapipe.stage_of(model, stage) for stage in plan], m)
+            yield bound(plan, m)
+
+
+def held_bytes(model, layers, flags, in_flight):
+    """Weights; per microbatch in flight the input of each layer and what is kept; one layer's lost bytes."""
+    size, lost = 0, []
+    for number, keeps in zip(layers, flags):
+        units = model.layers[number].units
+        kept = sum(unit.bytes for unit, keep in zip(units, keeps) if keep)
+        size += model.layers[number].fixed + in_flight * (model.boundary + kept)
+        lost.append(sum(unit.bytes for unit, keep in zip(units, keeps) if not keep))
+    return size + max(lost)
 
 
 def again(model, layers, flags):
@@ -166,9 +188,58 @@ def test_adapipe(seed, cap):
     assert plan.time == min(every_plan(model, 3, m, cap))
     assert any(stage.recomputed for stage in plan.stages)  # the cap binds
     for stage, found in enumerate(plan.stages):
-        assert found.bytes == adapipe.bytes_of(model, found.layers, found.kept, 3 - stage) <= cap
+        assert found.bytes == held_bytes(model, found.layers, found.kept, 3 - stage) <= cap
+        assert found.bytes == adapipe.bytes_of(model, found.layers, found.kept, 3 - stage)
         assert found.recomputed == again(model, found.layers, found.kept)
     assert Fraction(95, 100) * simulated(model, plan, m) <= plan.time <= simulated(model, plan, m)
+
+
+ROWS, FLOATS = 64, 4 * 64  # of a tensor; its bytes
+
+
+class OfUnits(nn.Module):
+    """A layer that keeps its input, for the sine, and then only what its units keep: one output per tanh."""
+
+    def __init__(self, depths, kept):
+        super().__init__()
+        self.weight, self.parts = nn.Parameter(torch.ones(1)), list(zip(depths, kept))
+
+    def forward(self, x):
+        first, rest = self.parts[0], self.parts[1:]
+        x = self.unit(lambda x: tanhs(torch.sin(x), first[0]), x, first[1])
+        for depth, keep in rest:
+            x = self.unit(lambda x, depth=depth: tanhs(x, depth), x, keep)
+        return x + self.weight  # keeps nothing
+
+    def unit(self, run, x, keep):
+        return run(x) if keep else checkpoint(run, x, use_reentrant=False)
+
+
+def tanhs(x, depth):
+    for _ in range(depth):
+        x = torch.tanh(x)
+    return x
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("flags", [((True, True), (True, False)), ((False, True), (True, False))])
+def test_adapipe_counts_the_bytes_that_a_stage_holds(in_flight, flags):
+    """By the ledger, of forwards in flight and at the first backward's peak. Two layers, units of 2 and 3
+    tensors; the second layer's are recomputed first, while all else is still there.
+    """
+    unit = lambda depth: adapipe.Unit(depth, depth * FLOATS)
+    layers = (adapipe.Layer(0, 0, 4, (unit(2), unit(3))),) * 2
+    model, stage = adapipe.Model(layers, boundary=FLOATS), [OfUnits((2, 3), keeps) for keeps in flags]
+    weights = sum(param.nbytes for layer in stage for param in layer.parameters())
+    inputs = [torch.ones(ROWS, requires_grad=True) for _ in range(in_flight)]
+    with Ledger() as ledger:
+        outputs = [stage[1](stage[0](x)).sum() for x in inputs]  # the sum keeps nothing
+        live = ledger.live_bytes - ledger.live_by_kind["buffers"] - 4 * in_flight  # the sums themselves
+        outputs[0].backward()
+    held = held_bytes(model, range(2), flags, in_flight) - 3 * FLOATS  # but for what is recomputed
+    assert weights == 8 and live == held
+    counted = adapipe.bytes_of(model, range(2), flags, in_flight)
+    assert counted == held + 3 * FLOATS and counted <= ledger.peak_bytes <= counted + 4 * FLOATS
 
 
 def test_later_stages_recompute_less():
@@ -201,8 +272,31 @@ def fits(tensors, ways, fixed, cap):
 def longest_extra_time(tensors, ways, ranks, links):
     times = [0] * ranks
     for tensor, way in zip(tensors, ways):
-        times[tensor.rank] += mpress.extra_time(tensor, way, links)
+        there_and_back = Fraction(2 * tensor.bytes, links.peer if way == "peer" else links.host)
+        costs = {"keep": 0, "recompute": tensor.recompute}
+        times[tensor.rank] += costs[way] if way in costs else max(0, there_and_back - tensor.idle)
     return max(times)
+
+
+@pytest.mark.parametrize("idle", [0, 1, 3, 4, 7])
+def test_a_swap_costs_what_its_copies_leave_exposed(idle):
+    """A tensor of 4 GB over a link of 2 GB/s, replayed: out, the work of others, back, and wait for it."""
+    link = Link("host", 0.0, 2e9, "none")
+    device = Device("", {"float32": 1e12}, 1e12, 1e30, "none")
+    work = lambda seconds: Compute("mm", int(seconds * 10**12), 0, "", "float32")
+    first = min(idle, 2)  # so long the way out takes
+    out, back = Copy(0, "to_host", 4 * 10**9), Copy(1, "to_device", 4 * 10**9)
+    events = [out, work(first), Wait(0), back, work(idle - first), Wait(1)]
+    step = replay({0: events}, Machine("", device, 1, link, link, 1, host=link)).step_s
+    tensor = mpress.Tensor(0, 4 * 10**9, idle, None)
+    assert step - idle == pytest.approx(mpress.extra_time(tensor, "host", mpress.Links(1, 2 * 10**9)))
+    assert mpress.extra_time(tensor, "peer", mpress.Links(2 * 10**9, 1)) == max(0, 4 - idle)
+
+
+def test_what_a_rank_keeps_is_read_at_its_first_peak():
+    """1F1B on two ranks, F=1, B=2: rank 0 holds microbatches 0 and 1 first, then 1 and 2, and so on."""
+    tensors = mpress.tensors_at_peak(one_f_one_b(2, 4), Costs(F=1, B=2), layers=[4], recompute=[1])
+    assert [(tensor.rank, tensor.idle) for tensor in tensors] == [(0, 3 - 0), (0, 6 - 1), (1, 0)]
 
 
 def test_mpress():

@@ -9,9 +9,10 @@ import pytest
 
 from minitrain.pipeline.schedule import B, F, I, Schedule, W, check, peak
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
+from minitrain.pipeline.schedules.v_shape import block_of, v_half, v_min, zb_v
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.plan.schedule_search import shortest
-from minitrain.plan.tessel import repetend, unroll
+from minitrain.plan.schedule_search import prepared, shortest
+from minitrain.plan.tessel import fits, held, repetend, unroll
 
 WHOLE = Costs(F=1, B=2)
 
@@ -118,7 +119,8 @@ def test_zero_bubble_needs_2p_minus_1():
 
 def test_tessel():
     """The period is the work of the busiest rank; a line gives 1F1B; a V repeats without waiting; m more
-    microbatches take m periods more.
+    microbatches take m periods more. The published Vs are among the patterns that are searched, and what is
+    found for their memory is no worse.
     """
     for p in (1, 2, 3, 4, 6):
         pattern = repetend(range(p), WHOLE, p)
@@ -135,6 +137,48 @@ def test_tessel():
             assert (ends[1] - ends[0], ends[2] - ends[0]) == (work, 12 * work)
     uneven = Costs(F=1, B=2, stage={1: Fraction(3, 2)})
     assert repetend(range(3), uneven, 3).period == Fraction(9, 2)
+    for p in (2, 3, 4):
+        for shape, published in ("v_min", v_min), ("v_half", v_half), ("zb_v", zb_v):
+            kinds, starts = known_v(shape, p)
+            limit = max(peaks(published(p, 6 * p)))
+            for first in range(1, len(kinds) + 1):  # no step of the search would have left it out
+                assert fits(kinds, starts[:first], 6)
+                assert all(held(kinds, starts[:first], 6, rank) <= limit for rank in range(p))
+            pattern = repetend([*range(p), *reversed(range(p))], Costs(), limit, split=True)
+            assert pattern.period == 6 and max(peaks(unroll(pattern, 6 * p))) <= limit
+
+
+def known_v(shape, p):
+    """A published V as a pattern: F and I start as its block says, W in the first free unit behind its I."""
+    kinds, _ = prepared([*range(p), *reversed(range(p))], 1, Costs(), None, True)
+    block, at = block_of(shape, p), {}
+    for rank in range(p):
+        early, late = rank, 2 * p - 1 - rank
+        whens = dict(zip((("F", early), ("F", late), ("I", late), ("I", early)), block(rank)))
+        for stage in (late, early):
+            taken = {start % 6 for start in whens.values()}
+            behind = whens["I", stage] + 1
+            whens["W", stage] = next(start for start in range(behind, behind + 6) if start % 6 not in taken)
+        at |= whens
+    return kinds, tuple(at[kind.letter, kind.stage] for kind in kinds)
+
+
+def test_what_filling_by_the_pattern_costs():
+    """Against the shortest schedule of as much memory: nothing for lines and for a V of split backwards, one
+    backward and one forward for a V of whole ones.
+    """
+    for place, costs, split, longer in [
+        ([0, 1], WHOLE, False, (0, 0, 0)),
+        ([0, 1, 2], Costs(), True, (0, 0, 0)),
+        ([0, 1, 1, 0], Costs(), True, (0, 0, 0)),
+        ([0, 1, 1, 0], WHOLE, False, (0, 3, 3)),
+    ]:
+        pattern = repetend(place, costs, split=split)
+        for m, more in zip((1, 2, 3), longer):
+            ours = unroll(pattern, m)
+            least = [place.count(rank) for rank in range(1 + max(place))]
+            found = shortest(place, m, costs, list(map(max, peaks(ours), least)), split=split)
+            assert simulate(ours, costs).makespan - found.time == more, (place, m)
 
 
 def test_patterns_keep_to_the_limit():

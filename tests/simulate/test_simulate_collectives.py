@@ -80,12 +80,35 @@ def test_spread_over_the_nodes_or_packed():
     assert (packed.nodes, spread.nodes, spread.most) == (1, 4, 1)
     assert spread.rate == TWO.inter_bytes_per_s == 5 * GB  # its share, though no neighbour is in the group
     assert seconds("all_reduce", 1e9, packed) < seconds("all_reduce", 1e9, spread) / 10
+    assert (packed.ring_hops, spread.ring_hops, place([0, 4], TWO).ring_hops) == ((3, 0), (0, 3), (0, 1))
+    ring = 2 * (3 * 5e-6 + 3 / 4 * 1e9 / (5 * GB))  # one rank a node: every hop leaves one
+    assert seconds("all_reduce", 1e9, spread, "ring") == rel(ring)
+    assert place([0, 1, 4, 5, 8, 9], TWO).ring_hops == (2, 3)  # once round: every node is left once
     uneven = place([0, 1, 2, 4], TWO)
     assert (uneven.nodes, uneven.fewest, uneven.most, uneven.rate) == (2, 1, 3, 5 * GB)
     with pytest.raises(
         ValueError, match="'hierarchical' with 4 ranks on 2 nodes; choose from auto, ring, tree, lead"
     ):
         seconds("all_reduce", 1e9, uneven, "hierarchical")
+
+
+def test_halving_is_for_powers_of_two_in_nodes_and_of_nodes():
+    allowed = {
+        (1, 4): [0, 4, 8, 12],
+        (2, 2): [0, 1, 4, 5],
+        (4, 1): [0, 1, 2, 3],
+        (2, 3): [0, 1, 4, 5, 8, 9],
+        (1, 3): [0, 4, 8],
+        (3, 2): [0, 1, 2, 4, 5, 6],
+        (3, 1): [0, 1, 2],
+    }
+    for (inside, nodes), members in allowed.items():
+        p = place(members, TWO)
+        assert (p.fewest, p.most, p.nodes) == (inside, inside, nodes)
+        for op in "all_reduce", "all_gather", "reduce_scatter":
+            assert ("halving" in by_algorithm(op, 100, p)) == (3 not in (inside, nodes)), (members, op)
+    with pytest.raises(ValueError, match="cannot run as 'halving' with 6 ranks on 3 nodes"):
+        seconds("all_reduce", 100, place(allowed[2, 3], TWO), "halving")
 
 
 def test_cut_links_slow_the_all_reduce_in_proportion():

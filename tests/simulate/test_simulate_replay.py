@@ -108,6 +108,17 @@ def test_a_collective_starts_with_its_last_member():
         timeline.account(7)
 
 
+@pytest.mark.parametrize("sizes", [(2, 6), (6, 2)])
+def test_a_transfer_takes_what_its_largest_payload_takes(sizes):
+    """Rows for experts, say: members give different numbers of bytes to one call."""
+    programs = {rank: Program() for rank in PAIR}
+    for program, gigabytes in zip(programs.values(), sizes):
+        program.wait(program.issue("all_to_all", "ep", PAIR, gigabytes * 10**9))
+    timeline = replay({rank: program.events for rank, program in programs.items()}, UNIT)
+    assert timeline.step_s == close(3)  # half of 6 GB leaves each rank
+    assert [timeline.transfers(rank)[0].end_s for rank in PAIR] == [close(3)] * 2
+
+
 def test_one_group_is_served_in_order_and_two_groups_at_once():
     # Two transfers of 2 s: one after the other on one axis, side by side on two.
     steps = []

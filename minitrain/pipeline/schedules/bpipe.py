@@ -5,11 +5,11 @@
     rank 3   H1 F0 B0 F1 B1 F2 B2 H3 G1 F3 B3 ..                     H: hosts it, G: gives it back
 
 Rank x of 1F1B holds p-x microbatches and its partner p-1-x holds x+1; with one on its way, shared evenly,
-that is ceil((p+2)/2) on each. A move runs beside one entry that computes, and on the way both ends have it: E
-stands an entry ahead of the forward that needs the room, L comes in beside the entry before its backward.
-Only what must be is evicted, the newest first: about every second microbatch. While a move takes no longer
+that is ceil((p+2)/2) on each. A move runs beside one entry that computes, and meanwhile counts at both ends:
+E stands an entry ahead of the forward that needs the room, L arrives beside the entry before its backward.
+No more is evicted than must be, the newest first: about every second microbatch. While a move takes no longer
 than a forward, the makespan is that of 1F1B.
-Sends what a forward keeps at each eviction, and the same back. Memory: with what is leaving and coming, no
+Sends what a forward keeps at each eviction, and the same back. Memory: moves under way included, no
 rank holds more than the largest `schedule.peak`. eviction.py runs it.
 Kim et al. 2023 (BPipe), ICML, PMLR 202, section 3, whose bound is for even p.
 """
@@ -29,10 +29,10 @@ def bpipe(p: int, m: int) -> Schedule:
         partner = p - 1 - rank
         ranks[rank] = _with_moves(plain.ranks[rank], limit)
         start = {span.entry: span.start for span in spans[rank]}
-        guests: list[tuple[int, int, Action]] = []  # (in front of which entry of the partner, order, what)
+        guests: list[tuple[int, int, Action]] = []  # (before which entry of the partner, order, what)
         for at, action in enumerate(ranks[rank]):
             then = next((start[other] for other in ranks[rank][at:] if other in start), None)
-            if action.kind == "E":  # it is there one forward later
+            if action.kind == "E":  # it arrives one forward later
                 before = (i for i, span in enumerate(spans[partner]) if span.start >= then + 1)
                 guests.append((next(before, 2 * m), at, Action("H", *action[1:])))
             if action.kind == "L":  # it leaves one forward earlier
@@ -44,13 +44,13 @@ def bpipe(p: int, m: int) -> Schedule:
 
 
 def _with_moves(entries: tuple[Action, ...], limit: int) -> list[Entry]:
-    """A rank's list with E where the limit demands it and L in front of the backward of what was evicted.
+    """A rank's list with E where the limit demands it and L before the backward of what was evicted.
 
-    Counted is what is here while an entry is computed: a microbatch that leaves in front of it, one that
-    comes for the next."""
+    The limit is for what is here while an entry computes, a microbatch that left right before it and one
+    that arrives for the next included."""
     moves: list[list[Entry]] = [[] for _ in entries]
     here, away = [], set()
-    could_leave: list[int] = []  # here when the entry before began, and still
+    could_leave: list[int] = []  # here since before the last entry began
     for at, (kind, stage, unit) in enumerate(entries):
         coming = [other.microbatch for other in entries[at + 1 : at + 2] if other.kind == "B"]
         coming = [other for other in coming if other in away]

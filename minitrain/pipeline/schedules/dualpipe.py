@@ -1,4 +1,4 @@
-"""DualPipe: microbatches enter at both ends; a rank runs a forward and a backward of the other way as one.
+"""DualPipe: microbatches enter at both ends; a forward one way and a backward the other run as one.
 
     DualPipe     stage s on rank s for the first half of microbatches, on rank p-1-s for the second; PP = p
     DualPipeV    2p stages in V order: rank r has r and 2p-1-r, all microbatches enter on rank 0; PP = 2p
@@ -8,12 +8,12 @@
     3   a times        I1 W1 F1                  7   a times        W I0, W from the oldest I without one
     4   n-PP+h+1 times (F0 B1) (F1 B0)           8   h+1 times      W
 
-`0` is a microbatch at the rank's early stage, `1` at its late one; n enter each way; a ranks up to the middle
-(the turn of the V), h = PP/2 - 1 - a. As a `Pair` (F B) one part hides the all-to-all of the other; the first
-(F0 B1) in the middle is none, as its neighbour waits for F0. Bubble, F&B the time of a pair, B = I + W:
+`0` is a microbatch at the rank's early stage, `1` at its late one; n enter each way; a: ranks from here to
+the middle (the turn of the V), h = PP/2-1-a. In a `Pair` (F B) one part hides the all-to-all of the other;
+in the middle the first (F0 B1) is no pair, as a neighbour waits for F0. Bubble, F&B: time of a pair, B = I+W:
 (PP/2-1)·(F&B + B - 3W) on the middle ranks if F = I >= W. Memory: two stages' parameters per rank,
-activations of PP + 1. Sends per microbatch 2(PP-1) messages, DualPipeV 4(p-1); DualPipe once a step all
-gradients between r and p-1-r.
+activations of PP + 1. Sends per microbatch 2(PP-1) messages, DualPipeV 4(p-1); DualPipe once per step all
+gradients between ranks r and p-1-r.
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1, Table 2, Figure 5, and the published
 DualPipe's 8 steps. How the parts of a pair run: halves.py.
 """

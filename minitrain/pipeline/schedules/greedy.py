@@ -1,16 +1,16 @@
-"""A schedule made by a list scheduler: each free rank does the most urgent thing that it can do now.
+"""A schedule made by a list scheduler: each free rank starts the most urgent action that it can.
 
     greedy([0, 1, 2, 3], 4, 12, limit=7)         4 ranks, 12 microbatches: no rank waits once it has begun
     greedy([0, 1, 1, 0], 4, 8, limit=4)          a V on two ranks
     greedy(lambda stage, i: stage if i % 2 else 3 - stage, 4, 8)    every stage on two ranks, both directions
 
-`place[stage]`, or `place(stage, microbatch)`, is a rank. What is ready (its inputs have travelled,
-`costs.send`) starts by `priority(action)`: by default backwards, forwards, then gradients of weights, which
+`place[stage]`, or `place(stage, microbatch)`, is a rank. Actions whose inputs have arrived (`costs.send`)
+start in the order of `priority(action)`: by default backwards, forwards, then gradients of weights, which
 fill what would be bubbles. With `split` each backward is I and W. `limit` is what a rank may hold, in
-activations of one stage and one microbatch (one number, or one for each rank): of an I the share `kept` stays
-until its W. A rank keeps room for all stages of its oldest unfinished microbatch, so that nobody gets stuck
-(the banker's rule). Greedy is not best: to wait for something more urgent can pay. Sends what any schedule
-sends. Memory: at most `limit`.
+activations of one stage and one microbatch (one number, or one for each rank); after I the share `kept` of
+one stays until W. A rank keeps room for all stages of its oldest unfinished microbatch, so that nobody gets
+stuck (the banker's rule). Greedy is not optimal: to wait for something more urgent can pay. Sends what any
+schedule sends. Memory: at most `limit`.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 3.1. Differs: theirs keeps the best of several ways to
 place the warm-up forwards; here that is the caller's `priority`.
 """
@@ -82,7 +82,7 @@ def greedy(
 
 
 class Memory:
-    """What one rank holds, and which of the things that it could do it may do."""
+    """What one rank holds, and which of its ready actions it may start."""
 
     def __init__(self, limit: Amount | None, kept: Amount, sizes: Sequence[Amount]):
         self.limit, self.kept, self.sizes, self.largest = limit, kept, sizes, max(sizes)
@@ -90,7 +90,7 @@ class Memory:
         self.stages, self.forwards, self.backwards = (Counter() for _ in range(3))  # of each microbatch
 
     def first_allowed(self, ready: list[tuple[object, Action]]) -> Action | None:
-        """Takes the most urgent action that memory allows off the list."""
+        """Takes off the list the most urgent action that memory allows."""
         for i, (_, action) in enumerate(ready):
             if action.kind != "F" or self.limit is None or self.fits(action.microbatch):
                 del ready[i]
@@ -99,10 +99,10 @@ class Memory:
         return None
 
     def fits(self, microbatch: int) -> bool:
-        """One more forward, and then still room for the oldest microbatch to come through."""
+        """Is there room for one more forward, and after it for the oldest microbatch to get through?"""
         while self.oldest < max(self.stages) and self.backwards[self.oldest] == self.stages[self.oldest]:
             self.oldest += 1
-        own = self.forwards[self.oldest] - self.backwards[self.oldest]  # what it has given back stays its own
+        own = self.forwards[self.oldest] - self.backwards[self.oldest]  # what it has freed stays reserved
         room = 0 if microbatch == self.oldest else max(self.stages.values()) - own
         return self.held + self.sizes[microbatch] + room * self.largest <= self.limit
 
@@ -136,7 +136,7 @@ def placement(place: Place, stages: int, m: int, name: str) -> Home:
 
 
 def limits(limit, home: Home, p: int, size: Amount, name: str) -> list[Amount | None]:
-    """One for each rank, each enough for one microbatch to come through."""
+    """One limit per rank, each enough for one microbatch to get through."""
     each = list(limit) if isinstance(limit, Sequence) else [limit] * p
     if len(each) != p:
         raise ValueError(f"{name}: {len(each)} limits for {p} ranks; give one for each, or one for all")

@@ -1,4 +1,4 @@
-"""Hanayo: the model is folded over the ranks like a wave, so that no weights stand twice.
+"""Hanayo: the model is folded over the ranks like a wave, so that no weights are stored twice.
 
     p=3, one wave of 6 stages, m=3: rank 0 has stages 0 and 5, rank 1 has 1 and 4, rank 2 has 2 and 3
     rank 0           F0.0  ..  F0.1  ..  F0.2 F5.0 B5.0 F5.1 B5.1 F5.2 B5.2 B0.0  ..  B0.1  ..  B0.2
@@ -9,7 +9,7 @@ Where Chimera's two pipelines pass each other, the one pipeline turns and comes 
 large. Chimera's rule of slots holds for S = 2·W·p stages of W waves, in groups of p microbatches, one every
 2S slots. Bubble if B = F: 2(p-1) slots, the share (p-1)/(2·m·W+p-1) for m a multiple of p. Memory: parameters
 once; activations of (2W-1)·p + r + 1 stages on rank r. Sends 4·W·(p-1) messages per microbatch.
-Liu et al. 2023, arXiv:2308.15762, section 3. Differs: the rule knows nothing of the time of messages.
+Liu et al. 2023, arXiv:2308.15762, section 3. Differs: the rule ignores the time of messages.
 """
 
 from minitrain.pipeline.schedule import Schedule

@@ -8,7 +8,7 @@
 Bubble share: (p-1)/(m+p-1). Memory: GPipe holds all m microbatches; rank r of 1F1B holds p - r.
 Interleaving gives a rank v stages of 1/v of the size: the overhead is (p-1)/(v·m), for v times the messages.
 Depth-first (interleaved 1F1B) holds at most p·(1 + (p-1)/(p·v)) microbatches' worth, on rank 0. Breadth-first
-holds all m, but gathers sharded weights twice per step, not nearly 2m times.
+holds all m, but gathers sharded weights twice per step, not 2m times (whole_stages.py).
 Huang et al. 2019 (GPipe), arXiv:1811.06965, section 2; Narayanan et al. 2021, arXiv:2104.04473, sections
 2.2.1 and 2.2.2; Fan et al. 2021 (DAPPLE: 1F1B as early backward), arXiv:2007.01045, section 3; Lamy-Poirier
 2023 (breadth-first), arXiv:2211.05953. Differs: GPipe's backwards come in the order of the forwards, not

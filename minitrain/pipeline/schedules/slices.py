@@ -6,8 +6,8 @@
 
 Bubble, for k slices of equal cost: (p-1)/(m·k + p-1). TeraPipe holds all m·k units; Seq1F1B's rank s holds
 min(p-s+k-1, m·k), as the first backward is that of a last slice. Sends the same bytes in k times as many
-messages. Later slices are dearer, as token t meets t+1 keys: `slice_lengths` makes the sum of the costs +
-(p-1) · the largest of them least. For each bound on the largest, from below, a dynamic programme finds the
+messages. Later slices cost more, as token t meets t+1 keys: `slice_lengths` minimises the sum of the costs +
+(p-1) · the largest of them. For each bound on the largest, in rising order, dynamic programming finds the
 least sum: O(T²) bounds, O(k·T²) each, so cut T into grains of 8 tokens, say.
 Li et al. 2021 (TeraPipe), arXiv:2102.07988, sections 3.2 and 3.3; Sun et al. 2024 (Seq1F1B),
 arXiv:2406.03488, section 3. Differs: the number of slices is given; TeraPipe's backwards come in the order of
@@ -25,7 +25,7 @@ Cost = Callable[[int, int], Time]
 
 
 def terapipe(p: int, m: int, k: int, lengths: tuple[int, ...] = ()) -> Schedule:
-    """All slices of all microbatches forward, then backward. `lengths`: of each slice, or equal ones."""
+    """All slices of all microbatches forward, then backward. `lengths` of the slices, by default equal."""
     _check("terapipe", p, m, k, lengths)
     order = [*((F, unit) for unit in range(m * k)), *((B, unit) for unit in _backwards(m, k))]
     ranks = [[kind(r, unit) for kind, unit in order] for r in range(p)]
@@ -43,7 +43,7 @@ def seq1f1b(p: int, m: int, k: int, lengths: tuple[int, ...] = ()) -> Schedule:
 
 
 def on_each_rank(schedule: Schedule, ranks: int) -> Schedule:
-    """The same for ranks that share out the tokens of every slice: lengths of 1/ranks."""
+    """The same for ranks that share the tokens of every slice: lengths divided by `ranks`."""
     lengths = schedule.lengths
     if any(length % ranks for length in lengths):
         rule = f"slices of {lengths} tokens on {ranks} ranks that share them; use multiples of {ranks}"
@@ -63,18 +63,18 @@ def _check(what: str, p: int, m: int, k: int, lengths: tuple[int, ...]) -> None:
 
 
 def causal_cost(per_token: Time, per_key: Time) -> Cost:
-    """cost(context, length) of a slice behind `context` tokens: a token meets all keys up to its own."""
+    """cost(context, length) of a slice after `context` tokens: a token meets all keys up to its own."""
     return lambda context, n: per_token * n + per_key * (n * context + n * (n + 1) // 2)
 
 
 def makespan(lengths: tuple[int, ...], cost: Cost, p: int) -> Time:
-    """Time of a sequence's slices through p ranks: all through one, and the dearest on the others too."""
+    """Time of a sequence's slices on p ranks: all of them on one, and the longest once on each other."""
     costs = [cost(sum(lengths[:i]), length) for i, length in enumerate(lengths)]
     return sum(costs) + (p - 1) * max(costs)
 
 
 def slice_lengths(length: int, k: int, cost: Cost, p: int) -> tuple[int, ...]:
-    """k lengths, 1 or more each, of sum `length`, of least `makespan`; of equals the longest in front."""
+    """k lengths of at least 1, of sum `length` and least `makespan`; among equals the longest in front."""
     check_sizes("slice_lengths", length=length, k=k, p=p)
     if k > length:
         raise ValueError(f"slice_lengths: {k} slices of {length} tokens; use k of at most {length}")

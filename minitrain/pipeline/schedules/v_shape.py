@@ -1,4 +1,4 @@
-"""V-shaped schedules: two stages per rank, folded, a block of four offsets sets the memory. No torch.
+"""V-shaped schedules: two stages per rank, folded; four offsets, the block, set the memory. No torch.
 
               F down, F up, I down, I up     peak / microbatches     bubble in units, of B = 6(p-1)
     v_min     1, 1, 1, 1                     floor((p+4)/3)          2/3 B - 1, or + 1 if 3 divides p
@@ -7,12 +7,12 @@
 
 Rank r has the stages r (held long) and 2p-1-r (held briefly). Every microbatch does the same on a rank, 6
 units of time after the one before (two stages; F, I and W of one unit). So the times of F and I in microbatch
-0 are the schedule: the block. A rank holds the time from F to I of both stages over 6: small steps from rank
-to rank hold little, large ones leave time to fill the pipeline. Where two actions of a rank would meet in a
-unit, backwards start 2 or 3 later. Bubble: `zero_bubble.bubble`, for m >= p (zb_v: 2p-1), p from 2 to 16.
-Sends nearly twice the messages of 1F1B.
+0, the block, are the schedule. A rank holds the time from F to I of both stages, over 6: small steps from
+rank to rank hold little, large ones leave time to fill the pipeline. Where two actions of a rank would need
+the same unit, backwards start 2 or 3 later. Bubble: `zero_bubble.bubble`, for m >= p (zb_v: 2p-1), p from 2
+to 16. Sends nearly twice the messages of 1F1B.
 Qi et al. 2024, arXiv:2405.15362, section 3, and its code for the offsets of v_min and v_half; Qi et al. 2023,
-arXiv:2401.10241, section 6. Differs: here `squeezed` is all, and the offsets of zb_v are ours.
+arXiv:2401.10241, section 6. Differs: `squeezed` alone follows the block; offsets of zb_v are ours.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ def zb_v(p: int, m: int) -> Schedule:
 
 def block_of(shape: str, p: int) -> Block:
     """When rank r starts F of stage r, F of stage 2p-1-r, and I of both in turn, for microbatch 0."""
-    gap, wide = 2 if p % 3 == 0 else 0, 3 if p % 2 == 0 else 0  # so that no two actions meet in a unit
+    gap, wide = 2 if p % 3 == 0 else 0, 3 if p % 2 == 0 else 0  # so that no two actions need the same unit
     return {
         "v_min": lambda r: (r, 2 * p - 1 - r, 2 * p + r + gap, 4 * p - 1 - r + gap),
         "v_half": lambda r: (2 * r, 3 * p - 2 - r, 3 * p - 1 + 2 * r + wide, 6 * p - 2 - r + wide),

@@ -5,15 +5,16 @@
     .. F0 F1 F2 R0 B0 B0 R1 B1 B1 R2 B2 B2              .. F0 F1 F2 R0 .. .. .. B0 B0 R1 B1 B1 R2 B2 B2
     .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2                    .. .. F0 F1 F2 R0 B0 B0 R1 B1 B1 R2 B2 B2
 
-A forward keeps the stage's input only, and R runs the stage once more before B. A free rank, in this order:
-    1  has recomputed a microbatch: waits for its gradient and does B, as its activations fill the memory
+A forward keeps the stage's input only, and R runs the stage once more before B. A free rank does the first
+of these that applies:
+    1  after R it waits for the gradient and does B, as the recomputed activations fill the memory
     2  R, if a gradient is here or will be as soon as R is done
     3  F, if its input is here
     4  R, if a gradient is being computed on the next rank (the last rank needs no R)
 Time: never longer than GPipe with recomputation; for F=R=1, B=2 it is 1 + (m-1) mod 3 shorter, whatever p.
 Memory: `schedule.peak` is 1 on every rank (m for GPipe without R), plus m inputs.
-Athlur et al. 2022 (Varuna), arXiv:2111.04007, section 3.2, whose rules are in prose: the order is how they
-are read here. Differs: deviations are simulated only (`jitter`), the interpreter runs lists.
+Athlur et al. 2022 (Varuna), arXiv:2111.04007, section 3.2, whose rules are in prose: the order is our
+reading. Differs: deviations are simulated only (`jitter`), the interpreter runs lists.
 """
 
 from collections.abc import Callable
@@ -28,14 +29,14 @@ Delay = Callable[[Action], Time]
 
 
 def recomputed(schedule: Schedule) -> Schedule:
-    """The same with R in front of each B or I: a forward keeps its input only. Pairs are taken apart."""
+    """The same with R before each B or I: a forward keeps only its input. Pairs are taken apart."""
     again = lambda action: [R(*action[1:]), action] if action.kind in "BI" else [action]
     ranks = [[step for action in parts(entries) for step in again(action)] for entries in schedule.ranks]
     return check(replace(schedule, name=f"{schedule.name}, recomputed", ranks=ranks))
 
 
 def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
-    """The rules played with these times, messages included."""
+    """The list that the rules give with these times, messages included."""
     check_sizes("varuna", p=p, m=m)
     ranks: list[list[Action]] = [[] for _ in range(p)]
     done = [{kind: 0 for kind in "FRB"} for _ in range(p)]
@@ -62,11 +63,11 @@ def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
 
 
 def _by_rules(rank: int, p: int, m: int, done: dict, ended: dict, now: Time, costs: Costs) -> str:
-    """The kind of what the rank does now: its microbatch is the next of that kind. Nothing: it waits."""
+    """The kind of action that the rank starts now, with its next microbatch of that kind; "" to wait."""
     if rank == p - 1:
         here = now if done["F"] > done["B"] else None
     else:
-        here = ended.get(B(rank + 1, done["B"]))  # when the gradient will be here; None: nobody knows
+        here = ended.get(B(rank + 1, done["B"]))  # when the gradient arrives; None: not known yet
         here = None if here is None else here + costs.send
     if done["R"] > done["B"] or rank == p - 1 and here is not None:
         return "B" if here is not None and here <= now else ""
@@ -82,7 +83,7 @@ def jitter(schedule: Schedule, costs: Costs, delay: Delay, opportunistic: bool) 
     """The makespan when the message with the result of `action` takes delay(action), drawn once for each.
 
     Opportunistic, a rank whose next action lacks its message does another that is ready: a forward, or an R
-    whose gradient is here (with B behind it)."""
+    whose gradient is here (and B after it)."""
     place, needs = schedule.place, schedule.needs
     late = {action: delay(action) for action in sorted(place)}  # in an order that does not depend on the play
     left = [list(parts(entries)) for entries in schedule.ranks]

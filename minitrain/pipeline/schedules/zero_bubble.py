@@ -9,7 +9,7 @@
     ZB-H1   p - r - 1         r             (p-1)·(TF + TI - TW)             p                     p
     ZB-H2   2(p - r - 1)      2r            (p-1)·max(0, TF + TI - 2TW)      2p - 1                2p - 1
 
-Of rank r, for TW <= TF: a longer W hides no more than a forward. `bubble` is idle time in a rank's own span.
+For rank r and TW <= TF: a longer W hides no more than a forward. `bubble` is idle time in a rank's own span.
 With fewer microbatches lists hold less and wait longer. An activation counts whole until its W. Sends what
 1F1B, or its interleaved form, sends.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, sections 2 and 3, table 2, whose B and W are our I and W.
