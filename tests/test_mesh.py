@@ -109,6 +109,24 @@ def test_a_second_group_of_the_same_ranks():
     assert launch.run(rank, ranks=4) == [([0, 1], "pp"), ([0, 1], "pp"), ([2, 3], "pp"), ([2, 3], "pp")]
 
 
+def blocks_of_a_row():
+    mesh, names = Mesh(dp=8, tp=2), ("near", "far")
+    whole, rows = mesh.blocks("dp", size=2, names=names), mesh.blocks("dp", size=2, names=names, of=4)
+    assert (
+        mesh.blocks("dp", size=2, names=names) is whole
+        and mesh.blocks("dp", size=2, names=names, of=8) is whole
+    )
+    assert [collectives.axis_of(group) for group in (*whole, *rows)] == [*names, *names]
+    return [dist.get_process_group_ranks(group) for group in (*whole, *rows)]
+
+
+def test_blocks_inside_an_axis_and_inside_its_rows():
+    """This one's block, and the ranks at its place in every block: of all 8 of dp, and of its own row of 4."""
+    found = dryrun.run(blocks_of_a_row, rank=13, ranks=16)
+    assert found == [[13, 15], [1, 5, 9, 13], [13, 15], [9, 13]]
+    assert dryrun.run(blocks_of_a_row, rank=2, ranks=16) == [[0, 2], [2, 6, 10, 14], [0, 2], [2, 6]]
+
+
 def test_the_picture():
     picture = dryrun.run(lambda: Mesh(dp=2, pp=1, tp=3).draw(), rank=4, ranks=6)
     assert (

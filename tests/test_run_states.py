@@ -9,8 +9,10 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.data.batches import Rows, random_tokens
+from minitrain.data_parallel.states import copied
 from minitrain.launch import dryrun
 from minitrain.model.config import GPTConfig, presets
+from minitrain.model.experts_config import ExpertsConfig
 from minitrain.parallelize import parallelize
 from minitrain.plan.accounting.parameters import parameters
 from minitrain.run_states import bytes_to_save, check_names, shapes_of
@@ -145,6 +147,43 @@ def test_histories_of_scales(tmp_path):
         assert without[0] == [f"histories of {len(expected)} scales, which begin anew"]
         assert not any(any(map(any, (x if isinstance(x[0], list) else [x]))) for x in without[1].values())
         assert with_them == ([], expected) and expected
+
+
+def tensors_of(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for inner in value.values() for x in tensors_of(inner)] if isinstance(value, dict) else []
+
+
+def given_away(zero: int):
+    """Bytes that tensors of a state, or parameters given alone, keep alive beside their own. They are written
+    over: is the run's next state what the first was? That is loaded: does training leave it as it is?
+    """
+    experts = ExpertsConfig(4, 2, "deepseek", bias_speed=0.1)
+    config = GPTConfig(vocab_size=29, d_model=16, num_layers=1, num_heads=4, max_positions=8, experts=experts)
+    strategy = Strategy(dp=2, zero=zero, precision="float64", products="fp8_delayed")
+    run = parallelize(config, strategy, lambda params: AdamW(params), frozen=("layers.1.norm1.*",))
+    run.step(run.batch(Rows(lambda _, rank, ranks: random_tokens(0, rank, ranks, 4, 8, 29), 4, 8), 0))
+    state = run.state_dict()
+    before, wholes = copied(state), [run.sync.full_tensor(param) for param in run.sync.names]
+    excess = sum(x.untyped_storage().nbytes() - x.nbytes for x in (*tensors_of(state), *wholes))
+    for x in (*tensors_of(state), *wholes):
+        x.zero_()
+    given = all(map(torch.equal, tensors_of(before), tensors_of(run.state_dict())))
+    expected = tensors_of(copied(before))
+    run.load_state_dict(before)
+    run.step(run.batch(Rows(lambda _, rank, ranks: random_tokens(1, rank, ranks, 4, 8, 29), 4, 8), 1))
+    left = all(map(torch.equal, tensors_of(before), expected))
+    run.load_state_dict({what: state for what, state in before.items() if what != "amax"})
+    anew = not any(x.any() for x in run.state_dict()["amax"].values())  # histories that a state has not
+    return excess, given and left and anew, {*before}, sum(bool(x.any()) for x in expected)
+
+
+def test_what_a_run_gives_away_or_takes_shares_no_memory_with_it():
+    """Weights, also frozen ones, moments, biases of routers, histories of scales."""
+    for found in launch.run(lambda: [given_away(zero) for zero in (0, 1, 3)], ranks=2):
+        for excess, alike, kinds, not_zero in found:
+            assert not excess and alike and kinds == {"parameters", "optimizer", "amax"} and not_zero > 40
 
 
 # ---- names -----------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ class Store:
         self.disk.remove(aside)
         self.disk.rename(self.path(step), aside)
         self.disk.sync_folder(self.folder)
+        self._good.discard(step)
 
     def _holds_lock(self) -> bool:
         """Not if FOLDER was removed, and perhaps made again, since then."""

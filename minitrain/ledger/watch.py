@@ -38,7 +38,7 @@ class Watch(DispatchMode):
         memory = self._memory
         inputs = [] if operator.allocates else operator.inputs(args, kwargs)
         read = [min(tensor.nbytes, memory.read(tensor)) for tensor in inputs]
-        if operator.views:
+        if operator.views and not operator.allocates:  # torch.tensor(..) ends in a view of what it has made
             return
         outputs = tensors(result)
         if operator.mutates:

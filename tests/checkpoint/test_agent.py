@@ -187,7 +187,7 @@ def test_the_newest_sound_step_goes_to_the_disk(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.startswith("step 3 is not on the disk: ") and "damaged" in said and said.count("\n") == 1
     persist_newest(hot, put(cold, 5))  # has a newer one
-    assert cold.steps() == [2, 5]
+    assert cold.steps() == [2, 5] and capsys.readouterr().err == "", "nothing to do, nothing to say"
     assert persist(3, hot, cold).startswith("step 3 is not on the disk")
     assert persist(5, hot, cold) == "done" and cold.steps() == [2, 5], "it is there"
 

@@ -255,7 +255,7 @@ def test_a_damaged_block_is_named_and_the_others_can_be_read(large, tmp_path):
     other.close()
 
 
-def test_a_file_is_open_only_while_it_is_read(large):
+def test_a_file_is_open_only_while_it_is_read(large, tmp_path):
     file, _, _ = large
     file.close()
     assert file._file is None
@@ -264,3 +264,5 @@ def test_a_file_is_open_only_while_it_is_read(large):
     file.close()
     file.close()
     assert file._file is None
+    written = write_file(Disk(), tmp_path / "one", [whole_piece("x", torch.ones(3))], {})
+    assert File(tmp_path / "one", written)._file is None  # its header was read

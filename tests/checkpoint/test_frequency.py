@@ -57,6 +57,24 @@ def test_all_ranks_save_in_the_same_steps():
     assert checkfreq_steps(2.0, 0.5, 1.5, 2.0) == 2 and ranks[0][0][:4] == [3, 7, 9, 11]  # tuned at 7
 
 
+def stalled():
+    """Each step of 1 s stands still for 3 s more, for copies that it waits for."""
+    group, clock, seen = collectives.world(), Clock(), []
+    saver = SimpleNamespace(
+        waits=[], last=SimpleNamespace(copy_s=1.5, write_s=2.0), update_s=0.25, device="cpu", group=group
+    )
+    frequency = Frequency(saver, lambda *times: (seen.append(times), 1)[1], window=2, clock=clock)
+    for step in range(4):
+        clock.now_s += 4
+        saver.waits.append(Wait(step, "copy", 9, 3.0))
+        frequency.due()
+    return seen
+
+
+def test_the_time_of_a_step_is_without_what_it_waited():
+    assert launch.run(stalled, ranks=1) == [[(1.0, 0.25, 1.5, 2.0)] * 2]
+
+
 def measured(folder):
     """Of a real run: what it hands to the formula, and what was saved otherwise than it was at its boundary."""
     run, seen, wanted = run_of(dp=2), [], {}

@@ -14,7 +14,7 @@ import torch
 from minitrain import checkpoint as checkpoint_folder
 from minitrain import collectives, launch
 from minitrain.checkpoint.format import Damaged, File, write_file
-from minitrain.checkpoint.load import Saved, agree, read
+from minitrain.checkpoint.load import Saved, agree, read, runs
 from minitrain.data.batches import Rows, random_tokens
 from minitrain.model.config import GPTConfig
 from minitrain.parallelize import parallelize
@@ -367,3 +367,13 @@ def test_plain_values_of_all_files_are_put_together(tmp_path):
     expected = {"numbers": {"0": {"step": 0}, "1": {"step": 1}}, "loss_scale": {"factor": 2.0}, "more": [1]}
     assert saved.plain == expected == json.loads(json.dumps(saved.plain)) and callable(read)
     close(saved)
+
+
+def test_neighbouring_blocks_are_read_at_once_and_none_twice():
+    """Of a rectangle whose rows lie apart: [rows, numbers of 4 bytes] from byte `corner` on of 8 blocks."""
+    block, size = BLOCK, 8 * BLOCK
+    assert runs(0, (4, 2), [16, 4], 4, size) == [(0, block)]  # all in one
+    assert runs(0, (3, 1), [block, 4], 4, size) == [(0, 3 * block)]  # neighbours
+    assert runs(0, (3, 1), [2 * block, 4], 4, size) == [(n * block, (n + 1) * block) for n in (0, 2, 4)]
+    assert runs(block - 4, (2, 2), [block, 4], 4, size) == [(0, 3 * block)]  # rows across a border
+    assert runs(7 * block, (1, 3), [12, 4], 4, size - 8) == [(7 * block, size - 8)]  # the last one is short

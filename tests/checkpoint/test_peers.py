@@ -10,6 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -325,3 +326,18 @@ def test_refusals(machines):
         },
         ranks=2,
     )
+
+
+def test_a_budget_is_for_all_copies_together():
+    """Two others keep a share: a chunk of 10 bytes costs 20 of the network's idle span."""
+    peers = {rank: {0, 1, 2} - {rank} for rank in range(3)}
+    copies = PeerCopies(SimpleNamespace(ranks=3, rank=0), peers, chunk_bytes=10)
+    copies.step, copies.sent, copies.written = 1, 0, [SimpleNamespace(size=1000)] * 3
+    copies.settle = lambda: None
+
+    def next_chunk():
+        copies.sent += 10
+        return 20
+
+    copies._next_chunk = next_chunk
+    assert [copies.send_some(budget) for budget in (59, 19, 20)] == [40, 0, 20] and copies.left == 970

@@ -98,21 +98,50 @@ def test_a_save_waits_for_the_one_before_unless_there_are_two(tmp_path, snapshot
 
 
 def waits_before_update(folder):
-    saver = Saver(Store(folder), way=SLOW)
+    now = [0.0]
+    saver = Saver(Store(folder), way=SLOW, clock=lambda: now[0])
     hold = Hold(saver.snapshots[0])
     saver.save(1, shared(16, 16), {}, {})
     saver.after_step()  # a step without an update
     real = saver.snapshots[0].wait
-    saver.snapshots[0].wait = lambda names: (hold.allow(), real(names))
+
+    def wait(names):
+        now[0] += 5
+        hold.allow()
+        real(names)
+
+    saver.snapshots[0].wait = wait
     saver.before_update(["p0"])  # this way knows no layers
     assert not saver.snapshots[0].missing_bytes()
     saver.before_update()
+    now[0] += 2
+    saver.after_step()
+    assert saver.update_s == 2 and saver.waits[0].s == 5  # an update without its waits
     saver.close()
     return plain_waits(saver), all(type(wait) is Wait and wait.s >= 0 for wait in saver.waits)
 
 
+def of_two_snapshots(folder):
+    """The first is copied and not written, the second not copied: the update waits for that."""
+    disk = HeldDisk(allowed=0)
+    saver = Saver(Store(folder, disk=disk), way=replace(SLOW, snapshots=2))
+    hold = Hold(saver.snapshots[1])
+    for step in (1, 2):
+        saver.save(step, shared(16), {}, {})
+    real = saver.snapshots[1].wait
+    saver.snapshots[1].wait = lambda names: (hold.allow(), real(names))
+    saver.before_update()
+    assert not any(snapshot.missing_bytes() for snapshot in saver.snapshots)
+    disk.allow()
+    saver.close()
+
+
 def test_the_update_waits_once_and_for_all(tmp_path):
-    for waits, typed in launch.run(waits_before_update, str(tmp_path), ranks=2):
+    def rank(folder):
+        of_two_snapshots(f"{folder}/two")
+        return waits_before_update(f"{folder}/one")
+
+    for waits, typed in launch.run(rank, str(tmp_path), ranks=2):
         assert waits[0] == (1, "copy", 128) and [why for _, why, _ in waits].count("copy") == 1
         assert typed
 
@@ -259,7 +288,8 @@ def test_no_error_is_lost(tmp_path):
         assert "the device is gone" in found["copy, told by the next save"]
         assert "step 3: rank 0: " in (again := found["the same step again"]) and "is there already" in again
         assert "cannot save step 4: rank 1: " in found["at close"] and "No space" in found["at close"]
-        assert "step 1: rank 0 (and 1 more ranks): " in found["both, at once"]
+        assert "step 1: rank 0 (and 1 more ranks): " in (both := found["both, at once"])
+        assert "rank-00000.safetensors: " in both  # and it is the error of that rank
         assert closed and left == 0 and steps == [3] and others == [1]
 
 

@@ -240,3 +240,18 @@ def test_on_a_gpu_copies_run_on_a_stream_of_their_own():
         threads.start(snapshot.copy)
         found = taken(snapshot, pieces)
     assert found["parameters/a"] == bytes_of(values.cpu()) and snapshot.memory.is_pinned()
+
+
+def test_what_is_handed_to_a_writer_is_not_written_yet():
+    """Its slot is free when the next is asked for. And an update waits for all pieces of its parameter."""
+    w, moment, other = (torch.ones(24).double() * n for n in (1, 2, 3))  # 3 blocks each
+    names = ("parameters/w", "optimizer/w/exp_avg", "parameters/x")
+    pieces = [whole_piece(name, x) for name, x in zip(names, (w, moment, other))]
+    snapshot = Snapshot("cpu")
+    snapshot.begin(pieces)
+    assert [snapshot.until(names) for names in (["w"], ["x"], ["w", "x"], ["y"], None)] == [6, 9, 9, 0, 9]
+    snapshot.copy()
+    blocks, seen = snapshot.blocks_of(pieces[0]), []
+    for _ in blocks:
+        seen.append(snapshot.taken)
+    assert seen == [0, 2] and snapshot.taken == 3

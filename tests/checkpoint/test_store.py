@@ -124,6 +124,9 @@ def test_what_was_loaded_counts_as_good_and_what_was_set_aside_stays(store, monk
         save(resumed, step)
     resumed.set_aside(2)  # again: the first one gives way
     assert sorted(os.listdir(store.folder)) == ["lock", "step-00000002.damaged", "step-00000003"]
+    monkeypatch.undo()
+    for gone in (1, 2):  # removed, set aside: what was good is not there any more
+        assert resumed.newest_good([gone])[0] is None
     resumed.unlock()
 
 
@@ -171,7 +174,8 @@ def test_no_clock_is_asked(store, monkeypatch):
 
 def test_two_writers_of_a_folder(store):
     store.begin(1)
-    for other in (Store(store.folder), Store(store.folder)):
+    other = Store(store.folder)
+    for other in (other, other, Store(store.folder)):  # who was refused has no lock: the second time neither
         with pytest.raises(ValueError) as error:
             other.begin(1)
         me = f"process {os.getpid()} on {os.uname().nodename}"

@@ -18,6 +18,10 @@ CHAPTERS = notebook.chapters()
 ROOT = notebook.CHAPTERS.parent
 GUESS = re.compile(r"^guess = None  # .+\bbefore you run on$", re.M)
 SECTIONS = ["## Exercise", "## The bridge", "## What you measured, and what you modelled", "## Sources"]
+COST = re.compile(r"\b(bytes|sent|[KMG]B|ms|makespan|peak|held|overhead|bubble|period|messages|FLOPs)\b")
+# How many tables of costs older chapters have without a prediction: these numbers only get smaller.
+NOT_ASKED = dict(zip(("00", "01", "02", "04", "07", "09"), (1, 1, 3, 2, 4, 2)))
+NOT_ASKED |= dict(zip(("13", "14", "16", "17", "18", "19"), (2, 3, 3, 7, 6, 4)))
 PER_UNIT = re.compile(
     r"\b(bytes?|bits?|numbers?|FLOPs?|messages?|tokens?|stages?|elements?|microbatch(?:es)?|[GMK]B)"
     r" an? (parameter|rank|token|step|layer|element|number|value|microbatch|stage|expert|device|node|weight|row)\b"
@@ -77,6 +81,12 @@ class TestChapter:
             hidden = cell["metadata"].get("jupyter", {}).get("outputs_hidden", False)
             assert hidden == notebook.answers_a_prediction(cell["source"]), cell["source"]
 
+    def test_a_table_of_costs_comes_after_a_prediction(self, number):
+        """In its section, the text below one heading: numbers are more than read where one was guessed."""
+        bare = tables_without_prediction(json.loads(CHAPTERS[number].read_text())["cells"])
+        most = NOT_ASKED.get(number, 0)
+        assert len(bare) <= most, f"ask for a number first, before the tables {bare}"
+
     def test_has_something_to_break(self, number):
         assert any(
             re.search(r"^\w[^\n]*# turn me", cell["source"], re.M) for cell in cells(number, "code")
@@ -105,6 +115,45 @@ class TestChapter:
         with warnings.catch_warnings(action="ignore"):  # some are old, and say so
             for name in set(re.findall(r"`(torch(?:\.\w+)+)[`(]", prose(number))):
                 assert imported(name) is not None, name
+
+
+def printed(cell: dict) -> str:
+    streams = (output for output in cell["outputs"] if output["output_type"] == "stream")
+    return "".join("".join(output["text"]) for output in streams)
+
+
+def cost_table(text: str) -> str:
+    """The head of the first table of costs in a text: columns named by what they cost, above rows of numbers."""
+    lines = text.splitlines()
+    for head, *rows in zip(lines, lines[1:], lines[2:]):
+        columns = re.split(r"\s{2,}", head.strip())
+        numbers = min(len(re.findall(r"(?<![\w.])\d[\d.,/]*", row)) for row in rows)
+        if len(columns) > 1 and numbers > 1 and COST.search(head) and "True" not in head:
+            return head.strip()
+    return ""
+
+
+def tables_without_prediction(cells: list[dict]) -> list[str]:
+    """The tables of costs with no "Predict." between them and the heading above."""
+    bare, asked = [], False
+    for cell in cells:
+        if cell["cell_type"] == "markdown":
+            for part in re.split(r"(?m)^(?=#+ )", "".join(cell["source"])):
+                asked = "**Predict.**" in part or asked and not part.startswith("#")
+        elif not asked and (table := cost_table(printed(cell))):
+            bare.append(table)
+    return bare
+
+
+def test_a_table_of_costs_is_told_from_other_prints():
+    table = "what    bytes   sent\nring    1,024   512\ntree    1,024   256\n"
+    assert cost_table(f"two ways\n\n{table}") == "what    bytes   sent"
+    assert not cost_table(table.replace("bytes   sent", "steps   loss")), "no cost"
+    assert not cost_table(table.replace("ring    1,024   512", "ring    good")), "no numbers below the head"
+    found = {"cell_type": "code", "outputs": [{"output_type": "stream", "text": table}]}
+    asked, heading = ({"cell_type": "markdown", "source": [text]} for text in ("**Predict.** How?", "## On"))
+    assert len(tables_without_prediction([asked, found, found])) == 0
+    assert len(tables_without_prediction([asked, found, heading, found, asked, found])) == 1
 
 
 def imported(name: str):

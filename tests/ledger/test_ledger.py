@@ -293,6 +293,17 @@ def test_memory_by_kind():
     assert sum(ledger.live_by_kind.values()) == ledger.live_bytes
 
 
+def test_the_peak_by_kind_is_that_of_the_first_moment_it_was_reached():
+    weight = nn.Parameter(torch.ones(100))
+    with Ledger() as ledger:
+        scratch = weight.detach() * 2  # a buffer of 400 bytes
+        del scratch
+        weight.grad = torch.ones(100)  # as many bytes of another kind, later
+    assert ledger.peak_bytes == 800
+    assert ledger.peak_by_kind["gradients"] == 0 == ledger.live_bytes - 800
+    assert sum(ledger.peak_by_kind.values()) == 800 > ledger.peak_by_kind["parameters"]
+
+
 def test_kinds_of_what_was_there_before():
     """A ledger opened in the middle of training knows weights, gradients, state and master copies by their
     owners.

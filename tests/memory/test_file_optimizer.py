@@ -222,6 +222,11 @@ def test_a_disk_that_fills_in_the_middle_of_a_step_costs_nothing(tmp_path, monke
             if more:
                 with pytest.raises(ValueError, match="call step\\(\\) again to finish it first"):
                     filed.zero_grad()
+                last = filed.param_groups[-1]["params"][-1]
+                grad, last.grad = last.grad, None
+                with pytest.raises(ValueError, match="and these are other gradients"):  # one less, at the end
+                    filed.step()
+                last.grad = grad
                 kept = [param.grad for param in models[1].parameters()]
                 gradients(models[1], 99)
                 with pytest.raises(ValueError, match="pieces, and these are other gradients; go back to a"):

@@ -222,6 +222,21 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_write_that_takes_a_part_goes_on_at_a_whole_block(tmp_path, monkeypatch):
+    """A disk takes 6,000 bytes at a time: the rest begins where O_DIRECT can begin."""
+    starts, pwrite = [], os.pwrite
+
+    def some(file, data, offset):
+        starts.append(offset)
+        return pwrite(file, data[:6000], offset)
+
+    with FileStore(tmp_path, **SMALL, direct=False) as store:
+        monkeypatch.setattr(os, "pwrite", some)
+        store.give("x", numbers(2000))
+        store.flush()
+        assert starts == [0, BLOCK] and torch.equal(store.take("x"), numbers(2000))
+
+
 def test_a_limit_on_the_size_of_files_is_an_error_not_a_death(tmp_path):
     """The kernel's own refusal (EFBIG), and SIGXFSZ does not kill."""
 

@@ -48,6 +48,22 @@ def test_one_ahead_with_room_for_two():
     assert run.engine.late == 1
 
 
+def test_what_cannot_make_room_stays():
+    """c, of 3, would need the place of a, which is in use: b is not given up for nothing."""
+    run = Recorded("bac", room=4, sizes=dict(a=2, b=1, c=3))
+    for chunk in "ba":
+        run.engine.use(chunk)
+    assert run.log == ["+b", "+a"] and set(run.engine.here) == {"a", "b"} and run.engine.evicted == 0
+    assert [run.engine.next_use("b", after) for after in (-1, 0, 2, 3)] == [
+        0,
+        3,
+        3,
+        3,
+    ]  # behind it, on and on
+    run.engine.use("c")
+    assert run.engine.late == 2
+
+
 def test_the_log_of_a_small_window():
     run = Recorded("abc", room=2)
     assert run.run(2) == "+a +b a -a +c b -b +a c -c +b a -a +c b -b +a c"

@@ -325,6 +325,47 @@ def test_a_forward_that_does_otherwise_is_refused_in_one_line():
         loss.backward()
 
 
+def test_a_draw_without_a_tensor_is_repeated():
+    """A segment whose inputs are no tensors draws from the CPU's generator, and so does its second pass."""
+    w = torch.ones(4, requires_grad=True)
+
+    def run(number):
+        return (w * torch.rand(4)).square().sum() * number
+
+    torch.manual_seed(0)
+    (plain,) = torch.autograd.grad(run(2.0), w)
+    torch.manual_seed(0)
+    loss = recompute(run, 2.0)
+    torch.rand(3)
+    assert torch.equal(torch.autograd.grad(loss, w)[0], plain)
+
+
+class Bits(torch.autograd.Function):
+    """Reads what it saved as integers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.view(torch.int64))
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0].view(torch.float64).exp()
+
+
+@pytest.mark.parametrize("keep", [(), ("outer",), ("inner",), ("outer", "inner")])
+def test_a_named_result_inside_another_and_one_that_reads_its_input_as_bits(keep):
+    results, x = Results(), torch.randn(5, dtype=torch.float64, requires_grad=True)
+
+    def run(x):
+        y = results("outer", lambda x: results("inner", Bits.apply, x).sin() * x, x.cos())
+        return results("last", Bits.apply, y).square().sum()
+
+    plain = torch.autograd.grad(run(x), x)
+    loss = recompute(run, x, results=results, keep=keep)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], plain[0])
+
+
 def test_saved_tensors_that_are_read_twice_are_refused():
     class Twice(torch.autograd.Function):
         @staticmethod

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from minitrain.ledger import Ledger
-from minitrain.memory.in_turn import forward_backward, order_of_use
+from minitrain.memory.in_turn import Kept, forward_backward, of_microbatches, order_of_use
 from minitrain.memory.pools import on_host
 from minitrain.memory.window import LayerWindow
 from minitrain.model.gpt import GPT, cross_entropy_sum
@@ -220,3 +220,48 @@ def test_the_largest_run_of_layers_counts_and_layers_without_parameters_pass():
 def test_wrong_use_is_refused(make, window, message):
     with pytest.raises(ValueError, match=message):
         LayerWindow(make(), window)
+
+
+def test_there_is_room_for_the_largest_run_of_layers_wherever_it_is():
+    class Layer(nn.Linear):
+        def forward(self, x, positions):
+            return super().forward(x)
+
+    layers = [
+        Layer(2, 2, bias=False),
+        Layer(2, 8, bias=False),
+        Layer(8, 8, bias=False),
+        Layer(8, 2, bias=False),
+    ]
+    window = LayerWindow(layers, window=1)
+    assert window.room_bytes == 4 * (64 + 16)
+    window.forward_backward(torch.ones(3, 2), torch.arange(3), torch.sum)
+    assert all(param.grad is not None for param in window.parameters)
+
+
+def test_of_inputs_nobody_asks_for_a_gradient_and_each_goes_when_it_has_been_used():
+    """FLOPs of two layers of 8 x 8, a product of 4 rows each: forward once and twice, dx of the last alone."""
+    layers, inputs, left = [nn.Linear(8, 8, bias=False) for _ in range(2)], torch.ones(4, 8), []
+
+    class Watched(Kept):
+        def __init__(self, x):
+            super().__init__(x)
+            alive.add(self)
+
+    alive = weakref.WeakSet()
+
+    def loss_of(y, u):
+        return y.sum()
+
+    def run(layer, x):
+        if torch.is_grad_enabled():
+            left.append(len(alive))
+        return layer(x)
+
+    with Ledger() as ledger:
+        forward_backward(layers, inputs, torch.sum)
+    product = 2 * 4 * 8 * 8
+    assert ledger.flops == product * (3 + 2 + 1)  # forwards, dW, dx
+    parts = [lambda x, layer=layer: run(layer, x) for layer in layers]
+    of_microbatches(parts, [*inputs.split(1)], loss_of, lambda i: None, lambda i: None, keep=Watched)
+    assert left == [4, 4, 4, 4, 3, 2, 1, 0]  # the last layer's are outputs; then the first's, one by one

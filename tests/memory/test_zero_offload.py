@@ -496,6 +496,27 @@ def test_a_host_without_room_is_refused_before_training():
     assert math.isfinite(PARAMETERS)
 
 
+@pytest.mark.parametrize("delayed, places", [(False, 1), (True, 2)])
+def test_the_host_has_a_place_for_each_gradient_that_may_be_read(delayed, places):
+    """Two if updates are delayed. A state is that of all updates begun, and the delay goes on from it."""
+    param, found = torch.nn.Parameter(torch.zeros(4)), set()
+    host = HostOptimizer(torch.optim.SGD([param], lr=1.0, momentum=0.5), delayed=delayed, warmup_steps=2)
+    for _ in range(4):
+        host.zero_grad()
+        host.take(param, torch.ones(4))
+        host.taken()
+        found.add(host.grad_of(param).data_ptr())
+        host.step()
+    assert len(found) == places
+    state = host.state_dict()
+    assert not host.settle(), "the last update has been waited for"
+    again = HostOptimizer(torch.optim.SGD([param], lr=1.0, momentum=0.5), delayed=delayed, warmup_steps=2)
+    again.load_state_dict(state)
+    again.take(param, torch.ones(4))
+    again.step()
+    assert again.settle() == delayed, "no second warm-up"
+
+
 def test_a_delayed_update_reads_the_gradients_of_its_own_step():
     """Also if the next ones arrive before it begins."""
     param, gate = torch.nn.Parameter(torch.zeros(4)), threading.Event()

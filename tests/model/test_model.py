@@ -9,6 +9,7 @@ import pickle
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import CHOICES, GPTConfig, presets
-from minitrain.model.gpt import GPT, Block, cross_entropy_sum, deepnorm, generate, seed_of
+from minitrain.model.gpt import GPT, Block, Stages, cross_entropy_sum, deepnorm, generate, seed_of
 from minitrain.model.layers import (
     Attention,
     LatentAttention,
@@ -30,6 +31,7 @@ from minitrain.model.layers import (
     drop,
     fast_gelu,
     naive_attention,
+    rms_norm_forward,
     rotate,
 )
 from minitrain.plan.accounting.compute import layer_forward_flops
@@ -629,3 +631,51 @@ def test_wrong_input_is_one_line_that_names_it():
         with pytest.raises(ValueError, match=message) as error:
             call()
         assert "\n" not in str(error.value)
+
+
+def test_what_is_exact_in_half_precision():
+    """The scale of a norm, and the angles of RoPE behind position 256, where bfloat16 counts in twos."""
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    _, scale = rms_norm_forward(x, torch.ones(48, dtype=torch.bfloat16), 1e-6)
+    wanted = (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    assert scale.dtype == torch.float32 and (scale / wanted - 1).abs().max() < 1e-6
+    x, positions = x[:, :8].reshape(1, 1, 5, 8), torch.tensor([0, 255, 257, 1001, 4097])
+    assert (rotate(x, positions) - rotate(x.double(), positions)).abs().max() < 0.03 < x.abs().max()
+
+
+def test_of_a_head_that_turns_in_part_the_first_numbers_turn():
+    turning = SimpleNamespace(config=SimpleNamespace(rotated_dim=4, rope_theta=10_000.0))
+    x, positions = torch.randn(1, 2, 3, 8), torch.tensor([1, 2, 3])
+    y = Attention.rotated(turning, x, positions)
+    assert torch.equal(y[..., 4:], x[..., 4:]) and torch.equal(y[..., :4], rotate(x[..., :4], positions))
+
+
+def test_what_adds_to_the_residual_starts_smaller():
+    model = GPT(GPTConfig(vocab_size=500, d_model=64, num_layers=8, num_heads=4))
+    for name, param in model.named_parameters():
+        if param.dim() == 2:
+            small = name.startswith("layers.") and name.endswith((".attention.out.weight", ".down.weight"))
+            assert abs(param.std() / (0.02 / 4 if small else 0.02) - 1) < 0.05, name
+
+
+def test_sampling_sees_the_last_tokens_of_a_long_text():
+    seen = []
+
+    class Next(nn.Module):
+        """The likeliest token is the last one, plus one."""
+
+        def forward(self, tokens):
+            seen.append(tokens.tolist()[0])
+            return nn.functional.one_hot(tokens + 1, 20).double()
+
+    assert generate(Next(), torch.tensor([[3, 4, 5]]), 3, temperature=0, window=2).tolist() == [
+        [3, 4, 5, 6, 7, 8]
+    ]
+    assert seen == [[4, 5], [5, 6], [6, 7]]
+
+
+def test_a_table_that_two_stages_share_is_a_part_of_its_own():
+    config = GPTConfig(vocab_size=32, d_model=16, num_layers=2, num_heads=4, tied=True)
+    *alone, shared = Stages(config, {0: range(2), 1: range(2, 4)}).parts()
+    assert [*shared.values()] == ["layers.0.tokens"] and len(alone) == 2
+    assert not any("layers.0.tokens" in part.values() for part in alone)

@@ -100,6 +100,8 @@ def test_in_evaluation_nobody_is_dropped_and_nothing_is_counted():
     assert not torch.equal(narrow(x, at), roomy(x, at))
     narrow.router.load = 0
     assert torch.equal(narrow.eval()(x, at), roomy.eval()(x, at)) and narrow.router.load == 0
+    with torch.no_grad():  # a forward that will be done again with gradients
+        assert not torch.equal(narrow.train()(x, at), roomy(x, at)) and narrow.router.load == 0
 
 
 def test_a_token_at_a_negative_position_visits_nobody_and_changes_nobody():
@@ -192,8 +194,14 @@ def test_the_bias_goes_up_where_few_came_and_is_trained_by_nobody():
     assert torch.equal(first.router.bias, 0.5 * torch.sign(4.0 - load)) and first.router.load == 0
     names = [f"layers.{n}.mlp.router.bias" for n in (1, 2)]
     assert list(kept_buffers(model.layers)) == names and second.router.bias.dtype == torch.float64
-    half = GPT(c, dtype=torch.bfloat16)
-    assert half.layers[1].mlp.router.bias.dtype == torch.float32, "steps of 0.001 would be lost"
+    model(torch.zeros(2, 8, dtype=torch.int64))
+    RouterLosses({0: model.layers}).forget()
+    assert first.router.load == second.router.load == 0 and first.noted is None, "done again, counted again"
+    router_of_half = GPT(c, dtype=torch.bfloat16).layers[1].mlp.router
+    assert router_of_half.bias.dtype == torch.float32, "steps of 0.001 would be lost"
+    x = torch.randn(9, c.d_model, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    exact = x.float() @ router_of_half.weight.float().T
+    assert torch.equal(router_of_half.scores(x), exact), "a few bits decide where a token goes"
 
 
 def test_which_blocks_have_experts():
@@ -461,6 +469,9 @@ REFUSED = {
     "experts = 8; use an ExpertsConfig": lambda: GPTConfig(**SHAPE, experts=8),
     "ep=3 does not divide dp x cp = 4 ranks; use ep 1 or 2 or 4": lambda: Strategy(dp=2, cp=2, ep=3),
     "ep=8 does not divide 4 experts; use ep 1 or 2 or 4": lambda: Strategy(dp=8, ep=8).check(MOE, 8),
+    "ep=8 does not divide 4 and 8 experts; use ep 1 or 2 or 4": lambda: Strategy(dp=8, ep=8).check(
+        config(pyramid_layers=1, pyramid_experts=8), 8
+    ),
     "ep=2, but the model has no experts": lambda: Strategy(dp=2, ep=2).check(GPTConfig(**SHAPE), 2),
     "ep_chunks=2 with ep=1, ep_node=1, ep_travel='tokens': chunks are of rows": lambda: Strategy(ep_chunks=2),
     "ep_travel='weights'; use tokens or experts or cheaper": lambda: Strategy(ep_travel="weights"),

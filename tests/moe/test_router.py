@@ -155,7 +155,7 @@ def test_capacity_drops_the_last_to_come_and_second_choices_before_first(capacit
     assert router.capacity_of(N, E, 2, 1.0) == 16 and router.capacity_of(100, 8, 1, 1.25) == 16
     assert router.capacity_of(10, 8, 1, 1.0) == 2, "a part of a token needs room"
     assert router.capacity_of(1000, 10, 1, 1.03) == 103
-    assert router.capacity_of(100, 10, 1, 1.1) == 11, "in floats 11.000000000000002, and 12"
+    assert router.capacity_of(200, 4, 1, 1.1) == 55 < 50 * 1.1, "in floats 55.00000000000001, and 56"
 
 
 def test_sizes_known_in_advance_end_where_something_is_dropped():
@@ -233,6 +233,8 @@ def test_the_bias_moves_against_the_load():
     counts = torch.tensor([10, 0, 6, 4])
     moved = router.moved_bias(torch.zeros(4), counts, 0.001)
     assert moved.tolist() == pytest.approx([-0.001, 0.001, -0.001, 0.001])
+    halfway = router.moved_bias(torch.zeros(2), torch.tensor([5, 6]), 0.001)
+    assert halfway.tolist() == pytest.approx([0.001, -0.001]), "the mean is 5.5"
     pull, start = torch.tensor([2.0, 1.0, 0.0, 0.0]), torch.zeros(4)
     noise = torch.randn(512, 4, generator=torch.Generator().manual_seed(4))
     loads = []
@@ -245,7 +247,7 @@ def test_the_bias_moves_against_the_load():
 
 def test_bad_input_is_one_line():
     broken = scores.clone()
-    broken[7, 2] = math.nan
+    broken[7, 2], broken[9, 1] = math.nan, math.inf
     for call, words in (
         (
             lambda: router.top_k(scores, 9),

@@ -112,6 +112,12 @@ def test_the_usual_loss_does_not_move_rows_to_near_ranks():
         assert max(abs(share - 1 / 4) for share in shares) < 0.02
 
 
+def test_a_rank_whose_tokens_are_all_padding_adds_nothing():
+    nobody = router.top_k(torch.randn(4, E, dtype=torch.float64), 2, torch.zeros(4, dtype=torch.bool))
+    target = topology.target(topology.bandwidths(0, 4, **LINKS), E)
+    assert topology.topology_loss(nobody, target, ALPHA) == 0
+
+
 def test_bad_input_is_one_line():
     for call, words in (
         (lambda: topology.target(torch.ones(4), 6), "6 experts on 4 ranks; choose a multiple of the ranks"),

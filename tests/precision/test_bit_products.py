@@ -288,3 +288,8 @@ def test_bitnet_b158(learned):
     pairs = zip(learned["bitnet"], learned["bitnet_b158"])
     assert all(three < one for (_, one), (_, three) in pairs), learned
     assert all(last < 0.6 * first for first, last in learned["bitnet_b158"]), learned
+
+
+def test_a_weight_at_the_mean_counts_as_minus_one():
+    weight = torch.tensor([2.0, 0.5, -1.0, 0.5])
+    assert bitnet.signs(weight, weight.mean(), weight.abs().mean()).tolist() == [1, -1, -1, -1]

@@ -156,6 +156,8 @@ def test_the_numbers_are_uniform_and_independent():
     bits = hashed(5, torch.arange(1 << 16))
     fields = torch.stack([draws(bits, number) for number in range(3)]).double()
     assert fields.min() >= 0 and fields.max() < 1 and (fields * 2**21 % 1 == 0).all()
+    each = [[bool(draws(torch.tensor([1 << place]), number)) for number in range(3)] for place in range(63)]
+    assert each == [[place // 21 == number for number in range(3)] for place in range(63)]  # no bit in two
     assert ((fields.mean(1) - 0.5).abs() < 3 / 12**0.5 / 256).all()
     assert (torch.corrcoef(fields) - torch.eye(3)).abs().max() < 3 / 256
     x = torch.full((1 << 16,), 1 + 2.0**-12)  # 1/32 of a step above 1

@@ -153,6 +153,16 @@ def test_backward_is_right_on_average(monkeypatch):
     assert (seen[1] - norms * kept.elements().double().flatten(0, 1).norm(dim=1)).abs().max() < 1e-9
 
 
+def test_each_use_of_a_scale_draws_numbers_of_its_own():
+    """Rounding of dy, the rows kept for dx, those for dW."""
+    scale = torch.tensor(0.37)
+    parts, sizes = torch.ones(2, 64, 4, dtype=torch.int8), torch.ones(2, 64, dtype=torch.float64)
+    seeds = [int4.bits(scale, use) for use in range(3)]
+    assert len({int(seed) for seed in seeds}) == 3 and int4.bits(scale) == seeds[0]
+    for_dx, for_dw = (int4.sampled(parts, sizes, seed).any(1) for seed in seeds[1:])
+    assert not torch.equal(for_dx, for_dw)
+
+
 def test_half_of_the_rows_are_kept_the_heavy_ones_surely():
     sizes = torch.tensor([[100.0, 1.0, 0.0, 2.0], [3.0, 1.0, 1.0, 0.0]]).double()
     p = int4.keep_shares(sizes, 4)

@@ -323,6 +323,17 @@ def test_by_chance_is_right_on_average(name, dtype):
     exact = every_value(f) if f.bits <= 8 else x.bfloat16().float()
     exact = exact[exact.isfinite()]
     assert torch.equal(round_to(exact, f, "stochastic", generator=torch.Generator().manual_seed(1)), exact)
+    assert torch.equal(round_to(exact, f, "stochastic", generator=torch.zeros_like(exact)), exact), (
+        "a draw of 0"
+    )
+
+
+def test_half_a_step_above_the_largest_of_e4m3_is_the_largest():
+    """464 is between 448, whose code is even, and what would be 480: a tie, as torch and ml_dtypes have it."""
+    edge = torch.tensor([464.0, -464.0, 464.1, -464.1])
+    for x in (edge, edge.double()):
+        assert round_to(x, "e4m3")[:2].tolist() == [448, -448] and round_to(x, "e4m3")[2:].isnan().all()
+        assert round_to(x, "e4m3", overflow="saturate").tolist() == [448, -448, 448, -448]
 
 
 def test_weights_in_bf16_grow_by_chance_only():

@@ -11,10 +11,12 @@ from minitrain import collectives, launch
 from minitrain.data.batches import Rows, random_tokens
 from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import cross_entropy_sum
+from minitrain.model.mixture import mixtures
 from minitrain.parallelize import parallelize
 from minitrain.precision.loss_scale import LossScale
-from minitrain.precision.mixed import bytes_by_kind
+from minitrain.precision.mixed import bytes_by_kind, keep_states
 from minitrain.precision.policies import BYTES, POLICIES
 from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
@@ -76,6 +78,24 @@ def test_bytes_per_parameter_are_those_of_the_tensors_that_a_step_leaves():
     ((numel, found),) = launch.run(rank, ranks=1)
     for name, policy in POLICIES.items():
         assert found[name] == tuple(numel * size for size in policy.state_bytes), name
+
+
+def test_the_policy_speaks_where_the_optimizer_was_not_told_otherwise():
+    """But there is no master beside scaled codes; groups that are added later are kept alike."""
+    bfloat16, float32 = torch.bfloat16, torch.float32
+
+    def kept(policy, **told):
+        optimizer = AdamW([torch.nn.Parameter(torch.ones(2, dtype=bfloat16))], **told)
+        keep_states(optimizer, POLICIES[policy])
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, dtype=bfloat16))]})
+        first, later = ((g["master_dtype"], g["moment_dtypes"]) for g in optimizer.param_groups)
+        assert first == later
+        return first
+
+    assert kept("bfloat16_short_moments") == (float32, (bfloat16, bfloat16))
+    told = dict(master_dtype=torch.float64, moment_dtypes=(float32, float32))
+    assert kept("bfloat16_short_moments", **told) == (torch.float64, (float32, float32))
+    assert kept("fp8_lm", master_dtype=float32) == (None, (torch.float8_e4m3fn, torch.float16))
 
 
 def test_what_travels_has_the_bits_of_the_policy():
@@ -314,6 +334,23 @@ def test_all_ranks_skip_a_step_that_overflows_on_one_and_resume_exactly():
     assert launch.run(rank, ranks=2) == [[], []]
 
 
+def test_a_step_that_is_left_out_moves_no_bias_of_a_router():
+    """And the load of its tokens is forgotten. Control: without overflow the biases move."""
+    experts = ExpertsConfig(4, 1, "deepseek", bias_speed=0.5)
+
+    def rank():
+        found = []
+        for factor in (2.0**100, 1.0):
+            run = start(Strategy(precision="float16", loss_scale=factor), replace(CONFIG, experts=experts))
+            (result,) = steps(run, 1)
+            routers = [layer.router for layer in mixtures(run.model.layers)]
+            moved = any(bool(router.bias.any()) for router in routers)
+            found.append((result.updated, moved, [router.load for router in routers]))
+        return found
+
+    assert launch.run(rank, ranks=1) == [[(False, False, [0, 0]), (True, True, [0, 0])]]
+
+
 def test_the_factor_doubles_after_a_window_and_halves_at_once():
     scale, number, none = LossScale(8.0, 2), torch.tensor(1.0), torch.tensor(float("nan"))
     assert [scale.finite(norm) for norm in (number, number, none, number, none)] == [1, 1, 0, 1, 0]
@@ -321,6 +358,10 @@ def test_the_factor_doubles_after_a_window_and_halves_at_once():
     assert [scale.finite(none), scale.finite(none)] == [False, False] and scale.factor == 1
     with pytest.raises(ValueError, match="gradients are not finite at loss scale 1, which is the least"):
         scale.finite(torch.tensor(float("inf")))
+    saved, goes_on = LossScale(8.0, 3), LossScale(1.0, 3)
+    assert saved.finite(number) and saved.finite(number)
+    goes_on.load_state_dict(saved.state_dict())
+    assert goes_on.finite(number) and goes_on.factor == 16  # the third good step in a row
 
 
 def test_small_gradients_need_the_factor():

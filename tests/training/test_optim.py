@@ -132,6 +132,16 @@ def test_a_state_of_another_model_is_refused():
         AdamW(turned).load_state_dict(optimizer.state_dict())
     with pytest.raises(ValueError, match=r"groups of \[4\] parameters, this optimizer of \[3\]"):
         AdamW(parameters()[:3]).load_state_dict(optimizer.state_dict())
+    before = optimizer.state_dict()
+    wrong = optimizer.state_dict()
+    wrong["state"][3]["exp_avg"] = torch.zeros(1, 2, 3)
+    with pytest.raises(ValueError, match="parameter 3 has shape"):
+        optimizer.load_state_dict(wrong)
+    after = optimizer.state_dict()["state"]
+    assert after.keys() == before["state"].keys() and len(after) == 4, "what was refused has changed nothing"
+    del before["state"][1]
+    optimizer.load_state_dict(before)
+    assert params[1] not in optimizer.state and len(optimizer.state) == 3, "what a state has not begins anew"
 
 
 def test_zero_grad():
@@ -314,6 +324,16 @@ def test_a_bad_gradient_shows_in_the_norm():
         params[1].grad[0] = bad
         norm = clip_grad_norm(params, 1.0)
         assert not torch.isfinite(norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_norm_of_half_precision_is_float32(dtype):
+    """Squares of 60,000 overflow float16, and so would their norm; bfloat16 has three digits."""
+    param = nn.Parameter(torch.zeros(7, dtype=dtype))
+    param.grad = torch.full((7,), 6e4, dtype=dtype)
+    exact = param.grad.double().norm()
+    norm = clip_grad_norm([param], math.inf)
+    assert norm.dtype == torch.float32 and abs(norm / exact - 1) < 1e-6
 
 
 def test_infinite_max_norm_only_measures():

@@ -178,7 +178,9 @@ def train(config, strategy, hyper, out=None, stop_after=None, **settings):
         for name in state["optimizer"]
         for key in ("exp_avg", "exp_avg_sq")
     }
-    return here.records, state["parameters"] | moments, here.sample(n=6)
+    written = here.sample(n=6)
+    assert all(module.training for module in here.parallel.model.modules())  # what was looked at goes on
+    return here.records, state["parameters"] | moments, written
 
 
 def largest(a, b):
