@@ -25,26 +25,31 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.packed import sequence_lengths
+from minitrain.checks import counts, whole
 
 Layout = Callable[[int, int, int], list[range]]
 
 
 def contiguous(rank: int, ranks: int, length: int) -> list[range]:
-    size = _piece("contiguous", length, ranks)
+    size = _piece("contiguous", rank, ranks, length, ranks)
     return [range(rank * size, (rank + 1) * size)]
 
 
 def zigzag(rank: int, ranks: int, length: int) -> list[range]:
-    size = _piece("zigzag", length, 2 * ranks)
+    size = _piece("zigzag", rank, ranks, length, 2 * ranks)
     return [range(piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank)]
 
 
 def striped(rank: int, ranks: int, length: int) -> list[range]:
-    _piece("striped", length, ranks)
+    _piece("striped", rank, ranks, length, ranks)
     return [range(rank, length, ranks)]
 
 
-def _piece(name: str, length: int, pieces: int) -> int:
+def _piece(name: str, rank: int, ranks: int, length: int, pieces: int) -> int:
+    counts(ranks=ranks)
+    whole(rank=rank, length=length)
+    if rank >= ranks:
+        raise ValueError(f"{name}: rank={rank}; with {ranks} ranks use 0 to {ranks - 1}")
     if length % pieces or not length:
         fits = -(-max(length, 1) // pieces) * pieces
         cure = f"pad the sequence to {fits}"

@@ -13,11 +13,13 @@ out.
 
 from dataclasses import dataclass
 
+from minitrain.checks import amounts, counts
 from minitrain.model.config import GPTConfig
 
 
 def model_state_bytes(parameters: int, *, weight: int = 2, gradient: int = 2, optimizer: int = 12) -> int:
     """Bytes per rank without sharding. ZeRO-Infinity counts an fp32 gradient too: `gradient=6`, 20 in all."""
+    amounts(parameters=parameters, weight=weight, gradient=gradient, optimizer=optimizer)
     return parameters * (weight + gradient + optimizer)
 
 
@@ -25,12 +27,15 @@ def zero_bytes(parameters: int, ranks: int, stage: int, *, weight=2, gradient=2,
     """Bytes per rank: stage 1 shards the optimizer states, 2 gradients too, 3 weights too; 0 nothing."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage = {stage}; ZeRO has stages 1, 2 and 3 (0: nothing is sharded)")
+    amounts(parameters=parameters, weight=weight, gradient=gradient, optimizer=optimizer)
+    counts(ranks=ranks)
     sharded = sum((optimizer, gradient, weight)[:stage])
     return parameters * (weight + gradient + optimizer - sharded + sharded / ranks)
 
 
 def checkpoint_bytes(parameters: int, *, weight: int = 2, optimizer: int = 12) -> int:
     """What must be written to go on training: the next step computes its gradients itself."""
+    amounts(parameters=parameters, weight=weight, optimizer=optimizer)
     return parameters * (weight + optimizer)
 
 
@@ -78,6 +83,13 @@ def activation_bytes(
     recompute "selective" drops the core of the attention, "full" everything but the layer's input."""
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"recompute = {recompute!r}; use 'none', 'selective' or 'full'")
+    sizes = dict(length=length, batch=batch, width=width, heads=heads, tensor_parallel=tensor_parallel)
+    counts(1 << 40, **sizes)
+    if heads % tensor_parallel or width % heads:
+        raise ValueError(
+            f"width={width}, heads={heads}, tensor_parallel={tensor_parallel}: heads divide the width, "
+            "and tensor_parallel the heads"
+        )
     terms = activation_terms()[: 1 if recompute == "full" else None]
     return sum(
         term.bytes(length, batch, width, heads) / (tensor_parallel if term.cut or sequence_parallel else 1)
