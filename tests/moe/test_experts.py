@@ -123,8 +123,9 @@ def test_kept_are_the_rows_and_the_layer_before_act(gated):
 def test_what_act_makes_lives_for_one_turn(gated):
     sizes = SIZES["uneven"]
     rows, up, down, gate = drawn(16, gated)
+    counts = torch.tensor(sizes)
     with Ledger() as ledger:
-        y = experts.grouped(rows, torch.tensor(sizes), up, down, F.silu, gate, sizes=sizes)
+        y = experts.grouped(rows, counts, up, down, F.silu, gate, sizes=sizes)
         forward = ledger.peak_bytes
     matrices = (2 + gated) * up.nbytes
     kept = rows.nbytes + (1 + gated) * 16 * WIDE * 8 + y.nbytes
