@@ -32,6 +32,7 @@ from minitrain.strategy_checks import (
     check_loss_scale,
     check_memory,
     check_nodes,
+    check_sizes,
     check_tensor_parallel,
 )
 
@@ -77,10 +78,7 @@ class Strategy:
     delayed_update: bool = False  # the host updates beside the next step, whose weights are one step old
 
     def __post_init__(self):
-        names = "ep ep_node ep_chunks node nodes microbatches chunks slices inner ulysses bucket_bytes"
-        for name in (*AXES, *names.split()):
-            if not isinstance(size := getattr(self, name), int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name}={size!r}; use a whole number, 1 or more")
+        check_sizes(self, AXES)
         if isinstance(self.zero, str) and self.zero.isdigit():
             object.__setattr__(self, "zero", int(self.zero))  # as flags say it
         words = ", ".join(PARO_SHARDINGS)

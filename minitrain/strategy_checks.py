@@ -9,9 +9,29 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from minitrain.checks import MOST
 from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.memory.policies import parse
 from minitrain.model.config import GATED, GPTConfig, divisors
+from minitrain.pipeline.named import NAMES
+
+MOST_CELLS = 1 << 21  # of a schedule, which is made before any rank starts
+SIZES = "ep ep_node ep_chunks node nodes microbatches chunks slices inner ulysses bucket_bytes".split()
+
+
+def check_sizes(strategy: Any, axes: tuple[str, ...]) -> None:
+    """Counts, and few enough to go through one by one; bytes may be more."""
+    for name in (*axes, *SIZES):
+        if not isinstance(size := getattr(strategy, name), int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}={size!r}; use a whole number, 1 or more")
+        if size > MOST and name != "bucket_bytes":
+            raise ValueError(f"{name}={size}; use a whole number up to {MOST:,}")
+    if strategy.schedule not in NAMES:
+        raise ValueError(f"schedule={strategy.schedule!r}; use {', '.join(NAMES)}")
+    cells = strategy.pp * strategy.microbatches * strategy.chunks * strategy.slices
+    if strategy.pipelined and cells > MOST_CELLS:
+        sizes = f"pp={strategy.pp} and microbatches={strategy.microbatches}"
+        raise ValueError(f"{sizes}: a schedule of {cells:,} cells; use fewer, at most {MOST_CELLS:,} in all")
 
 
 def check_nodes(strategy: Any) -> None:

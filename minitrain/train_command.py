@@ -69,7 +69,7 @@ def train(
     strategy, hyper = Strategy(**taken(Strategy, values)), Hyperparameters(**taken(Hyperparameters, values))
     config = configure(preset, values)
     saving = Saving(checkpoint, every, keep, "asynchronous" if beside else "sync_sharded", resume)
-    for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0)):
+    for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0), ("keep", keep, 1)):
         if value < least:
             raise ValueError(f"{name}={value}: use at least {least}")
     check(config, strategy, hyper, text, out, saving, ranks_there(strategy))

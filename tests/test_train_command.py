@@ -33,7 +33,6 @@ from minitrain.strategy import Strategy
 from minitrain.trainer import Trainer
 from minitrain.training import flags
 from minitrain.training.hyperparameters import Hyperparameters
-from tests.launch.test_launch_torchrun import free_port
 
 TEXT = b"It is not enough to have a good mind; the main thing is to use it well. " * 40
 SMALL = (
@@ -183,9 +182,8 @@ def under_torchrun(folder, *words):
             sys.executable,
             "-m",
             "torch.distributed.run",
+            "--standalone",  # it listens at a port that the system chooses
             "--nproc-per-node=2",
-            "--master-addr=127.0.0.1",
-            f"--master-port={free_port()}",
             "-m",
             "minitrain.cli",
             "train",

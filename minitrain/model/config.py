@@ -64,6 +64,7 @@ class GPTConfig:
             object.__setattr__(self, "experts", ExpertsConfig(**self.experts))
         check_types(self, leave_out=("experts",))
         check_least(self, 1, ("vocab_size", "d_model", "num_layers", "num_heads", "max_positions"))
+        check_least(self, 0, ("kv_latent", "query_latent", "rope_head_dim"))
         for name, choices in CHOICES.items():
             check_choice(self, name, choices)
         width, heads = self.d_model, self.num_heads

@@ -1,8 +1,11 @@
 """What the configs of a model check alike: names, types and choices of their fields, in words that help."""
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import fields
+
+LARGEST = 1 << 30  # size of anything
 
 
 def check_names(cls: type, settings: Iterable[str]) -> None:
@@ -20,6 +23,8 @@ def check_types(config, leave_out: Iterable[str] = ()) -> None:
         if field.name not in leave_out and (not fits or (isinstance(value, bool) and kind is not bool)):
             found = type(value).__name__
             raise ValueError(f"{field.name} = {value!r} is {found}; expected {kind.__name__}")
+        if kind is int and value is not None and field.name not in leave_out and value > LARGEST:
+            raise ValueError(f"{field.name} = {value}; use at most {LARGEST:,}")
 
 
 def check_choice(config, name: str, choices: Iterable[str]) -> None:
@@ -39,4 +44,5 @@ def meant(given: str, allowed: Iterable[str]) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})

@@ -17,6 +17,8 @@ from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any
 
+LARGEST = 1 << 30  # rows, tokens or steps
+
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -35,6 +37,8 @@ class Hyperparameters:
         for name in ("steps", "batch_size", "length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: use at least 1")
+            if getattr(self, name) > LARGEST:
+                raise ValueError(f"{name}={getattr(self, name)}: use at most {LARGEST:,}")
         warmup, min_lr = self._shape()
         if not 0 <= min_lr <= self.lr < math.inf:
             raise ValueError(f"lr={self.lr}, min_lr={min_lr}: need 0 <= min_lr <= lr, finite")
