@@ -24,8 +24,26 @@ from minitrain import checkpoint_command, replay_command, train_command
 from minitrain.course import home, notebook
 from minitrain.course import lab as copies
 
+UsageError = typer.BadParameter.__mro__[1]  # typer has click's exceptions, and gives them no name
+
 
 class Commands(TyperGroup):
+    def main(self, *args, standalone_mode: bool = True, **more):
+        """Wrong words are one line, too, which says where help is."""
+        try:
+            code = super().main(*args, standalone_mode=False, **more)
+        except UsageError as error:
+            if not standalone_mode:
+                raise
+            if type(error).__name__ == "NoArgsIsHelpError":
+                error.show()
+            else:
+                complain(usage(error))
+            sys.exit(error.exit_code)
+        if standalone_mode:
+            sys.exit(code or 0)
+        return code
+
     def invoke(self, ctx: typer.Context):
         """An interrupt is one line; a command that has more to say says it itself."""
         try:
@@ -43,6 +61,7 @@ app = typer.Typer(
     help="Learn how large models are trained on many machines, by running it.",
 )
 ROOT = notebook.CHAPTERS.parent
+MOST_LETTERS = 800  # of a complaint
 
 
 def main() -> None:
@@ -51,8 +70,27 @@ def main() -> None:
         app()
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("RANK", "0") == "0":
-            echo(f"minitrain: {error}", err=True)
+            complain(str(error))
         sys.exit(1 if isinstance(error, RuntimeError) else 2)
+
+
+def complain(text: str) -> None:
+    """On one line that ends, whatever was given: names of files may have line breaks, or be no text."""
+    text = " ".join(text.split()).encode(errors="backslashreplace").decode()
+    if len(text) > MOST_LETTERS:
+        text = f"{text[: MOST_LETTERS // 2]} ... {text[-MOST_LETTERS // 2 :]}"
+    echo(f"minitrain: {text}", err=True)
+
+
+def usage(error: UsageError) -> str:
+    """What is wrong with the words of a command."""
+    said = error.format_message().rstrip(".")
+    for detail in getattr(error.__cause__, "errors", list)()[:1]:
+        said += f": {detail['input']!r}"
+    words, ctx = [], error.ctx
+    while ctx is not None and ctx.parent is not None:
+        words, ctx = [ctx.info_name, *words], ctx.parent
+    return f"{said}; see {' '.join(['minitrain', *words, '--help'])}"
 
 
 @app.callback(invoke_without_command=True)
@@ -160,6 +198,10 @@ def run_chapters(
     paths = [notebook.chapter(number) for number in numbers or notebook.chapters()]
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out} is a file: give a folder for the executed copies")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # said now, not when the first chapter has run
+        raise ValueError(f"out={out} cannot be made ({error.strerror}): give a folder") from None
     started = time.perf_counter()
     for ran, path in enumerate(paths):
         with tqdm(desc=path.stem, unit="cell", leave=False, disable=not sys.stderr.isatty()) as bar:

@@ -118,25 +118,27 @@ def environment(folder: Path) -> str:
 
 def trouble_with_index(wait_s: float = WAIT_S) -> str:
     """Why the index of CPU builds is of no use: no answer in time, or no wheel for this Python."""
-    pages = []
+    pages, LATE, ABSENT = [], object(), object()
 
     def ask() -> None:
         try:
             with urllib.request.urlopen(f"{CPU_INDEX}/torch/", timeout=wait_s) as reply:
                 pages.append(reply.read().decode(errors="replace"))
-        except (OSError, ValueError):
-            pages.append(None)
+        except (OSError, ValueError) as error:  # its own clock may ring before ours does
+            late = isinstance(getattr(error, "reason", error), TimeoutError)
+            pages.append(LATE if late else ABSENT)
 
     asking = threading.Thread(target=ask, daemon=True)  # looking up a name heeds no time limit
     asking.start()
     asking.join(wait_s)
-    if not pages:
+    page = pages[0] if pages else LATE
+    if page is LATE:
         return f"did not answer within {wait_s:g} s"
-    if pages[0] is None:
+    if page is ABSENT:
         return "cannot be reached"
     python = "cp%d%d" % sys.version_info[:2]
     wheel = rf"torch-{re.escape(TORCH)}(\+|%2B)cpu-{python}-{python}-\w*linux\w*_{platform.machine()}\.whl"
-    return "" if re.search(wheel, pages[0]) else f"has no torch {TORCH} for {python} on {platform.machine()}"
+    return "" if re.search(wheel, page) else f"has no torch {TORCH} for {python} on {platform.machine()}"
 
 
 def with_progress(command: list[str]) -> int:

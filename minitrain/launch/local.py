@@ -57,7 +57,7 @@ class Launch:
 
     def __init__(self, ranks: int, echo: bool, grace_s: float | None):
         self.ranks, self.echo, self.cells, self.grace_s = ranks, echo, notebook_cells(), grace_s
-        self.states = dict.fromkeys(range(ranks), "start")  # -> "ready" -> "done" or "error"
+        self.states = dict.fromkeys(range(ranks), "start")  # -> "there" -> "ready" -> "done" or "error"
         self.pids: dict[int, int] = {}
         self.exits: dict[int, int] = {}  # of ranks that are gone although nobody asked
         self.shown: dict[tuple, int] = {}  # (rank, "stdout") -> bytes echoed
@@ -103,7 +103,9 @@ class Launch:
 
     def wait(self, timeout_s: float, start_timeout_s: float) -> None:
         if not self.wait_until({"ready", "done"}, start_timeout_s):
-            late = [rank for rank, state in self.states.items() if state == "start"]
+            # Who is there waits for all to come; whoever is still reading its arguments holds them up.
+            states = [state for state in ("start", "there") if state in self.states.values()]
+            late = [rank for rank, state in self.states.items() if state == states[0]]
             raise LaunchTimeout(
                 f"{self.ranks - len(late)} of {self.ranks} ranks arrived after {start_timeout_s:g} s; "
                 f"missing: {report.name(late)}; if the machine is busy, raise start_timeout_s",

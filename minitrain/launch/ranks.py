@@ -90,6 +90,7 @@ class Rank:
             with open(self.in_directory("request"), "rb") as file:
                 request = pickle.load(file)
             fn, args = self.settle(request)
+            say(self.events, self.rank, "there")
             self.join(request)
             say(self.events, self.rank, "ready")
             result = fn(*args)
@@ -193,8 +194,8 @@ def pickled_result(result) -> bytes:
         return pickled.dumps(result)
     except Exception as error:
         raise TypeError(
-            f"fn returned a {type(result).__name__}, which cannot be sent back ({error}); return tensors, "
-            "numbers, text, or lists and dicts of them"
+            f"fn returned a {type(result).__name__}, which cannot be sent back ({report.message_of(error)}); "
+            "return tensors, numbers, text, or lists and dicts of them"
         ) from None
 
 

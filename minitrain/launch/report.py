@@ -83,10 +83,7 @@ def unborn(who: str, number: int) -> str:
 def record(error: BaseException) -> dict:
     """What a rank tells about the exception that ended its fn; the launcher's own frame is left out."""
     tb = error.__traceback__.tb_next or error.__traceback__
-    try:
-        message = one_line(str(error))
-    except Exception:
-        message = "(its message could not be printed)"
+    message = message_of(error)
     frames = [Frame(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_tb(tb))]
     if len(message) > MESSAGE_LETTERS:  # Python's printer of them takes seconds for 20 MB
         lines = [*traceback.format_tb(tb), f"{type(error).__name__}: {message}"]
@@ -94,6 +91,14 @@ def record(error: BaseException) -> dict:
         lines = traceback.format_exception(type(error), error, tb)
     text = shortened("".join(lines), TRACEBACK_LETTERS, "\n")
     return {"type": type(error).__name__, "message": message, "frames": frames, "traceback": text}
+
+
+def message_of(error: BaseException) -> str:
+    """On one line, whatever it does when it is asked."""
+    try:
+        return one_line(str(error))
+    except Exception:
+        return "(its message could not be printed)"
 
 
 def one_line(text: str) -> str:
@@ -109,17 +114,13 @@ def shortened(text: str, letters: int, around: str = " ") -> str:
 
 
 def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> dict:
-    """The record of a rank that ended without a word; `code` as in subprocess: minus the signal, or the exit
-    status.
-    """
+    """The record of a rank that ended without a word; `code`: its exit status, or minus the signal."""
     frames = stack_frames(dump)
     at = f" at {place(frames, cells)}" if frames else ""
     if code >= 0:
         what = f"ended the process with status {code} (os._exit?) before fn returned; return from fn instead"
     elif -code == signal.SIGKILL:
-        what = (
-            "died of SIGKILL (kill -9, or the system ran out of memory: try fewer ranks or smaller tensors)"
-        )
+        what = "died of SIGKILL (kill -9, or the system ran out of memory: try fewer ranks, smaller tensors)"
     elif -code == signal.SIGABRT:
         what = f"aborted in native code (SIGABRT){at}; its last words are below"
     elif (named := signal_name(-code)) in CRASHES:
@@ -269,9 +270,7 @@ def say(text: str, ranks: list[int]) -> str:
 
 
 def smaller_side(stuck: dict[int, Stuck]) -> list[int]:
-    """Of ranks that wait in different groups, none of which has all its members, the few; [] if there is no
-    majority.
-    """
+    """Of ranks that wait in groups none of which has all its members, the few; [] without a majority."""
     sides: dict[tuple, list[int]] = {}
     for rank, where in stuck.items():
         if where.group:
@@ -299,6 +298,8 @@ def ranks_of(members: str) -> Collection[int]:
 def hang(timeout_s: float, stuck: dict[int, Stuck], dumps: dict[int, str], cells: dict) -> LaunchTimeout:
     """The report of a launch that ran out of time: those who are behind come first."""
     blamed = [rank for rank, where in stuck.items() if not where.waits and awaited(rank, stuck)]
+    if not any(where.waits for where in stuck.values()):  # nobody misses those that have returned
+        blamed = [rank for rank in blamed if stuck[rank] != RETURNED]
     for group in {where.group for where in stuck.values() if where.group} if not blamed else ():
         numbers = {rank: where.seq for rank, where in stuck.items() if where.group == group}
         if len(set(numbers.values())) > 1:

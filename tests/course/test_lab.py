@@ -2,6 +2,7 @@
 
 import copy
 import fcntl
+import http.client
 import json
 import os
 import re
@@ -10,9 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -312,13 +314,24 @@ def test_a_file_needs_its_chapter():
 # ---- JupyterLab ------------------------------------------------------------------------------------------
 
 
+def dial(server: str) -> socket.socket:
+    """The server listens at a file: a port that is free now may be another's when it starts."""
+    line = socket.socket(socket.AF_UNIX)
+    line.settimeout(60)
+    line.connect(server)
+    return line
+
+
 def ask(server: str, path: str, body: dict | None = None, method: str = "GET"):
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{server}/{path}", data, method=method)
-    request.add_header("Authorization", f"token {TOKEN}")
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    connection = http.client.HTTPConnection("localhost")
+    with closing(connection):
+        connection.sock = dial(server)
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"token {TOKEN}", "Content-Type": "application/json"}
+        connection.request(method, f"/{path}", data, headers)
+        reply = connection.getresponse()
         text = reply.read()
+    assert reply.status < 300, f"{method} {path}: {reply.status} {text[-500:]!r}"
     return json.loads(text) if text else None
 
 
@@ -326,27 +339,24 @@ def ask(server: str, path: str, body: dict | None = None, method: str = "GET"):
 def server(clone, tmp_path_factory):
     """A JupyterLab over the clone, with settings and files of its own; it and its kernels end with the test."""
     own = tmp_path_factory.mktemp("jupyter")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    where = tempfile.mkdtemp(prefix="lab-")  # the name of a socket has 100 letters at most
     names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
     environ = os.environ | {f"JUPYTER_{name}": str(own / name) for name in names} | {"HOME": str(own)}
-    flags = ["--no-browser", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
+    flags = ["--no-browser", f"--ServerApp.sock={where}/socket"]
     command = [*lab.command(clone, flags), f"--IdentityProvider.token={TOKEN}"]
-    url = f"http://127.0.0.1:{port}"
     with open(own / "log", "w") as log:
         running = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
     try:
         deadline = time.monotonic() + 90
         while True:
             try:
-                ask(url, "api/status")
+                ask(f"{where}/socket", "api/status")
                 break
             except OSError:
                 ended = running.poll() is not None or time.monotonic() > deadline
                 assert not ended, (own / "log").read_text()[-2000:]
                 time.sleep(0.1)
-        yield url
+        yield f"{where}/socket"
     finally:
         family = [*psutil.Process(running.pid).children(recursive=True)]
         running.send_signal(signal.SIGTERM)
@@ -357,6 +367,7 @@ def server(clone, tmp_path_factory):
             running.wait()
         for process in psutil.wait_procs(family, timeout=5)[1]:
             process.kill()
+        shutil.rmtree(where)
 
 
 def as_jupyterlab_saves(content: dict, spec: dict, language: dict) -> dict:
@@ -395,8 +406,8 @@ def language_of(server: str, kernel: str) -> dict:
         "version": "5.3",
     }
     message = {"header": header, "parent_header": {}, "metadata": {}, "content": {}, "channel": "shell"}
-    url = f"{server.replace('http', 'ws', 1)}/api/kernels/{kernel}/channels?token={TOKEN}"
-    line = websocket.create_connection(url, timeout=60)
+    url = f"ws://localhost/api/kernels/{kernel}/channels?token={TOKEN}"
+    line = websocket.create_connection(url, timeout=60, socket=dial(server))
     try:
         line.send(json.dumps(message))
         while True:

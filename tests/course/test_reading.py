@@ -24,8 +24,8 @@ NOT_ASKED = dict(zip(("00", "01", "02", "04", "07", "09"), (1, 1, 3, 2, 4, 2)))
 NOT_ASKED |= dict(zip(("13", "14", "16", "17", "18", "19"), (2, 3, 3, 7, 6, 4)))
 PER_UNIT = re.compile(
     r"\b(bytes?|bits?|numbers?|FLOPs?|messages?|tokens?|stages?|elements?|microbatch(?:es)?|[GMK]B)"
-    r" an? (parameter|rank|token|step|layer|element|number|value|microbatch|stage|expert|device|node|weight|row)\b"
-    r"(?! (?:sends|has|holds|may|keeps|receives|gets|needs|can|must|waits)\b)"
+    r" an? (parameter|rank|token|step|layer|element|number|value|microbatch|stage|expert|device|node|weight|row"
+    r"|update)\b(?! (?:sends|has|holds|may|keeps|receives|gets|needs|can|must|waits|below)\b)"
 )
 
 
@@ -195,8 +195,20 @@ def test_a_chapter_that_is_to_come_is_marked_as_planned():
 
 
 def test_units_are_per_something():
-    found = {name: PER_UNIT.search(text) for name, text in texts().items()}
+    """In prose, in messages, in code that is shown and in what it prints."""
+    found = {name: PER_UNIT.search(text.replace("\\n", "\n")) for name, text in texts().items()}
     assert not {name: where[0] for name, where in found.items() if where}
+    code = {(number, cell["id"]): cell for number in CHAPTERS for cell in cells(number, "code")}
+    seen = {place: cell["source"].replace("\\n", "\n") + printed(cell) for place, cell in code.items()}
+    found = {place: PER_UNIT.search(text) for place, text in seen.items()}
+    assert not {place: where[0] for place, where in found.items() if where}
+
+
+def test_units_without_per_are_told_from_sentences():
+    for text in ("4 bytes a rank: 9", "{k} microbatches an update for", "bits a number"):
+        assert PER_UNIT.search(text), text
+    for text in ("2 bits an update below 1/512 is lost", "of the bytes a rank sends", "4 bytes per rank"):
+        assert not PER_UNIT.search(text), text
 
 
 # Tasks ask for the idea: no solution stands in its chapter
