@@ -74,8 +74,10 @@ class Gloo(Backend):
         self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool
     ) -> tuple[Callable, Callable]:
         def drive() -> None:
-            unseen(move, ch, job)
-            call_log.finished(job.call)
+            try:
+                unseen(move, ch, job)
+            finally:  # a call that is refused, or whose peer is gone, is over as well
+                call_log.finished(job.call)
 
         if in_background:
             task = ch.lane(job.call).submit(drive)
@@ -84,39 +86,68 @@ class Gloo(Backend):
         return lambda: None, lambda: True
 
     def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
-        headers, works = unseen(self._post, ch, sends, receives)
+        arrivals, works = unseen(self._post, ch, sends, receives)
+        refusals: list[checked.CollectiveMismatch] = []
 
         def wait() -> None:
-            for call, header, arrival in headers:
-                arrival.wait()
-                checked.compare_message(call, header)
+            if refusals:  # waited for once more
+                raise refusals[0]
+            for (call, _, peer), header, announced, data in arrivals:
+                wait_all([announced])
+                try:
+                    if header is not None:
+                        checked.compare_message(call, header)
+                except checked.CollectiveMismatch as refusal:
+                    refusals.append(refusal)
+                    let_go(ch, call, header, peer)
+                    call_log.finished(call)
+                else:
+                    if not refusals:
+                        wait_all([data])
+            if refusals:
+                raise refusals[0]
             wait_all(works)
 
         return lambda: apart(wait)
 
     def _post(self, ch: Channel, sends: list, receives: list) -> tuple[list, list]:
-        """Returns (headers to compare when they arrive, works to wait for)."""
-        headers, works = [], []
-        for call, tensor, peer in receives:
+        """Returns (what will arrive: receive, header to compare, works of both; works of what is sent)."""
+        arrivals, works = [], []
+        for receive in receives:
+            call, tensor, peer = receive
             header_tag, tag = message_tags(call)
+            header, announced = None, None
             if checked.enabled:
                 header = torch.empty(checked.HEADER_BYTES, dtype=torch.uint8)
-                headers.append((call, header, ch.group.recv([header], peer, header_tag)))
-            works.append(post_receive(ch, tensor, peer, tag))
+                announced = ch.group.recv([header], peer, header_tag)
+            arrivals.append((receive, header, announced, post_receive(ch, tensor, peer, tag)))
         for call, tensor, peer in sends:
             header_tag, tag = message_tags(call)
             if checked.enabled:
                 works.append(post_send(ch, None, checked.message_header(call), peer, header_tag))
             works.append(post_send(ch, call, tensor, peer, tag))
-        return headers, works
+        return arrivals, works
+
+
+def let_go(ch: Channel, call: Call, header: torch.Tensor, peer: int) -> None:
+    """Take the message that was refused, and drop it: its sender would wait for a receiver until time is
+    up.
+    """
+    unwanted = checked.announced(header)
+    if unwanted is not None:
+        wait_all([post_receive(ch, unwanted, peer, message_tag(call) + checked.fingerprint(unwanted))])
 
 
 def message_tags(call: Call) -> tuple[int, int]:
     """Tags of a message's header and data. In checked mode dtype and shape are part of the second: see
     checked.py.
     """
-    tag = 2**30 + call.seq % 2**12 * 2**17
+    tag = message_tag(call)
     return tag + 2**16, tag + (checked.fingerprint(call) if checked.enabled else 0)
+
+
+def message_tag(call: Call) -> int:
+    return 2**30 + call.seq % 2**12 * 2**17
 
 
 def unseen(work: Callable, *args):

@@ -11,7 +11,8 @@ aborts the process when sizes differ. A header of 256 bytes says what is called,
                 sites may differ.
     all_to_all  With uneven sizes, what each rank sends must be what its receiver expects.
     message     The header travels ahead, and dtype and shape go into the tag of the data, so that a message
-                the receiver does not expect is never written into its tensor. Sites may differ.
+                the receiver does not expect is never written into its tensor, but dropped, and its sender
+                goes on. Sites may differ.
 
 A rank that calls something else is caught; a rank that calls nothing leaves the others waiting, and the
 launch reports the hang. Costs one more exchange of n-1 small messages per call; headers are not counted as
@@ -113,9 +114,18 @@ def message_header(call: Call) -> torch.Tensor:
     return pack(call_log.signature(call.shape, call.dtype), "", call.site)
 
 
-def fingerprint(call: Call) -> int:
+def fingerprint(sent: Call | torch.Tensor) -> int:
     """16 bits of what is sent."""
-    return zlib.crc32(call_log.signature(call.shape, call.dtype).encode()) & 0xFFFF
+    return zlib.crc32(call_log.signature(tuple(sent.shape), sent.dtype).encode()) & 0xFFFF
+
+
+def announced(header: torch.Tensor) -> torch.Tensor | None:
+    """Room for the message that a header speaks of; None if it has too many dimensions to be written out."""
+    name, _, shape = unpack(header)[0].partition("[")
+    if not shape.endswith("]"):
+        return None
+    sizes = [int(size) for size in shape[:-1].split(", ") if size]
+    return torch.empty(sizes, dtype=getattr(torch, name))
 
 
 def compare_message(call: Call, header: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ over shared GPUs.
 
 import math
 import random
+import threading
 
 import numpy
 import pytest
@@ -169,6 +170,49 @@ def other_dims():
             assert torch.equal(collectives.all_reduce(layout, group), total)
             assert torch.equal(collectives.broadcast(layout, 0, group), everyone[0])
             assert torch.equal(collectives.rotate(layout, group), everyone[rank - 1])
+
+
+def results():
+    """Of each operation: is the result new memory, contiguous and outside autograd?"""
+    group, x = dist.group.WORLD, torch.ones(4, 8).T.requires_grad_()
+    n, rank, found = group.size(), group.rank(), {}
+    calls = {
+        "all_reduce": lambda x, **how: collectives.all_reduce(x, group, **how),
+        "all_gather": lambda x, **how: collectives.all_gather(x, group, **how),
+        "reduce_scatter": lambda x, **how: collectives.reduce_scatter(x, group, 1, **how),
+        "all_to_all": lambda x, **how: collectives.all_to_all(x.detach(), group, 1, **how),
+        "broadcast": lambda x, **how: collectives.broadcast(x, 0, group, **how),
+        "exchange": lambda x, **how: collectives.exchange(x, (rank + 1) % n, (rank - 1) % n, group, **how),
+        "rotate": lambda x, **how: collectives.rotate(x, group, **how),
+    }
+    for op, call in calls.items():
+        for given in (x, x.contiguous()):
+            for y in (call(given), call(given, async_op=True).wait()):
+                apart = y.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+                found.setdefault(op, set()).add((apart, y.is_contiguous(), y.requires_grad))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_result_is_new_contiguous_and_outside_autograd(ranks):
+    for found in launch.run(results, ranks=ranks):
+        assert set(map(frozenset, found.values())) == {frozenset({(True, True, False)})}, found
+
+
+def workers():
+    """How many threads drive collectives, and how many more after each of these."""
+    group, found = dist.group.WORLD, []
+    for in_background in (False, True, True, True):
+        handle = collectives.all_reduce(torch.ones(2), group, async_op=in_background)
+        if in_background:
+            handle.wait()
+        names = [thread.name for thread in threading.enumerate()]
+        found.append(sum(name.startswith("collectives on") for name in names))
+    return found
+
+
+def test_a_lane_starts_with_its_first_asynchronous_collective():
+    assert launch.run(workers, ranks=2) == [[0, 1, 2, 2]] * 2
 
 
 def dtypes_and_sizes():

@@ -1,5 +1,6 @@
 """The record of calls: what it says, who can read it and when, and that a dry run writes the same one."""
 
+import gc
 import os
 import sys
 import types
@@ -296,3 +297,44 @@ def test_calls_in_the_background_share_their_scratch():
         )  # two lanes; the last call needs more than there is
     for sizes, alive in launch.run(in_flight, False, ranks=4):
         assert sizes == alive == [None] * 6  # a blocking call gives its own back at once
+
+
+def kept_by_handles():
+    """Per operation: what lives while a call is under way of what it was given and what it made (x, copies and
+    scratch), what of it lives on with a handle that has been waited for, whether that has the result, and
+    whether the result lives on without it."""
+    group, found = dist.group.WORLD, {}
+    to, source = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+    calls = {
+        "all_reduce": lambda x: collectives.all_reduce(x, group, async_op=True),
+        "all_gather": lambda x: collectives.all_gather(x, group, 1, async_op=True),
+        "reduce_scatter": lambda x: collectives.reduce_scatter(x, group, 1, async_op=True),
+        "all_to_all": lambda x: collectives.all_to_all(x, group, 1, async_op=True),
+        "rotate": lambda x: collectives.rotate(x, group, async_op=True),
+        "exchange": lambda x: collectives.exchange(x, to, source, group, async_op=True),
+    }
+    for op, call in calls.items():
+        refs = []
+        with collectives.observe(
+            lambda kind, what: refs.append(weakref.ref(what.untyped_storage())) if kind == "buffer" else None
+        ):
+            x = torch.ones(4, 4).T  # not contiguous: it is copied before it travels
+            refs.append(weakref.ref(x.untyped_storage()))
+            handle = call(x)
+            del x
+            under_way = sum(ref() is not None for ref in refs)
+            result = handle.wait()
+        same, left = handle.wait() is result, sum(ref() is not None for ref in refs)
+        last = weakref.ref(result)
+        del handle, result
+        found[op] = under_way > 0, left, same, last() is not None
+    return found
+
+
+def test_a_handle_that_was_waited_for_keeps_its_result_and_nothing_else():
+    def rank():
+        gc.disable()  # this process is the launch's own
+        return kept_by_handles()
+
+    for found in [*launch.run(rank, ranks=4), dryrun.run(kept_by_handles, rank=1, ranks=4)]:
+        assert set(found.values()) == {(True, 0, True, False)} and len(found) == 6, found
