@@ -3,7 +3,7 @@
     w_rank <- w_rank - lr · g_rank      k times;        w <- (1/n) · sum over ranks of w_rank
 
 With k = 1 and plain SGD this is data parallelism exactly. With k > 1 the ranks drift apart between means.
-Sends 2(n-1)/(n·k) of the parameters' bytes per step. Memory: one receive buffer for the largest parameter.
+Sends 2(n-1)/(n·k) of the parameters' bytes per step. Memory: the sum of one parameter and its receive buffer.
 Stich 2019, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767, section 2.
 """
 
@@ -31,5 +31,5 @@ class LocalUpdates:
         if self.steps % self.every:
             return False
         for param in self.params:
-            param.copy_(all_reduce(param, self.group) / self.group.size())
+            param.copy_(all_reduce(param, self.group).div_(self.group.size()))
         return True

@@ -67,6 +67,7 @@ class NegotiatedReducer:
             flat = flatten(param.grad for param in params)
             self._fused = params, flat, all_reduce(flat, self.group, out=flat, async_op=True)
             self.sequence += [self._index[param] for param in params]
+            del flat  # or it would live while the next one is made
 
     def _settle(self) -> None:
         """Wait for the buffer on its way and give its parts to the gradients."""

@@ -9,7 +9,7 @@ in mixed precision, and one unit whole, two with prefetch. What several units sh
 for each in forward and stays whole in backward until its last use. A unit must be called as a module.
 Sends 3 (n-1)/n of the parameters per step (two gathers, one reduce-scatter), with `reshard=False` 2 (n-1)/n:
 parameters stay whole from forward to backward. Recomputation gathers nothing more. Accumulation: as in
-zero2.py, and every microbatch gathers anew, unless `reshard=False`. In a pipeline units are gathered and
+zero2.py, and every microbatch gathers anew, with `reshard=False` once. In a pipeline units are gathered and
 freed in each action of their stage, whose gradients are scattered when its backward (or W) is done, or once
 for all microbatches (`stay`).
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3 and 7.2.2 (P_os+g+p); Zhao et al. 2023, PyTorch

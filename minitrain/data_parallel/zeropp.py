@@ -10,7 +10,7 @@ weights stay exact; the weights that compute are rounded to 8 bits each time the
 rank sends its slice in 8 bits across nodes, and what came, in full width, to its neighbours. That is the
 node's copy: 2/k bytes more per parameter on each rank in bf16, kept until the next forward.
 Wang et al. 2023, ZeRO++, arXiv:2306.10209, section 3. Differs: weights are quantised on the way between nodes
-only, where the paper quantises the whole gather; collectives run when they are called, without overlap.
+only, where the paper quantises the whole gather; what crosses nodes runs when it is called, without overlap.
 """
 
 from torch import Tensor, nn

@@ -57,7 +57,7 @@ def best_chunk(sizes: Sequence[int], most: int) -> int:
 
 
 def farthest(resident: Iterable[int], coming: Sequence[Collection[int]]) -> int:
-    """Of `resident` chunks one that is used again latest, or never, in the uses that are `coming`."""
+    """Of `resident` chunks the one used again latest, or never, in `coming`; of equal ones the first."""
 
     def distance(chunk: int) -> int:
         return next((step for step, use in enumerate(coming) if chunk in use), len(coming))

@@ -133,7 +133,7 @@ def check_policy(schedule: Schedule, policy: Policy) -> None:
     if k < 1 or m % k:
         refuse(f"{m} microbatches are not a multiple of the {k} of an update; use a multiple")
     if 1 < k < p:
-        refuse(f"{k} microbatches an update for {p} ranks; two versions of the weights need at least {p}")
+        refuse(f"{k} microbatches per update for {p} ranks; two versions of the weights need at least {p}")
     for entries in schedule.ranks:
         done = dict.fromkeys((action.stage for action in parts(entries)), 0)
         for action in parts(entries):

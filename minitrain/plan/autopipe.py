@@ -29,7 +29,9 @@ class AutoPipePlan(NamedTuple):
 
 
 def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int, m: int) -> AutoPipePlan:
-    """The cut of units into p stages that the search ends at, and its simulated 1F1B step."""
+    """The cut of units into p stages that the search ends at, and its simulated 1F1B step.
+
+    Of equal moves the first: over the front, over the back, and so again with a unit handed on."""
     check_costs("plan_autopipe", forward=forward, backward=backward)
     check_sizes("plan_autopipe", p=p, m=m)
     if len(forward) != len(backward):

@@ -55,8 +55,9 @@ def expected(profile: Profile, layer: int, behind: Sequence[Path], experts: int)
 def placed(loads: Sequence, ranks: int, slots: int) -> Holders:
     """Holders of each expert, at most `slots` experts a rank: of all numbers of replicas the best.
 
-    One more replica at a time goes to the expert whose replicas have the most rows, so that their numbers
-    follow popularity; each time the heaviest replicas are placed first, on the least loaded rank with room.
+    One more replica at a time goes to the expert whose replicas have the most rows, of equal ones the first,
+    so that their numbers follow popularity; each time the heaviest replicas are placed first, on the least
+    loaded rank with room.
     """
     experts = len(loads)
     if not 0 < experts <= ranks * slots:

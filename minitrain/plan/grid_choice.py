@@ -65,7 +65,7 @@ def _ranks_inside(ranks: int, size: int, stride: int, per_node: int) -> int:
 
 
 def table(layer: Layer, ranks: int, links: Links, weight_bytes=16, element_bytes=2) -> list[Row]:
-    """A row for every grid of so many ranks, the fastest first.
+    """A row for every grid of so many ranks, the fastest first, of equally fast ones the smallest.
 
     A weight has 16 bytes with its gradient and AdamW's state; an element kept, worked on or sent has
     `element_bytes`."""

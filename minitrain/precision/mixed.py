@@ -5,12 +5,13 @@
     keep_gradients    .grad in the policy's dtype: autograd adds a bfloat16 dW to a float32 .grad; buckets,
                       shards and messages follow, for they ask the parameter
     keep_states       master and moments in the policy's dtypes, where the optimizer was not told otherwise;
-                      where a policy rounds by chance or scales there is no master, even if it was told so
+                      where a policy rounds by chance or scales there is no master, even if it was told so,
+                      and where it scales the moments are the policy's
     round_by_place    what is rounded by chance, by the numbers of its place
     loss_scale        of gradients that need one
 
 Memory per parameter is the policy's `state_bytes`; sent per parameter: its gradient as wide as `gradients`.
-Raises ValueError for an optimizer that keeps states in another way than the policy says.
+Raises ValueError for an optimizer without a setting that the policy needs.
 """
 
 from collections.abc import Callable, Iterable, Mapping

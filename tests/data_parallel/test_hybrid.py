@@ -133,6 +133,30 @@ def test_a_dry_run_of_64_ranks_gives_the_formula_too():
         assert (sent["intra"], sent["inter"]) == (expected.intra_bytes, expected.inter_bytes)
 
 
+def test_a_step_brings_nobody_what_did_not_change():
+    """Frozen layers are gathered after a load, not after an update: (bytes of `step`, of `publish_all`)."""
+    M = 64 * 64 * 8
+
+    def rank(word):
+        mesh = Mesh(inter=2, intra=2)
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.float64) for _ in range(5)))
+        for layer in (model[0], model[2]):
+            layer.weight.requires_grad_(False)
+        make = lambda shards: torch.optim.SGD(shards, lr=0.1)  # noqa: E731
+        zero = Hybrid(model, mesh.group("intra"), mesh.group("inter"), make, word)
+        model(torch.ones(1, 64, dtype=torch.float64)).sum().backward()
+        zero.finish()
+        with Ledger() as update:
+            zero.step()
+        with Ledger() as all_of_it:
+            zero.publish_all()
+        return update.sent_bytes("all_gather"), all_of_it.sent_bytes("all_gather")
+
+    # N -> G: from a quarter to a half across nodes, from a half to all inside; N -> I, I -> G: one of the two.
+    for word, share in {"NNG": 3 / 4, "NII": 1 / 2, "IIG": 1 / 4, "GGG": 0}.items():
+        assert dryrun.run(rank, word, ranks=4) == (3 * M * share, 5 * M * share)
+
+
 def test_the_sharding_factor_trades_memory_for_bytes():
     """F = 1, 2, 4 on 4 ranks: parameter bytes are P/F exactly, bytes sent grow with F."""
 

@@ -1,5 +1,6 @@
 """FP8-LM: every sum in codes, to the bit; what travels, what is held; a factor that keeps sums in range."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from minitrain.precision.policies import POLICIES
 from minitrain.precision.rounding import round_to
 from minitrain.sharding import place
 from minitrain.strategy import Strategy
+from minitrain.torch_private import grad_hooks
 from minitrain.training.optim import AdamW
 from tests.parallel import check_refusals, small
 
@@ -240,6 +242,31 @@ def test_fp8_lm():
         assert kinds == [2 * numel, numel, 3 * numel + 2 * 4 * tensors]  # and 8 bytes among activations
         assert sent["all_to_all"] + sent["all_gather"] == found["bfloat16"][2]["all_reduce"] / 2 == numel
         assert sent["all_reduce"] == 8 * tensors
+
+
+def test_a_gradient_is_gone_when_its_codes_are_there_and_sums_start_behind_backward():
+    """The bfloat16 ones that are alive behind each hook: none."""
+
+    def rank():
+        run = start(Strategy(dp=2))
+        params, seen, gone = run.sync.trainable, {}, []
+        for param in params:
+            hooks = grad_hooks(param)  # before the reducer's, and behind it
+            param.register_post_accumulate_grad_hook(
+                lambda p: seen.update({p: (p.grad.dtype, weakref.ref(p.grad))})
+            )
+            hooks.update({key: hooks.pop(key) for key in list(hooks)[:-1]})
+            param.register_post_accumulate_grad_hook(lambda p: gone.append((p.grad, seen[p][1]())))
+        batch = batch_of(run, 0)
+        with Ledger() as ledger:
+            run.forward_backward(batch)
+            forward_and_backward = ledger.sent_bytes()
+            run.sync.finish()
+        dtypes = {dtype for dtype, _ in seen.values()}
+        return dtypes, len(gone) == len(params), set(gone), forward_and_backward, ledger.sent_bytes() > 0
+
+    for found in launch.run(rank, ranks=2):
+        assert found == ({torch.bfloat16}, True, {(None, None)}, 0, True)
 
 
 def test_dealt_out_whole_tensors_give_the_bits_of_replicas_in_less_memory():

@@ -2,7 +2,9 @@
 memory in a pipeline.
 """
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -239,6 +241,7 @@ def one_step(zero, microbatches, schedule, dp, watch=None, problem=DEEP):
         schedule=schedule,
         precision="float64",
         bucket_bytes=3000,
+        chunks=2 if schedule == "interleaved" else 1,
     )
     run = parallelize(problem.config, strategy, AdamW)
     if watch:
@@ -272,6 +275,46 @@ def test_what_zero_sends_in_a_pipeline(schedule):
                 lambda: one_step(zero, 3, schedule, 4, problem=SHALLOW)[1], rank=place, ranks=8
             )
             assert tuple(found.values()) == sends[zero](3)
+
+
+def told_and_sent(zero, microbatches, schedule):
+    """In order, what a pipeline tells, of which stage, and the stages of the buckets that are sent then; and
+    how many buckets a stage has."""
+    log, buckets = [], {}
+
+    def watch(sync):
+        number = {param: n for n, part in enumerate(sync.parts) for param in part}
+
+        def tell(what, told, params):
+            params = list(params)
+            log.append((what, number[params[0]], []))
+            told(params)
+
+        def send(sent, flat):
+            log[-1][2].extend({number[param] for param in flat.params})
+            sent(flat)
+
+        sync.arrived, sync.ready = partial(tell, "arrived", sync.arrived), partial(tell, "ready", sync.ready)
+        sync._send = partial(send, sync._send)
+        if zero == 1:
+            sync.in_order.start = sync._send
+        buckets.update(Counter(number[flat.params[0]] for flat in sync.flats))
+
+    one_step(zero, microbatches, schedule, 2, watch)
+    return log, buckets
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
+def test_when_a_pipeline_sends_gradients(schedule):
+    """ZeRO 1 when the last microbatch of a stage is done, 2 and 3 after each backward; a bucket is of one stage."""
+    m = 4
+    for zero in (1, 2, 3):
+        log, buckets = dryrun.run(told_and_sent, zero, m, schedule, ranks=4)
+        assert len(buckets) == (2 if schedule == "interleaved" else 1)
+        for stage, count in buckets.items():
+            told = [(what, sent) for what, about, sent in log if about == stage]
+            each, once = ([], [stage] * count) if zero == 1 else ([stage] * count, [])
+            assert told == [("arrived", each)] * m + [("ready", once)], zero
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])

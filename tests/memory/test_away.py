@@ -189,6 +189,23 @@ def test_views_of_one_block_travel_once_and_parameters_stay():
     assert torch.equal(x.grad, 2 * wanted)
 
 
+def test_what_was_opened_leaves_the_device_though_its_graph_stays():
+    """Each backward of a graph that is kept fetches from the host, and leaves nothing."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sigmoid()) for _ in range(3)))
+    AwayActivations(model.parameters).watch(model, model)
+    x, fetched = torch.randn(10, 4), []
+    with Ledger() as ledger:
+        loss = model(x).sum()
+        before = ledger.live_bytes
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+            model.zero_grad()
+            assert ledger.live_bytes == before
+            fetched.append(ledger.copied_bytes("to_device"))
+    assert fetched[0] == 640 == ledger.copied_bytes("to_host")  # x and what three layers gave, 160 bytes each
+    assert fetched[2] - fetched[1] == fetched[1] - fetched[0] >= 640
+
+
 def test_nothing_moves_without_gradients():
     def evaluate():
         run = parallelize(CONFIG, exact(offload="activations"), adamw, seed=3)

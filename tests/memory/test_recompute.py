@@ -1,15 +1,18 @@
 """Recomputation on one process: gradients bit by bit, bytes that are kept and FLOPs that are repeated, exactly."""
 
 import gc
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from minitrain.attention.dropout import Places, drop_by_place
@@ -364,6 +367,25 @@ def test_a_named_result_inside_another_and_one_that_reads_its_input_as_bits(keep
     plain = torch.autograd.grad(run(x), x)
     loss = recompute(run, x, results=results, keep=keep)
     assert torch.equal(torch.autograd.grad(loss, x)[0], plain[0])
+
+
+def test_what_the_second_pass_finds_has_no_graph():
+    """Of a saved tensor and of a view of a result: the second pass is over, and nothing of it is held."""
+    inputs = []
+
+    def run(x):
+        inputs.append(weakref.ref(x))
+        return x.exp().sin()
+
+    again = segment.Segment(run, [torch.randn(3, requires_grad=True)], (), False, Results())
+    numbers = count()
+    with saved_tensors_hooks(lambda x: again.slot(next(numbers), x), segment.open_slot):
+        made = run(*(given() for given in again.inputs))
+    slots = [again.slot(number, made) for number in range(2)] + [again.output_slot(0, made)]
+    again.again()
+    assert len(again.found) == len(slots) and torch.equal(again.found[-1], made.detach())
+    assert not any(x.requires_grad or x.grad_fn for x in again.found.values())
+    assert inputs[-1]() is None
 
 
 def test_saved_tensors_that_are_read_twice_are_refused():

@@ -517,6 +517,40 @@ def test_the_host_has_a_place_for_each_gradient_that_may_be_read(delayed, places
     assert again.settle() == delayed, "no second warm-up"
 
 
+def test_a_loaded_state_says_how_many_updates_were_begun():
+    """More or fewer than so far; none if it does not say. What was under way has ended before, and is forgotten."""
+    param = torch.nn.Parameter(torch.zeros(4))
+
+    def delays(state):
+        host = HostOptimizer(torch.optim.SGD([param], lr=1.0, momentum=0.5), delayed=True, warmup_steps=2)
+        for _ in range(3):
+            host.zero_grad()
+            host.take(param, torch.ones(4))
+            host.step()
+        assert host._pending, "the third update is under way"
+        host.load_state_dict(state)
+        assert not host.settle() and host.updates == state.get("updates", 0)
+        assert not any(host.inner.state.values()), "of the state that was loaded"
+        host.zero_grad()
+        host.take(param, torch.ones(4))
+        host.step()
+        return host.settle()
+
+    plain = torch.optim.SGD([param], lr=1.0, momentum=0.5).state_dict()
+    assert not delays(plain), "as after the plain optimizer: a first update, in time"
+    found = [delays(plain | {"updates": updates}) for updates in (0, 1, 2, 9)]
+    assert found == [False, False, True, True]
+
+
+def test_a_state_written_for_a_parameter_counts_its_updates():
+    """The most of all parameters: one of them may have had no gradient for a while."""
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    host = HostOptimizer(adamw(params))
+    for param, step, updates in ((params[0], 5, 5), (params[1], 3, 5), (params[1], 7, 7)):
+        host.state[param] = {"step": step}
+        assert host.updates == updates
+
+
 def test_a_delayed_update_reads_the_gradients_of_its_own_step():
     """Also if the next ones arrive before it begins."""
     param, gate = torch.nn.Parameter(torch.zeros(4)), threading.Event()

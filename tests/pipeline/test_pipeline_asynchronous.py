@@ -227,7 +227,7 @@ def test_refusals():
                 one_f_one_b(1, 3), double_buffered(2)
             ),
             "are not a multiple of the 0 of an update": lambda: runner(one_f_one_b(1, 3), double_buffered(0)),
-            "2 microbatches an update for 4 ranks; two versions of the weights need at least 4": lambda: (
+            "2 microbatches per update for 4 ranks; two versions of the weights need at least 4": lambda: (
                 runner(one_f_one_b(4, 8), double_buffered(2))
             ),
             "B0.1 comes before B0.0; updates need backwards in order": lambda: runner(

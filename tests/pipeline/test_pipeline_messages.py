@@ -11,7 +11,7 @@ from minitrain.pipeline.fits import check_fits
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, Schedule, check, in_flight, peak
 from minitrain.pipeline.schedules.greedy import greedy
-from minitrain.pipeline.schedules.one_direction import one_f_one_b
+from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 
 FIRST, LAST = one_f_one_b(2, 3).ranks
 WIDTH = 4
@@ -70,6 +70,21 @@ def said_by(call) -> str:
         return str(call())
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("given", [(), (0,), (1,), (3, 1), (0, 1, 3), (1, 2)])
+def test_all_stages_of_a_rank_are_compared_and_named(given):
+    """Rank 1 of two runs stages 1 and 3 of an interleaved schedule; those given are named, all and in order."""
+    schedule = interleaved(2, 4, 2)
+
+    def on_rank():
+        return said_by(lambda: check_fits(stages(*given), schedule, collectives.world()))
+
+    said = dryrun.run(on_rank, rank=1, ranks=2)
+    if sorted(given) == [1, 3]:
+        assert said == "None"
+    else:
+        assert f": rank 1 runs the stages [1, 3], but was given {sorted(given)}; build" in said
 
 
 @pytest.mark.parametrize("rank", [0, 1])

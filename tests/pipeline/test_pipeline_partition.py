@@ -133,6 +133,9 @@ def test_of_equally_fast_partitions_the_fewest_stages():
         assert len(pipedream(lists[0], 4, *lists[1:], 2).stages) == min(fewest)
         several += max(fewest) > min(fewest)
     assert several >= 3
+    # 3/2 is also (0), (1), (2) on 2, 1 and 2 workers, which the search meets first
+    plan = pipedream([2, 1, 3], 5, weights=[3, 2, 3], activations=[0, 0, 0], bandwidth=4)
+    assert plan == (Fraction(3, 2), ((range(2), 2), (range(2, 3), 3)))
 
 
 def all_reduced_bytes():
@@ -305,6 +308,20 @@ def test_of_equally_fast_plans_the_fewest_stages():
         assert (plan.time, len(plan.stages)) == (min(times.values()), min(fewest))
         several += max(fewest) > min(fewest)
     assert several >= 2
+    # 5 is also (0, 1), (2), (3) on one device each, which the search meets first
+    model = dapple.Model([1, 0, 1, 1], [1, 0, 0, 0], [0, 2, 2, 1], [0, 0, 0, 0])
+    plan = dapple.plan_dapple(model, dapple.Cluster((3,), 1, 1), 2)
+    assert plan == (5, ((range(1), (2,)), (range(1, 4), (1,))))
+
+
+def test_placements_that_the_paper_tries():
+    """Of each number of devices: from fresh machines first, from those in use first, or spread evenly."""
+    in_use = [{(0, 1), (1, 0)}, {(0, 2), (1, 1)}, {(1, 2)}]  # one of machine 0 is taken
+    fresh = [{(1, 0), (0, 1)}, {(2, 0), (1, 1)}, {(2, 1), (1, 2)}, {(2, 2)}, {(2, 3)}]
+    for free, machines, wanted in (((1, 2), (2, 2), in_use), ((2, 3), (2, 3), fresh)):
+        assert list(dapple.paper_placements(free, machines)) == [
+            one for some in wanted for one in sorted(some)
+        ]
 
 
 # ---- AutoPipe --------------------------------------------------------------------------------------------
@@ -370,6 +387,13 @@ def test_autopipe_takes_the_best_of_its_moves():
         moved += list(plan.cut) != balanced([f + b for f, b in zip(forward, backward)], p)
         handed_on += handed
     assert moved >= 5 and handed_on >= 1, (moved, handed_on)
+    # of two moves that end at 69 the first is taken; then the neighbour behind hands a unit on
+    forward, backward = [5, 2, 2, 2, 2, 2, 1, 2], [3, 1, 4, 4, 1, 1, 5, 2]
+    assert walked(forward, backward, 4, 4) == (69, (0, 2, 4, 6), 1)
+    assert autopipe.plan_autopipe(forward, backward, 4, 4) == (
+        69,
+        (range(2), range(2, 4), range(4, 6), range(6, 8)),
+    )
 
 
 def test_autopipe():

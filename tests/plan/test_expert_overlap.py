@@ -248,6 +248,19 @@ def test_the_choice_follows_the_machine():
     assert expert_overlap.mpipemoe_choice(Chunk(1, 10, 50, 10), 4) == ("send again", "offload")
 
 
+def test_of_equal_ways_the_first():
+    """Copies before repetition, of the rows before the middle: WAYS is in that order."""
+    order = ("offload", "offload"), ("offload", "compute again"), ("send again", "offload")
+    assert WAYS == (*order, ("send again", "compute again"))
+    ties = set()
+    for chunk in map(Chunk._make, product(range(4), repeat=4)):
+        seconds = [mpipemoe_s(way, chunk, 2) for way in order + WAYS[3:]]
+        equal = [way for way, time in zip(order + WAYS[3:], seconds) if time == min(seconds)]
+        assert expert_overlap.mpipemoe_choice(chunk, 2) == equal[0], chunk
+        ties.add(tuple(equal) if len(equal) > 1 else ())
+    assert len(ties) >= 6, ties
+
+
 def test_buffers_fall_from_r_chunks_to_two():
     assert [expert_overlap.mpipemoe_rows(48, n, reused=False) for n in (1, 2, 4, 8)] == [48] * 4
     assert [expert_overlap.mpipemoe_rows(48, n, reused=True) for n in (1, 2, 4, 8)] == [48, 48, 24, 12]

@@ -322,6 +322,34 @@ def test_smartmoe_switches_when_that_pays():
     assert largest(loads, taken[10_000], 4) == largest(loads, plan.greedy(loads, 4), 4)
 
 
+def test_of_equal_choices_the_first_wins():
+    """The present placement, fewer copies, lower numbers of experts and ranks: each rule where it alone decides."""
+    ones, free = [1] * 8, Costs(1.0, 0.0, 0.0)
+    assert plan.greedy(ones, 4) == plan.round_robin(8, 4), "experts and ranks in turn"
+    for current, *others in permutations([plan.owners(8, 4), plan.round_robin(8, 4)]):
+        assert plan.switched([*others, current], current, ones, free, 9) == current
+    # of experts 2 and 3, 4 rows each, the copy of 2 is tried alone: 6 rows here and 6 there
+    counts = [[0, 1, 2, 1], [1, 2, 2, 3]]
+    assert [holders for _, holders in plan.prophet(counts, free)] == [
+        plan.owners(4, 2),
+        plan.everywhere([2], 4, 2),
+    ]
+    # ranks 0 and 1 are the busiest: 0 is relieved, then 1
+    steps = plan.flexmoe([3, 3, 2], plan.owners(3, 3), 3, slots=2, threshold=1.0)
+    assert steps == [Expand(0, 2), Expand(2, 0)]
+    # a replica of expert 0 leaves 6 and 4 rows, and so does its move, which is one copy fewer
+    steps = plan.flexmoe([4, 4, 1, 1], plan.owners(4, 2), 2, slots=3, threshold=1.0)
+    assert steps == [Migrate(0, 0, 1), Migrate(2, 1, 0)]
+
+
+def test_prophet_goes_on_in_twos_where_one_step_is_as_good():
+    """38 is the best of all. With one copy more or less it gets there only by way of as many seconds."""
+    counts, costs = [[3, 3, 0], [0, 2, 3], [2, 0, 1]], Costs(2.0, 1.0, 1.0)
+    every = product(*([(own, *others) for others in subsets({0, 1, 2} - {own})] for own in range(3)))
+    assert min(plan.seconds(counts, holders, costs) for holders in every) == 38
+    assert [seconds for seconds, _ in plan.prophet(counts, costs)] == [42, 40, 38]
+
+
 def test_placements_follow_the_names_of_experts():
     """Distinct loads in another order: the same placement by another name, the same largest load."""
     loads = [50, 31, 20, 11, 7, 3]

@@ -189,6 +189,21 @@ def test_who_stays_pays_nothing():
     assert plan.chosen(grid, [owners(8, 4)], stranger, [1] * 8, LAYER, Costs(1.0, 0.0, 1.0), 9) == stranger
 
 
+def test_of_equal_plans_the_present_stays_and_of_equal_grids_the_first_is_taken():
+    """Even loads, and a way that costs nothing: all placements take the same time, and so do all grids."""
+    grid, loads, free = Grid(1, 4, 1), [1] * 8, Costs(1.0, 0.0, 0.0)
+    even = [owners(8, 4), round_robin(8, 4), greedy([8, 7, 6, 5, 4, 3, 2, 1], 4)]
+    assert len({plan.step_s(grid, holders, loads, LAYER, free) for holders in even}) == 1
+    crowded = ((0,),) * 4 + ((1,),) * 4
+    for current, *others in permutations(even):
+        assert plan.chosen(grid, others, current, loads, LAYER, free, 9) == current
+        assert plan.chosen(grid, [current, *others], crowded, loads, LAYER, free, 9) == current
+    for first, *others in permutations(Grid(8 // ep, ep, 1) for ep in (1, 2, 4)):
+        pools = plan.pools([first, *others], [loads])
+        assert len({plan.pool_s(one, pools[one], [loads], LAYER, free) for one in pools}) == 1
+        assert plan.best_grid(pools, [loads], LAYER, free) == first
+
+
 def test_too_little_memory_is_one_line():
     with pytest.raises(
         ValueError, match="no grid of 8 ranks fits into 10 bytes each; use more or larger ranks"

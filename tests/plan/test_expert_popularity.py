@@ -145,6 +145,14 @@ def test_a_placement_stays_while_the_popular_are_those_of_the_guess():
     assert plan.settled(placement, guess, loads, 1, ranks, slots) is placement, "one popular expert: the same"
 
 
+def test_of_equally_popular_experts_the_first():
+    """Expert 0 has a second replica, and 1 and 2 have as many rows: the next is for 1."""
+    assert plan.placed([3, 2, 2], 3, 2) == ((1, 2), (1, 2), (0,))
+    placement = plan.placed([2, 1, 0], 2, 2)
+    assert plan.settled(placement, [2, 1, 0], [1, 1, 0], 1, 2, 2) is placement, "0 is the popular one of both"
+    assert plan.settled(placement, [1, 2, 0], [1, 1, 0], 1, 2, 2) == plan.placed([1, 1, 0], 2, 2)
+
+
 def test_bad_input_is_one_line():
     for call, words in (
         (lambda: plan.placed([1, 1, 1], 2, 1), "3 experts on 2 ranks with 1 slots; each expert needs a slot"),

@@ -226,6 +226,12 @@ def test_the_axes_of_a_cube_take_turns():
     assert found.backward_sent.elements == (96, 64, 192)  # 1/8 · (512 + 256), 4 · 128, (512 + 1024)
 
 
+def test_of_equally_fast_grids_the_smallest():
+    rows = table(mlp(tokens=64, width=64, inner=64), 64, Links(8, math.inf, math.inf))
+    assert {row.seconds for row in rows} == {0} and len({row.memory_bytes for row in rows}) > 2
+    assert [row.memory_bytes for row in rows] == sorted(row.memory_bytes for row in rows)
+
+
 def test_the_choice():
     layer = mlp(tokens=4096, width=1024, inner=4096)
     rows = table(layer, 64, SLOW)

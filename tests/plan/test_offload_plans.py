@@ -2,6 +2,7 @@
 
 import random
 from fractions import Fraction
+from math import ceil, inf
 
 import pytest
 
@@ -108,9 +109,9 @@ def random_case(draw):
 
 
 def test_fuyou():
-    """The chosen share is at least as good as all of a grid, and iteration = max(GPU, PCIe, SSD, CPU) in each of
-    forward and backward."""
-    draw, inside = random.Random(0), 0
+    """The chosen share is at least as good as all of a grid, and better than all smaller; iteration = max(GPU, PCIe, SSD,
+    CPU) in each of forward and backward."""
+    draw, inside, level = random.Random(0), 0, 0
     for _ in range(100):
         work, server = random_case(draw)
         share = fuyou_share(work, server)
@@ -119,9 +120,11 @@ def test_fuyou():
         slope = max(abs(a - b) for a, b in zip(grid, grid[1:]))
         assert fuyou_s(work, server, share) >= min(grid) - slope, "no better than the line between two points"
         inside += 0 < share < 1
+        assert min(grid[: ceil(120 * share)], default=inf) > fuyou_s(work, server, share), "no smaller share"
+        level += grid.count(fuyou_s(work, server, share)) > 1
         phases = fuyou_phases(work, server, share)
         assert fuyou_s(work, server, share) == sum(max(phase.values()) for phase in phases.values())
-    assert 20 < inside < 80
+    assert 20 < inside < 80 and level > 20
     share = fuyou_share(WORK, SERVER)
     assert share not in (0, 1) and fuyou_s(WORK, SERVER, share) < min(
         fuyou_s(WORK, SERVER, s) for s in (0, 1)

@@ -81,7 +81,8 @@ def test_bytes_per_parameter_are_those_of_the_tensors_that_a_step_leaves():
 
 
 def test_the_policy_speaks_where_the_optimizer_was_not_told_otherwise():
-    """But there is no master beside scaled codes; groups that are added later are kept alike."""
+    """But there is no master beside scaled codes, whose moments are the policy's; groups that are added later are
+    kept alike."""
     bfloat16, float32 = torch.bfloat16, torch.float32
 
     def kept(policy, **told):
@@ -95,7 +96,10 @@ def test_the_policy_speaks_where_the_optimizer_was_not_told_otherwise():
     assert kept("bfloat16_short_moments") == (float32, (bfloat16, bfloat16))
     told = dict(master_dtype=torch.float64, moment_dtypes=(float32, float32))
     assert kept("bfloat16_short_moments", **told) == (torch.float64, (float32, float32))
-    assert kept("fp8_lm", master_dtype=float32) == (None, (torch.float8_e4m3fn, torch.float16))
+    scaled = None, (torch.float8_e4m3fn, torch.float16)
+    assert kept("fp8_lm", master_dtype=float32) == kept("fp8_lm", moment_dtypes=(float32, float32)) == scaled
+    by_chance = kept("bfloat16_stochastic_short", master_dtype=float32, moment_dtypes=(float32, bfloat16))
+    assert by_chance == (None, (float32, bfloat16)), "moments are as they were told, but there is no master"
 
 
 def test_what_travels_has_the_bits_of_the_policy():

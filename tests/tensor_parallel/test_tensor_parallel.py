@@ -26,6 +26,7 @@ from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
 from minitrain.strategy import Strategy
 from minitrain.tensor_parallel import linear, sequence, vocabulary
+from minitrain.tensor_parallel import random as tensor_random
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 from minitrain.tensor_parallel.model import cut_layers
@@ -330,6 +331,24 @@ def test_vocab_parallel(words):
             assert dtype == torch.float32 and low < 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_loss_keeps_a_part_of_the_softmax(dtype):
+    """[B, T, V/t] in float32 or more, and of each token where its target is (1 + 8 bytes), if it counts (1)."""
+
+    def rank():
+        logits, targets = torch.zeros(B, T, 1024, dtype=dtype).requires_grad_(), torch.zeros(B, T).long()
+        with Ledger() as ledger:
+            logits.sum(), targets.sum()
+            before = ledger.live_bytes
+            loss = vocabulary.cross_entropy_sum(logits, targets, world(), 4096)
+            kept, peak = ledger.live_bytes - before, ledger.peak_bytes - before
+        return loss.nbytes, kept, peak
+
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    loss, kept, peak = dryrun.run(rank, ranks=4)
+    assert kept == B * T * (1024 * wide + 1 + 8 + 1) + loss and peak < 2.1 * B * T * 1024 * wide
+
+
 def test_the_table_finds_its_rows():
     """Of a vocabulary that divides, of one with padding, and of one that leaves the last rank without a
     word.
@@ -473,6 +492,20 @@ def test_streams_go_on_and_take_one_number_a_call_from_torchs():
         assert runs[0][place] == runs[1][place] != runs[2][place] == runs[3][place]
     assert runs[0][0] != runs[0][2]
     assert len({tuple(draw) for drawn in runs for draw in (drawn[1], drawn[3])}) == 8
+
+
+def test_a_call_is_known_again_until_enough_others_came():
+    """What torch's generator gave is forgotten in the order in which it came."""
+
+    def rank():
+        tensor_random.REMEMBERED = 3  # this process is the launch's own
+        states = RandomStates(7, world())
+        draw = states.same(torch.rand)
+        first = [(torch.manual_seed(seed), draw(2))[1].tolist() for seed in range(4)]
+        again = [(torch.manual_seed(seed), draw(2))[1].tolist() for seed in (3, 2, 1, 0)]
+        return len(states.numbers), [a == b for a, b in zip(first[::-1], again)]
+
+    assert launch.run(rank, ranks=1) == [(3, [True, True, True, False])]
 
 
 def test_recomputation_draws_the_same_masks():

@@ -3,6 +3,7 @@ clear refusals.
 """
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -197,6 +198,33 @@ def test_memory_is_the_formula():
     for (forward, backward), (forward_in_place, backward_in_place) in launch.run(memory, ranks=4):
         assert 3 <= forward < 4 and 1 <= forward_in_place < 2  # own, in use, arriving; own
         assert 6 <= backward < 7 and 2 <= backward_in_place < 3  # and as many gradients
+
+
+def shards_held_back():
+    """Of each shard that forward and backward were lent but the last, whether it is still held when the next
+    one is there, so that the next but one may set out; and how many were lent."""
+    held, lent, passing = [], 0, rotated.passing
+
+    def watched(*args):
+        nonlocal lent
+        before = None
+        for owner, shard in passing(*args):
+            held.extend([] if before is None else [before() is not None])
+            before, lent = weakref.ref(shard), lent + 1
+            yield owner, shard
+
+    rotated.passing = watched
+    try:
+        layer = RotatedLinear(whole_linear(), collectives.world())
+        layer(random(2, K, seed=1).requires_grad_()).sum().backward()
+    finally:
+        rotated.passing = passing
+    return held, lent
+
+
+def test_a_shard_is_dropped_before_the_next_but_one_sets_out():
+    held, lent = dryrun.run(shards_held_back, rank=1, ranks=4)
+    assert lent == 8 and held == [False] * 6
 
 
 def refusals():
