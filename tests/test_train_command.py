@@ -313,7 +313,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--checkpoint text.txt", "text.txt"),
         ("--checkpoint saved", "saved has checkpoints up to step 7: add --resume to go on, or use another"),
         ("--checkpoint saved --every 0", "every=0: use at least 1 step"),
-        ("--checkpoint saved --keep 0", "keep=0: at least 1 checkpoint is kept"),
+        ("--checkpoint saved --keep 0", "keep=0: use at least 1"),
         ("--resume", "--resume without a folder: add --checkpoint FOLDER"),
     ],
 )

@@ -129,6 +129,7 @@ def _transfer(
 
     def finish():
         ch.unwaited.discard(handle)
+        outgoing.clear()
         for call in calls:
             call_log.waited(call)
         return pack([x.to(first.device) for _, x, _ in incoming])

@@ -105,9 +105,13 @@ class RankGroup:
         if not order:
             return self.end(alone=len(launches) == 1)
         for launch in launches:
-            if launch is not self:
-                not_for_ranks += [launch.lifeline.fileno(), launch.gone, launch.gone_writer]
+            not_for_ranks += launch.files() if launch is not self else []
         self.start(json.loads(order), [*not_for_ranks, self.gone_writer])
+
+    def files(self) -> list[int]:
+        """Those that are open: a rank of it, or all, may have ended in this round."""
+        files = [] if self.ended else [self.lifeline.fileno(), self.gone, self.gone_writer]
+        return [file for file in files if file is not None]
 
     def start(self, order: dict, not_for_ranks: list[int]) -> None:
         if missing := [name for name in order["modules"] if name not in sys.modules]:

@@ -110,6 +110,7 @@ def arrivals(matrices: list[Tensor], sizes: list[int], way: Way) -> Iterator[tup
         entering = shared = None
         for q in range(way.g):
             present = entered if q == 0 else [handle.wait() for handle in shared]
+            shared = None
             if q + 1 < way.g:
                 hop = way.in_the_node(s, q + 1, j, sizes[way.expert(s, q + 1, j)] > 0)
                 shared = start(entered, own, way.inside, *hop)
@@ -119,6 +120,7 @@ def arrivals(matrices: list[Tensor], sizes: list[int], way: Way) -> Iterator[tup
                     t, i = rounds[number + 1]
                     entering = start(of(i, matrices), own, way.across, *way.between_nodes(t, i))
             yield (s, q, j), way.expert(s, q, j), present
+            present = None
 
 
 class Homeward:

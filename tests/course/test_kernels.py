@@ -91,4 +91,4 @@ def test_an_interrupt_of_minitrain_run_is_one_line_at_most_and_ends_the_kernel(t
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and out == "" and len(err.strip().splitlines()) <= 1, out + err
     assert not psutil.pid_exists(int((tmp_path / "running").read_text()))
-    assert not list((tmp_path / "temporary").iterdir()) and not (tmp_path / "out").exists()
+    assert not list((tmp_path / "temporary").iterdir()) and not list((tmp_path / "out").iterdir())

@@ -4,6 +4,7 @@ import glob
 import importlib
 import os
 import random
+import socket
 import stat
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from torch.optim import SGD
 
 from minitrain import collectives, launch, strategy
 from minitrain.course import kernels
-from minitrain.launch import local, start
+from minitrain.launch import forks, local, start
 from minitrain.launch.helper import Helper
 from minitrain.plot import style  # noqa: F401
 from minitrain.training.optim import AdamW
@@ -289,6 +290,26 @@ def test_from_threads_at_the_same_time():
         thread.join()
     assert answers == {number: [(number, 0), (number, 1)] for number in range(3)}
     assert launch.run(dist.get_rank) == [0, 1], "the helper outlives the thread that started it"
+
+
+@pytest.mark.parametrize("what", ["end", "tell_the_others"])
+def test_a_launch_that_starts_while_another_ends_closes_no_file_twice(what, monkeypatch, tmp_path):
+    """The helper hears of both in one round; a rank closes the files of other launches that are still open."""
+
+    def group(order):
+        there, here = socket.socketpair()
+        there.sendall(f"{tmp_path / 'of a launch'}\n{order}\n".encode())
+        return there, forks.RankGroup(os.open(os.devnull, os.O_WRONLY), here.detach())
+
+    (a, ending), (b, beginning) = group(""), group("{}")
+    getattr(ending, what)(*[False] * (what == "end"))
+    seen = []
+    monkeypatch.setattr(forks.RankGroup, "start", lambda self, order, closed: seen.extend(closed))
+    beginning.listen([], [ending, beginning])
+    assert len(seen) == (1 if what == "end" else 3) and all(os.fstat(file) for file in seen)
+    for one in {beginning, ending} - {one for one in (ending,) if what == "end"}:
+        one.end(alone=False)
+    a.close(), b.close()
 
 
 # ---- prints ----------------------------------------------------------------------------------------------
