@@ -87,7 +87,8 @@ class Helper:
         """
         if self.owner != os.getpid() or self.process.poll() is not None:
             return False
-        return all(changed_at(file) == time for file, time in self.files.items())
+        # a copy: another thread that launches may add files meanwhile
+        return all(changed_at(file) == time for file, time in self.files.copy().items())
 
     def modules(self, call: bytes) -> list[str]:
         """What it should have imported before it forks ranks for `call`: heavy ones, which the caller has or
