@@ -9,6 +9,7 @@ then   backends            what moves the data: gloo, NCCL, or nothing in a dry 
        arguments           what every call checks before any rank waits
 beside call_log            every call: who, what, how many bytes, from which line
        checked             members of a group compare what they are about to call
+       board               how they tell each other, on one machine
 
 This folder is one module to its users: `from minitrain import collectives`, `from minitrain.collectives
 import all_reduce`.
@@ -28,7 +29,7 @@ from minitrain.collectives.call_log import (
     read_log,
 )
 from minitrain.collectives.channel import Handle, another_rank_is_gone, wait_at_most
-from minitrain.collectives.checked import CollectiveMismatch, set_checked
+from minitrain.collectives.checked import CollectiveMismatch, meet_in, set_checked
 from minitrain.collectives.functions import (
     all_gather,
     all_reduce,
@@ -71,6 +72,7 @@ __all__ = [
     "gather_to",
     "last_calls",
     "log_to",
+    "meet_in",
     "name_file",
     "observe",
     "read_log",

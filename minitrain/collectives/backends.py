@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.collectives import call_log, checked
+from minitrain.collectives.board import MESSAGE
 from minitrain.collectives.call_log import Call
 from minitrain.collectives.channel import Channel, apart
 from minitrain.collectives.transport import Job, move, post_receive, post_send, wait_all
@@ -92,8 +93,8 @@ class Gloo(Backend):
         def wait() -> None:
             if refusals:  # waited for once more
                 raise refusals[0]
-            for (call, _, peer), header, announced, data in arrivals:
-                wait_all([announced])
+            for (call, _, peer), hear, data in arrivals:
+                header = hear()
                 try:
                     if header is not None:
                         checked.compare_message(call, header)
@@ -111,25 +112,43 @@ class Gloo(Backend):
         return lambda: apart(wait)
 
     def _post(self, ch: Channel, sends: list, receives: list) -> tuple[list, list]:
-        """Returns (what will arrive: receive, header to compare, works of both; works of what is sent)."""
+        """Returns (what will arrive: receive, what waits for its header, work; works of what is sent)."""
         arrivals, works = [], []
         for receive in receives:
             call, tensor, peer = receive
-            header_tag, tag = message_tags(call)
-            header, announced = None, None
-            if checked.enabled:
-                header = torch.empty(checked.HEADER_BYTES, dtype=torch.uint8)
-                announced = ch.group.recv([header], peer, header_tag)
-            arrivals.append((receive, header, announced, post_receive(ch, tensor, peer, tag)))
+            hear = hear_of(ch, call, peer) if checked.enabled else lambda: None
+            arrivals.append((receive, hear, post_receive(ch, tensor, peer, message_tags(call)[1])))
         for call, tensor, peer in sends:
-            header_tag, tag = message_tags(call)
             if checked.enabled:
-                works.append(post_send(ch, None, checked.message_header(call), peer, header_tag))
-            works.append(post_send(ch, call, tensor, peer, tag))
+                works.append(announce(ch, call, peer))
+            works.append(post_send(ch, call, tensor, peer, message_tags(call)[1]))
         return arrivals, works
 
 
-def let_go(ch: Channel, call: Call, header: torch.Tensor, peer: int) -> None:
+def announce(ch: Channel, call: Call, peer: int):
+    """Let the receiver know what comes, before it comes; returns the work of a header that travels."""
+    board, header = checked.board_of(ch), checked.message_header(call)
+    if board is None:
+        return post_send(ch, None, checked.as_tensor(header), peer, message_tags(call)[0])
+    board.put(MESSAGE, peer, call.seq, header)
+
+
+def hear_of(ch: Channel, call: Call, peer: int) -> Callable[[], bytes | None]:
+    """What waits for the header of the message that `call` receives; None if it got lost."""
+    board = checked.board_of(ch)
+    if board is not None:
+        return lambda: board.take(MESSAGE, peer, call.seq)
+    header = torch.empty(checked.HEADER_BYTES, dtype=torch.uint8)
+    work = post_receive(ch, header, peer, message_tags(call)[0])
+
+    def hear() -> bytes:
+        wait_all([work])
+        return bytes(header.tolist())
+
+    return hear
+
+
+def let_go(ch: Channel, call: Call, header: bytes, peer: int) -> None:
     """Take the message that was refused, and drop it: its sender would wait for a receiver until time is
     up.
     """

@@ -42,6 +42,7 @@ class Channel:
         self.unwaited: set[Handle] = set()  # messages nobody has waited for: their buffers must stay alive
         self._next: dict[object, int] = {}
         self.lanes = (Lane(self.axis), Lane(self.axis))
+        self.board = None  # where the members leave notes for each other, opened in checked mode
         backend.open()
 
     def number(self, sequence: object) -> int:

@@ -15,21 +15,27 @@ aborts the process when sizes differ. A header of 256 bytes says what is called,
                 goes on. Sites may differ.
 
 A rank that calls something else is caught; a rank that calls nothing leaves the others waiting, and the
-launch reports the hang. Costs one more exchange of n-1 small messages per call; headers are not counted as
-sent bytes. On NCCL and in a dry run nothing is compared.
+launch reports the hang. Headers are not counted as sent bytes. Between ranks of one launch they pass
+through memory (board.py); in a job each is a small message, n-1 per call. On NCCL and in a dry run nothing
+is compared.
 """
 
+import hashlib
+import os
 import zlib
+from functools import lru_cache
 
 import torch
 
 from minitrain.collectives import call_log
+from minitrain.collectives.board import FUTEX, MOST_MEMBERS, Board
 from minitrain.collectives.call_log import Call
 
 HEADER_BYTES = 256
 ROOM = (112, 48, 72, 20)  # bytes for what, name, site and count, which with three separators fit a header
 SEPARATOR = b"\x1f"
 enabled = False
+_folder: str | None = None  # where the boards of this launch are
 
 
 def set_checked(on: bool) -> None:
@@ -40,11 +46,31 @@ def set_checked(on: bool) -> None:
     enabled = bool(on)
 
 
+def meet_in(folder: str | None) -> None:
+    """From now on all ranks of this process's groups are on this machine and share `folder` (None: they send
+    headers, as those of several nodes).
+    """
+    global _folder
+    _folder = folder if FUTEX is not None else None
+
+
+def board_of(ch) -> Board | None:
+    """Where the members of this channel's group leave headers; None if they send them."""
+    if _folder is None or ch.size > MOST_MEMBERS:
+        return None
+    if ch.board is None:
+        key = f"{ch.group.group_name} {ch.members}"  # torch's name of the group is the same on all members
+        path = os.path.join(_folder, f"board.{hashlib.sha256(key.encode()).hexdigest()}")
+        ch.board = Board(path, ch.rank, ch.size, HEADER_BYTES)
+    return ch.board
+
+
 class CollectiveMismatch(RuntimeError):
     """The ranks of a group do not call the same collective."""
 
 
-def pack(*fields: str) -> torch.Tensor:
+@lru_cache(maxsize=256)
+def pack(*fields: str) -> bytes:
     """Text fields as a header; of a field that is too long the tail becomes a checksum, so that it still
     differs.
     """
@@ -53,14 +79,19 @@ def pack(*fields: str) -> torch.Tensor:
         text if len(text) <= room else text[: room - 8] + f"{zlib.crc32(text):08x}".encode()
         for text, room in zip(data, ROOM)
     ]
-    return torch.frombuffer(bytearray(SEPARATOR.join(data).ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+    return SEPARATOR.join(data).ljust(HEADER_BYTES, b"\0")
 
 
-def unpack(header: torch.Tensor) -> list[str]:
-    return [text.decode(errors="replace") for text in bytes(header.tolist()).rstrip(b"\0").split(SEPARATOR)]
+def unpack(header: bytes) -> list[str]:
+    return [text.decode(errors="replace") for text in header.rstrip(b"\0").split(SEPARATOR)]
 
 
-def headers_of(call: Call, sends: list[int] | None) -> list[torch.Tensor]:
+def as_tensor(header: bytes) -> torch.Tensor:
+    """A header as a message."""
+    return torch.frombuffer(bytearray(header), dtype=torch.uint8)
+
+
+def headers_of(call: Call, sends: list[int] | None) -> list[bytes]:
     """The header for each member; it also says how many elements go to that member, where sizes may
     differ.
     """
@@ -70,15 +101,15 @@ def headers_of(call: Call, sends: list[int] | None) -> list[torch.Tensor]:
     return [pack(*identity, str(count)) for count in sends]
 
 
-def compare(call: Call, headers: torch.Tensor, expects: list[int] | None) -> None:
-    """Raise CollectiveMismatch if the members' headers ([n, 256], in rank order) do not belong together."""
-    text = headers.numpy().tobytes()
-    if expects is None and text == text[:HEADER_BYTES] * len(headers):
+def compare(call: Call, headers: list[bytes | None], expects: list[int] | None) -> None:
+    """Raise CollectiveMismatch if the members' headers (in rank order, None: lost) do not belong together."""
+    if expects is None and headers.count(headers[0]) == len(headers):
         return
-    calls = [unpack(header) for header in headers]
-    if len({(what, name, "" if name else site) for what, name, site, _ in calls}) > 1:
+    calls = {member: unpack(header) for member, header in zip(call.members, headers) if header is not None}
+    if len({(what, name, "" if name else site) for what, name, site, _ in calls.values()}) > 1:
         raise CollectiveMismatch(disagreement(call, calls))
-    for member, (*_, sent), expected in zip(call.members, calls, expects or ()):
+    for member, expected in zip(call.members, expects or ()):
+        sent = calls[member][-1] if member in calls else expected
         if int(sent) != expected:
             raise CollectiveMismatch(
                 f"{place(call)}: rank {member} sends {sent} elements at {call.site}, "
@@ -86,10 +117,10 @@ def compare(call: Call, headers: torch.Tensor, expects: list[int] | None) -> Non
             )
 
 
-def disagreement(call: Call, calls: list[list[str]]) -> str:
+def disagreement(call: Call, calls: dict[int, list[str]]) -> str:
     """Who calls what, the fewest first: "rank 2 calls all_reduce(..) at .., others all_reduce(..) at .."."""
     ranks: dict[str, list[int]] = {}
-    for member, (what, name, site, _) in zip(call.members, calls):
+    for member, (what, name, site, _) in calls.items():
         ranks.setdefault(f"{what}{f' named {name!r}' if name else ''} at {site}", []).append(member)
     sides = sorted(ranks.items(), key=lambda side: len(side[1]))
     texts = [
@@ -98,7 +129,7 @@ def disagreement(call: Call, calls: list[list[str]]) -> str:
     ]
     if len(sides) == 2 and len(sides[0][1]) < len(sides[1][1]):
         texts[1] = f"others {sides[1][0]}"
-    only_sites_differ = len({(what, name) for what, name, *_ in calls}) == 1
+    only_sites_differ = len({(what, name) for what, name, *_ in calls.values()}) == 1
     hint = "; if these belong together, give both the same name=" if only_sites_differ else ""
     return f"{place(call)}: {', '.join(texts)}{hint}"
 
@@ -110,7 +141,7 @@ def place(call: Call) -> str:
 # ---- messages --------------------------------------------------------------------------------------------
 
 
-def message_header(call: Call) -> torch.Tensor:
+def message_header(call: Call) -> bytes:
     return pack(call_log.signature(call.shape, call.dtype), "", call.site)
 
 
@@ -119,7 +150,7 @@ def fingerprint(sent: Call | torch.Tensor) -> int:
     return zlib.crc32(call_log.signature(tuple(sent.shape), sent.dtype).encode()) & 0xFFFF
 
 
-def announced(header: torch.Tensor) -> torch.Tensor | None:
+def announced(header: bytes) -> torch.Tensor | None:
     """Room for the message that a header speaks of; None if it has too many dimensions to be written out."""
     name, _, shape = unpack(header)[0].partition("[")
     if not shape.endswith("]"):
@@ -128,7 +159,7 @@ def announced(header: torch.Tensor) -> torch.Tensor | None:
     return torch.empty(sizes, dtype=getattr(torch, name))
 
 
-def compare_message(call: Call, header: torch.Tensor) -> None:
+def compare_message(call: Call, header: bytes) -> None:
     """Raise CollectiveMismatch if the message announced by `header` is not what `call` expects."""
     what, _, site = unpack(header)
     expected = call_log.signature(call.shape, call.dtype)

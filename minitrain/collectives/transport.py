@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from minitrain.collectives import checked
+from minitrain.collectives.board import COLLECTIVE
 from minitrain.collectives.call_log import Call
 from minitrain.collectives.channel import Channel
 
@@ -207,14 +208,24 @@ def barrier(ch: Channel, job: Job, tag: int) -> None:
 ALGORITHMS = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier)}
 
 
+def swap_headers(ch: Channel, call: Call, ours: list[bytes], tag: int) -> list[bytes | None]:
+    """Give ours[p] to each member p, and return what they say, in rank order; None for what got lost."""
+    board = checked.board_of(ch)
+    if board is None:
+        theirs = torch.stack(list(map(checked.as_tensor, ours)))
+        in_rounds(ch, None, list(map(checked.as_tensor, ours)), list(theirs), tag)
+        return [bytes(header.tolist()) for header in theirs]
+    for to in ch.after:
+        board.put(COLLECTIVE, to, call.seq, ours[to])
+    return [ours[p] if p == ch.rank else board.take(COLLECTIVE, p, call.seq) for p in range(ch.size)]
+
+
 def move(ch: Channel, job: Job) -> None:
     """One collective to its end; in checked mode the members first compare what they call."""
     # This tag is for headers; the next two are for the data of the first and the second half of
     # an all-reduce.
     tag = job.call.seq % 2**27 * 4
     if checked.enabled and ch.size > 1:
-        ours = checked.headers_of(job.call, job.send_sizes)
-        theirs = torch.stack(ours)
-        in_rounds(ch, None, ours, list(theirs), tag)
-        checked.compare(job.call, theirs, job.receive_sizes)
+        headers = swap_headers(ch, job.call, checked.headers_of(job.call, job.send_sizes), tag)
+        checked.compare(job.call, headers, job.receive_sizes)
     ALGORITHMS[job.call.op](ch, job, tag + 1)

@@ -159,6 +159,7 @@ class Rank:
         store = dist.FileStore(path, self.ranks)
         init_group(store, self.rank, self.ranks, datetime.timedelta(seconds=request["patience_s"]))
         collectives.set_checked(request["checked"])
+        collectives.meet_in(self.directory)
         if request["grace_s"] is not None:
             collectives.wait_at_most(request["grace_s"] / 3)
             threading.Thread(target=self.watch_others, daemon=True).start()
