@@ -1,10 +1,11 @@
 """What numbers may be, said in one line: checks at the top of public functions.
 
     counts(ranks=ranks, layers=layers)      whole, 1 or more; few enough to go through one by one
-    whole(0, root=root, sizes=sizes)        whole, 0 or more; of a sequence each entry
+    whole(0, root=root, sizes=sizes)        whole, 0 or more; of a sequence each entry, one at least
     amounts(seconds=seconds)                finite, 0 or more
     positive(bytes_per_s=rate)              finite, more than 0
     shares(dropout=p)                       from 0 to 1
+    texts(layout=layout), filled(sizes=sizes), one_of(ways, way=way)
 
 Each raises ValueError with the name, what was given and what is allowed.
 """
@@ -50,6 +51,12 @@ def filled(**values) -> None:
             raise ValueError(f"{name}={_short(value)}: give a sequence with at least one entry")
 
 
+def texts(**values) -> None:
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{name}={_short(value)}: give a text")
+
+
 def one_of(allowed: Iterable, **values) -> None:
     allowed = list(allowed)
     for name, value in values.items():
@@ -66,7 +73,7 @@ def _is_finite(value) -> bool:
 
 def _check(values: dict, fits: Callable, wanted: str) -> None:
     for name, value in values.items():
-        if isinstance(value, (list, tuple, range)):
+        if isinstance(value, (list, tuple, range)) and len(value):
             for number, one in enumerate(value):
                 if isinstance(one, (list, tuple)):
                     _check({f"{name}[{number}]": one}, fits, wanted)

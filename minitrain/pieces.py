@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from minitrain.checks import whole
 from minitrain.sharding import placement, whole_shape
 
 
@@ -91,6 +92,7 @@ def region_of(tensor: Tensor) -> tuple[list[int], list[int]]:
 
 def rectangles(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple, tuple]]:
     """Elements first .. last of an array, counted along its rows: (start, shape) of rectangles, in order."""
+    whole(first=first, last=last)
     if first >= last:
         return []
     if not shape:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+from minitrain.checks import texts
 from minitrain.context import names as cores
 from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.model.config import GPTConfig, divisors
@@ -79,6 +80,7 @@ class Strategy:
 
     def __post_init__(self):
         check_sizes(self, AXES)
+        texts(offload=self.offload)
         if isinstance(self.zero, str) and self.zero.isdigit():
             object.__setattr__(self, "zero", int(self.zero))  # as flags say it
         words = ", ".join(PARO_SHARDINGS)

@@ -5,13 +5,14 @@
 
 A function or class that takes a number, a word or a sequence of these is first called with arguments that make sense:
 those of nonsense.tsv (function, arguments), or ones made from its type hints. Then each such argument in turn becomes
-0, -1, NaN, infinity, 10**30, 0.5, None, a word or an empty sequence. It may answer with
+0, -1, NaN, infinity, 10**30 (1e30 where it is no whole number), 0.5, None, a word or an empty sequence. It
+may answer with
 
     a result                without NaN, and negative only if it was negative with arguments that make sense
-    ValueError, TypeError   in one line, within a second
+    ValueError, TypeError   in one line, within a second of the processor (no other load makes it longer)
 
-Not called: what needs a process group or a mesh, and ELSEWHERE, whose input comes by the command line, which has
-tests of its own.
+Not called: what needs a process group or a mesh, ELSEWHERE, whose input comes by the command line, which has
+tests of its own, and INSIDE, which says why.
 """
 
 from __future__ import annotations
@@ -50,16 +51,45 @@ from minitrain.precision.formats import Format
 CALLS = Path(__file__).with_suffix(".tsv")
 ELSEWHERE = "cli course launch plot collectives train_command checkpoint_command replay_command torch_private"
 ON_RANKS = ("ProcessGroup", "Channel", "Mesh", ".Job")
-NUMBERS = [0, -1, math.nan, math.inf, 10**30, 0.5, None, "nope", ()]
+WHOLE = [0, -1, math.nan, math.inf, 10**30, 0.5, None, "nope", ()]
+REAL = [1e30 if value == 10**30 else value for value in WHOLE]
 SEQUENCES = [(), (0,), (-1,), (math.nan,), (10**30,), None, "nope", 3]
 WORDS = ["", "nope", None, 5]
-VALUES = {"number": NUMBERS, "sequence": SEQUENCES, "words": [(), ("nope",), None, 3], "word": WORDS}
+VALUES = {
+    "whole": WHOLE,
+    "real": REAL,
+    "sequence": SEQUENCES,
+    "words": [(), ("nope",), None, 3],
+    "word": WORDS,
+}
 NAMES = {  # what the arguments of nonsense.tsv are written with, beside the names of the function's own module
     **{one.__name__: one for one in (Action, ExpertsConfig, Format, Fraction, GPTConfig, Sent, Traffic)},
     **{one.__name__: one for one in (fused_backward, fused_forward, zigzag)},
     **{"torch": torch, "nan": math.nan, "inf": math.inf},
 }
 MOST_BYTES = 8 << 30
+INSIDE = {  # names without a word of this package's reader in their arguments, and who has looked at these before
+    "a number made of a seed, a step and places; the seed is a whole number where it is given": (
+        "attention.dropout.keep attention.dropout.shifted attention.dropout.uniform precision.chance.draws "
+        "precision.chance.keep_by_chance precision.int4.bits"
+    ),
+    "sizes of a GPTConfig, which checks them when it is made": (
+        "attention.kernel.empty_result attention.kernel.sum_kv_copies model.layers model.mixture.Experts "
+        "model.gpt.GPT model.fields.check_choice model.fields.check_least pipeline.sliced_attention.attend"
+    ),
+    "sizes and places that a layout, a table or a file's manifest has said, in the middle of a step or a load": (
+        "checkpoint.load.runs checkpoint.snapshot checkpoint.ways.stream_s checkpoint.parity.stripe_bytes "
+        "memory.chunks.farthest memory.file_optimizer.piece_of memory.pools moe.dispatch.combined "
+        "moe.experts.places moe.experts.whole_blocks moe.router.counts_of moe.router.z_loss moe.topology.target "
+        "precision.attention.fp8_attention sharding.numbers tensor_parallel.linear.divisors training.optim.tiles pipeline.schedules.dualpipe.steps"
+    ),
+    "a step of a search, a million times, of arguments which the search has checked": (
+        "simulate.links.divided pipeline.simulate.divided pipeline.partition simulate.intervals.outside "
+        "plan.adapipe.bytes_of plan.autopipe.step plan.dapple.compute_stage plan.dapple.in_front "
+        "plan.dapple.link_stage plan.expert_placement.packed plan.expert_placement.seconds "
+        "plan.expert_popularity.settled plan.recompute_windows.exposed plan.recompute_windows.options"
+    ),
+}
 NEGATIVE = ()  # functions for which a number below 0 is a result: the sign is what they tell
 
 
@@ -71,7 +101,9 @@ class NoArguments(Exception):
     """Hints do not tell what to call it with."""
 
 
-def functions() -> Iterator[tuple[str, Callable]]:
+def functions(
+    inside: tuple[str, ...] = tuple(" ".join(INSIDE.values()).split()),
+) -> Iterator[tuple[str, Callable]]:
     """Public functions and classes by "room.module.name", in alphabetic order."""
     skipped = tuple(f"minitrain.{room}" for room in ELSEWHERE.split())
     for found in pkgutil.walk_packages(minitrain.__path__, "minitrain."):
@@ -79,10 +111,15 @@ def functions() -> Iterator[tuple[str, Callable]]:
             continue
         module = importlib.import_module(found.name)
         for name, value in sorted(vars(module).items()):
-            if name.startswith("_") or getattr(value, "__module__", None) != found.name:
+            full = f"{found.name.removeprefix('minitrain.')}.{name}"
+            if (
+                name.startswith("_")
+                or full.startswith(inside)
+                or getattr(value, "__module__", None) != found.name
+            ):
                 continue
             if inspect.isfunction(value) or inspect.isclass(value) and not issubclass(value, BaseException):
-                yield f"{found.name.removeprefix('minitrain.')}.{name}", value
+                yield full, value
 
 
 def plain_parameters(function: Callable) -> dict[str, list]:
@@ -107,13 +144,15 @@ def kind_of(hint) -> str | None:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return next(filter(None, map(kind_of, inner)), None)
-    if hint in (int, float, Fraction):
-        return "number"
+    if hint is int:
+        return "whole"
+    if hint in (float, Fraction):
+        return "real"
     if hint is str:
         return "word"
     if origin in (tuple, list, Sequence, Iterable, Collection):
         kinds = {kind_of(one) for one in inner}
-        return "sequence" if kinds & {"number", "sequence"} else "words" if "word" in kinds else None
+        return "sequence" if kinds & {"whole", "real", "sequence"} else "words" if "word" in kinds else None
     return None
 
 
@@ -195,18 +234,18 @@ def sensible(
 
 
 def timed(function: Callable, arguments: dict, seconds: float = 1.0):
-    """The answer, or Slow when it takes longer."""
+    """The answer, or Slow when it takes more of the processor."""
 
     def stop(*_):
         raise Slow
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return function(**arguments)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def oddities(answer, depth: int = 0) -> set[str]:

@@ -59,11 +59,12 @@ def test_nonsense_is_refused_by_name(call, name):
     "check, good, bad",
     [
         (checks.counts, [1, 7, (1, 2), [[3]]], [0, -1, 1.0, True, None, "1", 10**9, (1, 0), [[0]]]),
-        (checks.whole, [0, 5, ()], [-1, 0.5, NAN, False, (0, -1)]),
+        (checks.whole, [0, 5, (0,)], [-1, 0.5, NAN, False, (0, -1), ()]),
         (checks.amounts, [0, 0.5, 10**300], [-1, NAN, INF, 10**400, None, "", True]),
         (checks.positive, [0.5, 3], [0, -1, INF, NAN]),
         (checks.shares, [0, 1, 0.5], [-0.1, 1.1, NAN]),
         (checks.finite, [-3, 0.0], [INF, NAN, "x"]),
+        (checks.texts, ["", "word"], [None, 5, ()]),
         (checks.filled, [[1], (0,), {2: 3}], [[], (), "text", 3, None]),
     ],
 )

@@ -31,6 +31,7 @@ from minitrain.attention.kernel import FUSED, Kernel, recomputed, repeat_kv, row
 from minitrain.attention.placed import Placed, check_places, placed
 from minitrain.attention.score_tiles import diagonal, largest, nothing_seen, pieces, score_tile, visible, wide
 from minitrain.attention.traffic import UNCOUNTED, SlowMemory
+from minitrain.checks import counts
 
 A100_ELEMENTS = 192 * 1024 // 2  # fast memory of one multiprocessor, in numbers of 2 bytes
 
@@ -59,6 +60,7 @@ def flash_2(fast_elements=A100_ELEMENTS, memory=UNCOUNTED, order: Sequence[int] 
 
 def tile_sizes(fast_elements: int, width: int) -> tuple[int, int]:
     """Tokens of an outer and an inner tile for heads of this width: ceil(M/4d) and min(that, d)."""
+    counts(fast_elements=fast_elements, width=width)
     if fast_elements < 1:
         raise ValueError(f"a fast memory of {fast_elements} elements; an A100 has {A100_ELEMENTS} of 2 bytes")
     outer = -(-fast_elements // (4 * width))

@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from minitrain.checks import counts, whole
+
 
 def turned(x: Tensor, signs: Tensor) -> Tensor:
     """x `[.., K]` times M; the same signs `[K]` for Q and K."""
@@ -35,4 +37,6 @@ def hadamard(x: Tensor) -> Tensor:
 
 def random_signs(width: int, seed: int = 0) -> Tensor:
     """`[K]` of +1 and -1, equal for equal seeds."""
+    counts(width=width)
+    whole(seed=seed)
     return torch.randint(2, (width,), generator=torch.Generator().manual_seed(seed)) * 2 - 1

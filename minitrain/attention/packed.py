@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.placed import check_places
+from minitrain.checks import counts, filled
 
 
 def packed_attention(q, k, v, *, cu_seqlens, causal=True, core=flash_attention, bias=None, dropout=0.0):
@@ -58,12 +59,15 @@ def sequence_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
 
 def positions(cu_seqlens: Sequence[int], device: torch.device | None = None) -> Tensor:
     """`[N]` positions: 0, 1, .. from the start of each sequence."""
+    filled(cu_seqlens=cu_seqlens)
     lengths = sequence_lengths(cu_seqlens, int(cu_seqlens[-1]))
     return torch.cat([torch.arange(length, device=device) for length in lengths])
 
 
 def flop_shares(lengths: Sequence[int]) -> tuple[float, float]:
     """(matrices, attention): what packing leaves of the FLOPs of a batch padded to its longest sequence."""
+    filled(lengths=lengths)
+    counts(lengths=lengths)
     longest, batch = max(lengths), len(lengths)
     return sum(lengths) / (batch * longest), sum(length**2 for length in lengths) / (batch * longest**2)
 

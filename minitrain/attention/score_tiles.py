@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from minitrain.checks import MOST, whole
+
 
 def wide(x: Tensor) -> torch.dtype:
     """In which softmax and its sums are computed: float32, or x's own dtype where that is wider."""
@@ -22,6 +24,7 @@ def wide(x: Tensor) -> torch.dtype:
 
 def pieces(length: int, size: int) -> list[slice]:
     """0 .. length in runs of `size`, the last one perhaps shorter."""
+    whole(0, MOST, length=length)
     if size < 1:
         raise ValueError(f"tiles of {size} tokens; a tile has 1 or more")
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import xxhash
 
+from minitrain.checks import whole
 from minitrain.pieces import Piece
 
 BLOCK_BYTES = 1 << 20
@@ -114,6 +115,7 @@ def pack(pieces: Sequence[Piece], plain: dict[str, Any], hashes: Sequence[str] |
 
 
 def count_blocks(size: int) -> int:
+    whole(size=size)
     return -(-size // BLOCK_BYTES)
 
 

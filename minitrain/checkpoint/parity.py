@@ -28,6 +28,7 @@ from minitrain.checkpoint.disk import new_file
 from minitrain.checkpoint.format import File, write_file
 from minitrain.checkpoint.in_memory import FETCHED, Shares, gather_plain
 from minitrain.checkpoint.store import file_name
+from minitrain.checks import counts
 from minitrain.pieces import Piece, whole_piece
 
 PARITY = "parity.safetensors"
@@ -36,6 +37,7 @@ WORD = 8  # bytes added at a time
 
 def stripe_bytes(sizes: Iterable[int], ranks: int) -> int:
     """Of shares of these sizes, padded to the longest and to whole words."""
+    counts(ranks=ranks)
     return -(-max(sizes) // (WORD * (ranks - 1))) * WORD
 
 

@@ -10,17 +10,19 @@ Patarasuk and Yuan 2009 (the ring, and the lower bound); Gibiansky 2017, Baidu (
 Rabenseifner and Gropp 2005, section 4 (binomial tree). `ring.py` is the same ring as a plain loop.
 """
 
-from minitrain.communication.schedule import Schedule, Transfer, mirror, then
+from minitrain.communication.schedule import Schedule, Transfer, check_ranks, mirror, then
 
 
 def ring_reduce_scatter(n: int) -> Schedule:
     """Rank r passes chunk r-1-s on to r+1 in step s: a chunk visits everyone and ends at its owner."""
+    check_ranks(n)
     step = lambda s: tuple(Transfer(r, (r + 1) % n, _one((r - 1 - s) % n), reduce=True) for r in range(n))
     return Schedule(n, n, tuple(map(step, range(n - 1))))
 
 
 def ring_all_gather(n: int) -> Schedule:
     """Rank r passes chunk r-s on to r+1 in step s. (The mirror of the reduce-scatter turns left.)"""
+    check_ranks(n)
     step = lambda s: tuple(Transfer(r, (r + 1) % n, _one((r - s) % n), reduce=False) for r in range(n))
     return Schedule(n, n, tuple(map(step, range(n - 1))))
 
@@ -31,6 +33,7 @@ def ring_all_reduce(n: int) -> Schedule:
 
 def direct_reduce_scatter(n: int) -> Schedule:
     """Everyone sends chunk c straight to its owner c, in one step."""
+    check_ranks(n)
     pairs = ((r, (r + d) % n) for d in range(1, n) for r in range(n))
     step = tuple(Transfer(r, owner, _one(owner), reduce=True) for r, owner in pairs)
     return Schedule(n, n, (step,) if step else ())
@@ -42,6 +45,7 @@ def direct_all_reduce(n: int) -> Schedule:
 
 def binomial_reduce(n: int) -> Schedule:
     """To rank 0: in step s the ranks whose lowest set bit is 2^s send all to the rank without that bit."""
+    check_ranks(n)
     bits = [1 << s for s in range((n - 1).bit_length())]
     step = lambda bit: tuple(Transfer(r, r - bit, _one(0), reduce=True) for r in range(bit, n, 2 * bit))
     return Schedule(n, 1, tuple(map(step, bits)))

@@ -16,6 +16,7 @@ largest jump, racks may differ in size, and the plan does not adapt while traini
 from collections.abc import Sequence
 from random import Random
 
+from minitrain.checks import amounts, counts, whole
 from minitrain.communication.algorithms import ring_all_reduce
 from minitrain.communication.hierarchical import ranks_in
 from minitrain.communication.schedule import Schedule, Transfer, in_parallel, mirror, place, then
@@ -27,6 +28,9 @@ Matrix = Sequence[Sequence[float]]
 
 def probe(rack_of: Sequence[int], near_s: float, far_s: float, *, noise: float, samples: int, seed: int):
     """Simulated round trips [n][n]: the least of `samples`, each longer by a share of mean `noise`."""
+    amounts(near_s=near_s, far_s=far_s, noise=noise)
+    counts(samples=samples)
+    whole(seed=seed)
     random, n = Random(seed), len(rack_of)
     rtt = [[0.0] * n for _ in range(n)]
     for a in range(n):

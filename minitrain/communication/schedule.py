@@ -23,6 +23,8 @@ from fractions import Fraction
 from itertools import zip_longest
 from typing import NamedTuple
 
+from minitrain.checks import counts
+
 
 class Transfer(NamedTuple):
     """One message. `chunks` is contiguous, so that it is one slice of a flat tensor and needs no packing."""
@@ -54,8 +56,7 @@ class Schedule:
 
 
 def check_ranks(n: int) -> None:
-    if n < 1:
-        raise ValueError(f"n={n} ranks; an algorithm needs at least 1")
+    counts(n=n)
 
 
 def then(*schedules: Schedule) -> Schedule:

@@ -22,6 +22,7 @@ section 4.
 from math import ceil, floor, sqrt
 from typing import NamedTuple
 
+from minitrain.checks import amounts, counts
 from minitrain.communication.schedule import check_ranks
 
 AS_NCCL = ("ring", "double tree")
@@ -54,21 +55,23 @@ def _costs(n: int, pieces: int = 1, tree_efficiency: float = 1.0) -> dict[str, t
 
 def steps(algorithm: str, n: int, pieces: int = 1) -> int:
     """Messages that follow one another, at any n; `pieces` concerns the double tree."""
+    counts(pieces=pieces)
     _check(algorithm, n)
     return _costs(n, pieces)[algorithm][0]
 
 
 def time_s(algorithm: str, n: int, size_bytes: float, network: Network, pieces: int = 1) -> float:
     """Seconds of an all-reduce."""
+    amounts(size_bytes=size_bytes)
+    counts(pieces=pieces)
     _check(algorithm, n)
-    if size_bytes < 0:
-        raise ValueError(f"size_bytes={size_bytes} is negative")
     messages, at_port = _costs(n, pieces, network.tree_efficiency)[algorithm]
     return messages * network.alpha_s + at_port * size_bytes / network.bytes_per_s
 
 
 def best_pieces(n: int, size_bytes: float, network: Network) -> int:
     """The k with the least time for the double tree: an integer beside the root of the derivative."""
+    check_ranks(n)
     bytes_in_a_latency = network.alpha_s * network.tree_efficiency * network.bytes_per_s
     ideal = sqrt(max(0, _height(n) - 1) * size_bytes / bytes_in_a_latency)
     return min(_beside(ideal), key=lambda pieces: time_s("double tree", n, size_bytes, network, pieces))
@@ -76,6 +79,7 @@ def best_pieces(n: int, size_bytes: float, network: Network) -> int:
 
 def choose(n: int, size_bytes: float, network: Network, among: tuple[str, ...] = AS_NCCL) -> Choice:
     """The fastest of `among`; at equal times the earlier one."""
+    check_ranks(n)
 
     def priced(algorithm: str) -> Choice:
         pieces = best_pieces(n, size_bytes, network) if algorithm == "double tree" else 1
@@ -98,6 +102,7 @@ def crossover_bytes(n: int, network: Network) -> float:
 
 def crossover_by_sweep(n: int, network: Network) -> float:
     """The same without algebra: double the size until the ring wins, then halve the interval."""
+    check_ranks(n)
 
     def tree_wins(size_bytes: float) -> bool:
         return choose(n, size_bytes, network).algorithm == "double tree"

@@ -15,6 +15,7 @@ which hides one of the two fillings of the pipe; here the tensor is reduced firs
 the reduce.
 """
 
+from minitrain.checks import counts, whole
 from minitrain.communication.schedule import Schedule, Transfer, check_ranks, in_parallel, mirror, place, then
 
 Tree = list[int | None]  # [rank] -> parent; the root has none
@@ -46,14 +47,22 @@ def double_binary_tree(n: int) -> tuple[Tree, Tree]:
 
 def inner(tree: Tree) -> set[int]:
     """The ranks that have a child."""
+    whole(parents=[parent or 0 for parent in tree])
     return {parent for parent in tree if parent is not None}
 
 
 def depths(tree: Tree) -> list[int]:
     """[rank] -> hops to the root."""
 
+    whole(0, len(tree) - 1, parents=[parent or 0 for parent in tree])
+
     def hops(rank: int) -> int:
-        return 0 if tree[rank] is None else 1 + hops(tree[rank])
+        count = 0
+        while (rank := tree[rank]) is not None:
+            count += 1
+            if count == len(tree):
+                raise ValueError(f"tree {tree} goes round in a circle; give its root the parent None")
+        return count
 
     return [hops(rank) for rank in range(len(tree))]
 
@@ -81,6 +90,7 @@ def tree_all_reduce(tree: Tree, pieces: int = 1) -> Schedule:
 
 def double_tree_all_reduce(n: int, pieces: int = 1) -> Schedule:
     """Each tree carries half of the tensor, in `pieces` pieces of S / (2 · pieces)."""
+    counts(n=n, pieces=pieces)
     halves = (range(pieces), range(pieces, 2 * pieces))
     return in_parallel(
         place(tree_all_reduce(tree, pieces), range(n), half, of=(n, 2 * pieces))

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain import collectives
 from minitrain.attention.kernel import GradSum, Kernel, OnlineSoftmax, recomputed, row_sums, stand_in
+from minitrain.checks import counts
 from minitrain.collectives import Handle
 from minitrain.context.layout import Tile, contiguous, tiles
 from minitrain.context.ring import Tensors, check_core
@@ -47,6 +48,7 @@ Schedule = list[list[Work | None]]
 
 def balanced(ranks: int) -> Schedule:
     """n // 2 + 1 rounds."""
+    counts(ranks=ranks)
     rounds: Schedule = [[Work(rank, rank) for rank in range(ranks)]]
     for t in range(1, ranks // 2 + 1):
         own = [Work(rank, rank - t) for rank in range(t, ranks)]
@@ -57,6 +59,7 @@ def balanced(ranks: int) -> Schedule:
 
 def unbalanced(ranks: int) -> Schedule:
     """n rounds: each rank computes for its own queries, as in a ring."""
+    counts(ranks=ranks)
     return [[Work(rank, rank - t) if rank >= t else None for rank in range(ranks)] for t in range(ranks)]
 
 

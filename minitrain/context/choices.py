@@ -17,6 +17,7 @@ from functools import partial
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from minitrain.checks import one_of
 from minitrain.context.balanced import balanced_attention
 from minitrain.context.double_ring import burst_attention, double_ring_attention
 from minitrain.context.gathered import gathered_attention
@@ -52,6 +53,7 @@ def core_for(name: str, groups: Mapping[str, ProcessGroup], layout: str) -> Call
 
 def data_layout(name: str, sizes: Mapping[str, int], layout: str, slices: Slices = 1) -> Layout:
     """How batches are cut over cp."""
+    one_of(LAYOUTS, layout=layout)
     dealing = dealt_to(name, sizes)
     whole = dealt(LAYOUTS[layout], dealing) if dealing > 1 else LAYOUTS[layout]
     return whole if slices == 1 else sliced(whole, slices)

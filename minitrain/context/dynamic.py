@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from minitrain.checks import filled, whole
 from minitrain.context.ulysses import switch
 
 Stage = tuple[int, Callable[[Tensor], Tensor]]
@@ -48,6 +49,8 @@ def run_stages(x: Tensor, stages: Sequence[Stage], group: ProcessGroup, *, cut: 
 def next_cut(coming: Sequence[int], dims: Sequence[int], home: int) -> int:
     """Which dim to cut now, for few switches: the one that coming stages need whole last; if none does, as x
     came."""
+    filled(dims=dims)
+    whole(dims=dims)
     return max(dims, key=lambda dim: (coming.index(dim) if dim in coming else len(coming), dim == home))
 
 

@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minitrain.checks import counts, whole
+
 VOCAB = 256
 MASKED = -100  # torch's default ignore_index: a target that no loss counts
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".py")
@@ -165,6 +167,8 @@ def permute(index: int, size: int, key: str) -> int:
     -> (right, left ^ hash) can be undone. Repeating it until the result is below `size`, under four times on
     average, permutes range(size).
     """
+    counts(1 << 62, size=size)
+    whole(0, size - 1, index=index)
     half = ((size - 1).bit_length() + 1) // 2
     while True:
         left, right = index >> half, index & (1 << half) - 1
@@ -188,6 +192,7 @@ def random_tokens(
     """Seeded noise in the form of `Text.batch`, for results that must be the same on every machine. `masked`
     hides the last length·row // batch_size targets of each row, so that ranks count different numbers of
     valid tokens."""
+    counts(batch_size=batch_size, length=length, vocab=vocab)
     if length < 1 or vocab < 1:
         raise ValueError(f"length={length}, vocab={vocab}: both must be at least 1")
     rows = rows_of(rank, size, batch_size)

@@ -17,11 +17,14 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 
+from minitrain.checks import counts, texts
+
 
 def keep_first_of_each(
     documents: Sequence[str], threshold: float = 0.7, words: int = 5, bands: int = 16, rows: int = 4
 ) -> list[int]:
     """Numbers of the documents to keep, in order: each that is no near-duplicate of one kept before it."""
+    counts(words=words, bands=bands, rows=rows)
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold={threshold}: a share of common shingles, in (0, 1]")
     kept: list[int] = []
@@ -42,6 +45,7 @@ def keep_first_of_each(
 
 def shingles(document: str, words: int = 5) -> set[str]:
     """All runs of `words` words, blind to case and spacing; the whole document if it is shorter."""
+    texts(document=document)
     split = document.lower().split()
     return {" ".join(split[i : i + words]) for i in range(max(1, len(split) - words + 1))}
 

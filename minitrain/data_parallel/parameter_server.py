@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minitrain.checks import counts
 from minitrain.collectives import receive, send
 from minitrain.data_parallel.buckets import flatten, views
 from minitrain.data_parallel.naive import trainable_once, with_gradients
@@ -28,6 +29,7 @@ from minitrain.data_parallel.naive import trainable_once, with_gradients
 
 def slices(numel: int, servers: int) -> list[slice]:
     """Equal slices of a flat vector, the first ones larger by one when `servers` does not divide it."""
+    counts(servers=servers)
     edges = [(numel * k + servers - 1) // servers for k in range(servers + 1)]
     return [slice(a, b) for a, b in zip(edges, edges[1:])]
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minitrain.checks import counts
 from minitrain.collectives import all_gather, all_reduce, all_to_all, broadcast
 from minitrain.data_parallel.buckets import flatten, pack
 from minitrain.data_parallel.states import Whole, WholeParameter
@@ -250,6 +251,7 @@ def _added(codes: Tensor, group: ProcessGroup) -> Tensor:
 
 def deal_out(sizes: dict, ranks: int) -> dict:
     """Who has what, in the order of ranks: the largest first, each to the rank that has least."""
+    counts(ranks=ranks)
     loads, owner = [0] * ranks, {}
     for item in sorted(sizes, key=sizes.get, reverse=True):
         owner[item] = loads.index(min(loads))

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from minitrain import torch_private
+from minitrain.checks import whole
 from minitrain.torch_private import OpOverload, has_kernel, schema_of
 
 aten = torch.ops.aten
@@ -131,9 +132,10 @@ def _attention(
 
 def visible_scores(queries: int, keys: int, aligned: str = "top left") -> int:
     """What a causal mask leaves of [Tq, Tk]: the diagonal starts in the first row or ends in the last."""
+    whole(queries=queries, keys=keys)
     side = min(queries, keys)
-    whole = (queries - side) * keys if aligned == "top left" else queries * (keys - side)
-    return side * (side + 1) // 2 + whole
+    rest = (queries - side) * keys if aligned == "top left" else queries * (keys - side)
+    return side * (side + 1) // 2 + rest
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *settings, **kwargs) -> int:

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import isqrt
 from typing import NamedTuple
 
+from minitrain.checks import MOST, texts, whole
+
 
 class Action(NamedTuple):
     kind: str  # F, T, D or B
@@ -41,6 +43,7 @@ class LayerBytes(NamedTuple):
 
 def parse(text: str) -> tuple[Action, ...]:
     """ "F0 T1 B1 T0 B0" -> actions."""
+    texts(text=text)
     return tuple(Action(word[0], int(word[1:])) for word in text.split())
 
 
@@ -72,6 +75,7 @@ def sqrt(layers: int) -> tuple[Action, ...]:
 
 def advance(start: int, end: int) -> list[Action]:
     """From x_start to x_end, which are both held then."""
+    whole(0, MOST, start=start, end=end)
     plan = []
     for i in range(start, end):
         plan += [Action("F", i)] + [Action("D", i)] * (i > start)
@@ -91,6 +95,7 @@ def forwards(plan: Iterable[Action]) -> Counter[int]:
 
 def recomputed(plan: Sequence[Action], layers: int) -> int:
     """How many forwards of a layer a step has beyond one each."""
+    whole(0, forwards(plan).total(), layers=layers)
     return forwards(plan).total() - layers
 
 
@@ -167,5 +172,5 @@ def peak_bytes(plan: Sequence[Action], layers: Sequence[LayerBytes]) -> int:
 
 
 def check_layers(what: str, layers: int) -> None:
-    if layers < 1:
-        raise ValueError(f"{what}: {layers} layers; a chain has 1 or more")
+    if not 1 <= layers <= MOST:
+        raise ValueError(f"{what}: {layers} layers; a chain has 1 or more, up to {MOST:,}")

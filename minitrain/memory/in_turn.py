@@ -15,9 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from minitrain.checks import MOST, whole
+
 
 def order_of_use(count: int) -> list[int]:
     """Which layer is asked for, step by step, by `forward_backward`: the last one once."""
+    whole(0, MOST, count=count)
     return [*range(count - 1), *reversed(range(count))]
 
 

@@ -24,6 +24,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from minitrain.checks import whole
 from minitrain.memory.in_turn import forward_backward, order_of_use
 from minitrain.memory.pools import Transfer, new_host, to_device, to_host
 from minitrain.memory.prefetch import Prefetch
@@ -129,6 +130,7 @@ def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def sent_home(params: Sequence[Tensor], size: int = 0) -> Tensor:
     """A copy of them on the host, in one block, of `size` elements if it is to have more than they have."""
+    whole(0, 1 << 40, size=size)
     size, some = size or sum(param.numel() for param in params), params[0]
     home = new_host((size,), some.dtype, some.is_cuda, "parameters").zero_()
     for param, place in zip(params, views(home, params)):

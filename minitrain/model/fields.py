@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import fields
 
+from minitrain.checks import counts
+
 LARGEST = 1 << 30  # size of anything
 
 
@@ -44,5 +46,6 @@ def meant(given: str, allowed: Iterable[str]) -> str:
 
 
 def divisors(n: int) -> list[int]:
+    counts(1 << 40, n=n)
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitrain.checks import counts
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.layers import MLP, Attention, Dropout, LatentAttention, Linear, causal_attention, norm
 from minitrain.model.mixture import MixtureOfExperts
@@ -118,6 +119,7 @@ class Block(nn.Module):
 
 def deepnorm(num_layers: int) -> tuple[float, float]:
     """(alpha, beta) of GLM-130B: how much larger the residual is, how much smaller V, outputs, MLP start."""
+    counts(num_layers=num_layers)
     return math.sqrt(2 * num_layers), 1 / math.sqrt(2 * num_layers)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.checks import counts
 from minitrain.moe.dispatch import Dispatch, combined, inverse
 from minitrain.moe.router import Routing, counts_of
 
@@ -263,6 +264,7 @@ def peer_parts(routing: Routing, group: ProcessGroup, size: int = 1) -> tuple[Di
 
 def by_rank(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Of each expert -> of each rank its experts'."""
+    counts(ranks=ranks)
     here = len(sizes) // ranks
     return [list(sizes[rank * here : (rank + 1) * here]) for rank in range(ranks)]
 

@@ -17,11 +17,14 @@ target, so that the least loss is alpha, where theirs normalises them; no capaci
 import torch
 from torch import Tensor
 
+from minitrain.checks import counts, whole
 from minitrain.moe.router import Routing, tokens_of
 
 
 def bandwidths(rank: int, ranks: int, per_node: int, local: float, intra: float, inter: float) -> Tensor:
     """[ranks]: of the way from `rank` to each: itself, those of its node (`per_node` ranks), all others."""
+    counts(ranks=ranks, per_node=per_node)
+    whole(0, ranks - 1, rank=rank)
     if ranks % per_node or min(local, intra, inter) <= 0:
         rule = "nodes are full and bandwidths larger than 0"
         raise ValueError(f"{ranks} ranks, {per_node} a node, bandwidths {local}, {intra}, {inter}: {rule}")

@@ -22,6 +22,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
+from minitrain.checks import amounts, counts
 from minitrain.pipeline.simulate import Time as Number
 from minitrain.pipeline.simulate import divided
 
@@ -108,10 +109,12 @@ def pipedream(times, workers, weights=None, activations=None, bandwidth=None) ->
 
 def stage_time(time: Number, weight_bytes: Number, replicas: int, bandwidth: Number | None) -> Number:
     """T of a stage: its replicas take turns, and meanwhile sum their gradients over a ring."""
+    counts(replicas=replicas)
     return divided(max(time, sending(2 * (replicas - 1) * weight_bytes, bandwidth)), replicas)
 
 
 def sending(size: Number, bandwidth: Number | None) -> Number:
+    amounts(size=size)
     return 0 if bandwidth is None else divided(size, bandwidth)
 
 

@@ -20,6 +20,7 @@ import io
 import re
 from collections import Counter
 
+from minitrain.checks import texts
 from minitrain.pipeline.lower import user_of
 from minitrain.pipeline.schedule import Action, Entry, Pair, Schedule, check, parts
 from minitrain.pipeline.simulate import simulate
@@ -75,6 +76,7 @@ def from_csv(text: str, name: str = "from PyTorch") -> Schedule:
 
 def entry_of(written: str, where: str) -> Entry | None:
     """What a cell says; None for a message, for weights that come and go, and for a step of waiting."""
+    texts(written=written)
     written = written.strip()
     if not written:
         return None

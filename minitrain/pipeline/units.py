@@ -5,6 +5,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from minitrain.checks import counts, whole
 from minitrain.pipeline.schedule import Schedule
 
 Unit = tuple[Tensor, Tensor, Tensor]  # tokens, targets, positions
@@ -12,6 +13,8 @@ Unit = tuple[Tensor, Tensor, Tensor]  # tokens, targets, positions
 
 def first_rows(units: list[Unit], slices: int, first_row: int) -> list[int]:
     """For each unit its first row in the global batch; all slices of a microbatch have the same."""
+    counts(slices=slices)
+    whole(first_row=first_row)
     before = accumulate((len(tokens) for tokens, *_ in units[::slices]), initial=first_row)
     return [row for row, _ in zip(before, units[::slices]) for _ in range(slices)]
 

@@ -17,6 +17,7 @@ Sun et al. 2024 (AdaPipe), ASPLOS 2024. Differs: that bound is the step; all unb
 from itertools import product
 from typing import NamedTuple
 
+from minitrain.checks import counts
 from minitrain.pipeline.partition import Number, undominated
 from minitrain.plan.dapple import Ahead, Stage, in_front
 
@@ -67,6 +68,7 @@ def bytes_of(model: Model, layers: range, kept: tuple[Flags, ...], in_flight: in
 
 def knapsack(model: Model, layers: range, in_flight: int, cap: Number) -> StagePlan | None:
     """The units to keep so that the stage fits and recomputes least; None if it cannot fit."""
+    counts(in_flight=in_flight)
     unbeaten: list = [((0, 0, 0), ())]  # (fixed and kept bytes, largest recomputed layer, recomputation)
     for layer in model.layers[layers.start : layers.stop]:
         found = []

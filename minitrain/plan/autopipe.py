@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from minitrain.checks import positive, whole
 from minitrain.pipeline.partition import Number, balanced, check_costs
 from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.pipeline.schedules.one_direction import check_sizes, one_f_one_b
@@ -80,6 +81,7 @@ def sliced(p: int, m: int, k: int = 1) -> Schedule:
 
 
 def units(action: Action, k: int) -> list[Action]:
+    whole(k=k)
     i = action.microbatch
     return [action._replace(microbatch=unit) for unit in ([2 * i, 2 * i + 1] if i < k else [i + k])]
 
@@ -92,6 +94,7 @@ def sliced_times(schedule: Schedule, k: int, F: Number = 1, B: Number = 2) -> Me
 
 def slices_needed(p: int, m: int, F: Number = 1, B: Number = 2) -> int:
     """The fewest halved microbatches that make the whole step (p-1)·F/2 shorter; all m always do."""
+    positive(F=F, B=B)
 
     def time(k: int) -> Number:
         schedule = sliced(p, m, k)

@@ -23,6 +23,7 @@ from math import ceil, expm1, floor, inf, log1p, sqrt
 from statistics import median
 from typing import NamedTuple
 
+from minitrain.checks import counts, positive
 from minitrain.simulate.failures import Level
 from minitrain.simulate.links import Number, divided
 
@@ -64,6 +65,7 @@ def expected_s(interval_s: float, save_s: float, mtbf_s: float, restart_s: float
 
 def waste(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
     """The expected share of time that is not useful."""
+    positive(interval_s=interval_s)
     return 1 - interval_s / expected_s(interval_s, save_s, mtbf_s, restart_s)
 
 
@@ -100,6 +102,7 @@ def two_levels_waste_estimate(
     memory_save_s: float, disk_save_s: float, mtbf_s: float, survives: float
 ) -> float:
     """At the first-order optimum, n not rounded: of each level, what it would cost alone, added up."""
+    _check(memory_save_s, mtbf_s)
     _check_levels(memory_save_s, disk_save_s, survives)
     light, severe = memory_save_s * survives, (disk_save_s - memory_save_s) * (1 - survives)
     return sqrt(2 * light / mtbf_s) + sqrt(2 * severe / mtbf_s)
@@ -162,7 +165,7 @@ def _lowest(cost: Callable[[float], float], low: float, high: float) -> float:
 
 def steps_to_persist(step_s: Number, persist_s: Number) -> int:
     """The fewest steps between snapshots if one may begin only after the one before is written."""
-    if step_s <= 0 or persist_s < 0:
+    if step_s <= 0 or not 0 <= persist_s < inf:
         raise ValueError(f"step_s={step_s}, persist_s={persist_s}: give times of 0 or more, steps above 0")
     return max(1, ceil(divided(persist_s, step_s)))
 
@@ -174,7 +177,7 @@ def checkfreq_steps(
 
     A snapshot hides behind the forward and backward that follow, all of a step but its update.
     """
-    if not 0 < budget or not 0 <= update_s < step_s or min(snapshot_s, persist_s) < 0:
+    if not 0 < budget or not 0 <= update_s < step_s or not 0 <= snapshot_s + persist_s < inf:
         given = f"{step_s=}, {update_s=}, {snapshot_s=}, {persist_s=}, {budget=}"
         raise ValueError(f"{given}: need an update shorter than the step, and a budget above 0, as 0.035")
     stall_s = max(0, snapshot_s - (step_s - update_s))
@@ -194,6 +197,7 @@ class CheckFreq:
         budget: float = 0.035,
         window: int = 5,
     ) -> None:
+        counts(window=window)
         self.costs = update_s, snapshot_s, persist_s, budget
         self.every = checkfreq_steps(step_s, *self.costs)
         self._steps_s: deque[float] = deque(maxlen=window)
@@ -211,12 +215,12 @@ def _expm1(x: float) -> float:
 
 
 def _check(save_s: Number, mtbf_s: Number, interval_s: Number = inf) -> None:
-    if not (save_s >= 0 and mtbf_s > 0 and interval_s > 0):
+    if not (save_s >= 0 and 0 < mtbf_s < inf and interval_s > 0):
         given = f"a save of {save_s} s every {interval_s} s, a failure every {mtbf_s} s"
         raise ValueError(f"{given}: give a save of 0 s or more, and times above 0 between them")
 
 
 def _check_levels(memory_save_s: float, disk_save_s: float, survives: float) -> None:
-    if not 0 < memory_save_s <= disk_save_s or not 0 <= survives < 1:
+    if not 0 < memory_save_s <= disk_save_s < inf or not 0 <= survives < 1:
         given = f"saves of {memory_save_s} s to memory, {disk_save_s} s to disk; survives={survives}"
         raise ValueError(f"{given}: need 0 < memory <= disk and a share from 0 to below 1")

@@ -24,6 +24,7 @@ from fractions import Fraction
 from math import ceil, comb
 from typing import NamedTuple
 
+from minitrain.checks import amounts, counts, positive, shares, whole
 from minitrain.simulate.links import Number, divided
 
 Ways = list[int]  # at k: the sets of k failed machines that lose nothing
@@ -33,6 +34,7 @@ Ways = list[int]  # at k: the sets of k failed machines that lose nothing
 
 def groups(machines: int, replicas: int) -> list[range]:
     """Gemini's rings: of `replicas` machines each; what is left over joins the last."""
+    counts(machines=machines)
     _check(machines, replicas)
     count = machines // replicas
     starts = [replicas * i for i in range(count)]
@@ -47,6 +49,7 @@ def ring(machines: int, replicas: int) -> list[range]:
 
 def holders(rings: Iterable[Sequence[int]], replicas: int) -> dict[int, frozenset[int]]:
     """The machines that have each machine's state: itself and the next in its ring."""
+    counts(replicas=replicas)
     return {
         machine: frozenset(members[(i + step) % len(members)] for step in range(replicas))
         for members in rings
@@ -69,6 +72,7 @@ def parity_recovers(members: Iterable[Collection[int]], failed: Collection[int])
 
 def replica_ways(rings: Iterable[Sequence[int]], replicas: int) -> Ways:
     """Of a placement in rings; for k = 0 .. N."""
+    counts(replicas=replicas)
     return _product([_ring_ways(len(members), replicas) for members in rings])
 
 
@@ -86,12 +90,16 @@ def probability(ways: Ways, failures: int) -> Fraction:
 
 def reliability(ways: Ways, failing: Number) -> Number:
     """The probability that nothing is lost if each machine fails with probability `failing`."""
+    whole(ways=ways)
+    shares(failing=failing)
     machines = len(ways) - 1
     return sum(count * failing**k * (1 - failing) ** (machines - k) for k, count in enumerate(ways))
 
 
 def group_bound(machines: int, replicas: int, failures: int) -> Fraction:
     """At least: each of N/m groups is lost in C(N-m, k-m) sets, counted as if no two groups were."""
+    counts(machines=machines)
+    whole(0, machines, failures=failures)
     _check(machines, replicas)
     if machines % replicas:
         raise ValueError(f"{machines} machines in groups of {replicas}: the bound is for whole groups")
@@ -144,12 +152,15 @@ class Protection(NamedTuple):
 
 def replicas_cost(state_bytes: Number, replicas: int) -> Protection:
     """Of whole copies on `replicas` - 1 other machines."""
+    amounts(state_bytes=state_bytes)
     _check(replicas, replicas)
     return Protection((replicas - 1) * state_bytes, (replicas - 1) * state_bytes, state_bytes)
 
 
 def parity_cost(state_bytes: Number, machines: int) -> Protection:
     """Of RAIM5 in a group of so many, exact; n - 2 pieces and their parity make a lost piece."""
+    amounts(state_bytes=state_bytes)
+    counts(machines=machines)
     if machines < 2:
         raise ValueError(f"{machines} machines: a parity needs 2 machines or more")
     return Protection(divided(state_bytes, machines - 1), state_bytes, (machines - 1) * state_bytes)
@@ -184,6 +195,8 @@ def interleave(
     A chunk is at most one of the `parts` of the receiver's buffer, so that one can move on to the host while
     the next arrives; it takes latency_s + bytes / bytes_per_s.
     """
+    positive(bytes_per_s=bytes_per_s, used=used)
+    amounts(latency_s=latency_s)
     if (
         min(bytes_per_s, parts) <= 0
         or buffer_bytes < parts

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from minitrain.checks import MOST, counts, whole
 from minitrain.pipeline.lower import Receive, Send, Step, user_of
 from minitrain.pipeline.partition import Number, undominated
 from minitrain.pipeline.schedule import Action, Schedule, in_order, parts
@@ -58,11 +59,14 @@ def microbatches(lengths: Sequence[int], time: Callable, stages: int, cap_tokens
 
 def fixed(samples: int, rows: int) -> tuple[tuple[int, ...], ...]:
     """The usual microbatches: as many samples in each, in the order in which they come."""
+    whole(0, MOST, samples=samples)
+    counts(rows=rows)
     return tuple(tuple(range(start, min(start + rows, samples))) for start in range(0, samples, rows))
 
 
 def padding(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
     """Tokens computed in vain."""
+    whole(0, len(lengths) - 1, groups=groups)
     by_group = [[lengths[sample] for sample in group] for group in groups]
     return sum(len(group) * max(group) - sum(group) for group in by_group)
 

@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
+from minitrain.checks import counts
 from minitrain.plan.expert_placement import Holders, packed, shared_loads
 
 Path = tuple[int, ...]
@@ -59,6 +60,7 @@ def placed(loads: Sequence, ranks: int, slots: int) -> Holders:
     so that their numbers follow popularity; each time the heaviest replicas are placed first, on the least
     loaded rank with room.
     """
+    counts(ranks=ranks, slots=slots)
     experts = len(loads)
     if not 0 < experts <= ranks * slots:
         raise ValueError(f"{experts} experts on {ranks} ranks with {slots} slots; each expert needs a slot")

@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
+from minitrain.checks import counts
 from minitrain.pipeline.partition import Number, undominated
 from minitrain.pipeline.schedule import Action, B, F, Schedule
 from minitrain.pipeline.schedules.one_direction import alternate, check_sizes
@@ -48,6 +49,7 @@ class GraphSchedule(Schedule):
 
 def heights(stages: int, edges: Edges) -> list[int]:
     """The stages on the longest path from each stage to the end, itself included."""
+    counts(stages=stages)
     found = [1] * stages
     for _ in range(stages):
         before = found
@@ -63,6 +65,7 @@ def depth(stages: int, edges: Edges) -> int:
 
 def one_f_one_b(stages: int, edges: Edges, m: int) -> GraphSchedule:
     """Stage i on rank i: its height less one forwards ahead, then one forward and one backward in turn."""
+    counts(stages=stages, m=m)
     check_sizes("one_f_one_b", stages=stages, m=m)
     lists = []
     for stage, height in enumerate(heights(stages, edges)):

@@ -23,6 +23,8 @@ from dataclasses import astuple, dataclass
 from functools import reduce
 from operator import add
 
+from minitrain.checks import counts
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -78,6 +80,7 @@ class Grid:
 
 def grids(ranks: int) -> list[Grid]:
     """All of so many ranks: 2-D for squares, 3-D for cubes, 2.5-D for q·q·d with 1 < d <= q."""
+    counts(ranks=ranks)
     if ranks < 1:
         raise ValueError(f"{ranks} ranks; need at least 1")
     square, cube = math.isqrt(ranks), round(ranks ** (1 / 3))

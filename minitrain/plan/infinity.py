@@ -17,6 +17,7 @@ as TB. Differs: a survey's 4 TB of activations at 100T parameters is not in it: 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from minitrain.checks import counts, positive, whole
 from minitrain.plan.accounting.memory import model_state_bytes
 
 TIB = 2**40
@@ -69,6 +70,7 @@ def flops_per_byte(kind: str, batch: int, length: int, width: int = 0, every: in
 
     8·b·s·P FLOPs (forward, recomputation, backward) over 8·P bytes (weights three times, gradients once),
     32·P (states, masters and gradients in fp32, read and written) or 4·b·s·D·L/c (there and back)."""
+    counts(batch=batch, length=length)
     match kind:
         case "parameters":
             return length * batch
@@ -81,12 +83,16 @@ def flops_per_byte(kind: str, batch: int, length: int, width: int = 0, every: in
 
 def efficiency(flops_per_byte: float, bandwidth_bytes_per_s: float, peak_flops: float) -> float:
     """Share of the peak that is left if nothing overlaps."""
+    positive(
+        flops_per_byte=flops_per_byte, bandwidth_bytes_per_s=bandwidth_bytes_per_s, peak_flops=peak_flops
+    )
     rate = flops_per_byte * bandwidth_bytes_per_s
     return rate / (rate + peak_flops)
 
 
 def bandwidth_for(efficiency: float, flops_per_byte: float, peak_flops: float) -> float:
     """Bytes per second that an efficiency asks for."""
+    positive(flops_per_byte=flops_per_byte, peak_flops=peak_flops)
     if not 0 < efficiency < 1:
         raise ValueError(f"efficiency={efficiency}: without overlap it is between 0 and 1, and is neither")
     return efficiency / (1 - efficiency) * peak_flops / flops_per_byte
@@ -97,6 +103,8 @@ def fetch_s(bytes: int, links: Mapping[str, float], ranks: int, *, partitioned: 
 
     `links`: bytes per second of a rank's own "slow" link (PCIe, disk) and of "network" between ranks. One
     owner reads all and sends it on, or all read 1/n at once and gather, (n-1)/n over the network (ring)."""
+    whole(bytes=bytes)
+    counts(ranks=ranks)
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: use at least 1")
     read = bytes / ranks if partitioned else bytes

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy
 
+from minitrain.checks import counts
 from minitrain.pipeline.partition import least_largest
 
 Cut = tuple[range, ...]
@@ -26,6 +27,7 @@ Cut = tuple[range, ...]
 
 def profiled(layers: int, stages: int) -> list[Cut]:
     """The cuts to measure: single layers in the middle, the rest in front and behind."""
+    counts(layers=layers, stages=stages)
     if stages < 2 or layers < 2 * stages - 1:
         raise ValueError(f"mCAP: {layers=}, {stages=}; use 2 stages or more and at least 2·stages - 1 layers")
     ends = [[0, *range(first, first + stages - 1), layers] for first in range(1, layers - stages + 2)]

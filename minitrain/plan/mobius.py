@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from minitrain.checks import counts, positive
 from minitrain.simulate.links import Number, Task, divided
 
 
@@ -48,6 +49,7 @@ def tasks(stages: Sequence[Layer], m: int, order, roots, *, prefetch: bool = Tru
     """A step, on the links "down r" and "up r" of each root complex r.
 
     Without prefetch a stage is loaded when the one before it on its device has ended, into the same room."""
+    counts(m=m)
     made, n, last = [], len(order), len(stages) - 1
 
     def device(s: int) -> int:
@@ -110,6 +112,8 @@ class _Times:
 
 def makespan(stages: Sequence[Layer], devices: int, m: int, bytes_per_s: Number, *, prefetch=True) -> Number:
     """Seconds of a step if every copy has its link to itself, stage by stage: a recursion, no simulation."""
+    counts(devices=devices, m=m)
+    positive(bytes_per_s=bytes_per_s)
     times, stored = _Times(devices, m, bytes_per_s, prefetch), [0] * devices
     for s, stage in enumerate(stages):
         times.add(s, stage, stage.forward_s, load=True)
@@ -125,6 +129,8 @@ def partition(layers: Sequence[Layer], devices: int, m: int, room: Number, bytes
     A step takes at least the forward of the stages so far, one microbatch through all others, one back
     through all, the other m - 1 back through the slowest stage so far, and the first stage's gradients' copy.
     """
+    counts(devices=devices, m=m)
+    positive(bytes_per_s=bytes_per_s)
     best, tried = None, 0
     waiting = [(0,)]  # ends of the stages so far
     while waiting:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
+from minitrain.checks import shares
 from minitrain.simulate.links import Number, divided
 
 # ---- Elixir ------------------------------------------------------------------------------------------------
@@ -126,6 +127,7 @@ Phases = dict[str, dict[str, Number]]
 
 def fuyou_phases(work: Work, server: Server, share: Number) -> Phases:
     """{phase: {what: seconds that it is busy}} if this share of the activations is swapped."""
+    shares(share=share)
     weights, states, swapped = 2 * work.parameters, 12 * work.parameters, share * work.activation_bytes
     deep = max(0, swapped - server.host_bytes)
     forward = {

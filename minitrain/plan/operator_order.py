@@ -23,6 +23,7 @@ from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from minitrain.checks import counts
 from minitrain.plan.memory_layout import Addresses, annealed, best_fit, height
 from minitrain.simulate.memory_traces import Lifetime
 
@@ -213,6 +214,7 @@ def laid_out(graph: Graph, order: Sequence[int], *, steps: int = 500, seed: int 
 def training(layers: int, activation_bytes: int, weight_bytes: int) -> Graph:
     """A step as a framework runs it: forward, backward, and then all updates. Each layer writes what its
     backward needs and its result; its backward makes the gradient of its input, and of its weights."""
+    counts(layers=layers)
     sizes, operators = {"x0": activation_bytes}, []
     for i in range(1, layers + 1):
         sizes |= {f"kept{i}": activation_bytes, f"x{i}": activation_bytes}

@@ -19,6 +19,7 @@ their figures are a model's (memory/account.py), not a profile of one GPU; paral
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from minitrain.checks import amounts, counts, positive
 from minitrain.pipeline.partition import Number, check_costs, undominated
 from minitrain.simulate.links import Task, play
 
@@ -67,6 +68,7 @@ def front(units: Sequence[Unit]) -> list[Choice]:
 
 def over_layers(choices: Sequence[Choice], layers: int) -> list[tuple[Number, Number, str]]:
     """(bytes, time, words) of so many equal layers, each of which chooses: what no other beats."""
+    counts(layers=layers)
     if layers < 1 or not choices:
         raise ValueError(f"over_layers: {len(choices)} choices for {layers} layers; give 1 or more of both")
     unbeaten = [((0, 0), (0,) * len(choices))]
@@ -106,6 +108,8 @@ def offloaded(actions: Sequence[tuple], size: Number, rate: Number, away=None) -
     `away` on the host meanwhile (of all that have two actions or more between their F and B). A link each
     way, `rate` bytes a time unit. They leave behind their F and are fetched from the start of the action in
     front of their B. A forward waits until all but the last of those in front of it have left."""
+    amounts(size=size)
+    positive(rate=rate)
     if rate <= 0 or size < 0:
         raise ValueError(f"offloaded: {size} bytes at {rate}; use 0 bytes or more, and a rate above 0")
     names = [action[:2] for action in actions]

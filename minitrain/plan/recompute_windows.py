@@ -20,6 +20,7 @@ here a result that is early is held for free until it is used, so `first` should
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from minitrain.checks import amounts, counts
 from minitrain.pipeline.partition import Number, check_costs, undominated
 
 KEPT, ON_DEMAND = "kept", "on demand"
@@ -126,6 +127,8 @@ def _unbeaten(tasks: Sequence[Task], windows: Sequence[Number], room: Number) ->
 def backward_of(layer: Sequence[Task], windows: Sequence[Number], layers: int) -> tuple[list, list]:
     """(tasks, windows) of equal layers in the order of backward. The windows of a layer's tasks are those in
     the backward of the layer in front, so the first layer's tasks have none."""
+    counts(layers=layers)
+    amounts(windows=windows)
     if layers < 1:
         raise ValueError(f"Lynx: {layers} layers; give 1 or more")
     tasks = []

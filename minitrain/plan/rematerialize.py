@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
+from minitrain.checks import amounts, counts
 from minitrain.memory.chain_plan import Action, LayerBytes
 from minitrain.pipeline.partition import Number, check_costs
 
@@ -171,6 +172,7 @@ def checkmate_layers(costs, layers: Sequence[LayerBytes], budget: Number) -> tup
 def chain_nodes(costs, layers: Sequence[LayerBytes], backward: Sequence, output: Number) -> list[Node]:
     """Of a chain: node i is F of layer i (of the last one T), 2n-1-i is T and B of layer i (of the last one
     B), which cost `backward`; `output` bytes of the last layer's result are let go with its graph."""
+    amounts(output=output)
     n, nodes = len(layers), []
     for i, (cost, layer) in enumerate(zip(costs, layers)):
         inputs = (i - 1,) if i else ()
@@ -186,6 +188,7 @@ def chain_nodes(costs, layers: Sequence[LayerBytes], backward: Sequence, output:
 
 def actions(plan: Rematerialization, layers: int) -> tuple[Action, ...]:
     """The plan of `chain_nodes` as a list for memory/chain.py."""
+    counts(layers=layers)
     found, left = [], layers
     for what, node in plan.steps:
         layer = min(node, 2 * layers - 1 - node)

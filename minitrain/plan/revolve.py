@@ -16,6 +16,7 @@ from functools import cache
 from itertools import accumulate
 from math import comb
 
+from minitrain.checks import MOST, whole
 from minitrain.memory.chain_plan import Action, advance, check_layers
 from minitrain.pipeline.partition import Number, check_costs
 
@@ -88,6 +89,7 @@ def next_held(layers: int, held: int) -> int:
 
 def one_step(start: int, layer: int) -> list[Action]:
     """From x_start, which stays, to the gradient of x_layer."""
+    whole(0, MOST, start=start, layer=layer)
     return [*advance(start, layer), Action("T", layer), Action("B", layer)]
 
 

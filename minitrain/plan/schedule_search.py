@@ -20,6 +20,7 @@ from itertools import product
 from math import gcd, lcm
 from typing import NamedTuple
 
+from minitrain.checks import MOST, counts, whole
 from minitrain.pipeline.schedule import Action, Schedule, check
 from minitrain.pipeline.simulate import Costs, Time
 
@@ -40,6 +41,8 @@ def prepared(place: Sequence[int], m: int, costs: Costs, limit: Limit, split: bo
     """The kinds of actions in a microbatch's order (F up, B or I down, then all W), and every rank's limit.
 
     By default that is the number of stages; at least it is the number of the rank's own."""
+    whole(0, MOST, place=place)
+    counts(m=m)
     stages, p = len(place), 1 + max(place, default=-1)
     if p < 1 or sorted(set(place)) != list(range(p)):
         raise ValueError(f"place={list(place)}: give the rank of each stage, and a stage to every rank")

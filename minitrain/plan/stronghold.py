@@ -15,6 +15,8 @@ gradients leave over the other direction of a full-duplex link.
 from collections.abc import Sequence
 from fractions import Fraction
 
+from minitrain.checks import filled
+
 Time = int | float | Fraction
 
 
@@ -39,6 +41,7 @@ def stalls(compute: Sequence[Time], transfer: Sequence[Time], window: int, one_l
 
 def smallest_window(compute: Sequence[Time], transfer: Sequence[Time], one_link: bool = True) -> int:
     """The smallest window without a stall; all layers always do."""
+    filled(compute=compute, transfer=transfer)
     layers = len(compute)
     return next(window for window in range(1, layers + 1) if hides(compute, transfer, window, one_link))
 

@@ -18,6 +18,7 @@ swapped result is one made again whose `seconds` are those of its copies that no
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from minitrain.checks import counts
 from minitrain.pipeline.partition import undominated
 
 
@@ -68,6 +69,7 @@ def fewest_parts(work: Work, room: int) -> int:
 
 def part_bytes(work: Work, parts: int) -> int:
     """What the largest part needs."""
+    counts(parts=parts)
     return -(-work.needs * -(-work.rows // parts) // work.rows)
 
 

@@ -15,6 +15,7 @@ searches warm-up and cool-down too; patterns of one microbatch (one of several c
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from minitrain.checks import counts, positive
 from minitrain.pipeline.schedule import Action, Schedule, check
 from minitrain.pipeline.simulate import Costs, Time
 from minitrain.plan.schedule_search import Kind, Limit, largest_divisor, prepared
@@ -67,6 +68,7 @@ def fits(kinds: list[Kind], starts: tuple, period: Time) -> bool:
 
 def held(kinds: list[Kind], starts: tuple, period: Time, rank: int) -> int:
     """The most activations in the steady state; fewer while the actions that free them have no times yet."""
+    positive(period=period)
     last = kinds[len(starts) - 1]
     now = 0 if last.letter == "W" else starts[-1] + last.time  # no backward to come starts before
     weights_time = {kind.stage: kind.time for kind in kinds if kind.letter == "W"}
@@ -83,6 +85,7 @@ def held(kinds: list[Kind], starts: tuple, period: Time, rank: int) -> int:
 
 def unroll(pattern: Repetend, m: int) -> Schedule:
     """m microbatches at their times, read off rank by rank."""
+    counts(m=m)
     if m < 1:
         raise ValueError(f"unroll: m={m}; use 1 or more microbatches")
     ranks = [[] for _ in range(1 + max(pattern.place))]

@@ -20,6 +20,7 @@ from collections import deque
 from fractions import Fraction
 from typing import NamedTuple
 
+from minitrain.checks import counts
 from minitrain.pipeline.schedule import Action, B, F, Schedule, check
 from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.pipeline.simulate import Costs, Time, simulate
@@ -35,6 +36,7 @@ class Call(NamedTuple):
 
 def one_f_one_b_ahead(p: int, m: int, ahead: int) -> Schedule:
     """1F1B with `ahead`·(p-r-1) forwards ahead on rank r; 1 is the usual."""
+    counts(p=p, m=m, ahead=ahead)
     forwards, backwards = ([[make(r, i) for i in range(m)] for r in range(p)] for make in (F, B))
     lists = tuple(alternate(forwards[r], backwards[r], ahead * (p - r - 1)) for r in range(p))
     return check(Schedule(f"1F1B, p={p}, m={m}, {ahead} times ahead", lists, p, m))
@@ -100,6 +102,7 @@ def paired_end_times(schedule: Schedule, forward: Time, backward: Time, message:
 
 def period(p: int, forward: Time, backward: Time, message: Time, paired: bool, ahead: int = 1) -> Time:
     """Time from a microbatch to the next in the steady state, exact if the times are."""
+    counts(1 << 10, p=p, ahead=ahead)
     check_least(1, p=p, ahead=ahead)
     check_least(0, forward=forward, backward=backward, message=message)
     m = 12 * p * ahead
@@ -120,6 +123,7 @@ class Delayed(NamedTuple):
 
 def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
     """Step t waits until the sums of all but the last `bound` gradients have come; sums go in turn."""
+    counts(steps=steps)
     check_least(1, steps=steps)
     check_least(0, compute=compute, reduce=reduce, bound=bound)
     now, summed, applied, latest, begun = 0, [], 0, 0, []

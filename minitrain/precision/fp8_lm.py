@@ -21,6 +21,7 @@ layers can be put; a μ for each tensor, with bounds.
 import torch
 from torch import Tensor
 
+from minitrain.checks import counts
 from minitrain.precision.blocks import Blocks, Quantized, dequantize, quantize
 from minitrain.precision.formats import E4M3, FP16
 
@@ -44,5 +45,6 @@ def wide(x: Tensor, amax: Tensor) -> Tensor:
 
 def next_mu(mu: Tensor, sums: Tensor, ranks: int) -> Tensor:
     """After a step in which the codes of a tensor's gradient added up to `sums`, E4M3."""
+    counts(ranks=ranks)
     share = (sums.float().abs() == E4M3.max).double().mean()
     return torch.where(share > OVERFLOWS, mu / 2, mu * 2 ** (1 / DOUBLES_IN)).clamp(1 / ranks, 1.0)

@@ -27,6 +27,7 @@ from torch import Tensor
 from minitrain import collectives
 from minitrain.attention import incoherent
 from minitrain.attention.dropout import uniform
+from minitrain.checks import counts, whole
 from minitrain.precision import formats
 from minitrain.precision.blocks import Blocks, Quantized, quantize
 from minitrain.precision.products import Grads, Scales, amax_of, usable
@@ -102,6 +103,7 @@ def integer_product(a: Tensor, b: Tensor, step: Tensor, dtype: torch.dtype) -> T
 
 def hadamard(x: Tensor, block: int = 32) -> Tensor:
     """x [.., K] · H; H is symmetric, so once more gives x. log2(h) sums and differences a number."""
+    counts(block=block)
     h = min(block, x.shape[-1] & -x.shape[-1])
     return incoherent.hadamard(x.unflatten(-1, (-1, h))).flatten(-2)
 
@@ -157,6 +159,7 @@ def sampled(parts: Tensor, sizes: Tensor, seed: Tensor, dtype: torch.dtype = tor
 def keep_shares(sizes: Tensor, budget: int) -> Tensor:
     """Probabilities in proportion to the sizes, at most 1, that add up to `budget` (or all that are not 0 are
     kept): of all that do, the variance of the sum of what is kept is least."""
+    whole(budget=budget)
     if not sizes.numel():
         return sizes
     falling = sizes.flatten().sort(descending=True).values

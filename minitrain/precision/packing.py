@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from minitrain.checks import whole
+
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """codes [.., n], of which the lowest `bits` count."""
@@ -40,6 +42,7 @@ def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
 
 def packed_bytes(length: int, bits: int) -> int:
     """Of a row of `length` codes."""
+    whole(length=length, bits=bits)
     return -(-length * bits // 8)
 
 

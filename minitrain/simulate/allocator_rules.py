@@ -14,6 +14,7 @@ divisions for all sizes; other settings (of pinned memory, of streams, of segmen
 
 from typing import NamedTuple
 
+from minitrain.checks import texts, whole
 from minitrain.simulate.device_memory import MiB
 
 SMALLEST = 512
@@ -34,6 +35,7 @@ class Settings(NamedTuple):
 
 def parsed(text: str) -> Settings:
     """ "max_split_size_mb:128,expandable_segments:True" -> Settings; "" -> what torch does by default."""
+    texts(text=text)
     values: dict = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, value = part.partition(":")
@@ -73,6 +75,7 @@ def rounded(size: int, divisions: int = 0) -> int:
 
 def segment_size(size: int) -> int:
     """Bytes of the segment that is made for a block."""
+    whole(size=size)
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < OWN_SEGMENT else -(-size // ROUNDED_TO) * ROUNDED_TO

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
+from minitrain.checks import amounts, counts
 from minitrain.simulate.links import Number, Run, Task, divided, play
 
 
@@ -70,6 +71,7 @@ def snapshot_stall() -> Way:
 
 def torchsnapshot(chunks: int) -> Way:
     """Training stops until all is written, but a chunk is written while others are copied."""
+    counts(chunks=chunks)
     return Way("write", "forward", chunks, chunks)
 
 
@@ -80,21 +82,25 @@ def checkfreq() -> Way:
 
 def datastates(chunks: int, buffers: int) -> Way:
     """The same through a buffer of a given size: copies wait while it is full of what is not written."""
+    counts(chunks=chunks, buffers=buffers)
     return Way("copy", "update", chunks, buffers)
 
 
 def lightcheck(layers: int) -> Way:
     """Layer by layer: copied once it is updated, and only its own next update waits for that."""
+    counts(layers=layers)
     return Way("copy", "update", layers, layers, by_layer=True)
 
 
 def fastpersist(chunks: int, buffers: int = 2) -> Way:
     """Two buffers, one filled while the other is written; the next update waits until all is on disk."""
+    counts(chunks=chunks, buffers=buffers)
     return Way("write", "update", chunks, buffers)
 
 
 def tiered(hot: int) -> Way:
     """Snapshot-stall to a fast storage with room for `hot` saves, which move on to a cold one (InternEvo)."""
+    counts(hot=hot)
     return Way("copy", "forward", hot=hot)
 
 
@@ -107,6 +113,7 @@ def train(work: Work, state: State, way: Way, steps: int, every: int = 1, move_s
     Tasks: "F i", "B i.p", "U i.p" of step i (p: layers in order of backward), "copy s.j" and "write s.j" of
     chunk j of save s, "move s" to the cold storage.
     """
+    counts(steps=steps, every=every)
     if min(steps, every, way.chunks, way.buffers) < 1 or way.hot < 0:
         raise ValueError(f"{steps=}, {every=}, {way}: give 1 or more of each, and hot=0 for one storage")
     if way.until not in ("copy", "write") or way.by not in ("forward", "update"):
@@ -158,6 +165,7 @@ def stall_s(work: Work, state: State, way: Way) -> Number:
 
 def through_buffers_s(state: State, chunks: int, buffers: int) -> tuple[Number, Number]:
     """(when the last chunk is copied, when it is written), from the start of a save."""
+    counts(chunks=chunks, buffers=buffers)
     copy_s, write_s = divided(state.copy_s, chunks), divided(state.write_s, chunks)
     if buffers == 1:
         return chunks * copy_s + (chunks - 1) * write_s, state.copy_s + state.write_s
@@ -203,6 +211,7 @@ def writing(writers: int, nbytes: Number, storage: Storage) -> Run:
 
 def writing_s(writers: int, nbytes: Number, storage: Storage) -> Number:
     """The same in closed form: the fullest node is the last."""
+    amounts(nbytes=nbytes)
     _check_writers(writers, storage)
     together = ceil(writers / storage.nodes)
     rate = min(storage.rank_bytes_per_s, divided(storage.node_bytes_per_s, together))
@@ -211,6 +220,7 @@ def writing_s(writers: int, nbytes: Number, storage: Storage) -> Number:
 
 def best_writers(ranks: int, nbytes: Number, storage: Storage, measured_s: Sequence[Number] = ()) -> int:
     """Of 1 to `ranks` writers, the number that takes least time, modelled or measured (for 1, 2, ..)."""
+    counts(ranks=ranks)
     if ranks < 1 or (measured_s and len(measured_s) != ranks):
         given = f"{ranks} ranks, {len(measured_s)} measured times"
         raise ValueError(f"{given}; give 1 rank or more, and a time for each number of them or none")
@@ -219,5 +229,6 @@ def best_writers(ranks: int, nbytes: Number, storage: Storage, measured_s: Seque
 
 
 def _check_writers(writers: int, storage: Storage) -> None:
+    counts(writers=writers)
     if writers < 1 or storage.nodes < 1:
         raise ValueError(f"{writers} writers on {storage.nodes} nodes: give 1 or more of each")

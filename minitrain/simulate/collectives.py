@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 
+from minitrain.checks import amounts
 from minitrain.simulate.machines import Machine
 
 
@@ -156,6 +157,7 @@ ALGORITHMS: dict[str, dict[str, Callable]] = {
 
 def by_algorithm(op: str, payload_bytes: float, placement: Placement) -> dict[str, float]:
     """Seconds of every algorithm which this placement allows."""
+    amounts(payload_bytes=payload_bytes)
     if op not in ALGORITHMS:
         raise ValueError(f"no cost is known for {op!r}; choose from {', '.join(ALGORITHMS)}")
     if placement.n == 1:

@@ -22,6 +22,7 @@ from bisect import insort
 from collections.abc import Sequence
 from math import inf
 
+from minitrain.checks import counts
 from minitrain.simulate.eviction import Block, Evictor, neighbourhood, staleness
 
 
@@ -145,6 +146,7 @@ def cheapest_window(parts: Sequence[tuple[int, float]], bytes: int) -> tuple[int
 
     An infinite cost cannot be paid. One sweep: a window that is large enough loses what it can at its left,
     since costs are not negative."""
+    counts(1 << 50, bytes=bytes)
     best, least, left, size = None, inf, 0, 0
     for right, (more, cost) in enumerate(parts):
         if cost == inf:

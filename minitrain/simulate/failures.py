@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 from math import ceil, gamma, inf, log
 from typing import NamedTuple
 
+from minitrain.checks import counts, positive
+
 
 class Failure(NamedTuple):
     at_s: float
@@ -101,6 +103,8 @@ def simulate(
 
     Without a disk, what memory does not survive is lost from the start.
     """
+    positive(work_s=work_s, interval_s=interval_s)
+    counts(every=every)
     if work_s <= 0:
         raise ValueError(f"work_s={work_s}: give the seconds of training that the job needs, above 0")
     saves = _Saves(interval_s, memory, disk, every)

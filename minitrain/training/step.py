@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.checks import counts
 from minitrain.data.batches import MASKED
 from minitrain.training.optim import clip_grad_norm
 
@@ -179,6 +180,7 @@ def accumulate(
 
 def measure_peak_flops(dtype=torch.float32, device: torch.device | None = None, size: int = 1024) -> float:
     """FLOP/s of this rank's best [size, size] · [size, size], of a few tries: the 100% of an MFU."""
+    counts(size=size)
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     best_s = math.inf
     for _ in range(8):

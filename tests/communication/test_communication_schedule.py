@@ -235,9 +235,9 @@ def test_the_chunk_matrix_is_drawn():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (lambda: ring_all_reduce(0), "n=0 ranks; an algorithm needs at least 1"),
-        (lambda: doubling_all_reduce(0), "n=0 ranks"),
-        (lambda: binomial_reduce(-1), "n=-1 ranks"),
+        (lambda: ring_all_reduce(0), "n=0: use a whole number from 1"),
+        (lambda: doubling_all_reduce(0), "n=0: use"),
+        (lambda: binomial_reduce(-1), "n=-1: use"),
         (lambda: halving_reduce_scatter(6), "n=6 is not a power of two; use 4 or 8 ranks, or the all-reduce"),
         (
             lambda: then(ring_all_reduce(2), ring_all_reduce(3)),

@@ -108,13 +108,13 @@ def test_a_group_of_one_costs_nothing():
             lambda: time_s("star", 4, 1, INFINIBAND),
             "unknown algorithm 'star'; choose one of ring, double tree",
         ),
-        (lambda: time_s("ring", 0, 1, INFINIBAND), "n=0 ranks"),
-        (lambda: time_s("ring", 4, -1, INFINIBAND), "size_bytes=-1 is negative"),
+        (lambda: time_s("ring", 0, 1, INFINIBAND), "n=0: use"),
+        (lambda: time_s("ring", 4, -1, INFINIBAND), "size_bytes=-1: use a finite number, 0 or more"),
         (
             lambda: time_s("recursive doubling", 6, 1, INFINIBAND),
             "powers of two only, not n=6; choose ring or double tree",
         ),
-        (lambda: crossover_bytes(0, INFINIBAND), "n=0 ranks"),
+        (lambda: crossover_bytes(0, INFINIBAND), "n=0: use"),
     ],
 )
 def test_bad_input_is_one_line(wrong, message):

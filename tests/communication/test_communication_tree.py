@@ -85,7 +85,7 @@ def test_the_time_of_the_schedule_is_the_closed_form_less_at_most_one_piece():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (lambda: binary_tree(0), "n=0 ranks; an algorithm needs at least 1"),
+        (lambda: binary_tree(0), "n=0: use a whole number from 1"),
         (lambda: tree_reduce(binary_tree(3), pieces=0), "pieces=0; a tensor is at least one piece"),
     ],
 )

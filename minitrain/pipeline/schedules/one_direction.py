@@ -15,6 +15,7 @@ Huang et al. 2019 (GPipe), arXiv:1811.06965, section 2; Narayanan et al. 2021, a
 reversed.
 """
 
+from minitrain.checks import MOST
 from minitrain.pipeline.schedule import Action, B, F, Schedule
 
 
@@ -76,8 +77,8 @@ def depth_first(what: str, p: int, m: int, v: int) -> list[tuple[int, int]]:
 
 def check_sizes(what: str, **sizes: int) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            rule = "use a whole number, 1 or more (p ranks, m microbatches, v stages per rank)"
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
+            rule = f"use a whole number, 1 or more, to {MOST:,} (p ranks, m microbatches, v stages per rank)"
             raise ValueError(f"{what}: {name}={size!r}; {rule}")
 
 

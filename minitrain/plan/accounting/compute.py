@@ -21,6 +21,7 @@ DAY_S = 86_400
 
 def forward_flops_per_token(config: GPTConfig, length: int, *, causal: str = "triangle") -> int:
     """2·N + 2·L·H·K·(T+1), with all keys 2·N + 4·L·H·K·T. With MLA the scores are R wider than the values."""
+    counts(length=length)
     if causal not in ("triangle", "square"):
         raise ValueError(f"causal = {causal!r}; use 'triangle' (masked scores left out) or 'square' (all)")
     widths = 2 * config.head_dim + bool(config.kv_latent) * config.rope_head_dim  # of scores and of values
@@ -66,4 +67,5 @@ def mfu(tokens_per_s: float, flops_per_token: float, devices: int, peak_flops_pe
 
 def hfu(model_utilisation: float, recomputed_forward: float) -> float:
     """Hardware FLOPs utilisation, MFU (1 + r/3): the share r of the forward, a third of a step, ran twice."""
+    amounts(model_utilisation=model_utilisation, recomputed_forward=recomputed_forward)
     return model_utilisation * (1 + recomputed_forward / 3)
