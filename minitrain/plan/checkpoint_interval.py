@@ -23,7 +23,7 @@ from math import ceil, expm1, floor, inf, log1p, sqrt
 from statistics import median
 from typing import NamedTuple
 
-from minitrain.checks import counts, positive
+from minitrain.checks import counts, finite
 from minitrain.simulate.failures import Level
 from minitrain.simulate.links import Number, divided
 
@@ -65,7 +65,7 @@ def expected_s(interval_s: float, save_s: float, mtbf_s: float, restart_s: float
 
 def waste(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
     """The expected share of time that is not useful."""
-    positive(interval_s=interval_s)
+    finite(interval_s=interval_s)
     return 1 - interval_s / expected_s(interval_s, save_s, mtbf_s, restart_s)
 
 
