@@ -14,6 +14,7 @@ from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.sharding import numbers, shard
+from minitrain.tensor_parallel.vocabulary import owned
 
 
 def call(number: int = 0, **more) -> Call:
@@ -215,3 +216,18 @@ def test_a_missing_gradient_is_zeros_of_the_gradient_s_dtype():
     param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     param.grad_dtype = torch.float32
     assert grad_of(param).dtype == torch.float32
+
+
+def ids_outside():
+    found = []
+    for ids in ([[2, -3]], [[2, 9]]):
+        with pytest.raises(ValueError) as caught:
+            owned(torch.tensor(ids), 8, 8, collectives.world(), "token %s; the vocabulary is %s")
+        found.append(str(caught.value))
+    return found
+
+
+def test_an_id_on_either_side_of_the_vocabulary_is_told():
+    assert launch.run(ids_outside, ranks=1)[0] == [
+        f"token {wrong}; the vocabulary is 8 (0..7)" for wrong in (-3, 9)
+    ]

@@ -215,7 +215,8 @@ def full_is_cheaper(sizes: list[float]) -> bool:
 
 def touched_share(rows: int, lookups: int, exponent: float) -> float:
     """The expected share of rows that so many lookups touch, row i with a probability like i^-exponent."""
-    counts(rows=rows, lookups=lookups)
+    counts(rows=rows)
+    whole(lookups=lookups)
     amounts(exponent=exponent)
     chance = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
     return float(-np.expm1(lookups * np.log1p(-chance / chance.sum())).mean())
@@ -228,7 +229,8 @@ def savings(
     saves, `lookups` from one to the next; by `full_is_cheaper`, all in `bits`."""
     if bits is not None:
         whole(1, 32, bits=bits)
-    counts(rows=rows, width=width, lookups=lookups, saves=saves)
+    counts(rows=rows, width=width, saves=saves)
+    whole(lookups=lookups)
     amounts(exponent=exponent)
     row = 4 * width if bits is None else width * bits / 8 + 8
     written, stored, since = 0.0, 0.0, []

@@ -3,13 +3,13 @@ size.
 """
 
 from dataclasses import replace
-from math import ceil, log2, sqrt
+from math import ceil, inf, log2, sqrt
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitrain.simulate.collectives import ALGORITHMS, by_algorithm, place, seconds
+from minitrain.simulate.collectives import ALGORITHMS, Placement, by_algorithm, place, seconds
 from minitrain.simulate.events import Issue, Wait
 from minitrain.simulate.machines import GB, Device, Link, Machine, machine
 from minitrain.simulate.replay import replay
@@ -226,3 +226,14 @@ def test_errors_say_what_is_allowed():
         ValueError, match="all_gather cannot run as 'tree' .* choose from auto, ring, halving"
     ):
         seconds("all_gather", 1, place([0, 1], TWO), "tree")
+
+
+def test_uneven_nodes_and_one_rank_a_node():
+    """What is true of full and equal nodes only: the rate of a pipeline, who may halve, and what leaves a node."""
+    single = Placement(2, 2, 1, 1, 0.0, 0.0, rate_in=1.0, rate_out=5.0, rate_card=5.0)
+    assert single.rate == 5.0  # no link inside a node is passed
+    uneven = Placement(3, 2, 1, 2, 1.0, 10.0, rate_in=inf, rate_out=inf, rate_card=inf)
+    assert "halving" not in by_algorithm("all_gather", 1.0, uneven)
+    assert (
+        seconds("all_to_all", 0.0, uneven, "pairwise") == 1.0 + 2 * 10.0
+    )  # the one alone in its node sends both away
