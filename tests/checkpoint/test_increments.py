@@ -58,8 +58,9 @@ def trained(folder, bits, layout, other):
         what, since = ("full", None) if step == 1 else ("increment", 1)
         increments.agree(run.token_group)
         pieces, plain = increments.pieces(run.pieces(), since)
-        with Saver(stores[what], way="sync") as saver:
+        with Saver(stores[what], way="snapshot") as saver:
             saver.save(step, pieces, plain | run.plain_state(), {"since": since})
+            assert [wait.why for wait in saver.waits] == ["copy"], "the stall is the snapshot"
         sizes[what] = size_of([p for p in pieces if p.name.startswith("rows/")])
         sent[what] = sorted(p.name.split("/")[-1] for p in pieces if p.name.startswith("rows/"))
     wanted = run.state_dict()

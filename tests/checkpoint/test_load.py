@@ -142,8 +142,9 @@ def test_a_rank_reads_its_own_bytes_or_the_blocks_around_them(loaded):
 
 def test_one_reads_and_the_others_are_told(loaded, saved_by):
     """In the same layout the ranks together read each byte of the checkpoint once, instead of as often as it is
-    held: by dp less."""
+    held: by dp less. And every rank has what was saved."""
     for to, layout in enumerate(LAYOUTS):
+        assert not any(found[to, to, True][0] for found in loaded)
         all_read, told = (sum(found[to, to, broadcast][1] for found in loaded) for broadcast in (False, True))
         files = saved_by[to][0]
         saved = saved_in(files)

@@ -8,6 +8,7 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.checkpoint import format as file_format
+from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store
 from minitrain.checkpoint.ways import WAYS, best_writers, stream_s
@@ -126,9 +127,27 @@ def test_snapshot_stall_ckpt(tmp_path, name):
 
 
 def test_megascale_ckpt(tmp_path):
-    """Two stages: training waits for the first alone. (Its readers: tests/checkpoint/test_load.py.)"""
+    """Two stages: training waits for the first alone. In recovery one of dp ranks reads and tells the others."""
     test_snapshot_stall_ckpt(tmp_path, "snapshot")
     assert "MegaScale" in WAYS["snapshot"].paper
+    everyone, one = zip(*launch.run(read_on_ranks, str(tmp_path), ranks=2))
+    assert sum(everyone) == 2 * sum(one) == 2 * SHARE
+
+
+def read_on_ranks(folder):
+    """Bytes this rank reads of the checkpoint, alone and with one reader for both."""
+    found = []
+    for broadcast in (False, True):
+        _, files = Store(folder).open(1)
+        saved, wanted = Saved(files, broadcast), pieces()
+        for piece in wanted:
+            piece.values.zero_()
+            saved.fill(piece)
+        assert all(torch.equal(piece.values, of.values) for piece, of in zip(wanted, pieces()))
+        found.append(saved.read_bytes)
+        for file in files:
+            file.close()
+    return found
 
 
 def deepfreeze_on_ranks(folder):

@@ -214,7 +214,8 @@ def test_the_factor_doubles_within_a_thousand_steps_and_halves_at_once():
 
 def test_fp8_lm():
     """2 + 1 + 1 + 2 = 6 bytes per parameter against 16, and 4 for each scale of a tensor; bytes of the gradients'
-    all-reduce exactly half of bfloat16's, and 8 of each tensor."""
+    all-reduce exactly half of bfloat16's, and 8 of each tensor. The factor keeps sums from overflowing."""
+    test_sums_of_equal_gradients_overflow_until_the_factor_is_small_enough_and_then_never()
 
     def rank():
         found = {}

@@ -80,7 +80,8 @@ def test_flops_are_those_of_the_rows_and_of_what_was_padded():
 
 @pytest.mark.parametrize("block", [1, 3, 16])
 def test_megablocks(block):
-    """No row is dropped, each expert has less than a block of zeros whatever the load, and that bound is reached."""
+    """No row is dropped, each expert has less than a block of zeros whatever the load, and that bound is reached;
+    the grouped product gives as many rows, each that of the dense loop."""
     for sizes in (*SIZES.values(), [1] * E, [block] * E, [100, 0, 0, 0, 1]):
         room = experts.whole_blocks(sizes, block)
         assert all(size % block == 0 for size in room)
@@ -89,7 +90,11 @@ def test_megablocks(block):
         assert padding == E * (block - 1) or sizes != [1] * E
         rows, up, down, _ = drawn(sum(sizes), False)
         y = experts.blocked(rows, torch.tensor(sizes), up, down, block=block)
-        close([y], [by_row(rows, sizes, up, down, F.gelu, None)])
+        grouped, wanted = (
+            experts.grouped(rows, torch.tensor(sizes), up, down),
+            by_row(rows, sizes, up, down, F.gelu, None),
+        )
+        close([y, grouped], [wanted, wanted])
     with pytest.raises(ValueError, match="block = 0; a block has 1 row or more"):
         experts.whole_blocks([1], 0)
 

@@ -235,7 +235,8 @@ def test_an_expert_has_the_same_weights_on_any_number_of_ranks():
 
 
 def test_moe_concept():
-    """Parameters grow with E, arithmetic with k; the loop over tokens above is the same layer."""
+    """Parameters grow with E, arithmetic with k, Mixtral's are those published; dispatched, a token is what the dense
+    loop over tokens above makes of it."""
     few, many = config(num_experts=4, router="balanced"), config(num_experts=8, router="balanced")
     tokens, flops = torch.zeros(1, 16, dtype=torch.int64), []
     for c in (few, many):
@@ -246,6 +247,10 @@ def test_moe_concept():
     expert = 3 * SHAPE["d_model"] * SHAPE["d_ff"]
     assert parameters(many) - parameters(few) == 2 * 4 * (expert + SHAPE["d_model"])
     assert active_parameters(many) - active_parameters(few) == 2 * 4 * SHAPE["d_model"], "of routers"
+    published = presets["mixtral-8x7b"]
+    assert (parameters(published), active_parameters(published)) == (46_702_792_704, 12_879_925_248)
+    mixture, x = layer(config()), drawn()
+    assert torch.allclose(mixture(x, torch.arange(8)), by_hand(mixture, x, mixtral), atol=1e-12, rtol=0)
 
 
 def test_switch_transformer():

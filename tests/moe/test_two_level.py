@@ -31,6 +31,7 @@ CASES = {
     "all on one expert": lambda s, part: router.switch(s + 50.0 * F.one_hot(torch.tensor(5), E).to(s.dtype)),
     "two nodes of four": limited(2),
     "one node of four": limited(1),
+    "all 8 experts": lambda s, part: router.top_k(s, 8),
     "dropped": lambda s, part: router.top_k(s, 2).within(3),
 }
 
@@ -85,9 +86,11 @@ def test_equals_flat_dispatch(ranks, case):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", GRIDS)
 def test_cross_node_a2a(ranks, case):
-    """What crosses is a copy per (token, other node), and one row back, from the routing table itself."""
+    """What crosses is a copy per (token, other node), and one row back, from the routing table itself: at most 4 of a
+    token that visits 8 experts. The result is that of the flat all-to-all."""
     for nodes, size in GRIDS[ranks]:
         outcomes = [rank[nodes, size, case] for rank in launched(ranks)]
+        assert max(differs for differs, *_ in outcomes) < 1e-12
         k, table = (
             outcomes[0][1].shape[1],
             torch.zeros(ranks, nodes, dtype=torch.long),
@@ -107,6 +110,8 @@ def test_cross_node_a2a(ranks, case):
             assert table.sum(1).tolist() == [
                 {"two": 2, "one": 1}[case.split()[0]] * N // 2 // (3 if r else 1) for r in range(4)
             ]
+        if case == "all 8 experts":
+            assert k == 8 and int(table.sum()) == N * nodes, "8 rows of a token in the flat one"
 
 
 @pytest.mark.parametrize("wrong", ["sums come home in another order"])

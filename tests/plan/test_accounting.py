@@ -311,7 +311,9 @@ def test_deepspeed_moe():
         kinds = (beside, standard, residual)
         found = tuple(round(parameters(GPTConfig(**shape, experts=kind)) / 1e9, 1) for kind in kinds)
         assert found == wanted
-        assert GPTConfig(**shape, experts=residual).experts.blocks(24) == list(range(2, 25, 2))
+        model = GPT(GPTConfig(**shape, experts=residual), device="meta")
+        assert sum(param.numel() for param in model.parameters()) == parameters(model.config)
+        assert model.config.experts.blocks(24) == list(range(2, 25, 2))
 
 
 @pytest.mark.parametrize("name", ["tiny-moe", "shared", "every other"])

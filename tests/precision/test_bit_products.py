@@ -232,6 +232,11 @@ def test_what_ranks_agree_on():
     assert found["bitnet", "M"] == found["bitnet_b158", "M"] == ["|"]
 
 
+def same_on_ranks(name):
+    (alone,), cut = launch.run(train, name, ranks=1), launch.run(lambda: train(name, tp=2), ranks=2)
+    assert max(apart(alone, one) for one in cut) < TOLERANCE
+
+
 # ---- real text -------------------------------------------------------------------------------------------
 
 
@@ -266,7 +271,9 @@ def learned() -> dict[str, list]:
 
 
 def test_bitnet(learned):
-    """Weights of two values, b and -b, an eighth of a byte each; on real text the loss falls."""
+    """Weights of two values, b and -b, an eighth of a byte each; on real text the loss falls. Cut over ranks of tp
+    the steps are those of one process."""
+    same_on_ranks("bitnet")
     for weight in (normal(24, 40) * 0.02, normal(24, 40) + 0.5):
         few, size = bitnet.PRODUCTS["bitnet"].weights(weight, Scales())
         assert (few * size).unique().tolist() == [-weight.abs().mean(), weight.abs().mean()]
@@ -276,7 +283,9 @@ def test_bitnet(learned):
 
 
 def test_bitnet_b158(learned):
-    """Three values, 1.585 bits; add, subtract or skip is the product; the loss is below that of one bit."""
+    """Three values, 1.585 bits; add, subtract or skip is the product; the loss is below that of one bit. Cut over
+    ranks of tp the steps are those of one process."""
+    same_on_ranks("bitnet_b158")
     weight = normal(33, 95, dtype=torch.float32)
     few, size = bitnet.PRODUCTS["bitnet_b158"].weights(weight, Scales())
     size = weight.abs().mean()

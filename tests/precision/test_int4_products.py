@@ -105,13 +105,17 @@ def test_rounding_by_chance_is_unbiased_and_never_exceeds_119():
 
 
 def test_int4_xi():
-    """dx and dW over 10^4 draws of what is kept: the mean is the product of dy itself, within 3 sigma (of all
+    """H is its own inverse, 16 hi + lo is INT8's code. dx and dW over 10^4 draws of what is kept: the mean is the
+    product of dy itself, within 3 sigma (of all
     numbers at once; one of a thousand may be 4 away). Half of the rows are kept; without 1/p it fails."""
     dy = normal(24, 8) * torch.logspace(0, -3, 24)[:, None]
     x, weight = normal(24, 16, seed=1), normal(8, 16, seed=2)
     kept, exact = INT4.enter(x, ALONE), torch.float64
     grad = INT4.enter_grad(dy, ALONE)
     parts, g = int4.halves(grad.codes), grad.codes.double()
+    h = int4.hadamard(torch.eye(64, dtype=torch.float64))
+    assert (h @ h.mT - torch.eye(64)).abs().max() < 1e-15
+    assert torch.equal(16 * parts[0].int() + parts[1].int(), grad.codes.int()) and parts[0].any()
     sizes = int4.lengths(parts, ALONE, "N")
     sizes_w = sizes * int4.lengths(kept.elements()[None], ALONE, "K")
     w = INT4.spread(weight, ALONE, "NK").elements().to(exact)

@@ -55,10 +55,14 @@ def test_jit_q():
     def rank():
         wrong = []
         for strategy in [s for s in LAYOUTS if s.ranks == collectives.world().size()]:
-            found = []
+            found, held = [], []
             for precision in ("bfloat16", "bfloat16_jit"):
                 run = start(strategy, precision, small(num_layers=4 if strategy.pp == 4 else 2))
                 results = [run.step(batch_of(run, number), 0.3) for number in range(2)]
+                states = [
+                    x for s in run.sync.optimizer.state.values() for x in s.values() if torch.is_tensor(x)
+                ]
+                held.append(sum(x.nbytes for x in [*run.model.parameters(), *states] if x.dim()))
                 state = run.state_dict()
                 masters = {name: states.get("master") for name, states in state["optimizer"].items()}
                 numbers = [(float(result.loss), float(result.norm)) for result in results]
@@ -67,6 +71,8 @@ def test_jit_q():
             stored, jit = found
             if stored[:2] != jit[:2] or not equal(stored[2], jit[3]):
                 wrong.append(str(strategy))
+            if not strategy.zero and held[0] - held[1] != 2 * sum(p.numel() for p in run.model.parameters()):
+                wrong.append(f"{strategy} holds {held}")
         return wrong
 
     for ranks in (1, 2, 4):

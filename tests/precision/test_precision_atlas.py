@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from minitrain import launch
+from minitrain import collectives, launch
 from minitrain.data.batches import Text
 from minitrain.model.config import GPTConfig
+from minitrain.model.gpt import cross_entropy_sum
 from minitrain.parallelize import parallelize
 from minitrain.precision import formats
 from minitrain.precision.accumulate import sum_in, tensor_core_matmul
@@ -114,7 +115,8 @@ def test_mixed_precision_fp16(losses):
 
 
 def test_loss_scaling():
-    """Numbers below half of 2^-24 are flushed without a factor, none with; scaled and back they differ by eps."""
+    """Numbers below half of 2^-24 are flushed without a factor, none with; scaled and back they differ by eps. A
+    step whose gradient overflows on one rank is skipped by both, and the factor halves."""
     draw = torch.Generator().manual_seed(0)
     grads = 2.0 ** (torch.rand(10_000, generator=draw) * 20 - 40)  # 2^-40 to 2^-20
     flushed = (grads.half() == 0).double().mean().item()
@@ -123,6 +125,22 @@ def test_loss_scaling():
     assert (scaled != 0).all()
     back = scaled.float() / 2.0**26
     assert ((back - grads).abs() <= grads * 2.0**-11).all()
+
+    def rank():
+        large = 1e6 if collectives.world().rank() == 1 else 1.0
+        config = GPTConfig(vocab_size=256, d_model=32, num_layers=1, num_heads=2, max_positions=8)
+        run = parallelize(
+            config,
+            Strategy(dp=2, precision="float16"),
+            partial(AdamW, lr=3e-3),
+            seed=1,
+            loss_fn=lambda logits, targets: cross_entropy_sum(logits, targets) * large,
+        )
+        before, factor = [param.detach().clone() for param in run.model.parameters()], run.scale.factor
+        updated = run.step(run.batch(Text.found().rows(4, 8), 0), 1.0).updated
+        return updated, all(map(torch.equal, before, run.model.parameters())), run.scale.factor / factor
+
+    assert launch.run(rank, ranks=2) == [(False, True, 0.5)] * 2
 
 
 def test_bf16(losses):
