@@ -1,10 +1,10 @@
 """No checkpoint until something fails: then the ranks that are well save what they have, and leave.
 
-    jit = JustInTime(folder, group)                                           one 16-byte gather, then nothing
+    jit = JustInTime(folder, group)                                           its place, a hash, to all; then
     with jit.guard():                                                         an error, of a collective say:
         for step in ..:                                                       save, and the error goes on
             run.step(run.batch(rows, step))
-            jit.boundary(step + 1, run.pieces(), run.plain_state(), manifest) views; nothing is copied or sent
+            jit.boundary(step + 1, run.pieces(), run.plain_state(), manifest) nothing is sent or copied: views
     launch.run(train, grace_s=60)                                             gives the others time for it
     manifest, files = survivors(folder)                                       in the next start: any layout
 

@@ -11,9 +11,9 @@ what LSQ learns, measured. p grows with what a row adds to the product (its leve
 times |a| for dW. E[dx] and E[dW] are the products of dy itself. Most rows are small: their hi is zero.
 
 Chance is a hash of the scale of dy (agreed, new in every step) and of the place in dy: no state, the same on
-all ranks and in recomputation. Kept for backward: 1/2 byte per number. Sent with tp: per tensor that is cut 4
-bytes, for x and W 72 more, to agree on a step; 16 or 8 a row for its |hi| and |lo| or |a|; gathers of INT4
-and, of dy, INT8. Scales are of the tokens of a rank and microbatch; other cuts of K than at 32, other blocks.
+all ranks and in recomputation. Kept for backward: 1/2 byte per number. All-reduced over tp: 4 bytes for each
+tensor that is cut, for x and W 72 more, to agree on a step; 8 a row for its |hi| and |lo|, 4 for its |a|.
+Gathered: INT4 and, of dy, INT8. Scales are of a rank's tokens and microbatch; other cuts of K, other blocks.
 Xi et al. 2023, arXiv:2306.11987, sections 3 and 4; Esser et al. 2020 (LSQ), arXiv:1902.08153. Differs: steps
 measured, gradients pass where a number is clipped, 1/p in float32 before the sum, emulated: no product is
 smaller for what is left out.

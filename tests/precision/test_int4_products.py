@@ -6,14 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minitrain import launch
+from minitrain import collectives, launch
 from minitrain.data.batches import Rows, random_tokens
+from minitrain.ledger import Ledger
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.parallelize import parallelize
 from minitrain.precision import int4
 from minitrain.precision.all_products import PRODUCTS
 from minitrain.precision.blocks import dequantize, quantize
 from minitrain.precision.products import Scales
+from minitrain.simulate.events import Issue
 from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
 from tests.parallel import small
@@ -225,6 +227,31 @@ def trained(config=WIDE, **strategy):
 def apart(a, b):
     gaps = [(a[1][name] - b[1][name]).abs().max().item() for name in a[1]]
     return max(gaps + [abs(x - y) for x, y in zip(a[0], b[0])])
+
+
+def agreed(tokens: int) -> dict:
+    """Bytes of each all-reduce of a layer whose matrix is cut along N or K: forward and backward of its products."""
+    group, found = collectives.world(), {}
+    for cut in "NK":
+        scales, x, weight, dy = Scales(0, group, cut), normal(tokens, 64), normal(32, 64), normal(tokens, 32)
+        with Ledger() as forward:
+            kept = INT4.enter(x, scales)
+            INT4.forward(kept, weight, scales)
+        with Ledger() as backward:
+            grad = INT4.enter_grad(dy, scales)
+            INT4.backward(grad, kept, weight, (True, True), scales)
+        found[cut] = [
+            [event.payload_bytes for event in ledger.events if isinstance(event, Issue)]
+            for ledger in (forward, backward)
+        ]
+    return found
+
+
+def test_what_ranks_agree_on_in_bytes():
+    """4 for each tensor that is cut, 72 more for the step of x or W; of a row 8 for hi and lo where N is cut, 4 for a
+    where K is. W is quantised once more in backward."""
+    for found in launch.run(agreed, 6, ranks=2):
+        assert found == {"N": [[4, 72], [4, 8 * 6, 4, 72]], "K": [[4, 72, 4, 72], [4, 72, 4 * 6]]}
 
 
 def test_ranks_that_share_tokens_or_matrices_draw_alike():
