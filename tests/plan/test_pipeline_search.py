@@ -258,12 +258,35 @@ def test_warm_up_and_cool_down_are_the_best_of_all(place, m, split, costs):
         assert all(held <= limit for held, limit in zip(peaks(found), limits or holds))
 
 
+@pytest.mark.parametrize(
+    "place, m, F, B, stage",
+    [
+        ([0, 1, 2, 1], 2, 2, 2, {0: 2, 1: 4, 2: 3, 3: 3}),
+        ([0, 1, 2, 0], 2, 1, 1, {0: 2, 1: 1, 2: 2, 3: 3}),
+        ([0, 1, 0], 3, 1, 1, {0: 3, 1: 4, 2: 4}),
+        ([0, 1, 0], 3, 1, 1, {0: 3, 1: 1, 2: 1}),
+    ],
+)
+def test_unequal_stages_are_completed_as_fast_as_any_list_could(place, m, F, B, stage):
+    """Where it matters which partial orders stay (the first two) and where the window is cut (the others)."""
+    costs = Costs(F=F, B=B, stage=stage)
+    pattern = repetend(place, costs)
+    limits = [max(held, place.count(rank)) for rank, held in enumerate(peaks(unroll(pattern, m)))]
+    found = simulate(completed(pattern, m, limits), costs).makespan
+    assert found == shortest(place, m, costs, limits).time <= simulate(unroll(pattern, m), costs).makespan
+
+
 def test_completing_a_pattern_costs_the_same_for_any_number_of_microbatches():
-    """A V of whole backwards: a forward and a backward less than by the pattern's times, and one period each more."""
+    """A V of whole backwards: a forward and a backward less than by the pattern's times, and one period each more.
+    Nor is there more to look at."""
     pattern = repetend([0, 1, 1, 0], WHOLE)
     ends = {m: simulate(completed(pattern, m), WHOLE).makespan for m in (3, 4, 8, 20)}
     assert ends == {m: 6 * m + 4 for m in ends}
     assert all(simulate(unroll(pattern, m), WHOLE).makespan == 6 * m + 7 for m in ends)
+    for m in (4, 20):
+        completed(pattern, m, most=60)
+        with pytest.raises(ValueError, match="more than 10 partial orders"):
+            completed(pattern, m, most=10)
 
 
 def test_patterns_keep_to_the_limit():
