@@ -259,7 +259,8 @@ class Saver:
         failed = [rank for rank, (state, *_) in enumerate(ranks) if state == FAILED]
         if not failed:
             return ""
-        text = torch.tensor([list(save.error.encode()[:TEXT_BYTES].ljust(TEXT_BYTES))], device=self.device)
+        text = list(save.error.encode()[:TEXT_BYTES].ljust(TEXT_BYTES))
+        text = torch.tensor([text], dtype=torch.uint8, device=self.device)
         text = collectives.all_gather(text, self.group, name="checkpoint error")[failed[0]]
         error = bytes(text.tolist()).decode(errors="replace").strip()
         others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""

@@ -6,7 +6,7 @@
 
 A crash at any point of a move leaves the checkpoint in hot, in cold or in both, complete in at least one; the
 next move goes on from there. Moves run on a thread of their own; an error of one is told at the next `begin`
-or `settle`: what could not move stays in hot, and is tried again after the next commit. Memory: 1 MiB.
+or `settle`: what could not move stays in hot, and is tried again after the next commit. Memory: 4 MiB.
 Cai et al. 2024 (InternLM2, InternEvo), arXiv:2403.17297: saved to a hot storage, moved to a remote one later.
 """
 

@@ -1,6 +1,7 @@
 """A hot and a cold folder: who is where, restored from either, and nothing lost wherever a move stops."""
 
 import os
+import tracemalloc
 
 import pytest
 import torch
@@ -84,6 +85,20 @@ def check(tiers, step):
     for file in files:
         file.close()
     assert manifest["of"] == step and manifest["step"] == step
+
+
+def test_a_move_takes_4_mib_whatever_moves(tmp_path):
+    """Bytes that Python and numpy have allocated at most, of a checkpoint of 12 MiB."""
+    hot, cold = Store(tmp_path / "hot"), Store(tmp_path / "cold")
+    path = hot.begin(1) / "rank-00000.safetensors"
+    hot.commit(1, [write_file(Disk(), path, some_pieces(12 << 17), {})], {})
+    copy_step(1, hot, cold)  # what is imported, once
+    hot.unlock(), cold.unlock()
+    tracemalloc.start()
+    copy_step(1, hot, Store(tmp_path / "colder"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 4 << 20 <= peak < 5 << 20
 
 
 def tiers_on_ranks(folder):

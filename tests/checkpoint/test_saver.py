@@ -12,6 +12,7 @@ from minitrain.checkpoint.store import Store
 from minitrain.checkpoint.ways import WAYS, Way
 from minitrain.ledger import Ledger
 from minitrain.pieces import Piece
+from minitrain.simulate.events import Issue
 from tests.checkpoint.saver_runs import HeldDisk, Hold, copies, differing, run_of, some_pieces, train
 from tests.parallel import check_refusals
 
@@ -216,9 +217,12 @@ def breaks(folder, call, rank):
     said = "nothing"
     disk.broken = call if me == rank else ""
     try:
-        steps(2)
+        with Ledger() as ledger:
+            steps(2)
     except NotSaved as error:
         said = str(error)
+    texts = [e.payload_bytes for e in ledger.events if isinstance(e, Issue) and e.payload_bytes > 2 * 32]
+    assert texts == [2 * 400], "of each rank, once"
     between = saver.store.steps()
     disk.broken = ""
     steps(3)

@@ -91,6 +91,15 @@ def test_a_tensor_that_was_taken_is_the_buffer_and_others_are_copied(tmp_path):
         assert torch.equal(store.take("x"), torch.ones(1000))
 
 
+def test_what_was_taken_may_be_read_when_the_store_is_closed(tmp_path):
+    store = FileStore(tmp_path, **SMALL)
+    store.give("x", numbers())
+    taken = store.take("x")
+    store.close()
+    gc.collect()
+    assert torch.equal(taken, numbers())
+
+
 def test_reading_ahead_happens_beside_the_caller_and_is_not_repeated(tmp_path, monkeypatch):
     with FileStore(tmp_path, **SMALL) as store:
         store.give("x", numbers())

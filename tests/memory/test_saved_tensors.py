@@ -1,5 +1,7 @@
 """The instrument that lists what autograd keeps, on graphs whose answer is known by hand."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -33,6 +35,15 @@ def test_each_block_once_under_the_module_that_kept_it():
     y.sum().backward()
     assert torch.allclose(module.left.bias.grad, module.right(x).sum(0))
     assert "all" in saved.table(unit=24) and "9.000" in saved.table(unit=24)
+
+
+def test_what_is_watched_lives_no_longer():
+    module, x = Twice(), torch.randn(3, 8)
+    with SavedTensors(module) as saved:
+        y = module(x)
+        memory = weakref.ref(x.untyped_storage())
+        del x, y
+    assert memory() is None and saved.bytes == 216
 
 
 def test_nothing_is_kept_without_gradients_and_nothing_stays_watched():

@@ -97,6 +97,16 @@ def test_mcap():
     assert worst_error(one_number_a_layer) > 0.05
 
 
+def test_of_several_models_the_one_with_the_smallest_numbers():
+    """Of two layers in one cut only sums are known: base + fixed + 2 · kept. Any change that leaves the sums makes
+    the squares larger."""
+    (base, fixed, kept, _) = fit({(range(1), range(1, 2)): [12, 6]}, [2, 1])
+    assert base[0] + fixed[0] + 2 * kept[0] == pytest.approx(12) and base[1] + fixed[1] + kept[
+        1
+    ] == pytest.approx(6)
+    assert (base, fixed, kept) == (pytest.approx((2, 2)), pytest.approx((2, 2)), pytest.approx((4, 2)))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_smallest_peak_equals_brute_force(seed):
     draw = random.Random(seed)
