@@ -57,6 +57,7 @@ efficient_backward = aten._scaled_dot_product_efficient_attention_backward
 cudnn = aten._scaled_dot_product_cudnn_attention
 cudnn_backward = aten._scaled_dot_product_cudnn_attention_backward
 scaled_mm = torch._scaled_mm  # FP8 codes and scales
+scaled_product = aten._scaled_mm  # the operator that it runs
 fused_adamw_ = torch._fused_adamw_  # the whole update of AdamW in one kernel, in place
 grouped_product = aten._grouped_mm  # what torch.nn.functional.grouped_mm runs
 

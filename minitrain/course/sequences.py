@@ -104,11 +104,13 @@ def leaves_node(events: Sequence, rank: int, devices: int) -> int:
 
 
 def longer(events: Sequence, times) -> list:
-    """The events of a sequence so many times as long: products grow with its square, all else with it."""
+    """The events of a sequence so many times as long: products grow with its square, all else with it.
+    Without shapes: a product may have the sequence in any two places of its own."""
 
     def grown(event):
         if isinstance(event, Compute):
-            return replace(event, flops=event.flops * times**2, bytes=event.bytes * times)
+            sizes = dict(bytes=event.bytes * times, written=event.written * times, shape=())
+            return replace(event, flops=event.flops * times**2, **sizes)
         if not hasattr(event, "op"):
             return event
         sizes = {"payload_bytes": event.payload_bytes * times, "sent_bytes": event.sent_bytes * times}
@@ -120,5 +122,6 @@ def longer(events: Sequence, times) -> list:
 def apart(events: Sequence, others: Sequence) -> tuple[float, bool]:
     """The largest relative difference of a product's FLOPs, and whether all else is the same."""
     flops = [[e.flops for e in some if isinstance(e, Compute) and e.flops] for some in (events, others)]
-    rest = [[replace(e, flops=0) if isinstance(e, Compute) else e for e in some] for some in (events, others)]
+    bare = lambda e: replace(e, flops=0, shape=()) if isinstance(e, Compute) else e
+    rest = [[bare(event) for event in some] for some in (events, others)]
     return max(abs(one / other - 1) for one, other in zip(*flops)), rest[0] == rest[1]

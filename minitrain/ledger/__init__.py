@@ -3,6 +3,7 @@
 First  ledger              Ledger: open it around what is to be counted
 then   watch               sees every operator
        operators           what one operator costs
+       contractions        and those of products and attention: FLOPs and shape
        cost                one number for it, to compare operators
        memory_meter        every block of memory from birth to death
 

@@ -59,5 +59,7 @@ class Watch(DispatchMode):
         flops = operator.flops(*args, **kwargs, out_val=result) if operator.flops else 0
         if flops or written:
             dtype = next((FLOATS[tensor.dtype] for tensor in outputs if tensor.dtype in FLOATS), "")
-            event = self._event(operator.name, flops, sum(read) + written, self._ledger._phase, dtype)
+            shape = operator.shape(*args, **kwargs) if operator.shape else ()
+            moved = sum(read) + written
+            event = self._event(operator.name, flops, moved, self._ledger._phase, dtype, shape, written)
             self._ledger._events.append(event)

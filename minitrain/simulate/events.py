@@ -4,6 +4,11 @@ One rank runs one stream of computation. A collective is handed to the network (
 (`Wait`); what stands between the two can overlap with it. A blocking call is an `Issue` directly followed by
 its `Wait`. A `Copy` between the memories of a device, its host and its disk is waited for likewise. Events
 hold counts, never times: equal in a real run and in a dry run, so that two lists can be compared with ==.
+
+A cost model finds all it needs in a `Compute`. Three classes: attention (a `shape`, and "attention" in the
+name), products (another `shape`), and passes over memory (no `shape`: bytes are all they cost, but for
+convolutions, which have `flops`). Several passes in a row, fused, save the bytes that one writes (`written`)
+and the next would read.
 """
 
 from dataclasses import dataclass
@@ -18,6 +23,12 @@ class Compute:
     bytes: int  # bytes of the input tensors read plus the output tensors written, each tensor once
     phase: str = ""  # the text given to `ledger.phase(...)`
     dtype: str = ""  # of the first floating-point output ("bfloat16"): decides the peak rate
+    shape: tuple[
+        int, ...
+    ] = ()  # of a product (batch, m, n, k), of attention (B·H, Tq, Tk, head dim); else ()
+    written: int = 0  # of `bytes`; the rest is read
+
+    read = property(lambda self: self.bytes - self.written)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from minitrain import collectives, launch
 from minitrain.collectives import call_log
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
-from minitrain.ledger.operators import ATTENTION, describe, visible_scores
+from minitrain.ledger.contractions import ATTENTION, visible_scores
+from minitrain.ledger.operators import describe
 from minitrain.mesh import Mesh
 from minitrain.model.gpt import GPT, Block, GPTConfig, cross_entropy_sum
 from minitrain.model.layers import causal_attention, naive_attention
@@ -140,6 +142,63 @@ def test_flops_of_operators(multiply_adds, function):
     assert account(function).flops == 2 * multiply_adds
 
 
+@pytest.mark.parametrize(
+    "function, shapes",
+    [
+        (lambda: tensor(3, 4) @ tensor(4, 5), [(1, 3, 5, 4)]),
+        (
+            lambda: (tensor(3, 4) @ tensor(4, 5)).sum().backward(),  # dW = Xᵀ·dY, dX = dY·Wᵀ
+            [(1, 3, 5, 4), (1, 4, 5, 3), (1, 3, 4, 5)],
+        ),
+        (lambda: tensor(2, 3, 4) @ tensor(2, 4, 5), [(2, 3, 5, 4)]),
+        (lambda: F.linear(tensor(2, 3, 4), tensor(5, 4), tensor(5)), [(1, 6, 5, 4)]),
+        (lambda: torch.baddbmm(tensor(5), tensor(2, 3, 4), tensor(2, 4, 5)), [(2, 3, 5, 4)]),
+        (lambda: tensor(3, 5).detach().addmm_(tensor(3, 4), tensor(4, 5)), [(1, 3, 5, 4)]),
+        (lambda: torch.addbmm(tensor(5), tensor(2, 3, 4), tensor(2, 4, 5)), [(2, 3, 5, 4)]),
+        (lambda: tensor(3, 4) @ tensor(4), [(1, 3, 1, 4)]),
+        (lambda: torch.addmv(tensor(3), tensor(3, 4), tensor(4)), [(1, 3, 1, 4)]),
+        (lambda: tensor(4) @ tensor(4), [(1, 1, 1, 4)]),
+        (lambda: tensor(4).exp().sum(), []),
+    ],
+)
+def test_a_product_says_its_shape_and_the_shape_its_flops(function, shapes):
+    """In a dry run the same."""
+    events = account(function).events
+    assert [event.shape for event in events if event.flops] == shapes
+    assert all(event.flops == 2 * prod(event.shape) for event in events if event.flops)
+    assert not any(event.shape for event in events if not event.flops)
+    assert dryrun.run(account, function).events == events
+
+
+def test_grouped_products_have_as_many_rows_each_as_on_average():
+    """32 rows shared out among 3 matrices, or 32 products of a column and a row among 3 sums: 11 at most on
+    average; and 3 matrices of 4 rows each."""
+    ends = torch.tensor([1, 12, 32], dtype=torch.int32)
+    a, b, c, d, e = (
+        torch.randn(shape, dtype=torch.bfloat16)
+        for shape in ((32, 8), (3, 8, 16), (8, 32), (32, 16), (3, 4, 8))
+    )
+    for function, shape, rows in (
+        (lambda: F.grouped_mm(a, b, offs=ends), (3, 11, 16, 8), 32),
+        (lambda: F.grouped_mm(c, d, offs=ends), (3, 8, 16, 11), 32),
+        (lambda: F.grouped_mm(e, b), (3, 4, 16, 8), 12),
+    ):
+        (event,) = [event for event in account(function).events if event.flops]
+        assert (event.shape, event.flops) == (shape, 2 * rows * 8 * 16)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_says_its_shape_and_the_flops_whether_a_triangle_counts(causal):
+    """2 rows of 4 heads: 6 queries meet 9 keys of width 8. Forward 2 products, backward 5."""
+    q, k = tensor(2, 4, 6, 8), tensor(2, 4, 9, 8)
+    ledger = account(lambda: F.scaled_dot_product_attention(q, k, k, is_causal=causal).sum().backward())
+    forward, backward = [event for event in ledger.events if event.flops]
+    assert "attention" in forward.name and "attention" in backward.name
+    assert forward.shape == backward.shape == (8, 6, 9, 8)
+    scores = 21 if causal else 6 * 9
+    assert (forward.flops, backward.flops) == (2 * 2 * 8 * scores * 8, 5 * 2 * 8 * scores * 8)
+
+
 def of_kernel(packet, queries, keys, is_causal):
     """One call of a kernel without data: 2 heads, keys of width 8, values of width 16."""
     place = dict(device="meta", dtype=torch.bfloat16)
@@ -233,6 +292,24 @@ def test_bytes_of_operators(expected, function):
     ledger = account(function, torch.randn(100), torch.randn(100))
     assert sum(event.bytes for event in ledger.events) == expected
     assert all(event.bytes and type(event) is Compute for event in ledger.events)
+
+
+@pytest.mark.parametrize(
+    "read, written, function",
+    [
+        (800, 400, lambda x, y: x + y),
+        (800, 400, lambda x, y: x.add_(y)),
+        (400, 400, lambda x, y: x.copy_(y)),
+        (400, 4, lambda x, y: x.sum()),
+        (400, 7 * 400, lambda x, y: x.expand(7, 100).clone()),
+        (0, 400, lambda x, y: torch.ones_like(x)),
+        (440, 40, lambda x, y: x.view(10, 10) @ y[:10]),
+        (2 * 8 + 2 * 16, 2 * 16, lambda x, y: x.view(25, 4).index_select(0, torch.tensor([0, 4]))),
+    ],
+)
+def test_bytes_are_read_or_written(read, written, function):
+    *_, event = account(function, torch.randn(100), torch.randn(100)).events
+    assert (event.read, event.written, event.bytes) == (read, written, read + written)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------
