@@ -45,6 +45,7 @@ FLOORS = [
         "plot",
         "course",
         "trainer",
+        "measured_work",
     },
     {"train_command", "checkpoint_command", "replay_command", "cli", "__main__"},
 ]
@@ -67,6 +68,8 @@ NEIGHBOURS = {
     ("parallelize", "run"),
     ("pieces", "sharding"),
     ("strategy", "strategy_checks"),
+    ("plan", "strategy"),
+    ("measured_work", "parallelize"),
     ("parallelize", "expert_passes"),
     ("parallelize", "product_passes"),
     ("parallelize", "offload_passes"),

@@ -1,6 +1,7 @@
 """What a run will cost and how to lay it out, before anything runs. No torch.
 
 First  accounting/         formulas: parameters, FLOPs, memory, bytes
+       predict/            step time, its parts and memory, from a dry run's counts, held to published runs
 then   dapple, autopipe    where to cut a pipeline
        memory_balance, adapipe, mpress   by memory: mCAP; what to recompute; where each tensor waits
        dynapipe, graphpipe, trirace      unequal samples; models with branches; old weights

@@ -12,7 +12,7 @@ Published: NCCL counts on 20.6 of the 25 GB/s of an H100 NVLink (src/graph/topo.
 (section 3.2.2) on 160 of the 200 GB/s of an H800, a `network_efficiency` of 0.8.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minitrain.tables import aligned
 
@@ -27,10 +27,11 @@ class Device:
     """One accelerator. `peak_flops` maps a dtype in torch's spelling to dense FLOP/s."""
 
     name: str
-    peak_flops: dict[str, float]
+    peak_flops: dict[str, float] = field(hash=False)
     memory_bytes: float
     memory_bandwidth_bytes_per_s: float
     source: str
+    multiprocessors: int = 1  # each computes one tile of a product at a time
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s for "bfloat16" or "bf16"; every 8-bit float ("float8_e4m3fn") counts as "float8"."""
@@ -127,13 +128,14 @@ INFINIBAND_NDR = _network("InfiniBand NDR", 400, "InfiniBand Trade Association r
 # Two SSDs for the system, four for data; the latency of reading one flash page is of this order.
 _DRIVES = "NVIDIA DGX A100 datasheet: 25 GB/s a node"
 DGX_A100_DRIVES = Link("a share of 4 NVMe drives", 1e-4, 25 / 8 * GB, _DRIVES)
+OMNI_PATH = _network("Omni-Path", 100, "Intel Omni-Path 100 series")
 ETHERNET_100G = _network("100G Ethernet", 100, "IEEE 802.3ba, with RDMA")
 
 
 # ---- devices ---------------------------------------------------------------------------------------------
-def _device(name: str, memory_gb: int, gb_per_s: int, source: str, **tflops: float) -> Device:
+def _device(name: str, memory_gb: int, gb_per_s: int, source: str, cores: int, **tflops: float) -> Device:
     rates = {dtype: rate * TFLOPS for dtype, rate in tflops.items()}
-    return Device(name, rates, memory_gb * GB, gb_per_s * GB, source)
+    return Device(name, rates, memory_gb * GB, gb_per_s * GB, source, cores)
 
 
 _AMPERE = dict(float64=19.5, float32=19.5, tfloat32=156, bfloat16=312, float16=312)
@@ -143,15 +145,15 @@ _V100 = "NVIDIA Tesla V100 datasheet"
 _SPARSE = "NVIDIA {} datasheet, sparse figures halved"
 _CUT = "H100 datasheet; FP64 and links cut, as reported for H800 systems"
 
-V100 = _device("V100 SXM2 32GB", 32, 900, _V100, float64=7.8, float32=15.7, float16=125)
-V100_PCIE = _device("V100 PCIe 16GB", 16, 900, _V100, float64=7, float32=14, float16=112)
-A100_40GB = _device("A100 SXM 40GB", 40, 1555, "NVIDIA A100 datasheet", **_AMPERE)
-A100 = _device("A100 SXM 80GB", 80, 2039, "NVIDIA A100 datasheet", **_AMPERE)
-A800 = _device("A800 SXM 80GB", 80, 2039, "NVIDIA A800 datasheet: an A100 with fewer links", **_AMPERE)
-H100 = _device("H100 SXM 80GB", 80, 3350, _SPARSE.format("H100"), **_HOPPER)
-H800 = _device("H800 SXM 80GB", 80, 3350, _CUT, **_H800)
-H200 = _device("H200 SXM 141GB", 141, 4800, _SPARSE.format("H200"), **_HOPPER)
-ASCEND_910 = _device("Ascend 910", 32, 1200, "Huawei, Hot Chips 31 (2019)", float16=256)
+V100 = _device("V100 SXM2 32GB", 32, 900, _V100, 80, float64=7.8, float32=15.7, float16=125)
+V100_PCIE = _device("V100 PCIe 16GB", 16, 900, _V100, 80, float64=7, float32=14, float16=112)
+A100_40GB = _device("A100 SXM 40GB", 40, 1555, "NVIDIA A100 datasheet", 108, **_AMPERE)
+A100 = _device("A100 SXM 80GB", 80, 2039, "NVIDIA A100 datasheet", 108, **_AMPERE)
+A800 = _device("A800 SXM 80GB", 80, 2039, "NVIDIA A800 datasheet: an A100 with fewer links", 108, **_AMPERE)
+H100 = _device("H100 SXM 80GB", 80, 3350, _SPARSE.format("H100"), 132, **_HOPPER)
+H800 = _device("H800 SXM 80GB", 80, 3350, _CUT, 132, **_H800)
+H200 = _device("H200 SXM 141GB", 141, 4800, _SPARSE.format("H200"), 132, **_HOPPER)
+ASCEND_910 = _device("Ascend 910", 32, 1200, "Huawei, Hot Chips 31 (2019)", 32, float16=256)
 
 # ---- machines ---------------------------------------------------------------------------------------------
 _MACHINES = [
@@ -164,6 +166,9 @@ _MACHINES = [
     Machine("h100", H100, 8, NVLINK4, INFINIBAND_NDR, 8, host=PCIE5),
     Machine("h800", H800, 8, NVLINK_H800, INFINIBAND_NDR, 8, host=PCIE5),
     Machine("h200", H200, 8, NVLINK4, INFINIBAND_NDR, 8, host=PCIE5),
+    # Jean Zay's node of the BLOOM report, section 3.1; that of GPT-NeoX-20B's, section 2.3 (from memory)
+    Machine("jean-zay", A100, 8, NVLINK3, OMNI_PATH, 4, host=PCIE4),
+    Machine("neox", A100_40GB, 8, NVLINK3, INFINIBAND_HDR, 4, host=PCIE4),
     # An Atlas 800 server holds two HCCS meshes of four: the fast domains. Each device has its own 100G port.
     Machine("ascend910", ASCEND_910, 4, HCCS, ETHERNET_100G, 4, host=PCIE4),
 ]

@@ -1,0 +1,205 @@
+"""The work of a layer by a dry run of the code that would train it: what plan/predict asks for as `work_of`.
+
+    work = work_of(presets["llama3-8b"], Strategy(tp=8, sequence_parallel=True), microbatch=1, length=8192)
+
+One embedding, one block and one head of that width go through `parallelize` and three microbatches as one
+rank of tp · cp · ep ranks; of these the second counts, which adds to gradients that are there and sends
+none of them. Hooks on the layers' outputs say where in the ledger's events a layer begins, forward and
+back. A block is like every other of its kind, so one answers for all; other dp, pp and microbatches change
+nothing in it. About a second each, kept in memory: a few dozen distinct ones serve thousands of candidates.
+
+Differs from a run of the whole: dropout draws from torch's own kernel, as stacks do that are compared with,
+and not by place (attention/dropout.py); `fused_attention=False` writes the scores out (attention of 2021).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from itertools import pairwise
+from operator import attrgetter
+
+from minitrain.data.batches import Rows, random_tokens
+from minitrain.launch import dryrun
+from minitrain.ledger import Ledger
+from minitrain.model.config import GPTConfig
+from minitrain.model.layers import Dropout, naive_attention
+from minitrain.model.mixture import mixtures
+from minitrain.parallelize import parallelize
+from minitrain.pipeline.deferred import Deferred
+from minitrain.plan.predict.work import Collective, Layer, Operator, Pass, Work
+from minitrain.simulate.events import Compute, Issue, Wait
+from minitrain.strategy import Strategy
+
+MATTERS = "tp cp ep ep_node ep_chunks ep_travel ep_shadow sequence_parallel overlap recompute".split()
+MATTERS += "recompute_partition core layout inner ulysses precision products".split()
+GRADIENT = ("_to_copy", "add_", "copy_")  # what converts a weight's gradient and adds it to the others
+_what_matters = attrgetter(*MATTERS)
+_measured: dict[tuple, Work] = {}
+
+
+def work_of(
+    config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool = True
+) -> Work:
+    """Of `microbatch` rows of `length` tokens on a rank of `strategy`; asked again, the same object."""
+    key = config, _what_matters(strategy), splits(strategy.schedule), microbatch, length, fused_attention
+    if key not in _measured:
+        _measured[key] = measure(config, strategy, microbatch, length, fused_attention)
+    return _measured[key]
+
+
+@cache
+def splits(schedule: str) -> bool:
+    """Whether a schedule of that name has an action W."""
+    return Strategy(pp=2, microbatches=4, schedule=schedule).build_schedule().splits_backward
+
+
+def measure(
+    config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool
+) -> Work:
+    """A dry run of one block of each kind."""
+    kinds = {bool(config.experts_in(number)) for number in range(1, config.num_layers + 1)}
+    settings = {name: getattr(strategy, name) for name in MATTERS}
+    if settings["recompute"] in ("stage", "sqrt"):
+        settings["recompute"] = "none" if settings["recompute"] == "stage" else "full"
+    dp = strategy.ep // _common(strategy.ep, strategy.cp)
+    one_rank = Strategy(**settings, dp=dp, microbatches=3)
+    found = []
+    for routed in sorted(kinds, reverse=True):
+        experts = replace(config.experts, dense_first=0, expert_every=1, pyramid_layers=0) if routed else None
+        alone = replace(config, num_layers=1, experts=experts, dropout=0.0)
+        deferred = splits(strategy.schedule)
+        ask = alone, one_rank, microbatch, length, config.dropout, fused_attention, deferred
+        found.append(dryrun.run(_three_microbatches, *ask, ranks=one_rank.ranks))
+    return replace(found[0], dense=found[1].block if len(found) > 1 else None)
+
+
+def _common(a: int, b: int) -> int:
+    while b:
+        a, b = b, a % b
+    return a
+
+
+def _three_microbatches(config, strategy, microbatch, length, dropout, fused_attention, deferred) -> Work:
+    run = parallelize(config, strategy)
+    for part in run.model.modules():
+        if isinstance(part, Dropout):
+            part.p = dropout
+        if hasattr(part, "core") and strategy.cp == 1:  # cores over ranks draw no masks without places
+            part.config = replace(config, dropout=dropout)
+            part.core = part.core if fused_attention else naive_attention
+    shape = dict(batch_size=3 * microbatch * strategy.dp, length=length)
+    batch = run.batch(Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape), step=0)
+    with Ledger() as ledger:
+        marks = _Marks(ledger, run.model.layers)
+        run.forward_backward(batch)
+        marks.add("end", 0)
+        later = _weights_later(run, batch, ledger) if deferred else [Pass()] * len(run.model.layers)
+    return _work(run, ledger, marks.of_the_second(), later, marks.boundary_bytes)
+
+
+class _Marks:
+    """Where in the events, and with how many bytes alive, each pass through a layer begins."""
+
+    def __init__(self, ledger: Ledger, layers) -> None:
+        self.ledger, self.found = ledger, []
+        self.forward = True
+        for number, layer in enumerate(layers):
+            layer.forward = partial(self.call, layer.forward, number)
+
+    def add(self, way: str, number: int) -> None:
+        live = self.ledger.live_by_kind
+        self.found.append((way, number, len(self.ledger.events), live["activations"] + live["buffers"]))
+
+    def call(self, forward, number: int, x, positions):
+        if not self.forward and number == 0:  # the next microbatch
+            self.forward = True
+        if not self.forward:
+            return forward(x, positions)  # run again for a backward: part of it
+        self.add("forward", number)
+        y = forward(x, positions)
+        if number == 0:
+            self.boundary_bytes = y.nbytes
+        y.register_hook(partial(self.begin_backward, number))
+        return y
+
+    def begin_backward(self, number: int, gradient) -> None:
+        self.forward = False
+        self.add("backward", number)
+
+    def of_the_second(self) -> list[tuple[str, int, int, int]]:
+        """And where the third begins."""
+        per_microbatch = (len(self.found) - 1) // 3
+        return self.found[per_microbatch : 2 * per_microbatch + 1]
+
+
+def _weights_later(run, batch, ledger: Ledger) -> list[Pass]:
+    """The products of each layer that W would do, of one microbatch."""
+    tokens, targets = (part[: len(part) // 3] for part in (batch.tokens, batch.targets))
+    with Deferred() as later:
+        loss = run.loss_fn(run.model(tokens, batch.positions), targets) / batch.num_valid
+    loss.backward()
+    products, passes = later.products, []
+    for layer in run.model.layers:
+        own = {id(param) for param in layer.parameters()}
+        later.products = [product for product in products if id(product[0]) in own]
+        start = len(ledger.events)
+        later.weights()
+        passes.append(_pass(ledger.events[start:], weights=_gradients(layer)))
+    return passes
+
+
+def _gradients(layer) -> frozenset[int]:
+    """Bytes of the gradients of its matrices."""
+    matrices = [param for param in layer.parameters() if param.dim() > 1]
+    return frozenset(param.numel() * param.grad_dtype.itemsize for param in matrices)
+
+
+def _work(run, ledger: Ledger, marks: list, later: list[Pass], boundary_bytes: int) -> Work:
+    events = ledger.events
+    alive = {index: live["activations"] + live["buffers"] for index, live in ledger.timeline()}
+    *_, head = range(len(run.model.layers))
+    seed = next(
+        i for i in range(marks[head][2], len(events)) if getattr(events[i], "name", "") == "ones_like"
+    )
+    ways: dict[tuple[str, int], Pass] = {}
+    kept = {}
+    for (way, number, start, live), (_, _, end, next_live) in pairwise(marks):
+        if (way, number) == ("forward", head):  # and the loss, whose backward begins with a one
+            kept[number] = max((alive[i] for i in range(start, seed) if i in alive), default=live) - live
+            ways["loss", number] = _pass(events[seed:end])
+            end = seed
+        elif way == "forward":
+            kept[number] = next_live - live
+        high = max((alive[i] for i in range(start, end) if i in alive), default=live)
+        adds = _gradients(run.model.layers[number]) if way == "backward" else frozenset()
+        ways[way, number] = _pass(events[start:end], max(0, high - live), adds)
+    ways["backward", head] = ways["loss", head].then(ways["backward", head])
+    layers = []
+    for number, layer in enumerate(run.model.layers):
+        parameters = {id(param): param.numel() for param in layer.parameters()}
+        shared = run.config.tied * run.model.layers[0].tokens.numel() if number in (0, head) else 0
+        both = ways["forward", number], ways["backward", number]
+        layers.append(Layer(*both, later[number], kept[number], sum(parameters.values()), shared))
+    experts = [layer.experts for layer in mixtures(run.model.layers)]
+    dealt = sum(param.numel() for part in experts for param in part.parameters()) if experts else 0
+    return Work(*layers, boundary_bytes=boundary_bytes, expert_parameters=dealt)
+
+
+def _pass(events: list, high_bytes: int = 0, weights: frozenset[int] = frozenset()) -> Pass:
+    """`weights`: the bytes of gradients of matrices, of which something is added up in this pass."""
+    operators, issued, collectives = [], {}, []
+    for event in events:
+        match event:
+            case Compute():
+                adds = not event.flops and event.name in GRADIENT and event.written in weights
+                what = event.name, event.flops, event.bytes, event.dtype, event.shape, adds
+                operators.append(Operator(*what))
+            case Issue() if len(event.members) > 1:
+                issued[event.id] = event, len(operators)
+            case Wait() if event.id in issued:
+                issue, start = issued.pop(event.id)
+                between = range(start, len(operators))
+                what = issue.op, issue.axis, issue.members, issue.payload_bytes
+                collectives.append(Collective(*what, between))
+    return Pass(tuple(operators), tuple(collectives), high_bytes)

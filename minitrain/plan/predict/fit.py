@@ -1,0 +1,66 @@
+"""Constants from published or measured steps: one visible function, rows named beforehand, nothing silent.
+
+    rates = fit(rows, ("products", "nvlink"), work_of, start=RATES)       those two change, all else stays
+    factor = stack_factor(row, work_of, rates)                            one number more, of one row
+
+Least squares of log(predicted / measured), by coordinate search: each constant in turn goes up or down by a
+step as long as the error falls, then the step is halved. Few rows fix few constants: as many rows as names
+at least, else ValueError. A factor for a stack says how much slower all of it is than this model; it is no
+rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from math import log
+
+from minitrain.plan.predict.rates import RATES, Rates
+from minitrain.plan.predict.run import Published
+from minitrain.plan.predict.step import predict
+from minitrain.plan.predict.work import WorkOf
+
+SHARES = tuple(field.name for field in fields(Rates) if field.type == "float")
+LEAST, MOST = 0.05, 1.0
+
+
+def fit(
+    rows: Sequence[Published], names: Iterable[str], work_of: WorkOf, start: Rates = RATES, tolerance=0.002
+) -> Rates:
+    """`start` with the named shares as the rows have them."""
+    names = tuple(names)
+    for name in names:
+        if name not in SHARES:
+            raise ValueError(f"cannot fit {name!r}; use {', '.join(SHARES)}")
+    if len(rows) < len(names) or not names:
+        raise ValueError(
+            f"{len(rows)} rows for {len(names)} constants; give at least as many rows, and one name"
+        )
+    error = lambda rates: squared_error(rows, work_of, rates)
+    return search(error, start, names, tolerance)
+
+
+def squared_error(rows: Iterable[Published], work_of: WorkOf, rates: Rates) -> float:
+    return sum(log(predict(row.run, work_of, rates).step_s / row.step_s) ** 2 for row in rows)
+
+
+def search(error: Callable[[Rates], float], start: Rates, names: tuple[str, ...], tolerance: float) -> Rates:
+    """The rates at which no step of `tolerance`, of one constant, makes the error smaller."""
+    best, least, step = start, error(start), 0.08
+    while step >= tolerance:
+        before = least
+        for name in names:
+            for way in (step, -step):
+                while LEAST <= (value := getattr(best, name) + way) <= MOST + 1e-9:
+                    tried = replace(best, **{name: min(value, MOST)})
+                    if (found := error(tried)) >= least:
+                        break
+                    best, least = tried, found
+        if least == before:
+            step /= 2
+    return best
+
+
+def stack_factor(row: Published, work_of: WorkOf, rates: Rates = RATES) -> float:
+    """Measured over predicted of one calibration row: what to multiply predictions of its stack by."""
+    return row.step_s / predict(row.run, work_of, rates).step_s

@@ -1,0 +1,120 @@
+"""What a rank keeps while it trains, by kind, from the same dry run as its time.
+
+    memory = memory_of(run, work)        {"parameters": .., "gradients": .., "optimizer state": ..,
+                                          "activations": .., "buffers": ..} of the rank with most
+
+    states        elements of its layers times the policy's bytes, what ZeRO shards / (dp · cp)
+    activations   largest sum, over the actions of its schedule, of what forwards have kept, and of what
+                  lives only while the action runs (a layer's own peak above what it found)
+    buffers       buckets of gradients on their way, messages received ahead; of ZeRO-3 the gathered layer
+
+With a schedule's own peak in place of its actions that is peak(schedule, rank) x kept (Korthikanti et al.
+2022, arXiv:2205.05198, section 4.2). Not counted: an allocator's rounding and holes, cuBLAS's and NCCL's
+workspaces, the batch itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from minitrain.pipeline.schedule import parts
+from minitrain.plan.predict.pipeline import Layout, layout_of
+from minitrain.plan.predict.run import TrainingRun
+from minitrain.plan.predict.work import Layer, Work
+
+KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
+
+
+def memory_of(run: TrainingRun, work: Work) -> dict[str, int]:
+    """Bytes of the rank that has most."""
+    ranks = by_rank(run, work)
+    return max(ranks, key=lambda memory: sum(memory.values()))
+
+
+def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
+    """Of each rank of the pipeline."""
+    strategy, policy = run.strategy, run.strategy.policy
+    layout, again = layout_of(run.model, strategy), strategy.recompute == "stage"
+    kept = kept_by_rank(layout, work, again)
+    weight, gradient, optimizer = policy.state_bytes
+    shards, found = strategy.dp * strategy.cp, []
+    for numbers, activations in zip(layout.ranks, kept):
+        elements = elements_of(work, numbers, run.model.tied)
+        share = lambda stage: 1 / shards if strategy.zero >= stage else 1
+        states = elements * weight * share(3), elements * gradient * share(2), elements * optimizer * share(1)
+        buffers = 0
+        if shards > 1:
+            buffers = min(2 * strategy.bucket_bytes, elements * gradient)
+        if strategy.zero == 3:
+            buffers = work.block.parameters * (weight + gradient)
+        if strategy.pp > 1:
+            buffers += 2 * work.boundary_bytes
+        found.append(dict(zip(KINDS, map(round, (*states, activations, buffers)))))
+    return found
+
+
+def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> int:
+    """Parameters of a rank with so many of LAYERS; a tied table counts once where both ends are."""
+    layers = layers_of(work)
+    whole = sum(number * layer.parameters for number, layer in zip(numbers, layers))
+    return whole - work.head.shared_parameters * bool(tied and numbers[0] and numbers[-1])
+
+
+def layers_of(work: Work) -> tuple[Layer, ...]:
+    """By LAYERS."""
+    return work.embedding, work.block, work.dense or work.block, work.head
+
+
+@lru_cache(maxsize=1 << 12)
+def kept_by_rank(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
+    """Most bytes of activations on each rank; beyond the microbatches after which a schedule repeats itself,
+    p more add what the p before added."""
+    few = layout.repeats_after
+    shorter = _kept(replace(layout, microbatches=few), work, again)
+    if few == layout.microbatches:
+        return shorter
+    longer = _kept(replace(layout, microbatches=few + layout.p), work, again)
+    times = (layout.microbatches - few) // layout.p
+    return tuple(a + times * (b - a) for a, b in zip(shorter, longer))
+
+
+@lru_cache(maxsize=1 << 12)
+def _kept(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
+    schedule, stages = layout.build(), [_Stage(work, numbers) for numbers in layout.stages]
+    split, unit, most = schedule.splits_backward, 1 / schedule.slices, []
+    for entries in schedule.ranks:
+        held = high = 0.0
+        for action in parts(entries):
+            stage = stages[action.stage]
+            keeps = work.boundary_bytes if again else stage.kept
+            match action.kind:
+                case "F":
+                    high, held = max(high, held + stage.forward), held + keeps * unit
+                case "R":
+                    high, held = max(high, held + stage.forward), held + (stage.kept - keeps) * unit
+                case "B" | "I":
+                    high = max(high, held + stage.backward)
+                    held -= 0 if split and action.kind == "I" else stage.kept * unit
+                case "W" | "E" | "G":
+                    held -= stage.kept * unit
+                case "H" | "L":
+                    held += stage.kept * unit
+            high = max(high, held)
+        most.append(high)
+    return tuple(most)
+
+
+class _Stage:
+    """What its layers keep in all, and the most alive during a forward and a backward beyond what was."""
+
+    def __init__(self, work: Work, numbers: tuple[int, ...]) -> None:
+        layers = [
+            layer for layer, number in zip(layers_of(work), numbers) for _ in range(number)
+        ]  # embedding, blocks, head
+        self.kept = sum(layer.kept_bytes for layer in layers)
+        self.forward, self.backward, below = 0, 0, 0
+        for layer in layers:
+            self.forward = max(self.forward, below + layer.forward.high_bytes)
+            below += layer.kept_bytes
+            self.backward = max(self.backward, below - self.kept + layer.backward.high_bytes)

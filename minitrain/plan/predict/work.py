@@ -1,0 +1,102 @@
+"""What one rank does for one microbatch, layer by layer, as plain values, counted by a dry run.
+
+    work = work_of(config, strategy, microbatch, length)        made by minitrain/measured_work.py
+    work.block.forward.operators     products, attention kernels and passes through memory, in order
+    work.block.backward.collectives  what tp, cp and ep send: operation, axis, payload
+
+A model is an embedding, L blocks and a head; a microbatch passes each once forward and once backward.
+`weights` is the part of a backward that a schedule may put off (its action W), so `backward` less `weights`
+is I. `kept` is what a forward leaves alive until its backward, `high` the most that lives meanwhile beyond
+what was there before, so that memory follows from the same dry run as time. Bytes and FLOPs are those of
+this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from minitrain.model.config import GPTConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator as the ledger saw it. `shape` is (batch, m, n, k) of a product, (B·H, Tq, Tk, head dim) of
+    an attention kernel, () of anything else."""
+
+    name: str
+    flops: int
+    bytes: int  # read and written
+    dtype: str
+    shape: tuple[int, ...] = ()
+    accumulates: bool = False  # adds a weight's gradient to what is there, or converts it for that
+
+    @property
+    def attention(self) -> bool:
+        """A fused attention kernel."""
+        return self.flops > 0 and "attention" in self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Something that travels. `members` are ranks of a world of dp · cp · tp, tp innermost; `beside` are the
+    operators between its issue and its wait, by their places in the pass: none if it blocks."""
+
+    op: str
+    axis: str
+    members: tuple[int, ...]
+    payload_bytes: int
+    beside: range = range(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One way through one layer. Equal only to itself: what is computed of it can be remembered by it."""
+
+    operators: tuple[Operator, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    high_bytes: int = 0  # most alive meanwhile, beyond what was when it began
+
+    @property
+    def flops(self) -> int:
+        return sum(operator.flops for operator in self.operators)
+
+    def then(self, other: Pass) -> Pass:
+        """Both, one after the other."""
+        shift = len(self.operators)
+        moved = (
+            replace(c, beside=range(c.beside.start + shift, c.beside.stop + shift)) for c in other.collectives
+        )
+        high = max(self.high_bytes, other.high_bytes)
+        return Pass(self.operators + other.operators, (*self.collectives, *moved), high)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """An embedding, a block or a head on one rank."""
+
+    forward: Pass
+    backward: Pass  # all of it: what selective recomputation runs again, input's and weights' gradients
+    weights: Pass = Pass()  # the products of `backward` that wait for W where a schedule splits it
+    kept_bytes: int = 0  # from forward to backward
+    parameters: int = 0  # on this rank
+    shared_parameters: int = 0  # of these, in a table that both ends of a tied model have
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Layers of one kind each; `dense` are the blocks of a mixture that have no experts."""
+
+    embedding: Layer
+    block: Layer
+    head: Layer
+    boundary_bytes: int  # of what a stage sends to the next, on this rank
+    dense: Layer | None = None
+    expert_parameters: int = 0  # of `block.parameters`, those dealt out over ep
+
+    def of_block(self, config: GPTConfig, number: int) -> Layer:
+        """Of block 1 .. L."""
+        return self.dense if self.dense and not config.experts_in(number) else self.block
+
+
+WorkOf = Callable[..., Work]  # (config, strategy, microbatch, length, fused_attention=True) -> Work
