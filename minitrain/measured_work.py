@@ -93,16 +93,17 @@ def _three_microbatches(config, strategy, microbatch, length, dropout, fused_att
     with Ledger() as ledger:
         marks = _Marks(ledger, run.model.layers)
         run.forward_backward(batch)
+        later = _weights_later(run, batch, ledger, marks) if deferred else [Pass()] * len(run.model.layers)
         marks.add("end", 0)
-        later = _weights_later(run, batch, ledger) if deferred else [Pass()] * len(run.model.layers)
-    return _work(run, ledger, marks.of_the_second(), later, marks.boundary_bytes)
+    found = marks.of_microbatch(3 if deferred else 1)
+    return _work(run, ledger, found, later, marks.boundary_bytes)
 
 
 class _Marks:
     """Where in the events, and with how many bytes alive, each pass through a layer begins."""
 
     def __init__(self, ledger: Ledger, layers) -> None:
-        self.ledger, self.found = ledger, []
+        self.ledger, self.found, self.layers = ledger, [], len(layers)
         self.forward = True
         for number, layer in enumerate(layers):
             layer.forward = partial(self.call, layer.forward, number)
@@ -127,18 +128,19 @@ class _Marks:
         self.forward = False
         self.add("backward", number)
 
-    def of_the_second(self) -> list[tuple[str, int, int, int]]:
-        """And where the third begins."""
-        per_microbatch = (len(self.found) - 1) // 3
-        return self.found[per_microbatch : 2 * per_microbatch + 1]
+    def of_microbatch(self, number: int) -> list[tuple[str, int, int, int]]:
+        """And where the next begins."""
+        each = 2 * self.layers
+        return self.found[number * each : (number + 1) * each + 1]
 
 
-def _weights_later(run, batch, ledger: Ledger) -> list[Pass]:
-    """The products of each layer that W would do, of one microbatch."""
+def _weights_later(run, batch, ledger: Ledger, marks: _Marks) -> list[Pass]:
+    """A fourth microbatch whose W is apart: the products of each layer's."""
     tokens, targets = (part[: len(part) // 3] for part in (batch.tokens, batch.targets))
     with Deferred() as later:
         loss = run.loss_fn(run.model(tokens, batch.positions), targets) / batch.num_valid
     loss.backward()
+    marks.add("end", 0)
     products, passes = later.products, []
     for layer in run.model.layers:
         own = {id(param) for param in layer.parameters()}
@@ -179,8 +181,17 @@ def _work(run, ledger: Ledger, marks: list, later: list[Pass], boundary_bytes: i
     for number, layer in enumerate(run.model.layers):
         parameters = {id(param): param.numel() for param in layer.parameters()}
         shared = run.config.tied * run.model.layers[0].tokens.numel() if number in (0, head) else 0
-        both = ways["forward", number], ways["backward", number]
-        layers.append(Layer(*both, later[number], kept[number], sum(parameters.values()), shared))
+        backward = ways["backward", number].then(later[number])
+        layers.append(
+            Layer(
+                ways["forward", number],
+                backward,
+                later[number],
+                kept[number],
+                sum(parameters.values()),
+                shared,
+            )
+        )
     experts = [layer.experts for layer in mixtures(run.model.layers)]
     dealt = sum(param.numel() for part in experts for param in part.parameters()) if experts else 0
     return Work(*layers, boundary_bytes=boundary_bytes, expert_parameters=dealt)

@@ -50,8 +50,8 @@ class Rates:
 
 
 PLAIN = Rates()
-RATES = Rates(products=0.8, attention=0.6, memory=0.8, nvlink=0.75, network=0.8, tile=128, k0=128)
-
+START = Rates(products=0.8, attention=0.6, memory=0.8, nvlink=0.75, network=0.5, tile=128, k0=128)
+RATES = replace(START, products=0.77, network=0.3)
 NAMES = ("products", "attention", "passes")
 
 

@@ -52,6 +52,7 @@ STACKS = {
         Stack("megatron-2021-overlapped", dp_overlapped=True),  # one stage: gradients beside backward
         Stack("megatron-2022", adds_in_products=True),
         Stack("megatron-deepspeed"),
+        Stack("fairscale-2022"),
         _2023,
         replace(_2023, name="megascale", tp_overlapped=True, **_HIDDEN),
         replace(_2023, name="llama3", dp_inside_pp=False, **_HIDDEN),
@@ -181,6 +182,8 @@ def _stack(first: str, n: dict[str, int]) -> Stack:
     """By publication, and for Megatron-LM by year: gradients add up in products from 2022, flash after."""
     if first in DEEPSPEED:
         return STACKS["megatron-deepspeed"]
+    if first == "OPT-175B":
+        return STACKS["fairscale-2022"]
     if first == "Llama3":
         return STACKS["llama3"]
     if n["flash"]:

@@ -191,20 +191,15 @@ def _pipeline(
     work: Work, layout: Layout, at: Place, again: bool, sequence_parallel: bool
 ) -> dict[str, float]:
     """What the microbatches of a step take, by PARTS."""
-    layers, blocking = _layers(work, at, again), not at.stack.p2p_overlapped
-    message_s = 0.0
-    if at.pp > 1:
-        message_s = _message_s(work.boundary_bytes, at, sequence_parallel)
-    in_schedule = again and layout.again  # then R is an action, and no part of B
-    passes = [[times.passes[kind] for times in layers] for kind in range(len(KINDS))]
-    if in_schedule:
-        passes[1] = [b - f for b, f in zip(passes[1], passes[0])]
-        passes[2] = [b - f for b, f in zip(passes[2], passes[0])]
-    costs = Costs(tuple(chain.from_iterable(passes)), message_s, blocking)
+    layers, blocking = _layers(work, at, again and not layout.again), not at.stack.p2p_overlapped
+    message_s = _message_s(work.boundary_bytes, at, sequence_parallel) if at.pp > 1 else 0.0
+    passes = chain.from_iterable(zip(*(times.passes for times in layers)))
     parts, share = dict.fromkeys(PARTS, 0.0), layout.microbatches / layout.p
     for number, times in zip(map(sum, zip(*layout.stages)), layers):
         for name, time in times.parts.items():
             parts[name] += number * share * time
+        parts["recomputation"] += number * share * times.passes[KINDS.index("R")] * layout.again
+    costs = Costs(tuple(passes), message_s, blocking)
     parts["p2p"] = 2 * (len(layout.stages) - 1) * share * message_s * blocking
     parts["bubble"] = makespan(layout, costs) - sum(parts.values())
     return parts
@@ -257,7 +252,7 @@ def _sums_s(parameters, group, at: Place, zero, layout, work, again, weight, gra
 
     def waited(op: str, payload_bytes: float, before: bool) -> float:
         time = at.travel_s(op, payload_bytes, group)
-        return beyond(layout, times, time, before) if at.stack.dp_overlapped else time
+        return beyond(layout, work, times, time, before) if at.stack.dp_overlapped else time
 
     if zero == 0:
         return waited("all_reduce", parameters * gradient, False)
@@ -267,18 +262,20 @@ def _sums_s(parameters, group, at: Place, zero, layout, work, again, weight, gra
     return scattered + gathers * waited("all_gather", parameters * weight, True)
 
 
-def beyond(layout: Layout, times: tuple[Times, ...], time: float, before: bool) -> float:
+def beyond(layout: Layout, work: Work, times: tuple[Times, ...], time: float, before: bool) -> float:
     """How much longer than the passes beside it a transfer takes, of the rank that ends last, a layer after
     the other: gradients travel when the last microbatch has left a layer, weights (`before`) until the first
     comes. In the worst case all that is left from some layer on is in nobody's shadow."""
     edge, kind = edges(layout, before), 0 if before else 1
-    layers = sum(map(sum, (numbers for numbers, *_ in edge)))
+    weights = [layer.parameters for layer in layers_of(work)]
+    whole = sum(n * weight for numbers, *_ in edge for n, weight in zip(numbers, weights))
     done, most = 0, 0.0
     for numbers, forwards, backwards in edge:
-        left = sum(n * t.passes[0] for n, t in zip(forwards, times))
-        left += sum(n * t.passes[1] for n, t in zip(backwards, times))
-        own = sum(n * t.passes[kind] for n, t in zip(numbers, times))
-        for layer in range(sum(numbers)):
-            done += 1
-            most = max(most, time * done / layers - left - own * layer / sum(numbers))
+        shadow = sum(n * t.passes[0] for n, t in zip(forwards, times))
+        shadow += sum(n * t.passes[1] for n, t in zip(backwards, times))
+        for number, layer, weight in zip(numbers, times, weights):
+            for _ in range(number):
+                done += weight
+                most = max(most, time * done / whole - shadow)
+                shadow += layer.passes[kind]
     return most
